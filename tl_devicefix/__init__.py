@@ -1,0 +1,37 @@
+"""HookedTransformer over several devices: import before loading, then use `n_devices=4`.
+
+Importing applies the patches that `report()` lists, unless TL_DEVICEFIX_DISABLE=1 is set.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from tl_devicefix.patches import apply, patched, report, restore, unpatched
+
+if TYPE_CHECKING:
+    from tl_devicefix.placement import Placement, plan
+    from tl_devicefix.simulation import simulate
+
+__version__ = "0.1.0"
+__all__ = ["Placement", "apply", "patched", "plan", "report", "restore", "simulate", "unpatched"]
+
+_LAZY = {
+    "Placement": "tl_devicefix.placement",
+    "plan": "tl_devicefix.placement",
+    "simulate": "tl_devicefix.simulation",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs TransformerLens or torch only when it is asked for."""
+    import importlib
+
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'tl_devicefix' has no attribute {name!r}")
+
+
+if os.environ.get("TL_DEVICEFIX_DISABLE", "0") in ("", "0"):
+    apply()

@@ -1,0 +1,89 @@
+"""Cached activations: stored where they were computed, handed out at home."""
+
+from __future__ import annotations
+
+from collections.abc import ItemsView, Iterator, ValuesView
+from typing import Any
+
+import torch
+
+from tl_devicefix.alignment import move
+
+
+class CacheAtHome(dict[str, torch.Tensor]):
+    """A cache of activations that stores each tensor where it was computed and reads it at home.
+
+    Args:
+        home: the device that every read brings the tensor to.
+    """
+
+    def __init__(self, home: torch.device) -> None:
+        super().__init__()
+        self.home = home
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return move(super().__getitem__(name), self.home)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As `dict.get`, at home."""
+        return self[name] if name in self else default
+
+    def pop(self, name: str, *default: Any) -> Any:
+        """As `dict.pop`, at home."""
+        return move(super().pop(name, *default), self.home)
+
+    def values(self) -> ValuesView[torch.Tensor]:
+        """As `dict.values`; each tensor comes home when it is reached."""
+        return ValuesAtHome(self)
+
+    def items(self) -> ItemsView[str, torch.Tensor]:  # type: ignore[override]
+        """As `dict.items`; each tensor comes home when it is reached."""
+        return ItemsAtHome(self)
+
+    def copy(self) -> CacheAtHome:
+        """A shallow copy that reads at home too."""
+        return self.__copy__()
+
+    def __copy__(self) -> CacheAtHome:
+        new = CacheAtHome(self.home)
+        for name in self:
+            dict.__setitem__(new, name, dict.__getitem__(self, name))
+        return new
+
+
+class ValuesAtHome(ValuesView[torch.Tensor]):
+    """The values of a `CacheAtHome`; one tensor at a time is at home."""
+
+    def __init__(self, cache: CacheAtHome) -> None:
+        super().__init__(cache)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (self._mapping[name] for name in self._mapping)
+
+
+class ItemsAtHome(ItemsView[str, torch.Tensor]):
+    """The items of a `CacheAtHome`; one tensor at a time is at home."""
+
+    def __init__(self, cache: CacheAtHome) -> None:
+        super().__init__(cache)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, self._mapping[name]) for name in self._mapping)
+
+
+def get_caching_hooks(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`HookedTransformer.get_caching_hooks`, with a cache that is read at home.
+
+    A model on one device, a cache that the caller brings, and a `device` that the caller names
+    (activations then stay there) are left as they are.
+    """
+    from transformer_lens.hook_points import HookedRootModule
+    import inspect
+
+    original = HookedRootModule.get_caching_hooks
+    given = inspect.signature(original).bind(self, *args, **kwargs).arguments
+    placement = getattr(self, "placement", None)
+    several = placement is not None and len(placement.devices) > 1
+    if several and given.get("cache") is None and given.get("device") is None:
+        kwargs["cache"] = CacheAtHome(placement.home)
+    return original(self, *args, **kwargs)

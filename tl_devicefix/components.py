@@ -1,0 +1,91 @@
+"""The components a HookedTransformer is made of, and what each weighs: the units that are placed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformer_lens.components import Embed, PosEmbed, TransformerBlock, Unembed
+from transformer_lens.components import LayerNorm, LayerNormPre, RMSNorm, RMSNormPre
+
+FIXED_AT_HOME = ("embed", "pos_embed", "ln_final", "unembed")
+"""Components that stay together on the home device, so that tokens in and logits out are there."""
+
+
+@dataclass(frozen=True)
+class ComponentSize:
+    """What one component holds, in bytes."""
+
+    name: str
+    weights: int
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        """Weights and buffers together, in bytes."""
+        return self.weights + self.buffers
+
+
+def component_names(cfg: Any) -> tuple[str, ...]:
+    """Names of the components of a HookedTransformer with this config, in the order they run."""
+    names = ["embed"]
+    if cfg.positional_embedding_type != "rotary":
+        names.append("pos_embed")
+    names += [f"blocks.{layer}" for layer in range(cfg.n_layers)]
+    if cfg.normalization_type is not None:
+        names.append("ln_final")
+    return (*names, "unembed")
+
+
+def component_of(parameter_name: str) -> str:
+    """The component that a parameter or buffer belongs to: "blocks.3.attn.W_Q" -> "blocks.3"."""
+    parts = parameter_name.split(".")
+    return ".".join(parts[:2]) if parts[0] == "blocks" else parts[0]
+
+
+def component_sizes(cfg: Any) -> tuple[ComponentSize, ...]:
+    """What each component of a HookedTransformer with this config weighs, in the order they run.
+
+    TransformerLens's own modules are built on the meta device, which allocates nothing, so the
+    sizes are right for every architecture and version.
+    """
+    block_sizes: dict[Any, ComponentSize] = {}
+    sizes = []
+    for name in component_names(cfg):
+        if name.startswith("blocks."):
+            layer = int(name.split(".")[1])
+            # Blocks differ only by their kind of attention ("global", "local").
+            kind = cfg.attn_types[layer] if cfg.attn_types else None
+            if kind not in block_sizes:
+                block_sizes[kind] = _size_on_meta(name, cfg)
+            known = block_sizes[kind]
+            sizes.append(ComponentSize(name, known.weights, known.buffers))
+        else:
+            sizes.append(_size_on_meta(name, cfg))
+    return tuple(sizes)
+
+
+def _size_on_meta(name: str, cfg: Any) -> ComponentSize:
+    with torch.device("meta"):
+        module = _build(name, cfg)
+    weights = sum(p.numel() * p.element_size() for p in module.parameters())
+    buffers = sum(b.numel() * b.element_size() for b in module.buffers())
+    return ComponentSize(name, weights, buffers)
+
+
+def _build(name: str, cfg: Any) -> nn.Module:
+    if name.startswith("blocks."):
+        return TransformerBlock(cfg, int(name.split(".")[1]))
+    if name == "ln_final":
+        return final_norm_class(cfg)(cfg)
+    return {"embed": Embed, "pos_embed": PosEmbed, "unembed": Unembed}[name](cfg)
+
+
+def final_norm_class(cfg: Any) -> type[nn.Module]:
+    """The class of `ln_final`: as in HookedTransformer.__init__, `final_rms` makes an LN an RMS."""
+    rms = cfg.normalization_type.startswith("RMS") or cfg.final_rms
+    if cfg.normalization_type.endswith("Pre"):
+        return RMSNormPre if rms else LayerNormPre
+    return RMSNorm if rms else LayerNorm

@@ -1,0 +1,136 @@
+"""Weight processing, one file per step, each a pure function on one component's weights.
+
+Every step is local to one component: ln1, ln2 and the value biases fold within their block,
+ln_final folds into the unembedding, and centring touches one matrix at a time.
+`process_component` applies the steps in TransformerLens's order.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tl_devicefix.conventions import Conventions
+from tl_devicefix.folding.attention_factors import refactor_attention_of_block
+from tl_devicefix.folding.layer_norm import (
+    fold_layer_norm_into_block,
+    fold_layer_norm_into_unembed,
+)
+from tl_devicefix.folding.unembed import center_unembed_weights
+from tl_devicefix.folding.value_biases import fold_value_biases_of_block
+from tl_devicefix.folding.weights import Weights, working_copies
+from tl_devicefix.folding.writing_weights import (
+    center_attention_bias,
+    center_embedding,
+    center_writing_weights_of_block,
+)
+
+__all__ = ["Steps", "Weights", "process_component", "working_copies"]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Which processing steps to apply; the fields are `from_pretrained`'s arguments."""
+
+    fold_ln: bool = False
+    center_writing_weights: bool = False
+    center_unembed: bool = False
+    fold_value_biases: bool = False
+    refactor_factored_attn_matrices: bool = False
+
+    def applicable(self, cfg: Any, conventions: Conventions) -> Steps:
+        """These steps less those that do not apply to a model with this config.
+
+        Raises:
+            ValueError: if the attention matrices cannot be refactored.
+        """
+        steps = self
+        if steps.fold_ln and cfg.normalization_type is None:
+            logging.warning("fold_ln=True, but the model has no norms to fold: skipped.")
+            steps = replace(steps, fold_ln=False)
+        if steps.fold_ln and (cfg.num_experts or 0) > 1 and not conventions.folds_moe:
+            logging.warning("This TransformerLens does not fold the norms of MoE models: skipped.")
+            steps = replace(steps, fold_ln=False)
+        if steps.center_writing_weights and (not uses_layer_norm(cfg) or cfg.final_rms):
+            logging.info("The model does not use LayerNorm throughout: writing weights stay.")
+            steps = replace(steps, center_writing_weights=False)
+        if steps.refactor_factored_attn_matrices:
+            _check_refactorable(cfg)
+        return steps
+
+
+def uses_layer_norm(cfg: Any) -> bool:
+    """Whether the blocks begin with LayerNorm (which subtracts the mean), folded or not."""
+    return cfg.normalization_type in ("LN", "LNPre")
+
+
+def _check_refactorable(cfg: Any) -> None:
+    if cfg.positional_embedding_type == "rotary":
+        raise ValueError(
+            "refactor_factored_attn_matrices=True cannot be used with rotary embeddings: there "
+            "the QK matrix depends on the positions of query and key; leave it False"
+        )
+    if cfg.n_key_value_heads is not None:
+        raise ValueError(
+            "refactor_factored_attn_matrices=True cannot be used with grouped-query attention: "
+            "several heads share one key and value matrix; leave it False"
+        )
+
+
+def process_component(
+    name: str,
+    weights: Weights,
+    cfg: Any,
+    requested: Steps,
+    conventions: Conventions,
+) -> None:
+    """Apply the processing steps to one component's weights, in place.
+
+    Args:
+        name: "embed", "pos_embed", "blocks.3" or "unembed"; the last comes with ln_final's weights.
+        weights: private tensors on one device, in the dtype to work in. A block's names are those
+            within the block ("attn.W_Q"), others are whole ("unembed.W_U").
+        cfg: the HookedTransformerConfig.
+        requested: the steps asked for.
+        conventions: what the installed TransformerLens does differently from others.
+    """
+    steps = requested.applicable(cfg, conventions)
+    layer_norm = uses_layer_norm(cfg)
+    if name in ("embed", "pos_embed"):
+        # ALiBi models carry a W_pos that is never read.
+        unread = name == "pos_embed" and cfg.positional_embedding_type == "alibi"
+        if steps.center_writing_weights and not unread:
+            center_embedding(weights)
+    elif name == "unembed":
+        if steps.fold_ln:
+            fold_layer_norm_into_unembed(
+                weights,
+                fold_biases=layer_norm and not cfg.final_rms,
+                center_weights=layer_norm,
+                keep_norms=conventions.keeps_folded_norms,
+            )
+        if steps.center_unembed:
+            center_unembed_weights(weights)
+    else:
+        _process_block(weights, steps, requested, conventions, layer_norm)
+
+
+def _process_block(
+    block: Weights, steps: Steps, requested: Steps, conventions: Conventions, layer_norm: bool
+) -> None:
+    if steps.fold_ln:
+        fold_layer_norm_into_block(
+            block,
+            fold_biases=layer_norm,
+            center_weights=layer_norm,
+            keep_norms=conventions.keeps_folded_norms,
+        )
+    if steps.center_writing_weights:
+        center_writing_weights_of_block(block)
+    if steps.fold_value_biases:
+        fold_value_biases_of_block(block)
+        if conventions.recenters_b_O and requested.center_writing_weights and layer_norm:
+            center_attention_bias(block)
+    if steps.refactor_factored_attn_matrices:
+        refactor_attention_of_block(block)

@@ -1,0 +1,241 @@
+"""`HookedTransformer.from_pretrained` over n devices, holding one component beyond the model.
+
+source -> one component -> its device -> fold in float32 -> round once -> the model's parameter.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformer_lens.loading_from_pretrained as tl_loading
+import transformers.utils.logging as hf_logging
+from accelerate import init_empty_weights
+
+from tl_devicefix.checkpoint import load_hf_model
+from tl_devicefix.components import component_names
+from tl_devicefix.conventions import installed_conventions
+from tl_devicefix.folding import Steps
+from tl_devicefix.model_config import is_checkpoint_directory, load_tokenizer
+from tl_devicefix.model_config import model_config, torch_dtype
+from tl_devicefix.moving import check_placed, settle
+from tl_devicefix.patches import original
+from tl_devicefix.placement import DeviceMap, MaxMemory, Placement, plan
+from tl_devicefix.processing import complete_unit, load_component, processing_units
+from tl_devicefix.sources import HuggingFaceSource, Source, StateDictSource
+
+
+def from_pretrained(
+    cls: Any,
+    *args: Any,
+    device_map: DeviceMap | None = None,
+    max_memory: MaxMemory | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Load a model, its weights folded, over one or several devices.
+
+    Every argument of the installed `HookedTransformer.from_pretrained`, and:
+
+    Args:
+        device_map: instead of `n_devices`: "balanced" or "auto", "sequential", one device, or a
+            dict from components ("embed", "blocks.3", "unembed") or prefixes to devices.
+        max_memory: the most to use of each device: `{0: "20GiB", 1: "40GiB"}`.
+
+    `model_name` may also be a local directory with a Hugging Face checkpoint. `n_devices=4` with
+    `device="cuda:2"` means cuda:2 to cuda:5. The model's `placement` says where all of it is.
+
+    Raises:
+        ValueError: one sentence saying what is wrong with the arguments or the checkpoint. No
+            model is returned, and what was given is unchanged.
+        TypeError: if an argument's name is a near miss of one that exists.
+    """
+    wanted = _bind(cls, args, kwargs)
+    hf_kwargs = wanted.pop("from_pretrained_kwargs", {})
+    _refuse_misspelt(hf_kwargs, [*wanted, "device_map", "max_memory"])
+    dtype = torch_dtype(hf_kwargs.pop("torch_dtype", wanted["dtype"]))
+    _refuse_unsupported(wanted, hf_kwargs)
+    _refuse_dtype_on_cpu(dtype, wanted["device"])
+
+    model_name = _resolved_name(os.fspath(wanted["model_name"]))
+    cfg = _load_config(cls, model_name, wanted, hf_kwargs, dtype)
+    steps = _steps(cfg, wanted)
+    placement = _place(cfg, wanted, device_map, max_memory)
+    source = _open_source(model_name, cfg, wanted["hf_model"], dtype, hf_kwargs)
+
+    tokenizer = wanted["tokenizer"]
+    model = _empty_model(cls, cfg, tokenizer, wanted["default_padding_side"])
+    _fill(model, source, placement, steps)
+    if not wanted["move_to_device"]:
+        requested = str(wanted["device"]) if wanted["device"] is not None else None
+        model.cfg.device = requested or model.cfg.device
+    print(f"Loaded pretrained model {wanted['model_name']} into HookedTransformer")
+    return model
+
+
+def _bind(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments by name, with the defaults of the installed `from_pretrained`."""
+    signature = inspect.signature(original(cls, "from_pretrained").__func__)
+    bound = signature.bind(cls, *args, **kwargs)
+    bound.apply_defaults()
+    arguments = dict(bound.arguments)
+    arguments.pop("cls")
+    return arguments
+
+
+def _refuse_misspelt(hf_kwargs: dict[str, Any], known: list[str]) -> None:
+    """TransformerLens passes unknown arguments on to transformers, which swallows them."""
+    for name in hf_kwargs:
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+        if close:
+            raise TypeError(
+                f"from_pretrained has no argument {name!r}; did you mean {close[0]!r}? "
+                "(TransformerLens alone would ignore it)"
+            )
+
+
+def _refuse_unsupported(wanted: dict[str, Any], hf_kwargs: dict[str, Any]) -> None:
+    name = str(wanted["model_name"]).lower()
+    if name.startswith("t5"):
+        raise RuntimeError(f"{name} is an encoder-decoder: load it with HookedEncoderDecoder")
+    if name.startswith("bert"):
+        raise RuntimeError(f"{name} is an encoder: load it with HookedEncoder")
+    if hf_kwargs.get("load_in_8bit") or hf_kwargs.get("load_in_4bit"):
+        raise ValueError("load_in_4bit and load_in_8bit are not supported: weights are folded")
+    if wanted.get("checkpoint_label") is not None:
+        if wanted["checkpoint_value"] is not None:
+            raise ValueError(
+                "Specify checkpoint_value or checkpoint_label, not both — they are aliases."
+            )
+        wanted["checkpoint_value"] = wanted["checkpoint_label"]
+    hf_model = wanted["hf_model"]
+    if hf_model is not None and not hasattr(hf_model, "config"):
+        raise ValueError(f"hf_model is a {type(hf_model).__name__} without a config")
+    quantization = getattr(getattr(hf_model, "config", None), "quantization_config", None)
+    if quantization is not None:
+        raise ValueError(
+            "hf_model is quantised, and packed weights cannot be folded; load it without a "
+            "quantization_config, in the dtype to analyse it in"
+        )
+
+
+def _refuse_dtype_on_cpu(dtype: torch.dtype, device: Any) -> None:
+    if dtype == torch.float16 and device in ("cpu", None):
+        logging.warning("float16 models may not work on CPU. Consider using a GPU or bfloat16.")
+
+
+def _resolved_name(model_name: str) -> str:
+    """The official name behind an alias; a directory stays as it is."""
+    if is_checkpoint_directory(model_name) or Path(model_name).is_dir():
+        return model_name
+    return tl_loading.get_official_model_name(model_name)
+
+
+def _load_config(
+    cls: Any, model_name: str, wanted: dict[str, Any], hf_kwargs: dict[str, Any], dtype: torch.dtype
+) -> Any:
+    passed_on = (
+        "checkpoint_index",
+        "checkpoint_value",
+        "fold_ln",
+        "default_prepend_bos",
+        "first_n_layers",
+        "n_ctx",
+    )
+    options = {name: wanted[name] for name in passed_on if name in wanted}
+    hf_model = wanted["hf_model"]
+    hf_cfg = hf_model.config.to_dict() if hf_model is not None else {}
+    # The devices are the plan's business: TransformerLens would count CUDA devices here.
+    cfg = model_config(model_name, hf_cfg=hf_cfg, dtype=dtype, device="cpu", **options, **hf_kwargs)
+    if cfg.n_layers < 1:
+        raise ValueError(f"first_n_layers={wanted['first_n_layers']} leaves no layers to load")
+    return cfg
+
+
+def _steps(cfg: Any, wanted: dict[str, Any]) -> Steps:
+    """The processing that is asked for, less what TransformerLens never does to such a model."""
+    steps = {name: wanted[name] for name in Steps.__dataclass_fields__}
+    refused: dict[str, str] = {}
+    if cfg.positional_embedding_type == "shortformer":
+        for name in ("fold_ln", "center_unembed", "center_writing_weights"):
+            refused[name] = "a shortformer model"
+    if cfg.original_architecture in _post_norm_architectures():
+        for name in ("fold_ln", "center_writing_weights"):
+            refused[name] = f"the post-norm architecture {cfg.original_architecture}"
+    if (cfg.output_logits_soft_cap or 0) > 0:
+        refused["center_unembed"] = "a model with a logit softcap"
+    for name, reason in refused.items():
+        if steps[name]:
+            logging.warning("%s=True cannot be done for %s: set to False.", name, reason)
+            steps[name] = False
+    return Steps(**steps).applicable(cfg, installed_conventions())
+
+
+def _post_norm_architectures() -> tuple[str, ...]:
+    try:
+        from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
+    except ImportError:  # TransformerLens 2.x and early 3.x
+        return ("Olmo2ForCausalLM",)
+    return tuple(POST_NORM_ARCHITECTURES)
+
+
+def _place(
+    cfg: Any,
+    wanted: dict[str, Any],
+    device_map: DeviceMap | None,
+    max_memory: MaxMemory | None,
+) -> Placement:
+    placement = plan(
+        cfg,
+        n_devices=wanted["n_devices"],
+        device=wanted["device"],
+        device_map=device_map,
+        max_memory=max_memory,
+    )
+    if wanted["move_to_device"]:
+        return placement
+    if len(placement.devices) > 1:
+        raise ValueError(
+            f"move_to_device=False leaves the model on the CPU, so it cannot be spread over "
+            f"{len(placement.devices)} devices; leave move_to_device out"
+        )
+    return placement.gathered_on(torch.device("cpu"))
+
+
+def _open_source(
+    model_name: str, cfg: Any, hf_model: Any, dtype: torch.dtype, hf_kwargs: dict[str, Any]
+) -> Source:
+    if hf_model is not None:
+        return HuggingFaceSource(hf_model, cfg)
+    if model_name.startswith(("NeelNanda", "ArthurConmy", "Baidicoot")):
+        return StateDictSource(
+            tl_loading.get_pretrained_state_dict(model_name, cfg, dtype=dtype, **hf_kwargs)
+        )
+    return HuggingFaceSource(load_hf_model(model_name, cfg, **hf_kwargs), cfg)
+
+
+def _empty_model(cls: Any, cfg: Any, tokenizer: Any, default_padding_side: Any) -> Any:
+    """A model whose parameters have shapes but no values; its buffers are real."""
+    if tokenizer is None and cfg.tokenizer_name is not None:
+        if is_checkpoint_directory(cfg.tokenizer_name):
+            tokenizer = load_tokenizer(cfg.tokenizer_name)
+    with init_empty_weights(include_buffers=False):
+        return cls(cfg, tokenizer, move_to_device=False, default_padding_side=default_padding_side)
+
+
+def _fill(model: Any, source: Source, placement: Placement, steps: Steps) -> None:
+    """Stream the source's weights into the model, component by component."""
+    model.placement = placement
+    progress = hf_logging.tqdm(processing_units(model.cfg), desc="Loading components")
+    for unit in progress:
+        device = placement.device_map[unit]
+        weights = complete_unit(model, unit, source.read(unit, device))
+        load_component(model, unit, weights, steps)
+    for name in component_names(model.cfg):
+        model.get_submodule(name).to(placement.device_map[name])  # the buffers
+    settle(model, placement)
+    check_placed(model)

@@ -1,0 +1,175 @@
+"""The HookedTransformerConfig of a model: by a name TransformerLens knows, or from a checkpoint.
+
+TransformerLens guesses the architecture, and with it the sizes, from parts of the name ("llama",
+"gemma-2"). A local directory may be called anything, so here its own config.json decides.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformer_lens.loading_from_pretrained as tl_loading
+from transformer_lens.HookedTransformer import DTYPE_FROM_STRING
+from transformers import AutoConfig, AutoTokenizer
+
+
+def torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """A dtype, or its name as TransformerLens writes it ("bfloat16", "bf16", "torch.bfloat16").
+
+    Raises:
+        ValueError: if there is no such dtype.
+    """
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    named = DTYPE_FROM_STRING.get(dtype, getattr(torch, dtype.removeprefix("torch."), None))
+    if not isinstance(named, torch.dtype):
+        raise ValueError(f"dtype {dtype!r} is none of {', '.join(sorted(DTYPE_FROM_STRING))}")
+    return named
+
+
+def is_checkpoint_directory(model_name: str) -> bool:
+    """Whether this names a local directory with a Hugging Face checkpoint in it."""
+    return (Path(model_name) / "config.json").is_file()
+
+
+def model_config(model_name: str, **kwargs: Any) -> Any:
+    """The HookedTransformerConfig for `model_name`, with one device and without its weights.
+
+    Args:
+        model_name: a name that TransformerLens knows, or a local checkpoint directory.
+        kwargs: what `transformer_lens.loading_from_pretrained.get_pretrained_model_config` takes.
+
+    Raises:
+        ValueError: if the name is neither, or the architecture is not one TransformerLens has.
+    """
+    if not is_checkpoint_directory(model_name):
+        if Path(model_name).is_dir():
+            raise ValueError(
+                f"the directory {model_name!r} has no config.json, so it is not a Hugging Face "
+                "checkpoint; save one there with hf_model.save_pretrained(...)"
+            )
+        official_name = tl_loading.get_official_model_name(model_name)
+        return tl_loading.get_pretrained_model_config(official_name, **kwargs)
+    return _config_of_directory(os.fspath(model_name), kwargs)
+
+
+class _UnguessedPath(str):
+    """A path from whose letters TransformerLens cannot guess an architecture."""
+
+    def lower(self) -> str:
+        return ""
+
+    def startswith(self, *_: Any) -> bool:
+        return False
+
+    def __contains__(self, _: object) -> bool:
+        return False
+
+
+# Architectures that TransformerLens configures only by official name: a name to start from, whose
+# sizes are then replaced by those in config.json.
+_CONFIGURED_BY_NAME = {
+    "GemmaForCausalLM": "google/gemma-2b",
+    "Gemma2ForCausalLM": "google/gemma-2-2b",
+    "Gemma3ForCausalLM": "google/gemma-3-1b-pt",
+}
+
+
+def _config_of_directory(path: str, kwargs: dict[str, Any]) -> Any:
+    hf_config = AutoConfig.from_pretrained(
+        path, trust_remote_code=kwargs.get("trust_remote_code", False)
+    )
+    architecture = (hf_config.architectures or ["(no architecture named in config.json)"])[0]
+    try:
+        if architecture in _CONFIGURED_BY_NAME:
+            name = _CONFIGURED_BY_NAME[architecture]
+            cfg = tl_loading.get_pretrained_model_config(name, **kwargs)
+            overrides = {**_gemma_sizes(hf_config), **_requested_sizes(kwargs)}
+        else:
+            cfg = tl_loading.get_pretrained_model_config(_UnguessedPath(path), **kwargs)
+            overrides = _rope(hf_config) if architecture == "LlamaForCausalLM" else {}
+    except NotImplementedError as error:
+        raise ValueError(
+            f"{path!r} holds a {architecture}, which TransformerLens cannot convert to a "
+            "HookedTransformer; load a checkpoint of an architecture that it supports"
+        ) from error
+    cfg = type(cfg).from_dict({**cfg.to_dict(), **overrides})
+    cfg.original_architecture = architecture
+    cfg.model_name = Path(path).resolve().name
+    cfg.tokenizer_name = path if _has_tokenizer(path) else None
+    return cfg
+
+
+def _has_tokenizer(path: str) -> bool:
+    files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    return any((Path(path) / file).is_file() for file in files)
+
+
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer saved in a checkpoint directory, or None if there is none."""
+    return AutoTokenizer.from_pretrained(path) if _has_tokenizer(path) else None
+
+
+def _requested_sizes(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The sizes that the caller chose: config.json must not undo them."""
+    wanted = {"n_layers": kwargs.get("first_n_layers"), "n_ctx": kwargs.get("n_ctx")}
+    return {name: size for name, size in wanted.items() if size is not None}
+
+
+def _gemma_sizes(hf_config: Any) -> dict[str, Any]:
+    """What config.json says of a Gemma, in TransformerLens's words."""
+    sizes = {
+        "d_model": hf_config.hidden_size,
+        "d_head": hf_config.head_dim,
+        "n_heads": hf_config.num_attention_heads,
+        "n_key_value_heads": hf_config.num_key_value_heads,
+        "d_mlp": hf_config.intermediate_size,
+        "n_layers": hf_config.num_hidden_layers,
+        "n_ctx": min(hf_config.max_position_embeddings, 8192),
+        "eps": hf_config.rms_norm_eps,
+        "d_vocab": hf_config.vocab_size,
+        "d_vocab_out": hf_config.vocab_size,
+        "rotary_dim": hf_config.head_dim,
+    }
+    if getattr(hf_config, "query_pre_attn_scalar", None) is not None:
+        sizes["attn_scale"] = hf_config.query_pre_attn_scalar**0.5
+    if getattr(hf_config, "final_logit_softcapping", None) is not None:
+        sizes["output_logits_soft_cap"] = hf_config.final_logit_softcapping
+    if getattr(hf_config, "attn_logit_softcapping", None) is not None:
+        sizes["attn_scores_soft_cap"] = hf_config.attn_logit_softcapping
+    if getattr(hf_config, "layer_types", None) is not None:
+        sizes["window_size"] = hf_config.sliding_window
+        sizes["attn_types"] = [
+            "local" if kind == "sliding_attention" else "global" for kind in hf_config.layer_types
+        ]
+    return sizes
+
+
+def _rope(hf_config: Any) -> dict[str, Any]:
+    """Rotary settings of a Llama: TransformerLens 2.x takes its default base for unlisted names."""
+    # transformers 5 keeps both in rope_parameters, 4 has rope_theta and rope_scaling.
+    rope = getattr(hf_config, "rope_parameters", None) or {}
+    rope = {**(getattr(hf_config, "rope_scaling", None) or {}), **rope}
+    theta = rope.get("rope_theta", getattr(hf_config, "rope_theta", None))
+    settings: dict[str, Any] = {} if theta is None else {"rotary_base": theta}
+    if rope.get("rope_type", rope.get("type")) == "llama3":
+        settings |= {
+            "use_NTK_by_parts_rope": True,
+            "NTK_by_parts_low_freq_factor": rope["low_freq_factor"],
+            "NTK_by_parts_high_freq_factor": rope["high_freq_factor"],
+            "NTK_by_parts_factor": rope["factor"],
+        }
+        if "NTK_original_ctx_len" in _config_fields():
+            settings["NTK_original_ctx_len"] = rope["original_max_position_embeddings"]
+    return settings
+
+
+def _config_fields() -> set[str]:
+    import dataclasses
+
+    from transformer_lens import HookedTransformerConfig
+
+    return {field.name for field in dataclasses.fields(HookedTransformerConfig)}

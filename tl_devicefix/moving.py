@@ -1,0 +1,94 @@
+"""Move a whole model: spread it over a placement's devices, gather it on one, change its dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tl_devicefix.alignment import align, remember_placement
+from tl_devicefix.components import component_of
+from tl_devicefix.devices import resolve
+from tl_devicefix.patches import original
+from tl_devicefix.placement import Placement, plan
+
+
+def place(model: Any, placement: Placement) -> None:
+    """Move each component to its planned device and make the model run over them.
+
+    The model's `placement`, `cfg.device` and `cfg.n_devices` say so afterwards.
+    """
+    for name, device in placement.device_map.items():
+        nn.Module.to(model.get_submodule(name), device)
+    settle(model, placement)
+
+
+def settle(model: Any, placement: Placement) -> None:
+    """Record a placement that the weights have already, and align the model with it."""
+    model.placement = placement
+    model.cfg.device = str(placement.home)
+    model.cfg.n_devices = len(placement.devices)
+    remember_placement(model.cfg, placement)
+    align(model, placement)
+
+
+def check_placed(model: Any) -> None:
+    """Check that every parameter and buffer is on its planned device, with values.
+
+    Raises:
+        RuntimeError: naming the first that is not.
+    """
+    device_map = model.placement.device_map
+    for kind in (model.named_parameters, model.named_buffers):
+        for name, tensor in kind():
+            planned = device_map.get(component_of(name), model.placement.home)
+            if tensor.is_meta or tensor.device != planned:
+                raise RuntimeError(
+                    f"{name} is on {tensor.device} after loading, but the placement puts it on "
+                    f"{planned}; if a subclass adds it, give it its value after loading"
+                )
+
+
+def to(
+    self: Any, device_or_dtype: torch.device | str | torch.dtype | int, print_details: bool = True
+) -> Any:
+    """Move the model to one device, or change its dtype where it lies.
+
+    A dtype keeps the placement. A device gathers the whole model there and updates the placement;
+    its index is kept in `cfg.device`.
+
+    Raises:
+        ValueError: if the device does not exist.
+    """
+    if isinstance(device_or_dtype, torch.dtype):
+        self.cfg.dtype = device_or_dtype
+        if print_details:
+            print("Changing model dtype to", device_or_dtype)
+        nn.Module.to(self, device_or_dtype)
+        if getattr(self, "placement", None) is not None:
+            settle(self, plan(self.cfg, device_map=self.placement.device_map))
+        return self
+    device = resolve(device_or_dtype)
+    if print_details:
+        print("Moving model to device: ", device)
+    nn.Module.to(self, device)
+    self.cfg.device = str(device)
+    if getattr(self, "placement", None) is not None:
+        settle(self, self.placement.gathered_on(device))
+    return self
+
+
+def move_model_modules_to_device(self: Any) -> None:
+    """Place the model by its config's `device` and `n_devices`."""
+    if self.cfg.n_devices <= 1:
+        original(type(self), "move_model_modules_to_device")(self)
+        return
+    place(self, plan(self.cfg, n_devices=self.cfg.n_devices, device=self.cfg.device))
+
+
+def __setstate__(self: Any, state: dict[str, Any]) -> None:
+    """Restore a copied or unpickled model, whose config is a new object with the same placement."""
+    nn.Module.__setstate__(self, state)
+    if self.__dict__.get("placement") is not None:
+        remember_placement(self.cfg, self.placement)

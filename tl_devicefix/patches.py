@@ -1,0 +1,280 @@
+"""What is replaced in TransformerLens, for which versions, and why; apply it and undo it.
+
+Nothing is replaced unless everything can be: a target that is missing or has another signature
+than the one known leaves TransformerLens as it was, and says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from packaging.version import Version
+
+SUPPORTED = "2.16.1 <= transformer_lens < 4"
+
+
+class UnsupportedTransformerLens(ImportError):
+    """The installed TransformerLens is not one that can be patched; the message says why."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One thing that is replaced."""
+
+    name: str
+    """The attribute: of HookedTransformer, or a function imported into several modules."""
+    replacement: Callable[..., Any]
+    parameters: tuple[str, ...]
+    """Parameters that the installed target must have, in this order, for the patch to be right."""
+    why: str
+    versions: str = "2.16.1 - 3.9"
+
+    @property
+    def is_function(self) -> bool:
+        """Whether it is a module-level function rather than a HookedTransformer method."""
+        return self.name == "get_device_for_block_index"
+
+
+def _table() -> tuple[Patch, ...]:
+    """Every patch. Imported here, so that an unsupported TransformerLens is named first."""
+    from tl_devicefix import activations, alignment, loading, moving, processing
+
+    loads = "one component at a time, to its planned device, folded in float32"
+    folds = "each component on its own device, in float32 or wider, rounded once"
+    state = ("self", "state_dict")
+    return (
+        Patch(
+            "from_pretrained",
+            loading.from_pretrained,
+            ("cls", "model_name", "fold_ln", "hf_model", "device", "n_devices", "dtype"),
+            f"load {loads}; device_map and max_memory",
+        ),
+        Patch("load_and_process_state_dict", processing.load_and_process_state_dict, state, folds),
+        Patch("process_weights_", processing.process_weights_, ("self", "fold_ln"), folds),
+        Patch("fill_missing_keys", processing.fill_missing_keys, state, "never fill in garbage"),
+        Patch("fold_layer_norm", processing.fold_layer_norm, (*state, "fold_biases"), folds),
+        Patch("fold_value_biases", processing.fold_value_biases, state, folds),
+        Patch("center_writing_weights", processing.center_writing_weights, state, folds),
+        Patch("center_unembed", processing.center_unembed, state, folds),
+        Patch(
+            "refactor_factored_attn_matrices",
+            processing.refactor_factored_attn_matrices,
+            state,
+            folds,
+        ),
+        Patch(
+            "move_model_modules_to_device",
+            moving.move_model_modules_to_device,
+            ("self",),
+            "place by the plan, not by whichever device has most free memory",
+        ),
+        Patch(
+            "to",
+            moving.to,
+            ("self", "device_or_dtype"),
+            "keep the device's index; a dtype keeps the placement",
+        ),
+        Patch("__setstate__", moving.__setstate__, ("self", "state"), "copies keep the placement"),
+        Patch(
+            "get_caching_hooks",
+            activations.get_caching_hooks,
+            ("self", "names_filter", "incl_bwd", "device"),
+            "cached activations are read at home",
+        ),
+        Patch(
+            "get_device_for_block_index",
+            alignment.get_device_for_block_index,
+            ("index", "cfg", "device"),
+            "route the residual stream by the placement",
+        ),
+    )
+
+
+_MISSING = object()
+# What was replaced: (object, attribute, what was there, or _MISSING if it was inherited).
+_replaced: list[tuple[Any, str, Any]] = []
+
+
+def apply() -> None:
+    """Replace everything in the table; does nothing if that is done already.
+
+    Raises:
+        UnsupportedTransformerLens: if this TransformerLens cannot be patched; it is untouched.
+    """
+    if _replaced:
+        return
+    check_version()
+    table = _table()
+    for patch in table:
+        _check_target(patch)
+    for patch in table:
+        for owner in _owners(patch):
+            there = vars(owner).get(patch.name, _MISSING)
+            _replaced.append((owner, patch.name, there))
+            setattr(owner, patch.name, _as_found(patch, there))
+
+
+def restore() -> None:
+    """Put back the very objects that `apply` replaced. Does nothing if nothing is replaced."""
+    while _replaced:
+        owner, name, there = _replaced.pop()
+        if there is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, there)
+
+
+@contextlib.contextmanager
+def patched() -> Iterator[None]:
+    """Apply the patches within a `with` block, and leave them as they were after it."""
+    were_applied = is_applied()
+    apply()
+    try:
+        yield
+    finally:
+        if not were_applied:
+            restore()
+
+
+@contextlib.contextmanager
+def unpatched() -> Iterator[None]:
+    """TransformerLens as it was installed, within a `with` block."""
+    were_applied = is_applied()
+    restore()
+    try:
+        yield
+    finally:
+        if were_applied:
+            apply()
+
+
+def is_applied() -> bool:
+    """Whether the patches are in place."""
+    return bool(_replaced)
+
+
+def report() -> None:
+    """Print a table of what is replaced, for which TransformerLens versions, and why."""
+    check_version()
+    state = "applied" if is_applied() else "not applied"
+    print(f"tl_devicefix on transformer_lens {_installed()}: {state}")
+    rows = [("target", "TL versions", "why")]
+    for patch in _table():
+        owner = "" if patch.is_function else "HookedTransformer."
+        rows.append((f"{owner}{patch.name}", patch.versions, patch.why))
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    for target, versions, why in rows:
+        print(f"{target:<{widths[0]}}  {versions:<{widths[1]}}  {why}")
+
+
+def original(cls: type, name: str) -> Any:
+    """What `cls.name` is without the patches: the raw attribute, as in the class's `__dict__`."""
+    for base in cls.__mro__:
+        for owner, replaced_name, there in _replaced:
+            if owner is base and replaced_name == name and there is not _MISSING:
+                return there
+        if name in vars(base) and not any(o is base and n == name for o, n, _ in _replaced):
+            found = vars(base)[name]
+            # A subclass's own from_pretrained is not TransformerLens's: look further up.
+            if base.__module__.startswith("transformer_lens"):
+                return found
+    raise AttributeError(f"{cls.__name__} has no {name}")
+
+
+def check_version() -> None:
+    """Check that the installed TransformerLens is one that is known.
+
+    Raises:
+        UnsupportedTransformerLens: with one sentence that says what to install.
+    """
+    installed = _installed()
+    if installed >= Version("4.dev0"):
+        raise UnsupportedTransformerLens(
+            f"tl_devicefix patches HookedTransformer, which transformer_lens {installed} no longer "
+            "has: install 'transformer_lens<4', or use TransformerBridge without tl_devicefix"
+        )
+    if installed < Version("2.16.1"):
+        raise UnsupportedTransformerLens(
+            f"tl_devicefix needs {SUPPORTED}, but {installed} is installed: upgrade it"
+        )
+
+
+def _installed() -> Version:
+    return Version(importlib.metadata.version("transformer_lens"))
+
+
+def _owners(patch: Patch) -> list[Any]:
+    """The class, or every module that has imported the function."""
+    from transformer_lens import HookedTransformer
+
+    if not patch.is_function:
+        return [HookedTransformer]
+    target = _function(patch.name)
+    # TransformerLens 3 imports the name itself into each user; 2 goes through its module.
+    return [
+        module
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] == "transformer_lens"
+        and vars(module).get(patch.name) is target
+    ]
+
+
+def _function(name: str) -> Any:
+    """The module-level function, which TransformerLens 3 moved; None if it is in neither place."""
+    for module_name in ("transformer_lens.utilities.multi_gpu", "transformer_lens.utilities.devices"):
+        if importlib.util.find_spec(module_name) is not None:
+            found = getattr(importlib.import_module(module_name), name, None)
+            if found is not None:
+                return found
+    return None
+
+
+def _check_target(patch: Patch) -> None:
+    from transformer_lens import HookedTransformer
+
+    owner = "transformer_lens" if patch.is_function else "HookedTransformer"
+    target = (
+        _function(patch.name) if patch.is_function else getattr(HookedTransformer, patch.name, None)
+    )
+    if target is None:
+        raise UnsupportedTransformerLens(
+            f"transformer_lens {_installed()} has no {owner}.{patch.name}, which tl_devicefix "
+            f"replaces; it is left as it was: install a version with {SUPPORTED}"
+        )
+    there = list(inspect.signature(inspect.unwrap(getattr(target, "__func__", target))).parameters)
+    known = [name for name in there if name in patch.parameters]
+    if known != list(patch.parameters):
+        raise UnsupportedTransformerLens(
+            f"{owner}.{patch.name} of transformer_lens {_installed()} takes ({', '.join(there)}), "
+            f"not the ({', '.join(patch.parameters)}, ...) that tl_devicefix knows; it is left as "
+            f"it was: install a version with {SUPPORTED}"
+        )
+
+
+def _as_found(patch: Patch, there: Any) -> Any:
+    """The replacement in the form of what it replaces: a classmethod stays one."""
+    if not isinstance(there, classmethod):
+        return patch.replacement
+    replacement, target = patch.replacement, there.__func__
+    new = [
+        parameter
+        for parameter in inspect.signature(replacement).parameters.values()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    ]
+    *parameters, hf_kwargs = inspect.signature(target).parameters.values()
+
+    def method(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return replacement(cls, *args, **kwargs)
+
+    # help() shows the installed signature with what is new, and both docstrings.
+    method.__name__, method.__qualname__ = target.__name__, target.__qualname__
+    method.__doc__ = f"{replacement.__doc__}\n\n{target.__doc__ or ''}"
+    method.__signature__ = inspect.Signature([*parameters, *new, hf_kwargs])  # type: ignore[attr-defined]
+    return classmethod(method)

@@ -1,0 +1,342 @@
+"""Where each component of a model lives: `plan(...)` decides it, `Placement` records it.
+
+Loading, routing, moving and reporting all read the same `Placement`. Its vocabulary is
+accelerate's: `device_map`, `max_memory`, `n_devices`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from accelerate.utils import convert_file_size_to_int
+
+from tl_devicefix.components import (
+    FIXED_AT_HOME,
+    ComponentSize,
+    component_of,
+    component_sizes,
+)
+from tl_devicefix.devices import (
+    DeviceLike,
+    consecutive,
+    default_device,
+    device_count,
+    free_memory,
+    resolve,
+)
+
+DeviceMap = str | int | torch.device | Mapping[str, DeviceLike]
+"""A strategy ("auto", "balanced", "sequential"), one device, or components -> devices."""
+MaxMemory = Mapping[DeviceLike, int | str]
+"""Device (or its index) -> most bytes to use there, as accelerate writes it: {0: "20GiB"}."""
+
+STRATEGIES = ("auto", "balanced", "sequential")
+
+
+@dataclass(frozen=True)
+class PlacedComponent:
+    """One component, where it lives, and what it weighs there (bytes)."""
+
+    name: str
+    device: torch.device
+    weights: int
+    buffers: int = 0
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where each component of a HookedTransformer lives. Immutable; printing it shows a table."""
+
+    components: tuple[PlacedComponent, ...]
+
+    @property
+    def device_map(self) -> dict[str, torch.device]:
+        """Component name -> device, in the order the components run. A fresh dict at each read."""
+        return {component.name: component.device for component in self.components}
+
+    @property
+    def home(self) -> torch.device:
+        """The device of `embed`: tokens, logits, losses and everything gathered are here."""
+        return self.components[0].device
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The devices in use, home first, then in the order that the residual stream visits."""
+        return tuple(dict.fromkeys(component.device for component in self.components))
+
+    def device_of(self, name: str) -> torch.device:
+        """The device of a component, parameter or buffer, by name.
+
+        Raises:
+            KeyError: if the name belongs to no component of this model.
+        """
+        return self.device_map[component_of(name)]
+
+    def bytes_on(self, device: torch.device) -> int:
+        """Bytes of weights and buffers planned for `device`."""
+        return sum(c.weights + c.buffers for c in self.components if c.device == device)
+
+    def gathered_on(self, device: torch.device) -> Placement:
+        """The same components, all on one device."""
+        return Placement(tuple(replace(c, device=device) for c in self.components))
+
+    def __str__(self) -> str:
+        rows = [("device", "components", "weights", "total")]
+        for device in self.devices:
+            here = [c for c in self.components if c.device == device]
+            weights = sum(c.weights for c in here)
+            label = f"{device} (home)" if device == self.home else str(device)
+            names = _summary([c.name for c in here])
+            rows.append((label, names, gib(weights), gib(self.bytes_on(device))))
+        everything = sum(c.weights + c.buffers for c in self.components)
+        rows.append(("total", "", gib(sum(c.weights for c in self.components)), gib(everything)))
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        return "\n".join(
+            f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:>{widths[2]}}  "
+            f"{row[3]:>{widths[3]}}".rstrip()
+            for row in rows
+        )
+
+
+def gib(size: float) -> str:
+    """A size in bytes as people read it: "1.25 GiB", "640.0 KiB"."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
+        if size >= scale:
+            return f"{size / scale:.2f} {unit}"
+    return f"{size / 2**10:.1f} KiB"
+
+
+def _summary(names: Sequence[str]) -> str:
+    """["embed", "blocks.0", "blocks.1", "blocks.2"] -> "embed, blocks.0-2"."""
+    runs: list[list[str]] = []
+    for name in names:
+        previous = runs[-1][-1] if runs else ""
+        follows = name.startswith("blocks.") and previous.startswith("blocks.")
+        if follows and int(name[7:]) == int(previous[7:]) + 1:
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    return ", ".join(r[0] if len(r) == 1 else f"{r[0]}-{r[-1][7:]}" for r in runs)
+
+
+def plan(
+    config_or_model_name: Any,
+    n_devices: int | None = None,
+    device: DeviceLike | None = None,
+    device_map: DeviceMap | None = None,
+    max_memory: MaxMemory | None = None,
+    dtype: torch.dtype | str | None = None,
+) -> Placement:
+    """Decide where each component of a model lives, without allocating anything.
+
+    The blocks lie in contiguous ranges over the home device and the ones after it. Home also
+    carries the embeddings, the final norm and the unembedding, so it gets fewer blocks; a device
+    with more free memory gets more.
+
+    Args:
+        config_or_model_name: a HookedTransformerConfig, or whatever `from_pretrained` takes as a
+            model name (a name TransformerLens knows, or a local checkpoint directory).
+        n_devices: over how many devices to spread the blocks; 1 if nothing else is said.
+        device: the home device; the others are those that follow it. "cuda:2" with `n_devices=2`
+            means cuda:2 and cuda:3.
+        device_map: instead of `n_devices`: "balanced" or "auto" (every device there is, evenly),
+            "sequential" (fill each before the next), one device, or a dict from components
+            ("embed", "blocks.3", "unembed") or prefixes ("blocks", "") to devices.
+        max_memory: the most to use of each device, e.g. `{0: "20GiB", 1: "40GiB"}`.
+        dtype: the dtype to weigh the parameters in; by default the config's.
+
+    Raises:
+        ValueError: one sentence saying what does not fit together and what to do.
+    """
+    cfg = _config(config_or_model_name, dtype)
+    if device_map is not None and n_devices not in (None, 1):
+        raise ValueError(
+            f"both device_map={device_map!r} and n_devices={n_devices} are given: device_map "
+            "already says which devices to use, so leave n_devices out"
+        )
+    sizes = component_sizes(cfg)
+    if isinstance(device_map, Mapping):
+        return _from_dict(sizes, device_map, device)
+    if device_map is not None and device_map not in STRATEGIES:
+        return _from_dict(sizes, {"": device_map}, device)  # type: ignore[dict-item]
+    home = default_device() if device is None else resolve(device)
+    devices = _devices_to_use(home, n_devices, device_map, max_memory)
+    capacities = [_capacity(d, max_memory) for d in devices]
+    if device_map == "sequential":
+        counts = _sequential(sizes, capacities)
+    else:
+        counts = _balanced(sizes, capacities)
+    placement = _contiguous(sizes, devices, counts)
+    _check_fit(placement, devices, capacities)
+    return placement
+
+
+def _config(config_or_model_name: Any, dtype: torch.dtype | str | None) -> Any:
+    import copy
+
+    from tl_devicefix.model_config import model_config, torch_dtype
+
+    if isinstance(config_or_model_name, str):
+        wanted = torch.float32 if dtype is None else torch_dtype(dtype)
+        return model_config(config_or_model_name, dtype=wanted)
+    if dtype is None:
+        return config_or_model_name
+    cfg = copy.copy(config_or_model_name)
+    cfg.dtype = torch_dtype(dtype)
+    return cfg
+
+
+def _devices_to_use(
+    home: torch.device,
+    n_devices: int | None,
+    strategy: DeviceMap | None,
+    max_memory: MaxMemory | None,
+) -> list[torch.device]:
+    """The devices to spread over: `n_devices` from home on, or all that a strategy may use."""
+    if strategy is None:
+        if n_devices is not None and n_devices < 1:
+            raise ValueError(f"n_devices={n_devices} must be at least 1")
+        return consecutive(home, n_devices or 1)
+    if max_memory is not None:
+        # As accelerate does: only the devices that are named may be used.
+        named = {_device_key(key) for key in max_memory}
+        devices = [d for d in _all_from(home) if d in named]
+        if not devices:
+            raise ValueError(f"max_memory={dict(max_memory)!r} names no {home.type!r} device")
+        return devices
+    return _all_from(home)
+
+
+def _all_from(home: torch.device) -> list[torch.device]:
+    return consecutive(home, max(device_count(home.type) - (home.index or 0), 1))
+
+
+def _device_key(key: DeviceLike) -> torch.device:
+    return resolve(key)
+
+
+def _capacity(device: torch.device, max_memory: MaxMemory | None) -> int | None:
+    """Bytes that may be used on `device`: what is free, and no more than the user allows."""
+    free = free_memory(device)
+    for key, limit in (max_memory or {}).items():
+        if _device_key(key) == device:
+            allowed = limit if isinstance(limit, int) else convert_file_size_to_int(limit)
+            return allowed if free is None else min(allowed, free)
+    return free
+
+
+def _blocks(sizes: Sequence[ComponentSize]) -> list[int]:
+    return [size.total for size in sizes if size.name not in FIXED_AT_HOME]
+
+
+def _home_load(sizes: Sequence[ComponentSize]) -> int:
+    return sum(size.total for size in sizes if size.name in FIXED_AT_HOME)
+
+
+def _balanced(sizes: Sequence[ComponentSize], capacities: Sequence[int | None]) -> list[int]:
+    """Blocks per device so that the fullest device, relative to its capacity, is least full.
+
+    Dynamic programming over contiguous ranges; no device is left without a block while there are
+    enough. Ties go to the most even spread.
+    """
+    blocks = _blocks(sizes)
+    n_used = min(len(capacities), max(len(blocks), 1))
+    known = [c for c in capacities if c is not None]
+    shares = [float(c if c is not None else max(known, default=1)) or 1.0 for c in capacities]
+    prefix = [0]
+    for block in blocks:
+        prefix.append(prefix[-1] + block)
+    # best[i] = (fullest, sum of squares, counts) over the devices so far, holding blocks 0..i-1
+    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
+    for position in range(n_used):
+        extra = _home_load(sizes) if position == 0 else 0
+        reached: dict[int, tuple[float, float, list[int]]] = {}
+        for start, (fullest, squares, counts) in best.items():
+            last = len(blocks) - (n_used - 1 - position)
+            for end in range(min(start + 1, len(blocks)), last + 1):
+                full = (prefix[end] - prefix[start] + extra) / shares[position]
+                candidate = (max(fullest, full), squares + full**2, [*counts, end - start])
+                if end not in reached or candidate < reached[end]:
+                    reached[end] = candidate
+        best = reached
+    return best[len(blocks)][2] + [0] * (len(capacities) - n_used)
+
+
+def _sequential(sizes: Sequence[ComponentSize], capacities: Sequence[int | None]) -> list[int]:
+    """Blocks per device, each device filled to its capacity before the next is used."""
+    remaining = _blocks(sizes)
+    counts = []
+    for position, capacity in enumerate(capacities):
+        used = _home_load(sizes) if position == 0 else 0
+        count = 0
+        while remaining and (capacity is None or used + remaining[0] <= capacity):
+            used += remaining.pop(0)
+            count += 1
+        counts.append(count)
+    counts[-1] += len(remaining)  # what is left over is reported by _check_fit
+    return counts
+
+
+def _contiguous(
+    sizes: Sequence[ComponentSize], devices: Sequence[torch.device], counts: Sequence[int]
+) -> Placement:
+    of_block = [device for device, count in zip(devices, counts) for _ in range(count)]
+    placed = []
+    for size in sizes:
+        device = devices[0] if size.name in FIXED_AT_HOME else of_block.pop(0)
+        placed.append(PlacedComponent(size.name, device, size.weights, size.buffers))
+    return Placement(tuple(placed))
+
+
+def _check_fit(
+    placement: Placement, devices: Sequence[torch.device], capacities: Sequence[int | None]
+) -> None:
+    for device, capacity in zip(devices, capacities):
+        needed = placement.bytes_on(device)
+        if capacity is not None and needed > capacity:
+            raise ValueError(
+                f"the weights do not fit: {device} would hold {gib(needed)} but may use "
+                f"{gib(capacity)} (all devices: {gib(sum(c or 0 for c in capacities))} for "
+                f"{gib(sum(placement.bytes_on(d) for d in placement.devices))} of weights); use "
+                "more devices, a smaller dtype, or a larger max_memory"
+            )
+
+
+def _from_dict(
+    sizes: Sequence[ComponentSize], device_map: Mapping[str, DeviceLike], home: DeviceLike | None
+) -> Placement:
+    """The placement that a user's dict asks for: the longest matching prefix decides."""
+    names = [size.name for size in sizes]
+    for key in device_map:
+        if not any(_is_prefix(key, name) for name in names):
+            raise ValueError(
+                f"device_map names {key!r}, which is no component of this model; it has "
+                f"{_summary(names)} (prefixes such as 'blocks', or '' for all, are fine)"
+            )
+    placed, missing = [], []
+    for size in sizes:
+        keys = [key for key in device_map if _is_prefix(key, size.name)]
+        if not keys:
+            missing.append(size.name)
+            continue
+        device = resolve(device_map[max(keys, key=len)])
+        placed.append(PlacedComponent(size.name, device, size.weights, size.buffers))
+    if missing:
+        raise ValueError(
+            f"device_map says nothing of {_summary(missing)}: give each component a device, or "
+            "use device_map='balanced'"
+        )
+    placement = Placement(tuple(placed))
+    if home is not None and resolve(home) != placement.home:
+        raise ValueError(
+            f"device={str(home)!r} is not where device_map puts embed ({placement.home}): embed "
+            "decides the home device, so leave device out"
+        )
+    return placement
+
+
+def _is_prefix(key: str, name: str) -> bool:
+    return key == "" or name == key or name.startswith(f"{key}.")

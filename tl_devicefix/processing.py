@@ -1,0 +1,389 @@
+"""HookedTransformer's weight-processing methods, correct for weights on any mixture of devices.
+
+Each component's weights are brought to the device where the component belongs, folded there in
+float32 (or wider), rounded once, and left there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformer_lens.components import LayerNormPre, RMSNormPre
+
+from tl_devicefix.components import component_names, component_of
+from tl_devicefix.conventions import installed_conventions
+from tl_devicefix.folding import Steps, Weights, process_component, working_copies
+from tl_devicefix.placement import Placement
+
+NORM_SUFFIXES = (".ln1.w", ".ln2.w", "ln_final.w")
+
+
+def fold_layer_norm(
+    self: Any,
+    state_dict: Mapping[str, torch.Tensor],
+    fold_biases: bool = True,
+    center_weights: bool = True,
+) -> Weights:
+    """Fold the norms into the matrices that read them; see `HookedTransformer.fold_layer_norm`.
+
+    Args:
+        state_dict: HookedTransformer-format weights, on any devices, in any dtypes; not changed.
+        fold_biases: fold the norms' biases; False for RMSNorm.
+        center_weights: centre the reading matrices; False for RMSNorm.
+
+    Returns:
+        A new state dict, each component on its own device.
+    """
+    from tl_devicefix.folding.layer_norm import (
+        fold_layer_norm_into_block,
+        fold_layer_norm_into_unembed,
+    )
+
+    keep = installed_conventions().keeps_folded_norms
+
+    def fold(name: str, weights: Weights) -> None:
+        if name.startswith("blocks."):
+            fold_layer_norm_into_block(
+                weights, fold_biases=fold_biases, center_weights=center_weights, keep_norms=keep
+            )
+        elif name == "unembed":
+            fold_layer_norm_into_unembed(
+                weights,
+                fold_biases=fold_biases and not self.cfg.final_rms,
+                center_weights=center_weights,
+                keep_norms=keep,
+            )
+
+    return _on_each_component(self, state_dict, fold)
+
+
+def center_writing_weights(self: Any, state_dict: Mapping[str, torch.Tensor]) -> Weights:
+    """Centre what writes to the residual stream; see `HookedTransformer.center_writing_weights`.
+
+    Returns:
+        A new state dict, each component on its own device.
+    """
+    from tl_devicefix.folding.writing_weights import (
+        center_embedding,
+        center_writing_weights_of_block,
+    )
+
+    def center(name: str, weights: Weights) -> None:
+        if name.startswith("blocks."):
+            center_writing_weights_of_block(weights)
+        else:
+            center_embedding(weights)
+
+    return _on_each_component(self, state_dict, center)
+
+
+def center_unembed(self: Any, state_dict: Mapping[str, torch.Tensor]) -> Weights:
+    """Centre the unembedding over the vocabulary; see `HookedTransformer.center_unembed`.
+
+    Returns:
+        A new state dict, each component on its own device.
+    """
+    from tl_devicefix.folding.unembed import center_unembed_weights
+
+    return _on_each_component(self, state_dict, lambda _, weights: center_unembed_weights(weights))
+
+
+def fold_value_biases(self: Any, state_dict: Mapping[str, torch.Tensor]) -> Weights:
+    """Fold the value biases into b_O; see `HookedTransformer.fold_value_biases`.
+
+    Returns:
+        A new state dict, each component on its own device.
+    """
+    from tl_devicefix.folding.value_biases import fold_value_biases_of_block
+
+    def fold(name: str, weights: Weights) -> None:
+        if name.startswith("blocks."):
+            fold_value_biases_of_block(weights)
+
+    return _on_each_component(self, state_dict, fold)
+
+
+def refactor_factored_attn_matrices(self: Any, state_dict: Mapping[str, torch.Tensor]) -> Weights:
+    """Even out the factors of QK and OV.
+
+    See `HookedTransformer.refactor_factored_attn_matrices`.
+
+    Returns:
+        A new state dict, each component on its own device.
+
+    Raises:
+        ValueError: with rotary embeddings or grouped-query attention.
+    """
+    from tl_devicefix.folding.attention_factors import refactor_attention_of_block
+
+    Steps(refactor_factored_attn_matrices=True).applicable(self.cfg, installed_conventions())
+
+    def refactor(name: str, weights: Weights) -> None:
+        if name.startswith("blocks."):
+            refactor_attention_of_block(weights)
+
+    return _on_each_component(self, state_dict, refactor)
+
+
+def fill_missing_keys(self: Any, state_dict: Mapping[str, torch.Tensor]) -> Weights:
+    """Add to a state dict what the model has and it has not, from the model itself.
+
+    Returns:
+        A new dict; the tensors are those given, the added ones are the model's own.
+
+    Raises:
+        ValueError: if a weight matrix is missing, and the model holds no values for it either.
+    """
+    filled = dict(state_dict)
+    for name, own in self.state_dict().items():
+        if name not in filled:
+            filled[name] = _default_value(name, own)
+    return filled
+
+
+def _default_value(name: str, own: torch.Tensor) -> torch.Tensor:
+    """What a missing weight is: the model's own value, or if it has none yet, the neutral one."""
+    leaf = name.rsplit(".", 1)[-1]
+    is_matrix = "W_" in name
+    if not own.is_meta:
+        if is_matrix:
+            logging.warning("%s is missing from the state dict: the model's own stays.", name)
+        return own
+    if leaf == "w":
+        return torch.ones(own.shape, dtype=own.dtype)
+    if leaf == "b" or leaf.lstrip("_").startswith("b_") or leaf == "bias":
+        return torch.zeros(own.shape, dtype=own.dtype)
+    if leaf == "W_pos":  # ALiBi models have the module but never read it
+        return torch.zeros(own.shape, dtype=own.dtype)
+    raise ValueError(
+        f"the weights have no {name} {tuple(own.shape)}, and nothing can stand in for a weight "
+        "matrix; check that the checkpoint is complete and of the architecture in its config"
+    )
+
+
+def load_and_process_state_dict(
+    self: Any,
+    state_dict: Mapping[str, torch.Tensor],
+    fold_ln: bool = True,
+    center_writing_weights: bool = True,
+    center_unembed: bool = True,
+    fold_value_biases: bool = True,
+    refactor_factored_attn_matrices: bool = False,
+) -> None:
+    """Load HookedTransformer-format weights, processed one component at a time.
+
+    See `HookedTransformer.load_and_process_state_dict`.
+
+    Args:
+        state_dict: weights on any devices and in any dtypes; not changed.
+
+    Raises:
+        ValueError: if a tensor is misshapen or a matrix is missing; the model is then unchanged.
+    """
+    filled = self.fill_missing_keys(state_dict)
+    check_shapes(self, filled)
+    steps = Steps(
+        fold_ln,
+        center_writing_weights,
+        center_unembed,
+        fold_value_biases,
+        refactor_factored_attn_matrices,
+    ).applicable(self.cfg, installed_conventions())
+    if steps.fold_ln and not any(name.endswith(NORM_SUFFIXES) for name in state_dict):
+        logging.warning("fold_ln=True, but the weights hold no norms: already folded, so skipped.")
+    elif steps.fold_ln:
+        fold_norm_modules(self)
+    for component, weights in by_component(filled, self.cfg):
+        load_component(self, component, weights, steps)
+
+
+def process_weights_(
+    self: Any,
+    fold_ln: bool = True,
+    center_writing_weights: bool = True,
+    center_unembed: bool = True,
+    refactor_factored_attn_matrices: bool = False,
+) -> None:
+    """Process the model's own weights in place, each component on its own device.
+
+    A model that is folded already, wholly or in part, is left as it is in what is done.
+    """
+    self.load_and_process_state_dict(
+        self.state_dict(),
+        fold_ln=fold_ln,
+        center_writing_weights=center_writing_weights,
+        center_unembed=center_unembed,
+        refactor_factored_attn_matrices=refactor_factored_attn_matrices,
+    )
+
+
+def by_component(
+    state_dict: Mapping[str, torch.Tensor], cfg: Any
+) -> Iterator[tuple[str, Weights]]:
+    """Split a state dict into the units that are processed together, in the order they run.
+
+    ln_final comes with the unembedding, into which it folds. A block's names are shortened to
+    those within the block.
+    """
+    groups: dict[str, Weights] = {name: {} for name in processing_units(cfg)}
+    for name, tensor in state_dict.items():
+        unit = processing_unit(name)
+        groups.setdefault(unit, {})[name_in_unit(name)] = tensor
+    yield from groups.items()
+
+
+def processing_units(cfg: Any) -> list[str]:
+    """The components, less ln_final, which is processed with the unembedding."""
+    return [name for name in component_names(cfg) if name != "ln_final"]
+
+
+def processing_unit(name: str) -> str:
+    """The unit that a weight is processed in."""
+    component = component_of(name)
+    return "unembed" if component == "ln_final" else component
+
+
+def name_in_unit(name: str) -> str:
+    """The name a processing step sees: "blocks.3.attn.W_Q" -> "attn.W_Q", others whole."""
+    return name.split(".", 2)[2] if name.startswith("blocks.") else name
+
+
+def full_name(unit: str, name: str) -> str:
+    """The inverse of `name_in_unit`."""
+    return f"{unit}.{name}" if unit.startswith("blocks.") else name
+
+
+def load_component(model: Any, unit: str, weights: Weights, steps: Steps) -> None:
+    """Process one unit's weights where they belong and store them in the model, rounded once.
+
+    Args:
+        weights: on any devices; left unchanged and not aliased.
+        steps: which steps to apply.
+    """
+    device = device_of_unit(model, unit, weights)
+    kept = {name: t for name, t in weights.items() if name.rsplit(".", 1)[-1] not in _OWN_BUFFERS}
+    copies = working_copies(kept, device)
+    process_component(unit, copies, model.cfg, steps, installed_conventions())
+    for name in list(copies):
+        _store(model, full_name(unit, name), copies.pop(name))
+
+
+def _store(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Put a private tensor into the model's parameter or buffer of this name, if it has one."""
+    path, _, leaf = name.rpartition(".")
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:
+        return  # as TransformerLens: weights that the model has no place for are dropped
+    held = module._parameters.get(leaf)
+    if held is None:
+        held = module._buffers.get(leaf)
+    if held is None:
+        return
+    if held.is_meta:
+        value = value.to(held.dtype).contiguous()
+        new = nn.Parameter(value, requires_grad=held.requires_grad)
+        module._parameters[leaf] = new
+    elif held.data_ptr() != value.data_ptr():
+        with torch.no_grad():
+            held.copy_(value)
+
+
+def check_shapes(model: nn.Module, state_dict: Mapping[str, torch.Tensor]) -> None:
+    """Check that each weight has the shape of the model's, and has values.
+
+    Raises:
+        ValueError: naming the weight, its shape, and the shape that the config asks for.
+    """
+    for name, own in model.state_dict().items():
+        if name in state_dict and name.rsplit(".", 1)[-1] not in _OWN_BUFFERS:
+            _check_weight(name, state_dict[name], own)
+
+
+def complete_unit(model: Any, unit: str, weights: Weights) -> Weights:
+    """One unit's weights with the missing ones filled in, checked against the model's.
+
+    Raises:
+        ValueError: if a weight is misshapen, or a matrix is missing.
+    """
+    complete = dict(weights)
+    for component in ("ln_final", "unembed") if unit == "unembed" else (unit,):
+        if component not in component_names(model.cfg):
+            continue
+        for leaf, own in model.get_submodule(component).state_dict().items():
+            name = f"{component}.{leaf}"
+            if leaf.rsplit(".", 1)[-1] in _OWN_BUFFERS:
+                continue
+            if name_in_unit(name) in complete:
+                _check_weight(name, complete[name_in_unit(name)], own)
+            else:
+                complete[name_in_unit(name)] = _default_value(name, own)
+    return complete
+
+
+def _check_weight(name: str, given: torch.Tensor, own: torch.Tensor) -> None:
+    if given.shape != own.shape:
+        raise ValueError(
+            f"{name} has shape {tuple(given.shape)}, but this model's config asks for "
+            f"{tuple(own.shape)}: the weights and the config are not of the same model"
+        )
+    if given.is_meta:
+        raise ValueError(
+            f"{name} is on the meta device, so it has a shape but no values; load the model that "
+            "it comes from with its weights"
+        )
+
+
+# Masks and rotary tables depend on n_ctx and are always the model's own.
+_OWN_BUFFERS = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
+
+
+def device_of_unit(model: Any, unit: str, weights: Mapping[str, torch.Tensor]) -> torch.device:
+    """Where a component belongs: by the placement, else where the model has it."""
+    placement: Placement | None = getattr(model, "placement", None)
+    if placement is not None:
+        return placement.device_map[unit]
+    try:
+        held: Iterable[torch.Tensor] = model.get_submodule(unit).parameters()
+    except AttributeError:
+        held = ()
+    for parameter in held:
+        if not parameter.is_meta:
+            return parameter.device
+    return next(iter(weights.values())).device
+
+
+def fold_norm_modules(model: Any) -> None:
+    """Replace LayerNorm by LayerNormPre (or RMSNorm by RMSNormPre): what is left after folding."""
+    if model.cfg.normalization_type not in ("LN", "RMS"):
+        return
+    pre = LayerNormPre if model.cfg.normalization_type == "LN" else RMSNormPre
+    model.cfg.normalization_type += "Pre"
+    for module in [model, *model.blocks, *(getattr(b, "mlp", None) for b in model.blocks)]:
+        for name in ("ln1", "ln2", "ln", "ln_final"):
+            if module is not None and name in module._modules:
+                setattr(module, name, _folded_norm(module, name, pre, model.cfg))
+    model.setup()
+
+
+def _folded_norm(module: nn.Module, name: str, pre: type[nn.Module], cfg: Any) -> nn.Module:
+    is_final_rms = name == "ln_final" and cfg.final_rms
+    return (RMSNormPre if is_final_rms else pre)(cfg)
+
+
+def _on_each_component(model: Any, state_dict: Mapping[str, torch.Tensor], step: Any) -> Weights:
+    """Apply one step to every component's working copies and round each result once."""
+    result: Weights = {}
+    for unit, weights in by_component(state_dict, model.cfg):
+        if not weights:
+            continue
+        copies = working_copies(weights, device_of_unit(model, unit, weights))
+        step(unit, copies)
+        for name, value in copies.items():
+            dtype = weights[name].dtype if name in weights else model.cfg.dtype
+            result[full_name(unit, name)] = value.to(dtype)
+    return result

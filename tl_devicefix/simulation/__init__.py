@@ -1,0 +1,14 @@
+"""Several simulated devices on one CPU, for tests and rehearsals.
+
+``with simulate(4) as machine:`` offers devices ``sim:0`` to ``sim:3``. Every operation runs on
+the CPU, so its numbers are the CPU's; what is simulated is the placement: mixed devices raise,
+transfers are recorded, and memory is accounted for on each device.
+
+Read in this order: ``machine`` (what is measured), ``tensor`` (how an operation runs), ``backend``
+(how torch learns of the device type), ``session`` (entering and leaving).
+"""
+
+from tl_devicefix.simulation.machine import Machine, Transfer
+from tl_devicefix.simulation.session import simulate
+
+__all__ = ["Machine", "Transfer", "simulate"]

@@ -1,0 +1,179 @@
+"""How torch learns of the device type: kernels, a device module, and what it asks of a backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from tl_devicefix.simulation.machine import DEVICE_TYPE, Machine
+from tl_devicefix.simulation.tensor import SimTensor, copy_into, run, wrap
+
+aten = torch.ops.aten
+
+_active: Machine | None = None
+_libraries: list[torch.library.Library] = []
+
+
+def active_machine() -> Machine:
+    """Return the machine of the `simulate` that is entered.
+
+    Raises:
+        RuntimeError: outside of `simulate`.
+    """
+    if _active is None:
+        raise RuntimeError(
+            f"There is no {DEVICE_TYPE} device here: enter `with tl_devicefix.simulate(n):` first."
+        )
+    return _active
+
+
+def set_active_machine(machine: Machine | None) -> None:
+    """Make ``machine`` the one that ``sim`` devices belong to."""
+    global _active
+    _active = machine
+
+
+class DeviceModule:
+    """What ``torch.get_device_module("sim")`` offers, named as ``torch.cuda`` names it."""
+
+    def is_available(self) -> bool:
+        return _active is not None
+
+    def is_initialized(self) -> bool:
+        return _active is not None
+
+    def device_count(self) -> int:
+        return 0 if _active is None else len(_active.devices)
+
+    def current_device(self) -> int:
+        return active_machine().current_index
+
+    def set_device(self, device: int | str | torch.device) -> None:
+        machine = active_machine()
+        machine.current_index = machine.index_of(device)
+
+    def mem_get_info(self, device: int | str | torch.device | None = None) -> tuple[int, int]:
+        return active_machine().mem_get_info(device)
+
+    def memory_allocated(self, device: int | str | torch.device | None = None) -> int:
+        return active_machine().memory_allocated(device)
+
+    def max_memory_allocated(self, device: int | str | torch.device | None = None) -> int:
+        return active_machine().max_memory_allocated(device)
+
+    def reset_peak_memory_stats(self, device: int | str | torch.device | None = None) -> None:
+        active_machine().reset_peak_memory_stats(device)
+
+    def synchronize(self, device: int | str | torch.device | None = None) -> None:
+        """Do nothing: an operation is done when it returns."""
+
+    def empty_cache(self) -> None:
+        """Do nothing: there is no cache."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        """Return the dtypes of autocast; transformers enters autocast, switched off, for RoPE."""
+        return [torch.bfloat16, torch.float16]
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Do nothing: random numbers are the CPU's."""
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+
+class _Hooks(torch._C._acc.PrivateUse1Hooks):
+    def is_available(self) -> bool:
+        return _active is not None
+
+    def has_primary_context(self, dev_id: int) -> bool:
+        return True
+
+    def is_built(self) -> bool:
+        return True
+
+
+def register() -> None:
+    """Register the device type with torch; once for a process, as torch cannot forget it."""
+    if _libraries:
+        return
+    _setup_privateuseone_for_python_backend(
+        rename=DEVICE_TYPE, backend_module=DeviceModule(), hook=_Hooks()
+    )
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("empty.memory_format", _empty, "PrivateUse1")
+    library.impl("empty_strided", _empty_strided, "PrivateUse1")
+    library.impl("_copy_from", _copy_from, "PrivateUse1")
+    library.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
+    everything_else = torch.library.Library("_", "IMPL")
+    everything_else.fallback(_make, "PrivateUse1")
+    _libraries.extend((library, everything_else))
+
+
+def _empty(size: Any, *, device: Any = None, pin_memory: Any = None, **kwargs: Any) -> SimTensor:
+    machine = active_machine()
+    device = machine.devices[machine.index_of(device)]
+    return wrap(aten.empty.memory_format(size, **kwargs, device="cpu"), machine, device)
+
+
+def _empty_strided(
+    size: Any, stride: Any, *, device: Any = None, pin_memory: Any = None, **kwargs: Any
+) -> SimTensor:
+    machine = active_machine()
+    device = machine.devices[machine.index_of(device)]
+    return wrap(aten.empty_strided(size, stride, **kwargs, device="cpu"), machine, device)
+
+
+def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> Any:
+    copy_into(target, source)
+    return target
+
+
+def _make(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Run what has no kernel above: a factory such as ``tril_indices``, or a call from C++."""
+    device = kwargs.get("device")
+    if device is None or device.type != DEVICE_TYPE:
+        return run(func, args, kwargs)
+    machine = active_machine()
+    kwargs["device"] = torch.device("cpu")
+    return wrap(func(*args, **kwargs), machine, machine.devices[machine.index_of(device)])
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Choose the kernel the CPU would: torch takes another, with other roundings, for new types."""
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
+            attn_mask.logical_not(), float("-inf")
+        )
+    options = {"scale": scale, "enable_gqa": enable_gqa}
+    choice = torch._fused_sdp_choice(
+        *(_values(tensor) for tensor in (query, key, value)),
+        None if attn_mask is None else _values(attn_mask),
+        dropout_p,
+        is_causal,
+        **options,
+    )
+    if choice == torch.nn.attention.SDPBackend.FLASH_ATTENTION.value:
+        return aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+        )[0]
+    return aten._scaled_dot_product_attention_math(
+        query, key, value, attn_mask, dropout_p, is_causal, **options
+    )[0]
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the CPU tensor behind, asking for gradients as ``tensor`` does."""
+    cpu = tensor._cpu if isinstance(tensor, SimTensor) else tensor
+    return cpu.detach().requires_grad_() if tensor.requires_grad else cpu

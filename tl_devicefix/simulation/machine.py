@@ -1,0 +1,205 @@
+"""What a simulated machine measures: memory on each device, and transfers between devices."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+DEVICE_TYPE = "sim"
+
+_CPU = torch.device("cpu")
+_UNITS = {
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One copy of a tensor from a device to another.
+
+    Attributes:
+        source: the device the tensor was on.
+        target: the device it was copied to.
+        bytes: the size of the copy, in bytes.
+        shape: the shape of the copy.
+    """
+
+    source: torch.device
+    target: torch.device
+    bytes: int
+    shape: torch.Size
+
+
+class Allocation:
+    """The bytes of one storage on one simulated device; freed with the last tensor on it."""
+
+    __slots__ = ("__weakref__", "address", "device", "machine", "nbytes")
+
+    def __init__(self, machine: Machine, device: torch.device, address: int, nbytes: int) -> None:
+        self.machine = machine
+        self.device = device
+        self.address = address
+        self.nbytes = nbytes
+
+    def __del__(self) -> None:
+        self.machine._free(self)
+
+
+class Machine:
+    """Simulated devices ``sim:0`` to ``sim:n-1``, and what is measured on them.
+
+    Made by :func:`tl_devicefix.simulate`. Devices may be given as an index, a string such as
+    ``"sim:1"`` or a ``torch.device``; all sizes are in bytes.
+
+    Attributes:
+        devices: the devices, in order.
+        transfers: every copy between two simulated devices, or between the CPU and one of them,
+            since the start or the last :meth:`reset_transfers`.
+    """
+
+    def __init__(self, capacities: Sequence[int]) -> None:
+        self.devices = [torch.device(DEVICE_TYPE, index) for index in range(len(capacities))]
+        self.transfers: list[Transfer] = []
+        self.current_index = 0
+        self._is_open = True
+        self._capacities = list(capacities)
+        self._allocated = [0] * len(capacities)
+        self._peak = [0] * len(capacities)
+        # Keyed by the address of torch's storage object, which views share.
+        self._allocations: dict[int, weakref.ref[Allocation]] = {}
+
+    def __repr__(self) -> str:
+        state = "" if self._is_open else ", left"
+        return f"Machine({len(self.devices)} devices{state})"
+
+    def memory_allocated(self, device: int | str | torch.device | None = None) -> int:
+        """Return the bytes of the live storages on ``device`` (default: the current one)."""
+        return self._allocated[self.index_of(device)]
+
+    def max_memory_allocated(self, device: int | str | torch.device | None = None) -> int:
+        """Return the peak of :meth:`memory_allocated` since the start or the last reset."""
+        return self._peak[self.index_of(device)]
+
+    def reset_peak_memory_stats(self, device: int | str | torch.device | None = None) -> None:
+        """Start the peak of ``device`` anew from what is allocated now."""
+        index = self.index_of(device)
+        self._peak[index] = self._allocated[index]
+
+    def mem_get_info(self, device: int | str | torch.device | None = None) -> tuple[int, int]:
+        """Return the free and the total bytes of ``device``."""
+        index = self.index_of(device)
+        return self._capacities[index] - self._allocated[index], self._capacities[index]
+
+    def reset_transfers(self) -> None:
+        """Forget the recorded transfers."""
+        self.transfers.clear()
+
+    def index_of(self, device: int | str | torch.device | None) -> int:
+        """Return the index of ``device``; a device without index is the current one.
+
+        Raises:
+            RuntimeError: if this machine has no such device.
+        """
+        if isinstance(device, str):
+            device = torch.device(device)
+        if isinstance(device, torch.device):
+            if device.type != DEVICE_TYPE:
+                raise RuntimeError(f"Expected a {DEVICE_TYPE} device, but got {device}.")
+            device = device.index
+        index = self.current_index if device is None else device
+        if not 0 <= index < len(self.devices):
+            raise RuntimeError(
+                f"Invalid device {DEVICE_TYPE}:{index}: the simulated machine has"
+                f" {len(self.devices)} device(s), {DEVICE_TYPE}:0 to {self.devices[-1]}."
+            )
+        return index
+
+    def check_room(self, device: torch.device, nbytes: int) -> None:
+        """Raise if ``nbytes`` more do not fit on ``device``.
+
+        Raises:
+            torch.OutOfMemoryError: with CUDA's wording.
+        """
+        index = device.index
+        free = self._capacities[index] - self._allocated[index]
+        if nbytes > free:
+            raise torch.OutOfMemoryError(
+                f"{DEVICE_TYPE} out of memory. Tried to allocate {_readable(nbytes)}. Device"
+                f" {index} has a total capacity of {_readable(self._capacities[index])} of which"
+                f" {_readable(free)} is free."
+            )
+
+    def allocation_of(self, tensor: torch.Tensor, device: torch.device) -> Allocation:
+        """Return the allocation on ``device`` of the storage of the CPU tensor ``tensor``."""
+        address = torch._C._storage_address(tensor)  # type: ignore[attr-defined]
+        reference = self._allocations.get(address)
+        allocation = None if reference is None else reference()
+        if allocation is None:
+            allocation = self._allocate(tensor, device, address)
+        return allocation
+
+    def record_transfer(
+        self, source: torch.device | None, target: torch.device | None, copy: torch.Tensor
+    ) -> None:
+        """Record that ``copy`` was made on ``target`` from a tensor on ``source``.
+
+        ``None`` stands for the CPU. A copy that stays on its device is not recorded.
+        """
+        if source != target:
+            self.transfers.append(
+                Transfer(source or _CPU, target or _CPU, copy.nbytes, copy.shape)
+            )
+
+    def _allocate(self, tensor: torch.Tensor, device: torch.device, address: int) -> Allocation:
+        nbytes = tensor.untyped_storage().nbytes()
+        self.check_room(device, nbytes)
+        allocation = Allocation(self, device, address, nbytes)
+        index = device.index
+        self._allocations[address] = weakref.ref(allocation)
+        self._allocated[index] += nbytes
+        self._peak[index] = max(self._peak[index], self._allocated[index])
+        return allocation
+
+    def _free(self, allocation: Allocation) -> None:
+        self._allocated[allocation.device.index] -= allocation.nbytes
+        # The address may be in use again: remove the entry only if it is a dead one.
+        reference = self._allocations.get(allocation.address)
+        if reference is not None and reference() is None:
+            del self._allocations[allocation.address]
+
+
+def bytes_of(size: int | str) -> int:
+    """Return a size in bytes, given as such or as accelerate writes sizes ("8GiB", "500MB").
+
+    Raises:
+        ValueError: if ``size`` is negative or cannot be read.
+    """
+    if isinstance(size, int):
+        if size >= 0:
+            return size
+    else:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B)\s*", size, re.IGNORECASE)
+        if match is not None:
+            return int(float(match[1]) * _UNITS[match[2].upper()])
+    raise ValueError(
+        f"Cannot read the memory size {size!r}: give bytes as an int, or a string such as"
+        ' "8GiB" or "500MB".'
+    )
+
+
+def _readable(nbytes: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes} bytes"

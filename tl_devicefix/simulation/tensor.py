@@ -1,0 +1,371 @@
+"""How an operation on simulated devices runs: on the CPU tensors behind the simulated ones."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tl_devicefix.simulation.machine import DEVICE_TYPE, Allocation, Machine
+
+aten = torch.ops.aten
+
+Operation = torch._ops.OpOverload
+Handler = Callable[[Operation, tuple[Any, ...], dict[str, Any]], Any]
+
+
+_TENSOR_DATA: Any = torch._C.TensorBase.data  # type: ignore[attr-defined]
+
+
+class _LooksLikeTensor(torch._C._TensorMeta):
+    """Makes ``type(x) == torch.Tensor`` hold: TransformerLens asserts it."""
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is torch.Tensor
+
+    def __hash__(cls) -> int:
+        return hash(torch.Tensor)
+
+
+class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
+    """A tensor that says it is on a simulated device, and keeps its values in a CPU tensor."""
+
+    _cpu: torch.Tensor
+    _allocation: Allocation
+
+    # Without this, torch would call Python once more for each operation.
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Operation,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run ``func`` on the CPU tensors and label what it returns."""
+        return run(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        """Print as torch prints a tensor of another device."""
+        text = repr(self._cpu)
+        grad_fn = self.grad_fn
+        extras = f", device='{self.device}'"
+        if grad_fn is not None:
+            extras += f", grad_fn=<{grad_fn.name()}>"
+        elif self.requires_grad:
+            extras += ", requires_grad=True"
+        text = f"{text[:-1]}{extras})"
+        return f"Parameter containing:\n{text}" if getattr(self, "_is_param", False) else text
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Copy a leaf, keeping the sharing of storages that ``memo`` knows."""
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy"
+                " protocol at the moment."
+            )
+        twin = wrap(copy.deepcopy(self._cpu, memo), self._allocation.machine, self.device)
+        memo[id(self)] = twin
+        twin.requires_grad_(self.requires_grad)
+        if self.grad is not None:
+            twin.grad = copy.deepcopy(self.grad, memo)
+        for name, value in self.__dict__.items():
+            if name not in ("_cpu", "_allocation"):
+                twin.__dict__[name] = copy.deepcopy(value, memo)
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled: a simulated device does not outlive its machine."""
+        raise RuntimeError(
+            f"A tensor on {self.device} cannot be saved, as simulated devices end with `simulate`:"
+            " move it to the CPU first, with .cpu()."
+        )
+
+    def __format__(self, spec: str) -> str:
+        """Format a scalar as its number; torch does so for its own class only."""
+        return self.item().__format__(spec) if self.dim() == 0 else object.__format__(self, spec)
+
+    def tolist(self) -> Any:
+        """Return the values as nested lists; torch refuses subclasses."""
+        return self._cpu.tolist()
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """The values, without history, as ``torch.Tensor.data``."""
+        return _TENSOR_DATA.__get__(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        set_data(self, value)
+
+    def data_ptr(self) -> int:
+        """Return the address of the values, by which libraries find tied tensors."""
+        return self._cpu.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return the CPU storage behind: its address and size tell what shares memory."""
+        return self._cpu.untyped_storage()
+
+
+def wrap(cpu: torch.Tensor, machine: Machine, device: torch.device) -> SimTensor:
+    """Return ``cpu`` as a tensor on ``device``, which must have an index.
+
+    Raises:
+        torch.OutOfMemoryError: if its storage is new on the device, and does not fit.
+    """
+    if cpu.is_conj() or cpu.is_neg():
+        # A wrapper cannot carry these lazy bits, so torch would not resolve them.
+        cpu = cpu.resolve_conj().resolve_neg()
+    allocation = machine.allocation_of(cpu, device)
+    tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        SimTensor,
+        cpu.size(),
+        cpu.stride(),
+        cpu.storage_offset(),
+        dtype=cpu.dtype,
+        layout=cpu.layout,
+        device=device,
+    )
+    tensor._cpu = cpu
+    tensor._allocation = allocation
+    return tensor
+
+
+def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Give ``tensor`` the values of ``value`` in place, as ``tensor.data = value`` does on CUDA.
+
+    ``nn.Module.to`` moves parameters in this way, so that their identity, and so ties, survive.
+    """
+    if type(tensor) is SimTensor and type(value) is SimTensor:
+        # torch exchanges the metadata below Python, so the values must follow here.
+        _TENSOR_DATA.__set__(tensor, value)
+        tensor._cpu, tensor._allocation = value._cpu, value._allocation
+    elif type(tensor) is SimTensor or type(value) is SimTensor:
+        _change_kind(tensor, value)
+    else:
+        _TENSOR_DATA.__set__(tensor, value)
+
+
+def _change_kind(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Turn a CPU tensor into a simulated one or back, keeping the Python object.
+
+    ``torch.utils.swap_tensors`` would do, but refuses while a graph holds the tensor, and takes
+    the attributes that a user has set on it away.
+    """
+    twin = value.detach()
+    if isinstance(tensor, torch.nn.Parameter):
+        twin = torch.nn.Parameter(twin, requires_grad=tensor.requires_grad)
+    else:
+        twin.requires_grad_(tensor.requires_grad)
+    grad, tensor.grad = tensor.grad, None
+    tensor.__class__, twin.__class__ = twin.__class__, tensor.__class__
+    for name in ("_cpu", "_allocation", "_is_param"):
+        _swap_attribute(tensor.__dict__, twin.__dict__, name)
+    torch._C._swap_tensor_impl(tensor, twin)  # type: ignore[attr-defined]
+    if grad is not None:
+        set_data(grad, grad.to(tensor.device))
+        tensor.grad = grad
+
+
+def _swap_attribute(one: dict[str, Any], other: dict[str, Any], name: str) -> None:
+    missing = object()
+    first, second = one.pop(name, missing), other.pop(name, missing)
+    if first is not missing:
+        other[name] = first
+    if second is not missing:
+        one[name] = second
+
+
+def run(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run ``func`` as its device would: same numbers as the CPU's, placement checked."""
+    handler = _HANDLERS.get(func)
+    if handler is not None:
+        return handler(func, args, kwargs)
+    return _run_on_one_device(func, args, kwargs)
+
+
+def _run_on_one_device(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    simulated: list[SimTensor] = []
+    others: list[torch.Tensor] = []
+    cpu_args = [_unwrap(arg, simulated, others) for arg in args]
+    cpu_kwargs = {name: _unwrap(arg, simulated, others) for name, arg in kwargs.items()}
+    machine, device = _common_device(func, simulated, others)
+    target = cpu_kwargs.pop("device", None)
+    if target is not None:
+        if target.type != DEVICE_TYPE:
+            return func(*cpu_args, **cpu_kwargs, device=target)
+        device = machine.devices[machine.index_of(target)]
+    return _label(func(*cpu_args, **cpu_kwargs), simulated, machine, device)
+
+
+def _unwrap(arg: Any, simulated: list[SimTensor], others: list[torch.Tensor]) -> Any:
+    """Return ``arg`` with CPU tensors in place of simulated ones; collect both kinds."""
+    kind = type(arg)
+    if kind is SimTensor:
+        simulated.append(arg)
+        return arg._cpu
+    if kind is list or kind is tuple:
+        return [_unwrap(item, simulated, others) for item in arg]
+    if isinstance(arg, torch.Tensor):
+        others.append(arg)
+    return arg
+
+
+def _common_device(
+    func: Operation, simulated: list[SimTensor], others: list[torch.Tensor]
+) -> tuple[Machine, torch.device]:
+    """Return where the operands are; raise torch's error if they are on several devices."""
+    allocation = simulated[0]._allocation
+    machine, device = allocation.machine, allocation.device
+    if not machine._is_open:
+        raise _left_error(device)
+    for tensor in simulated:
+        other = tensor._allocation
+        if other.device is not device:
+            if other.machine is not machine:
+                raise _left_error(other.device if machine._is_open else device)
+            raise _mixed_error(device, other.device)
+    for tensor in others:
+        # Elementwise kernels take a CPU scalar as a number; others do not.
+        if tensor.dim() > 0 or not _takes_cpu_scalars(func):
+            raise _mixed_error(device, tensor.device)
+    return machine, device
+
+
+def _label(
+    result: Any, simulated: list[SimTensor], machine: Machine, device: torch.device
+) -> Any:
+    """Return what a CPU kernel gave, with its tensors on ``device``."""
+    if isinstance(result, torch.Tensor):
+        for tensor in simulated:
+            if tensor._cpu is result:
+                _refresh(tensor)
+                return tensor
+        return wrap(result, machine, device)
+    if isinstance(result, (list, tuple)):
+        return type(result)(_label(item, simulated, machine, device) for item in result)
+    return result
+
+
+def _refresh(tensor: SimTensor) -> None:
+    """Make ``tensor`` say the shape its CPU tensor has got in place (``out=``, ``resize_``)."""
+    cpu = tensor._cpu
+    allocation = tensor._allocation
+    if tensor.size() != cpu.size() or tensor.stride() != cpu.stride():
+        machine, device = allocation.machine, allocation.device
+        del allocation
+        tensor.data = wrap(cpu.detach(), machine, device)
+        tensor._cpu = cpu
+
+
+_CPU_SCALAR_NAMES = {
+    "aten::fill_",
+    "aten::fill",
+    "aten::masked_fill",
+    "aten::masked_fill_",
+    "aten::index_fill",
+    "aten::index_fill_",
+}
+
+
+def _takes_cpu_scalars(func: Operation) -> bool:
+    return (
+        torch.Tag.pointwise in func.tags
+        or func._schema.name in _CPU_SCALAR_NAMES
+        or func._schema.name.startswith("aten::_foreach")
+    )
+
+
+def _mixed_error(one: torch.device, other: torch.device) -> RuntimeError:
+    return RuntimeError(
+        "Expected all tensors to be on the same device, but found at least two devices,"
+        f" {one} and {other}!"
+    )
+
+
+def _index_error(indexed: torch.device) -> RuntimeError:
+    return RuntimeError(
+        f"indices should be either on cpu or on the same device as the indexed tensor ({indexed})"
+    )
+
+
+def _left_error(device: torch.device) -> RuntimeError:
+    return RuntimeError(
+        f"This tensor was on {device} of a simulated machine that has been left: it can only be"
+        " printed or copied with .cpu(). Work inside `with simulate(...)`."
+    )
+
+
+def _to_copy(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``.to`` and ``.cpu``: copy to another device, dtype or layout."""
+    source: SimTensor = args[0]
+    allocation = source._allocation
+    machine = allocation.machine
+    kwargs = dict(kwargs)
+    target = kwargs.pop("device", None) or allocation.device
+    if target.type != DEVICE_TYPE:
+        result = func(source._cpu, **kwargs, device=target)
+        if target.type == "cpu":
+            machine.record_transfer(allocation.device, None, result)
+        return result
+    if not machine._is_open:
+        raise _left_error(allocation.device)
+    target = machine.devices[machine.index_of(target)]
+    result = func(source._cpu, **kwargs)
+    machine.record_transfer(allocation.device, target, result)
+    return wrap(result, machine, target)
+
+
+def _copy_(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Copy between any two devices, in place."""
+    copy_into(args[0], args[1])
+    return args[0]
+
+
+def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy ``source`` into ``target``, each on the CPU or simulated, and record the transfer."""
+    on_target = target._allocation if isinstance(target, SimTensor) else None
+    on_source = source._allocation if isinstance(source, SimTensor) else None
+    cpu_target = target._cpu if isinstance(target, SimTensor) else target
+    cpu_target.copy_(source._cpu if isinstance(source, SimTensor) else source)
+    allocation = on_target or on_source
+    assert allocation is not None
+    allocation.machine.record_transfer(
+        on_source and on_source.device, on_target and on_target.device, cpu_target
+    )
+
+
+def _index(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Index with tensors that are on the CPU or on the device of what is indexed."""
+    indexed, indices, *rest = args
+    if type(indexed) is not SimTensor:
+        raise _index_error(indexed.device)
+    allocation = indexed._allocation
+    for index in indices:
+        if type(index) is SimTensor and index._allocation.device is not allocation.device:
+            raise _index_error(allocation.device)
+    if rest and rest[0].dim() == 0 and type(rest[0]) is not SimTensor:
+        # A CPU scalar may be written anywhere.
+        rest[0] = wrap(rest[0].clone(), allocation.machine, allocation.device)
+    cpu_indices = [index._cpu if type(index) is SimTensor else index for index in indices]
+    return _run_on_one_device(func, (indexed, _CheckedIndices(cpu_indices), *rest), kwargs)
+
+
+class _CheckedIndices(list[Any]):
+    """CPU index tensors, which `_unwrap` leaves alone as it looks into plain lists only."""
+
+
+_HANDLERS: dict[Operation, Handler] = {
+    aten._to_copy.default: _to_copy,
+    aten.copy_.default: _copy_,
+    aten.index.Tensor: _index,
+    aten.index_put.default: _index,
+    aten.index_put_.default: _index,
+    aten._index_put_impl_.default: _index,
+}

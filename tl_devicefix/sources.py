@@ -1,0 +1,171 @@
+"""Where weights come from, read one component at a time in HookedTransformer's format.
+
+The conversion is TransformerLens's own. To convert one block, it is shown a model that shares the
+given model's weights but has only that block, and whose other matrices have no values; the given
+model is not touched.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import transformer_lens.loading_from_pretrained as tl_loading
+from torch import nn
+
+from tl_devicefix.folding import Weights
+from tl_devicefix.processing import name_in_unit, processing_unit
+
+CONVERTIBLE_NAME = "gpt2"
+"""An official name, for calls in which TransformerLens wants one and then does not use it."""
+
+
+class Source(Protocol):
+    """Anything that weights can be read from, one processing unit at a time."""
+
+    def read(self, unit: str, device: torch.device) -> Weights:
+        """The weights of one unit, by their names within it, perhaps on `device` already.
+
+        They may alias the source's own tensors, so they are for copying only.
+        """
+
+
+class StateDictSource:
+    """A whole state dict in HookedTransformer's format, as the small `.pth` models come."""
+
+    def __init__(self, state_dict: Weights) -> None:
+        self._state_dict = state_dict
+
+    def read(self, unit: str, device: torch.device) -> Weights:
+        """See `Source.read`."""
+        return {
+            name_in_unit(name): tensor
+            for name, tensor in self._state_dict.items()
+            if processing_unit(name) == unit
+        }
+
+
+class HuggingFaceSource:
+    """A Hugging Face model, wherever its weights lie; it is never changed.
+
+    Raises:
+        ValueError: if the model's blocks cannot be found.
+    """
+
+    def __init__(self, hf_model: nn.Module, cfg: Any) -> None:
+        self._model = hf_model
+        self._cfg = cfg
+        self._blocks = _find_blocks(hf_model, cfg)
+
+    def read(self, unit: str, device: torch.device) -> Weights:
+        """See `Source.read`.
+
+        Raises:
+            ValueError: if a weight is on the meta device, so has no values.
+        """
+        if unit.startswith("blocks."):
+            layer = int(unit.split(".")[1])
+            converted = self._convert([layer], device)
+            weights = _of_unit(converted, "blocks.0")
+        else:
+            weights = _of_unit(self._convert([], device), unit)
+        for name, tensor in weights.items():
+            if tensor.is_meta:
+                raise ValueError(
+                    f"{unit}: {name} is on the meta device, so it has a shape but no values; load "
+                    "the model with its weights (device_map=None) and pass that as hf_model"
+                )
+        return weights
+
+    def _convert(self, layers: list[int], device: torch.device) -> Weights:
+        """Convert the given blocks (at most one), or with none given what is outside the blocks."""
+        cfg = copy.copy(self._cfg)
+        cfg.n_layers = len(layers)
+        # Converters make missing biases on cfg.device, or on the CPU.
+        cfg.device = str(device)
+        cfg.from_checkpoint = False  # or TransformerLens would load the checkpoint again
+        view = _view_with_blocks(self._model, self._blocks, layers, device)
+        return tl_loading.get_pretrained_state_dict(CONVERTIBLE_NAME, cfg, view, dtype=cfg.dtype)
+
+
+def _of_unit(state_dict: Weights, unit: str) -> Weights:
+    return {
+        name_in_unit(name): tensor
+        for name, tensor in state_dict.items()
+        if processing_unit(name) == unit
+    }
+
+
+def _find_blocks(hf_model: nn.Module, cfg: Any) -> nn.ModuleList:
+    """The one list of blocks in a Hugging Face model."""
+    hf_config = hf_model.config
+    hf_config = getattr(hf_config, "text_config", hf_config)  # multimodal models nest it
+    n_blocks = hf_config.num_hidden_layers
+    lists = [m for m in hf_model.modules() if isinstance(m, nn.ModuleList) and len(m) == n_blocks]
+    if not lists:
+        raise ValueError(
+            f"{type(hf_model).__name__} has no list of {n_blocks} blocks (its config's "
+            "num_hidden_layers), so it cannot be converted block by block; pass a model of an "
+            "architecture that TransformerLens supports"
+        )
+    if cfg.n_layers > n_blocks:
+        raise ValueError(
+            f"{cfg.n_layers} layers are asked for, but hf_model has {n_blocks}; check "
+            "first_n_layers, and that hf_model is the model that is named"
+        )
+    return lists[0]
+
+
+def _view_with_blocks(
+    model: nn.Module, blocks: nn.ModuleList, layers: list[int], device: torch.device
+) -> nn.Module:
+    """A model sharing `model`'s weights, with only the given blocks, and those on `device`.
+
+    When there are blocks, matrices outside them have no values: only the blocks' are wanted.
+    """
+
+    def in_block(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach() if tensor.is_meta else tensor.detach().to(device)
+
+    def outside(tensor: torch.Tensor) -> torch.Tensor:
+        if layers and tensor.dim() > 1:
+            return torch.empty_like(tensor, device="meta")
+        return in_block(tensor) if layers else tensor.detach()
+
+    def view(module: nn.Module) -> nn.Module:
+        if module is blocks:
+            return nn.ModuleList(_copy_structure(blocks[layer], in_block) for layer in layers)
+        return _copy_structure(module, outside, view)
+
+    return view(model)
+
+
+def _copy_structure(
+    module: nn.Module,
+    convert: Callable[[torch.Tensor], torch.Tensor],
+    copy_child: Callable[[nn.Module], nn.Module] | None = None,
+) -> nn.Module:
+    """A copy of a module and its submodules, whose tensors are `convert` of the module's own."""
+    if copy_child is None:
+
+        def copy_child(child: nn.Module) -> nn.Module:
+            return _copy_structure(child, convert)
+
+    new = copy.copy(module)
+    new.__dict__ = dict(module.__dict__)
+    new._parameters = {
+        name: None if p is None else nn.Parameter(convert(p), requires_grad=False)
+        for name, p in module._parameters.items()
+    }
+    new._buffers = {
+        name: None if b is None else convert(b) for name, b in module._buffers.items()
+    }
+    new._modules = {
+        name: None if child is None else copy_child(child)
+        for name, child in module._modules.items()
+    }
+    return new
+
+
