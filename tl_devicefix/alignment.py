@@ -41,9 +41,12 @@ def align(model: Any, placement: Placement) -> None:
 
 
 def unalign(model: Any) -> None:
-    """Remove the hooks that `align` added."""
+    """Remove the hooks that `align` added, and ALiBi biases left on an earlier device."""
     for handle in model.__dict__.pop(_HANDLES, ()):
         handle.remove()
+    if model.cfg.positional_embedding_type == "alibi":
+        for block in model.blocks:
+            block.attn.alibi = None  # TransformerLens makes it anew
 
 
 def _before(module: nn.Module, hook: Any) -> Any:
@@ -135,9 +138,7 @@ class PrepareAlibi:
 
     device: torch.device
 
-    def __call__(
-        self, attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def __call__(self, attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         keys = kwargs["key_input"] if "key_input" in kwargs else args[1]
         length = keys.shape[1]
         cached = kwargs.get("past_kv_cache_entry")

@@ -32,9 +32,7 @@ def installed_conventions() -> Conventions:
     # Folding of MoE came with 3.0, went, and came back; only this warning tells which it is.
     loader = inspect.getsource(_original(HookedTransformer, "load_and_process_state_dict"))
     refuses_moe = "You are using MoE, so the layer norm weights can't be folded" in loader
-    return Conventions(
-        folds_moe=not refuses_moe, recenters_b_O=is_3x, keeps_folded_norms=is_3x
-    )
+    return Conventions(folds_moe=not refuses_moe, recenters_b_O=is_3x, keeps_folded_norms=is_3x)
 
 
 def _original(cls: type, name: str) -> object:

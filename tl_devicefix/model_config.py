@@ -6,7 +6,11 @@ TransformerLens guesses the architecture, and with it the sizes, from parts of t
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +93,8 @@ def _config_of_directory(path: str, kwargs: dict[str, Any]) -> Any:
             cfg = tl_loading.get_pretrained_model_config(name, **kwargs)
             overrides = {**_gemma_sizes(hf_config), **_requested_sizes(kwargs)}
         else:
-            cfg = tl_loading.get_pretrained_model_config(_UnguessedPath(path), **kwargs)
+            with _readable_config(path, hf_config) as directory:
+                cfg = tl_loading.get_pretrained_model_config(_UnguessedPath(directory), **kwargs)
             overrides = _rope(hf_config) if architecture == "LlamaForCausalLM" else {}
     except NotImplementedError as error:
         raise ValueError(
@@ -101,6 +106,22 @@ def _config_of_directory(path: str, kwargs: dict[str, Any]) -> Any:
     cfg.model_name = Path(path).resolve().name
     cfg.tokenizer_name = path if _has_tokenizer(path) else None
     return cfg
+
+
+@contextlib.contextmanager
+def _readable_config(path: str, hf_config: Any) -> Iterator[str]:
+    """A directory whose config.json TransformerLens can read.
+
+    TransformerLens 2.x reads `n_ctx` of a GPT-2, which transformers no longer saves.
+    """
+    if hf_config.model_type != "gpt2" or hasattr(hf_config, "n_ctx"):
+        yield path
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        amended = copy.deepcopy(hf_config)
+        amended.n_ctx = hf_config.n_positions
+        amended.save_pretrained(directory)
+        yield directory
 
 
 def _has_tokenizer(path: str) -> bool:

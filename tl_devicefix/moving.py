@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tl_devicefix.alignment import align, remember_placement
+from tl_devicefix.alignment import align, remember_placement, unalign
 from tl_devicefix.components import component_of
 from tl_devicefix.devices import resolve
 from tl_devicefix.patches import original
@@ -76,6 +76,8 @@ def to(
     self.cfg.device = str(device)
     if getattr(self, "placement", None) is not None:
         settle(self, self.placement.gathered_on(device))
+    else:
+        unalign(self)
     return self
 
 

@@ -221,14 +221,16 @@ def _owners(patch: Patch) -> list[Any]:
     return [
         module
         for name, module in list(sys.modules.items())
-        if name.partition(".")[0] == "transformer_lens"
-        and vars(module).get(patch.name) is target
+        if name.partition(".")[0] == "transformer_lens" and vars(module).get(patch.name) is target
     ]
 
 
 def _function(name: str) -> Any:
     """The module-level function, which TransformerLens 3 moved; None if it is in neither place."""
-    for module_name in ("transformer_lens.utilities.multi_gpu", "transformer_lens.utilities.devices"):
+    for module_name in (
+        "transformer_lens.utilities.multi_gpu",
+        "transformer_lens.utilities.devices",
+    ):
         if importlib.util.find_spec(module_name) is not None:
             found = getattr(importlib.import_module(module_name), name, None)
             if found is not None:

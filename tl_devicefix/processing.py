@@ -221,9 +221,7 @@ def process_weights_(
     )
 
 
-def by_component(
-    state_dict: Mapping[str, torch.Tensor], cfg: Any
-) -> Iterator[tuple[str, Weights]]:
+def by_component(state_dict: Mapping[str, torch.Tensor], cfg: Any) -> Iterator[tuple[str, Weights]]:
     """Split a state dict into the units that are processed together, in the order they run.
 
     ln_final comes with the unembedding, into which it folds. A block's names are shortened to

@@ -159,13 +159,9 @@ def _copy_structure(
         name: None if p is None else nn.Parameter(convert(p), requires_grad=False)
         for name, p in module._parameters.items()
     }
-    new._buffers = {
-        name: None if b is None else convert(b) for name, b in module._buffers.items()
-    }
+    new._buffers = {name: None if b is None else convert(b) for name, b in module._buffers.items()}
     new._modules = {
         name: None if child is None else copy_child(child)
         for name, child in module._modules.items()
     }
     return new
-
-

@@ -29,41 +29,66 @@ def active_machine() -> Machine:
     return _active
 
 
-def set_active_machine(machine: Machine | None) -> None:
-    """Make ``machine`` the one that ``sim`` devices belong to."""
+def activate(machine: Machine) -> None:
+    """Make ``machine`` the one that ``sim`` devices belong to.
+
+    Raises:
+        RuntimeError: if another one is active.
+    """
     global _active
+    if _active is not None:
+        raise RuntimeError(
+            f"`simulate` is entered already, with {len(_active.devices)} device(s): leave that"
+            " `with` block before entering another."
+        )
     _active = machine
+
+
+def deactivate(machine: Machine) -> None:
+    """Leave ``machine``: what is on it can only be printed or copied to the CPU from now on."""
+    global _active
+    machine.is_open = False
+    _active = None
 
 
 class DeviceModule:
     """What ``torch.get_device_module("sim")`` offers, named as ``torch.cuda`` names it."""
 
     def is_available(self) -> bool:
+        """Tell whether a machine is entered."""
         return _active is not None
 
     def is_initialized(self) -> bool:
+        """Tell whether a machine is entered."""
         return _active is not None
 
     def device_count(self) -> int:
+        """Return the number of devices: 0 outside of `simulate`."""
         return 0 if _active is None else len(_active.devices)
 
     def current_device(self) -> int:
+        """Return the index of the current device."""
         return active_machine().current_index
 
     def set_device(self, device: int | str | torch.device) -> None:
+        """Make a device the one that factories put tensors on for ``sim``."""
         machine = active_machine()
         machine.current_index = machine.index_of(device)
 
     def mem_get_info(self, device: int | str | torch.device | None = None) -> tuple[int, int]:
+        """Return the free and the total bytes of a device."""
         return active_machine().mem_get_info(device)
 
     def memory_allocated(self, device: int | str | torch.device | None = None) -> int:
+        """Return the bytes of the live storages on a device."""
         return active_machine().memory_allocated(device)
 
     def max_memory_allocated(self, device: int | str | torch.device | None = None) -> int:
+        """Return the peak of `memory_allocated` since the last reset."""
         return active_machine().max_memory_allocated(device)
 
     def reset_peak_memory_stats(self, device: int | str | torch.device | None = None) -> None:
+        """Start the peak of a device anew."""
         active_machine().reset_peak_memory_stats(device)
 
     def synchronize(self, device: int | str | torch.device | None = None) -> None:
@@ -111,18 +136,22 @@ def register() -> None:
     _libraries.extend((library, everything_else))
 
 
-def _empty(size: Any, *, device: Any = None, pin_memory: Any = None, **kwargs: Any) -> SimTensor:
-    machine = active_machine()
-    device = machine.devices[machine.index_of(device)]
-    return wrap(aten.empty.memory_format(size, **kwargs, device="cpu"), machine, device)
+def _empty(size: Any, *, device: Any = None, pin_memory: Any = None, **options: Any) -> Any:
+    return _allocate(aten.empty.memory_format, (size,), device, options)
 
 
 def _empty_strided(
-    size: Any, stride: Any, *, device: Any = None, pin_memory: Any = None, **kwargs: Any
-) -> SimTensor:
+    size: Any, stride: Any, *, device: Any = None, pin_memory: Any = None, **options: Any
+) -> Any:
+    return _allocate(aten.empty_strided, (size, stride), device, options)
+
+
+def _allocate(make: Any, geometry: tuple[Any, ...], device: Any, options: dict[str, Any]) -> Any:
     machine = active_machine()
     device = machine.devices[machine.index_of(device)]
-    return wrap(aten.empty_strided(size, stride, **kwargs, device="cpu"), machine, device)
+    # Before the CPU allocates what the simulated device has no room for.
+    machine.check_room(device, make(*geometry, **options, device="meta").untyped_storage().nbytes())
+    return wrap(make(*geometry, **options, device="cpu"), machine, device)
 
 
 def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> Any:
@@ -157,7 +186,8 @@ def _attention(
             attn_mask.logical_not(), float("-inf")
         )
     options = {"scale": scale, "enable_gqa": enable_gqa}
-    choice = torch._fused_sdp_choice(
+    choose: Any = torch._fused_sdp_choice  # Its stub lacks the optional arguments.
+    choice = choose(
         *(_values(tensor) for tensor in (query, key, value)),
         None if attn_mask is None else _values(attn_mask),
         dropout_p,

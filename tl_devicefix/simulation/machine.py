@@ -11,7 +11,6 @@ import torch
 
 DEVICE_TYPE = "sim"
 
-_CPU = torch.device("cpu")
 _UNITS = {
     "KB": 10**3,
     "MB": 10**6,
@@ -65,14 +64,16 @@ class Machine:
     Attributes:
         devices: the devices, in order.
         transfers: every copy between two simulated devices, or between the CPU and one of them,
-            since the start or the last :meth:`reset_transfers`.
+            since the start or the last :meth:`reset_transfers`. A number that is read (``item``)
+            and CPU tensors that index are not counted.
+        is_open: False once the ``with`` block is left.
     """
 
     def __init__(self, capacities: Sequence[int]) -> None:
         self.devices = [torch.device(DEVICE_TYPE, index) for index in range(len(capacities))]
         self.transfers: list[Transfer] = []
         self.current_index = 0
-        self._is_open = True
+        self.is_open = True
         self._capacities = list(capacities)
         self._allocated = [0] * len(capacities)
         self._peak = [0] * len(capacities)
@@ -80,7 +81,7 @@ class Machine:
         self._allocations: dict[int, weakref.ref[Allocation]] = {}
 
     def __repr__(self) -> str:
-        state = "" if self._is_open else ", left"
+        state = "" if self.is_open else ", left"
         return f"Machine({len(self.devices)} devices{state})"
 
     def memory_allocated(self, device: int | str | torch.device | None = None) -> int:
@@ -149,30 +150,34 @@ class Machine:
             allocation = self._allocate(tensor, device, address)
         return allocation
 
-    def record_transfer(
-        self, source: torch.device | None, target: torch.device | None, copy: torch.Tensor
-    ) -> None:
-        """Record that ``copy`` was made on ``target`` from a tensor on ``source``.
+    def resize(self, allocation: Allocation, tensor: torch.Tensor) -> None:
+        """Account for the storage of the CPU tensor ``tensor`` having been resized in place."""
+        growth = tensor.untyped_storage().nbytes() - allocation.nbytes
+        self.check_room(allocation.device, growth)
+        allocation.nbytes += growth
+        self._add(allocation.device.index, growth)
 
-        ``None`` stands for the CPU. A copy that stays on its device is not recorded.
-        """
+    def record_transfer(
+        self, source: torch.device, target: torch.device, copy: torch.Tensor
+    ) -> None:
+        """Record ``copy``, made from ``source`` to ``target``, unless they are the same."""
         if source != target:
-            self.transfers.append(
-                Transfer(source or _CPU, target or _CPU, copy.nbytes, copy.shape)
-            )
+            self.transfers.append(Transfer(source, target, copy.nbytes, copy.shape))
 
     def _allocate(self, tensor: torch.Tensor, device: torch.device, address: int) -> Allocation:
         nbytes = tensor.untyped_storage().nbytes()
         self.check_room(device, nbytes)
         allocation = Allocation(self, device, address, nbytes)
-        index = device.index
         self._allocations[address] = weakref.ref(allocation)
-        self._allocated[index] += nbytes
-        self._peak[index] = max(self._peak[index], self._allocated[index])
+        self._add(device.index, nbytes)
         return allocation
 
+    def _add(self, index: int, nbytes: int) -> None:
+        self._allocated[index] += nbytes
+        self._peak[index] = max(self._peak[index], self._allocated[index])
+
     def _free(self, allocation: Allocation) -> None:
-        self._allocated[allocation.device.index] -= allocation.nbytes
+        self._add(allocation.device.index, -allocation.nbytes)
         # The address may be in use again: remove the entry only if it is a dead one.
         reference = self._allocations.get(allocation.address)
         if reference is not None and reference() is None:

@@ -1,4 +1,4 @@
-"""Entering and leaving a simulated machine."""
+"""Entering and leaving a simulated machine; all that is changed meanwhile is changed back."""
 
 from __future__ import annotations
 
@@ -10,54 +10,114 @@ import torch
 
 from tl_devicefix.simulation import backend
 from tl_devicefix.simulation.machine import Machine, bytes_of
-from tl_devicefix.simulation.tensor import SimTensor, set_data
+from tl_devicefix.simulation.tensor import TENSOR_DATA, SimTensor, set_data
+
+# torch's guard and hooks for backends in Python are private, and have changed between versions.
+_OLDEST_TORCH, _FIRST_UNKNOWN_TORCH = (2, 13), (2, 15)
+_MOST_DEVICES = 64
 
 
 @contextmanager
 def simulate(
     n_devices: int, memory: int | str | Sequence[int | str] = "80GiB"
 ) -> Iterator[Machine]:
-    """Simulate a machine with ``n_devices`` devices, ``sim:0`` to ``sim:{n_devices - 1}``."""
-    sizes = [memory] * n_devices if isinstance(memory, (int, str)) else list(memory)
+    """Simulate a machine with devices ``sim:0`` to ``sim:{n_devices - 1}`` on the CPU.
+
+    Numbers are exactly the CPU's, random ones too; operands on different devices raise what
+    torch raises; backward works. ``torch.inference_mode`` runs as ``torch.no_grad`` meanwhile,
+    and backward on the calling thread, so call it from the thread that entered. ``"sim"`` without
+    an index is ``sim:0`` for ``.to``, and the current device for factories.
+
+    torch keeps the name of the device type until the process ends: afterwards
+    ``torch.accelerator.current_accelerator()`` is ``sim``, with 0 devices. Real GPUs are better
+    used in another process.
+
+    Args:
+        n_devices: how many devices, at least 1.
+        memory: the memory of each device, in bytes or as accelerate writes it ("8GiB"), or a
+            sequence of such sizes, one for each device.
+
+    Yields:
+        The machine, which tells transfers and memory.
+
+    Raises:
+        RuntimeError: if torch is a version whose private parts are not known here, if the
+            process has another backend of this kind, or inside another `simulate` or
+            ``torch.inference_mode``.
+        ValueError: if ``n_devices`` or ``memory`` make no sense.
+
+    >>> with simulate(2) as machine:
+    ...     x = torch.ones(3, device="sim:1")
+    ...     y = (x * 2).to("sim:0")
+    ...     machine.memory_allocated("sim:1")
+    12
+    >>> machine.transfers
+    [Transfer(source=device(type='sim', index=1), target=device(type='sim', index=0), bytes=12, \
+shape=torch.Size([3]))]
+    """
+    capacities = _capacities(n_devices, memory)
+    _check_torch()
     backend.register()
-    machine = Machine([bytes_of(size) for size in sizes])
+    machine = Machine(capacities)
     with ExitStack() as stack:
-        backend.set_active_machine(machine)
-        stack.callback(_leave, machine)
+        backend.activate(machine)
+        stack.callback(backend.deactivate, machine)
         _move_parameters_in_place(stack)
         _avoid_inference_mode(stack)
-        # Worker threads would be one per device that torch's guard knows of, which is one.
+        # The engine would want one worker thread per device, but knows of one device only.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         yield machine
 
 
-def _leave(machine: Machine) -> None:
-    machine._is_open = False
-    backend.set_active_machine(None)
+def _capacities(n_devices: int, memory: int | str | Sequence[int | str]) -> list[int]:
+    if not 1 <= n_devices <= _MOST_DEVICES:
+        raise ValueError(f"n_devices must be from 1 to {_MOST_DEVICES}, but is {n_devices}.")
+    if isinstance(memory, (int, str)):
+        return [bytes_of(memory)] * n_devices
+    if len(memory) != n_devices:
+        raise ValueError(f"memory has {len(memory)} sizes for {n_devices} devices.")
+    return [bytes_of(size) for size in memory]
+
+
+def _check_torch() -> None:
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if not _OLDEST_TORCH <= version < _FIRST_UNKNOWN_TORCH:
+        raise RuntimeError(
+            "`simulate` uses private parts of torch and knows those of torch 2.13 and 2.14, but"
+            f" this is torch {torch.__version__}:"
+            " install a torch that it knows, or run on real devices."
+        )
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "`simulate` cannot be entered inside torch.inference_mode: enter it outside."
+        )
 
 
 def _move_parameters_in_place(stack: ExitStack) -> None:
     """Make ``nn.Module.to`` set ``param.data`` across device types, as it does from CPU to CUDA."""
     compatible = torch._has_compatible_shallow_copy_type
 
-    def _has_compatible_shallow_copy_type(one: torch.Tensor, other: torch.Tensor) -> bool:
-        return SimTensor in (type(one), type(other)) or compatible(one, other)
+    def is_compatible(one: torch.Tensor, other: torch.Tensor) -> bool:
+        return type(one) is SimTensor or type(other) is SimTensor or compatible(one, other)
 
-    torch._has_compatible_shallow_copy_type = _has_compatible_shallow_copy_type
-    stack.callback(setattr, torch, "_has_compatible_shallow_copy_type", compatible)
-    # Inherited from a C type before and after, so that it is deleted and not set back.
-    torch.Tensor.data = property(torch._C.TensorBase.data.__get__, set_data)
-    stack.callback(delattr, torch.Tensor, "data")
+    _replace(stack, torch, "_has_compatible_shallow_copy_type", is_compatible)
+    _replace(stack, torch.Tensor, "data", property(TENSOR_DATA.__get__, set_data))
 
 
 def _avoid_inference_mode(stack: ExitStack) -> None:
     """Run ``inference_mode`` as ``no_grad``: tensor subclasses do not work in it."""
-    cls = torch.inference_mode
-    enter = cls.__enter__
 
-    def __enter__(self: Any) -> None:
+    def enter(self: Any) -> None:
         self._inference_mode_context = torch.no_grad() if self.mode else torch.enable_grad()
         self._inference_mode_context.__enter__()
 
-    cls.__enter__ = __enter__  # type: ignore[method-assign]
-    stack.callback(setattr, cls, "__enter__", enter)
+    _replace(stack, torch.inference_mode, "__enter__", enter)
+
+
+def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute; on leaving, set it back, or delete it where it was inherited."""
+    if name in vars(owner):
+        stack.callback(setattr, owner, name, vars(owner)[name])
+    else:
+        stack.callback(delattr, owner, name)
+    setattr(owner, name, value)

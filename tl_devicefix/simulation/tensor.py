@@ -16,7 +16,8 @@ Operation = torch._ops.OpOverload
 Handler = Callable[[Operation, tuple[Any, ...], dict[str, Any]], Any]
 
 
-_TENSOR_DATA: Any = torch._C.TensorBase.data  # type: ignore[attr-defined]
+# `data` as torch defines it, in C; `simulate` puts another before it.
+TENSOR_DATA: Any = torch._C.TensorBase.data
 
 
 class _LooksLikeTensor(torch._C._TensorMeta):
@@ -36,10 +37,10 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
     _allocation: Allocation
 
     # Without this, torch would call Python once more for each operation.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Operation,
         types: tuple[type, ...],
@@ -49,7 +50,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         """Run ``func`` on the CPU tensors and label what it returns."""
         return run(func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Print as torch prints a tensor of another device."""
         text = repr(self._cpu)
         grad_fn = self.grad_fn
@@ -80,12 +81,16 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
                 twin.__dict__[name] = copy.deepcopy(value, memo)
         return twin
 
+    def __copy__(self) -> torch.Tensor:
+        """Return another tensor on the same storage; by default this would be a pickled one."""
+        return self.detach().requires_grad_(self.requires_grad)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be pickled: a simulated device does not outlive its machine."""
-        raise RuntimeError(
-            f"A tensor on {self.device} cannot be saved, as simulated devices end with `simulate`:"
-            " move it to the CPU first, with .cpu()."
-        )
+        """Be saved as a CPU tensor, as a simulated device does not outlive its machine."""
+        values = self._cpu.detach()
+        if getattr(self, "_is_param", False):
+            values = torch.nn.Parameter(values, requires_grad=self.requires_grad)
+        return values.__reduce_ex__(protocol)
 
     def __format__(self, spec: str) -> str:
         """Format a scalar as its number; torch does so for its own class only."""
@@ -95,10 +100,19 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         """Return the values as nested lists; torch refuses subclasses."""
         return self._cpu.tolist()
 
+    def numpy(self, *, force: bool = False) -> Any:
+        """Refuse as for CUDA, unless forced; torch blames subclasses, which tells users nothing."""
+        if force:
+            return self.detach().cpu().numpy()
+        raise TypeError(
+            f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy"
+            " the tensor to host memory first."
+        )
+
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
         """The values, without history, as ``torch.Tensor.data``."""
-        return _TENSOR_DATA.__get__(self)
+        return TENSOR_DATA.__get__(self)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -144,12 +158,12 @@ def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """
     if type(tensor) is SimTensor and type(value) is SimTensor:
         # torch exchanges the metadata below Python, so the values must follow here.
-        _TENSOR_DATA.__set__(tensor, value)
+        TENSOR_DATA.__set__(tensor, value)
         tensor._cpu, tensor._allocation = value._cpu, value._allocation
     elif type(tensor) is SimTensor or type(value) is SimTensor:
         _change_kind(tensor, value)
     else:
-        _TENSOR_DATA.__set__(tensor, value)
+        TENSOR_DATA.__set__(tensor, value)
 
 
 def _change_kind(tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -195,7 +209,9 @@ def _run_on_one_device(func: Operation, args: tuple[Any, ...], kwargs: dict[str,
     others: list[torch.Tensor] = []
     cpu_args = [_unwrap(arg, simulated, others) for arg in args]
     cpu_kwargs = {name: _unwrap(arg, simulated, others) for name, arg in kwargs.items()}
-    machine, device = _common_device(func, simulated, others)
+    machine, device = _common_device(simulated)
+    if others:
+        _check_cpu_operands(func, args[0], others, device)
     target = cpu_kwargs.pop("device", None)
     if target is not None:
         if target.type != DEVICE_TYPE:
@@ -211,36 +227,38 @@ def _unwrap(arg: Any, simulated: list[SimTensor], others: list[torch.Tensor]) ->
         simulated.append(arg)
         return arg._cpu
     if kind is list or kind is tuple:
+        if arg and type(arg[0]) is int:  # A shape: the most frequent list, and no tensors in it.
+            return arg
         return [_unwrap(item, simulated, others) for item in arg]
     if isinstance(arg, torch.Tensor):
         others.append(arg)
     return arg
 
 
-def _common_device(
-    func: Operation, simulated: list[SimTensor], others: list[torch.Tensor]
-) -> tuple[Machine, torch.device]:
-    """Return where the operands are; raise torch's error if they are on several devices."""
+def _common_device(simulated: list[SimTensor]) -> tuple[Machine, torch.device]:
+    """Return where the simulated operands are; raise torch's error if on several devices."""
     allocation = simulated[0]._allocation
     machine, device = allocation.machine, allocation.device
-    if not machine._is_open:
-        raise _left_error(device)
     for tensor in simulated:
         other = tensor._allocation
-        if other.device is not device:
-            if other.machine is not machine:
-                raise _left_error(other.device if machine._is_open else device)
+        if not other.machine.is_open:
+            raise _left_error(other.device)
+        if other.device is not device and other.device != device:
             raise _mixed_error(device, other.device)
-    for tensor in others:
-        # Elementwise kernels take a CPU scalar as a number; others do not.
-        if tensor.dim() > 0 or not _takes_cpu_scalars(func):
-            raise _mixed_error(device, tensor.device)
     return machine, device
 
 
-def _label(
-    result: Any, simulated: list[SimTensor], machine: Machine, device: torch.device
-) -> Any:
+def _check_cpu_operands(
+    func: Operation, first: Any, operands: list[torch.Tensor], device: torch.device
+) -> None:
+    """Refuse CPU tensors beside simulated ones, but for scalars that are read elementwise."""
+    writes_to_cpu = func._schema.is_mutable and any(first is operand for operand in operands)
+    for operand in operands:
+        if writes_to_cpu or operand.dim() > 0 or not _takes_cpu_scalars(func):
+            raise _mixed_error(device, operand.device)
+
+
+def _label(result: Any, simulated: list[SimTensor], machine: Machine, device: torch.device) -> Any:
     """Return what a CPU kernel gave, with its tensors on ``device``."""
     if isinstance(result, torch.Tensor):
         for tensor in simulated:
@@ -255,15 +273,19 @@ def _label(
 
 def _refresh(tensor: SimTensor) -> None:
     """Make ``tensor`` say the shape its CPU tensor has got in place (``out=``, ``resize_``)."""
-    cpu = tensor._cpu
-    allocation = tensor._allocation
-    if tensor.size() != cpu.size() or tensor.stride() != cpu.stride():
-        machine, device = allocation.machine, allocation.device
-        del allocation
-        tensor.data = wrap(cpu.detach(), machine, device)
-        tensor._cpu = cpu
+    cpu, old = tensor._cpu, tensor._allocation
+    if (
+        tensor.size() == cpu.size()
+        and tensor.stride() == cpu.stride()
+        and old.address == torch._C._storage_address(cpu)  # type: ignore[attr-defined]
+    ):
+        return
+    old.machine.resize(old.machine.allocation_of(cpu, old.device), cpu)
+    tensor.data = wrap(cpu.detach(), old.machine, old.device)
+    tensor._cpu = cpu
 
 
+# Kernels that take a CPU scalar although torch does not tag them as elementwise.
 _CPU_SCALAR_NAMES = {
     "aten::fill_",
     "aten::fill",
@@ -312,9 +334,9 @@ def _to_copy(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if target.type != DEVICE_TYPE:
         result = func(source._cpu, **kwargs, device=target)
         if target.type == "cpu":
-            machine.record_transfer(allocation.device, None, result)
+            machine.record_transfer(allocation.device, target, result)
         return result
-    if not machine._is_open:
+    if not machine.is_open:
         raise _left_error(allocation.device)
     target = machine.devices[machine.index_of(target)]
     result = func(source._cpu, **kwargs)
@@ -329,16 +351,14 @@ def _copy_(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy ``source`` into ``target``, each on the CPU or simulated, and record the transfer."""
-    on_target = target._allocation if isinstance(target, SimTensor) else None
-    on_source = source._allocation if isinstance(source, SimTensor) else None
-    cpu_target = target._cpu if isinstance(target, SimTensor) else target
-    cpu_target.copy_(source._cpu if isinstance(source, SimTensor) else source)
-    allocation = on_target or on_source
-    assert allocation is not None
-    allocation.machine.record_transfer(
-        on_source and on_source.device, on_target and on_target.device, cpu_target
+    """Copy ``source`` into ``target``, one of them simulated at least; record the transfer."""
+    simulated = target if isinstance(target, SimTensor) else source
+    assert isinstance(simulated, SimTensor)
+    cpu_target, cpu_source = (
+        tensor._cpu if isinstance(tensor, SimTensor) else tensor for tensor in (target, source)
     )
+    cpu_target.copy_(cpu_source)
+    simulated._allocation.machine.record_transfer(source.device, target.device, cpu_target)
 
 
 def _index(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -348,7 +368,7 @@ def _index(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         raise _index_error(indexed.device)
     allocation = indexed._allocation
     for index in indices:
-        if type(index) is SimTensor and index._allocation.device is not allocation.device:
+        if type(index) is SimTensor and index._allocation.device != allocation.device:
             raise _index_error(allocation.device)
     if rest and rest[0].dim() == 0 and type(rest[0]) is not SimTensor:
         # A CPU scalar may be written anywhere.

@@ -1,0 +1,103 @@
+"""Fixtures that all tests share: tiny models, the unpatched reference, and a simulated machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import (
+    ARCHITECTURES,
+    D_VOCAB,
+    load_hooked,
+    make_hf_model,
+    make_tokenizer,
+    save_checkpoint,
+)
+from transformer_lens import HookedTransformer
+from transformers import PreTrainedModel
+
+import tl_devicefix
+from tl_devicefix.simulation.machine import Machine
+
+
+class OnDemand:
+    """A mapping whose values are made when they are first asked for, then kept."""
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self._make = make
+        self._made: dict[Any, Any] = {}
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        key = (args, tuple(sorted(options.items(), key=lambda item: item[0])))
+        if key not in self._made:
+            self._made[key] = self._make(*args, **options)
+        return self._made[key]
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="session")
+def hf_models() -> Callable[..., PreTrainedModel]:
+    """`hf_models("gpt2")`, or `hf_models("gpt2", torch.float64)`: shared, so not to be changed."""
+    return OnDemand(
+        lambda name, dtype=torch.float32: make_hf_model(ARCHITECTURES[name], dtype=dtype)
+    )
+
+
+@pytest.fixture(scope="session")
+def checkpoints(
+    hf_models: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Path]:
+    """`checkpoints("gpt2")` is a directory with the weights of `hf_models("gpt2")`.
+
+    The directory's name says nothing of the architecture.
+    """
+
+    def save(name: str, dtype: torch.dtype = torch.float32) -> Path:
+        directory = tmp_path_factory.mktemp("checkpoint")
+        return save_checkpoint(hf_models(name, dtype), tokenizer, directory)
+
+    return OnDemand(save)
+
+
+@pytest.fixture(scope="session")
+def references(hf_models: Any, tokenizer: Any) -> Callable[..., HookedTransformer]:
+    """`references("gpt2", fold_ln=False)`: as unpatched TransformerLens loads it on one CPU."""
+
+    def load(name: str, *, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+        with tl_devicefix.unpatched():
+            return load_hooked(
+                ARCHITECTURES[name],
+                hf_models(name, dtype),
+                tokenizer,
+                device="cpu",
+                dtype=dtype,
+                **options,
+            )
+
+    return OnDemand(load)
+
+
+@pytest.fixture
+def n_devices() -> int:
+    """How many devices `machine` has; parametrise `n_devices` for others."""
+    return 4
+
+
+@pytest.fixture
+def machine(n_devices: int) -> Iterator[Machine]:
+    """A simulated machine, on which models load by default."""
+    with tl_devicefix.simulate(n_devices) as machine:
+        yield machine
+
+
+@pytest.fixture(scope="session")
+def tokens() -> torch.Tensor:
+    """A batch of two sequences of tokens, on the CPU."""
+    return torch.randint(3, D_VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))

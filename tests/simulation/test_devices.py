@@ -1,0 +1,426 @@
+"""The simulated devices as torch code sees them: placement, errors, numbers, entering, leaving."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tl_devicefix.simulation import simulate
+
+
+@pytest.fixture
+def machine():
+    with simulate(4) as machine:
+        yield machine
+
+
+# Placement
+
+
+def test_factories_put_tensors_on_the_device(machine):
+    device = torch.device("sim:2")
+    made = [
+        torch.zeros(3, device="sim:2"),
+        torch.ones(3, device=device),
+        torch.full((3,), 2.0, device=device),
+        torch.empty(3, device=device),
+        torch.arange(3, device=device),
+        torch.tensor([1, 2, 3], device=device),
+        torch.as_tensor([1, 2, 3], device=device),
+        torch.tril_indices(3, 3, device=device),
+        torch.ones(3).to(device),
+        torch.ones(3).to("sim:2"),
+        torch.empty_like(torch.ones(3), device=device),
+        torch.ones(3, device="meta").new_zeros(3, device=device),
+    ]
+    assert all(tensor.device == device for tensor in made)
+    assert torch.zeros(3, device="sim").device == torch.device("sim:0")
+
+
+def test_a_device_as_context_is_the_default_of_factories(machine):
+    with torch.device("sim:1"):
+        made = [torch.ones(3), torch.tensor([1, 2]), torch.nn.Linear(2, 2).weight]
+    assert {str(tensor.device) for tensor in made} == {"sim:1"}
+
+
+def test_factories_follow_the_current_device(machine):
+    torch.get_device_module("sim").set_device(3)
+    assert torch.zeros(2, device="sim").device == torch.device("sim:3")
+
+
+def test_simulated_tensors_pass_for_tensors(machine):
+    x = torch.ones(3, device="sim:1")
+    assert type(x) == torch.Tensor
+    assert isinstance(x, torch.Tensor)
+    assert type(x) != torch.nn.Parameter  # noqa: E721
+    parameter = torch.nn.Parameter(x)
+    assert isinstance(parameter, torch.nn.Parameter)
+    assert parameter.requires_grad
+
+
+def test_values_come_back_to_python(machine):
+    x = torch.tensor([[1.5, 2.0]], device="sim:1")
+    assert x.tolist() == [[1.5, 2.0]]
+    assert x[0, 0].item() == 1.5
+    assert 2.0 in x
+    assert 3.0 not in x
+    assert f"{x[0, 1]:.2f}" == "2.00"
+    assert repr(x) == "tensor([[1.5000, 2.0000]], device='sim:1')"
+    assert "requires_grad=True" in repr(x.requires_grad_())
+    assert "grad_fn=<MulBackward0>" in repr(x * 2)
+    with pytest.raises(TypeError, match="can't convert sim:1 device type tensor to numpy"):
+        x.detach().numpy()
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda x, y: x + y,
+        lambda x, y: x @ y,
+        lambda x, y: torch.cat([x, y]),
+        lambda x, y: torch.where(x > 0, x, y),
+        lambda x, y: x.add_(y),
+        lambda x, y: F.embedding(y.long(), x),
+        lambda x, y: F.linear(x, y),
+        lambda x, y: torch.einsum("ij,jk->ik", x, y),
+        lambda x, y: F.scaled_dot_product_attention(x[None], x[None], y[None]),
+    ],
+)
+@pytest.mark.parametrize("other", ["sim:2", "cpu"])
+def test_mixed_devices_raise_the_error_of_torch(machine, operation, other):
+    x, y = torch.ones(2, 2, device="sim:1"), torch.ones(2, 2, device=other)
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device") as info:
+        operation(x, y)
+    assert {"sim:1", other} == set(str(info.value).split("devices, ")[1][:-1].split(" and "))
+
+
+def test_cpu_scalars_mix_elementwise_only(machine):
+    x = torch.ones(2, 2, device="sim:1")
+    scalar = torch.tensor(2.0)
+    for result in (
+        x + scalar,
+        scalar * x,
+        torch.where(x > 0, scalar, x),
+        x.masked_fill(x > 0, scalar),
+    ):
+        assert result.device == x.device
+    with pytest.raises(RuntimeError, match="found at least two devices, sim:1 and cpu!"):
+        F.embedding(torch.tensor(1), x)
+    with pytest.raises(RuntimeError, match="found at least two devices, sim:1 and cpu!"):
+        scalar.add_(x.sum())
+    with pytest.raises(RuntimeError, match="found at least two devices, sim:1 and sim:0!"):
+        x + scalar.to("sim:0")
+
+
+def test_indices_may_be_on_the_cpu_or_the_same_device(machine):
+    cpu = torch.arange(6.0).view(2, 3)
+    x = cpu.to("sim:1")
+    rows = torch.tensor([1, 0])
+    assert torch.equal(x[rows].cpu(), cpu[rows])
+    assert torch.equal(x[rows.to("sim:1")].cpu(), cpu[rows])
+    assert torch.equal(x[0, [1, 2]].cpu(), cpu[0, [1, 2]])
+    assert torch.equal(x[cpu > 2].cpu(), cpu[cpu > 2])
+    x[rows, [0, 1]] = torch.tensor(7.0)
+    cpu[rows, [0, 1]] = torch.tensor(7.0)
+    assert torch.equal(x.cpu(), cpu)
+    for indexed, index in ((x, rows.to("sim:2")), (cpu, rows.to("sim:2"))):
+        with pytest.raises(RuntimeError, match="either on cpu or on the same device"):
+            indexed[index]
+
+
+def test_a_device_out_of_range_is_refused(machine):
+    for make in (lambda: torch.zeros(1, device="sim:4"), lambda: torch.zeros(1).to("sim:4")):
+        with pytest.raises(RuntimeError, match=r"Invalid device sim:4.* has 4 device"):
+            make()
+
+
+def test_meta_tensors_cannot_be_moved(machine):
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+        torch.zeros(2, device="meta").to("sim:1")
+    assert torch.zeros(2, device="sim:1").to("meta").is_meta
+
+
+# Numbers
+
+
+def test_random_numbers_are_those_of_the_cpu(machine):
+    def draw(device):
+        torch.manual_seed(0)
+        probabilities = torch.rand(5, device=device)
+        return [
+            probabilities,
+            torch.randn(4, device=device),
+            torch.randint(9, (3,), device=device),
+            torch.randperm(5, device=device),
+            torch.multinomial(probabilities, 3),
+            F.dropout(probabilities, 0.5),
+            torch.empty(3, device=device).normal_(),
+        ]
+
+    for ours, cpus in zip(draw("sim:1"), draw("cpu")):
+        assert torch.equal(ours.cpu(), cpus)
+
+
+OPERATIONS = {
+    "softmax": lambda x: x.softmax(-1),
+    "layer_norm": lambda x: F.layer_norm(x, (8,)),
+    "rms_norm": lambda x: F.rms_norm(x, (8,)),
+    "gelu": F.gelu,
+    "einsum": lambda x: torch.einsum("abc,dbc->ad", x, x),
+    "sort": lambda x: x.sort(-1).values,
+    "topk": lambda x: x.topk(2).values,
+    "cumsum": lambda x: x.cumsum(1),
+    "bfloat16": lambda x: x.bfloat16() @ x.bfloat16().mT,
+    "float16": lambda x: x.half() * 2,
+    "float64": lambda x: x.double().exp(),
+    "complex": lambda x: torch.view_as_real(torch.view_as_complex(x.view(4, 6, 4, 2)).conj() * 2j),
+    "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
+    "causal": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], is_causal=True),
+    "masked": lambda x: F.scaled_dot_product_attention(
+        x[None], x[None], x[None], (x[0] @ x[0].mT > 0) | torch.eye(6, device=x.device).bool()
+    ),
+    "cross_entropy": lambda x: F.cross_entropy(x[0], x[0].argmax(-1)),
+    "conv1d": lambda x: F.conv1d(x, x[:3, :, :3]),
+    "written in place": lambda x: x.clone().index_put_((torch.tensor([0]),), torch.tensor(1.0)),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS.keys())
+def test_numbers_and_gradients_are_exactly_those_of_the_cpu(machine, operation):
+    cpu = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    x = cpu.detach().to("sim:1").requires_grad_()
+    expected, result = operation(cpu), operation(x)
+    assert result.device == x.device
+    assert result.dtype == expected.dtype
+    assert torch.equal(result.cpu(), expected)
+    expected.float().sum().backward()
+    result.float().sum().backward()
+    assert torch.equal(x.grad.cpu(), cpu.grad)
+
+
+def test_views_share_their_values(machine):
+    base = torch.zeros(2, 3, device="sim:1")
+    base[0].add_(1)
+    base.view(-1)[3:] = 2.0
+    assert base.tolist() == [[1, 1, 1], [2, 2, 2]]
+
+
+def test_shapes_changed_in_place_are_seen(machine):
+    x = torch.zeros(3, device="sim:1").unsqueeze_(0)
+    assert x.shape == (1, 3)
+    assert (x + 1).shape == (1, 3)
+    out = torch.empty(0, device="sim:1")
+    torch.mul(x, 2, out=out)
+    assert out.shape == (1, 3)
+
+
+def test_backward_across_devices_gives_the_gradients_of_the_cpu(machine):
+    def gradients(devices):
+        torch.manual_seed(0)
+        weights = [torch.randn(4, 4).to(device).requires_grad_() for device in devices]
+        hidden = torch.randn(2, 4).to(devices[0])
+        for weight in weights:
+            hidden = torch.tanh(hidden.to(weight.device) @ weight)
+        hidden.sum().backward()
+        assert [weight.grad.device for weight in weights] == [weight.device for weight in weights]
+        return [weight.grad.cpu() for weight in weights]
+
+    expected = gradients(["cpu"] * 5)
+    ours = gradients(["sim:1", "sim:2", "sim:3", "sim:0", "sim:3"])
+    assert all(torch.equal(one, other) for one, other in zip(ours, expected))
+
+
+def test_an_optimizer_steps_as_on_the_cpu(machine):
+    def train(device):
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(3, 3).to(device)
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, foreach=False)
+        for _ in range(3):
+            optimizer.zero_grad()
+            layer(torch.ones(2, 3, device=device)).pow(2).sum().backward()
+            optimizer.step()
+        return layer.weight.cpu()
+
+    assert torch.equal(train("sim:2"), train("cpu"))
+
+
+def test_inference_mode_runs_without_gradients(machine):
+    weight = torch.ones(2, device="sim:1", requires_grad=True)
+
+    @torch.inference_mode()
+    def double():
+        return weight * 2
+
+    assert not double().requires_grad
+    assert (weight * 2).requires_grad
+
+
+# Modules
+
+
+def test_moving_a_module_keeps_its_parameters_their_ties_and_their_gradients(machine):
+    tied = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    tied[1].weight = tied[0].weight
+    weight = tied[0].weight
+    weight.label = "mine"
+    graph = tied(torch.ones(1, 2))  # A live graph must not keep a module from moving.
+    graph.sum().backward()
+    gradient = weight.grad.clone()
+    for device in ("sim:1", "sim:2", "cpu", "sim:3"):
+        tied.to(device)
+        assert tied[0].weight is weight
+        assert tied[1].weight is weight
+        assert weight.device == weight.grad.device == torch.device(device)
+        assert isinstance(weight, torch.nn.Parameter)
+        assert weight.label == "mine"
+        assert torch.equal(weight.grad.cpu(), gradient)
+        assert tied(torch.ones(1, 2, device=device)).device == weight.device
+
+
+def test_data_can_be_set_across_devices(machine):
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.data = torch.ones(3, device="sim:1")
+    assert parameter.device == torch.device("sim:1")
+    assert parameter.tolist() == [1, 1, 1]
+    parameter.data = parameter.data.to("sim:2") * 2
+    assert parameter.device == torch.device("sim:2")
+    assert (parameter + 0).tolist() == [2, 2, 2]
+    parameter.data = torch.zeros(1)
+    assert type(parameter) is torch.nn.Parameter
+    assert parameter.tolist() == [0]
+
+
+def test_deepcopy_is_independent_and_keeps_ties(machine):
+    tied = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)).to("sim:1")
+    tied[1].weight = tied[0].weight
+    twin = copy.deepcopy(tied)
+    assert twin[0].weight is twin[1].weight
+    assert twin[0].weight is not tied[0].weight
+    assert isinstance(twin[0].weight, torch.nn.Parameter)
+    assert twin[0].weight.requires_grad
+    with torch.no_grad():
+        tied[0].weight.zero_()
+    assert twin[0].weight.device == torch.device("sim:1")
+    assert twin[0].weight.any()
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_state_dict_round_trip(machine, assign):
+    source, target = torch.nn.Linear(2, 2).to("sim:1"), torch.nn.Linear(2, 2).to("sim:2")
+    target.load_state_dict(source.state_dict(), assign=assign)
+    assert target.weight.device == torch.device("sim:1" if assign else "sim:2")
+    assert torch.equal(target.weight.cpu(), source.weight.cpu())
+
+
+def test_a_saved_state_dict_loads_on_the_cpu(machine):
+    layer = torch.nn.Linear(2, 2).to("sim:1")
+    for state in (layer.state_dict(), {name: t.cpu() for name, t in layer.state_dict().items()}):
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        loaded = torch.load(file)
+        assert torch.equal(loaded["weight"], layer.weight.detach().cpu())
+        assert loaded["weight"].device.type == "cpu"
+
+
+# Entering and leaving
+
+
+def test_the_device_module_tells_the_devices():
+    with simulate(3, memory="1GiB"):
+        module = torch.get_device_module("sim")
+        assert module.device_count() == 3
+        assert module.is_available()
+        assert module.current_device() == 0
+        assert module.mem_get_info("sim:2") == (2**30, 2**30)
+        kept = torch.zeros(256, device="sim:2")
+        assert module.mem_get_info(2)[0] == 2**30 - 1024
+        assert module.memory_allocated(2) == module.max_memory_allocated(2) == 1024
+        del kept
+        module.reset_peak_memory_stats(2)
+        assert module.max_memory_allocated(2) == 0
+        module.synchronize()
+        module.empty_cache()
+        assert torch.accelerator.device_count() == 3
+    assert module.device_count() == 0
+    assert not module.is_available()
+    assert torch.accelerator.device_count() == 0
+
+
+def changeable_state():
+    return (
+        torch.inference_mode.__enter__,
+        torch._has_compatible_shallow_copy_type,
+        "data" in vars(torch.Tensor),
+        torch.__future__.get_swap_module_params_on_conversion(),
+        torch._C._is_multithreading_enabled(),
+        torch.is_grad_enabled(),
+        torch._C._len_torch_dispatch_stack(),
+        torch._C._len_torch_function_stack(),
+    )
+
+
+def test_leaving_restores_torch_even_after_an_error():
+    before = changeable_state()
+
+    def fail_inside():
+        with simulate(2):
+            assert changeable_state() != before
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail_inside()
+    assert changeable_state() == before
+    with simulate(1):
+        assert torch.zeros(1, device="sim:0").device.index == 0
+    assert changeable_state() == before
+
+
+def test_entering_twice_at_once_is_refused(machine):
+    with pytest.raises(RuntimeError, match="entered already, with 4 device"), simulate(2):
+        pass
+    assert torch.get_device_module("sim").device_count() == 4
+
+
+def test_entering_in_inference_mode_is_refused():
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="inference_mode"), simulate(2):
+        pass
+
+
+def test_an_unknown_torch_is_refused(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "9.0.1")
+    with pytest.raises(RuntimeError, match=r"this is torch 9\.0\.1: install"), simulate(2):
+        pass
+
+
+def test_senseless_sizes_are_refused():
+    for arguments, message in (
+        ((0,), "n_devices must be from 1 to 64, but is 0"),
+        ((2, "lots"), "Cannot read the memory size 'lots'"),
+        ((2, -1), "Cannot read the memory size -1"),
+        ((2, ["1GiB"]), "memory has 1 sizes for 2 devices"),
+    ):
+        with pytest.raises(ValueError, match=message), simulate(*arguments):
+            pass
+
+
+def test_what_is_left_behind_can_be_printed_and_copied_to_the_cpu():
+    with simulate(2):
+        x = torch.ones(2, device="sim:1")
+        layer = torch.nn.Linear(2, 2).to("sim:1")
+    assert repr(x) == "tensor([1., 1.], device='sim:1')"
+    assert x.cpu().tolist() == [1, 1]
+    assert layer.cpu()(torch.ones(2)).shape == (2,)
+    with pytest.raises(RuntimeError, match="has been left"):
+        x + 1
+    with pytest.raises(RuntimeError, match="no sim device here"):
+        torch.ones(2, device="sim:1")
+    with simulate(2), pytest.raises(RuntimeError, match="has been left"):
+        x + torch.ones(2, device="sim:1")

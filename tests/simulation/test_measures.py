@@ -1,0 +1,116 @@
+"""What the simulated machine measures: transfers, and memory on each device."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from tl_devicefix.simulation import Transfer, simulate
+
+CPU, SIM_0, SIM_1 = "cpu", "sim:0", "sim:1"
+
+
+def routes(machine):
+    return [(str(t.source), str(t.target), t.bytes, tuple(t.shape)) for t in machine.transfers]
+
+
+def test_copies_between_devices_are_recorded_in_order():
+    with simulate(2) as machine:
+        x = torch.zeros(2, 3).to(SIM_0)
+        y = x.to(SIM_1, torch.float64)
+        y.cpu()
+        x.copy_(y)
+        assert routes(machine) == [
+            (CPU, SIM_0, 24, (2, 3)),
+            (SIM_0, SIM_1, 48, (2, 3)),
+            (SIM_1, CPU, 48, (2, 3)),
+            (SIM_1, SIM_0, 24, (2, 3)),
+        ]
+        assert isinstance(machine.transfers[0], Transfer)
+        machine.reset_transfers()
+        assert machine.transfers == []
+
+
+def test_what_stays_on_its_device_is_not_recorded():
+    with simulate(2) as machine:
+        x = torch.zeros(4, device=SIM_1)
+        assert x.to(SIM_1) is x
+        x.clone().double().copy_(x + torch.tensor(1.0))
+        torch.zeros(2).double()
+        assert machine.transfers == []
+
+
+def test_backward_is_recorded_too():
+    with simulate(2) as machine:
+        x = torch.zeros(4, device=SIM_0, requires_grad=True)
+        x.to(SIM_1).sum().backward()
+        assert routes(machine) == [(SIM_0, SIM_1, 16, (4,)), (SIM_1, SIM_0, 16, (4,))]
+
+
+def test_memory_is_that_of_live_storages():
+    with simulate(2) as machine:
+        x = torch.zeros(10, device=SIM_1)
+        view = x[2:].view(2, 4)
+        detached = x.detach()
+        assert machine.memory_allocated(1) == machine.memory_allocated(SIM_1) == 40
+        assert machine.memory_allocated(0) == 0
+        y = x + 1
+        assert machine.memory_allocated(1) == 80
+        del x, y, detached
+        assert machine.memory_allocated(1) == 40, "a view keeps the storage"
+        del view
+        assert machine.memory_allocated(1) == 0
+        assert machine.max_memory_allocated(1) == 80
+        machine.reset_peak_memory_stats(1)
+        assert machine.max_memory_allocated(1) == 0
+
+
+def test_storages_that_grow_in_place_are_counted():
+    with simulate(1) as machine:
+        x = torch.arange(10, device="sim")
+        assert machine.memory_allocated(0) == 80
+        x.resize_(20)
+        assert machine.memory_allocated(0) == 160
+
+
+def test_moving_a_module_moves_its_memory():
+    with simulate(2) as machine:
+        layer = torch.nn.Linear(8, 8).to(SIM_0)
+        size = 4 * (64 + 8)
+        assert [machine.memory_allocated(i) for i in range(2)] == [size, 0]
+        layer.to(SIM_1)
+        assert [machine.memory_allocated(i) for i in range(2)] == [0, size]
+        layer(torch.ones(1, 8, device=SIM_1)).sum().backward()
+        layer.to(CPU)
+        gc.collect()
+        assert [machine.memory_allocated(i) for i in range(2)] == [0, 0]
+
+
+def test_a_graph_keeps_what_backward_needs():
+    with simulate(1) as machine:
+        x = torch.ones(10, device="sim", requires_grad=True)
+        result = x.exp().sum()
+        assert machine.memory_allocated(0) == 40 + 40 + 4, "the result of exp is saved"
+        result.backward()
+        assert machine.memory_allocated(0) == 40 + 40 + 4, "now it is the gradient"
+
+
+@pytest.mark.parametrize("memory", [1024, "1KiB", [10**9, "1KiB"]])
+def test_more_than_the_memory_raises_out_of_memory(memory):
+    message = r"Tried to allocate 1\.00 KiB\. Device 1 has a total capacity of 1\.00 KiB of which"
+    with simulate(2, memory=memory) as machine:
+        x = torch.zeros(128, device=SIM_1)
+        with pytest.raises(torch.OutOfMemoryError, match=message):
+            torch.zeros(256, device=SIM_1)
+        with pytest.raises(torch.OutOfMemoryError, match=message):
+            torch.cat([x, x])
+        assert machine.memory_allocated(1) == 512
+        del x
+        torch.zeros(256, device=SIM_1)
+
+
+def test_what_could_never_fit_is_refused_before_it_is_allocated():
+    with simulate(1), pytest.raises(torch.OutOfMemoryError, match=r"93132\.26 GiB"):
+        torch.empty(10**14, dtype=torch.uint8, device="sim")
