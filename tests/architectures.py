@@ -93,7 +93,9 @@ def _bloom() -> PretrainedConfig:
 
 
 def _phi() -> PretrainedConfig:
-    return transformers.PhiConfig(**_ROTARY, partial_rotary_factor=0.5)
+    config = transformers.PhiConfig(**_ROTARY, partial_rotary_factor=0.5)
+    config.partial_rotary_factor = 0.5  # transformers 5 hides it where TransformerLens cannot see
+    return config
 
 
 def _pythia() -> PretrainedConfig:
@@ -150,12 +152,14 @@ ARCHITECTURES = {
 }
 
 
-def make_hf_model(architecture: Architecture, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A tiny model in which every norm and every bias matters."""
+def make_hf_model(architecture: Architecture, *dtypes: torch.dtype) -> PreTrainedModel:
+    """A tiny model in which every norm and every bias matters, converted to each dtype in turn."""
     model = AutoModelForCausalLM.from_config(architecture.hf_config())
     model.config.architectures = [type(model).__name__]
     randomize(model)
-    return model.to(dtype).eval()
+    for dtype in dtypes:
+        model = model.to(dtype)
+    return model.eval()
 
 
 @torch.no_grad()

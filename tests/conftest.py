@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -44,10 +45,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="session")
 def hf_models() -> Callable[..., PreTrainedModel]:
-    """`hf_models("gpt2")`, or `hf_models("gpt2", torch.float64)`: shared, so not to be changed."""
-    return OnDemand(
-        lambda name, dtype=torch.float32: make_hf_model(ARCHITECTURES[name], dtype=dtype)
-    )
+    """`hf_models("gpt2")`, or `hf_models("gpt2", torch.float64)`: shared, so not to be changed.
+
+    With two dtypes the weights are rounded to the first and then held in the second.
+    """
+    return OnDemand(lambda name, *dtypes: make_hf_model(ARCHITECTURES[name], *dtypes))
 
 
 @pytest.fixture(scope="session")
@@ -59,9 +61,9 @@ def checkpoints(
     The directory's name says nothing of the architecture.
     """
 
-    def save(name: str, dtype: torch.dtype = torch.float32) -> Path:
+    def save(name: str, *dtypes: torch.dtype) -> Path:
         directory = tmp_path_factory.mktemp("checkpoint")
-        return save_checkpoint(hf_models(name, dtype), tokenizer, directory)
+        return save_checkpoint(hf_models(name, *dtypes), tokenizer, directory)
 
     return OnDemand(save)
 
@@ -71,15 +73,15 @@ def references(hf_models: Any, tokenizer: Any) -> Callable[..., HookedTransforme
     """`references("gpt2", fold_ln=False)`: as unpatched TransformerLens loads it on one CPU."""
 
     def load(name: str, *, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+        hf_model = copy.deepcopy(hf_models(name, dtype))
         with tl_devicefix.unpatched():
-            return load_hooked(
-                ARCHITECTURES[name],
-                hf_models(name, dtype),
-                tokenizer,
-                device="cpu",
-                dtype=dtype,
-                **options,
-            )
+            try:
+                return load_hooked(
+                    ARCHITECTURES[name], hf_model, tokenizer, device="cpu", dtype=dtype, **options
+                )
+            except AttributeError as error:
+                # Each TransformerLens knows the attributes that transformers had at its time.
+                pytest.skip(f"TransformerLens itself cannot convert {name} here: {error}")
 
     return OnDemand(load)
 

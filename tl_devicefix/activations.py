@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import ItemsView, Iterator, ValuesView
 from typing import Any
 
 import torch
+from transformer_lens.hook_points import HookedRootModule
 
 from tl_devicefix.alignment import move
+from tl_devicefix.placement import Placement
 
 
 class CacheAtHome(dict[str, torch.Tensor]):
@@ -26,17 +29,17 @@ class CacheAtHome(dict[str, torch.Tensor]):
 
     def get(self, name: str, default: Any = None) -> Any:
         """As `dict.get`, at home."""
-        return self[name] if name in self else default
+        return move(super().get(name, default), self.home)
 
     def pop(self, name: str, *default: Any) -> Any:
         """As `dict.pop`, at home."""
         return move(super().pop(name, *default), self.home)
 
-    def values(self) -> ValuesView[torch.Tensor]:
+    def values(self) -> ValuesAtHome:  # type: ignore[override]
         """As `dict.values`; each tensor comes home when it is reached."""
         return ValuesAtHome(self)
 
-    def items(self) -> ItemsView[str, torch.Tensor]:  # type: ignore[override]
+    def items(self) -> ItemsAtHome:  # type: ignore[override]
         """As `dict.items`; each tensor comes home when it is reached."""
         return ItemsAtHome(self)
 
@@ -54,8 +57,7 @@ class CacheAtHome(dict[str, torch.Tensor]):
 class ValuesAtHome(ValuesView[torch.Tensor]):
     """The values of a `CacheAtHome`; one tensor at a time is at home."""
 
-    def __init__(self, cache: CacheAtHome) -> None:
-        super().__init__(cache)
+    _mapping: CacheAtHome
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return (self._mapping[name] for name in self._mapping)
@@ -64,8 +66,7 @@ class ValuesAtHome(ValuesView[torch.Tensor]):
 class ItemsAtHome(ItemsView[str, torch.Tensor]):
     """The items of a `CacheAtHome`; one tensor at a time is at home."""
 
-    def __init__(self, cache: CacheAtHome) -> None:
-        super().__init__(cache)
+    _mapping: CacheAtHome
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, self._mapping[name]) for name in self._mapping)
@@ -77,13 +78,10 @@ def get_caching_hooks(self: Any, *args: Any, **kwargs: Any) -> Any:
     A model on one device, a cache that the caller brings, and a `device` that the caller names
     (activations then stay there) are left as they are.
     """
-    from transformer_lens.hook_points import HookedRootModule
-    import inspect
-
     original = HookedRootModule.get_caching_hooks
     given = inspect.signature(original).bind(self, *args, **kwargs).arguments
-    placement = getattr(self, "placement", None)
-    several = placement is not None and len(placement.devices) > 1
-    if several and given.get("cache") is None and given.get("device") is None:
+    placement: Placement | None = getattr(self, "placement", None)
+    keeps = given.get("cache") is not None or given.get("device") is not None
+    if placement is not None and len(placement.devices) > 1 and not keeps:
         kwargs["cache"] = CacheAtHome(placement.home)
     return original(self, *args, **kwargs)

@@ -65,6 +65,7 @@ class CarryTo:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments, on the device."""
         return (
             tuple(move(value, self.device) for value in args),
             {name: move(value, self.device) for name, value in kwargs.items()},
@@ -84,6 +85,7 @@ class CarryToBlock:
     def __call__(
         self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the block's arguments, on the device."""
         kwargs = dict(kwargs)
         mask = kwargs.get("attention_mask")
         if mask is not None and mask.device != self.device:
@@ -124,6 +126,7 @@ class BringHome:
     home: torch.device
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Return the output, at home."""
         if isinstance(output, tuple) and hasattr(output, "_fields"):  # TransformerLens's Output
             return type(output)(*(move(part, self.home) for part in output))
         return move(output, self.home)
@@ -139,6 +142,7 @@ class PrepareAlibi:
     device: torch.device
 
     def __call__(self, attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Set the layer's `alibi`, if the one it has is missing, short or elsewhere."""
         keys = kwargs["key_input"] if "key_input" in kwargs else args[1]
         length = keys.shape[1]
         cached = kwargs.get("past_kv_cache_entry")

@@ -40,7 +40,7 @@ def load_hf_model(model_name: str, cfg: Any, **kwargs: Any) -> torch.nn.Module:
     if model_name.startswith(tuple(tl_loading.NEED_REMOTE_CODE_MODELS)):
         kwargs.setdefault("trust_remote_code", True)
     multimodal = cfg.original_architecture == "Gemma3ForConditionalGeneration"
-    auto = AutoModel if multimodal else AutoModelForCausalLM
+    auto: Any = AutoModel if multimodal else AutoModelForCausalLM
     model, report = auto.from_pretrained(
         model_name, **{_DTYPE_ARGUMENT: "auto"}, output_loading_info=True, **kwargs
     )

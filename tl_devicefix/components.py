@@ -1,4 +1,4 @@
-"""The components a HookedTransformer is made of, and what each weighs: the units that are placed."""
+"""The components a HookedTransformer is made of: the units that are placed, and their sizes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformer_lens.components import Embed, PosEmbed, TransformerBlock, Unembed
-from transformer_lens.components import LayerNorm, LayerNormPre, RMSNorm, RMSNormPre
+from transformer_lens.components import (
+    Embed,
+    LayerNorm,
+    LayerNormPre,
+    PosEmbed,
+    RMSNorm,
+    RMSNormPre,
+    TransformerBlock,
+    Unembed,
+)
 
 FIXED_AT_HOME = ("embed", "pos_embed", "ln_final", "unembed")
 """Components that stay together on the home device, so that tokens in and logits out are there."""

@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ def installed_conventions() -> Conventions:
     return Conventions(folds_moe=not refuses_moe, recenters_b_O=is_3x, keeps_folded_norms=is_3x)
 
 
-def _original(cls: type, name: str) -> object:
+def _original(cls: type, name: str) -> Any:
     from tl_devicefix.patches import original
 
     return original(cls, name)

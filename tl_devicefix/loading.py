@@ -21,8 +21,12 @@ from tl_devicefix.checkpoint import load_hf_model
 from tl_devicefix.components import component_names
 from tl_devicefix.conventions import installed_conventions
 from tl_devicefix.folding import Steps
-from tl_devicefix.model_config import is_checkpoint_directory, load_tokenizer
-from tl_devicefix.model_config import model_config, torch_dtype
+from tl_devicefix.model_config import (
+    is_checkpoint_directory,
+    load_tokenizer,
+    model_config,
+    torch_dtype,
+)
 from tl_devicefix.moving import check_placed, settle
 from tl_devicefix.patches import original
 from tl_devicefix.placement import DeviceMap, MaxMemory, Placement, plan
@@ -220,9 +224,8 @@ def _open_source(
 
 def _empty_model(cls: Any, cfg: Any, tokenizer: Any, default_padding_side: Any) -> Any:
     """A model whose parameters have shapes but no values; its buffers are real."""
-    if tokenizer is None and cfg.tokenizer_name is not None:
-        if is_checkpoint_directory(cfg.tokenizer_name):
-            tokenizer = load_tokenizer(cfg.tokenizer_name)
+    if tokenizer is None and is_checkpoint_directory(cfg.tokenizer_name or ""):
+        tokenizer = load_tokenizer(cfg.tokenizer_name)
     with init_empty_weights(include_buffers=False):
         return cls(cfg, tokenizer, move_to_device=False, default_padding_side=default_padding_side)
 

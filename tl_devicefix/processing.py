@@ -277,9 +277,7 @@ def _store(model: nn.Module, name: str, value: torch.Tensor) -> None:
         module = model.get_submodule(path)
     except AttributeError:
         return  # as TransformerLens: weights that the model has no place for are dropped
-    held = module._parameters.get(leaf)
-    if held is None:
-        held = module._buffers.get(leaf)
+    held: torch.Tensor | None = {**module._buffers, **module._parameters}.get(leaf)
     if held is None:
         return
     if held.is_meta:

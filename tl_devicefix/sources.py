@@ -100,7 +100,7 @@ def _of_unit(state_dict: Weights, unit: str) -> Weights:
 
 def _find_blocks(hf_model: nn.Module, cfg: Any) -> nn.ModuleList:
     """The one list of blocks in a Hugging Face model."""
-    hf_config = hf_model.config
+    hf_config: Any = hf_model.config
     hf_config = getattr(hf_config, "text_config", hf_config)  # multimodal models nest it
     n_blocks = hf_config.num_hidden_layers
     lists = [m for m in hf_model.modules() if isinstance(m, nn.ModuleList) and len(m) == n_blocks]

@@ -36,6 +36,9 @@ def test_factories_put_tensors_on_the_device(machine):
         torch.ones(3).to("sim:2"),
         torch.empty_like(torch.ones(3), device=device),
         torch.ones(3, device="meta").new_zeros(3, device=device),
+        torch.ones(3, device=device).new_tensor([1]),
+        torch.ones(3, device=device).new_zeros(2),
+        torch.ones(3).type_as(torch.ones(3, device=device)),
     ]
     assert all(tensor.device == device for tensor in made)
     assert torch.zeros(3, device="sim").device == torch.device("sim:0")
@@ -54,7 +57,7 @@ def test_factories_follow_the_current_device(machine):
 
 def test_simulated_tensors_pass_for_tensors(machine):
     x = torch.ones(3, device="sim:1")
-    assert type(x) == torch.Tensor
+    assert type(x) == torch.Tensor  # noqa: E721
     assert isinstance(x, torch.Tensor)
     assert type(x) != torch.nn.Parameter  # noqa: E721
     parameter = torch.nn.Parameter(x)
@@ -308,6 +311,7 @@ def test_deepcopy_is_independent_and_keeps_ties(machine):
     with torch.no_grad():
         tied[0].weight.zero_()
     assert twin[0].weight.device == torch.device("sim:1")
+    assert (twin[0].weight + tied[0].weight).device == torch.device("sim:1")
     assert twin[0].weight.any()
 
 

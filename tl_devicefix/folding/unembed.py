@@ -11,7 +11,7 @@ from tl_devicefix.folding.weights import Weights
 
 
 def center_unembed_weights(head: Weights) -> None:
-    """Centre "unembed.W_U" [d_model, d_vocab] and "unembed.b_U" [d_vocab] over d_vocab, in place."""
+    """Centre "unembed.W_U" [d_model, d_vocab] and "unembed.b_U" [d_vocab] in place."""
     for name in ("unembed.W_U", "unembed.b_U"):
         if name in head:
             head[name] -= head[name].mean(dim=-1, keepdim=True)

@@ -15,7 +15,6 @@ aten = torch.ops.aten
 Operation = torch._ops.OpOverload
 Handler = Callable[[Operation, tuple[Any, ...], dict[str, Any]], Any]
 
-
 # `data` as torch defines it, in C; `simulate` puts another before it.
 TENSOR_DATA: Any = torch._C.TensorBase.data
 
@@ -71,7 +70,8 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy"
                 " protocol at the moment."
             )
-        twin = wrap(copy.deepcopy(self._cpu, memo), self._allocation.machine, self.device)
+        machine, device = self._allocation.machine, self._allocation.device
+        twin = wrap(copy.deepcopy(self._cpu, memo), machine, device)
         memo[id(self)] = twin
         twin.requires_grad_(self.requires_grad)
         if self.grad is not None:
@@ -108,6 +108,18 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
             f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy"
             " the tensor to host memory first."
         )
+
+    def new_tensor(  # type: ignore[override]
+        self,
+        data: Any,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | int | None = None,
+        requires_grad: bool = False,
+    ) -> torch.Tensor:
+        """Make a tensor on this device; torch would ask the guard, which knows of index 0 only."""
+        dtype, device = dtype or self.dtype, self.device if device is None else device
+        return torch.tensor(data, dtype=dtype, device=device, requires_grad=requires_grad)
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]

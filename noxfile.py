@@ -1,0 +1,59 @@
+"""The checks that CI runs, each in an environment of its own: `nox`, or `nox -s tests-3.9.0`."""
+
+from __future__ import annotations
+
+import nox
+
+nox.options.sessions = ["lint", "types", "tests-3.9.0", "tests-2.18.0", "demo"]
+nox.options.default_venv_backend = "venv"
+
+# TransformerLens 2.x was released before numpy 2, pyarrow 20, datasets 4 and transformers 5.
+BESIDE_2X = ("numpy<2", "pyarrow<20", "datasets<4", "transformers<5")
+
+
+def install(session: nox.Session, transformer_lens: str, *extra: str) -> None:
+    """Install torch (first: others would choose another build), TransformerLens and this."""
+    session.install("torch==2.13.0")
+    beside = BESIDE_2X if transformer_lens.startswith("2.") else ()
+    session.install(
+        "-c", "constraints.txt", f"transformer_lens=={transformer_lens}", *beside, *extra
+    )
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and formatting."""
+    session.install("ruff==0.17.5")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check types."""
+    install(session, "3.9.0", ".", "mypy==2.4.1")
+    session.run("mypy")
+
+
+@nox.session
+@nox.parametrize("transformer_lens", ["3.9.0", "2.18.0"], ids=["3.9.0", "2.18.0"])
+def tests(session: nox.Session, transformer_lens: str) -> None:
+    """Run the tests on the versions that CI covers."""
+    install(session, transformer_lens, "-e", ".[test]")
+    session.run("pytest", "-n", "2", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("transformer_lens", ["2.16.1", "3.0.0", "3.5.1"], ids=["2.16.1", "3.0.0", "3.5.1"])
+def other_versions(session: nox.Session, transformer_lens: str) -> None:
+    """Run the tests on versions outside the default run: `nox -s other_versions-3.5.1`."""
+    install(session, transformer_lens, "-e", ".[test]")
+    session.run("pytest", "-n", "2", *session.posargs)
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Run the demo as README does, and the self-check."""
+    install(session, "3.9.0", ".")
+    session.run("python", "-m", "tl_devicefix", "demo")
+    session.run("python", "-m", "tl_devicefix", "selfcheck")

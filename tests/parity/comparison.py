@@ -1,0 +1,85 @@
+"""What "the same model" means: every tensor of its state dict, and its logits."""
+
+from __future__ import annotations
+
+import torch
+from transformer_lens import HookedTransformer
+
+Weights = dict[str, torch.Tensor]
+
+NO_PROCESSING = {
+    "fold_ln": False,
+    "center_writing_weights": False,
+    "center_unembed": False,
+    "fold_value_biases": False,
+}
+
+
+def on_cpu(state_dict: Weights) -> Weights:
+    return {name: tensor.detach().cpu() for name, tensor in state_dict.items()}
+
+
+def assert_same_weights(
+    model: HookedTransformer, reference: HookedTransformer, tolerance: float = 1e-5
+) -> None:
+    """Every parameter and buffer is the same, and of the same dtype.
+
+    Two exceptions. Where TransformerLens 2 leaves a folded norm's module behind, ours may be gone
+    if theirs does nothing. And no one reads the W_pos of an ALiBi model: TransformerLens 3 leaves
+    it uninitialised.
+    """
+    ours, theirs = on_cpu(model.state_dict()), on_cpu(reference.state_dict())
+    if model.cfg.positional_embedding_type == "alibi":
+        del ours["pos_embed.W_pos"], theirs["pos_embed.W_pos"]
+    for name in theirs.keys() - ours.keys():
+        assert_is_identity_norm(name, theirs.pop(name))
+    assert_same_tensors(ours, theirs, tolerance)
+
+
+def assert_is_identity_norm(name: str, weight: torch.Tensor) -> None:
+    assert ".ln" in f".{name}", f"{name} is missing"
+    assert (weight == float(name.endswith(".w"))).all(), f"{name} is missing, and not an identity"
+
+
+def assert_same_tensors(ours: Weights, theirs: Weights, tolerance: float = 1e-5) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        torch.testing.assert_close(
+            ours[name],
+            expected,
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda message, name=name: f"{name}: {message}",
+        )
+
+
+def assert_same_logits(
+    model: HookedTransformer,
+    reference: HookedTransformer,
+    tokens: torch.Tensor,
+    tolerance: float = 1e-5,
+) -> None:
+    logits = model(tokens)
+    assert logits.device == model.placement.home
+    expected = reference(tokens)
+    torch.testing.assert_close(logits.cpu(), expected, rtol=tolerance, atol=tolerance)
+
+
+def assert_same_model(
+    model: HookedTransformer,
+    reference: HookedTransformer,
+    tokens: torch.Tensor,
+    tolerance: float = 1e-5,
+) -> None:
+    assert_same_weights(model, reference, tolerance)
+    assert_same_logits(model, reference, tokens, tolerance)
+
+
+def fraction_equal(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """The fraction of entries that are bit for bit the same."""
+    return (ours.cpu() == theirs.cpu()).double().mean().item()
+
+
+def log_probs(model: HookedTransformer, tokens: torch.Tensor) -> torch.Tensor:
+    """What a model predicts, which no processing changes; on the CPU."""
+    return model(tokens).detach().cpu().log_softmax(dim=-1)
