@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -30,7 +31,7 @@ def run_demo(n_devices: int) -> bool:
     """
     with devices_for(n_devices) as where:
         print(where)
-        model = HookedTransformer.from_pretrained(str(CHECKPOINT), n_devices=n_devices)
+        model: Any = HookedTransformer.from_pretrained(str(CHECKPOINT), n_devices=n_devices)
         print(f"\n{model.placement}\n")
         prompts = recall_prompts(N_PROMPTS, seed=SEED, n_facts=N_FACTS)
         tokens = model.to_tokens([prompt.text for prompt in prompts])

@@ -11,6 +11,7 @@ import importlib.metadata
 import io
 import platform
 from itertools import permutations
+from typing import Any
 
 import torch
 import transformers.utils.logging as hf_logging
@@ -65,7 +66,7 @@ def _check_parity(n_devices: int) -> bool:
     """Whether the shipped checkpoint gives on n devices what transformers gives on the CPU."""
     hf_logging.disable_progress_bar()
     with contextlib.redirect_stdout(io.StringIO()):
-        model = HookedTransformer.from_pretrained(
+        model: Any = HookedTransformer.from_pretrained(
             str(CHECKPOINT), n_devices=n_devices, device=default_device()
         )
     tokens = model.to_tokens([p.text for p in recall_prompts(8, seed=SEED, n_facts=N_FACTS)])
