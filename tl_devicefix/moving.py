@@ -74,19 +74,39 @@ def to(
         print("Moving model to device: ", device)
     nn.Module.to(self, device)
     self.cfg.device = str(device)
-    if getattr(self, "placement", None) is not None:
-        settle(self, self.placement.gathered_on(device))
-    else:
-        unalign(self)
     return self
+
+
+def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
+    """Follow the weights when they are moved, also by a module that holds this one.
+
+    Every way to move a module (`to`, `cuda`, a wrapper's `to`, accelerate's `prepare`) ends here.
+    """
+    before = _devices(self)
+    nn.Module._apply(self, fn, recurse)
+    after = _devices(self)
+    if after != before and len(after) == 1:
+        device = after.pop()
+        self.cfg.device = str(device)
+        if getattr(self, "placement", None) is not None:
+            settle(self, self.placement.gathered_on(device))
+        else:
+            unalign(self)
+    return self
+
+
+def _devices(model: nn.Module) -> set[torch.device]:
+    return {parameter.device for parameter in model.parameters()}
 
 
 def move_model_modules_to_device(self: Any) -> None:
     """Place the model by its config's `device` and `n_devices`."""
-    if self.cfg.n_devices <= 1:
+    if self.cfg.n_devices > 1:
+        place(self, plan(self.cfg, n_devices=self.cfg.n_devices, device=self.cfg.device))
+    elif getattr(self, "placement", None) is not None:
+        place(self, self.placement.gathered_on(resolve(self.cfg.device)))
+    else:
         original(type(self), "move_model_modules_to_device")(self)
-        return
-    place(self, plan(self.cfg, n_devices=self.cfg.n_devices, device=self.cfg.device))
 
 
 def __setstate__(self: Any, state: dict[str, Any]) -> None:

@@ -81,6 +81,7 @@ def _table() -> tuple[Patch, ...]:
             ("self", "device_or_dtype"),
             "keep the device's index; a dtype keeps the placement",
         ),
+        Patch("_apply", moving._apply, ("self", "fn"), "inputs follow the weights when they move"),
         Patch("__setstate__", moving.__setstate__, ("self", "state"), "copies keep the placement"),
         Patch(
             "get_caching_hooks",

@@ -264,7 +264,7 @@ def load_component(model: Any, unit: str, weights: Weights, steps: Steps) -> Non
     """
     device = device_of_unit(model, unit, weights)
     kept = {name: t for name, t in weights.items() if name.rsplit(".", 1)[-1] not in _OWN_BUFFERS}
-    copies = working_copies(kept, device)
+    copies = working_copies(kept, device, model.cfg.dtype)
     process_component(unit, copies, model.cfg, steps, installed_conventions())
     for name in list(copies):
         _store(model, full_name(unit, name), copies.pop(name))

@@ -157,9 +157,9 @@ def test_float64_stays_float64(
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen2"])
 def test_a_float64_model_is_folded_in_float64(
-    name: str, load: Any, references: Any, machine: Any, tokens: Any
+    name: str, load: Any, machine: Any, tokens: Any
 ) -> None:
-    unfolded = references(name, dtype=torch.float64, **NO_PROCESSING)
+    unfolded = load(name, dtype=torch.float64, n_devices=4, **NO_PROCESSING)
 
     model = load(name, dtype=torch.float64, n_devices=4)
 
