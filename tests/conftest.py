@@ -23,6 +23,8 @@ from transformers import AutoConfig, PreTrainedModel
 import tl_devicefix
 from tl_devicefix.simulation.machine import Machine
 
+torch.set_num_threads(1)  # the models are tiny, and threads that wait cost more than they save
+
 PHI_NEEDS = "partial_rotary_factor"
 
 

@@ -6,13 +6,10 @@ TransformerLens guesses the architecture, and with it the sizes, from parts of t
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import os
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformer_lens.loading_from_pretrained as tl_loading
@@ -56,8 +53,13 @@ def model_config(model_name: str, **kwargs: Any) -> Any:
                 "checkpoint; save one there with hf_model.save_pretrained(...)"
             )
         official_name = tl_loading.get_official_model_name(model_name)
-        return tl_loading.get_pretrained_model_config(official_name, **kwargs)
+        return _config_by_name(official_name, **kwargs)
     return _config_of_directory(os.fspath(model_name), kwargs)
+
+
+def _config_by_name(name: str, **kwargs: Any) -> Any:
+    with mock.patch.object(tl_loading, "AutoConfig", _ReadableAutoConfig):
+        return tl_loading.get_pretrained_model_config(name, **kwargs)
 
 
 class _UnguessedPath(str):
@@ -90,11 +92,10 @@ def _config_of_directory(path: str, kwargs: dict[str, Any]) -> Any:
     try:
         if architecture in _CONFIGURED_BY_NAME:
             name = _CONFIGURED_BY_NAME[architecture]
-            cfg = tl_loading.get_pretrained_model_config(name, **kwargs)
+            cfg = _config_by_name(name, **kwargs)
             overrides = {**_gemma_sizes(hf_config), **_requested_sizes(kwargs)}
         else:
-            with _readable_config(path, hf_config) as directory:
-                cfg = tl_loading.get_pretrained_model_config(_UnguessedPath(directory), **kwargs)
+            cfg = _config_by_name(_UnguessedPath(path), **kwargs)
             overrides = _rope(hf_config) if architecture == "LlamaForCausalLM" else {}
     except NotImplementedError as error:
         raise ValueError(
@@ -108,20 +109,20 @@ def _config_of_directory(path: str, kwargs: dict[str, Any]) -> Any:
     return cfg
 
 
-@contextlib.contextmanager
-def _readable_config(path: str, hf_config: Any) -> Iterator[str]:
-    """A directory whose config.json TransformerLens can read.
+class _ReadableAutoConfig:
+    """transformers' AutoConfig, whose configs have the names that TransformerLens reads."""
 
-    TransformerLens 2.x reads `n_ctx` of a GPT-2, which transformers no longer saves.
-    """
-    if hf_config.model_type != "gpt2" or hasattr(hf_config, "n_ctx"):
-        yield path
-        return
-    with tempfile.TemporaryDirectory() as directory:
-        amended = copy.deepcopy(hf_config)
-        amended.n_ctx = hf_config.n_positions
-        amended.save_pretrained(directory)
-        yield directory
+    @staticmethod
+    def from_pretrained(*args: Any, **kwargs: Any) -> Any:
+        hf_config = AutoConfig.from_pretrained(*args, **kwargs)
+        # TransformerLens 2.x reads n_ctx of a GPT-2, which transformers no longer saves, and 3.9
+        # reads partial_rotary_factor of a Phi, which transformers 5 keeps in rope_parameters.
+        if hf_config.model_type == "gpt2" and not hasattr(hf_config, "n_ctx"):
+            hf_config.n_ctx = hf_config.n_positions
+        rope = getattr(hf_config, "rope_parameters", None) or {}
+        if "partial_rotary_factor" in rope and not hasattr(hf_config, "partial_rotary_factor"):
+            hf_config.partial_rotary_factor = rope["partial_rotary_factor"]
+        return hf_config
 
 
 def _has_tokenizer(path: str) -> bool:

@@ -58,6 +58,7 @@ CONTENT_WORDS = [token for token in VOCABULARY if token not in (PAD, BOS, EOS, U
 
 N_CTX = 128
 N_LAYERS = 8
+TWO_LAYERS = (1, 5)
 ALL_LAYERS = tuple(range(N_LAYERS))
 
 N_EVALUATION_PROMPTS = 2000
@@ -87,8 +88,8 @@ class Stage:
 
 
 CURRICULUM = (
-    Stage(until=0.3, batch_size=64, length=32, max_facts=3, attention_layers=(1, 5)),
-    Stage(until=0.7, batch_size=48, length=64, max_facts=8, attention_layers=ALL_LAYERS),
+    Stage(until=0.55, batch_size=64, length=32, max_facts=3, attention_layers=TWO_LAYERS),
+    Stage(until=0.8, batch_size=48, length=64, max_facts=8, attention_layers=TWO_LAYERS),
     Stage(until=1.0, batch_size=32, length=N_CTX, max_facts=14, attention_layers=ALL_LAYERS),
 )
 

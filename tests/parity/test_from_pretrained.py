@@ -270,11 +270,14 @@ def test_without_move_to_device_there_is_nothing_to_spread(load: Any, machine: A
         load("gpt2", move_to_device=False, n_devices=4)
 
 
-def test_the_hf_model_is_left_as_it_was(hf_models: Any, tokenizer: Any, machine: Any) -> None:
-    hf_model = hf_models("mixtral")
+@pytest.mark.parametrize("name", ["gpt2", "qwen2"])
+def test_the_hf_model_is_left_as_it_was(
+    name: str, hf_models: Any, tokenizer: Any, machine: Any
+) -> None:
+    hf_model = hf_models(name)
     before = {name: tensor.clone() for name, tensor in hf_model.state_dict().items()}
 
-    load_hooked(ARCHITECTURES["mixtral"], hf_model, tokenizer, n_devices=4)
+    load_hooked(ARCHITECTURES[name], hf_model, tokenizer, n_devices=4)
 
     assert_same_tensors(hf_model.state_dict(), before, tolerance=0)
 

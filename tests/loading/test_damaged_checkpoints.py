@@ -1,0 +1,199 @@
+"""A checkpoint that is damaged is refused: the file and the tensor are named, nothing is made up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import D_MODEL
+from safetensors import safe_open
+from transformer_lens import HookedTransformer
+
+EARLY, LATE = "model.layers.0.mlp.up_proj.weight", "model.layers.4.mlp.up_proj.weight"
+BIAS = "model.layers.3.self_attn.q_proj.bias"
+
+
+@pytest.fixture(params=[1, 3], ids=["one file", "sharded"])
+def n_files(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+def load(checkpoint: Path) -> HookedTransformer:
+    return HookedTransformer.from_pretrained(checkpoint, n_devices=4)
+
+
+def test_a_whole_checkpoint_is_loaded(
+    n_files: int, tensors: Any, hf_models: Any, write_checkpoint: Any, machine: Any
+) -> None:
+    checkpoint = write_checkpoint(hf_models("qwen2"), tensors, n_files)
+    assert len(list(checkpoint.glob("*.safetensors"))) == n_files
+    assert len(load(checkpoint).placement.devices) == 4
+
+
+@pytest.mark.parametrize(
+    "tensor", [EARLY, LATE, BIAS, "model.embed_tokens.weight", "lm_head.weight"]
+)
+def test_a_missing_tensor(
+    tensor: str, n_files: int, tensors: Any, hf_models: Any, write_checkpoint: Any, refused: Any
+) -> None:
+    listed = list(tensors)
+    del tensors[tensor]
+    checkpoint = write_checkpoint(hf_models("qwen2"), tensors, n_files, listed)
+
+    file = "model-" if n_files > 1 else "model.safetensors"
+    with refused(str(checkpoint), tensor, file, "again"):
+        load(checkpoint)
+
+
+def test_a_missing_tensor_that_no_index_lists(
+    tensors: Any, hf_models: Any, write_checkpoint: Any, refused: Any
+) -> None:
+    del tensors[LATE]
+    checkpoint = write_checkpoint(hf_models("qwen2"), tensors, n_files=3)
+
+    with refused(str(checkpoint), LATE, "again"):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "tensor", ["model.layers.1.mlp.other.weight", "model.layers.5.mlp.up_proj.weight"]
+)
+def test_an_extra_tensor(
+    tensor: str,
+    n_files: int,
+    tensors: Any,
+    hf_models: Any,
+    write_checkpoint: Any,
+    file_of: Any,
+    refused: Any,
+) -> None:
+    tensors[tensor] = torch.ones(3)
+    checkpoint = write_checkpoint(hf_models("qwen2"), tensors, n_files)
+
+    with refused(str(checkpoint), tensor, file_of(checkpoint, tensor), "again"):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize("tensor", [EARLY, LATE])
+def test_a_misshapen_tensor(
+    tensor: str,
+    n_files: int,
+    tensors: Any,
+    hf_models: Any,
+    write_checkpoint: Any,
+    file_of: Any,
+    refused: Any,
+) -> None:
+    d_mlp = len(tensors[tensor])
+    tensors[tensor] = torch.ones(d_mlp, D_MODEL - 1)
+    checkpoint = write_checkpoint(hf_models("qwen2"), tensors, n_files)
+
+    shapes = (f"({d_mlp}, {D_MODEL - 1})", f"({d_mlp}, {D_MODEL})")
+    with refused(str(checkpoint), tensor, file_of(checkpoint, tensor), *shapes):
+        load(checkpoint)
+
+
+def test_a_file_that_is_cut_short(
+    n_files: int, tensors: Any, hf_models: Any, write_checkpoint: Any, refused: Any
+) -> None:
+    checkpoint = write_checkpoint(hf_models("qwen2"), tensors, n_files)
+    file = sorted(checkpoint.glob("*.safetensors"))[-1]
+    with safe_open(file, "pt") as opened:
+        last = list(opened.offset_keys())[-1]
+    file.write_bytes(file.read_bytes()[:-2])
+
+    with refused(str(file), last, str(file.stat().st_size), "again"):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize("size", [0, 4, 100])
+def test_a_file_that_is_cut_short_within_its_header(
+    size: int, n_files: int, tensors: Any, hf_models: Any, write_checkpoint: Any, refused: Any
+) -> None:
+    checkpoint = write_checkpoint(hf_models("qwen2"), tensors, n_files)
+    file = sorted(checkpoint.glob("*.safetensors"))[-1]
+    file.write_bytes(file.read_bytes()[:size])
+
+    with refused(str(file), f"{size} bytes", "again"):
+        load(checkpoint)
+
+
+def test_a_file_whose_header_is_garbled(
+    n_files: int, tensors: Any, hf_models: Any, write_checkpoint: Any, refused: Any
+) -> None:
+    checkpoint = write_checkpoint(hf_models("qwen2"), tensors, n_files)
+    file = sorted(checkpoint.glob("*.safetensors"))[-1]
+    data = file.read_bytes()
+    file.write_bytes(data[:8] + b"?" * 12 + data[20:])
+
+    with refused(str(file), "again"):
+        load(checkpoint)
+
+
+def test_a_shard_that_is_not_there(
+    tensors: Any, hf_models: Any, write_checkpoint: Any, file_of: Any, refused: Any
+) -> None:
+    checkpoint = write_checkpoint(hf_models("qwen2"), tensors, n_files=3)
+    shard = file_of(checkpoint, LATE)
+    (checkpoint / shard).unlink()
+    listed = json.loads((checkpoint / "model.safetensors.index.json").read_text())["weight_map"]
+    first = min(name for name, file in listed.items() if file == shard)
+
+    with refused(str(checkpoint), shard, first, "again"):
+        load(checkpoint)
+
+
+def test_an_index_that_is_cut_short(
+    tensors: Any, hf_models: Any, write_checkpoint: Any, refused: Any
+) -> None:
+    checkpoint = write_checkpoint(hf_models("qwen2"), tensors, n_files=3)
+    index = checkpoint / "model.safetensors.index.json"
+    index.write_text(index.read_text()[:-30])
+
+    with refused(str(index), "again"):
+        load(checkpoint)
+
+
+def test_a_checkpoint_without_any_weights(
+    tensors: Any, hf_models: Any, write_checkpoint: Any, refused: Any
+) -> None:
+    checkpoint = write_checkpoint(hf_models("qwen2"), tensors)
+    (checkpoint / "model.safetensors").unlink()
+
+    with refused(str(checkpoint), "model.safetensors", error=(ValueError, OSError)):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"architectures": ["FalconForCausalLM"]}, "FalconForCausalLM"),
+        ({"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}, "T5"),
+        ({"architectures": ["BertForMaskedLM"], "model_type": "bert"}, "Bert"),
+        ({"architectures": ["NewForCausalLM"], "model_type": "new-model"}, "new-model"),
+        ({"architectures": None}, "architecture"),
+    ],
+    ids=["decoder", "encoder-decoder", "encoder", "not in transformers", "not named"],
+)
+def test_an_architecture_that_transformer_lens_has_not(
+    changes: dict[str, Any],
+    says: str,
+    tensors: Any,
+    hf_models: Any,
+    write_checkpoint: Any,
+    refused: Any,
+) -> None:
+    checkpoint = write_checkpoint(hf_models("qwen2"), tensors)
+    config = checkpoint / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+
+    with refused(str(checkpoint), says, error=(ValueError, RuntimeError)):
+        load(checkpoint)
+
+
+def test_a_directory_without_a_config(tmp_path: Path, refused: Any) -> None:
+    with refused(str(tmp_path), "config.json", "save_pretrained"):
+        load(tmp_path)

@@ -1,0 +1,114 @@
+"""`device_map` and `max_memory` mean what they mean to accelerate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tl_devicefix
+from tl_devicefix import plan
+
+
+def devices(*indices: int) -> tuple[torch.device, ...]:
+    return tuple(torch.device("sim", index) for index in indices)
+
+
+def test_balanced_and_auto_spread_over_all_devices(config: Any, machine: Any) -> None:
+    cfg = config(n_layers=26)
+
+    balanced = plan(cfg, device_map="balanced")
+
+    assert balanced.device_map == plan(cfg, n_devices=4).device_map
+    assert plan(cfg, device_map="auto") == balanced
+    assert plan(cfg, device_map="auto", device="sim:1").devices == devices(1, 2, 3)
+
+
+def test_sequential_fills_a_device_before_it_uses_the_next(config: Any, machine: Any) -> None:
+    cfg = config(n_layers=6)
+    block = next(c for c in plan(cfg).components if c.name == "blocks.0")
+    size = block.weights + block.buffers
+    around = plan(cfg).bytes_on(devices(0)[0]) - 6 * size
+    room = {0: around + 2 * size, 1: 3 * size + 1, 2: 100 * size, 3: 100 * size}
+
+    placement = plan(cfg, device_map="sequential", max_memory=room)
+
+    on_blocks = [placement.device_map[f"blocks.{layer}"] for layer in range(6)]
+    assert on_blocks == [*devices(0, 0), *devices(1, 1, 1), *devices(2)]
+    assert plan(cfg, device_map="sequential").devices == devices(0)
+
+
+def test_one_device_holds_everything(config: Any, machine: Any) -> None:
+    for device in ("sim:2", 2, torch.device("sim", 2)):
+        assert set(plan(config(), device_map=device).device_map.values()) == set(devices(2))
+
+
+def test_a_dict_decides_for_each_component_the_longest_prefix_first(
+    config: Any, machine: Any
+) -> None:
+    device_map = {"": "sim:3", "blocks": 1, "blocks.1": torch.device("sim", 2), "embed": "sim:0"}
+
+    placement = plan(config(n_layers=12), device_map=device_map)
+
+    sim_0, sim_1, sim_2, sim_3 = devices(0, 1, 2, 3)
+    assert placement.home == sim_0
+    assert placement.device_map == {
+        "embed": sim_0,
+        "pos_embed": sim_3,
+        **{f"blocks.{layer}": sim_2 if layer == 1 else sim_1 for layer in range(12)},
+        "ln_final": sim_3,
+        "unembed": sim_3,
+    }
+
+
+def test_a_dict_of_all_components_is_followed_to_the_letter(config: Any, machine: Any) -> None:
+    names = plan(config()).device_map
+    device_map = {name: torch.device("sim", i % 4) for i, name in enumerate(names)}
+    assert plan(config(), device_map=device_map).device_map == device_map
+
+
+def test_the_device_map_of_a_placement_gives_that_placement_again(
+    config: Any, machine: Any
+) -> None:
+    placement = plan(config(n_layers=26), n_devices=4)
+    assert plan(config(n_layers=26), device_map=placement.device_map) == placement
+
+
+@pytest.mark.parametrize("limit", [15_000, "15KB", "0.015MB", "120kb"])  # b: bits
+def test_max_memory_bounds_what_a_device_holds(limit: int | str, config: Any, machine: Any) -> None:
+    sim_1 = devices(1)[0]
+    assert plan(config(n_layers=12), n_devices=4).bytes_on(sim_1) > 15_000
+
+    placement = plan(config(n_layers=12), n_devices=4, max_memory={1: limit})
+
+    assert 0 < placement.bytes_on(sim_1) <= 15_000
+    assert placement.devices == devices(0, 1, 2, 3)
+
+
+def test_max_memory_may_name_devices_as_torch_does(config: Any, machine: Any) -> None:
+    by_index = plan(config(), device_map="auto", max_memory={1: "1MiB", 2: "1GiB"})
+    assert by_index == plan(config(), device_map="auto", max_memory={"sim:1": "1MiB", 2: "1GiB"})
+    sim_1 = torch.device("sim", 1)
+    assert by_index == plan(config(), device_map="auto", max_memory={sim_1: 2**20, 2: 2**30})
+
+
+def test_with_max_memory_a_strategy_uses_only_the_devices_that_are_named(
+    config: Any, machine: Any
+) -> None:
+    room = {1: "1GiB", 3: "1GiB", "cpu": "64GiB"}
+    assert plan(config(), device_map="balanced", max_memory=room).devices == devices(1, 3)
+
+
+@pytest.mark.parametrize("strategy", ["balanced", "sequential"])
+def test_a_device_that_is_allowed_nothing_holds_nothing(
+    strategy: str, config: Any, machine: Any
+) -> None:
+    room = {0: "30KB", 1: 0, 2: "1GiB"}
+    assert plan(config(), device_map=strategy, max_memory=room).devices == devices(0, 2)
+
+
+def test_max_memory_never_allows_more_than_is_free(config: Any) -> None:
+    with tl_devicefix.simulate(2, memory=["30KiB", "1MiB"]):
+        placement = plan(config(n_layers=12), n_devices=2, max_memory={0: "1GiB", 1: "1GiB"})
+        assert placement.bytes_on(devices(0)[0]) <= 30 * 2**10

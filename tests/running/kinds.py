@@ -1,0 +1,112 @@
+"""Which models run over which devices, and what it means that they agree with the CPU's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import transformer_lens
+from architectures import ARCHITECTURES, load_hooked
+from transformer_lens import ActivationCache, HookedTransformer
+
+UNPROCESSED = {
+    "fold_ln": False,
+    "center_writing_weights": False,
+    "center_unembed": False,
+    "fold_value_biases": False,
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of model: an architecture (or "attention-only"), and how it is loaded."""
+
+    name: str
+    options: dict[str, bool] = field(default_factory=dict)
+
+
+KINDS = {
+    "llama": Kind("llama"),  # RMSNorm, rotary positions, grouped-query attention
+    "gpt2": Kind("gpt2"),  # LayerNorm, absolute positions
+    "bloom": Kind("bloom"),  # ALiBi
+    "unfolded gpt2": Kind("gpt2", UNPROCESSED),
+    "unfolded pythia": Kind("pythia", UNPROCESSED),  # attention and MLP side by side
+    "attention-only": Kind("attention-only"),  # built from a config
+}
+
+SCATTERED = {
+    "embed": 2,
+    "pos_embed": 1,
+    "blocks": 3,
+    "blocks.0": 1,
+    "blocks.1": 0,
+    "blocks.2": 1,
+    "ln_final": 0,
+    "unembed": 1,
+}
+"""A device_map in which nothing is next to what it exchanges with, and home is sim:2."""
+
+Spread = int | str
+"""Over how many devices a model lies, or "scattered"."""
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+everywhere = pytest.mark.parametrize(
+    ("kind", "spread"),
+    [(kind, spread) for kind in KINDS for spread in (1, 3, 4)]
+    + [(kind, "scattered") for kind in KINDS if kind != "attention-only"],
+)
+
+
+def load_spread(
+    kind: str, spread: Spread, hf_model: Any, tokenizer: Any, **options: Any
+) -> HookedTransformer:
+    """Load a model as users do, over the devices of the simulated machine that is entered."""
+    architecture = ARCHITECTURES[KINDS[kind].name]
+    devices: dict[str, Any] = {"n_devices": spread}
+    if spread == "scattered":
+        has_positions = architecture.name in ("gpt2", "bloom")
+        without = () if has_positions else ("pos_embed",)
+        devices = {"device_map": {c: d for c, d in SCATTERED.items() if c not in without}}
+    return load_hooked(
+        architecture, hf_model, tokenizer, **devices, **KINDS[kind].options, **options
+    )
+
+
+def home_of(model: HookedTransformer) -> torch.device:
+    """Where tokens go in and logits come out, as the config tells users."""
+    return torch.device(model.cfg.device)
+
+
+def assert_agrees(
+    actual: Any, expected: Any, home: torch.device | None = None, tolerance: float = 1e-5
+) -> None:
+    """Tensors are equal, and at home where that is given; so are those in sequences and dicts."""
+    if isinstance(expected, torch.Tensor):
+        assert home is None or actual.device == home, f"on {actual.device}, not at home on {home}"
+        torch.testing.assert_close(
+            actual.detach().cpu(),
+            expected.detach().cpu(),
+            rtol=tolerance,
+            atol=tolerance,
+            equal_nan=True,
+        )
+    elif isinstance(expected, (Mapping, ActivationCache)):
+        assert list(actual.keys()) == list(expected.keys())
+        for name, value in expected.items():
+            assert_agrees(actual[name], value, home, tolerance)
+    elif isinstance(expected, (list, tuple)):
+        assert len(actual) == len(expected)
+        for one, other in zip(actual, expected):
+            assert_agrees(one, other, home, tolerance)
+    else:
+        assert actual == expected
+
+
+def new_kv_cache(model: HookedTransformer, batch_size: int) -> Any:
+    """An empty KV cache, made as TransformerLens's own demos do."""
+    in_tl_2 = "HookedTransformerKeyValueCache"
+    name = in_tl_2 if hasattr(transformer_lens, in_tl_2) else "TransformerLensKeyValueCache"
+    return getattr(transformer_lens, name).init_cache(model.cfg, model.cfg.device, batch_size)

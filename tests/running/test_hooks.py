@@ -1,0 +1,167 @@
+"""Hooks run on the device of their block; what they change changes the output as on one device."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from architectures import N_LAYERS
+from kinds import assert_agrees, everywhere, home_of
+
+RESIDUALS = [f"blocks.{i}.hook_resid_post" for i in range(N_LAYERS)]
+
+
+def double(value: torch.Tensor, hook: Any) -> torch.Tensor:
+    return value * 2
+
+
+def ablate_head(value: torch.Tensor, hook: Any) -> torch.Tensor:
+    value[:, :, 2] = 0
+    return value
+
+
+@everywhere
+def test_a_hook_on_each_block(model: Any, reference: Any, tokens: torch.Tensor) -> None:
+    hooks = [(name, double) for name in RESIDUALS]
+    expected = reference.run_with_hooks(tokens, fwd_hooks=hooks, return_type="both")
+
+    actual = model.run_with_hooks(tokens, fwd_hooks=hooks, return_type="both")
+
+    assert_agrees(actual, expected, home_of(model))
+
+
+def test_a_hook_sees_its_activation_where_it_is_computed(model: Any, tokens: torch.Tensor) -> None:
+    seen: dict[str, torch.device] = {}
+
+    def look(value: torch.Tensor, hook: Any) -> None:
+        seen[hook.name] = value.device
+
+    model.run_with_hooks(tokens, fwd_hooks=[(lambda name: name.startswith("blocks."), look)])
+
+    assert len(set(seen.values())) == 4
+    assert seen == {name: model.placement.device_of(name) for name in seen}
+
+
+@pytest.mark.parametrize(
+    ("name", "hook"),
+    [
+        ("blocks.3.attn.hook_z", ablate_head),
+        ("blocks.2.hook_mlp_out", lambda value, hook: torch.zeros_like(value)),
+        ("hook_embed", double),
+        (lambda name: name.endswith("hook_pattern"), double),
+        ("blocks.4.ln2.hook_normalized", double),
+        ("ln_final.hook_scale", double),
+    ],
+    ids=["head", "MLP", "embedding", "every pattern", "normalized", "final scale"],
+)
+@pytest.mark.parametrize("spread", [4, "scattered"])
+def test_an_ablation(
+    name: Any, hook: Any, model: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    expected = reference.run_with_hooks(tokens, fwd_hooks=[(name, hook)])
+
+    actual = model.run_with_hooks(tokens, fwd_hooks=[(name, hook)])
+
+    assert_agrees(actual, expected, home_of(model))
+
+
+def replace(value: torch.Tensor, hook: Any, clean: Any) -> torch.Tensor:
+    return clean[hook.name].to(value.device)
+
+
+def replace_last_position(value: torch.Tensor, hook: Any, clean: Any) -> torch.Tensor:
+    value[:, -1] = clean[hook.name][:, -1]  # in place: torch copies from any device
+    return value
+
+
+@pytest.mark.parametrize("patch", [replace, replace_last_position])
+@pytest.mark.parametrize("layer", range(N_LAYERS))
+def test_patching_with_an_activation_of_another_run(
+    layer: int,
+    patch: Any,
+    model: Any,
+    reference: Any,
+    tokens: torch.Tensor,
+    other_tokens: torch.Tensor,
+) -> None:
+    def run(model: Any) -> torch.Tensor:
+        _, clean = model.run_with_cache(other_tokens)
+        hook = (RESIDUALS[layer], partial(patch, clean=clean))
+        return model.run_with_hooks(tokens, fwd_hooks=[hook])
+
+    assert_agrees(run(model), run(reference), home_of(model))
+
+
+def test_backward_hooks(model: Any, reference: Any, tokens: torch.Tensor) -> None:
+    def run(model: Any) -> dict[str, torch.Tensor]:
+        gradients: dict[str, torch.Tensor] = {}
+
+        def keep(gradient: torch.Tensor, hook: Any) -> None:
+            gradients[hook.name] = gradient.clone()
+
+        with model.hooks(bwd_hooks=[(name, keep) for name in RESIDUALS]):
+            model(tokens, return_type="loss").backward()
+        return gradients
+
+    gradients = run(model)
+
+    assert_agrees(gradients, run(reference))
+    devices = {name: gradient.device for name, gradient in gradients.items()}
+    assert devices == {name: model.placement.device_of(name) for name in reversed(RESIDUALS)}
+
+
+def test_added_hooks_stay_until_they_are_reset(
+    model: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    plain, doubled = reference(tokens), reference.run_with_hooks(
+        tokens, fwd_hooks=[(RESIDUALS[3], double)]
+    )
+
+    model.add_hook(RESIDUALS[3], double)
+    assert_agrees([model(tokens), model(tokens)], [doubled, doubled], home_of(model))
+
+    model.reset_hooks()
+    assert_agrees(model(tokens), plain, home_of(model))
+
+
+def test_hooks_in_a_context(model: Any, reference: Any, tokens: torch.Tensor) -> None:
+    plain, doubled = reference(tokens), reference.run_with_hooks(
+        tokens, fwd_hooks=[(RESIDUALS[3], double)]
+    )
+
+    with model.hooks(fwd_hooks=[(RESIDUALS[3], double)]):
+        assert_agrees(model(tokens), doubled, home_of(model))
+    assert_agrees(model(tokens), plain, home_of(model))
+
+
+@pytest.mark.parametrize("spread", [4, "scattered"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stop_at_layer": 0},
+        {"stop_at_layer": 3},
+        {"stop_at_layer": -1},
+        {"return_type": "loss"},
+        {"return_type": "loss", "loss_per_token": True},
+        {"return_type": None},
+    ],
+    ids=str,
+)
+def test_run_with_hooks_takes_the_options_of_a_forward(
+    options: dict[str, Any], model: Any, reference: Any, tokens: torch.Tensor, mask: torch.Tensor
+) -> None:
+    options = {"attention_mask": mask, "fwd_hooks": [(RESIDUALS[1], double)], **options}
+    expected = reference.run_with_hooks(tokens, **options)
+
+    assert_agrees(model.run_with_hooks(tokens, **options), expected, home_of(model))
+
+
+def test_run_with_hooks_from_a_layer_on(model: Any, reference: Any, tokens: torch.Tensor) -> None:
+    residual = reference(tokens, stop_at_layer=2)
+    options = {"fwd_hooks": [(RESIDUALS[3], double)], "start_at_layer": 2}
+
+    actual = model.run_with_hooks(residual, **options)
+
+    assert_agrees(actual, reference.run_with_hooks(residual, **options), home_of(model))
