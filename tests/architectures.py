@@ -29,6 +29,14 @@ D_MLP = 24
 D_VOCAB = 40
 N_CTX = 32
 
+NO_PROCESSING = {
+    "fold_ln": False,
+    "center_writing_weights": False,
+    "center_unembed": False,
+    "fold_value_biases": False,
+}
+"""What turns off all of `from_pretrained`'s processing."""
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -279,10 +287,3 @@ def _toy_config(**options: Any) -> HookedTransformerConfig:
 
 TOYS = {"attention-only": attention_only_config, "solu": solu_config}
 """Models that are built from a HookedTransformerConfig and trained, not converted."""
-
-
-def make_state_dict(cfg: HookedTransformerConfig) -> dict[str, torch.Tensor]:
-    """Random weights, in HookedTransformer's format, in which every norm and bias matters."""
-    model = HookedTransformer(cfg, move_to_device=False)
-    randomize(model)
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}

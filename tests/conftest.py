@@ -12,9 +12,12 @@ import torch
 from architectures import (
     ARCHITECTURES,
     D_VOCAB,
+    NO_PROCESSING,
+    TOYS,
     load_hooked,
     make_hf_model,
     make_tokenizer,
+    randomize,
     save_checkpoint,
 )
 from transformer_lens import HookedTransformer
@@ -91,6 +94,40 @@ def references(hf_models: Any, tokenizer: Any) -> Callable[..., HookedTransforme
                 pytest.skip(f"TransformerLens itself cannot convert {name} here: {error}")
 
     return OnDemand(load)
+
+
+@pytest.fixture(scope="session")
+def unprocessed(references: Any) -> Callable[[str], HookedTransformer]:
+    """`unprocessed("gpt2")`, on the CPU, for all of ARCHITECTURES and TOYS; not to be changed."""
+
+    def make(name: str) -> HookedTransformer:
+        if name in ARCHITECTURES:
+            return references(name, **NO_PROCESSING)
+        with tl_devicefix.unpatched():
+            model = HookedTransformer(TOYS[name](), move_to_device=False)
+        randomize(model)
+        return model
+
+    return OnDemand(make)
+
+
+@pytest.fixture
+def without_weights(unprocessed: Any) -> Callable[..., HookedTransformer]:
+    """`without_weights("gpt2", n_devices=4)`: a new model, spread over devices, to be loaded.
+
+    Without `n_devices` it is on the CPU. Its norms are identities and its weights anything.
+    """
+
+    def make(name: str, n_devices: int | None = None) -> HookedTransformer:
+        cfg = copy.deepcopy(unprocessed(name).cfg)
+        cfg.tokenizer_name = None  # which could not be fetched
+        if n_devices is None:
+            return HookedTransformer(cfg, move_to_device=False)
+        # Set on the finished config: making one with n_devices > 1 wants that many CUDA devices.
+        cfg.device, cfg.n_devices = "sim:0", n_devices
+        return HookedTransformer(cfg)
+
+    return make
 
 
 @pytest.fixture

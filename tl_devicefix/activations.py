@@ -7,9 +7,9 @@ from collections.abc import ItemsView, Iterator, ValuesView
 from typing import Any
 
 import torch
-from transformer_lens.hook_points import HookedRootModule
 
 from tl_devicefix.alignment import move
+from tl_devicefix.patches import original
 from tl_devicefix.placement import Placement
 
 
@@ -78,10 +78,10 @@ def get_caching_hooks(self: Any, *args: Any, **kwargs: Any) -> Any:
     A model on one device, a cache that the caller brings, and a `device` that the caller names
     (activations then stay there) are left as they are.
     """
-    original = HookedRootModule.get_caching_hooks
-    given = inspect.signature(original).bind(self, *args, **kwargs).arguments
+    unpatched = original(type(self), "get_caching_hooks")
+    given = inspect.signature(unpatched).bind(self, *args, **kwargs).arguments
     placement: Placement | None = getattr(self, "placement", None)
     keeps = given.get("cache") is not None or given.get("device") is not None
     if placement is not None and len(placement.devices) > 1 and not keeps:
         kwargs["cache"] = CacheAtHome(placement.home)
-    return original(self, *args, **kwargs)
+    return unpatched(self, *args, **kwargs)

@@ -42,7 +42,12 @@ def load_hf_model(model_name: str, cfg: Any, **kwargs: Any) -> torch.nn.Module:
     multimodal = cfg.original_architecture == "Gemma3ForConditionalGeneration"
     auto: Any = AutoModel if multimodal else AutoModelForCausalLM
     model, report = auto.from_pretrained(
-        model_name, **{_DTYPE_ARGUMENT: "auto"}, output_loading_info=True, **kwargs
+        model_name,
+        **{_DTYPE_ARGUMENT: "auto"},
+        output_loading_info=True,
+        # So that shapes that do not fit are reported with the rest, and refused below.
+        ignore_mismatched_sizes=True,
+        **kwargs,
     )
     _check_report(report, model_name)
     return model.requires_grad_(False)
@@ -94,12 +99,21 @@ def _mismatch(entry: Any) -> str:
 def _file_of(model_name: str, tensor: str) -> str:
     """Which file of a local sharded checkpoint a tensor is listed in."""
     tensor = tensor.split(" ")[0]
-    index = Path(model_name) / "model.safetensors.index.json"
-    if index.is_file():
-        listed = json.loads(index.read_text())["weight_map"].get(tensor)
-        return f" ({listed})" if listed else ""
-    single = Path(model_name) / "model.safetensors"
-    return " (model.safetensors)" if single.is_file() else ""
+    listed = _index(Path(model_name)).get(tensor)
+    if listed is None and (Path(model_name) / "model.safetensors").is_file():
+        listed = "model.safetensors"
+    return f" ({listed})" if listed else ""
+
+
+def _index(directory: Path) -> dict[str, str]:
+    """Which file of a local sharded checkpoint holds which tensor; empty if it is not sharded."""
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        return {}
+    try:
+        return json.loads(index.read_text())["weight_map"]
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{index} cannot be read ({error}); fetch it again") from error
 
 
 def check_shards(directory: Path) -> None:
@@ -108,15 +122,12 @@ def check_shards(directory: Path) -> None:
     Raises:
         ValueError: naming the file, and the first tensor that is cut short.
     """
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        listed = set(json.loads(index.read_text())["weight_map"].values())
-        for name in sorted(listed):
-            if not (directory / name).is_file():
-                raise ValueError(
-                    f"the checkpoint {str(directory)!r} lists {name}, but that file is not there; "
-                    "fetch it again"
-                )
+    for tensor, file in sorted(_index(directory).items()):
+        if not (directory / file).is_file():
+            raise ValueError(
+                f"the checkpoint {str(directory)!r} lists {tensor} in {file}, but that file is not "
+                "there; fetch it again"
+            )
     for shard in sorted(directory.glob("*.safetensors")):
         _check_whole(shard)
 
@@ -130,7 +141,12 @@ def _check_whole(shard: Path) -> None:
             raise ValueError(
                 f"{shard} is cut short within its header ({size} bytes); fetch it again"
             )
-        header = json.loads(file.read(header_size))
+        try:
+            header = json.loads(file.read(header_size))
+        except ValueError as error:
+            raise ValueError(
+                f"the header of {shard} is damaged ({error}); fetch it again"
+            ) from error
     header.pop("__metadata__", None)
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         end = 8 + header_size + entry["data_offsets"][1]

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+
+try:
+    from transformer_lens.utilities.devices import get_device
+except ImportError:  # TransformerLens 2.x
+    from transformer_lens.utils import get_device
+from tl_devicefix.patches import original
 
 DeviceLike = str | int | torch.device
 """What torch accepts as a device; an int is an index of the default device type."""
@@ -13,8 +21,6 @@ def default_device() -> torch.device:
 
     Inside `tl_devicefix.simulate` that is the first simulated device.
     """
-    from transformer_lens.utils import get_device
-
     # torch registers a device type's module under its name; the simulation has devices only while
     # it runs.
     simulated = getattr(torch, "sim", None)
@@ -107,3 +113,16 @@ def free_memory(device: torch.device) -> int | None:
     if hasattr(module, "memory_reserved"):
         free += module.memory_reserved(device) - module.memory_allocated(device)
     return int(free)
+
+
+def config_post_init(self: Any) -> None:
+    """`HookedTransformerConfig.__post_init__`, which counts CUDA devices whatever the device is.
+
+    Raises:
+        ValueError: if there are not `n_devices` devices of the config's own type.
+    """
+    n_devices, self.n_devices = self.n_devices, 1
+    original(type(self), "__post_init__")(self)
+    self.n_devices = n_devices
+    if n_devices > 1:
+        consecutive(resolve(self.device), n_devices)

@@ -9,7 +9,6 @@ import difflib
 import inspect
 import logging
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from tl_devicefix.model_config import (
     is_checkpoint_directory,
     load_tokenizer,
     model_config,
+    official_name,
     torch_dtype,
 )
 from tl_devicefix.moving import check_placed, settle
@@ -62,10 +62,11 @@ def from_pretrained(
     hf_kwargs = wanted.pop("from_pretrained_kwargs", {})
     _refuse_misspelt(hf_kwargs, [*wanted, "device_map", "max_memory"])
     dtype = torch_dtype(hf_kwargs.pop("torch_dtype", wanted["dtype"]))
+    wanted["model_name"] = os.fspath(wanted["model_name"])
     _refuse_unsupported(wanted, hf_kwargs)
     _refuse_dtype_on_cpu(dtype, wanted["device"])
 
-    model_name = _resolved_name(os.fspath(wanted["model_name"]))
+    model_name = official_name(wanted["model_name"])
     cfg = _load_config(cls, model_name, wanted, hf_kwargs, dtype)
     steps = _steps(cfg, wanted)
     placement = _place(cfg, wanted, device_map, max_memory)
@@ -103,10 +104,11 @@ def _refuse_misspelt(hf_kwargs: dict[str, Any], known: list[str]) -> None:
 
 
 def _refuse_unsupported(wanted: dict[str, Any], hf_kwargs: dict[str, Any]) -> None:
-    name = str(wanted["model_name"]).lower()
-    if name.startswith("t5"):
+    name = wanted["model_name"]
+    is_name = not is_checkpoint_directory(name)
+    if is_name and name.lower().startswith("t5"):
         raise RuntimeError(f"{name} is an encoder-decoder: load it with HookedEncoderDecoder")
-    if name.startswith("bert"):
+    if is_name and name.lower().startswith("bert"):
         raise RuntimeError(f"{name} is an encoder: load it with HookedEncoder")
     if hf_kwargs.get("load_in_8bit") or hf_kwargs.get("load_in_4bit"):
         raise ValueError("load_in_4bit and load_in_8bit are not supported: weights are folded")
@@ -130,13 +132,6 @@ def _refuse_unsupported(wanted: dict[str, Any], hf_kwargs: dict[str, Any]) -> No
 def _refuse_dtype_on_cpu(dtype: torch.dtype, device: Any) -> None:
     if dtype == torch.float16 and device in ("cpu", None):
         logging.warning("float16 models may not work on CPU. Consider using a GPU or bfloat16.")
-
-
-def _resolved_name(model_name: str) -> str:
-    """The official name behind an alias; a directory stays as it is."""
-    if is_checkpoint_directory(model_name) or Path(model_name).is_dir():
-        return model_name
-    return tl_loading.get_official_model_name(model_name)
 
 
 def _load_config(

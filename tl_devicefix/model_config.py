@@ -23,11 +23,14 @@ def torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
     Raises:
         ValueError: if there is no such dtype.
     """
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    named = DTYPE_FROM_STRING.get(dtype, getattr(torch, dtype.removeprefix("torch."), None))
-    if not isinstance(named, torch.dtype):
-        raise ValueError(f"dtype {dtype!r} is none of {', '.join(sorted(DTYPE_FROM_STRING))}")
+    named: Any = dtype
+    if isinstance(dtype, str):
+        named = DTYPE_FROM_STRING.get(dtype, getattr(torch, dtype.removeprefix("torch."), None))
+    if not isinstance(named, torch.dtype) or not named.is_floating_point:
+        raise ValueError(
+            f"dtype={dtype!r} is no floating-point dtype: give one of "
+            f"{', '.join(sorted(DTYPE_FROM_STRING))}, or a torch.dtype"
+        )
     return named
 
 
@@ -46,15 +49,28 @@ def model_config(model_name: str, **kwargs: Any) -> Any:
     Raises:
         ValueError: if the name is neither, or the architecture is not one TransformerLens has.
     """
-    if not is_checkpoint_directory(model_name):
-        if Path(model_name).is_dir():
-            raise ValueError(
-                f"the directory {model_name!r} has no config.json, so it is not a Hugging Face "
-                "checkpoint; save one there with hf_model.save_pretrained(...)"
-            )
-        official_name = tl_loading.get_official_model_name(model_name)
-        return _config_by_name(official_name, **kwargs)
-    return _config_of_directory(os.fspath(model_name), kwargs)
+    if is_checkpoint_directory(model_name):
+        return _config_of_directory(os.fspath(model_name), kwargs)
+    return _config_by_name(official_name(model_name), **kwargs)
+
+
+def official_name(model_name: str) -> str:
+    """The name that TransformerLens knows a model by; a checkpoint directory stays as it is.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    if is_checkpoint_directory(model_name):
+        return model_name
+    official = tl_loading.make_model_alias_map().get(model_name.lower())
+    if official is not None:
+        return official
+    if Path(model_name).is_dir():
+        raise ValueError(
+            f"the directory {model_name!r} has no config.json, so it is not a Hugging Face "
+            "checkpoint; save one there with hf_model.save_pretrained(...)"
+        )
+    return tl_loading.get_official_model_name(model_name)  # raises, listing all that it knows
 
 
 def _config_by_name(name: str, **kwargs: Any) -> Any:
@@ -84,15 +100,28 @@ _CONFIGURED_BY_NAME = {
 }
 
 
+# Architectures that TransformerLens converts for other classes than HookedTransformer.
+_OTHER_CLASSES = {
+    "T5ForConditionalGeneration": "HookedEncoderDecoder",
+    "BertForMaskedLM": "HookedEncoder",
+    "HubertModel": "HookedAudioEncoder",
+    "HubertForCTC": "HookedAudioEncoder",
+    "Wav2Vec2Model": "HookedAudioEncoder",
+}
+
+
 def _config_of_directory(path: str, kwargs: dict[str, Any]) -> Any:
-    hf_config = AutoConfig.from_pretrained(
-        path, trust_remote_code=kwargs.get("trust_remote_code", False)
-    )
-    architecture = (hf_config.architectures or ["(no architecture named in config.json)"])[0]
+    hf_config = _read_hf_config(path, trust_remote_code=kwargs.get("trust_remote_code", False))
+    architecture = (hf_config.architectures or [None])[0]
+    if architecture is None:
+        raise ValueError(f"config.json in {path!r} names no architecture: add 'architectures'")
+    if architecture in _OTHER_CLASSES:
+        raise ValueError(
+            f"{path!r} holds a {architecture}: load it with {_OTHER_CLASSES[architecture]}"
+        )
     try:
         if architecture in _CONFIGURED_BY_NAME:
-            name = _CONFIGURED_BY_NAME[architecture]
-            cfg = _config_by_name(name, **kwargs)
+            cfg = _config_by_name(_CONFIGURED_BY_NAME[architecture], **kwargs)
             overrides = {**_gemma_sizes(hf_config), **_requested_sizes(kwargs)}
         else:
             cfg = _config_by_name(_UnguessedPath(path), **kwargs)
@@ -123,6 +152,16 @@ class _ReadableAutoConfig:
         if "partial_rotary_factor" in rope and not hasattr(hf_config, "partial_rotary_factor"):
             hf_config.partial_rotary_factor = rope["partial_rotary_factor"]
         return hf_config
+
+
+def _read_hf_config(path: str, **kwargs: Any) -> Any:
+    try:
+        return AutoConfig.from_pretrained(path, **kwargs)
+    except (ValueError, KeyError, OSError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"transformers cannot read config.json in {path!r}: {first_line}"
+        ) from error
 
 
 def _has_tokenizer(path: str) -> bool:

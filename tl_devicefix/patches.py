@@ -13,6 +13,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from packaging.version import Version
@@ -29,22 +30,24 @@ class Patch:
     """One thing that is replaced."""
 
     name: str
-    """The attribute: of HookedTransformer, or a function imported into several modules."""
+    """The attribute of `owner`, or the function."""
     replacement: Callable[..., Any]
     parameters: tuple[str, ...]
     """Parameters that the installed target must have, in this order, for the patch to be right."""
     why: str
     versions: str = "2.16.1 - 3.9"
+    owner: str | None = "HookedTransformer"
+    """The class it is an attribute of; None for a function that several modules import."""
 
     @property
-    def is_function(self) -> bool:
-        """Whether it is a module-level function rather than a HookedTransformer method."""
-        return self.name == "get_device_for_block_index"
+    def target(self) -> str:
+        """What is replaced, as a person would write it."""
+        return f"{self.owner}.{self.name}" if self.owner else self.name
 
 
 def _table() -> tuple[Patch, ...]:
     """Every patch. Imported here, so that an unsupported TransformerLens is named first."""
-    from tl_devicefix import activations, alignment, loading, moving, processing
+    from tl_devicefix import activations, alignment, devices, loading, moving, processing
 
     loads = "one component at a time, to its planned device, folded in float32"
     folds = "each component on its own device, in float32 or wider, rounded once"
@@ -94,6 +97,14 @@ def _table() -> tuple[Patch, ...]:
             alignment.get_device_for_block_index,
             ("index", "cfg", "device"),
             "route the residual stream by the placement",
+            owner=None,
+        ),
+        Patch(
+            "__post_init__",
+            devices.config_post_init,
+            ("self",),
+            "n_devices counts devices of the config's own type",
+            owner="HookedTransformerConfig",
         ),
     )
 
@@ -168,8 +179,7 @@ def report() -> None:
     print(f"tl_devicefix on transformer_lens {_installed()}: {state}")
     rows = [("target", "TL versions", "why")]
     for patch in _table():
-        owner = "" if patch.is_function else "HookedTransformer."
-        rows.append((f"{owner}{patch.name}", patch.versions, patch.why))
+        rows.append((patch.target, patch.versions, patch.why))
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     for target, versions, why in rows:
         print(f"{target:<{widths[0]}}  {versions:<{widths[1]}}  {why}")
@@ -213,10 +223,8 @@ def _installed() -> Version:
 
 def _owners(patch: Patch) -> list[Any]:
     """The class, or every module that has imported the function."""
-    from transformer_lens import HookedTransformer
-
-    if not patch.is_function:
-        return [HookedTransformer]
+    if patch.owner:
+        return [_class(patch.owner)]
     target = _function(patch.name)
     # TransformerLens 3 imports the name itself into each user; 2 goes through its module.
     return [
@@ -224,6 +232,12 @@ def _owners(patch: Patch) -> list[Any]:
         for name, module in list(sys.modules.items())
         if name.partition(".")[0] == "transformer_lens" and vars(module).get(patch.name) is target
     ]
+
+
+def _class(name: str) -> Any:
+    import transformer_lens
+
+    return getattr(transformer_lens, name)
 
 
 def _function(name: str) -> Any:
@@ -240,22 +254,19 @@ def _function(name: str) -> Any:
 
 
 def _check_target(patch: Patch) -> None:
-    from transformer_lens import HookedTransformer
-
-    owner = "transformer_lens" if patch.is_function else "HookedTransformer"
     target = (
-        _function(patch.name) if patch.is_function else getattr(HookedTransformer, patch.name, None)
+        getattr(_class(patch.owner), patch.name, None) if patch.owner else _function(patch.name)
     )
     if target is None:
         raise UnsupportedTransformerLens(
-            f"transformer_lens {_installed()} has no {owner}.{patch.name}, which tl_devicefix "
-            f"replaces; it is left as it was: install a version with {SUPPORTED}"
+            f"transformer_lens {_installed()} has no {patch.target}, which tl_devicefix replaces; "
+            f"it is left as it was: install a version with {SUPPORTED}"
         )
     there = list(inspect.signature(inspect.unwrap(getattr(target, "__func__", target))).parameters)
     known = [name for name in there if name in patch.parameters]
     if known != list(patch.parameters):
         raise UnsupportedTransformerLens(
-            f"{owner}.{patch.name} of transformer_lens {_installed()} takes ({', '.join(there)}), "
+            f"{patch.target} of transformer_lens {_installed()} takes ({', '.join(there)}), "
             f"not the ({', '.join(patch.parameters)}, ...) that tl_devicefix knows; it is left as "
             f"it was: install a version with {SUPPORTED}"
         )
@@ -265,7 +276,12 @@ def _as_found(patch: Patch, there: Any) -> Any:
     """The replacement in the form of what it replaces: a classmethod stays one."""
     if not isinstance(there, classmethod):
         return patch.replacement
-    replacement, target = patch.replacement, there.__func__
+    return _classmethod_like(there, patch.replacement)
+
+
+@cache  # so that applying again puts the same object there
+def _classmethod_like(there: Any, replacement: Callable[..., Any]) -> Any:
+    target = there.__func__
     new = [
         parameter
         for parameter in inspect.signature(replacement).parameters.values()

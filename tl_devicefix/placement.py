@@ -6,6 +6,8 @@ accelerate's: `device_map`, `max_memory`, `n_devices`.
 
 from __future__ import annotations
 
+import copy
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +29,7 @@ from tl_devicefix.devices import (
     free_memory,
     resolve,
 )
+from tl_devicefix.model_config import model_config, torch_dtype
 
 DeviceMap = str | int | torch.device | Mapping[str, DeviceLike]
 """A strategy ("auto", "balanced", "sequential"), one device, or components -> devices."""
@@ -158,30 +161,29 @@ def plan(
             "already says which devices to use, so leave n_devices out"
         )
     sizes = component_sizes(cfg)
-    if isinstance(device_map, Mapping):
-        return _from_dict(sizes, device_map, device)
     if device_map is not None and device_map not in STRATEGIES:
-        return _from_dict(sizes, {"": device_map}, device)  # type: ignore[dict-item]
+        named = device_map if isinstance(device_map, Mapping) else _whole_on(device_map)
+        placement = _from_dict(sizes, named, device)
+        _check_fit(placement, [_capacity(d, max_memory) for d in placement.devices])
+        return placement
     home = default_device() if device is None else resolve(device)
     devices = _devices_to_use(home, n_devices, device_map, max_memory)
+    # A device that may hold nothing is left out; home is not, so that what it lacks is reported.
+    devices = [d for d in devices if d == home or _capacity(d, max_memory) != 0]
     capacities = [_capacity(d, max_memory) for d in devices]
     if device_map == "sequential":
         counts = _sequential(sizes, capacities)
     else:
         counts = _balanced(sizes, capacities)
     placement = _contiguous(sizes, devices, counts)
-    _check_fit(placement, devices, capacities)
+    _check_fit(placement, [_capacity(d, max_memory) for d in placement.devices])
     return placement
 
 
 def _config(config_or_model_name: Any, dtype: torch.dtype | str | None) -> Any:
-    import copy
-
-    from tl_devicefix.model_config import model_config, torch_dtype
-
-    if isinstance(config_or_model_name, str):
+    if isinstance(config_or_model_name, str | os.PathLike):
         wanted = torch.float32 if dtype is None else torch_dtype(dtype)
-        return model_config(config_or_model_name, dtype=wanted)
+        return model_config(os.fspath(config_or_model_name), dtype=wanted)
     if dtype is None:
         return config_or_model_name
     cfg = copy.copy(config_or_model_name)
@@ -202,7 +204,7 @@ def _devices_to_use(
         return consecutive(home, n_devices or 1)
     if max_memory is not None:
         # As accelerate does: only the devices that are named may be used.
-        named = {_device_key(key) for key in max_memory}
+        named = {resolve(key) for key in max_memory}
         devices = [d for d in _all_from(home) if d in named]
         if not devices:
             raise ValueError(f"max_memory={dict(max_memory)!r} names no {home.type!r} device")
@@ -214,16 +216,15 @@ def _all_from(home: torch.device) -> list[torch.device]:
     return consecutive(home, max(device_count(home.type) - (home.index or 0), 1))
 
 
-def _device_key(key: DeviceLike) -> torch.device:
-    return resolve(key)
-
-
 def _capacity(device: torch.device, max_memory: MaxMemory | None) -> int | None:
     """Bytes that may be used on `device`: what is free, and no more than the user allows."""
     free = free_memory(device)
     for key, limit in (max_memory or {}).items():
-        if _device_key(key) == device:
-            allowed = limit if isinstance(limit, int) else convert_file_size_to_int(limit)
+        if resolve(key) == device:
+            try:
+                allowed = int(convert_file_size_to_int(limit))
+            except ValueError as error:
+                raise ValueError(f"max_memory[{key!r}]={limit!r} is no size: {error}") from error
             return allowed if free is None else min(allowed, free)
     return free
 
@@ -291,17 +292,13 @@ def _contiguous(
     return Placement(tuple(placed))
 
 
-def _check_fit(
-    placement: Placement, devices: Sequence[torch.device], capacities: Sequence[int | None]
-) -> None:
-    for device, capacity in zip(devices, capacities):
+def _check_fit(placement: Placement, capacities: Sequence[int | None]) -> None:
+    for device, capacity in zip(placement.devices, capacities):
         needed = placement.bytes_on(device)
         if capacity is not None and needed > capacity:
             raise ValueError(
-                f"the weights do not fit: {device} would hold {gib(needed)} but may use "
-                f"{gib(capacity)} (all devices: {gib(sum(c or 0 for c in capacities))} for "
-                f"{gib(sum(placement.bytes_on(d) for d in placement.devices))} of weights); use "
-                "more devices, a smaller dtype, or a larger max_memory"
+                f"the weights do not fit: {device} would hold {gib(needed)} but has "
+                f"{gib(capacity)} to use; use more devices, a smaller dtype, or a larger max_memory"
             )
 
 
@@ -323,6 +320,8 @@ def _from_dict(
             missing.append(size.name)
             continue
         device = resolve(device_map[max(keys, key=len)])
+        if device.type == "meta":
+            raise ValueError(f"device_map puts {size.name} on 'meta', which holds no values")
         placed.append(PlacedComponent(size.name, device, size.weights, size.buffers))
     if missing:
         raise ValueError(
@@ -336,6 +335,16 @@ def _from_dict(
             "decides the home device, so leave device out"
         )
     return placement
+
+
+def _whole_on(device: DeviceLike) -> dict[str, DeviceLike]:
+    try:
+        return {"": resolve(device)}
+    except ValueError as error:
+        raise ValueError(
+            f"device_map={device!r} is neither a device ({error}) nor one of "
+            f"{', '.join(map(repr, STRATEGIES))}"
+        ) from error
 
 
 def _is_prefix(key: str, name: str) -> bool:

@@ -17,6 +17,17 @@ from transformer_lens.components import LayerNormPre, RMSNormPre
 from tl_devicefix.components import component_names, component_of
 from tl_devicefix.conventions import installed_conventions
 from tl_devicefix.folding import Steps, Weights, process_component, working_copies
+from tl_devicefix.folding.attention_factors import refactor_attention_of_block
+from tl_devicefix.folding.layer_norm import (
+    fold_layer_norm_into_block,
+    fold_layer_norm_into_unembed,
+)
+from tl_devicefix.folding.unembed import center_unembed_weights
+from tl_devicefix.folding.value_biases import fold_value_biases_of_block
+from tl_devicefix.folding.writing_weights import (
+    center_embedding,
+    center_writing_weights_of_block,
+)
 from tl_devicefix.placement import Placement
 
 NORM_SUFFIXES = (".ln1.w", ".ln2.w", "ln_final.w")
@@ -38,11 +49,6 @@ def fold_layer_norm(
     Returns:
         A new state dict, each component on its own device.
     """
-    from tl_devicefix.folding.layer_norm import (
-        fold_layer_norm_into_block,
-        fold_layer_norm_into_unembed,
-    )
-
     keep = installed_conventions().keeps_folded_norms
 
     def fold(name: str, weights: Weights) -> None:
@@ -67,10 +73,6 @@ def center_writing_weights(self: Any, state_dict: Mapping[str, torch.Tensor]) ->
     Returns:
         A new state dict, each component on its own device.
     """
-    from tl_devicefix.folding.writing_weights import (
-        center_embedding,
-        center_writing_weights_of_block,
-    )
 
     def center(name: str, weights: Weights) -> None:
         if name.startswith("blocks."):
@@ -87,8 +89,6 @@ def center_unembed(self: Any, state_dict: Mapping[str, torch.Tensor]) -> Weights
     Returns:
         A new state dict, each component on its own device.
     """
-    from tl_devicefix.folding.unembed import center_unembed_weights
-
     return _on_each_component(self, state_dict, lambda _, weights: center_unembed_weights(weights))
 
 
@@ -98,7 +98,6 @@ def fold_value_biases(self: Any, state_dict: Mapping[str, torch.Tensor]) -> Weig
     Returns:
         A new state dict, each component on its own device.
     """
-    from tl_devicefix.folding.value_biases import fold_value_biases_of_block
 
     def fold(name: str, weights: Weights) -> None:
         if name.startswith("blocks."):
@@ -118,8 +117,6 @@ def refactor_factored_attn_matrices(self: Any, state_dict: Mapping[str, torch.Te
     Raises:
         ValueError: with rotary embeddings or grouped-query attention.
     """
-    from tl_devicefix.folding.attention_factors import refactor_attention_of_block
-
     Steps(refactor_factored_attn_matrices=True).applicable(self.cfg, installed_conventions())
 
     def refactor(name: str, weights: Weights) -> None:

@@ -87,7 +87,16 @@ class HuggingFaceSource:
         cfg.device = str(device)
         cfg.from_checkpoint = False  # or TransformerLens would load the checkpoint again
         view = _view_with_blocks(self._model, self._blocks, layers, device)
-        return tl_loading.get_pretrained_state_dict(CONVERTIBLE_NAME, cfg, view, dtype=cfg.dtype)
+        try:
+            return tl_loading.get_pretrained_state_dict(
+                CONVERTIBLE_NAME, cfg, view, dtype=cfg.dtype
+            )
+        except AttributeError as error:
+            raise ValueError(
+                f"hf_model is a {type(self._model).__name__}, which cannot be read as the "
+                f"{cfg.original_architecture} that is named ({error}); pass the model that belongs "
+                "to the name"
+            ) from error
 
 
 def _of_unit(state_dict: Weights, unit: str) -> Weights:

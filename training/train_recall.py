@@ -9,10 +9,11 @@ anew for every sequence. It is trained for next-token prediction on sequences ma
 * the others repeat a block of random words, which teaches plain induction (and which lets the
   usual induction-head scores on repeated random tokens mean something on this model).
 
-The sequences get longer and state more facts as the training goes on (`CURRICULUM`). At first only
-two layers train their attention, one early and one late. Recall needs two steps (the object of a
-fact learns whose it is; the question finds it), and left alone both settle in layers 0 and 1: this
-way they settle far apart, and a model split over several devices carries the one to the other.
+The sequences get longer and state more facts as the training goes on (`CURRICULUM`). At first the
+model has only two of its layers, one early and one late. Recall takes two steps (an object learns
+whose it is; the question finds it), and left alone both settle in layers 0 and 1: this way they
+settle far apart, and in a model split over several devices one device carries the first step's
+result to another.
 
 The shipped checkpoint was made, from the root of the repository, with::
 
@@ -58,7 +59,7 @@ CONTENT_WORDS = [token for token in VOCABULARY if token not in (PAD, BOS, EOS, U
 
 N_CTX = 128
 N_LAYERS = 8
-TWO_LAYERS = (1, 5)
+TWO_LAYERS = (0, 5)
 ALL_LAYERS = tuple(range(N_LAYERS))
 
 N_EVALUATION_PROMPTS = 2000
@@ -83,14 +84,14 @@ class Stage:
     batch_size: int
     length: int
     max_facts: int
-    attention_layers: tuple[int, ...]
-    """The layers whose attention is trained; the other layers keep theirs as it is."""
+    layers: tuple[int, ...]
+    """The layers that the model has in this stage; the others wait as they are."""
 
 
 CURRICULUM = (
-    Stage(until=0.55, batch_size=64, length=32, max_facts=3, attention_layers=TWO_LAYERS),
-    Stage(until=0.8, batch_size=48, length=64, max_facts=8, attention_layers=TWO_LAYERS),
-    Stage(until=1.0, batch_size=32, length=N_CTX, max_facts=14, attention_layers=ALL_LAYERS),
+    Stage(until=0.3, batch_size=64, length=32, max_facts=3, layers=TWO_LAYERS),
+    Stage(until=0.7, batch_size=48, length=64, max_facts=8, layers=ALL_LAYERS),
+    Stage(until=1.0, batch_size=32, length=N_CTX, max_facts=14, layers=ALL_LAYERS),
 )
 
 
@@ -231,12 +232,6 @@ def build_optimizer(model: LlamaForCausalLM) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, betas=(0.9, 0.98))
 
 
-def choose_trained_attention(model: LlamaForCausalLM, layers: Sequence[int]) -> None:
-    """Train the attention of `layers`, and leave that of the other layers as it is."""
-    for index, layer in enumerate(model.model.layers):
-        layer.self_attn.requires_grad_(index in layers)
-
-
 @dataclass(frozen=True)
 class BatchLoss:
     """The loss of a batch, and how well it predicted the tokens that the context tells."""
@@ -264,16 +259,17 @@ def train(
     """Train `model` in place; return the mean loss on recalled tokens over the last 50 steps."""
     rng = random.Random(seed)
     optimizer = build_optimizer(model)
+    every_layer = model.model.layers
     model.train()
     recent: list[float] = []
     for step in range(n_steps):
         stage = next(stage for stage in CURRICULUM if step < stage.until * n_steps)
-        choose_trained_attention(model, stage.attention_layers)
+        model.model.layers = torch.nn.ModuleList(every_layer[i] for i in stage.layers)
         tokens, is_recalled = training_batch(rng, stage)
         loss = batch_loss(model, tokens.to(device), is_recalled.to(device))
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, n_steps, peak_learning_rate)
-        optimizer.zero_grad(set_to_none=True)  # AdamW leaves what has no gradient as it is
+        optimizer.zero_grad()
         loss.total.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
         optimizer.step()

@@ -42,7 +42,7 @@ NONSENSE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "a device_map to a device that holds no values": (
         {"device_map": {"": 0, "blocks.3": "meta"}},
-        ("blocks.3", "meta", "device_map"),
+        ("'meta'",),
     ),
     "a device_map with a component missing": (
         {"device_map": {"embed": 0, "blocks": 1}},
@@ -117,7 +117,7 @@ def test_is_refused(case: str, hf_models: Any, tokenizer: Any, refused: Any) -> 
         ("ndevices", "n_devices"),
         ("devicemap", "device_map"),
         ("max_memmory", "max_memory"),
-        ("fold_layer_norm", "fold_ln"),
+        ("num_devices", "n_devices"),
         ("center_unembeds", "center_unembed"),
     ],
 )
@@ -129,10 +129,10 @@ def test_a_misspelt_argument_is_refused_and_not_swallowed(
         load_hooked(QWEN, hf_model, tokenizer, **{misspelt: 4})
 
 
-def test_more_devices_than_one_are_refused_where_there_is_only_the_cpu(config: Any = None) -> None:
+def test_more_devices_than_one_are_refused_where_there_is_only_the_cpu() -> None:
     if torch.accelerator.is_available() and torch.accelerator.device_count() > 1:
         pytest.skip("this machine has several devices")
-    with pytest.raises(ValueError, match="tl_devicefix.simulate") as caught:
+    with pytest.raises(ValueError, match=r"tl_devicefix\.simulate") as caught:
         plan("Llama-2-7b", n_devices=2)
     assert "\n" not in str(caught.value)
 
@@ -154,13 +154,12 @@ def without_values(hf_model: PreTrainedModel, name: str) -> PreTrainedModel:
         ("lm_head", "unembed"),
     ],
 )
-@pytest.mark.parametrize("n_layers", [None, 5])
 def test_a_model_with_a_tensor_on_the_meta_device(
-    module: str, says: str, n_layers: int | None, hf_models: Any, tokenizer: Any, refused: Any
+    module: str, says: str, hf_models: Any, tokenizer: Any, refused: Any
 ) -> None:
     hf_model = without_values(copy.deepcopy(hf_models("qwen2")), module)
     with refused(says, "meta device", "load the model with its weights", hf_model=hf_model):
-        load_hooked(QWEN, hf_model, tokenizer, n_devices=4, first_n_layers=n_layers)
+        load_hooked(QWEN, hf_model, tokenizer, n_devices=4)
 
 
 def test_a_quantised_model(hf_models: Any, tokenizer: Any, refused: Any) -> None:
@@ -209,14 +208,19 @@ def test_a_model_that_is_none(tokenizer: Any, refused: Any) -> None:
 
 
 def test_running_out_of_memory_midway_gives_all_of_it_back(
-    hf_models: Any, tokenizer: Any, machine: Any, refused: Any, snapshot: Any
+    hf_models: Any,
+    tokenizer: Any,
+    machine: Any,
+    refused: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hf_model = hf_models("qwen2")
-    machine._capacities[3] = 1000  # the last device has less than the plan was told
-    with refused("1000 bytes", error=torch.OutOfMemoryError, hf_model=hf_model):
-        load_hooked(
-            QWEN, hf_model, tokenizer, device_map={"": 0, "blocks.1": 1, "blocks.4": "sim:3"}
-        )
+    # As if someone else took the last device's memory after the plan.
+    monkeypatch.setattr(machine, "mem_get_info", lambda device: (2**36, 2**36))
+    machine._capacities[3] = 1000
+    with refused("sim", "1000 bytes", error=torch.OutOfMemoryError, hf_model=hf_model):
+        load_hooked(QWEN, hf_model, tokenizer, n_devices=4)
+    assert machine.max_memory_allocated(0) > 0
 
 
 def test_after_a_refusal_the_same_call_put_right_succeeds(

@@ -1,4 +1,4 @@
-"""A checkpoint that is damaged is refused: the file and the tensor are named, nothing is made up."""
+"""A damaged checkpoint is refused: the file and the tensor are named, and nothing is made up."""
 
 from __future__ import annotations
 

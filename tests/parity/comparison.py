@@ -7,13 +7,6 @@ from transformer_lens import HookedTransformer
 
 Weights = dict[str, torch.Tensor]
 
-NO_PROCESSING = {
-    "fold_ln": False,
-    "center_writing_weights": False,
-    "center_unembed": False,
-    "fold_value_biases": False,
-}
-
 
 def on_cpu(state_dict: Weights) -> Weights:
     return {name: tensor.detach().cpu() for name, tensor in state_dict.items()}
@@ -60,7 +53,7 @@ def assert_same_logits(
     tolerance: float = 1e-5,
 ) -> None:
     logits = model(tokens)
-    assert logits.device == model.placement.home
+    assert logits.device == torch.device(model.cfg.device)
     expected = reference(tokens)
     torch.testing.assert_close(logits.cpu(), expected, rtol=tolerance, atol=tolerance)
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, N_CTX, N_LAYERS, load_hooked
+from architectures import ARCHITECTURES, N_CTX, N_LAYERS, NO_PROCESSING, load_hooked
 from comparison import (
-    NO_PROCESSING,
     assert_same_model,
     assert_same_tensors,
     assert_same_weights,
@@ -51,7 +50,13 @@ def load(request: pytest.FixtureRequest, hf_models: Any, checkpoints: Any, token
 @pytest.mark.parametrize("processing", PROCESSING)
 @pytest.mark.parametrize("name", IN_FULL)
 def test_every_processing_option_on_any_number_of_devices(
-    name: str, processing: str, n_devices: int, load: Any, references: Any, machine: Any, tokens: Any
+    name: str,
+    processing: str,
+    n_devices: int,
+    load: Any,
+    references: Any,
+    machine: Any,
+    tokens: Any,
 ) -> None:
     options = PROCESSING[processing]
     reference = references(name, **options)
@@ -246,10 +251,13 @@ def test_a_training_checkpoint_is_fetched_by_its_revision(
     assert fetched == [("EleutherAI/pythia-70m", f"step{step}")]
     assert model.cfg.from_checkpoint
     assert model.cfg.checkpoint_label_type == "step"
-    assert asked.items() <= {
-        "checkpoint_index": model.cfg.checkpoint_index,
-        "checkpoint_value": step,
-    }.items()
+    assert (
+        asked.items()
+        <= {
+            "checkpoint_index": model.cfg.checkpoint_index,
+            "checkpoint_value": step,
+        }.items()
+    )
     assert_same_weights(model, reference)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import attention_only_config, make_state_dict
+from architectures import attention_only_config, randomize
 from kinds import KINDS, Spread, load_spread
 from transformer_lens import HookedTransformer
 
@@ -25,13 +25,12 @@ def machine() -> Iterator[Machine]:
 @pytest.fixture(scope="session")
 def toys(tokenizer: Any) -> Callable[..., HookedTransformer]:
     """`toys("sim:0", 4)`: an attention-only model that is built from its config."""
-    weights = make_state_dict(attention_only_config())
 
     def build(device: str, n_devices: int) -> HookedTransformer:
         cfg = attention_only_config(device=device)
         cfg.n_devices = n_devices  # as an argument, TransformerLens would count CUDA devices
         model = HookedTransformer(cfg, tokenizer)
-        model.load_state_dict(weights)
+        randomize(model)  # always with the same values
         return model
 
     return build

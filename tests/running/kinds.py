@@ -9,15 +9,8 @@ from typing import Any
 import pytest
 import torch
 import transformer_lens
-from architectures import ARCHITECTURES, load_hooked
+from architectures import ARCHITECTURES, NO_PROCESSING, load_hooked
 from transformer_lens import ActivationCache, HookedTransformer
-
-UNPROCESSED = {
-    "fold_ln": False,
-    "center_writing_weights": False,
-    "center_unembed": False,
-    "fold_value_biases": False,
-}
 
 
 @dataclass(frozen=True)
@@ -32,8 +25,8 @@ KINDS = {
     "llama": Kind("llama"),  # RMSNorm, rotary positions, grouped-query attention
     "gpt2": Kind("gpt2"),  # LayerNorm, absolute positions
     "bloom": Kind("bloom"),  # ALiBi
-    "unfolded gpt2": Kind("gpt2", UNPROCESSED),
-    "unfolded pythia": Kind("pythia", UNPROCESSED),  # attention and MLP side by side
+    "unfolded gpt2": Kind("gpt2", NO_PROCESSING),
+    "unfolded pythia": Kind("pythia", NO_PROCESSING),  # attention and MLP side by side
     "attention-only": Kind("attention-only"),  # built from a config
 }
 

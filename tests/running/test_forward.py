@@ -115,11 +115,13 @@ def test_running_from_one_layer_to_another_with_a_mask(
     model: Any, reference: Any, tokens: torch.Tensor, mask: torch.Tensor
 ) -> None:
     residual = reference(tokens, attention_mask=mask, stop_at_layer=1)
-    options = {"attention_mask": mask, "start_at_layer": 1, "stop_at_layer": 4}
+    layers = {"start_at_layer": 1, "stop_at_layer": 4}
+    expected = reference(residual, attention_mask=mask, **layers)
+    home = home_of(model)
 
-    actual = model(residual, **options)
+    actual = model(residual, attention_mask=mask.to(home), **layers)
 
-    assert_agrees(actual, reference(residual, **options), home_of(model))
+    assert_agrees(actual, expected, home)
 
 
 @everywhere

@@ -115,8 +115,9 @@ def test_backward_hooks(model: Any, reference: Any, tokens: torch.Tensor) -> Non
 def test_added_hooks_stay_until_they_are_reset(
     model: Any, reference: Any, tokens: torch.Tensor
 ) -> None:
-    plain, doubled = reference(tokens), reference.run_with_hooks(
-        tokens, fwd_hooks=[(RESIDUALS[3], double)]
+    plain, doubled = (
+        reference(tokens),
+        reference.run_with_hooks(tokens, fwd_hooks=[(RESIDUALS[3], double)]),
     )
 
     model.add_hook(RESIDUALS[3], double)
@@ -127,8 +128,9 @@ def test_added_hooks_stay_until_they_are_reset(
 
 
 def test_hooks_in_a_context(model: Any, reference: Any, tokens: torch.Tensor) -> None:
-    plain, doubled = reference(tokens), reference.run_with_hooks(
-        tokens, fwd_hooks=[(RESIDUALS[3], double)]
+    plain, doubled = (
+        reference(tokens),
+        reference.run_with_hooks(tokens, fwd_hooks=[(RESIDUALS[3], double)]),
     )
 
     with model.hooks(fwd_hooks=[(RESIDUALS[3], double)]):

@@ -1,0 +1,109 @@
+"""A checkpoint directory is loaded by what is in it, whatever it is called."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import D_VOCAB, N_LAYERS
+from transformer_lens import HookedTransformer
+from transformers import AutoTokenizer
+
+from tl_devicefix import plan
+
+HOW: dict[str, Callable[[Path], Any]] = {
+    "path": lambda directory: directory,
+    "string": str,
+    "trailing slash": lambda directory: f"{directory}/",
+    "relative": lambda directory: directory.name,
+    "relative with a dot": lambda directory: f"./{directory.name}",
+}
+NAMES = [
+    "llama-2-7b",
+    "gemma-2-2b",
+    "bert-like",
+    "t5-ish",
+    "with spaces",
+    "gpt2",
+    "NeelNanda-of-mine",
+    "stanford-crfm",
+    "mistral.v0.1",
+]
+
+
+@pytest.fixture
+def directory(tmp_path: Path, checkpoints: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`directory("bert-like")`: the tiny Qwen2, in the current directory, under this name."""
+    monkeypatch.chdir(tmp_path)
+    return lambda name: Path(shutil.copytree(checkpoints("qwen2"), tmp_path / name))
+
+
+def assert_is_the_tiny_qwen2(model: HookedTransformer, hf_models: Any) -> None:
+    assert model.cfg.original_architecture == "Qwen2ForCausalLM"
+    assert model.cfg.n_layers == N_LAYERS
+    embedding = hf_models("qwen2").get_input_embeddings().weight
+    assert torch.equal(model.W_E.detach().cpu(), embedding.detach())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_name_will_do(name: str, directory: Any, hf_models: Any, machine: Any) -> None:
+    path = directory(name)
+    for given in ("string", "relative"):
+        model = HookedTransformer.from_pretrained(
+            HOW[given](path), fold_ln=False, center_writing_weights=False, n_devices=2
+        )
+        assert_is_the_tiny_qwen2(model, hf_models)
+        assert model.tokenizer is not None
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_any_way_of_writing_the_path_will_do(
+    how: str, directory: Any, hf_models: Any, machine: Any
+) -> None:
+    path = directory("a model")
+    model = HookedTransformer.from_pretrained(
+        HOW[how](path), fold_ln=False, center_writing_weights=False, n_devices=2
+    )
+    assert_is_the_tiny_qwen2(model, hf_models)
+
+
+def test_a_directory_of_results_does_not_hide_the_model_it_is_named_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = plan("Llama-2-7b", dtype="bfloat16")
+    monkeypatch.chdir(tmp_path)
+    Path("Llama-2-7b").mkdir()
+    (tmp_path / "Llama-2-7b" / "results.csv").touch()
+
+    assert plan("Llama-2-7b", dtype="bfloat16") == elsewhere
+
+
+def test_the_tokenizer_is_the_directory_s(directory: Any, machine: Any) -> None:
+    path = directory("model")
+
+    model = HookedTransformer.from_pretrained(path, n_devices=2)
+
+    saved = AutoTokenizer.from_pretrained(path)
+    assert Path(model.tokenizer.name_or_path) == path
+    assert type(model.tokenizer) is type(saved)
+    assert model.tokenizer.get_vocab() == saved.get_vocab()
+
+
+def test_a_given_tokenizer_is_used_instead(directory: Any, tokenizer: Any, machine: Any) -> None:
+    model = HookedTransformer.from_pretrained(directory("model"), tokenizer=tokenizer)
+    assert model.tokenizer.name_or_path == tokenizer.name_or_path
+
+
+def test_without_a_tokenizer_in_it_the_model_has_none(
+    tmp_path: Path, hf_models: Any, tokens: torch.Tensor, machine: Any
+) -> None:
+    hf_models("qwen2").save_pretrained(tmp_path)
+
+    model = HookedTransformer.from_pretrained(tmp_path, n_devices=2)
+
+    assert model.tokenizer is None
+    assert model(tokens).shape == (*tokens.shape, D_VOCAB)

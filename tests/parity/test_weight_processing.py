@@ -1,0 +1,258 @@
+"""Processing weights by hand: each method alone, and all of them on a model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, NO_PROCESSING, TOYS
+from comparison import (
+    Weights,
+    assert_same_model,
+    assert_same_tensors,
+    assert_same_weights,
+    log_probs,
+    on_cpu,
+)
+
+import tl_devicefix
+from tl_devicefix.conventions import installed_conventions
+
+LAYER_NORM = [name for name, a in ARCHITECTURES.items() if not a.has_rms_norms] + list(TOYS)
+RMS_NORM = [name for name, a in ARCHITECTURES.items() if a.has_rms_norms]
+REFACTORABLE = [name for name, a in ARCHITECTURES.items() if a.can_refactor] + list(TOYS)
+RMS = {"fold_biases": False, "center_weights": False}
+
+METHODS = [
+    *(("fold_layer_norm", {}, name) for name in LAYER_NORM),
+    *(("fold_layer_norm", RMS, name) for name in RMS_NORM),
+    *(("center_writing_weights", {}, name) for name in LAYER_NORM),
+    *(("center_unembed", {}, name) for name in LAYER_NORM + RMS_NORM),
+    *(("fold_value_biases", {}, name) for name in LAYER_NORM + RMS_NORM),
+    *(("refactor_factored_attn_matrices", {}, name) for name in REFACTORABLE),
+]
+PROCESSING: dict[str, dict[str, bool]] = {
+    "default": {},
+    "none": NO_PROCESSING,
+    **{f"without {flag}": {flag: False} for flag in NO_PROCESSING},
+    "refactored": {"refactor_factored_attn_matrices": True},
+}
+
+
+A_FEW = [case for case in METHODS if case[2] in ("gpt2", "qwen2", "solu")]
+
+
+def for_each(cases: list[tuple[str, dict[str, bool], str]]) -> pytest.MarkDecorator:
+    """Run a test for methods of HookedTransformer: its name, options, and a model to call it on."""
+    ids = [f"{method}-{name}" for method, _, name in cases]
+    return pytest.mark.parametrize(("method", "options", "name"), cases, ids=ids)
+
+
+def scattered(state_dict: Weights, devices: list[torch.device]) -> Weights:
+    """The weights, each on any of the devices and in any of three dtypes."""
+    choose = random.Random(0).choice
+    dtypes = [torch.float32, torch.float64, torch.bfloat16]
+    return {
+        name: tensor.to(choose(devices), choose(dtypes) if tensor.is_floating_point() else None)
+        for name, tensor in state_dict.items()
+    }
+
+
+class Snapshot:
+    """What a state dict holds, to see that it is left alone."""
+
+    def __init__(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = dict(state_dict)
+        self._values = {name: tensor.cpu().clone() for name, tensor in state_dict.items()}
+
+    def assert_unchanged(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        assert list(state_dict) == list(self._tensors)
+        for name, tensor in state_dict.items():
+            assert tensor is self._tensors[name], f"{name} was replaced"
+        assert_same_tensors(on_cpu(dict(state_dict)), self._values, tolerance=0)
+
+
+@for_each(METHODS)
+def test_a_method_does_what_it_did_with_weights_on_one_device(
+    method: str,
+    options: dict[str, bool],
+    name: str,
+    unprocessed: Any,
+    without_weights: Any,
+    machine: Any,
+) -> None:
+    if method == "fold_layer_norm" and name == "mixtral" and not installed_conventions().folds_moe:
+        pytest.skip("this TransformerLens cannot fold the norms of mixtures of experts")
+    given = scattered(unprocessed(name).state_dict(), machine.devices)
+    exact = {key: t.double() if t.is_floating_point() else t for key, t in on_cpu(given).items()}
+    with tl_devicefix.unpatched():
+        expected = getattr(unprocessed(name), method)(exact, **options)
+
+    result = getattr(without_weights(name, n_devices=4), method)(given, **options)
+
+    assert result.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert result[key].dtype == given[key].dtype, key
+        if not is_unread(name, key):
+            precision = 2**-7 if given[key].dtype == torch.bfloat16 else 1e-5
+            ours, theirs = {key: result[key].cpu().double()}, {key: tensor.double()}
+            assert_same_tensors(ours, theirs, precision)
+
+
+def is_unread(name: str, key: str) -> bool:
+    """The W_pos of an ALiBi model is not read, and TransformerLens 3 leaves it uninitialised."""
+    return name == "bloom" and key == "pos_embed.W_pos"
+
+
+@for_each(A_FEW)
+def test_a_method_leaves_each_weight_on_its_own_device(
+    method: str,
+    options: dict[str, bool],
+    name: str,
+    unprocessed: Any,
+    without_weights: Any,
+    machine: Any,
+) -> None:
+    model = without_weights(name, n_devices=4)
+
+    given = scattered(unprocessed(name).state_dict(), machine.devices)
+    result = getattr(model, method)(given, **options)
+
+    for key, tensor in result.items():
+        assert tensor.device == model.placement.device_of(key), key
+
+
+@for_each(A_FEW)
+def test_a_method_leaves_the_given_weights_unchanged(
+    method: str,
+    options: dict[str, bool],
+    name: str,
+    unprocessed: Any,
+    without_weights: Any,
+    machine: Any,
+) -> None:
+    given = scattered(unprocessed(name).state_dict(), machine.devices)
+    before = Snapshot(given)
+
+    getattr(without_weights(name, n_devices=4), method)(given, **options)
+
+    before.assert_unchanged(given)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen2"])
+def test_missing_keys_are_filled_from_the_model(
+    name: str, unprocessed: Any, without_weights: Any, machine: Any
+) -> None:
+    model = without_weights(name, n_devices=4)
+    given = scattered(unprocessed(name).state_dict(), machine.devices)
+    missing = [key for key in given if ".ln2." in key or ".b_" in key or key.endswith("mask")]
+    for key in missing:
+        del given[key]
+    before = Snapshot(given)
+    with tl_devicefix.unpatched():
+        expected = model.fill_missing_keys(dict(given))
+
+    filled = model.fill_missing_keys(given)
+
+    before.assert_unchanged(given)
+    assert filled.keys() == expected.keys() == {*given, *missing}
+    assert all(filled[key] is given[key] for key in given)
+    assert_same_tensors(
+        on_cpu({key: filled[key] for key in missing}),
+        on_cpu({key: expected[key] for key in missing}),
+    )
+
+
+@pytest.mark.parametrize("processing", PROCESSING)
+@pytest.mark.parametrize(
+    ("name", "n_devices"), [("attention-only", 3), *(("solu", n) for n in (1, 2, 3, 4))]
+)
+def test_loading_weights_that_lie_anywhere(
+    name: str,
+    processing: str,
+    n_devices: int,
+    unprocessed: Any,
+    without_weights: Any,
+    machine: Any,
+    tokens: torch.Tensor,
+) -> None:
+    options = PROCESSING[processing]
+    weights = unprocessed(name).state_dict()
+    with tl_devicefix.unpatched():
+        reference = without_weights(name)
+        reference.load_and_process_state_dict(dict(weights), **options)
+    choose = random.Random(0).choice
+    given = {key: tensor.to(choose(machine.devices)) for key, tensor in weights.items()}
+    before = Snapshot(given)
+
+    model = without_weights(name, n_devices=n_devices)
+    model.load_and_process_state_dict(given, **options)
+
+    before.assert_unchanged(given)
+    assert_same_model(model, reference, tokens)
+
+
+@pytest.mark.parametrize("options", [{}, {"fold_ln": False}], ids=str)
+@pytest.mark.parametrize("name", ["gpt2", "qwen2", "mixtral", *TOYS])
+def test_processing_an_unprocessed_model_in_place(
+    name: str,
+    options: dict[str, bool],
+    unprocessed: Any,
+    without_weights: Any,
+    machine: Any,
+    tokens: torch.Tensor,
+) -> None:
+    weights = unprocessed(name).state_dict()
+    with tl_devicefix.unpatched():
+        reference = without_weights(name)
+        reference.load_state_dict(weights)
+        reference.process_weights_(**options)
+    model = without_weights(name, n_devices=4)
+    model.load_state_dict(weights)
+
+    model.process_weights_(**options)
+
+    assert_same_model(model, reference, tokens)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen2", "mixtral", *TOYS])
+def test_processing_a_processed_model_again_changes_nothing(
+    name: str, unprocessed: Any, without_weights: Any, machine: Any, tokens: torch.Tensor
+) -> None:
+    model = without_weights(name, n_devices=4)
+    model.load_state_dict(unprocessed(name).state_dict())
+    model.process_weights_()
+    weights, logits = on_cpu(model.state_dict()), model(tokens).cpu()
+    weights = {key: tensor.clone() for key, tensor in weights.items()}
+
+    model.process_weights_()
+
+    assert_same_tensors(on_cpu(model.state_dict()), weights)
+    torch.testing.assert_close(model(tokens).cpu(), logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("first", [{flag: False} for flag in list(NO_PROCESSING)[:3]], ids=str)
+@pytest.mark.parametrize("name", ["gpt2", "qwen2", "solu"])
+def test_processing_the_rest_of_a_partly_processed_model(
+    name: str,
+    first: dict[str, bool],
+    unprocessed: Any,
+    without_weights: Any,
+    machine: Any,
+    tokens: torch.Tensor,
+) -> None:
+    at_once, in_two_steps = without_weights(name, n_devices=4), without_weights(name, n_devices=4)
+    for model in (at_once, in_two_steps):
+        model.load_state_dict(unprocessed(name).state_dict())
+    at_once.process_weights_()
+
+    in_two_steps.process_weights_(**first)
+    in_two_steps.process_weights_()
+
+    assert_same_weights(in_two_steps, at_once)
+    torch.testing.assert_close(
+        log_probs(in_two_steps, tokens), log_probs(unprocessed(name), tokens), rtol=1e-5, atol=1e-5
+    )

@@ -1,0 +1,209 @@
+"""Applying the patches changes what `report()` lists and nothing else; restoring undoes it all."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import pydoc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import transformer_lens
+from tl_parts import changed, parts_of_transformer_lens
+from transformer_lens import HookedTransformer
+
+import tl_devicefix
+from tl_devicefix.patches import is_applied
+
+CLASS = "transformer_lens.HookedTransformer:HookedTransformer."
+FUNCTION = "get_device_for_block_index"
+
+
+@pytest.fixture(autouse=True)
+def applied_again() -> Iterator[None]:
+    """Whatever a test does, the patches are applied after it."""
+    yield
+    tl_devicefix.apply()
+
+
+def listed(capsys: pytest.CaptureFixture[str]) -> set[str]:
+    """The targets in the table that `report()` prints."""
+    capsys.readouterr()
+    tl_devicefix.report()
+    _, header, *rows = capsys.readouterr().out.splitlines()
+    assert header.split() == ["target", "TL", "versions", "why"]
+    return {row.split()[0] for row in rows}
+
+
+def test_restore_puts_back_the_very_objects_that_were_there() -> None:
+    with tl_devicefix.unpatched():
+        original = parts_of_transformer_lens()
+    tl_devicefix.restore()
+    assert changed(original, parts_of_transformer_lens()) == set()
+    tl_devicefix.apply()
+    assert changed(original, parts_of_transformer_lens()) != set()
+    tl_devicefix.restore()
+    assert changed(original, parts_of_transformer_lens()) == set()
+
+
+def test_what_changes_is_what_report_lists_and_nothing_else(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    patched = parts_of_transformer_lens()
+    with tl_devicefix.unpatched():
+        differences = changed(parts_of_transformer_lens(), patched)
+
+    methods = {path for path in differences if path.startswith(CLASS)}
+    functions = differences - methods
+    targets = listed(capsys)
+    assert {path.removeprefix(CLASS) for path in methods} == {
+        target.removeprefix("HookedTransformer.") for target in targets if target != FUNCTION
+    }
+    assert {path.partition(":")[2] for path in functions} == {FUNCTION}
+    assert FUNCTION in targets
+
+
+def test_every_module_asks_the_same_function_where_a_block_is() -> None:
+    def functions() -> dict[str, Any]:
+        return {
+            path: part
+            for path, part in parts_of_transformer_lens().items()
+            if path.endswith(f":{FUNCTION}")
+        }
+
+    patched = functions()
+    assert len(patched) > 1
+    assert len(set(map(id, patched.values()))) == 1
+    with tl_devicefix.unpatched():
+        assert functions().keys() == patched.keys()
+        assert len(set(map(id, functions().values()))) == 1
+        assert not set(map(id, functions().values())) & set(map(id, patched.values()))
+
+
+def test_twice_is_once() -> None:
+    once = parts_of_transformer_lens()
+    tl_devicefix.apply()
+    importlib.reload(tl_devicefix)
+    assert changed(once, parts_of_transformer_lens()) == set()
+
+    tl_devicefix.restore()
+    original = parts_of_transformer_lens()
+    tl_devicefix.restore()
+    assert changed(original, parts_of_transformer_lens()) == set()
+
+
+def test_patched_applies_within_its_block_only() -> None:
+    tl_devicefix.restore()
+    with tl_devicefix.patched():
+        assert is_applied()
+        with tl_devicefix.patched():
+            pass
+        assert is_applied()
+    assert not is_applied()
+
+
+def test_unpatched_restores_within_its_block_only() -> None:
+    with tl_devicefix.unpatched():
+        assert not is_applied()
+        with tl_devicefix.unpatched(), tl_devicefix.patched():
+            assert is_applied()
+        assert not is_applied()
+    assert is_applied()
+
+
+@pytest.mark.parametrize("start", ["apply", "restore"])
+@pytest.mark.parametrize("block", ["patched", "unpatched"])
+def test_after_an_error_in_the_block_it_is_as_before(start: str, block: str) -> None:
+    tl_devicefix.restore()
+    original = parts_of_transformer_lens()
+    getattr(tl_devicefix, start)()
+    with pytest.raises(KeyboardInterrupt), getattr(tl_devicefix, block)():
+        raise KeyboardInterrupt
+
+    assert is_applied() == (start == "apply")
+    tl_devicefix.restore()
+    assert changed(original, parts_of_transformer_lens()) == set()
+
+
+def test_an_import_that_is_disabled_applies_nothing_but_apply_still_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tl_devicefix.restore()
+    monkeypatch.setenv("TL_DEVICEFIX_DISABLE", "1")
+    importlib.reload(tl_devicefix)
+    assert not is_applied()
+    tl_devicefix.apply()
+    assert is_applied()
+    assert "device_map" in inspect.signature(HookedTransformer.from_pretrained).parameters
+
+
+def test_what_another_library_put_there_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    tl_devicefix.restore()
+    original = HookedTransformer.center_unembed
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(HookedTransformer, "center_unembed", wrapped)
+    with tl_devicefix.patched():
+        assert HookedTransformer.center_unembed is not wrapped
+    assert HookedTransformer.center_unembed is wrapped
+
+
+def test_report_says_whether_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    tl_devicefix.report()
+    applied = capsys.readouterr().out
+    with tl_devicefix.unpatched():
+        tl_devicefix.report()
+        not_applied = capsys.readouterr().out
+
+    first, header, *rows = applied.splitlines()
+    assert first.endswith(": applied")
+    assert not_applied.splitlines() == [first.replace(": applied", ": not applied"), header, *rows]
+    assert any(row.startswith("HookedTransformer.from_pretrained ") for row in rows)
+    start_of_why = header.index("why")
+    assert all(len(row) > start_of_why + 10 for row in rows)
+
+
+def test_help_shows_what_is_new_after_what_was_there() -> None:
+    parameters = inspect.signature(HookedTransformer.from_pretrained).parameters
+    with tl_devicefix.unpatched():
+        original = inspect.signature(HookedTransformer.from_pretrained).parameters
+        documentation = HookedTransformer.from_pretrained.__doc__
+
+    new = {name: parameters[name] for name in parameters if name not in original}
+    assert list(new) == ["device_map", "max_memory"]
+    assert all(p.kind is p.KEYWORD_ONLY and p.default is None for p in new.values())
+    assert [p for name, p in parameters.items() if name not in new] == list(original.values())
+    shown = pydoc.plain(pydoc.render_doc(HookedTransformer.from_pretrained))
+    assert "device_map" in shown
+    assert "max_memory" in shown
+    assert str(documentation).strip().splitlines()[0] in shown
+
+
+def test_a_subclass_from_before_is_patched_and_restored_with_its_base() -> None:
+    class Mine(HookedTransformer):
+        pass
+
+    assert "device_map" in inspect.signature(Mine.from_pretrained).parameters
+    assert Mine.from_pretrained.__self__ is Mine
+    with tl_devicefix.unpatched():
+        assert "device_map" not in inspect.signature(Mine.from_pretrained).parameters
+    assert not {"from_pretrained", "to"} & vars(Mine).keys()
+
+
+def test_transformer_bridge_and_its_weight_processing_stay_as_they_were() -> None:
+    if not hasattr(transformer_lens, "weight_processing"):
+        pytest.skip("this TransformerLens has no TransformerBridge")
+    importlib.import_module("transformer_lens.model_bridge")
+    patched = parts_of_transformer_lens()
+    bridge = [path for path in patched if "TransformerBridge." in path]
+    processing = [path for path in patched if "ProcessWeights." in path]
+    assert len(bridge) > 10
+    assert len(processing) > 10
+    with tl_devicefix.unpatched():
+        differences = changed(parts_of_transformer_lens(), patched)
+    assert not differences & {*bridge, *processing}

@@ -1,0 +1,108 @@
+"""`import tl_devicefix` applies the patches, before or after TransformerLens, unless disabled.
+
+What an import does is seen in fresh interpreters only. They are slow to start, so they are few,
+start together, and check several things each.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TRANSFORMER_LENS_FIRST = """
+    import inspect, sys
+
+    from tl_parts import changed, parts_of_transformer_lens
+    import transformer_lens
+    from transformer_lens import HookedTransformer, HookedTransformerConfig
+
+    class Mine(HookedTransformer):
+        pass
+
+    cfg = HookedTransformerConfig(
+        n_layers=3, d_model=8, n_heads=2, d_head=4, d_vocab=9, n_ctx=5, act_fn="relu", device="cpu"
+    )
+    model = Mine(cfg)
+    original = parts_of_transformer_lens()
+
+    import tl_devicefix
+
+    replaced = changed(original, parts_of_transformer_lens())
+    assert any(path.endswith("HookedTransformer.from_pretrained") for path in replaced)
+    assert "device_map" in inspect.signature(HookedTransformer.from_pretrained).parameters
+    assert "device_map" in inspect.signature(Mine.from_pretrained).parameters
+    with tl_devicefix.simulate(2):
+        model.to("sim:1")
+        assert model.cfg.device == "sim:1"
+        cfg.device, cfg.n_devices = "sim", 2
+        assert {p.device.index for p in Mine(cfg).parameters()} == {0, 1}
+
+    tl_devicefix.restore()
+    left = changed(original, parts_of_transformer_lens())
+    assert left == set(), left
+"""
+
+DEVICEFIX_FIRST = """
+    import sys
+
+    import tl_devicefix
+    from tl_parts import parts_of_transformer_lens
+
+    def replaced():
+        parts = parts_of_transformer_lens().items()
+        return [path for path, part in parts if is_ours(getattr(part, "__func__", part))]
+
+    def is_ours(part):
+        return getattr(part, "__module__", None) and part.__module__.startswith("tl_devicefix")
+
+    assert any(path.endswith("HookedTransformer.from_pretrained") for path in replaced())
+    assert any(path.endswith("get_device_for_block_index") for path in replaced())
+    from transformer_lens import HookedTransformer
+
+    assert is_ours(HookedTransformer.from_pretrained.__func__)
+    tl_devicefix.restore()
+    assert replaced() == [], replaced()
+"""
+
+DISABLED = """
+    import sys
+
+    import tl_devicefix
+
+    assert not {"torch", "transformers", "transformer_lens"} & sys.modules.keys()
+    assert not tl_devicefix.patches.is_applied()
+"""
+
+
+@pytest.fixture(scope="module")
+def interpreters() -> Any:
+    """The scripts, all running already."""
+    scripts = {
+        "TransformerLens first": (TRANSFORMER_LENS_FIRST, {}),
+        "tl_devicefix first": (DEVICEFIX_FIRST, {"TL_DEVICEFIX_DISABLE": "0"}),
+        "disabled": (DISABLED, {"TL_DEVICEFIX_DISABLE": "1"}),
+    }
+    environment = {k: v for k, v in os.environ.items() if k != "TL_DEVICEFIX_DISABLE"}
+    environment["PYTHONPATH"] = str(Path(__file__).parent)
+    return {
+        name: subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(script)],
+            env={**environment, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name, (script, variables) in scripts.items()
+    }
+
+
+@pytest.mark.parametrize("name", ["TransformerLens first", "tl_devicefix first", "disabled"])
+def test_in_a_fresh_interpreter(name: str, interpreters: Any) -> None:
+    _, errors = interpreters[name].communicate(timeout=120)
+    assert interpreters[name].returncode == 0, errors

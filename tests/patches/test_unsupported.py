@@ -1,0 +1,131 @@
+"""A TransformerLens that is not known is named in one sentence, and left as it is."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from tl_parts import changed, parts_of_transformer_lens
+from transformer_lens import HookedTransformer
+
+import tl_devicefix
+from tl_devicefix.patches import UnsupportedTransformerLens, is_applied
+
+VERSION = importlib.metadata.version("transformer_lens")
+
+
+@pytest.fixture
+def monkeypatch_unpatched() -> Iterator[pytest.MonkeyPatch]:
+    """Change TransformerLens while it is unpatched; afterwards it is put right and patched."""
+    with tl_devicefix.unpatched(), pytest.MonkeyPatch.context() as monkeypatch:
+        yield monkeypatch
+        monkeypatch.undo()
+
+
+@pytest.fixture
+def refuses() -> Callable[..., Any]:
+    @contextlib.contextmanager
+    def refuses(*says: str) -> Iterator[None]:
+        before = parts_of_transformer_lens()
+        with pytest.raises(UnsupportedTransformerLens) as caught:
+            yield
+        message = str(caught.value)
+        assert "\n" not in message
+        for text in says:
+            assert text in message
+        assert changed(before, parts_of_transformer_lens()) == set()
+        assert not is_applied()
+
+    return refuses
+
+
+@pytest.mark.parametrize("version", ["4.0.0", "4.0.0.dev3", "4.1b1", "5.2"])
+def test_version_4_has_no_hooked_transformer_to_patch(
+    version: str, monkeypatch_unpatched: pytest.MonkeyPatch, refuses: Any
+) -> None:
+    monkeypatch_unpatched.setattr(importlib.metadata, "version", lambda _: version)
+    for do in (tl_devicefix.apply, tl_devicefix.patched().__enter__, tl_devicefix.report):
+        with refuses(f"transformer_lens {version}", "transformer_lens<4"):
+            do()
+
+
+def test_importing_beside_version_4_says_the_same(
+    monkeypatch_unpatched: pytest.MonkeyPatch, refuses: Any
+) -> None:
+    monkeypatch_unpatched.setattr(importlib.metadata, "version", lambda _: "4.0.0")
+    monkeypatch_unpatched.delenv("TL_DEVICEFIX_DISABLE", raising=False)
+    with refuses("transformer_lens 4.0.0", "transformer_lens<4"):
+        importlib.reload(tl_devicefix)
+    monkeypatch_unpatched.setenv("TL_DEVICEFIX_DISABLE", "1")
+    importlib.reload(tl_devicefix)
+
+
+def test_a_version_that_is_too_old_is_to_be_upgraded(
+    monkeypatch_unpatched: pytest.MonkeyPatch, refuses: Any
+) -> None:
+    monkeypatch_unpatched.setattr(importlib.metadata, "version", lambda _: "2.15.4")
+    with refuses("2.15.4", "2.16.1 <= transformer_lens < 4", "upgrade"):
+        tl_devicefix.apply()
+
+
+@pytest.mark.parametrize("name", ["fold_value_biases", "from_pretrained", "get_caching_hooks"])
+def test_a_target_that_is_missing_is_named(
+    name: str, monkeypatch_unpatched: pytest.MonkeyPatch, refuses: Any
+) -> None:
+    for owner in HookedTransformer.__mro__:
+        if name in vars(owner):
+            monkeypatch_unpatched.delattr(owner, name)
+    with refuses(f"HookedTransformer.{name}", VERSION, "left as it was"):
+        tl_devicefix.apply()
+
+
+def test_a_function_that_is_missing_is_named(
+    monkeypatch_unpatched: pytest.MonkeyPatch, refuses: Any
+) -> None:
+    for path in parts_of_transformer_lens():
+        module, _, name = path.partition(":")
+        if name == "get_device_for_block_index":
+            monkeypatch_unpatched.delattr(importlib.import_module(module), name)
+    with refuses("get_device_for_block_index", VERSION, "left as it was"):
+        tl_devicefix.apply()
+
+
+def center_unembed(self: Any, weights: Any, twice: bool) -> None: ...
+
+
+def from_pretrained(cls: Any, name: str) -> None: ...
+
+
+def get_device_for_block_index(cfg: Any, index: int) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("changed_to", "takes"),
+    [
+        (center_unembed, "(self, weights, twice)"),
+        (from_pretrained, "(cls, name)"),
+        (get_device_for_block_index, "(cfg, index)"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_target_with_an_unknown_signature_is_named(
+    changed_to: Any,
+    takes: str,
+    monkeypatch_unpatched: pytest.MonkeyPatch,
+    refuses: Any,
+) -> None:
+    name = changed_to.__name__
+    if hasattr(HookedTransformer, name):
+        value = classmethod(changed_to) if takes.startswith("(cls") else changed_to
+        monkeypatch_unpatched.setattr(HookedTransformer, name, value)
+    else:
+        for path in parts_of_transformer_lens():
+            if path.endswith(f":{name}"):
+                module = importlib.import_module(path.partition(":")[0])
+                monkeypatch_unpatched.setattr(module, name, changed_to)
+    with refuses(name, takes, VERSION, "left as it was"):
+        tl_devicefix.apply()

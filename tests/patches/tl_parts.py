@@ -1,0 +1,30 @@
+"""What TransformerLens is made of, object by object."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+
+Parts = dict[str, Any]
+
+
+def parts_of_transformer_lens() -> Parts:
+    """Every attribute of every TransformerLens module and class that is imported, by its path."""
+    parts: Parts = {}
+    for module_name, module in list(sys.modules.items()):
+        if module is None or module_name.partition(".")[0] != "transformer_lens":
+            continue
+        for name, value in list(vars(module).items()):
+            parts[f"{module_name}:{name}"] = value
+            if inspect.isclass(value) and value.__module__ == module_name:
+                attributes = vars(value).items()
+                parts.update({f"{module_name}:{name}.{k}": part for k, part in attributes})
+    return parts
+
+
+def changed(before: Parts, after: Parts) -> set[str]:
+    """What was added, removed, or replaced by another object."""
+    missing = object()
+    paths = before.keys() | after.keys()
+    return {p for p in paths if before.get(p, missing) is not after.get(p, missing)}

@@ -1,0 +1,212 @@
+"""Moving, copying and saving a model: `to`, `cuda`, `cpu`, `copy.deepcopy`, state dicts."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import attention_only_config, randomize
+from kinds import assert_agrees, every_kind, home_of, new_kv_cache
+from transformer_lens import HookedTransformer
+
+
+def devices_of(model: Any) -> set[str]:
+    """Where the model's parameters and buffers are."""
+    return {str(tensor.device) for tensor in [*model.parameters(), *model.buffers()]}
+
+
+def assert_runs(model: Any, reference: Any, tokens: torch.Tensor) -> None:
+    """A forward, a KV cache and an activation cache work, at home."""
+    home = home_of(model)
+    expected, expected_cache = reference.run_with_cache(tokens)
+    logits, cache = model.run_with_cache(tokens)
+    in_pieces = model(tokens, past_kv_cache=new_kv_cache(model, len(tokens)))
+    assert_agrees([logits, in_pieces, cache], [expected, expected, expected_cache], home)
+
+
+@pytest.mark.parametrize("spread", [1, 4])
+@pytest.mark.parametrize(
+    ("move", "device"),
+    [
+        (lambda model: model.to("sim:1"), "sim:1"),
+        (lambda model: model.to(torch.device("sim:1")), "sim:1"),
+        (lambda model: model.to("sim:1", print_details=False), "sim:1"),
+        (lambda model: model.cuda(torch.device("sim:3")), "sim:3"),
+        (lambda model: model.to("cpu"), "cpu"),
+        (lambda model: model.cpu(), "cpu"),
+    ],
+    ids=["to a string", "to a device", "without details", "cuda", "to cpu", "cpu"],
+)
+def test_a_device_gathers_the_model(
+    move: Callable[..., Any],
+    device: str,
+    spread: int,
+    load: Any,
+    reference: Any,
+    tokens: torch.Tensor,
+) -> None:
+    model = load("llama", spread)
+
+    assert move(model) is model
+
+    assert devices_of(model) == {device}
+    assert str(model.cfg.device) == device
+    assert model.cfg.n_devices == 1
+    assert model.placement.devices == (torch.device(device),)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert_runs(model, reference, tokens)
+
+
+@every_kind
+def test_every_kind_of_model_can_be_gathered(
+    kind: str, load: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    model = load(kind)
+    model(tokens)  # leaves ALiBi biases where the blocks were
+
+    assert_runs(model.to("sim:2"), reference, tokens)
+    assert_runs(model.to("sim:0"), reference, tokens)
+
+
+def test_a_dtype_changes_where_the_model_lies(
+    load: Any, references: Any, tokens: torch.Tensor
+) -> None:
+    model = load("llama")
+    devices = model.placement.device_map
+    weights = sum(c.weights for c in model.placement.components)
+
+    assert model.to(torch.float64) is model
+
+    assert {p.dtype for p in model.parameters()} == {model.cfg.dtype} == {torch.float64}
+    assert model.placement.device_map == devices
+    assert sum(c.weights for c in model.placement.components) == 2 * weights
+    assert_runs(model, copy.deepcopy(references("llama")).to(torch.float64), tokens)
+
+
+def test_there_and_back_by_a_new_dtype_and_device(
+    load: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    model = load("llama").to(torch.float64).to("sim:3").to(torch.float32)
+
+    assert (devices_of(model), model.cfg.device) == ({"sim:3"}, "sim:3")
+    assert_runs(model, reference, tokens)
+
+
+@pytest.mark.parametrize("device_like", [str, torch.device])
+def test_a_model_that_was_never_placed_can_be_moved(
+    device_like: Any, machine: Any, toys: Any, tokenizer: Any, tokens: torch.Tensor
+) -> None:
+    model = HookedTransformer(attention_only_config(), tokenizer)
+    randomize(model)
+
+    model.to(device_like("sim:1"))
+
+    assert (devices_of(model), str(model.cfg.device)) == ({"sim:1"}, "sim:1")
+    assert_runs(model, toys("cpu", 1), tokens)
+
+
+@pytest.mark.parametrize("device", ["sim:4", "cuda:7", "gpu"])
+def test_a_device_that_is_not_there_is_refused_and_nothing_moves(
+    device: str, load: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    model = load("llama")
+    before = model.placement
+
+    with pytest.raises(ValueError, match=device):
+        model.to(device)
+
+    assert (model.placement, model.cfg.device) == (before, "sim:0")
+    assert_runs(model, reference, tokens)
+
+
+@pytest.mark.parametrize("spread", [1, 4])
+def test_a_model_moved_as_part_of_another_module_takes_tokens_where_it_is(
+    spread: int, load: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    """As accelerate, DDP, Lightning and one's own `nn.Module` move it: never by its own `to`."""
+    model = load("llama", spread)
+
+    torch.nn.ModuleDict({"language model": model}).to("sim:1")
+
+    assert devices_of(model) == {"sim:1"}
+    assert_agrees(model(tokens), reference(tokens), torch.device("sim:1"))
+
+
+@pytest.mark.parametrize("kind", ["llama", "bloom", "attention-only"])
+def test_a_copy_runs_after_the_original_is_gone(
+    kind: str, load: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    model = load(kind)
+    model(tokens)
+    placement = model.placement
+
+    copied = copy.deepcopy(model)
+    del model
+    gc.collect()
+
+    assert copied.placement == placement
+    assert_runs(copied, reference, tokens)
+
+
+def test_a_copy_moves_without_the_original(load: Any, reference: Any, tokens: torch.Tensor) -> None:
+    model = load("llama")
+
+    copied = copy.deepcopy(model).to("sim:2")
+
+    assert (devices_of(copied), len(devices_of(model))) == ({"sim:2"}, 4)
+    assert not any(module._forward_pre_hooks for module in copied.modules())
+    assert_runs(copied, reference, tokens)
+    assert_runs(model, reference, tokens)
+
+
+@pytest.mark.parametrize(("source", "target"), [(4, 1), (1, 4), (4, 3)])
+@pytest.mark.parametrize("kind", ["llama", "attention-only"])
+def test_a_state_dict_goes_from_any_spread_to_any_other(
+    kind: str, source: int, target: int, load: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    model, other = load(kind, source), load(kind, target)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    before = other.placement if kind == "llama" else devices_of(other)
+
+    other.load_state_dict(model.state_dict())
+
+    assert before == (other.placement if kind == "llama" else devices_of(other))
+    assert_runs(other, reference, tokens)
+
+
+def test_a_saved_state_dict_is_loaded_by_a_model_on_the_cpu_and_back(
+    load: Any, reference: Any, tokens: torch.Tensor, tmp_path: Path
+) -> None:
+    on_cpu = load("llama").cpu()
+    model = load("llama")
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    weights = torch.load(tmp_path / "weights.pt", map_location="cpu")
+    with torch.no_grad():
+        for parameter in [*model.parameters(), *on_cpu.parameters()]:
+            parameter.zero_()
+
+    on_cpu.load_state_dict(weights)
+    model.load_state_dict(weights)
+
+    assert_runs(on_cpu, reference, tokens)
+    assert_runs(model, reference, tokens)
+    assert len(devices_of(model)) == 4
+
+
+def test_a_pickled_model_runs_where_it_is_put(
+    load: Any, reference: Any, tokens: torch.Tensor, tmp_path: Path
+) -> None:
+    torch.save(load("llama"), tmp_path / "model.pt")
+
+    model = torch.load(tmp_path / "model.pt", map_location="cpu", weights_only=False)
+    model.cpu()
+
+    assert (devices_of(model), model.cfg.device) == ({"cpu"}, "cpu")
+    assert_runs(model, reference, tokens)

@@ -1,0 +1,146 @@
+"""What a run copies between devices: the residual stream, and no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from kinds import every_kind, home_of
+
+from tl_devicefix.simulation import Machine, Transfer
+
+every_number = pytest.mark.parametrize("spread", [1, 2, 3, 4])
+
+
+@pytest.fixture
+def transfers_of(machine: Machine) -> Callable[..., list[Transfer]]:
+    """`transfers_of(f, x)` calls `f(x)` and returns the copies that it made."""
+
+    def transfers_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Transfer]:
+        machine.reset_transfers()
+        function(*args, **kwargs)
+        return list(machine.transfers)
+
+    return transfers_of
+
+
+@pytest.fixture
+def at_home(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """The tokens, where the model wants them."""
+    return tokens.to(home_of(model))
+
+
+@every_number
+@every_kind
+def test_a_forward_copies_the_residual_stream_once_from_device_to_device(
+    spread: int, model: Any, tokens: torch.Tensor, at_home: torch.Tensor, transfers_of: Any
+) -> None:
+    residual = torch.Size([*tokens.shape, model.cfg.d_model])
+    devices = [torch.device(f"sim:{i}") for i in range(spread)]
+    hops = list(zip(devices, [*devices[1:], devices[0]])) if spread > 1 else []
+
+    first = transfers_of(model, at_home)
+    second = transfers_of(model, at_home)
+
+    assert [(t.source, t.target) for t in first] == hops
+    assert all(t.shape == residual and t.bytes == 4 * residual.numel() for t in first)
+    assert second == first
+
+
+@every_number
+def test_tokens_and_strings_add_one_copy(
+    spread: int, model: Any, tokens: torch.Tensor, at_home: torch.Tensor, transfers_of: Any
+) -> None:
+    plain = transfers_of(model, at_home)
+
+    with_loss = transfers_of(model, tokens, return_type="both")
+    of_text = transfers_of(model, "w3 w4 w5 w6 w7 w8 w9 w10")  # and <bos>: nine tokens
+
+    assert len(with_loss) == len(of_text) == len(plain) + 1
+    assert (with_loss[0].target, with_loss[0].shape) == (home_of(model), tokens.shape)
+
+
+@every_number
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bloom"])
+def test_an_attention_mask_adds_one_copy_for_each_further_device(
+    spread: int, model: Any, mask: torch.Tensor, at_home: torch.Tensor, transfers_of: Any
+) -> None:
+    plain = transfers_of(model, at_home)
+
+    masked = transfers_of(model, at_home, attention_mask=mask.to(home_of(model)))
+
+    of_mask = [t for t in masked if t.shape == mask.shape]
+    assert len(of_mask) == len(masked) - len(plain) == spread - 1
+    assert len({t.target for t in of_mask}) == spread - 1
+
+
+@pytest.mark.parametrize("spread", ["scattered"])
+def test_a_scattered_model_copies_the_residual_stream_only_where_it_must(
+    model: Any, at_home: torch.Tensor, transfers_of: Any
+) -> None:
+    device_of = model.placement.device_map
+    blocks = [device_of[f"blocks.{i}"] for i in range(model.cfg.n_layers)]
+    home = home_of(model)
+    # ln_final and unembed each give back what they compute at home.
+    path = [home, *blocks, device_of["ln_final"], home, device_of["unembed"], home]
+
+    copies = transfers_of(model, at_home)
+
+    hops = [(here, there) for here, there in zip(path, path[1:]) if here != there]
+    assert [(t.source, t.target) for t in copies] == hops
+
+
+@every_number
+def test_a_generated_token_copies_no_more_than_a_forward_of_one_token(
+    spread: int, model: Any, at_home: torch.Tensor, transfers_of: Any
+) -> None:
+    def generating(n_tokens: int) -> list[Transfer]:
+        options = {"do_sample": False, "stop_at_eos": False, "verbose": False}
+        return transfers_of(model.generate, at_home, max_new_tokens=n_tokens, **options)
+
+    two, five = generating(2), generating(5)
+
+    # The residual stream in n hops, and the growing mask: once onto each device.
+    per_token = (len(five) - len(two)) / 3
+    assert per_token <= 2 * spread
+    residual = len(at_home) * model.cfg.d_model * 4
+    mask = len(at_home) * (at_home.shape[1] + 5) * 8
+    assert all(t.bytes <= max(residual, mask) for t in five[len(two) :])
+
+
+@pytest.mark.parametrize("spread", [4])
+def test_caching_copies_nothing_until_it_is_read(
+    model: Any, at_home: torch.Tensor, transfers_of: Any
+) -> None:
+    plain = transfers_of(model, at_home)
+
+    assert transfers_of(model.run_with_cache, at_home) == plain
+
+
+@pytest.mark.parametrize("spread", [4])
+def test_a_backward_copies_the_gradient_back_along_the_same_way(
+    model: Any, at_home: torch.Tensor, transfers_of: Any
+) -> None:
+    forward = transfers_of(model, at_home)
+
+    loss = model(at_home, return_type="loss")
+    backward = transfers_of(loss.backward)
+
+    assert [(t.source, t.target, t.shape) for t in backward] == [
+        (t.target, t.source, t.shape) for t in reversed(forward)
+    ]
+
+
+@pytest.mark.parametrize("spread", [1])
+@every_kind
+def test_a_model_on_one_device_pays_nothing(
+    model: Any, at_home: torch.Tensor, transfers_of: Any
+) -> None:
+    for module in model.modules():
+        assert not module._forward_pre_hooks
+        assert not module._forward_hooks
+    _, cache = model.run_with_cache(at_home)
+    assert type(cache.cache_dict) is dict
+    assert transfers_of(model, at_home, return_type="loss") == []
