@@ -128,21 +128,27 @@ def _mixtral() -> PretrainedConfig:
     return transformers.MixtralConfig(**_GROUPED, num_local_experts=3, num_experts_per_tok=2)
 
 
-_GEMMA2_SIZES = {
+# What TransformerLens has written down for names of models, for the tiny ones.
+_SIZES = {
     "d_model": D_MODEL,
-    "d_head": 8,
+    "d_head": D_MODEL // N_HEADS,
     "n_heads": N_HEADS,
-    "n_key_value_heads": N_KEY_VALUE_HEADS,
     "d_mlp": D_MLP,
     "n_layers": N_LAYERS,
     "n_ctx": N_CTX,
     "d_vocab": D_VOCAB,
     "d_vocab_out": D_VOCAB,
-    "rotary_dim": 8,
-    "window_size": 4,
-    "attn_scale": 8**0.5,
-    "attn_types": ["local", "global"] * (N_LAYERS // 2) + ["local"] * (N_LAYERS % 2),
+    "rotary_dim": D_MODEL // N_HEADS,
+    "attn_scale": (D_MODEL // N_HEADS) ** 0.5,
 }
+_GEMMA_SIZES = {
+    **_SIZES,
+    "d_head": 8,
+    "n_key_value_heads": N_KEY_VALUE_HEADS,
+    "rotary_dim": 8,
+    "attn_scale": 8**0.5,
+}
+_LOCAL = {"window_size": 4, "attn_types": ["local", "global", "local", "global", "local"]}
 
 ARCHITECTURES = {
     architecture.name: architecture
@@ -151,13 +157,96 @@ ARCHITECTURES = {
         Architecture("llama", "01-ai/Yi-6B", _llama),  # the Llama whose sizes are in its config
         Architecture("qwen2", "Qwen/Qwen2-0.5B", _qwen2),
         Architecture("pythia", "EleutherAI/pythia-70m", _pythia),
-        Architecture("gemma-2", "google/gemma-2-2b", _gemma2, _GEMMA2_SIZES),
+        Architecture("gemma-2", "google/gemma-2-2b", _gemma2, {**_GEMMA_SIZES, **_LOCAL}),
         Architecture("mixtral", "mistralai/Mixtral-8x7B-v0.1", _mixtral),
         Architecture("bloom", "bigscience/bloom-560m", _bloom),
         Architecture("opt", "facebook/opt-125m", _opt),
         Architecture("phi", "microsoft/phi-1", _phi),
     )
 }
+
+
+def _gpt_neo() -> PretrainedConfig:
+    return transformers.GPTNeoConfig(
+        hidden_size=D_MODEL, num_layers=N_LAYERS, num_heads=N_HEADS, vocab_size=D_VOCAB,
+        max_position_embeddings=N_CTX, attention_types=[[["global", "local"], 2], [["global"], 1]],
+        window_size=4, **_TOKENS,
+    )  # fmt: skip
+
+
+def _gpt_j() -> PretrainedConfig:
+    return transformers.GPTJConfig(
+        n_embd=D_MODEL, n_layer=N_LAYERS, n_head=N_HEADS, vocab_size=D_VOCAB, n_positions=N_CTX,
+        n_inner=4 * D_MODEL, rotary_dim=4, **_TOKENS,
+    )  # fmt: skip
+
+
+def _mistral() -> PretrainedConfig:
+    return transformers.MistralConfig(**_GROUPED, sliding_window=4)
+
+
+def _qwen3() -> PretrainedConfig:
+    return transformers.Qwen3Config(**_GROUPED, head_dim=8)
+
+
+def _phi3() -> PretrainedConfig:
+    return transformers.Phi3Config(**_ROTARY)
+
+
+def _gemma() -> PretrainedConfig:
+    return transformers.GemmaConfig(**_GROUPED, head_dim=8)
+
+
+def _gemma3() -> PretrainedConfig:
+    kinds = {"local": "sliding_attention", "global": "full_attention"}
+    return transformers.Gemma3TextConfig(
+        **_GROUPED, head_dim=8, query_pre_attn_scalar=8, sliding_window=4,
+        layer_types=[kinds[kind] for kind in _LOCAL["attn_types"]],
+    )  # fmt: skip
+
+
+def _olmo() -> PretrainedConfig:
+    return transformers.OlmoConfig(**_ROTARY)
+
+
+def _olmo2() -> PretrainedConfig:
+    return transformers.Olmo2Config(**_ROTARY)
+
+
+def _olmoe() -> PretrainedConfig:
+    return transformers.OlmoeConfig(**_ROTARY, num_experts=3, num_experts_per_tok=2)
+
+
+def _apertus() -> PretrainedConfig:
+    return transformers.ApertusConfig(**_GROUPED)
+
+
+def _gpt_oss() -> PretrainedConfig:
+    return transformers.GptOssConfig(
+        **_GROUPED, head_dim=8, num_local_experts=3, num_experts_per_tok=2, sliding_window=4
+    )
+
+
+OTHER_ARCHITECTURES = {
+    architecture.name: architecture
+    for architecture in (
+        Architecture("gpt-neo", "EleutherAI/gpt-neo-125M", _gpt_neo),
+        Architecture("gpt-j", "EleutherAI/gpt-j-6B", _gpt_j),
+        Architecture("mistral", "mistralai/Mistral-7B-v0.1", _mistral),
+        Architecture("qwen3", "Qwen/Qwen3-0.6B", _qwen3),
+        Architecture("phi-3", "microsoft/Phi-3-mini-4k-instruct", _phi3),
+        Architecture("gemma", "google/gemma-2b", _gemma, _GEMMA_SIZES),
+        Architecture("gemma-3", "google/gemma-3-1b-pt", _gemma3, {**_GEMMA_SIZES, **_LOCAL}),
+        Architecture("olmo", "allenai/OLMo-1B-hf", _olmo, _SIZES),
+        Architecture("olmo-2", "allenai/OLMo-2-0425-1B", _olmo2, _SIZES),
+        Architecture("olmoe", "allenai/OLMoE-1B-7B-0924", _olmoe),
+        Architecture("apertus", "swiss-ai/Apertus-8B-2509", _apertus),
+        Architecture("gpt-oss", "openai/gpt-oss-20b", _gpt_oss),
+    )
+}
+"""The rest of what TransformerLens converts; not every version has them all."""
+
+ALL_ARCHITECTURES = {**ARCHITECTURES, **OTHER_ARCHITECTURES}
 
 
 def make_hf_model(architecture: Architecture, *dtypes: torch.dtype) -> PreTrainedModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformer_lens.loading_from_pretrained as tl_loading
 from architectures import (
-    ARCHITECTURES,
+    ALL_ARCHITECTURES,
     D_VOCAB,
     NO_PROCESSING,
     TOYS,
@@ -21,14 +23,36 @@ from architectures import (
     save_checkpoint,
 )
 from transformer_lens import HookedTransformer
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
+from unpatched_tl import transformer_lens_alone
 
 import tl_devicefix
 from tl_devicefix.simulation.machine import Machine
 
 torch.set_num_threads(1)  # the models are tiny, and threads that wait cost more than they save
 
-PHI_NEEDS = "partial_rotary_factor"
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--unpatched",
+        action="store_true",
+        help="run only the tests marked fails_unpatched, against TransformerLens without the "
+        "patches of tl_devicefix: they fail, which shows what the patches are for",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "fails_unpatched: holds with tl_devicefix and fails without; see --unpatched",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--unpatched"):
+        others = [item for item in items if item.get_closest_marker("fails_unpatched") is None]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
 
 
 class OnDemand:
@@ -56,7 +80,7 @@ def hf_models() -> Callable[..., PreTrainedModel]:
 
     With two dtypes the weights are rounded to the first and then held in the second.
     """
-    return OnDemand(lambda name, *dtypes: make_hf_model(ARCHITECTURES[name], *dtypes))
+    return OnDemand(lambda name, *dtypes: make_hf_model(ALL_ARCHITECTURES[name], *dtypes))
 
 
 @pytest.fixture(scope="session")
@@ -70,10 +94,7 @@ def checkpoints(
 
     def save(name: str, *dtypes: torch.dtype) -> Path:
         directory = tmp_path_factory.mktemp("checkpoint")
-        save_checkpoint(hf_models(name, *dtypes), tokenizer, directory)
-        if name == "phi" and not hasattr(AutoConfig.from_pretrained(directory), PHI_NEEDS):
-            pytest.skip(f"TransformerLens reads PhiConfig.{PHI_NEEDS}, which transformers 5 lacks")
-        return directory
+        return save_checkpoint(hf_models(name, *dtypes), tokenizer, directory)
 
     return OnDemand(save)
 
@@ -83,11 +104,14 @@ def references(hf_models: Any, tokenizer: Any) -> Callable[..., HookedTransforme
     """`references("gpt2", fold_ln=False)`: as unpatched TransformerLens loads it on one CPU."""
 
     def load(name: str, *, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+        architecture = ALL_ARCHITECTURES[name]
+        if architecture.official_name not in tl_loading.OFFICIAL_MODEL_NAMES:
+            pytest.skip(f"the installed TransformerLens has no {architecture.official_name}")
         hf_model = copy.deepcopy(hf_models(name, dtype))
         with tl_devicefix.unpatched():
             try:
                 return load_hooked(
-                    ARCHITECTURES[name], hf_model, tokenizer, device="cpu", dtype=dtype, **options
+                    architecture, hf_model, tokenizer, device="cpu", dtype=dtype, **options
                 )
             except AttributeError as error:
                 # Each TransformerLens knows the attributes that transformers had at its time.
@@ -101,7 +125,7 @@ def unprocessed(references: Any) -> Callable[[str], HookedTransformer]:
     """`unprocessed("gpt2")`, on the CPU, for all of ARCHITECTURES and TOYS; not to be changed."""
 
     def make(name: str) -> HookedTransformer:
-        if name in ARCHITECTURES:
+        if name in ALL_ARCHITECTURES:
             return references(name, **NO_PROCESSING)
         with tl_devicefix.unpatched():
             model = HookedTransformer(TOYS[name](), move_to_device=False)
@@ -137,10 +161,12 @@ def n_devices() -> int:
 
 
 @pytest.fixture
-def machine(n_devices: int) -> Iterator[Machine]:
+def machine(n_devices: int, request: pytest.FixtureRequest) -> Iterator[Machine]:
     """A simulated machine, on which models load by default."""
     with tl_devicefix.simulate(n_devices) as machine:
-        yield machine
+        unpatched = request.config.getoption("--unpatched")
+        with transformer_lens_alone(machine) if unpatched else contextlib.nullcontext():
+            yield machine
 
 
 @pytest.fixture(scope="session")

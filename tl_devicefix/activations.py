@@ -73,15 +73,27 @@ class ItemsAtHome(ItemsView[str, torch.Tensor]):
 
 
 def get_caching_hooks(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`HookedTransformer.get_caching_hooks`, with a cache that is read at home.
+    """`HookedTransformer.get_caching_hooks`, with a cache that is read at home."""
+    return _with_cache_at_home(self, "get_caching_hooks", args, kwargs)
+
+
+def add_caching_hooks(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`HookedTransformer.add_caching_hooks`, with a cache that is read at home."""
+    return _with_cache_at_home(self, "add_caching_hooks", args, kwargs)
+
+
+def _with_cache_at_home(
+    model: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call a method that makes a cache, and have it make one that is read at home.
 
     A model on one device, a cache that the caller brings, and a `device` that the caller names
     (activations then stay there) are left as they are.
     """
-    unpatched = original(type(self), "get_caching_hooks")
-    given = inspect.signature(unpatched).bind(self, *args, **kwargs).arguments
-    placement: Placement | None = getattr(self, "placement", None)
+    unpatched = original(type(model), method)
+    given = inspect.signature(unpatched).bind(model, *args, **kwargs).arguments
+    placement: Placement | None = getattr(model, "placement", None)
     keeps = given.get("cache") is not None or given.get("device") is not None
     if placement is not None and len(placement.devices) > 1 and not keeps:
         kwargs["cache"] = CacheAtHome(placement.home)
-    return unpatched(self, *args, **kwargs)
+    return unpatched(model, *args, **kwargs)

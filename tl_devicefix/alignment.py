@@ -1,8 +1,7 @@
 """Carry the residual stream, and what goes with it, across devices during a forward.
 
 A model on several devices gets PyTorch hooks on its components: before a component runs, its
-inputs come to its device; what leaves the model comes home. A model on one device gets none, so
-it pays nothing.
+inputs come to its device; what leaves the model comes home. A model on one device gets none.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from tl_devicefix.devices import with_index
+from tl_devicefix.patches import original
 from tl_devicefix.placement import Placement
 
 _HANDLES = "_tl_devicefix_handles"
@@ -25,7 +25,7 @@ def align(model: Any, placement: Placement) -> None:
     unalign(model)
     if len(placement.devices) == 1:
         return
-    handles = [_before(model, CarryTo(placement.home))]
+    handles = []
     for name, device in placement.device_map.items():
         component = model.get_submodule(name)
         if name.startswith("blocks."):
@@ -36,7 +36,6 @@ def align(model: Any, placement: Placement) -> None:
         else:
             handles.append(_before(component, CarryTo(device)))
             handles.append(component.register_forward_hook(BringHome(placement.home)))
-    handles.append(model.register_forward_hook(BringHome(placement.home)))
     model.__dict__[_HANDLES] = handles
 
 
@@ -47,6 +46,15 @@ def unalign(model: Any) -> None:
     if model.cfg.positional_embedding_type == "alibi":
         for block in model.blocks:
             block.attn.alibi = None  # TransformerLens makes it anew
+
+
+def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`HookedTransformer.forward`, whose results are at home also where it stops at a layer.
+
+    A patch and not a hook, as `generate` and `run_with_hooks` call `forward` and pass hooks by.
+    """
+    output = original(type(self), "forward")(self, *args, **kwargs)
+    return bring_home(output, self.placement.home) if _HANDLES in self.__dict__ else output
 
 
 def _before(module: nn.Module, hook: Any) -> Any:
@@ -121,15 +129,20 @@ def keep_mask(
 
 @dataclass(frozen=True)
 class BringHome:
-    """Forward hook: bring what a module returns to the home device."""
+    """Forward hook: bring what a component returns to the home device."""
 
     home: torch.device
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Return the output, at home."""
-        if isinstance(output, tuple) and hasattr(output, "_fields"):  # TransformerLens's Output
-            return type(output)(*(move(part, self.home) for part in output))
-        return move(output, self.home)
+        return bring_home(output, self.home)
+
+
+def bring_home(output: Any, home: torch.device) -> Any:
+    """Bring a tensor, or the tensors in TransformerLens's `Output`, to the home device."""
+    if isinstance(output, tuple) and hasattr(output, "_fields"):
+        return type(output)(*(move(part, home) for part in output))
+    return move(output, home)
 
 
 @dataclass(frozen=True)

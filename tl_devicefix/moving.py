@@ -84,15 +84,22 @@ def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
     """
     before = _devices(self)
     nn.Module._apply(self, fn, recurse)
-    after = _devices(self)
-    if after != before and len(after) == 1:
-        device = after.pop()
-        self.cfg.device = str(device)
-        if getattr(self, "placement", None) is not None:
-            settle(self, self.placement.gathered_on(device))
-        else:
-            unalign(self)
+    if _devices(self) != before:
+        _follow_weights(self)
     return self
+
+
+def _follow_weights(model: Any) -> None:
+    """Update config and placement of a model whose weights now are all on one device."""
+    devices = _devices(model)
+    if len(devices) != 1:
+        return
+    device = devices.pop()
+    model.cfg.device = str(device)
+    if getattr(model, "placement", None) is not None:
+        settle(model, model.placement.gathered_on(device))
+    else:
+        unalign(model)
 
 
 def _devices(model: nn.Module) -> set[torch.device]:
@@ -110,7 +117,14 @@ def move_model_modules_to_device(self: Any) -> None:
 
 
 def __setstate__(self: Any, state: dict[str, Any]) -> None:
-    """Restore a copied or unpickled model, whose config is a new object with the same placement."""
+    """Restore a copied or unpickled model, whose config is a new object.
+
+    It may have been loaded to other devices than it was saved from (`map_location`).
+    """
     nn.Module.__setstate__(self, state)
-    if self.__dict__.get("placement") is not None:
-        remember_placement(self.cfg, self.placement)
+    placement: Placement | None = self.__dict__.get("placement")
+    if placement is None:
+        return
+    remember_placement(self.cfg, placement)
+    if _devices(self) != set(placement.devices):
+        _follow_weights(self)

@@ -13,7 +13,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 from packaging.version import Version
@@ -93,6 +93,18 @@ def _table() -> tuple[Patch, ...]:
             "cached activations are read at home",
         ),
         Patch(
+            "add_caching_hooks",
+            activations.add_caching_hooks,
+            ("self", "names_filter", "incl_bwd", "device"),
+            "cached activations are read at home",
+        ),
+        Patch(
+            "forward",
+            alignment.forward,
+            ("self", "input", "return_type", "start_at_layer", "stop_at_layer"),
+            "what leaves the model is at home",
+        ),
+        Patch(
             "get_device_for_block_index",
             alignment.get_device_for_block_index,
             ("index", "cfg", "device"),
@@ -123,6 +135,7 @@ def apply() -> None:
     if _replaced:
         return
     check_version()
+    _originals.clear()
     table = _table()
     for patch in table:
         _check_target(patch)
@@ -135,6 +148,7 @@ def apply() -> None:
 
 def restore() -> None:
     """Put back the very objects that `apply` replaced. Does nothing if nothing is replaced."""
+    _originals.clear()
     while _replaced:
         owner, name, there = _replaced.pop()
         if there is _MISSING:
@@ -186,16 +200,29 @@ def report() -> None:
 
 
 def original(cls: type, name: str) -> Any:
-    """What `cls.name` is without the patches: the raw attribute, as in the class's `__dict__`."""
+    """What `cls.name` is without the patches: the raw attribute, as in the class's `__dict__`.
+
+    Raises:
+        AttributeError: if TransformerLens has no such attribute.
+    """
+    if (cls, name) not in _originals:
+        _originals[cls, name] = _find_original(cls, name)
+    return _originals[cls, name]
+
+
+# Looked up at every forward, so kept; forgotten when the patches change.
+_originals: dict[tuple[type, str], Any] = {}
+
+
+def _find_original(cls: type, name: str) -> Any:
     for base in cls.__mro__:
-        for owner, replaced_name, there in _replaced:
-            if owner is base and replaced_name == name and there is not _MISSING:
-                return there
-        if name in vars(base) and not any(o is base and n == name for o, n, _ in _replaced):
-            found = vars(base)[name]
-            # A subclass's own from_pretrained is not TransformerLens's: look further up.
-            if base.__module__.startswith("transformer_lens"):
-                return found
+        # A subclass's own from_pretrained is not TransformerLens's: look further up.
+        if not base.__module__.startswith(("transformer_lens", "torch")):
+            continue
+        replaced = {attribute: there for owner, attribute, there in _replaced if owner is base}
+        found = replaced.get(name, vars(base).get(name, _MISSING))
+        if found is not _MISSING:
+            return found
     raise AttributeError(f"{cls.__name__} has no {name}")
 
 
@@ -274,12 +301,27 @@ def _check_target(patch: Patch) -> None:
 
 def _as_found(patch: Patch, there: Any) -> Any:
     """The replacement in the form of what it replaces: a classmethod stays one."""
-    if not isinstance(there, classmethod):
-        return patch.replacement
-    return _classmethod_like(there, patch.replacement)
+    if isinstance(there, classmethod):
+        return _classmethod_like(there, patch.replacement)
+    takes = inspect.signature(patch.replacement).parameters.values()
+    if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in takes):
+        owner = _class(patch.owner or "HookedTransformer")
+        return _method_like(getattr(owner, patch.name), patch.replacement)
+    return patch.replacement
 
 
 @cache  # so that applying again puts the same object there
+def _method_like(there: Any, replacement: Callable[..., Any]) -> Any:
+    """The replacement with the signature and docstring of what it wraps."""
+
+    @wraps(there)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return replacement(self, *args, **kwargs)
+
+    return method
+
+
+@cache
 def _classmethod_like(there: Any, replacement: Callable[..., Any]) -> Any:
     target = there.__func__
     new = [

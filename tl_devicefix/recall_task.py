@@ -113,10 +113,10 @@ def sample_facts(rng: random.Random, n_facts: int, *, mix_verbs: bool = False) -
     if not mix_verbs:
         verb = rng.choice(VERBS)
         objects = rng.sample(OBJECTS[verb], n_facts)
-        return [Fact(name, verb, object_) for name, object_ in zip(names, objects)]
+        return [Fact(name, verb, object_) for name, object_ in zip(names, objects, strict=True)]
     verbs = [rng.choice(VERBS) for _ in names]
     shuffled = {verb: rng.sample(OBJECTS[verb], n_facts) for verb in VERBS}
-    return [Fact(name, verb, shuffled[verb].pop()) for name, verb in zip(names, verbs)]
+    return [Fact(name, verb, shuffled[verb].pop()) for name, verb in zip(names, verbs, strict=True)]
 
 
 def sample_prompt(rng: random.Random, n_facts: int) -> RecallPrompt:

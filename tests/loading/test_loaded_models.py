@@ -42,7 +42,7 @@ def component_of(name: str) -> str:
     [{}, {"n_devices": 2, "device": "sim:2"}, {"n_devices": 4}, {"device_map": "auto"}],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["gpt2", "gemma-2", "bloom", "mixtral"])
+@pytest.mark.parametrize("name", ["gpt2", "gemma-2", "bloom", "opt"])
 def test_every_parameter_and_buffer_is_where_the_placement_says(
     name: str, options: dict[str, Any], load: Any, machine: Any
 ) -> None:
@@ -134,7 +134,7 @@ def test_no_two_parameters_share_memory_not_even_tied_embeddings(
 
 @pytest.mark.parametrize("options", [{}, NO_PROCESSING], ids=["processed", "not processed"])
 @pytest.mark.parametrize("device", ["cpu", "sim:1"])
-@pytest.mark.parametrize("name", ["gpt2", "qwen2", "pythia"])
+@pytest.mark.parametrize("name", ["gpt2", "qwen2", "bloom"])
 def test_the_model_and_the_hf_model_share_nothing(
     name: str,
     device: str,

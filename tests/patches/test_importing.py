@@ -52,22 +52,18 @@ DEVICEFIX_FIRST = """
     import sys
 
     import tl_devicefix
-    from tl_parts import parts_of_transformer_lens
+    from tl_parts import ours, parts_of_transformer_lens
 
-    def replaced():
-        parts = parts_of_transformer_lens().items()
-        return [path for path, part in parts if is_ours(getattr(part, "__func__", part))]
-
-    def is_ours(part):
-        return getattr(part, "__module__", None) and part.__module__.startswith("tl_devicefix")
-
-    assert any(path.endswith("HookedTransformer.from_pretrained") for path in replaced())
-    assert any(path.endswith("get_device_for_block_index") for path in replaced())
+    replaced = {path.partition(":")[2] for path in ours(parts_of_transformer_lens())}
+    assert {"HookedTransformer.from_pretrained", "get_device_for_block_index"} <= replaced
+    import inspect
     from transformer_lens import HookedTransformer
 
-    assert is_ours(HookedTransformer.from_pretrained.__func__)
+    assert "device_map" in inspect.signature(HookedTransformer.from_pretrained).parameters
     tl_devicefix.restore()
-    assert replaced() == [], replaced()
+    assert "device_map" not in inspect.signature(HookedTransformer.from_pretrained).parameters
+    left = ours(parts_of_transformer_lens())
+    assert left == set(), left
 """
 
 DISABLED = """
@@ -89,7 +85,8 @@ def interpreters() -> Any:
         "disabled": (DISABLED, {"TL_DEVICEFIX_DISABLE": "1"}),
     }
     environment = {k: v for k, v in os.environ.items() if k != "TL_DEVICEFIX_DISABLE"}
-    environment["PYTHONPATH"] = str(Path(__file__).parent)
+    here, elsewhere = str(Path(__file__).parent), environment.get("PYTHONPATH")
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (here, elsewhere)))
     return {
         name: subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(script)],

@@ -28,3 +28,13 @@ def changed(before: Parts, after: Parts) -> set[str]:
     missing = object()
     paths = before.keys() | after.keys()
     return {p for p in paths if before.get(p, missing) is not after.get(p, missing)}
+
+
+def ours(parts: Parts) -> set[str]:
+    """What is replaced by something that tl_devicefix defines."""
+
+    def is_ours(part: Any) -> bool:
+        module = getattr(getattr(part, "__func__", part), "__module__", None)
+        return isinstance(module, str) and module.partition(".")[0] == "tl_devicefix"
+
+    return {path for path, part in parts.items() if is_ours(part)}

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import attention_only_config, randomize
-from kinds import KINDS, Spread, load_spread
+from architectures import ARCHITECTURES, attention_only_config, load_hooked, randomize
+from kinds import KINDS, Spread, devices_of, where_to
 from transformer_lens import HookedTransformer
 
 import tl_devicefix
@@ -36,14 +36,31 @@ def toys(tokenizer: Any) -> Callable[..., HookedTransformer]:
     return build
 
 
+@pytest.fixture(scope="session")
+def from_pretrained(
+    hf_models: Any, tokenizer: Any, references: Any
+) -> Callable[..., HookedTransformer]:
+    """`from_pretrained("gpt2", n_devices=4)`: as users load it, on the machine that is entered."""
+
+    def load(name: str, **options: Any) -> HookedTransformer:
+        references(name)  # skips what TransformerLens itself cannot convert
+        return load_hooked(ARCHITECTURES[name], hf_models(name), tokenizer, **options)
+
+    return load
+
+
 @pytest.fixture(scope="module")
-def load(machine: Machine, hf_models: Any, tokenizer: Any, toys: Any) -> Callable[..., Any]:
+def load(machine: Machine, from_pretrained: Any, toys: Any) -> Callable[..., Any]:
     """`load("gpt2", 4)`: a model over four devices, for one test to change as it likes."""
 
     def load(kind: str, spread: Spread = 4, **options: Any) -> HookedTransformer:
         if kind == "attention-only":
-            return toys("sim:0", spread)
-        return load_spread(kind, spread, hf_models(KINDS[kind].name), tokenizer, **options)
+            model = toys("sim:0", spread)
+        else:
+            options = {**where_to(kind, spread), **KINDS[kind].options, **options}
+            model = from_pretrained(KINDS[kind].name, **options)
+        assert len(devices_of(model)) == (4 if spread == "scattered" else spread)
+        return model
 
     return load
 
@@ -74,26 +91,40 @@ def spread() -> Spread:
 
 
 @pytest.fixture
-def model(models: Any, kind: str, spread: Spread) -> Iterator[HookedTransformer]:
-    """The model under test; hooks and gradients are gone after each test."""
+def model(models: Any, kind: str, spread: Spread) -> HookedTransformer:
+    """The model under test, without traces of earlier tests."""
     model = models(kind, spread)
-    yield model
     _clean(model)
+    return model
 
 
 @pytest.fixture
-def reference(references: Any, toys: Any, kind: str) -> Iterator[HookedTransformer]:
-    """The same weights in a model on the CPU, as TransformerLens loads it."""
-    is_toy = kind == "attention-only"
-    options = KINDS[kind].options
-    reference = toys("cpu", 1) if is_toy else references(KINDS[kind].name, **options)
-    yield reference
-    _clean(reference)
+def on_cpu(references: Any) -> Callable[..., HookedTransformer]:
+    """`on_cpu("gpt2")`: as TransformerLens loads it there, without traces of earlier tests."""
+
+    def get(name: str, **options: Any) -> HookedTransformer:
+        reference = references(name, **options)
+        _clean(reference)
+        return reference
+
+    return get
+
+
+@pytest.fixture
+def reference(on_cpu: Any, toys: Any, kind: str) -> HookedTransformer:
+    """The same weights as `model` has, on the CPU."""
+    if kind == "attention-only":
+        return toys("cpu", 1)
+    return on_cpu(KINDS[kind].name, **KINDS[kind].options)
 
 
 def _clean(model: HookedTransformer) -> None:
     model.reset_hooks(including_permanent=True)
     model.zero_grad()
+    for block in model.blocks:
+        # TransformerLens keeps the ALiBi bias of the longest input, and adds a part of it to the
+        # attention scores of a shorter one that differs by a constant for each query.
+        block.attn.alibi = None
 
 
 @pytest.fixture(scope="session")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 import transformer_lens
-from architectures import ARCHITECTURES, NO_PROCESSING, load_hooked
+from architectures import NO_PROCESSING
 from transformer_lens import ActivationCache, HookedTransformer
 
 
@@ -53,19 +53,17 @@ everywhere = pytest.mark.parametrize(
 )
 
 
-def load_spread(
-    kind: str, spread: Spread, hf_model: Any, tokenizer: Any, **options: Any
-) -> HookedTransformer:
-    """Load a model as users do, over the devices of the simulated machine that is entered."""
-    architecture = ARCHITECTURES[KINDS[kind].name]
-    devices: dict[str, Any] = {"n_devices": spread}
-    if spread == "scattered":
-        has_positions = architecture.name in ("gpt2", "bloom")
-        without = () if has_positions else ("pos_embed",)
-        devices = {"device_map": {c: d for c, d in SCATTERED.items() if c not in without}}
-    return load_hooked(
-        architecture, hf_model, tokenizer, **devices, **KINDS[kind].options, **options
-    )
+def where_to(kind: str, spread: Spread) -> dict[str, Any]:
+    """The arguments of `from_pretrained` that spread this kind of model so."""
+    if spread != "scattered":
+        return {"n_devices": spread}
+    has_pos_embed = KINDS[kind].name in ("gpt2", "bloom")
+    return {"device_map": {c: d for c, d in SCATTERED.items() if has_pos_embed or c != "pos_embed"}}
+
+
+def devices_of(model: Any) -> set[str]:
+    """Where the model's parameters and buffers are."""
+    return {str(tensor.device) for tensor in [*model.parameters(), *model.buffers()]}
 
 
 def home_of(model: HookedTransformer) -> torch.device:
@@ -96,6 +94,14 @@ def assert_agrees(
             assert_agrees(one, other, home, tolerance)
     else:
         assert actual == expected
+
+
+def on_one_device(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What TransformerLens does with one device; a test for which it fails there is skipped."""
+    try:
+        return run(*args, **kwargs)
+    except RuntimeError as error:
+        pytest.skip(f"TransformerLens itself fails with one device: {error}")
 
 
 def new_kv_cache(model: HookedTransformer, batch_size: int) -> Any:

@@ -140,6 +140,26 @@ def test_analyses_of_the_residual_stream(
     assert_agrees(analysis(cache), analysis(expected), home_of(model))
 
 
+@pytest.mark.parametrize(("kind", "spread"), [("llama", 4), ("gpt2", "scattered")])
+def test_a_logit_lens_by_hand(model: Any, reference: Any, tokens: torch.Tensor) -> None:
+    """Components can be called by themselves, with what is at home."""
+
+    def lens(model: Any) -> list[torch.Tensor]:
+        _, cache = model.run_with_cache(tokens)
+        residuals = [cache["resid_post", layer] for layer in range(N_LAYERS)]
+        return [model.unembed(model.ln_final(residual)) for residual in residuals]
+
+    assert_agrees(lens(model), lens(reference), home_of(model))
+
+
+def test_a_block_by_hand(model: Any, reference: Any, tokens: torch.Tensor) -> None:
+    def run(model: Any) -> torch.Tensor:
+        _, cache = model.run_with_cache(tokens)
+        return model.blocks[3](cache["resid_pre", 3])
+
+    assert_agrees(run(model), run(reference))
+
+
 def test_a_slice_of_the_batch(model: Any, reference: Any, tokens: torch.Tensor) -> None:
     _, expected = reference.run_with_cache(tokens)
     _, cache = model.run_with_cache(tokens)

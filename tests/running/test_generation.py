@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, load_hooked
-from kinds import assert_agrees, every_kind, home_of
+from kinds import assert_agrees, every_kind, home_of, on_one_device
 from transformer_lens import HookedTransformer
 
 SENTENCES = ["w5 w6 w7", "w8 w9 w10 w11 w12 w13"]
@@ -42,10 +41,7 @@ def test_a_prompt_from_any_device(
     where: str, model: Any, models: Any, reference: Any, tokens: torch.Tensor
 ) -> None:
     options = {"freq_penalty": 1.0, "stop_at_eos": False}
-    try:
-        generate(models("llama", 1), tokens.to(where), **options)
-    except RuntimeError as error:
-        pytest.skip(f"TransformerLens itself cannot do so with one device: {error}")
+    on_one_device(generate, models("llama", 1), tokens.to(where), **options)
 
     actual = generate(model, tokens.to(where), **options)
 
@@ -75,6 +71,15 @@ def test_a_string_and_every_return_type(return_type: str, model: Any, reference:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_prompt_of_embeddings(model: Any, reference: Any, tokens: torch.Tensor) -> None:
+    options = {"return_type": "tokens", **GREEDY}
+
+    actual = generate(model, model.embed(tokens), **options)
+
+    assert_agrees(actual, generate(reference, reference.embed(tokens), **options), home_of(model))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("sampling", SAMPLING.values(), ids=SAMPLING)
 def test_sampling_with_a_seed(
     sampling: dict[str, Any], model: Any, reference: Any, tokens: torch.Tensor
@@ -101,23 +106,16 @@ def test_finished_sequences_are_padded_with_the_end_token(
 @pytest.mark.parametrize("use_past_kv_cache", [True, False])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_bfloat16(
-    use_past_kv_cache: bool,
-    kind: str,
-    load: Any,
-    hf_models: Any,
-    tokenizer: Any,
-    tokens: torch.Tensor,
+    use_past_kv_cache: bool, kind: str, load: Any, from_pretrained: Any, tokens: torch.Tensor
 ) -> None:
-    dtype = torch.bfloat16
-    reference = load_hooked(
-        ARCHITECTURES[kind], hf_models(kind), tokenizer, device="cpu", dtype=dtype
-    )
+    reference = from_pretrained(kind, dtype=torch.bfloat16, device="cpu")
     options = {"use_past_kv_cache": use_past_kv_cache, "padding_side": "left", **GREEDY}
+    expected = on_one_device(generate, reference, SENTENCES, **options)
 
-    model = load(kind, dtype=dtype)
+    model = load(kind, dtype=torch.bfloat16)
 
     assert_agrees(model(tokens), reference(tokens), home_of(model))
-    assert generate(model, SENTENCES, **options) == generate(reference, SENTENCES, **options)
+    assert generate(model, SENTENCES, **options) == expected
 
 
 @pytest.mark.skipif(

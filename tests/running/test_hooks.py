@@ -9,6 +9,7 @@ import pytest
 import torch
 from architectures import N_LAYERS
 from kinds import assert_agrees, everywhere, home_of
+from transformer_lens import patching
 
 RESIDUALS = [f"blocks.{i}.hook_resid_post" for i in range(N_LAYERS)]
 
@@ -90,6 +91,18 @@ def test_patching_with_an_activation_of_another_run(
         _, clean = model.run_with_cache(other_tokens)
         hook = (RESIDUALS[layer], partial(patch, clean=clean))
         return model.run_with_hooks(tokens, fwd_hooks=[hook])
+
+    assert_agrees(run(model), run(reference), home_of(model))
+
+
+def test_the_patching_module_of_transformer_lens(
+    model: Any, reference: Any, tokens: torch.Tensor, other_tokens: torch.Tensor
+) -> None:
+    def run(model: Any) -> torch.Tensor:
+        _, clean = model.run_with_cache(other_tokens)
+        return patching.get_act_patch_attn_head_out_all_pos(
+            model, tokens.to(home_of(model)), clean, lambda logits: logits[0, -1, 5]
+        )
 
     assert_agrees(run(model), run(reference), home_of(model))
 

@@ -11,13 +11,8 @@ from typing import Any
 import pytest
 import torch
 from architectures import attention_only_config, randomize
-from kinds import assert_agrees, every_kind, home_of, new_kv_cache
+from kinds import assert_agrees, devices_of, every_kind, home_of, new_kv_cache
 from transformer_lens import HookedTransformer
-
-
-def devices_of(model: Any) -> set[str]:
-    """Where the model's parameters and buffers are."""
-    return {str(tensor.device) for tensor in [*model.parameters(), *model.buffers()]}
 
 
 def assert_runs(model: Any, reference: Any, tokens: torch.Tensor) -> None:
@@ -73,9 +68,7 @@ def test_every_kind_of_model_can_be_gathered(
     assert_runs(model.to("sim:0"), reference, tokens)
 
 
-def test_a_dtype_changes_where_the_model_lies(
-    load: Any, references: Any, tokens: torch.Tensor
-) -> None:
+def test_a_dtype_changes_where_the_model_lies(load: Any, on_cpu: Any, tokens: torch.Tensor) -> None:
     model = load("llama")
     devices = model.placement.device_map
     weights = sum(c.weights for c in model.placement.components)
@@ -85,7 +78,7 @@ def test_a_dtype_changes_where_the_model_lies(
     assert {p.dtype for p in model.parameters()} == {model.cfg.dtype} == {torch.float64}
     assert model.placement.device_map == devices
     assert sum(c.weights for c in model.placement.components) == 2 * weights
-    assert_runs(model, copy.deepcopy(references("llama")).to(torch.float64), tokens)
+    assert_runs(model, copy.deepcopy(on_cpu("llama")).to(torch.float64), tokens)
 
 
 def test_there_and_back_by_a_new_dtype_and_device(

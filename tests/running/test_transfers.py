@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -88,7 +89,7 @@ def test_a_scattered_model_copies_the_residual_stream_only_where_it_must(
 
     copies = transfers_of(model, at_home)
 
-    hops = [(here, there) for here, there in zip(path, path[1:]) if here != there]
+    hops = [(here, there) for here, there in pairwise(path) if here != there]
     assert [(t.source, t.target) for t in copies] == hops
 
 
