@@ -16,7 +16,7 @@ from tl_devicefix.devices import default_device, device_count
 from tl_devicefix.recall_task import RecallPrompt, recall_prompts
 from tl_devicefix.simulation import simulate
 
-CHECKPOINT = Path(__file__).parent / "checkpoint"
+CHECKPOINT = Path(__file__).parent / "recall_checkpoint"
 """The small trained checkpoint that ships with the package; see its README."""
 TOLERANCE = 1e-4
 """How far float32 log probabilities may be apart, folded and unfolded, or on different devices."""

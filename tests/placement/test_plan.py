@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, N_LAYERS, TOYS
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformer_lens import HookedTransformer
 
 import tl_devicefix
@@ -151,6 +152,25 @@ def test_planning_changes_nothing(config: Any, machine: Any) -> None:
     assert torch.equal(torch.get_rng_state(), random_state)
     assert [machine.max_memory_allocated(i) for i in range(4)] == [0] * 4
     assert machine.transfers == []
+
+
+class NoTensorsWithValues(TorchDispatchMode):
+    """Within it, every tensor that is made is on the meta device, or a mere number."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (list, tuple)) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                assert tensor.is_meta or tensor.numel() <= 1, f"{func} made {tuple(tensor.shape)}"
+        return result
+
+
+@pytest.mark.parametrize("options", [{}, {"positional_embedding_type": "rotary", "rotary_dim": 4}])
+def test_planning_allocates_nothing_not_even_on_the_cpu(
+    options: dict[str, Any], config: Any, machine: Any
+) -> None:
+    with NoTensorsWithValues():
+        plan(config(n_layers=7, **options), n_devices=4)
 
 
 def test_a_placement_cannot_be_changed(config: Any) -> None:
