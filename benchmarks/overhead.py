@@ -34,9 +34,10 @@ print(alone - start, both - alone)
 
 def time_forwards(rounds: int, forwards: int = 20) -> tuple[list[float], list[float]]:
     """Seconds per forward, patched and unpatched, for each of `rounds` alternating rounds."""
+    from transformer_lens import HookedTransformer
+
     import tl_devicefix
     from tl_devicefix.demo import CHECKPOINT
-    from transformer_lens import HookedTransformer
 
     with contextlib.redirect_stdout(io.StringIO()):
         model = HookedTransformer.from_pretrained(str(CHECKPOINT), device="cpu")

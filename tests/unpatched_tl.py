@@ -9,22 +9,27 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import torch
+import transformer_lens.loading_from_pretrained as tl_loading
+from transformer_lens import HookedTransformer
 
 import tl_devicefix
 from tl_devicefix.simulation.machine import Machine
+
+_tl_model = sys.modules[HookedTransformer.__module__]
 
 
 @contextlib.contextmanager
 def transformer_lens_alone(machine: Machine) -> Iterator[None]:
     """Within it, unpatched TransformerLens takes the machine's devices for its CUDA devices."""
+    configure = tl_loading.get_pretrained_model_config
 
-    def get_device() -> torch.device:
-        return machine.devices[0]
+    def configure_on_first_device(*args: Any, device: Any = None, **kwargs: Any) -> Any:
+        return configure(*args, device=device or str(machine.devices[0]), **kwargs)
 
     def get_best_available_device(cfg: Any) -> torch.device:
         device = torch.device(cfg.device)
@@ -33,18 +38,13 @@ def transformer_lens_alone(machine: Machine) -> Iterator[None]:
         # As its get_best_available_cuda_device: whichever of the first n has most memory free.
         return max(machine.devices[: cfg.n_devices], key=lambda d: machine.mem_get_info(d)[0])
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(tl_devicefix.unpatched())
-        counted = mock.patch("torch.cuda.device_count", return_value=len(machine.devices))
-        stack.enter_context(counted)
-        for function in (get_device, get_best_available_device):
-            _replace_wherever_imported(function, stack)
+    name = get_best_available_device.__name__
+    # TransformerLens 3 imports the function itself, 2 the module that has it.
+    owner = _tl_model if hasattr(_tl_model, name) else _tl_model.devices
+    with (
+        tl_devicefix.unpatched(),
+        mock.patch("torch.cuda.device_count", return_value=len(machine.devices)),
+        mock.patch.object(tl_loading, "get_pretrained_model_config", configure_on_first_device),
+        mock.patch.object(owner, name, get_best_available_device),
+    ):
         yield
-
-
-def _replace_wherever_imported(function: Callable[..., Any], stack: contextlib.ExitStack) -> None:
-    """Replace TransformerLens's function of the same name, in each module that has it."""
-    name = function.__name__
-    for module_name, module in list(sys.modules.items()):
-        if module_name.partition(".")[0] == "transformer_lens" and name in vars(module):
-            stack.enter_context(mock.patch.object(module, name, function))

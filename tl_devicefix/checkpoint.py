@@ -5,7 +5,6 @@ transformers fills missing tensors with random numbers and only warns; here that
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from packaging.version import Version
 from transformers import AutoModel, AutoModelForCausalLM
 
 from tl_devicefix.model_config import is_checkpoint_directory
+from tl_devicefix.shards import check_shards, file_of, stored_shapes
 
 
 def load_hf_model(model_name: str, cfg: Any, **kwargs: Any) -> torch.nn.Module:
@@ -49,7 +49,7 @@ def load_hf_model(model_name: str, cfg: Any, **kwargs: Any) -> torch.nn.Module:
         ignore_mismatched_sizes=True,
         **kwargs,
     )
-    _check_report(report, model_name)
+    _check_report(report, model_name, model)
     return model.requires_grad_(False)
 
 
@@ -69,89 +69,33 @@ def _revision(model_name: str, cfg: Any) -> str:
     )
 
 
-def _check_report(report: dict[str, Any], model_name: str) -> None:
+def _check_report(report: dict[str, Any], model_name: str, model: torch.nn.Module) -> None:
     """Turn transformers' loading report into an error if the checkpoint does not fit."""
+    directory = Path(model_name)
+    stored = stored_shapes(directory)
     problems = {
         "lacks": sorted(report.get("missing_keys", ())),
         "has tensors that the architecture has no place for:": sorted(
             report.get("unexpected_keys", ())
         ),
         "has tensors of other shapes than its config asks for:": sorted(
-            _mismatch(entry) for entry in report.get("mismatched_keys", ())
+            # transformers 5 gives (name, stored shape, expected shape), 4 only the name.
+            entry if isinstance(entry, str) else entry[0]
+            for entry in report.get("mismatched_keys", ())
         ),
     }
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     for problem, names in problems.items():
         if names:
-            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
-            raise ValueError(
-                f"the checkpoint {model_name!r}{_file_of(model_name, names[0])} {problem} {shown}; "
-                "fetch or save it again, or load it yourself and pass hf_model=..."
+            shown = ", ".join(
+                f"{name} (stored {stored[name]}, expected {expected[name]})"
+                if name in stored and name in expected
+                else name
+                for name in names[:3]
             )
-
-
-def _mismatch(entry: Any) -> str:
-    if isinstance(entry, str):
-        return entry
-    name, stored, expected = entry
-    return f"{name} (stored {tuple(stored)}, expected {tuple(expected)})"
-
-
-def _file_of(model_name: str, tensor: str) -> str:
-    """Which file of a local sharded checkpoint a tensor is listed in."""
-    tensor = tensor.split(" ")[0]
-    listed = _index(Path(model_name)).get(tensor)
-    if listed is None and (Path(model_name) / "model.safetensors").is_file():
-        listed = "model.safetensors"
-    return f" ({listed})" if listed else ""
-
-
-def _index(directory: Path) -> dict[str, str]:
-    """Which file of a local sharded checkpoint holds which tensor; empty if it is not sharded."""
-    index = directory / "model.safetensors.index.json"
-    if not index.is_file():
-        return {}
-    try:
-        return json.loads(index.read_text())["weight_map"]
-    except (ValueError, KeyError) as error:
-        raise ValueError(f"{index} cannot be read ({error}); fetch it again") from error
-
-
-def check_shards(directory: Path) -> None:
-    """Check that every safetensors file of a checkpoint is there and whole.
-
-    Raises:
-        ValueError: naming the file, and the first tensor that is cut short.
-    """
-    for tensor, file in sorted(_index(directory).items()):
-        if not (directory / file).is_file():
+            more = f" and {len(names) - 3} more" if names[3:] else ""
+            file = file_of(directory, names[0])
             raise ValueError(
-                f"the checkpoint {str(directory)!r} lists {tensor} in {file}, but that file is not "
-                "there; fetch it again"
-            )
-    for shard in sorted(directory.glob("*.safetensors")):
-        _check_whole(shard)
-
-
-def _check_whole(shard: Path) -> None:
-    """Compare a safetensors file's length with its header (8 bytes of length, JSON, data)."""
-    size = shard.stat().st_size
-    with shard.open("rb") as file:
-        header_size = int.from_bytes(file.read(8), "little")
-        if size < 8 or header_size > size - 8:
-            raise ValueError(
-                f"{shard} is cut short within its header ({size} bytes); fetch it again"
-            )
-        try:
-            header = json.loads(file.read(header_size))
-        except ValueError as error:
-            raise ValueError(
-                f"the header of {shard} is damaged ({error}); fetch it again"
-            ) from error
-    header.pop("__metadata__", None)
-    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        end = 8 + header_size + entry["data_offsets"][1]
-        if end > size:
-            raise ValueError(
-                f"{shard} is cut short: {name} should end at byte {end}, but the file has {size}; "
-                "fetch it again"
+                f"the checkpoint {model_name!r}{f' ({file})' if file else ''} {problem} {shown}"
+                f"{more}; fetch or save it again, or load it yourself and pass hf_model=..."
             )

@@ -92,10 +92,15 @@ class HuggingFaceSource:
                 CONVERTIBLE_NAME, cfg, view, dtype=cfg.dtype
             )
         except AttributeError as error:
+            given = type(self._model).__name__
+            if given == cfg.original_architecture:
+                reason = "this transformers lays out otherwise than this TransformerLens reads"
+                remedy = "install versions of the two that were released together"
+            else:
+                reason = f"cannot be read as the {cfg.original_architecture} that is named"
+                remedy = "pass the model that belongs to the name"
             raise ValueError(
-                f"hf_model is a {type(self._model).__name__}, which cannot be read as the "
-                f"{cfg.original_architecture} that is named ({error}); pass the model that belongs "
-                "to the name"
+                f"hf_model is a {given}, which {reason} ({error}); {remedy}"
             ) from error
 
 

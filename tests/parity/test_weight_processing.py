@@ -75,6 +75,7 @@ class Snapshot:
         assert_same_tensors(on_cpu(dict(state_dict)), self._values, tolerance=0)
 
 
+@pytest.mark.fails_unpatched
 @for_each(METHODS)
 def test_a_method_does_what_it_did_with_weights_on_one_device(
     method: str,
@@ -107,6 +108,7 @@ def is_unread(name: str, key: str) -> bool:
     return name == "bloom" and key == "pos_embed.W_pos"
 
 
+@pytest.mark.fails_unpatched
 @for_each(A_FEW)
 def test_a_method_leaves_each_weight_on_its_own_device(
     method: str,
@@ -125,6 +127,7 @@ def test_a_method_leaves_each_weight_on_its_own_device(
         assert tensor.device == model.placement.device_of(key), key
 
 
+@pytest.mark.fails_unpatched
 @for_each(A_FEW)
 def test_a_method_leaves_the_given_weights_unchanged(
     method: str,
@@ -166,6 +169,7 @@ def test_missing_keys_are_filled_from_the_model(
     )
 
 
+@pytest.mark.fails_unpatched
 @pytest.mark.parametrize("processing", PROCESSING)
 @pytest.mark.parametrize(
     ("name", "n_devices"), [("attention-only", 3), *(("solu", n) for n in (1, 2, 3, 4))]
@@ -195,6 +199,7 @@ def test_loading_weights_that_lie_anywhere(
     assert_same_model(model, reference, tokens)
 
 
+@pytest.mark.fails_unpatched
 @pytest.mark.parametrize("options", [{}, {"fold_ln": False}], ids=str)
 @pytest.mark.parametrize("name", ["gpt2", "qwen2", "mixtral", *TOYS])
 def test_processing_an_unprocessed_model_in_place(

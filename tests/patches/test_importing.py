@@ -1,7 +1,7 @@
 """`import tl_devicefix` applies the patches, before or after TransformerLens, unless disabled.
 
-What an import does is seen in fresh interpreters only. They are slow to start, so they are few,
-start together, and check several things each.
+What an import does is seen in fresh interpreters only. They are slow to start, so they run
+together, and check several things each.
 """
 
 from __future__ import annotations
@@ -11,9 +11,6 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 TRANSFORMER_LENS_FIRST = """
     import inspect, sys
@@ -76,30 +73,27 @@ DISABLED = """
 """
 
 
-@pytest.fixture(scope="module")
-def interpreters() -> Any:
-    """The scripts, all running already."""
-    scripts = {
-        "TransformerLens first": (TRANSFORMER_LENS_FIRST, {}),
-        "tl_devicefix first": (DEVICEFIX_FIRST, {"TL_DEVICEFIX_DISABLE": "0"}),
-        "disabled": (DISABLED, {"TL_DEVICEFIX_DISABLE": "1"}),
-    }
+def start(script: str, disable: str | None) -> subprocess.Popen[str]:
     environment = {k: v for k, v in os.environ.items() if k != "TL_DEVICEFIX_DISABLE"}
+    if disable is not None:
+        environment["TL_DEVICEFIX_DISABLE"] = disable
     here, elsewhere = str(Path(__file__).parent), environment.get("PYTHONPATH")
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (here, elsewhere)))
-    return {
-        name: subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(script)],
-            env={**environment, **variables},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for name, (script, variables) in scripts.items()
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_importing_first_or_last_or_disabled() -> None:
+    interpreters = {
+        "TransformerLens first": start(TRANSFORMER_LENS_FIRST, disable=None),
+        "tl_devicefix first": start(DEVICEFIX_FIRST, disable="0"),
+        "disabled": start(DISABLED, disable="1"),
     }
-
-
-@pytest.mark.parametrize("name", ["TransformerLens first", "tl_devicefix first", "disabled"])
-def test_in_a_fresh_interpreter(name: str, interpreters: Any) -> None:
-    _, errors = interpreters[name].communicate(timeout=120)
-    assert interpreters[name].returncode == 0, errors
+    errors = {name: run.communicate(timeout=300)[1] for name, run in interpreters.items()}
+    for name, run in interpreters.items():
+        assert run.returncode == 0, f"{name}: {errors[name]}"

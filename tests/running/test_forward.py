@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import N_LAYERS
-from kinds import assert_agrees, every_kind, everywhere, home_of, new_kv_cache
+from kinds import KINDS, assert_agrees, every_kind, everywhere, home_of, new_kv_cache
 
 SENTENCES = ["w5 w6 w7", "w8 w9 w10 w11 w12 w13"]
 
@@ -172,6 +172,23 @@ def test_a_frozen_kv_cache_serves_many_continuations_of_one_prefix(
 
     assert kv_cache[3].past_keys.shape[1] == prefix.shape[1]
     assert_agrees(actual, expected, home_of(model))
+
+
+@every_kind
+def test_bfloat16(
+    kind: str, load: Any, from_pretrained: Any, toys: Any, tokens: torch.Tensor
+) -> None:
+    if kind == "attention-only":
+        model, reference = load(kind).to(torch.bfloat16), toys("cpu", 1).to(torch.bfloat16)
+    else:
+        options = {"dtype": torch.bfloat16, **KINDS[kind].options}
+        reference = from_pretrained(KINDS[kind].name, device="cpu", **options)
+        model = load(kind, **options)
+
+    logits = model(tokens)
+
+    assert logits.dtype == reference(tokens).dtype
+    assert_agrees(logits, reference(tokens), home_of(model))
 
 
 @pytest.mark.parametrize("per_token", [False, True])

@@ -105,16 +105,13 @@ def test_finished_sequences_are_padded_with_the_end_token(
 
 @pytest.mark.parametrize("use_past_kv_cache", [True, False])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_bfloat16(
-    use_past_kv_cache: bool, kind: str, load: Any, from_pretrained: Any, tokens: torch.Tensor
-) -> None:
+def test_bfloat16(use_past_kv_cache: bool, kind: str, load: Any, from_pretrained: Any) -> None:
     reference = from_pretrained(kind, dtype=torch.bfloat16, device="cpu")
     options = {"use_past_kv_cache": use_past_kv_cache, "padding_side": "left", **GREEDY}
     expected = on_one_device(generate, reference, SENTENCES, **options)
 
     model = load(kind, dtype=torch.bfloat16)
 
-    assert_agrees(model(tokens), reference(tokens), home_of(model))
     assert generate(model, SENTENCES, **options) == expected
 
 

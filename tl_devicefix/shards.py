@@ -1,0 +1,98 @@
+"""The safetensors files of a local checkpoint: which tensor is where, and whether all are whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+_INDEX = "model.safetensors.index.json"
+
+
+def check_shards(directory: Path) -> None:
+    """Check that every safetensors file is there, is whole, and holds what the index says.
+
+    Raises:
+        ValueError: naming the file, and a tensor that is missing or cut short.
+    """
+    index = _index(directory)
+    for tensor, file in sorted(index.items()):
+        if not (directory / file).is_file():
+            raise ValueError(
+                f"the checkpoint {str(directory)!r} lists {tensor} in {file}, but that file is not "
+                "there; fetch it again"
+            )
+    for file in sorted(set(index.values())) or [f.name for f in _files(directory)]:
+        header = _read_header(directory / file)
+        listed = {tensor for tensor, where in index.items() if where == file}
+        if index and header.keys() != listed:
+            tensor = min(header.keys() ^ listed)
+            here, there = ("the file", "index") if tensor in header else ("the index", "file")
+            raise ValueError(
+                f"the checkpoint {str(directory)!r} does not agree with its index: {tensor} of "
+                f"{file} is in {here} and not in the {there}; fetch it again"
+            )
+
+
+def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor in a local checkpoint's safetensors files, if it has any."""
+    return {
+        name: tuple(entry["shape"])
+        for file in _files(directory)
+        for name, entry in _read_header(file).items()
+    }
+
+
+def file_of(directory: Path, tensor: str) -> str | None:
+    """The file of a local checkpoint that holds a tensor, or by its index should."""
+    if tensor in (index := _index(directory)):
+        return index[tensor]
+    files = _files(directory)
+    if len(files) == 1:
+        return files[0].name
+    return next((file.name for file in files if tensor in _read_header(file)), None)
+
+
+def _files(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*.safetensors"))
+
+
+def _index(directory: Path) -> dict[str, str]:
+    """Which file of a sharded checkpoint holds which tensor; empty if it is not sharded."""
+    index = directory / _INDEX
+    if not index.is_file():
+        return {}
+    try:
+        return json.loads(index.read_text())["weight_map"]
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{index} cannot be read ({error}); fetch it again") from error
+
+
+def _read_header(file: Path) -> dict[str, Any]:
+    """What a safetensors file holds, by its header (8 bytes of length, JSON, then the data).
+
+    Raises:
+        ValueError: if the file is shorter than its header says.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        header_size = int.from_bytes(opened.read(8), "little")
+        if size < 8 or header_size > size - 8:
+            raise ValueError(
+                f"{file} is cut short within its header ({size} bytes); fetch it again"
+            )
+        try:
+            header = json.loads(opened.read(header_size))
+        except ValueError as error:
+            raise ValueError(
+                f"the header of {file} is damaged ({error}); fetch it again"
+            ) from error
+    header.pop("__metadata__", None)
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        end = 8 + header_size + entry["data_offsets"][1]
+        if end > size:
+            raise ValueError(
+                f"{file} is cut short: {name} should end at byte {end}, but the file has {size}; "
+                "fetch it again"
+            )
+    return header
