@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -10,15 +11,30 @@ import torch
 from architectures import ARCHITECTURES, attention_only_config, load_hooked, randomize
 from kinds import KINDS, Spread, devices_of, where_to
 from transformer_lens import HookedTransformer
+from unpatched_tl import transformer_lens_alone
 
 import tl_devicefix
 from tl_devicefix.simulation.machine import Machine
 
 
+@pytest.fixture(scope="session")
+def simulated(request: pytest.FixtureRequest) -> Callable[..., AbstractContextManager[Machine]]:
+    """`with simulated(4) as machine`: as `tl_devicefix.simulate`, and without it if --unpatched."""
+
+    @contextmanager
+    def simulated(*args: Any, **options: Any) -> Iterator[Machine]:
+        with tl_devicefix.simulate(*args, **options) as machine:
+            unpatched = request.config.getoption("--unpatched")
+            with transformer_lens_alone(machine) if unpatched else nullcontext():
+                yield machine
+
+    return simulated
+
+
 @pytest.fixture(scope="module")
-def machine() -> Iterator[Machine]:
+def machine(simulated: Any) -> Iterator[Machine]:
     """A simulated machine of four devices, open for a whole module so that models are shared."""
-    with tl_devicefix.simulate(4) as machine:
+    with simulated(4) as machine:
         yield machine
 
 

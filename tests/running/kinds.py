@@ -48,8 +48,13 @@ Spread = int | str
 every_kind = pytest.mark.parametrize("kind", KINDS)
 everywhere = pytest.mark.parametrize(
     ("kind", "spread"),
-    [(kind, spread) for kind in KINDS for spread in (1, 3, 4)]
-    + [(kind, "scattered") for kind in KINDS if kind != "attention-only"],
+    [pytest.param(kind, 1) for kind in KINDS]
+    + [
+        pytest.param(kind, spread, marks=pytest.mark.fails_unpatched)
+        for kind in KINDS
+        for spread in (3, 4)
+    ]
+    + [pytest.param(kind, "scattered") for kind in KINDS if kind != "attention-only"],
 )
 
 
