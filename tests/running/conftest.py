@@ -75,7 +75,7 @@ def load(machine: Machine, from_pretrained: Any, toys: Any) -> Callable[..., Any
         else:
             options = {**where_to(kind, spread), **KINDS[kind].options, **options}
             model = from_pretrained(KINDS[kind].name, **options)
-        assert len(devices_of(model)) == (4 if spread == "scattered" else spread)
+        assert (len(devices_of(model)) > 1) == (spread != 1)
         return model
 
     return load

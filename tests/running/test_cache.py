@@ -31,6 +31,7 @@ def test_every_activation(model: Any, reference: Any, tokens: torch.Tensor) -> N
     assert_agrees((logits, cache), expected, home_of(model))
 
 
+@pytest.mark.fails_unpatched
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_every_option(
     options: dict[str, Any], model: Any, reference: Any, tokens: torch.Tensor
@@ -43,6 +44,7 @@ def test_every_option(
     assert_agrees((output, cache), (expected_output, expected), home_of(model))
 
 
+@pytest.mark.fails_unpatched
 def test_remove_batch_dim(model: Any, reference: Any, tokens: torch.Tensor) -> None:
     _, expected = reference.run_with_cache(tokens[:1], remove_batch_dim=True)
 
@@ -54,6 +56,7 @@ def test_remove_batch_dim(model: Any, reference: Any, tokens: torch.Tensor) -> N
     assert_agrees(later, expected, home_of(model))
 
 
+@pytest.mark.fails_unpatched
 @pytest.mark.parametrize("device", ["cpu", "sim:3"])
 def test_activations_go_to_the_device_that_is_asked_for(
     device: str, model: Any, reference: Any, tokens: torch.Tensor
@@ -129,6 +132,7 @@ ANALYSES = {
 }
 
 
+@pytest.mark.fails_unpatched
 @pytest.mark.parametrize("analysis", ANALYSES.values(), ids=ANALYSES)
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_analyses_of_the_residual_stream(
@@ -169,6 +173,7 @@ def test_a_slice_of_the_batch(model: Any, reference: Any, tokens: torch.Tensor) 
     assert_agrees(actual, expected.apply_slice_to_batch_dim(1), home_of(model))
 
 
+@pytest.mark.fails_unpatched
 @every_kind
 def test_gradients_of_every_activation(model: Any, reference: Any, tokens: torch.Tensor) -> None:
     options = {"incl_bwd": True, "return_type": "loss"}
@@ -180,6 +185,7 @@ def test_gradients_of_every_activation(model: Any, reference: Any, tokens: torch
     assert_agrees(cache, expected, home_of(model))
 
 
+@pytest.mark.fails_unpatched
 def test_caching_hooks_of_ones_own(model: Any, reference: Any, tokens: torch.Tensor) -> None:
     """`get_caching_hooks` with `hooks()`, as in TransformerLens's attribution patching demo."""
 

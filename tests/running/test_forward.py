@@ -22,6 +22,7 @@ def test_logits_and_loss(model: Any, reference: Any, tokens: torch.Tensor) -> No
     assert_agrees(actual, expected, home_of(model))
 
 
+@pytest.mark.fails_unpatched
 @pytest.mark.parametrize("loss_per_token", [False, True])
 @pytest.mark.parametrize("return_type", ["logits", "loss", "both", None])
 def test_every_return_type(
@@ -32,6 +33,7 @@ def test_every_return_type(
     assert_agrees(model(tokens, **options), reference(tokens, **options), home_of(model))
 
 
+@pytest.mark.fails_unpatched
 @pytest.mark.parametrize("where", ["cpu", "sim:0", "sim:3"])
 @pytest.mark.parametrize("shape", ["batch", "one-dimensional"])
 def test_tokens_may_come_from_any_device(
@@ -44,6 +46,7 @@ def test_tokens_may_come_from_any_device(
     assert_agrees(actual, reference(tokens, return_type="both"), home_of(model))
 
 
+@pytest.mark.fails_unpatched
 @pytest.mark.parametrize("prepend_bos", [True, False])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_string(prepend_bos: bool, model: Any, reference: Any) -> None:
@@ -54,6 +57,7 @@ def test_a_string(prepend_bos: bool, model: Any, reference: Any) -> None:
     assert_agrees(actual, reference(SENTENCES[0], **options), home_of(model))
 
 
+@pytest.mark.fails_unpatched
 @pytest.mark.parametrize("padding_side", ["left", "right"])
 @every_kind
 def test_strings_are_padded_on_either_side(padding_side: str, model: Any, reference: Any) -> None:
@@ -96,6 +100,7 @@ def test_stopping_at_a_layer_returns_the_residual_stream_at_home(
     assert_agrees(model(tokens, stop_at_layer=layer), expected, home_of(model))
 
 
+@pytest.mark.fails_unpatched
 @pytest.mark.parametrize("where", ["cpu", "sim:0", "sim:3"])
 @pytest.mark.parametrize("layer", [0, 1, 3, -1])
 def test_starting_at_a_layer_takes_a_residual_stream_from_any_device(
@@ -147,6 +152,7 @@ def test_keys_and_values_are_kept_where_their_block_is(model: Any, tokens: torch
     assert empty == filled == [(device, device) for device in planned]
 
 
+@pytest.mark.fails_unpatched
 @every_kind
 def test_a_left_padded_prompt_in_pieces_with_a_kv_cache(model: Any, reference: Any) -> None:
     def run(model: Any) -> torch.Tensor:
@@ -158,6 +164,7 @@ def test_a_left_padded_prompt_in_pieces_with_a_kv_cache(model: Any, reference: A
     assert_agrees(run(model), run(reference), home_of(model))
 
 
+@pytest.mark.fails_unpatched
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bloom"])
 def test_a_frozen_kv_cache_serves_many_continuations_of_one_prefix(
     model: Any, reference: Any, tokens: torch.Tensor, other_tokens: torch.Tensor

@@ -48,6 +48,7 @@ def test_a_prompt_from_any_device(
     assert_agrees(actual, generate(reference, tokens, **options), home_of(model))
 
 
+@pytest.mark.fails_unpatched
 @pytest.mark.parametrize("use_past_kv_cache", [True, False])
 @every_kind
 def test_strings_of_unequal_length_are_padded_on_the_left(
@@ -61,6 +62,7 @@ def test_strings_of_unequal_length_are_padded_on_the_left(
     assert texts == generate(reference, SENTENCES, **options)
 
 
+@pytest.mark.fails_unpatched
 @pytest.mark.parametrize("return_type", ["str", "tokens", "embeds"])
 def test_a_string_and_every_return_type(return_type: str, model: Any, reference: Any) -> None:
     options = {"return_type": return_type, **GREEDY}
@@ -79,6 +81,7 @@ def test_a_prompt_of_embeddings(model: Any, reference: Any, tokens: torch.Tensor
     assert_agrees(actual, generate(reference, reference.embed(tokens), **options), home_of(model))
 
 
+@pytest.mark.fails_unpatched
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("sampling", SAMPLING.values(), ids=SAMPLING)
 def test_sampling_with_a_seed(

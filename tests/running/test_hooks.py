@@ -77,6 +77,7 @@ def replace_last_position(value: torch.Tensor, hook: Any, clean: Any) -> torch.T
     return value
 
 
+@pytest.mark.fails_unpatched
 @pytest.mark.parametrize("patch", [replace, replace_last_position])
 @pytest.mark.parametrize("layer", range(N_LAYERS))
 def test_patching_with_an_activation_of_another_run(
@@ -95,6 +96,7 @@ def test_patching_with_an_activation_of_another_run(
     assert_agrees(run(model), run(reference), home_of(model))
 
 
+@pytest.mark.fails_unpatched
 def test_the_patching_module_of_transformer_lens(
     model: Any, reference: Any, tokens: torch.Tensor, other_tokens: torch.Tensor
 ) -> None:
@@ -107,6 +109,7 @@ def test_the_patching_module_of_transformer_lens(
     assert_agrees(run(model), run(reference), home_of(model))
 
 
+@pytest.mark.fails_unpatched
 def test_backward_hooks(model: Any, reference: Any, tokens: torch.Tensor) -> None:
     def run(model: Any) -> dict[str, torch.Tensor]:
         gradients: dict[str, torch.Tensor] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from kinds import assert_agrees, everywhere
 
@@ -21,6 +22,7 @@ def test_every_gradient(model: Any, reference: Any, tokens: torch.Tensor) -> Non
             assert_agrees(parameter.grad, expected)
 
 
+@pytest.mark.fails_unpatched
 def test_an_optimiser_step(load: Any, toys: Any, tokens: torch.Tensor) -> None:
     model, reference = load("attention-only"), toys("cpu", 1)
 
@@ -39,6 +41,7 @@ def test_an_optimiser_step(load: Any, toys: Any, tokens: torch.Tensor) -> None:
     assert {str(p.device) for p in model.parameters()} == {"sim:0", "sim:1", "sim:2", "sim:3"}
 
 
+@pytest.mark.fails_unpatched
 def test_gradients_of_ones_own_function_of_the_logits(
     model: Any, reference: Any, tokens: torch.Tensor
 ) -> None:
