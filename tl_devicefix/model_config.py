@@ -194,6 +194,8 @@ def _gemma_sizes(hf_config: Any) -> dict[str, Any]:
         "d_vocab": hf_config.vocab_size,
         "d_vocab_out": hf_config.vocab_size,
         "rotary_dim": hf_config.head_dim,
+        "attn_scale": hf_config.head_dim**0.5,
+        **_gemma_rope(hf_config),
     }
     if getattr(hf_config, "query_pre_attn_scalar", None) is not None:
         sizes["attn_scale"] = hf_config.query_pre_attn_scalar**0.5
@@ -207,6 +209,23 @@ def _gemma_sizes(hf_config: Any) -> dict[str, Any]:
             "local" if kind == "sliding_attention" else "global" for kind in hf_config.layer_types
         ]
     return sizes
+
+
+def _gemma_rope(hf_config: Any) -> dict[str, Any]:
+    """The rotary bases of a Gemma; Gemma 3 has another one for its local attention."""
+    # transformers 5 keeps them in rope_parameters, for Gemma 3 by kind of attention.
+    rope = getattr(hf_config, "rope_parameters", None) or {}
+    base = rope.get("full_attention", rope).get("rope_theta")
+    local = rope.get("sliding_attention", {}).get("rope_theta")
+    bases = {
+        "rotary_base": base or getattr(hf_config, "rope_theta", None),
+        "rotary_base_local": local or getattr(hf_config, "rope_local_base_freq", None),
+    }
+    return {
+        name: int(value)
+        for name, value in bases.items()
+        if value is not None and name in _config_fields()
+    }
 
 
 def _rope(hf_config: Any) -> dict[str, Any]:

@@ -277,6 +277,7 @@ def _store(model: nn.Module, name: str, value: torch.Tensor) -> None:
     held: torch.Tensor | None = {**module._buffers, **module._parameters}.get(leaf)
     if held is None:
         return
+    value = value.reshape(held.shape)
     if held.is_meta:
         value = value.to(held.dtype).contiguous()
         new = nn.Parameter(value, requires_grad=held.requires_grad)
@@ -319,7 +320,8 @@ def complete_unit(model: Any, unit: str, weights: Weights) -> Weights:
 
 
 def _check_weight(name: str, given: torch.Tensor, own: torch.Tensor) -> None:
-    if given.shape != own.shape:
+    # As torch's load_state_dict: one element may fill a scalar (Apertus keeps its alphas so).
+    if given.shape != own.shape and (own.dim() > 0 or given.numel() != 1):
         raise ValueError(
             f"{name} has shape {tuple(given.shape)}, but this model's config asks for "
             f"{tuple(own.shape)}: the weights and the config are not of the same model"
