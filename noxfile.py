@@ -35,25 +35,24 @@ def types(session: nox.Session) -> None:
     session.run("mypy")
 
 
-@nox.session
-@nox.parametrize("transformer_lens", ["3.9.0", "2.18.0"], ids=["3.9.0", "2.18.0"])
-def tests(session: nox.Session, transformer_lens: str) -> None:
-    """Run the tests on the versions that CI covers."""
-    install(session, transformer_lens, "-e", ".[test]")
-    session.run("pytest", "-n", "2", *session.posargs)
+def add_tests(transformer_lens: str) -> None:
+    """Add a session that runs the tests on one TransformerLens version."""
+
+    @nox.session(name=f"tests-{transformer_lens}")
+    def tests(session: nox.Session) -> None:
+        install(session, transformer_lens, "-e", ".[test]")
+        session.run("pytest", "-n", "2", *session.posargs)
 
 
-@nox.session
-@nox.parametrize("transformer_lens", ["2.16.1", "3.0.0", "3.5.1"], ids=["2.16.1", "3.0.0", "3.5.1"])
-def other_versions(session: nox.Session, transformer_lens: str) -> None:
-    """Run the tests on versions outside the default run: `nox -s other_versions-3.5.1`."""
-    install(session, transformer_lens, "-e", ".[test]")
-    session.run("pytest", "-n", "2", *session.posargs)
+# The first two are run by CI; the others are for `nox -s tests-3.5.1`.
+for version in ("3.9.0", "2.18.0", "2.16.1", "3.0.0", "3.5.1"):
+    add_tests(version)
 
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """Run the demo as README does, and the self-check."""
+    """Run the demo and the self-check of the installed package, away from its sources."""
     install(session, "3.9.0", ".")
+    session.chdir(session.create_tmp())
     session.run("python", "-m", "tl_devicefix", "demo")
     session.run("python", "-m", "tl_devicefix", "selfcheck")

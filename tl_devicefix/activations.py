@@ -27,6 +27,22 @@ class CacheAtHome(dict[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         return move(super().__getitem__(name), self.home)
 
+    def __iter__(self) -> Iterator[str]:
+        # Python copies a dict's values as they lie (dict(cache), {**cache}) unless it has this.
+        return super().__iter__()
+
+    def __or__(self, other: Any) -> Any:
+        return dict(self) | other
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        """As `dict.setdefault`, at home."""
+        return move(super().setdefault(name, default), self.home)
+
+    def popitem(self) -> tuple[str, torch.Tensor]:
+        """As `dict.popitem`, at home."""
+        name, value = super().popitem()
+        return name, move(value, self.home)
+
     def get(self, name: str, default: Any = None) -> Any:
         """As `dict.get`, at home."""
         return move(super().get(name, default), self.home)
@@ -91,9 +107,10 @@ def _with_cache_at_home(
     (activations then stay there) are left as they are.
     """
     unpatched = original(type(model), method)
-    given = inspect.signature(unpatched).bind(model, *args, **kwargs).arguments
     placement: Placement | None = getattr(model, "placement", None)
-    keeps = given.get("cache") is not None or given.get("device") is not None
-    if placement is not None and len(placement.devices) > 1 and not keeps:
-        kwargs["cache"] = CacheAtHome(placement.home)
-    return unpatched(model, *args, **kwargs)
+    if placement is None or len(placement.devices) == 1:
+        return unpatched(model, *args, **kwargs)
+    given = inspect.signature(unpatched).bind(model, *args, **kwargs)
+    if given.arguments.get("cache") is None and given.arguments.get("device") is None:
+        given.arguments["cache"] = CacheAtHome(placement.home)
+    return unpatched(*given.args, **given.kwargs)

@@ -6,6 +6,7 @@ transformers fills missing tensors with random numbers and only warns; here that
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,10 @@ def load_hf_model(model_name: str, cfg: Any, **kwargs: Any) -> torch.nn.Module:
 _DTYPE_ARGUMENT = "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
 
 
+# Masks and rotary tables that old checkpoints store (GPT-2, GPT-J, GPT-Neo): never needed.
+_OLD_BUFFER = re.compile(r"attn\.(bias|masked_bias)$|attention\.(bias|masked_bias)$|inv_freq$")
+
+
 def _revision(model_name: str, cfg: Any) -> str:
     """The hub revision of a training checkpoint, as TransformerLens names them."""
     if model_name.startswith("stanford-crfm"):
@@ -76,7 +81,7 @@ def _check_report(report: dict[str, Any], model_name: str, model: torch.nn.Modul
     problems = {
         "lacks": sorted(report.get("missing_keys", ())),
         "has tensors that the architecture has no place for:": sorted(
-            report.get("unexpected_keys", ())
+            name for name in report.get("unexpected_keys", ()) if not _OLD_BUFFER.search(name)
         ),
         "has tensors of other shapes than its config asks for:": sorted(
             # transformers 5 gives (name, stored shape, expected shape), 4 only the name.

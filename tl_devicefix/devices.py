@@ -50,7 +50,7 @@ def resolve(device: DeviceLike) -> torch.device:
         ValueError: if the name is not a device, or this machine has no such device.
     """
     if isinstance(device, int):
-        return _existing(torch.device(default_device().type, device), named=repr(device))
+        return with_index(_existing(torch.device(default_device().type, device), repr(device)))
     try:
         return _existing(with_index(torch.device(device)), named=str(device))
     except (RuntimeError, AssertionError) as error:
@@ -61,7 +61,7 @@ def resolve(device: DeviceLike) -> torch.device:
 
 def _existing(device: torch.device, named: str) -> torch.device:
     count = device_count(device.type)
-    if device.type not in ("cpu", "meta") and (device.index or 0) >= count:
+    if (device.index or 0) >= count:
         raise ValueError(
             f"device {named!r} does not exist: this machine has {count} device(s) of type "
             f"{device.type!r}; name one that is there, or use fewer devices"

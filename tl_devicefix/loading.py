@@ -5,20 +5,25 @@ source -> one component -> its device -> fold in float32 -> round once -> the mo
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
 import logging
 import os
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import transformer_lens.loading_from_pretrained as tl_loading
 import transformers.utils.logging as hf_logging
 from accelerate import init_empty_weights
+from transformer_lens import HookedTransformer
 
 from tl_devicefix.checkpoint import load_hf_model
 from tl_devicefix.components import component_names
 from tl_devicefix.conventions import installed_conventions
+from tl_devicefix.devices import default_device
 from tl_devicefix.folding import Steps
 from tl_devicefix.model_config import (
     is_checkpoint_directory,
@@ -27,7 +32,7 @@ from tl_devicefix.model_config import (
     official_name,
     torch_dtype,
 )
-from tl_devicefix.moving import check_placed, settle
+from tl_devicefix.moving import bring_rest_home, check_placed, settle
 from tl_devicefix.patches import original
 from tl_devicefix.placement import DeviceMap, MaxMemory, Placement, plan
 from tl_devicefix.processing import complete_unit, load_component, processing_units
@@ -76,8 +81,7 @@ def from_pretrained(
     model = _empty_model(cls, cfg, tokenizer, wanted["default_padding_side"])
     _fill(model, source, placement, steps)
     if not wanted["move_to_device"]:
-        requested = str(wanted["device"]) if wanted["device"] is not None else None
-        model.cfg.device = requested or model.cfg.device
+        model.cfg.device = str(wanted["device"] or default_device())
     print(f"Loaded pretrained model {wanted['model_name']} into HookedTransformer")
     return model
 
@@ -118,6 +122,14 @@ def _refuse_unsupported(wanted: dict[str, Any], hf_kwargs: dict[str, Any]) -> No
                 "Specify checkpoint_value or checkpoint_label, not both — they are aliases."
             )
         wanted["checkpoint_value"] = wanted["checkpoint_label"]
+    checkpoint_named = any(
+        wanted.get(name) is not None for name in ("checkpoint_index", "checkpoint_value")
+    )
+    if checkpoint_named and not is_name:
+        raise ValueError(
+            f"{name!r} is one checkpoint: checkpoint_index and checkpoint_value choose among those "
+            "of a model on the hub, so leave them out"
+        )
     hf_model = wanted["hf_model"]
     if hf_model is not None and not hasattr(hf_model, "config"):
         raise ValueError(f"hf_model is a {type(hf_model).__name__} without a config")
@@ -157,7 +169,7 @@ def _load_config(
 
 def _steps(cfg: Any, wanted: dict[str, Any]) -> Steps:
     """The processing that is asked for, less what TransformerLens never does to such a model."""
-    steps = {name: wanted[name] for name in Steps.__dataclass_fields__}
+    steps = {name: wanted[name] for name in Steps.__dataclass_fields__ if name in wanted}
     refused: dict[str, str] = {}
     if cfg.positional_embedding_type == "shortformer":
         for name in ("fold_ln", "center_unembed", "center_writing_weights"):
@@ -221,8 +233,29 @@ def _empty_model(cls: Any, cfg: Any, tokenizer: Any, default_padding_side: Any) 
     """A model whose parameters have shapes but no values; its buffers are real."""
     if tokenizer is None and is_checkpoint_directory(cfg.tokenizer_name or ""):
         tokenizer = load_tokenizer(cfg.tokenizer_name)
-    with init_empty_weights(include_buffers=False):
+    with _components_without_values():
         return cls(cfg, tokenizer, move_to_device=False, default_padding_side=default_padding_side)
+
+
+# accelerate and what follows patch classes for a moment; two threads must not do so at once.
+_construction = threading.RLock()
+
+
+@contextlib.contextmanager
+def _components_without_values() -> Iterator[None]:
+    """Let HookedTransformer's own constructor, and not a subclass's, make empty parameters."""
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        with init_empty_weights(include_buffers=False):
+            there(self, *args, **kwargs)
+
+    with _construction:
+        there = HookedTransformer.__init__
+        HookedTransformer.__init__ = init  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            HookedTransformer.__init__ = there  # type: ignore[method-assign]
 
 
 def _fill(model: Any, source: Source, placement: Placement, steps: Steps) -> None:
@@ -235,5 +268,6 @@ def _fill(model: Any, source: Source, placement: Placement, steps: Steps) -> Non
         load_component(model, unit, weights, steps)
     for name in component_names(model.cfg):
         model.get_submodule(name).to(placement.device_map[name])  # the buffers
+    bring_rest_home(model, placement)
     settle(model, placement)
     check_placed(model)

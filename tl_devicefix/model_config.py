@@ -7,9 +7,9 @@ TransformerLens guesses the architecture, and with it the sizes, from parts of t
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import transformer_lens.loading_from_pretrained as tl_loading
@@ -74,8 +74,16 @@ def official_name(model_name: str) -> str:
 
 
 def _config_by_name(name: str, **kwargs: Any) -> Any:
-    with mock.patch.object(tl_loading, "AutoConfig", _ReadableAutoConfig):
-        return tl_loading.get_pretrained_model_config(name, **kwargs)
+    with _reading:
+        vars(tl_loading)["AutoConfig"] = _ReadableAutoConfig
+        try:
+            return tl_loading.get_pretrained_model_config(name, **kwargs)
+        finally:
+            vars(tl_loading)["AutoConfig"] = AutoConfig
+
+
+# TransformerLens's name for AutoConfig is replaced for a moment; one thread at a time.
+_reading = threading.RLock()
 
 
 class _UnguessedPath(str):
@@ -125,7 +133,7 @@ def _config_of_directory(path: str, kwargs: dict[str, Any]) -> Any:
             overrides = {**_gemma_sizes(hf_config), **_requested_sizes(kwargs)}
         else:
             cfg = _config_by_name(_UnguessedPath(path), **kwargs)
-            overrides = _rope(hf_config) if architecture == "LlamaForCausalLM" else {}
+            overrides = _overlooked(architecture, hf_config)
     except NotImplementedError as error:
         raise ValueError(
             f"{path!r} holds a {architecture}, which TransformerLens cannot convert to a "
@@ -162,6 +170,29 @@ def _read_hf_config(path: str, **kwargs: Any) -> Any:
         raise ValueError(
             f"transformers cannot read config.json in {path!r}: {first_line}"
         ) from error
+
+
+def _overlooked(architecture: str, hf_config: Any) -> dict[str, Any]:
+    """What some TransformerLens versions do not read from config.json, and take a default for.
+
+    Raises:
+        ValueError: if the checkpoint has what HookedTransformer has no place for.
+    """
+    for name in ("attention_bias", "mlp_bias"):
+        if architecture == "LlamaForCausalLM" and getattr(hf_config, name, False):
+            raise ValueError(
+                f"{name}=True in config.json: TransformerLens drops the biases of a Llama, so the "
+                "model would be wrong; it cannot be loaded as a HookedTransformer"
+            )
+    if architecture == "LlamaForCausalLM":
+        return _rope(hf_config)
+    if architecture == "GPTNeoXForCausalLM":
+        parallel = {"parallel_attn_mlp": hf_config.use_parallel_residual}
+        return _rope(hf_config) | parallel
+    if architecture == "GPT2LMHeadModel":
+        name = "scale_attn_by_inverse_layer_idx"
+        return {name: getattr(hf_config, name, False)}
+    return {}
 
 
 def _has_tokenizer(path: str) -> bool:
@@ -229,13 +260,20 @@ def _gemma_rope(hf_config: Any) -> dict[str, Any]:
 
 
 def _rope(hf_config: Any) -> dict[str, Any]:
-    """Rotary settings of a Llama: TransformerLens 2.x takes its default base for unlisted names."""
+    """Rotary settings: TransformerLens takes its default base for names that it does not list."""
     # transformers 5 keeps both in rope_parameters, 4 has rope_theta and rope_scaling.
     rope = getattr(hf_config, "rope_parameters", None) or {}
     rope = {**(getattr(hf_config, "rope_scaling", None) or {}), **rope}
     theta = rope.get("rope_theta", getattr(hf_config, "rope_theta", None))
+    theta = theta or getattr(hf_config, "rotary_emb_base", None)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise ValueError(
+            f"config.json scales its rotary embeddings by {kind!r}, which TransformerLens would "
+            "ignore, so the model would be wrong; it cannot be loaded as a HookedTransformer"
+        )
     settings: dict[str, Any] = {} if theta is None else {"rotary_base": theta}
-    if rope.get("rope_type", rope.get("type")) == "llama3":
+    if kind == "llama3":
         settings |= {
             "use_NTK_by_parts_rope": True,
             "NTK_by_parts_low_freq_factor": rope["low_freq_factor"],

@@ -33,6 +33,17 @@ def settle(model: Any, placement: Placement) -> None:
     align(model, placement)
 
 
+def bring_rest_home(model: Any, placement: Placement) -> None:
+    """Move what is in no component, such as a subclass's own parameters, to the home device."""
+    for path, module in model.named_modules():
+        if component_of(path) in placement.device_map:
+            continue
+        for parameter in module.parameters(recurse=False):
+            parameter.data = parameter.data.to(placement.home)
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(placement.home)
+
+
 def check_placed(model: Any) -> None:
     """Check that every parameter and buffer is on its planned device, with values.
 
@@ -46,7 +57,7 @@ def check_placed(model: Any) -> None:
             if tensor.is_meta or tensor.device != planned:
                 raise RuntimeError(
                     f"{name} is on {tensor.device} after loading, but the placement puts it on "
-                    f"{planned}; if a subclass adds it, give it its value after loading"
+                    f"{planned}; report this with the model's name and the arguments"
                 )
 
 
@@ -67,7 +78,7 @@ def to(
             print("Changing model dtype to", device_or_dtype)
         nn.Module.to(self, device_or_dtype)
         if getattr(self, "placement", None) is not None:
-            settle(self, plan(self.cfg, device_map=self.placement.device_map))
+            settle(self, self.placement.reweighed(self.cfg))
         return self
     device = resolve(device_or_dtype)
     if print_details:
@@ -108,10 +119,13 @@ def _devices(model: nn.Module) -> set[torch.device]:
 
 def move_model_modules_to_device(self: Any) -> None:
     """Place the model by its config's `device` and `n_devices`."""
-    if self.cfg.n_devices > 1:
+    placement: Placement | None = getattr(self, "placement", None)
+    if placement is not None and self.cfg.n_devices == len(placement.devices) > 1:
+        place(self, placement)
+    elif self.cfg.n_devices > 1:
         place(self, plan(self.cfg, n_devices=self.cfg.n_devices, device=self.cfg.device))
-    elif getattr(self, "placement", None) is not None:
-        place(self, self.placement.gathered_on(resolve(self.cfg.device)))
+    elif placement is not None:
+        place(self, placement.gathered_on(resolve(self.cfg.device)))
     else:
         original(type(self), "move_model_modules_to_device")(self)
 

@@ -147,7 +147,10 @@ def apply() -> None:
 
 
 def restore() -> None:
-    """Put back the very objects that `apply` replaced. Does nothing if nothing is replaced."""
+    """Put back the very objects that `apply` replaced. Does nothing if nothing is replaced.
+
+    A model that is spread over devices at that time cannot be used until `apply` is called again.
+    """
     _originals.clear()
     while _replaced:
         owner, name, there = _replaced.pop()
@@ -217,7 +220,7 @@ _originals: dict[tuple[type, str], Any] = {}
 def _find_original(cls: type, name: str) -> Any:
     for base in cls.__mro__:
         # A subclass's own from_pretrained is not TransformerLens's: look further up.
-        if not base.__module__.startswith(("transformer_lens", "torch")):
+        if base.__module__.partition(".")[0] not in ("transformer_lens", "torch"):
             continue
         replaced = {attribute: there for owner, attribute, there in _replaced if owner is base}
         found = replaced.get(name, vars(base).get(name, _MISSING))

@@ -86,6 +86,15 @@ class Placement:
         """The same components, all on one device."""
         return Placement(tuple(replace(c, device=device) for c in self.components))
 
+    def reweighed(self, cfg: Any) -> Placement:
+        """The same devices, with the sizes that the components have by this config."""
+        return Placement(
+            tuple(
+                PlacedComponent(size.name, self.device_map[size.name], size.weights, size.buffers)
+                for size in component_sizes(cfg)
+            )
+        )
+
     def __str__(self) -> str:
         rows = [("device", "components", "weights", "total")]
         for device in self.devices:
@@ -159,6 +168,13 @@ def plan(
         raise ValueError(
             f"both device_map={device_map!r} and n_devices={n_devices} are given: device_map "
             "already says which devices to use, so leave n_devices out"
+        )
+    if n_devices is not None and not isinstance(n_devices, int):
+        raise ValueError(f"n_devices={n_devices!r} is no number of devices: give an int")
+    if not isinstance(device_map, str | int | torch.device | Mapping | None):
+        raise ValueError(
+            f"device_map={device_map!r} is none of a strategy ({', '.join(STRATEGIES)}), a device "
+            "and a dict from components to devices"
         )
     sizes = component_sizes(cfg)
     if device_map is not None and device_map not in STRATEGIES:

@@ -28,6 +28,7 @@ from tl_devicefix.folding.writing_weights import (
     center_embedding,
     center_writing_weights_of_block,
 )
+from tl_devicefix.moving import settle
 from tl_devicefix.placement import Placement
 
 NORM_SUFFIXES = (".ln1.w", ".ln2.w", "ln_final.w")
@@ -179,7 +180,8 @@ def load_and_process_state_dict(
         state_dict: weights on any devices and in any dtypes; not changed.
 
     Raises:
-        ValueError: if a tensor is misshapen or a matrix is missing; the model is then unchanged.
+        ValueError: if a tensor is misshapen; the model is then unchanged. A matrix that is
+            missing keeps the model's own value, with a warning, as in TransformerLens.
     """
     filled = self.fill_missing_keys(state_dict)
     check_shapes(self, filled)
@@ -196,6 +198,8 @@ def load_and_process_state_dict(
         fold_norm_modules(self)
     for component, weights in by_component(filled, self.cfg):
         load_component(self, component, weights, steps)
+    if getattr(self, "placement", None) is not None:
+        settle(self, self.placement.reweighed(self.cfg))  # the norms may be other modules now
 
 
 def process_weights_(
@@ -282,7 +286,7 @@ def _store(model: nn.Module, name: str, value: torch.Tensor) -> None:
         value = value.to(held.dtype).contiguous()
         new = nn.Parameter(value, requires_grad=held.requires_grad)
         module._parameters[leaf] = new
-    elif held.data_ptr() != value.data_ptr():
+    else:
         with torch.no_grad():
             held.copy_(value)
 

@@ -40,11 +40,7 @@ class StateDictSource:
 
     def read(self, unit: str, device: torch.device) -> Weights:
         """See `Source.read`."""
-        return {
-            name_in_unit(name): tensor
-            for name, tensor in self._state_dict.items()
-            if processing_unit(name) == unit
-        }
+        return _of_unit(self._state_dict, unit)
 
 
 class HuggingFaceSource:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from architectures import N_LAYERS
 from kinds import assert_agrees, every_kind, everywhere, home_of
 from transformer_lens import ActivationCache
 
+RESIDUALS = [f"blocks.{i}.hook_resid_post" for i in range(N_LAYERS)]
 OPTIONS: dict[str, dict[str, Any]] = {
     "names_filter, a name": {"names_filter": "blocks.3.hook_resid_post"},
     "names_filter, names": {"names_filter": ["hook_embed", "blocks.4.attn.hook_pattern"]},
@@ -109,6 +112,49 @@ def test_a_cache_is_a_mapping(model: Any, reference: Any, tokens: torch.Tensor) 
     assert "blocks.9.hook_resid_post" not in cache
     assert_agrees(list(cache.values()), list(expected.values()), home_of(model))
     assert_agrees([v for _, v in cache.items()], list(expected.values()), home_of(model))
+
+
+def updated(cache: Any) -> dict[str, torch.Tensor]:
+    copied: dict[str, torch.Tensor] = {}
+    copied.update(cache)
+    return copied
+
+
+COPIES = {
+    "dict": dict,
+    "**": lambda cache: {**cache},
+    "|": lambda cache: cache | {},
+    "update": updated,
+    "copy": copy.copy,
+    "setdefault": lambda cache: {name: cache.setdefault(name) for name in cache},
+    "popitem": lambda cache: dict(cache.popitem() for _ in range(len(cache))),
+}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_a_copy_of_a_cache_is_at_home_too(
+    copied: Any, model: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    options = {"names_filter": RESIDUALS, "return_cache_object": False}
+    _, expected = reference.run_with_cache(tokens, **options)
+    _, cache = model.run_with_cache(tokens, **options)
+
+    actual = copied(cache)
+
+    assert_agrees({name: actual[name] for name in expected}, expected, home_of(model))
+
+
+def test_a_cache_can_be_saved_and_loaded(
+    model: Any, reference: Any, tokens: torch.Tensor, tmp_path: Path
+) -> None:
+    """By default, torch loads nothing but plain dicts and tensors."""
+    options = {"names_filter": RESIDUALS, "return_cache_object": False}
+    _, expected = reference.run_with_cache(tokens, **options)
+    _, cache = model.run_with_cache(tokens, **options)
+
+    torch.save(cache, tmp_path / "cache.pt")
+
+    assert_agrees(torch.load(tmp_path / "cache.pt", map_location="cpu"), expected)
 
 
 @pytest.mark.parametrize("key", [("resid_post", 3), ("resid_post", -1), ("pattern", 2), "embed"])

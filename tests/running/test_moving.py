@@ -148,6 +148,17 @@ def test_a_copy_runs_after_the_original_is_gone(
     assert_runs(copied, reference, tokens)
 
 
+def test_a_copy_has_the_same_placement_where_a_device_holds_no_weights(
+    machine: Any, from_pretrained: Any, on_cpu: Any, tokens: torch.Tensor
+) -> None:
+    model = from_pretrained("llama", device_map={"": 0, "ln_final": 1})  # folded, so it has none
+
+    copied = copy.deepcopy(model)
+
+    assert copied.placement == model.placement
+    assert_runs(copied, on_cpu("llama"), tokens)
+
+
 def test_a_copy_moves_without_the_original(load: Any, reference: Any, tokens: torch.Tensor) -> None:
     model = load("llama")
 

@@ -38,14 +38,20 @@ class Steps:
     center_unembed: bool = False
     fold_value_biases: bool = False
     refactor_factored_attn_matrices: bool = False
+    recenter_b_O: bool = False
+    """Whether b_O is centred again after the value biases; `applicable` decides it."""
 
     def applicable(self, cfg: Any, conventions: Conventions) -> Steps:
-        """These steps less those that do not apply to a model with this config.
+        """These steps less those that do not apply to a model with this config. Call it once.
 
         Raises:
             ValueError: if the attention matrices cannot be refactored.
         """
-        steps = self
+        recenters = conventions.recenters_b_O and uses_layer_norm(cfg)
+        steps = replace(
+            self,
+            recenter_b_O=recenters and self.fold_value_biases and self.center_writing_weights,
+        )
         if steps.fold_ln and cfg.normalization_type is None:
             logging.warning("fold_ln=True, but the model has no norms to fold: skipped.")
             steps = replace(steps, fold_ln=False)
@@ -82,7 +88,7 @@ def process_component(
     name: str,
     weights: Weights,
     cfg: Any,
-    requested: Steps,
+    steps: Steps,
     conventions: Conventions,
 ) -> None:
     """Apply the processing steps to one component's weights, in place.
@@ -92,10 +98,9 @@ def process_component(
         weights: private tensors on one device, in the dtype to work in. A block's names are those
             within the block ("attn.W_Q"), others are whole ("unembed.W_U").
         cfg: the HookedTransformerConfig.
-        requested: the steps asked for.
+        steps: the applicable steps (`Steps.applicable`).
         conventions: what the installed TransformerLens does differently from others.
     """
-    steps = requested.applicable(cfg, conventions)
     layer_norm = uses_layer_norm(cfg)
     if name in ("embed", "pos_embed"):
         # ALiBi models carry a W_pos that is never read.
@@ -113,11 +118,11 @@ def process_component(
         if steps.center_unembed:
             center_unembed_weights(weights)
     else:
-        _process_block(weights, steps, requested, conventions, layer_norm)
+        _process_block(weights, steps, conventions, layer_norm)
 
 
 def _process_block(
-    block: Weights, steps: Steps, requested: Steps, conventions: Conventions, layer_norm: bool
+    block: Weights, steps: Steps, conventions: Conventions, layer_norm: bool
 ) -> None:
     if steps.fold_ln:
         fold_layer_norm_into_block(
@@ -130,7 +135,7 @@ def _process_block(
         center_writing_weights_of_block(block)
     if steps.fold_value_biases:
         fold_value_biases_of_block(block)
-        if conventions.recenters_b_O and requested.center_writing_weights and layer_norm:
-            center_attention_bias(block)
+    if steps.recenter_b_O:
+        center_attention_bias(block)
     if steps.refactor_factored_attn_matrices:
         refactor_attention_of_block(block)
