@@ -28,6 +28,12 @@ def main(arguments: list[str] | None = None) -> int:
         "selfcheck", help="check this machine's devices; exit status 1 if they cannot be trusted"
     )
     chosen = parser.parse_args(arguments)
+    import transformers.utils.logging as hf_logging
+
+    from tl_devicefix.patches import apply
+
+    apply()  # a command is an explicit wish, also where TL_DEVICEFIX_DISABLE is set
+    hf_logging.disable_progress_bar()
     # TransformerLens 3 says at each load that HookedTransformer is deprecated.
     warnings.filterwarnings("ignore", message=".*HookedTransformer", category=DeprecationWarning)
     if chosen.command == "demo":
@@ -38,9 +44,6 @@ def main(arguments: list[str] | None = None) -> int:
         from tl_devicefix.selfcheck import run_selfcheck
 
         well = run_selfcheck()
-        print(
-            "\nThis machine can be trusted." if well else "\nDo NOT trust this machine: see above."
-        )
     return 0 if well else 1
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import ItemsView, Iterator, ValuesView
+from collections import OrderedDict
+from collections.abc import Callable, ItemsView, Iterator, ValuesView
 from typing import Any
 
 import torch
@@ -61,13 +63,24 @@ class CacheAtHome(dict[str, torch.Tensor]):
 
     def copy(self) -> CacheAtHome:
         """A shallow copy that reads at home too."""
-        return self.__copy__()
+        return self._with(lambda value: value)
 
     def __copy__(self) -> CacheAtHome:
+        return self.copy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CacheAtHome:
+        return self._with(lambda value: copy.deepcopy(value, memo))
+
+    def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> CacheAtHome:
+        """A cache of changed tensors, each where this one has it."""
         new = CacheAtHome(self.home)
         for name in self:
-            dict.__setitem__(new, name, dict.__getitem__(self, name))
+            new[name] = change(super().__getitem__(name))
         return new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Saved as a plain dict, at home, so that torch.load can load it with weights_only.
+        return OrderedDict, (), None, None, iter(self.items())
 
 
 class ValuesAtHome(ValuesView[torch.Tensor]):

@@ -41,11 +41,12 @@ def run_demo(n_devices: int) -> bool:
         difference = largest_difference(logits, hf_logits(tokens))
         print(
             f"log probabilities, folded on {n_devices} device(s) against the unfolded Hugging "
-            f"Face model on the CPU: largest difference {difference:.1e}"
+            f"Face model on the CPU: largest difference {difference:.1e} "
+            f"({'ok' if difference < TOLERANCE else 'TOO LARGE'}: {TOLERANCE:.0e} is rounding)"
         )
         _show_recall(model, prompts, logits)
         patterns = [cache["pattern", layer] for layer in range(model.cfg.n_layers)]
-        _show_heads(prompts, patterns)
+        _show_heads(model, prompts, patterns)
     return difference < TOLERANCE
 
 
@@ -97,7 +98,9 @@ def _show_recall(
 
 
 def _show_heads(
-    prompts: list[RecallPrompt], patterns: list[Float[torch.Tensor, "batch head query key"]]
+    model: Any,
+    prompts: list[RecallPrompt],
+    patterns: list[Float[torch.Tensor, "batch head query key"]],
 ) -> None:
     """Show how much each head attends from the question to the answer in the context."""
     batch = torch.arange(len(prompts))
@@ -107,7 +110,8 @@ def _show_heads(
     by_head = torch.stack([p.cpu()[batch, :, query, answer].mean(dim=0) for p in patterns])
     for layer, heads in enumerate(by_head.tolist()):
         shown = "  ".join(f"H{head} {value:4.2f} {_bar(value)}" for head, value in enumerate(heads))
-        print(f"  L{layer}  {shown}".rstrip())
+        device = model.placement.device_map[f"blocks.{layer}"]
+        print(f"  L{layer} on {device}  {shown}".rstrip())
     layer, head = divmod(int(by_head.argmax()), by_head.shape[1])
     print(f"L{layer}H{head} attends to the answer most: {by_head[layer, head]:.2f}")
 

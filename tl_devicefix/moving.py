@@ -140,5 +140,5 @@ def __setstate__(self: Any, state: dict[str, Any]) -> None:
     if placement is None:
         return
     remember_placement(self.cfg, placement)
-    if _devices(self) != set(placement.devices):
+    if _devices(self) != {c.device for c in placement.components if c.weights}:
         _follow_weights(self)

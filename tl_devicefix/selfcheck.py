@@ -14,7 +14,6 @@ from itertools import permutations
 from typing import Any
 
 import torch
-import transformers.utils.logging as hf_logging
 from transformer_lens import HookedTransformer
 
 from tl_devicefix.demo import CHECKPOINT, N_FACTS, SEED, TOLERANCE, hf_logits, largest_difference
@@ -38,13 +37,19 @@ def run_selfcheck() -> bool:
     accelerator = default_device()
     if accelerator.type == "cpu":
         print(f"\nno accelerator here: checking the CPU, and {_SIMULATED} simulated devices")
-        trusted = _check_parity(1)
+        checks = [_check_parity(1)]
         with simulate(_SIMULATED):
-            return all([trusted, *(_check_parity(n) for n in range(2, _SIMULATED + 1))])
+            checks += [_check_parity(n) for n in range(2, _SIMULATED + 1)]
+        return _verdict(checks, "The package works here; there is no accelerator to distrust.")
     n_devices = device_count(accelerator.type)
     devices = consecutive(torch.device(accelerator.type, 0), n_devices)
     checks = [_check_copy(*pair) for pair in permutations([torch.device("cpu"), *devices], 2)]
     checks += [_check_parity(n) for n in range(1, n_devices + 1)]
+    return _verdict(checks, "This machine can be trusted.")
+
+
+def _verdict(checks: list[bool], good: str) -> bool:
+    print(f"\n{good}" if all(checks) else "\nDo NOT trust this machine: see WRONG above.")
     return all(checks)
 
 
@@ -64,7 +69,6 @@ def _check_copy(source: torch.device, target: torch.device) -> bool:
 
 def _check_parity(n_devices: int) -> bool:
     """Whether the shipped checkpoint gives on n devices what transformers gives on the CPU."""
-    hf_logging.disable_progress_bar()
     with contextlib.redirect_stdout(io.StringIO()):
         model: Any = HookedTransformer.from_pretrained(
             str(CHECKPOINT), n_devices=n_devices, device=default_device()

@@ -1,0 +1,94 @@
+"""`python -m tl_devicefix demo` and `selfcheck`: what they say, and their exit status."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers.utils.logging as hf_logging
+
+import tl_devicefix
+from tl_devicefix import demo, selfcheck
+from tl_devicefix.__main__ import main
+from tl_devicefix.recall_task import recall_prompts
+
+ALL_RECALLED = f"recalled {demo.N_PROMPTS} of {demo.N_PROMPTS}"
+
+
+@pytest.fixture(autouse=True)
+def bars_as_before() -> Iterator[None]:
+    """Commands turn transformers' progress bars off for their process."""
+    were_on = hf_logging.is_progress_bar_enabled()
+    yield
+    if were_on:
+        hf_logging.enable_progress_bar()
+
+
+def test_the_demo_loads_compares_and_shows_the_heads(capsys: Any) -> None:
+    assert main(["demo", "--n-devices", "3"]) == 0
+    said = capsys.readouterr().out
+    assert "using 3 simulated devices" in said
+    assert "sim:0 (home)  embed, blocks.0" in said
+    assert "largest difference" in said
+    assert ALL_RECALLED in said
+    assert "L5 on sim:" in said
+    assert "L5H1 attends to the answer most" in said
+
+
+def test_the_demo_fails_where_the_numbers_differ(capsys: Any, monkeypatch: Any) -> None:
+    right = demo.hf_logits
+    monkeypatch.setattr(demo, "hf_logits", lambda tokens: right(tokens) * 1.01)
+    assert main(["demo", "--n-devices", "2"]) == 1
+    assert "TOO LARGE" in capsys.readouterr().out
+
+
+def test_the_selfcheck_trusts_a_machine_that_computes_right(capsys: Any) -> None:
+    with tl_devicefix.simulate(2):
+        assert main(["selfcheck"]) == 0
+    said = capsys.readouterr().out
+    assert "copy sim:0 -> sim:1: ok" in said
+    assert "copy sim:1 -> cpu: ok" in said
+    assert "parity on sim:0, sim:1: ok" in said
+    assert "can be trusted" in said
+
+
+def test_the_selfcheck_distrusts_a_machine_that_computes_wrong(
+    capsys: Any, monkeypatch: Any
+) -> None:
+    right = demo.hf_logits
+    monkeypatch.setattr(selfcheck, "hf_logits", lambda tokens: right(tokens) * 1.01)
+    with tl_devicefix.simulate(2):
+        assert main(["selfcheck"]) == 1
+    assert "Do NOT trust" in capsys.readouterr().out
+
+
+class Corrupted(torch.Tensor):
+    """A tensor that arrives otherwise than it was sent."""
+
+    def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return super().cpu().as_subclass(torch.Tensor) + (torch.arange(len(self)) == 7)
+
+
+def test_a_corrupted_copy_is_noticed(capsys: Any, monkeypatch: Any) -> None:
+    cpu, randn = torch.device("cpu"), torch.randn
+    monkeypatch.setattr(torch, "randn", lambda n: randn(n).as_subclass(Corrupted))
+    assert not selfcheck._check_copy(cpu, cpu)
+    assert "1 elements WRONG" in capsys.readouterr().out
+
+
+def test_commands_apply_the_patches_that_are_not_applied(capsys: Any) -> None:
+    with tl_devicefix.unpatched():
+        assert main(["demo", "--n-devices", "1"]) == 0
+    assert ALL_RECALLED in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("n_facts", [4, 12])
+def test_a_prompts_positions_point_at_its_words(n_facts: int) -> None:
+    for prompt in recall_prompts(20, seed=3, n_facts=n_facts):
+        words = ["<bos>", *prompt.text.split()]
+        assert words[prompt.answer_position] == prompt.answer
+        assert prompt.query_position == len(words) - 1
+        assert words[prompt.query_position - 1] == words[prompt.fact_position]
+        assert prompt.answer not in prompt.distractors
