@@ -210,4 +210,4 @@ def get_device_for_block_index(
         return torch.device(first.type, first.index + share)
     if index == 0:
         return placement.home
-    return placement.device_map[f"blocks.{index}"]
+    return placement.device_of(f"blocks.{index}")

@@ -10,6 +10,7 @@ import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -58,6 +59,10 @@ class Placement:
     @property
     def device_map(self) -> dict[str, torch.device]:
         """Component name -> device, in the order the components run. A fresh dict at each read."""
+        return dict(self._device_by_name)
+
+    @cached_property
+    def _device_by_name(self) -> dict[str, torch.device]:
         return {component.name: component.device for component in self.components}
 
     @property
@@ -76,7 +81,7 @@ class Placement:
         Raises:
             KeyError: if the name belongs to no component of this model.
         """
-        return self.device_map[component_of(name)]
+        return self._device_by_name[component_of(name)]
 
     def bytes_on(self, device: torch.device) -> int:
         """Bytes of weights and buffers planned for `device`."""
