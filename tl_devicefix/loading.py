@@ -75,10 +75,9 @@ def from_pretrained(
     cfg = _load_config(cls, model_name, wanted, hf_kwargs, dtype)
     steps = _steps(cfg, wanted)
     placement = _place(cfg, wanted, device_map, max_memory)
-    source = _open_source(model_name, cfg, wanted["hf_model"], dtype, hf_kwargs)
-
-    tokenizer = wanted["tokenizer"]
-    model = _empty_model(cls, cfg, tokenizer, wanted["default_padding_side"])
+    with _construction:
+        source = _open_source(model_name, cfg, wanted["hf_model"], dtype, hf_kwargs)
+        model = _empty_model(cls, cfg, wanted["tokenizer"], wanted["default_padding_side"])
     _fill(model, source, placement, steps)
     if not wanted["move_to_device"]:
         model.cfg.device = str(wanted["device"] or default_device())
@@ -237,7 +236,8 @@ def _empty_model(cls: Any, cfg: Any, tokenizer: Any, default_padding_side: Any) 
         return cls(cfg, tokenizer, move_to_device=False, default_padding_side=default_padding_side)
 
 
-# accelerate and what follows patch classes for a moment; two threads must not do so at once.
+# transformers, accelerate and what follows change classes while they construct a model: one thread
+# at a time.
 _construction = threading.RLock()
 
 
@@ -249,13 +249,12 @@ def _components_without_values() -> Iterator[None]:
         with init_empty_weights(include_buffers=False):
             there(self, *args, **kwargs)
 
-    with _construction:
-        there = HookedTransformer.__init__
-        HookedTransformer.__init__ = init  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            HookedTransformer.__init__ = there  # type: ignore[method-assign]
+    there = HookedTransformer.__init__
+    HookedTransformer.__init__ = init  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        HookedTransformer.__init__ = there  # type: ignore[method-assign]
 
 
 def _fill(model: Any, source: Source, placement: Placement, steps: Steps) -> None:

@@ -1,0 +1,158 @@
+"""Loads that are out of the ordinary: subclasses with state of their own, threads, odd configs."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformer_lens import HookedTransformer, HookedTransformerConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTJConfig,
+    GPTJForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+import tl_devicefix
+
+TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+
+
+class WithProbe(HookedTransformer):
+    """A subclass that adds a parameter, a module and a buffer."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.scale = nn.Parameter(torch.full((2,), 3.0))
+        self.probe = nn.Linear(2, 2)
+        self.register_buffer("seen", torch.arange(3))
+
+
+def test_what_a_subclass_adds_keeps_its_values_and_is_at_home(checkpoints: Any) -> None:
+    with tl_devicefix.simulate(3):
+        model = WithProbe.from_pretrained(checkpoints("gpt2"), n_devices=3)
+        assert {t.device for t in (model.scale, model.probe.weight, model.seen)} == {
+            model.placement.home
+        }
+        assert model.scale.tolist() == [3.0, 3.0]
+        assert model.seen.tolist() == [0, 1, 2]
+        assert not model.probe.weight.is_meta
+
+
+def test_threads_may_load_at_once(checkpoints: Any) -> None:
+    alone = HookedTransformer.from_pretrained(checkpoints("gpt2"), device="cpu")
+    with ThreadPoolExecutor(4) as pool:
+        loads = [
+            pool.submit(HookedTransformer.from_pretrained, checkpoints("gpt2"), device="cpu")
+            for _ in range(4)
+        ]
+        models = [load.result() for load in loads]
+    for model in models:
+        torch.testing.assert_close(model(TOKENS), alone(TOKENS), rtol=0, atol=0)
+    # Nothing that loading replaces for a moment is left behind.
+    cfg = HookedTransformerConfig(
+        n_layers=1, d_model=8, n_heads=2, d_head=4, d_vocab=9, n_ctx=5, act_fn="relu", device="cpu"
+    )
+    assert not any(parameter.is_meta for parameter in HookedTransformer(cfg).parameters())
+
+
+def test_a_dtype_changes_also_where_the_model_fills_its_devices(checkpoints: Any) -> None:
+    with tl_devicefix.simulate(2):
+        needed = tl_devicefix.plan(checkpoints("gpt2"), n_devices=2)
+        fullest = max(needed.bytes_on(device) for device in needed.devices)
+    with tl_devicefix.simulate(2, memory=2 * fullest) as machine:
+        model = HookedTransformer.from_pretrained(checkpoints("gpt2"), n_devices=2)
+        filler = torch.empty(machine.mem_get_info(1)[0], dtype=torch.uint8, device="sim:1")
+        model.to(torch.float32)
+        assert model.placement.devices == needed.devices
+        del filler
+
+
+@pytest.mark.parametrize("device", [0, "cpu"])
+def test_the_cpu_may_be_named_by_index_where_it_is_the_only_device(
+    device: Any, checkpoints: Any
+) -> None:
+    if tl_devicefix.devices.default_device().type != "cpu":
+        pytest.skip("this machine has an accelerator, so index 0 is not the CPU")
+    model = HookedTransformer.from_pretrained(checkpoints("gpt2"), device=device)
+    assert model.cfg.device == "cpu"
+    with pytest.raises(ValueError, match="does not exist"):
+        HookedTransformer.from_pretrained(checkpoints("gpt2"), device=1)
+
+
+SMALL_GPTJ = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 11, "rotary_dim": 4}
+
+
+@pytest.mark.parametrize("name", ["transformer.h.0.attn.bias", "transformer.h.1.attn.masked_bias"])
+def test_the_masks_that_old_checkpoints_store_are_ignored(name: str, tmp_path: Path) -> None:
+    hf_model = GPTJForCausalLM(GPTJConfig(**SMALL_GPTJ, n_positions=16))
+    hf_model.save_pretrained(tmp_path, state_dict={**hf_model.state_dict(), name: torch.ones(3)})
+    assert HookedTransformer.from_pretrained(tmp_path, device="cpu").cfg.n_layers == 2
+
+
+ODD_CONFIGS = {
+    "NeoX, one after the other": GPTNeoXForCausalLM(
+        GPTNeoXConfig(
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=20,
+            vocab_size=11,
+            use_parallel_residual=False,
+        )
+    ),
+    "GPT-2, scaled by layer": GPT2LMHeadModel(
+        GPT2Config(
+            n_embd=16, n_layer=2, n_head=2, vocab_size=11, scale_attn_by_inverse_layer_idx=True
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ODD_CONFIGS)
+def test_what_config_json_says_is_not_overlooked(case: str, tmp_path: Path) -> None:
+    hf_model = ODD_CONFIGS[case]
+    for parameter in hf_model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    hf_model.save_pretrained(tmp_path)
+    try:
+        model = HookedTransformer.from_pretrained(tmp_path, device="cpu")
+    except ValueError as error:
+        if "released together" not in str(error):
+            raise
+        pytest.skip(f"TransformerLens itself cannot convert it here: {error}")
+    # transformers 4's sdpa attention overlooks the scaling by layer.
+    hf_model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    hf_logits = hf_model(TOKENS).logits
+    difference = model(TOKENS).log_softmax(-1) - hf_logits.log_softmax(-1)
+    assert difference.abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "'linear'"),
+    ],
+)
+def test_a_llama_that_would_be_wrong_is_refused(
+    changes: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 20, "vocab_size": 11}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(**sizes, **layers)).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config.pop("rope_parameters", None)
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(ValueError, match=says):
+        HookedTransformer.from_pretrained(tmp_path, device="cpu")
