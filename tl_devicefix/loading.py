@@ -21,7 +21,6 @@ from accelerate import init_empty_weights
 from transformer_lens import HookedTransformer
 
 from tl_devicefix.checkpoint import load_hf_model
-from tl_devicefix.components import component_names
 from tl_devicefix.conventions import installed_conventions
 from tl_devicefix.devices import default_device
 from tl_devicefix.folding import Steps
@@ -32,7 +31,7 @@ from tl_devicefix.model_config import (
     official_name,
     torch_dtype,
 )
-from tl_devicefix.moving import bring_rest_home, check_placed, settle
+from tl_devicefix.moving import check_placed, place
 from tl_devicefix.patches import original
 from tl_devicefix.placement import DeviceMap, MaxMemory, Placement, plan
 from tl_devicefix.processing import complete_unit, load_component, processing_units
@@ -72,7 +71,7 @@ def from_pretrained(
     _refuse_dtype_on_cpu(dtype, wanted["device"])
 
     model_name = official_name(wanted["model_name"])
-    cfg = _load_config(cls, model_name, wanted, hf_kwargs, dtype)
+    cfg = _load_config(model_name, wanted, hf_kwargs, dtype)
     steps = _steps(cfg, wanted)
     placement = _place(cfg, wanted, device_map, max_memory)
     with _construction:
@@ -146,7 +145,7 @@ def _refuse_dtype_on_cpu(dtype: torch.dtype, device: Any) -> None:
 
 
 def _load_config(
-    cls: Any, model_name: str, wanted: dict[str, Any], hf_kwargs: dict[str, Any], dtype: torch.dtype
+    model_name: str, wanted: dict[str, Any], hf_kwargs: dict[str, Any], dtype: torch.dtype
 ) -> Any:
     passed_on = (
         "checkpoint_index",
@@ -262,11 +261,7 @@ def _fill(model: Any, source: Source, placement: Placement, steps: Steps) -> Non
     model.placement = placement
     progress = hf_logging.tqdm(processing_units(model.cfg), desc="Loading components")
     for unit in progress:
-        device = placement.device_map[unit]
-        weights = complete_unit(model, unit, source.read(unit, device))
+        weights = complete_unit(model, unit, source.read(unit, placement.device_of(unit)))
         load_component(model, unit, weights, steps)
-    for name in component_names(model.cfg):
-        model.get_submodule(name).to(placement.device_map[name])  # the buffers
-    bring_rest_home(model, placement)
-    settle(model, placement)
+    place(model, placement)  # the weights are there already; the buffers are not
     check_placed(model)

@@ -15,12 +15,14 @@ from tl_devicefix.placement import Placement, plan
 
 
 def place(model: Any, placement: Placement) -> None:
-    """Move each component to its planned device and make the model run over them.
+    """Move each component to its planned device, and the rest home; make the model run over them.
 
-    The model's `placement`, `cfg.device` and `cfg.n_devices` say so afterwards.
+    What is in no component is, for example, a subclass's own parameters. The model's `placement`,
+    `cfg.device` and `cfg.n_devices` say so afterwards.
     """
     for name, device in placement.device_map.items():
         nn.Module.to(model.get_submodule(name), device)
+    _bring_rest_home(model, placement)
     settle(model, placement)
 
 
@@ -33,10 +35,10 @@ def settle(model: Any, placement: Placement) -> None:
     align(model, placement)
 
 
-def bring_rest_home(model: Any, placement: Placement) -> None:
-    """Move what is in no component, such as a subclass's own parameters, to the home device."""
+def _bring_rest_home(model: Any, placement: Placement) -> None:
+    components = placement.device_map
     for path, module in model.named_modules():
-        if component_of(path) in placement.device_map:
+        if component_of(path) in components:
             continue
         for parameter in module.parameters(recurse=False):
             parameter.data = parameter.data.to(placement.home)

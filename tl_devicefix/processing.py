@@ -264,7 +264,7 @@ def load_component(model: Any, unit: str, weights: Weights, steps: Steps) -> Non
         steps: which steps to apply.
     """
     device = device_of_unit(model, unit, weights)
-    kept = {name: t for name, t in weights.items() if name.rsplit(".", 1)[-1] not in _OWN_BUFFERS}
+    kept = {name: tensor for name, tensor in weights.items() if not _is_own_buffer(name)}
     copies = working_copies(kept, device, model.cfg.dtype)
     process_component(unit, copies, model.cfg, steps, installed_conventions())
     for name in list(copies):
@@ -298,7 +298,7 @@ def check_shapes(model: nn.Module, state_dict: Mapping[str, torch.Tensor]) -> No
         ValueError: naming the weight, its shape, and the shape that the config asks for.
     """
     for name, own in model.state_dict().items():
-        if name in state_dict and name.rsplit(".", 1)[-1] not in _OWN_BUFFERS:
+        if name in state_dict and not _is_own_buffer(name):
             _check_weight(name, state_dict[name], own)
 
 
@@ -314,7 +314,7 @@ def complete_unit(model: Any, unit: str, weights: Weights) -> Weights:
             continue
         for leaf, own in model.get_submodule(component).state_dict().items():
             name = f"{component}.{leaf}"
-            if leaf.rsplit(".", 1)[-1] in _OWN_BUFFERS:
+            if _is_own_buffer(leaf):
                 continue
             if name_in_unit(name) in complete:
                 _check_weight(name, complete[name_in_unit(name)], own)
@@ -337,15 +337,16 @@ def _check_weight(name: str, given: torch.Tensor, own: torch.Tensor) -> None:
         )
 
 
-# Masks and rotary tables depend on n_ctx and are always the model's own.
-_OWN_BUFFERS = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
+def _is_own_buffer(name: str) -> bool:
+    """Whether it is a mask or rotary table: these depend on n_ctx and are the model's own."""
+    return name.rsplit(".", 1)[-1] in ("mask", "IGNORE", "rotary_sin", "rotary_cos")
 
 
 def device_of_unit(model: Any, unit: str, weights: Mapping[str, torch.Tensor]) -> torch.device:
     """Where a component belongs: by the placement, else where the model has it."""
     placement: Placement | None = getattr(model, "placement", None)
     if placement is not None:
-        return placement.device_map[unit]
+        return placement.device_of(unit)
     try:
         held: Iterable[torch.Tensor] = model.get_submodule(unit).parameters()
     except AttributeError:
@@ -365,13 +366,9 @@ def fold_norm_modules(model: Any) -> None:
     for module in [model, *model.blocks, *(getattr(b, "mlp", None) for b in model.blocks)]:
         for name in ("ln1", "ln2", "ln", "ln_final"):
             if module is not None and name in module._modules:
-                setattr(module, name, _folded_norm(module, name, pre, model.cfg))
+                is_final_rms = name == "ln_final" and model.cfg.final_rms
+                setattr(module, name, (RMSNormPre if is_final_rms else pre)(model.cfg))
     model.setup()
-
-
-def _folded_norm(module: nn.Module, name: str, pre: type[nn.Module], cfg: Any) -> nn.Module:
-    is_final_rms = name == "ln_final" and cfg.final_rms
-    return (RMSNormPre if is_final_rms else pre)(cfg)
 
 
 def _on_each_component(model: Any, state_dict: Mapping[str, torch.Tensor], step: Any) -> Weights:
