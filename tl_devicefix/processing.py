@@ -16,13 +16,21 @@ from transformer_lens.components import LayerNormPre, RMSNormPre
 
 from tl_devicefix.components import component_names, component_of
 from tl_devicefix.conventions import installed_conventions
-from tl_devicefix.folding import Steps, Weights, process_component, working_copies
+from tl_devicefix.folding import (
+    Steps,
+    Weights,
+    WorkingCopies,
+    process_component,
+    working_dtype,
+)
 from tl_devicefix.folding.attention_factors import refactor_attention_of_block
 from tl_devicefix.folding.layer_norm import (
     fold_layer_norm_into_block,
     fold_layer_norm_into_unembed,
 )
-from tl_devicefix.folding.unembed import center_unembed_weights
+from tl_devicefix.folding.slices import slices
+from tl_devicefix.folding.storing import write
+from tl_devicefix.folding.unembed import center_unembed_weights, vocabulary_means
 from tl_devicefix.folding.value_biases import fold_value_biases_of_block
 from tl_devicefix.folding.writing_weights import (
     center_embedding,
@@ -259,36 +267,41 @@ def full_name(unit: str, name: str) -> str:
 def load_component(model: Any, unit: str, weights: Weights, steps: Steps) -> None:
     """Process one unit's weights where they belong and store them in the model, rounded once.
 
+    It is done slice by slice, so that what is held beyond the model and the source is one slice.
+
     Args:
         weights: on any devices; left unchanged and not aliased.
         steps: which steps to apply.
     """
     device = device_of_unit(model, unit, weights)
-    kept = {name: tensor for name, tensor in weights.items() if not _is_own_buffer(name)}
-    copies = working_copies(kept, device, model.cfg.dtype)
-    process_component(unit, copies, model.cfg, steps, installed_conventions())
-    for name in list(copies):
-        _store(model, full_name(unit, name), copies.pop(name))
+    weights = {name: tensor for name, tensor in weights.items() if not _is_own_buffer(name)}
+    dtype = working_dtype(weights, model.cfg.dtype)
+    elements = _ELEMENTS_ON_CPU if device.type == "cpu" else _ELEMENTS_ON_DEVICE
+    means = None
+    if steps.center_unembed and unit == "unembed":
+        means = vocabulary_means(weights, dtype, device, elements // model.cfg.d_model + 1)
+    left = dict(weights)  # what is stored when all slices are done, or was never read by a step
+    carried: Weights = {}
+    for part in slices(weights, elements):
+        copies = WorkingCopies(part.of(weights, carried), device, dtype)
+        process_component(unit, copies, model.cfg, steps, installed_conventions(), means)
+        for name, index in part.cut.items():
+            if name not in copies.as_given:
+                left.pop(name, None)
+                write(model, full_name(unit, name), copies.pop(name), weights[name], device, index)
+        for name in part.whole:
+            left.pop(name, None)
+            if name in copies:  # a folded norm may be gone
+                left[name] = copies.pop(name)
+        carried = part.to_carry(left)
+    for name, value in left.items():
+        write(model, full_name(unit, name), value, weights[name], device)
 
 
-def _store(model: nn.Module, name: str, value: torch.Tensor) -> None:
-    """Put a private tensor into the model's parameter or buffer of this name, if it has one."""
-    path, _, leaf = name.rpartition(".")
-    try:
-        module = model.get_submodule(path)
-    except AttributeError:
-        return  # as TransformerLens: weights that the model has no place for are dropped
-    held: torch.Tensor | None = {**module._buffers, **module._parameters}.get(leaf)
-    if held is None:
-        return
-    value = value.reshape(held.shape)
-    if held.is_meta:
-        value = value.to(held.dtype).contiguous()
-        new = nn.Parameter(value, requires_grad=held.requires_grad)
-        module._parameters[leaf] = new
-    else:
-        with torch.no_grad():
-            held.copy_(value)
+# How much is worked on at a time: on a CPU what fits into its cache, elsewhere what keeps a GPU
+# busy.
+_ELEMENTS_ON_CPU = 2**19
+_ELEMENTS_ON_DEVICE = 2**24
 
 
 def check_shapes(model: nn.Module, state_dict: Mapping[str, torch.Tensor]) -> None:
@@ -377,9 +390,10 @@ def _on_each_component(model: Any, state_dict: Mapping[str, torch.Tensor], step:
     for unit, weights in by_component(state_dict, model.cfg):
         if not weights:
             continue
-        copies = working_copies(weights, device_of_unit(model, unit, weights))
+        device = device_of_unit(model, unit, weights)
+        copies = WorkingCopies(weights, device, working_dtype(weights, torch.float32))
         step(unit, copies)
         for name, value in copies.items():
             dtype = weights[name].dtype if name in weights else model.cfg.dtype
-            result[full_name(unit, name)] = value.to(dtype)
+            result[full_name(unit, name)] = value.to(device=device, dtype=dtype)
     return result

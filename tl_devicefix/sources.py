@@ -61,12 +61,9 @@ class HuggingFaceSource:
         Raises:
             ValueError: if a weight is on the meta device, so has no values.
         """
-        if unit.startswith("blocks."):
-            layer = int(unit.split(".")[1])
-            converted = self._convert([layer], device)
-            weights = _of_unit(converted, "blocks.0")
-        else:
-            weights = _of_unit(self._convert([], device), unit)
+        converted = self._convert(unit)
+        in_block = unit.startswith("blocks.")
+        weights = _of_unit(converted, "blocks.0" if in_block else unit)
         for name, tensor in weights.items():
             if tensor.is_meta:
                 raise ValueError(
@@ -75,14 +72,15 @@ class HuggingFaceSource:
                 )
         return weights
 
-    def _convert(self, layers: list[int], device: torch.device) -> Weights:
-        """Convert the given blocks (at most one), or with none given what is outside the blocks."""
+    def _convert(self, unit: str) -> Weights:
+        """Convert one block, then called "blocks.0", or what is outside the blocks."""
+        layers = [int(unit.split(".")[1])] if unit.startswith("blocks.") else []
+        view = _View(self._blocks, layers, self._in_converter(unit)).of(self._model)
         cfg = copy.copy(self._cfg)
         cfg.n_layers = len(layers)
-        # Converters make missing biases on cfg.device, or on the CPU.
-        cfg.device = str(device)
+        # Converters make missing biases on cfg.device, or on the CPU, and move some weights there.
+        cfg.device = str(_device_of(self._blocks[layers[0]] if layers else self._model))
         cfg.from_checkpoint = False  # or TransformerLens would load the checkpoint again
-        view = _view_with_blocks(self._model, self._blocks, layers, device)
         try:
             return tl_loading.get_pretrained_state_dict(
                 CONVERTIBLE_NAME, cfg, view, dtype=cfg.dtype
@@ -98,6 +96,14 @@ class HuggingFaceSource:
             raise ValueError(
                 f"hf_model is a {given}, which {reason} ({error}); {remedy}"
             ) from error
+
+    def _in_converter(self, unit: str) -> torch.dtype | None:
+        """The dtype that matrices are converted in, if not their own.
+
+        Converters copy matrices, but scale the embedding of a Gemma: in the dtype asked for.
+        """
+        scaled = unit == "embed" and (self._cfg.original_architecture or "").startswith("Gemma")
+        return self._cfg.dtype if scaled else None
 
 
 def _of_unit(state_dict: Weights, unit: str) -> Weights:
@@ -128,28 +134,50 @@ def _find_blocks(hf_model: nn.Module, cfg: Any) -> nn.ModuleList:
     return lists[0]
 
 
-def _view_with_blocks(
-    model: nn.Module, blocks: nn.ModuleList, layers: list[int], device: torch.device
-) -> nn.Module:
-    """A model sharing `model`'s weights, with only the given blocks, and those on `device`.
+def _device_of(module: nn.Module) -> torch.device:
+    """Where a module's first weight with values is; the CPU if none has any."""
+    there = (p.device for p in module.parameters() if not p.is_meta)
+    return next(there, torch.device("cpu"))
+
+
+class _View:
+    """Makes a model that shares a model's weights, but has only the given blocks.
 
     When there are blocks, matrices outside them have no values: only the blocks' are wanted.
+
+    Args:
+        blocks: the model's list of blocks.
+        layers: which of them the view has (none or one).
+        dtype: the dtype to show matrices in; by default their own.
     """
 
-    def in_block(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach() if tensor.is_meta else tensor.detach().to(device)
+    def __init__(self, blocks: nn.ModuleList, layers: list[int], dtype: torch.dtype | None) -> None:
+        self._blocks = blocks
+        self._layers = layers
+        self._dtype = dtype
 
-    def outside(tensor: torch.Tensor) -> torch.Tensor:
-        if layers and tensor.dim() > 1:
+    def of(self, module: nn.Module) -> nn.Module:
+        """The view of the model, or of a part of it that is not in a block."""
+        if module is self._blocks:
+            here = [self._blocks[layer] for layer in self._layers]
+            return nn.ModuleList(_copy_structure(block, self._shown) for block in here)
+        return _copy_structure(module, self._outside, self.of)
+
+    def _outside(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._layers and tensor.dim() > 1:
             return torch.empty_like(tensor, device="meta")
-        return in_block(tensor) if layers else tensor.detach()
+        return self._shown(tensor)
 
-    def view(module: nn.Module) -> nn.Module:
-        if module is blocks:
-            return nn.ModuleList(_copy_structure(blocks[layer], in_block) for layer in layers)
-        return _copy_structure(module, outside, view)
-
-    return view(model)
+    def _shown(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.detach()
+        if tensor.is_meta or not tensor.is_floating_point():
+            return tensor
+        if tensor.dim() <= 1:
+            # Converters add 1 to the norms of a Gemma: not in less than float32.
+            return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+        if self._dtype is None:
+            return tensor
+        return tensor.to(torch.promote_types(tensor.dtype, self._dtype))
 
 
 def _copy_structure(

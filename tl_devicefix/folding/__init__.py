@@ -19,14 +19,14 @@ from tl_devicefix.folding.layer_norm import (
 )
 from tl_devicefix.folding.unembed import center_unembed_weights
 from tl_devicefix.folding.value_biases import fold_value_biases_of_block
-from tl_devicefix.folding.weights import Weights, working_copies
+from tl_devicefix.folding.weights import Weights, WorkingCopies, working_dtype
 from tl_devicefix.folding.writing_weights import (
     center_attention_bias,
     center_embedding,
     center_writing_weights_of_block,
 )
 
-__all__ = ["Steps", "Weights", "process_component", "working_copies"]
+__all__ = ["Steps", "Weights", "WorkingCopies", "process_component", "working_dtype"]
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,9 @@ def process_component(
     cfg: Any,
     steps: Steps,
     conventions: Conventions,
+    vocabulary_means: Weights | None = None,
 ) -> None:
-    """Apply the processing steps to one component's weights, in place.
+    """Apply the processing steps to one component's weights, or to a slice of them, in place.
 
     Args:
         name: "embed", "pos_embed", "blocks.3" or "unembed"; the last comes with ln_final's weights.
@@ -100,6 +101,7 @@ def process_component(
         cfg: the HookedTransformerConfig.
         steps: the applicable steps (`Steps.applicable`).
         conventions: what the installed TransformerLens does differently from others.
+        vocabulary_means: of the unembedding, if this is a part of its vocabulary.
     """
     layer_norm = uses_layer_norm(cfg)
     if name in ("embed", "pos_embed"):
@@ -108,6 +110,10 @@ def process_component(
         if steps.center_writing_weights and not unread:
             center_embedding(weights)
     elif name == "unembed":
+        # TransformerLens centres after folding. The two act on different dimensions, so the order
+        # does not matter; this way round, the mean over the vocabulary can be known beforehand.
+        if steps.center_unembed:
+            center_unembed_weights(weights, vocabulary_means)
         if steps.fold_ln:
             fold_layer_norm_into_unembed(
                 weights,
@@ -115,8 +121,6 @@ def process_component(
                 center_weights=layer_norm,
                 keep_norms=conventions.keeps_folded_norms,
             )
-        if steps.center_unembed:
-            center_unembed_weights(weights)
     else:
         _process_block(weights, steps, conventions, layer_norm)
 
@@ -133,6 +137,8 @@ def _process_block(
         )
     if steps.center_writing_weights:
         center_writing_weights_of_block(block)
+    if "attn.W_Q" not in block:
+        return  # a slice of the MLP
     if steps.fold_value_biases:
         fold_value_biases_of_block(block)
     if steps.recenter_b_O:

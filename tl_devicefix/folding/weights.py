@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 Weights = dict[str, torch.Tensor]
 """One component's weights, by name, all on one device. A step may change it and its tensors."""
 
 
-def working_dtype(weights: Weights, wanted: torch.dtype = torch.float32) -> torch.dtype:
+def working_dtype(weights: Mapping[str, torch.Tensor], wanted: torch.dtype) -> torch.dtype:
     """The dtype to fold a component in: float32, or wider if any weight or the result is wider."""
     dtype = torch.promote_types(torch.float32, wanted)
     for tensor in weights.values():
@@ -17,26 +19,37 @@ def working_dtype(weights: Weights, wanted: torch.dtype = torch.float32) -> torc
     return dtype
 
 
-def working_copies(
-    weights: Weights, device: torch.device, wanted: torch.dtype = torch.float32
-) -> Weights:
-    """Private copies on `device`, in the dtype that folding works in.
+class WorkingCopies(dict[str, torch.Tensor]):
+    """Weights of which a step gets a private copy, on a device and in a dtype to work in.
 
-    Never aliases the given tensors: the steps work in place. Integer and boolean tensors keep
-    their dtype.
+    The copy is made when a weight is first read by `[]`, so what no step reads is not copied:
+    `items()` shows it as it was given. Copies keep the layout of what they copy (a transposed view
+    stays one); integer and boolean tensors keep their dtype.
+
+    `as_given` has the names of those that no step has read or replaced.
 
     Args:
-        weights: one component's weights, on any devices and in any dtypes.
+        given: one component's weights, on any devices and in any dtypes; never changed.
         device: where to fold them.
-        wanted: the dtype that the result will be rounded to.
+        dtype: the dtype to fold in (`working_dtype`).
     """
-    dtype = working_dtype(weights, wanted)
-    return {
-        name: tensor.detach().to(
-            device=device,
-            dtype=dtype if tensor.is_floating_point() else tensor.dtype,
-            copy=True,
-            memory_format=torch.contiguous_format,
-        )
-        for name, tensor in weights.items()
-    }
+
+    def __init__(
+        self, given: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__(given)
+        self._device = device
+        self._dtype = dtype
+        self.as_given = set(given)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor = super().__getitem__(name)
+        if name in self.as_given:
+            dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
+            tensor = tensor.detach().to(device=self._device, dtype=dtype, copy=True)
+            self[name] = tensor
+        return tensor
+
+    def __setitem__(self, name: str, tensor: torch.Tensor) -> None:
+        self.as_given.discard(name)
+        super().__setitem__(name, tensor)
