@@ -29,11 +29,8 @@ class ComponentSize:
     name: str
     weights: int
     buffers: int
-
-    @property
-    def total(self) -> int:
-        """Weights and buffers together, in bytes."""
-        return self.weights + self.buffers
+    shared: str | None = None
+    """Blocks on one device that name the same here hold their buffers together, in one copy."""
 
 
 def component_names(cfg: Any) -> tuple[str, ...]:
@@ -69,7 +66,8 @@ def component_sizes(cfg: Any) -> tuple[ComponentSize, ...]:
             if kind not in block_sizes:
                 block_sizes[kind] = _size_on_meta(name, cfg)
             known = block_sizes[kind]
-            sizes.append(ComponentSize(name, known.weights, known.buffers))
+            shared = f"{kind or 'global'} attention"
+            sizes.append(ComponentSize(name, known.weights, known.buffers, shared))
         else:
             sizes.append(_size_on_meta(name, cfg))
     return tuple(sizes)

@@ -35,6 +35,7 @@ from tl_devicefix.moving import check_placed, place
 from tl_devicefix.patches import original
 from tl_devicefix.placement import DeviceMap, MaxMemory, Placement, plan
 from tl_devicefix.processing import complete_unit, load_component, processing_units
+from tl_devicefix.shared_buffers import shared_by_blocks
 from tl_devicefix.sources import HuggingFaceSource, Source, StateDictSource
 
 
@@ -245,7 +246,7 @@ def _components_without_values() -> Iterator[None]:
     """Let HookedTransformer's own constructor, and not a subclass's, make empty parameters."""
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        with init_empty_weights(include_buffers=False):
+        with init_empty_weights(include_buffers=False), shared_by_blocks():
             there(self, *args, **kwargs)
 
     there = HookedTransformer.__init__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from tl_devicefix.components import component_of
 from tl_devicefix.devices import resolve
 from tl_devicefix.patches import original
 from tl_devicefix.placement import Placement, plan
+from tl_devicefix.shared_buffers import converted_once, share_buffers
 
 
 def place(model: Any, placement: Placement) -> None:
@@ -20,8 +22,12 @@ def place(model: Any, placement: Placement) -> None:
     What is in no component is, for example, a subclass's own parameters. The model's `placement`,
     `cfg.device` and `cfg.n_devices` say so afterwards.
     """
-    for name, device in placement.device_map.items():
-        nn.Module.to(model.get_submodule(name), device)
+    share_buffers(model)
+    for device in placement.devices:
+        move = converted_once(model, partial(torch.Tensor.to, device=device))
+        for component in placement.components:
+            if component.device == device:
+                model.get_submodule(component.name)._apply(move)
     _bring_rest_home(model, placement)
     settle(model, placement)
 
@@ -96,7 +102,7 @@ def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
     Every way to move a module (`to`, `cuda`, a wrapper's `to`, accelerate's `prepare`) ends here.
     """
     before = _devices(self)
-    nn.Module._apply(self, fn, recurse)
+    nn.Module._apply(self, converted_once(self, fn), recurse)
     if _devices(self) != before:
         _follow_weights(self)
     return self

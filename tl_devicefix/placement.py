@@ -48,6 +48,8 @@ class PlacedComponent:
     device: torch.device
     weights: int
     buffers: int = 0
+    shared: str | None = None
+    """Blocks on one device that name the same here hold their buffers together, in one copy."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,8 @@ class Placement:
 
     def bytes_on(self, device: torch.device) -> int:
         """Bytes of weights and buffers planned for `device`."""
-        return sum(c.weights + c.buffers for c in self.components if c.device == device)
+        here = [c for c in self.components if c.device == device]
+        return sum(c.weights for c in here) + _buffers(here)
 
     def gathered_on(self, device: torch.device) -> Placement:
         """The same components, all on one device."""
@@ -94,10 +97,7 @@ class Placement:
     def reweighed(self, cfg: Any) -> Placement:
         """The same devices, with the sizes that the components have by this config."""
         return Placement(
-            tuple(
-                PlacedComponent(size.name, self.device_map[size.name], size.weights, size.buffers)
-                for size in component_sizes(cfg)
-            )
+            tuple(_placed(size, self._device_by_name[size.name]) for size in component_sizes(cfg))
         )
 
     def __str__(self) -> str:
@@ -108,7 +108,7 @@ class Placement:
             label = f"{device} (home)" if device == self.home else str(device)
             names = _summary([c.name for c in here])
             rows.append((label, names, gib(weights), gib(self.bytes_on(device))))
-        everything = sum(c.weights + c.buffers for c in self.components)
+        everything = sum(self.bytes_on(device) for device in self.devices)
         rows.append(("total", "", gib(sum(c.weights for c in self.components)), gib(everything)))
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         return "\n".join(
@@ -116,6 +116,16 @@ class Placement:
             f"{row[3]:>{widths[3]}}".rstrip()
             for row in rows
         )
+
+
+def _placed(size: ComponentSize, device: torch.device) -> PlacedComponent:
+    return PlacedComponent(size.name, device, size.weights, size.buffers, size.shared)
+
+
+def _buffers(on_one_device: Sequence[PlacedComponent | ComponentSize]) -> int:
+    """Bytes of buffers, those that are shared counted once."""
+    copies = {component.shared or component.name: component.buffers for component in on_one_device}
+    return sum(copies.values())
 
 
 def gib(size: float) -> str:
@@ -251,11 +261,17 @@ def _capacity(device: torch.device, max_memory: MaxMemory | None) -> int | None:
 
 
 def _blocks(sizes: Sequence[ComponentSize]) -> list[int]:
-    return [size.total for size in sizes if size.name not in FIXED_AT_HOME]
+    """Bytes that each block adds to its device."""
+    return [size.weights for size in sizes if size.name not in FIXED_AT_HOME]
+
+
+def _blocks_share(sizes: Sequence[ComponentSize]) -> int:
+    """Bytes that the blocks on a device hold together, if it has some of each kind."""
+    return _buffers([size for size in sizes if size.name not in FIXED_AT_HOME])
 
 
 def _home_load(sizes: Sequence[ComponentSize]) -> int:
-    return sum(size.total for size in sizes if size.name in FIXED_AT_HOME)
+    return sum(size.weights + size.buffers for size in sizes if size.name in FIXED_AT_HOME)
 
 
 def _balanced(sizes: Sequence[ComponentSize], capacities: Sequence[int | None]) -> list[int]:
@@ -274,7 +290,7 @@ def _balanced(sizes: Sequence[ComponentSize], capacities: Sequence[int | None]) 
     # best[i] = (fullest, sum of squares, counts) over the devices so far, holding blocks 0..i-1
     best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
     for position in range(n_used):
-        extra = _home_load(sizes) if position == 0 else 0
+        extra = _blocks_share(sizes) + (_home_load(sizes) if position == 0 else 0)
         reached: dict[int, tuple[float, float, list[int]]] = {}
         for start, (fullest, squares, counts) in best.items():
             last = len(blocks) - (n_used - 1 - position)
@@ -292,7 +308,7 @@ def _sequential(sizes: Sequence[ComponentSize], capacities: Sequence[int | None]
     remaining = _blocks(sizes)
     counts = []
     for position, capacity in enumerate(capacities):
-        used = _home_load(sizes) if position == 0 else 0
+        used = _blocks_share(sizes) + (_home_load(sizes) if position == 0 else 0)
         count = 0
         while remaining and (capacity is None or used + remaining[0] <= capacity):
             used += remaining.pop(0)
@@ -309,7 +325,7 @@ def _contiguous(
     placed = []
     for size in sizes:
         device = devices[0] if size.name in FIXED_AT_HOME else of_block.pop(0)
-        placed.append(PlacedComponent(size.name, device, size.weights, size.buffers))
+        placed.append(_placed(size, device))
     return Placement(tuple(placed))
 
 
@@ -343,7 +359,7 @@ def _from_dict(
         device = resolve(device_map[max(keys, key=len)])
         if device.type == "meta":
             raise ValueError(f"device_map puts {size.name} on 'meta', which holds no values")
-        placed.append(PlacedComponent(size.name, device, size.weights, size.buffers))
+        placed.append(_placed(size, device))
     if missing:
         raise ValueError(
             f"device_map says nothing of {_summary(missing)}: give each component a device, or "

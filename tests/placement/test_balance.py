@@ -31,16 +31,19 @@ def blocks_per_device(placement: Placement) -> list[int]:
     return [len(list(run)) for _, run in itertools.groupby(block_devices(placement))]
 
 
-def home_and_block_bytes(placement: Placement) -> tuple[int, list[int]]:
-    total = {c.name: c.weights + c.buffers for c in placement.components}
-    blocks = [size for name, size in total.items() if name.startswith("blocks.")]
-    return sum(total.values()) - sum(blocks), blocks
+def home_block_and_shared_bytes(placement: Placement) -> tuple[int, list[int], int]:
+    """What home has besides blocks, each block's weights, and the buffers that blocks share."""
+    blocks = [c for c in placement.components if c.name.startswith("blocks.")]
+    home = sum(c.weights + c.buffers for c in placement.components if c not in blocks)
+    return home, [block.weights for block in blocks], blocks[0].buffers
 
 
-def fullest(home: int, blocks: Sequence[int], counts: Sequence[int], free: Sequence[int]) -> float:
+def fullest(
+    home: int, blocks: Sequence[int], shared: int, counts: Sequence[int], free: Sequence[int]
+) -> float:
     """The relative load of the fullest device when they hold `counts` blocks each."""
     ends = list(itertools.accumulate(counts))
-    loads = [sum(blocks[end - count : end]) for count, end in zip(counts, ends)]
+    loads = [shared + sum(blocks[end - count : end]) for count, end in zip(counts, ends)]
     loads[0] += home
     return max(load / room for load, room in zip(loads, free))
 
@@ -67,8 +70,8 @@ def test_any_number_of_layers_spreads_evenly_over_any_number_of_devices(
     assert block_devices(placement) == sorted(block_devices(placement), key=lambda d: d.index)
     assert len(counts) == n_devices
     assert sum(counts) == n_layers
-    home, (block, *_) = home_and_block_bytes(placement)
-    best = min(
+    home, (block, *_), shared = home_block_and_shared_bytes(placement)
+    best = shared + min(
         max(home + at_home * block, math.ceil((n_layers - at_home) / (n_devices - 1)) * block)
         for at_home in range(1, n_layers - n_devices + 2)
     )
@@ -89,9 +92,9 @@ def test_no_other_contiguous_split_leaves_the_fullest_device_less_full(
     with tl_devicefix.simulate(len(memory), memory=free):
         placement = plan(config(n_layers=n_layers, d_vocab=d_vocab), n_devices=len(memory))
 
-    home, blocks = home_and_block_bytes(placement)
-    best = min(fullest(home, blocks, counts, free) for counts in every_split(n_layers, len(memory)))
-    assert fullest(home, blocks, blocks_per_device(placement), free) == pytest.approx(best)
+    loads = home_block_and_shared_bytes(placement)
+    best = min(fullest(*loads, counts, free) for counts in every_split(n_layers, len(memory)))
+    assert fullest(*loads, blocks_per_device(placement), free) == pytest.approx(best)
 
 
 def test_home_has_fewer_blocks_the_larger_its_embeddings_are(config: Any) -> None:
@@ -149,7 +152,7 @@ def test_a_24_gb_device_beside_an_80_gb_one_gets_its_share(config: Any) -> None:
         placement = plan("meta-llama/Llama-2-13b-hf", n_devices=2, dtype="bfloat16")
 
     loads = [placement.bytes_on(device) / room for device, room in zip(sim(0, 1), (24, 80))]
-    _, (block, *_) = home_and_block_bytes(placement)
+    _, (block, *_), _ = home_block_and_shared_bytes(placement)
     assert abs(loads[0] - loads[1]) <= block / 24
     assert max(loads) < 2**30
 

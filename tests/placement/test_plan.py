@@ -83,8 +83,29 @@ def test_the_sizes_are_those_of_the_real_model(name: str, references: Any) -> No
     placement = plan(reference.cfg)
 
     assert_weighs_as(placement, reference)
-    real = [*reference.parameters(), *reference.buffers()]
-    assert placement.bytes_on(placement.home) == sum(tensor.nbytes for tensor in real)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma-2"])
+@pytest.mark.parametrize("n_devices", [1, 3])
+def test_blocks_of_one_kind_on_one_device_share_one_mask_and_rotary_table(
+    n_devices: int, name: str, checkpoints: Any, machine: Any
+) -> None:
+    checkpoint = str(checkpoints(name))
+    model = HookedTransformer.from_pretrained(checkpoint, n_devices=n_devices)
+
+    for device in model.placement.devices:
+        here = [block.attn for block in model.blocks if block.attn.W_Q.device == device]
+        for kind in {attention.attn_type for attention in here}:
+            of_kind = [attention for attention in here if attention.attn_type == kind]
+            for buffer in dict(here[0].named_buffers()):
+                assert len({id(getattr(attention, buffer)) for attention in of_kind}) == 1, buffer
+        tensors = [*model.parameters(), *model.buffers()]  # each tensor once
+        there = sum(tensor.nbytes for tensor in tensors if tensor.device == device)
+        assert model.placement.bytes_on(device) == there
+    model.to(model.placement.devices[-1])
+    assert len({id(block.attn.IGNORE) for block in model.blocks}) == len(
+        {block.attn.attn_type for block in model.blocks}
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
