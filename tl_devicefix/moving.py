@@ -104,6 +104,7 @@ def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
     before = _devices(self)
     nn.Module._apply(self, converted_once(self, fn), recurse)
     if _devices(self) != before:
+        share_buffers(self)
         _follow_weights(self)
     return self
 
