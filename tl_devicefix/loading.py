@@ -20,7 +20,6 @@ import transformers.utils.logging as hf_logging
 from accelerate import init_empty_weights
 from transformer_lens import HookedTransformer
 
-from tl_devicefix.checkpoint import load_hf_model
 from tl_devicefix.conventions import installed_conventions
 from tl_devicefix.devices import default_device
 from tl_devicefix.folding import Steps
@@ -37,6 +36,7 @@ from tl_devicefix.placement import DeviceMap, MaxMemory, Placement, plan
 from tl_devicefix.processing import complete_unit, load_component, processing_units
 from tl_devicefix.shared_buffers import shared_by_blocks
 from tl_devicefix.sources import HuggingFaceSource, Source, StateDictSource
+from tl_devicefix.sources.checkpoint import load_hf_model
 
 
 def from_pretrained(
@@ -114,7 +114,10 @@ def _refuse_unsupported(wanted: dict[str, Any], hf_kwargs: dict[str, Any]) -> No
     if is_name and name.lower().startswith("bert"):
         raise RuntimeError(f"{name} is an encoder: load it with HookedEncoder")
     if hf_kwargs.get("load_in_8bit") or hf_kwargs.get("load_in_4bit"):
-        raise ValueError("load_in_4bit and load_in_8bit are not supported: weights are folded")
+        raise ValueError(
+            "load_in_4bit and load_in_8bit are not arguments of HookedTransformer: its weights are "
+            "folded, in dtype; load the quantised model with transformers and pass it as hf_model"
+        )
     if wanted.get("checkpoint_label") is not None:
         if wanted["checkpoint_value"] is not None:
             raise ValueError(
@@ -132,12 +135,6 @@ def _refuse_unsupported(wanted: dict[str, Any], hf_kwargs: dict[str, Any]) -> No
     hf_model = wanted["hf_model"]
     if hf_model is not None and not hasattr(hf_model, "config"):
         raise ValueError(f"hf_model is a {type(hf_model).__name__} without a config")
-    quantization = getattr(getattr(hf_model, "config", None), "quantization_config", None)
-    if quantization is not None:
-        raise ValueError(
-            "hf_model is quantised, and packed weights cannot be folded; load it without a "
-            "quantization_config, in the dtype to analyse it in"
-        )
 
 
 def _refuse_dtype_on_cpu(dtype: torch.dtype, device: Any) -> None:
@@ -159,6 +156,7 @@ def _load_config(
     options = {name: wanted[name] for name in passed_on if name in wanted}
     hf_model = wanted["hf_model"]
     hf_cfg = hf_model.config.to_dict() if hf_model is not None else {}
+    hf_cfg.pop("quantization_config", None)  # the weights arrive dequantised
     # The devices are the plan's business: TransformerLens would count CUDA devices here.
     cfg = model_config(model_name, hf_cfg=hf_cfg, dtype=dtype, device="cpu", **options, **hf_kwargs)
     if cfg.n_layers < 1:

@@ -17,7 +17,7 @@ from packaging.version import Version
 from transformers import AutoModel, AutoModelForCausalLM
 
 from tl_devicefix.model_config import is_checkpoint_directory
-from tl_devicefix.shards import check_shards, file_of, stored_shapes
+from tl_devicefix.sources.shards import check_shards, file_of, stored_shapes
 
 
 def load_hf_model(model_name: str, cfg: Any, **kwargs: Any) -> torch.nn.Module:

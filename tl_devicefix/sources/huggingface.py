@@ -1,4 +1,4 @@
-"""Where weights come from, read one component at a time in HookedTransformer's format.
+"""A Hugging Face model as a source, converted one block at a time.
 
 The conversion is TransformerLens's own. To convert one block, it is shown a model that shares the
 given model's weights but has only that block, and whose other matrices have no values; the given
@@ -8,52 +8,36 @@ model is not touched.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import transformer_lens.loading_from_pretrained as tl_loading
 from torch import nn
 
 from tl_devicefix.folding import Weights
-from tl_devicefix.processing import name_in_unit, processing_unit
+from tl_devicefix.sources.live_weights import LiveWeights
+from tl_devicefix.sources.state_dict import of_unit
 
 CONVERTIBLE_NAME = "gpt2"
 """An official name, for calls in which TransformerLens wants one and then does not use it."""
 
-
-class Source(Protocol):
-    """Anything that weights can be read from, one processing unit at a time."""
-
-    def read(self, unit: str, device: torch.device) -> Weights:
-        """The weights of one unit, by their names within it, perhaps on `device` already.
-
-        They may alias the source's own tensors, so they are for copying only.
-        """
-
-
-class StateDictSource:
-    """A whole state dict in HookedTransformer's format, as the small `.pth` models come."""
-
-    def __init__(self, state_dict: Weights) -> None:
-        self._state_dict = state_dict
-
-    def read(self, unit: str, device: torch.device) -> Weights:
-        """See `Source.read`."""
-        return _of_unit(self._state_dict, unit)
+META = torch.device("meta")
 
 
 class HuggingFaceSource:
-    """A Hugging Face model, wherever its weights lie; it is never changed.
+    """A Hugging Face model, wherever and however its weights lie; it is never changed.
 
     Raises:
-        ValueError: if the model's blocks cannot be found.
+        ValueError: if the model's blocks cannot be found, or its adapters or its quantisation
+            cannot be undone.
+        ImportError: if it uses PEFT or bitsandbytes, and that is not installed.
     """
 
     def __init__(self, hf_model: nn.Module, cfg: Any) -> None:
-        self._model = hf_model
+        self._live = LiveWeights(hf_model)
+        self._model = self._live.model
         self._cfg = cfg
-        self._blocks = _find_blocks(hf_model, cfg)
+        self._blocks = _find_blocks(self._model, cfg)
 
     def read(self, unit: str, device: torch.device) -> Weights:
         """See `Source.read`.
@@ -61,9 +45,9 @@ class HuggingFaceSource:
         Raises:
             ValueError: if a weight is on the meta device, so has no values.
         """
-        converted = self._convert(unit)
+        converted = self._convert(unit, device)
         in_block = unit.startswith("blocks.")
-        weights = _of_unit(converted, "blocks.0" if in_block else unit)
+        weights = of_unit(converted, "blocks.0" if in_block else unit)
         for name, tensor in weights.items():
             if tensor.is_meta:
                 raise ValueError(
@@ -72,10 +56,12 @@ class HuggingFaceSource:
                 )
         return weights
 
-    def _convert(self, unit: str) -> Weights:
+    def _convert(self, unit: str, device: torch.device) -> Weights:
         """Convert one block, then called "blocks.0", or what is outside the blocks."""
         layers = [int(unit.split(".")[1])] if unit.startswith("blocks.") else []
-        view = _View(self._blocks, layers, self._in_converter(unit)).of(self._model)
+        view = _View(self._live, self._blocks, layers, device, self._matrices_in(unit)).of(
+            self._model
+        )
         cfg = copy.copy(self._cfg)
         cfg.n_layers = len(layers)
         # Converters make missing biases on cfg.device, or on the CPU, and move some weights there.
@@ -97,21 +83,13 @@ class HuggingFaceSource:
                 f"hf_model is a {given}, which {reason} ({error}); {remedy}"
             ) from error
 
-    def _in_converter(self, unit: str) -> torch.dtype | None:
+    def _matrices_in(self, unit: str) -> torch.dtype | None:
         """The dtype that matrices are converted in, if not their own.
 
         Converters copy matrices, but scale the embedding of a Gemma: in the dtype asked for.
         """
         scaled = unit == "embed" and (self._cfg.original_architecture or "").startswith("Gemma")
         return self._cfg.dtype if scaled else None
-
-
-def _of_unit(state_dict: Weights, unit: str) -> Weights:
-    return {
-        name_in_unit(name): tensor
-        for name, tensor in state_dict.items()
-        if processing_unit(name) == unit
-    }
 
 
 def _find_blocks(hf_model: nn.Module, cfg: Any) -> nn.ModuleList:
@@ -146,30 +124,60 @@ class _View:
     When there are blocks, matrices outside them have no values: only the blocks' are wanted.
 
     Args:
+        live: the model's real weights.
         blocks: the model's list of blocks.
         layers: which of them the view has (none or one).
+        device: where to compute weights that have to be computed first.
         dtype: the dtype to show matrices in; by default their own.
     """
 
-    def __init__(self, blocks: nn.ModuleList, layers: list[int], dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        live: LiveWeights,
+        blocks: nn.ModuleList,
+        layers: list[int],
+        device: torch.device,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self._live = live
         self._blocks = blocks
         self._layers = layers
+        self._device = device
         self._dtype = dtype
 
-    def of(self, module: nn.Module) -> nn.Module:
-        """The view of the model, or of a part of it that is not in a block."""
+    def of(self, model: nn.Module) -> nn.Module:
+        """The view of the model."""
+        return self._of(model, wanted=not self._layers)
+
+    def _of(self, module: nn.Module, wanted: bool) -> nn.Module:
+        """A copy of a module whose tensors are the module's own, with values if they are wanted."""
         if module is self._blocks:
-            here = [self._blocks[layer] for layer in self._layers]
-            return nn.ModuleList(_copy_structure(block, self._shown) for block in here)
-        return _copy_structure(module, self._outside, self.of)
+            return nn.ModuleList(self._of(self._blocks[i], wanted=True) for i in self._layers)
+        module = self._live.plain(module, self._device if wanted else META)
+        new = copy.copy(module)
+        new.__dict__ = dict(module.__dict__)
+        new._parameters = {
+            name: None
+            if p is None
+            else nn.Parameter(self._shown(module, name, p, wanted), requires_grad=False)
+            for name, p in module._parameters.items()
+        }
+        new._buffers = {
+            name: None if b is None else self._shown(module, name, b, wanted)
+            for name, b in module._buffers.items()
+        }
+        new._modules = {
+            name: None if child is None else self._of(child, wanted)
+            for name, child in module._modules.items()
+        }
+        return new
 
-    def _outside(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._layers and tensor.dim() > 1:
-            return torch.empty_like(tensor, device="meta")
-        return self._shown(tensor)
-
-    def _shown(self, tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.detach()
+    def _shown(
+        self, module: nn.Module, name: str, tensor: torch.Tensor, wanted: bool
+    ) -> torch.Tensor:
+        if not wanted and tensor.dim() > 1:
+            return torch.empty_like(tensor, device=META)
+        tensor = self._live.values(module, name, tensor).detach()
         if tensor.is_meta or not tensor.is_floating_point():
             return tensor
         if tensor.dim() <= 1:
@@ -178,28 +186,3 @@ class _View:
         if self._dtype is None:
             return tensor
         return tensor.to(torch.promote_types(tensor.dtype, self._dtype))
-
-
-def _copy_structure(
-    module: nn.Module,
-    convert: Callable[[torch.Tensor], torch.Tensor],
-    copy_child: Callable[[nn.Module], nn.Module] | None = None,
-) -> nn.Module:
-    """A copy of a module and its submodules, whose tensors are `convert` of the module's own."""
-    if copy_child is None:
-
-        def copy_child(child: nn.Module) -> nn.Module:
-            return _copy_structure(child, convert)
-
-    new = copy.copy(module)
-    new.__dict__ = dict(module.__dict__)
-    new._parameters = {
-        name: None if p is None else nn.Parameter(convert(p), requires_grad=False)
-        for name, p in module._parameters.items()
-    }
-    new._buffers = {name: None if b is None else convert(b) for name, b in module._buffers.items()}
-    new._modules = {
-        name: None if child is None else copy_child(child)
-        for name, child in module._modules.items()
-    }
-    return new
