@@ -23,8 +23,10 @@ from transformer_lens import HookedTransformer
 from tl_devicefix.conventions import installed_conventions
 from tl_devicefix.devices import default_device
 from tl_devicefix.folding import Steps
+from tl_devicefix.hub import tokenizers_fetched_with
 from tl_devicefix.model_config import (
     is_checkpoint_directory,
+    is_listed,
     load_tokenizer,
     model_config,
     official_name,
@@ -68,16 +70,17 @@ def from_pretrained(
     _refuse_misspelt(hf_kwargs, [*wanted, "device_map", "max_memory"])
     dtype = torch_dtype(hf_kwargs.pop("torch_dtype", wanted["dtype"]))
     wanted["model_name"] = os.fspath(wanted["model_name"])
-    _refuse_unsupported(wanted, hf_kwargs)
+    model_name = official_name(wanted["model_name"])
+    _refuse_unsupported(model_name, wanted, hf_kwargs)
     _refuse_dtype_on_cpu(dtype, wanted["device"])
 
-    model_name = official_name(wanted["model_name"])
     cfg = _load_config(model_name, wanted, hf_kwargs, dtype)
     steps = _steps(cfg, wanted)
     placement = _place(cfg, wanted, device_map, max_memory)
     with _construction:
         source = _open_source(model_name, cfg, wanted["hf_model"], dtype, hf_kwargs)
-        model = _empty_model(cls, cfg, wanted["tokenizer"], wanted["default_padding_side"])
+        with tokenizers_fetched_with(model_name, hf_kwargs):
+            model = _empty_model(cls, cfg, wanted["tokenizer"], wanted["default_padding_side"])
     _fill(model, source, placement, steps)
     if not wanted["move_to_device"]:
         model.cfg.device = str(wanted["device"] or default_device())
@@ -106,12 +109,11 @@ def _refuse_misspelt(hf_kwargs: dict[str, Any], known: list[str]) -> None:
             )
 
 
-def _refuse_unsupported(wanted: dict[str, Any], hf_kwargs: dict[str, Any]) -> None:
-    name = wanted["model_name"]
-    is_name = not is_checkpoint_directory(name)
-    if is_name and name.lower().startswith("t5"):
+def _refuse_unsupported(name: str, wanted: dict[str, Any], hf_kwargs: dict[str, Any]) -> None:
+    listed = is_listed(name)
+    if listed and name.lower().startswith(("t5", "google-t5")):
         raise RuntimeError(f"{name} is an encoder-decoder: load it with HookedEncoderDecoder")
-    if is_name and name.lower().startswith("bert"):
+    if listed and name.lower().startswith(("bert", "google-bert")):
         raise RuntimeError(f"{name} is an encoder: load it with HookedEncoder")
     if hf_kwargs.get("load_in_8bit") or hf_kwargs.get("load_in_4bit"):
         raise ValueError(
@@ -127,7 +129,7 @@ def _refuse_unsupported(wanted: dict[str, Any], hf_kwargs: dict[str, Any]) -> No
     checkpoint_named = any(
         wanted.get(name) is not None for name in ("checkpoint_index", "checkpoint_value")
     )
-    if checkpoint_named and not is_name:
+    if checkpoint_named and not listed:
         raise ValueError(
             f"{name!r} is one checkpoint: checkpoint_index and checkpoint_value choose among those "
             "of a model on the hub, so leave them out"
@@ -219,9 +221,12 @@ def _open_source(
 ) -> Source:
     if hf_model is not None:
         return HuggingFaceSource(hf_model, cfg)
-    if model_name.startswith(("NeelNanda", "ArthurConmy", "Baidicoot")):
+    if is_listed(model_name) and model_name.startswith(("NeelNanda", "ArthurConmy", "Baidicoot")):
         return StateDictSource(
-            tl_loading.get_pretrained_state_dict(model_name, cfg, dtype=dtype, **hf_kwargs)
+            # In float32 at least, so that it is rounded once, after folding.
+            tl_loading.get_pretrained_state_dict(
+                model_name, cfg, dtype=torch.promote_types(dtype, torch.float32), **hf_kwargs
+            )
         )
     return HuggingFaceSource(load_hf_model(model_name, cfg, **hf_kwargs), cfg)
 

@@ -1,20 +1,27 @@
-"""The HookedTransformerConfig of a model: by a name TransformerLens knows, or from a checkpoint.
+"""The HookedTransformerConfig of a model: by a name TransformerLens lists, or from a checkpoint.
 
 TransformerLens guesses the architecture, and with it the sizes, from parts of the name ("llama",
-"gemma-2"). A local directory may be called anything, so here its own config.json decides.
+"gemma-2"). A local directory, or a fine-tune on the hub, may be called anything, so there its own
+config.json decides.
 """
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import os
+import re
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformer_lens.loading_from_pretrained as tl_loading
 from transformer_lens.HookedTransformer import DTYPE_FROM_STRING
 from transformers import AutoConfig, AutoTokenizer
+
+from tl_devicefix.hub import has_tokenizer, hub_arguments, snapshot
 
 
 def torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
@@ -43,7 +50,8 @@ def model_config(model_name: str, **kwargs: Any) -> Any:
     """The HookedTransformerConfig for `model_name`, with one device and without its weights.
 
     Args:
-        model_name: a name that TransformerLens knows, or a local checkpoint directory.
+        model_name: a name that TransformerLens lists, a local checkpoint directory, or the name of
+            another checkpoint on the hub.
         kwargs: what `transformer_lens.loading_from_pretrained.get_pretrained_model_config` takes.
 
     Raises:
@@ -51,14 +59,22 @@ def model_config(model_name: str, **kwargs: Any) -> Any:
     """
     if is_checkpoint_directory(model_name):
         return _config_of_directory(os.fspath(model_name), kwargs)
-    return _config_by_name(official_name(model_name), **kwargs)
+    name = official_name(model_name)
+    if is_listed(name):
+        return _config_by_name(name, **kwargs)
+    cfg = _config_of_directory(str(snapshot(name, **kwargs)), kwargs)
+    cfg.model_name = name.rpartition("/")[2]
+    cfg.tokenizer_name = name if has_tokenizer(name, **kwargs) else None
+    return cfg
 
 
 def official_name(model_name: str) -> str:
-    """The name that TransformerLens knows a model by; a checkpoint directory stays as it is.
+    """The name that TransformerLens lists a model by.
+
+    A checkpoint directory, and the name of another checkpoint on the hub, stay as they are.
 
     Raises:
-        ValueError: if it is neither.
+        ValueError: if it can be none of these.
     """
     if is_checkpoint_directory(model_name):
         return model_name
@@ -70,16 +86,28 @@ def official_name(model_name: str) -> str:
             f"the directory {model_name!r} has no config.json, so it is not a Hugging Face "
             "checkpoint; save one there with hf_model.save_pretrained(...)"
         )
-    return tl_loading.get_official_model_name(model_name)  # raises, listing all that it knows
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", model_name):
+        return model_name
+    close = difflib.get_close_matches(model_name, tl_loading.make_model_alias_map(), n=3)
+    raise ValueError(
+        f"{model_name!r} is no model that TransformerLens lists"
+        f"{f' (did you mean {_either(close)}?)' if close else ''}, and neither a local checkpoint "
+        "directory nor a name on the hub (organisation/model)"
+    )
 
 
-def _config_by_name(name: str, **kwargs: Any) -> Any:
-    with _reading:
-        vars(tl_loading)["AutoConfig"] = _ReadableAutoConfig
-        try:
-            return tl_loading.get_pretrained_model_config(name, **kwargs)
-        finally:
-            vars(tl_loading)["AutoConfig"] = AutoConfig
+def _either(names: list[str]) -> str:
+    return " or ".join(repr(name) for name in names)
+
+
+def is_listed(model_name: str) -> bool:
+    """Whether TransformerLens lists a model by this name."""
+    return model_name.lower() in tl_loading.make_model_alias_map()
+
+
+def _config_by_name(name: str, token: Any = None, **kwargs: Any) -> Any:
+    with _reading, mock.patch.object(tl_loading, "AutoConfig", _ReadableAutoConfig(token)):
+        return tl_loading.get_pretrained_model_config(name, **kwargs)
 
 
 # TransformerLens's name for AutoConfig is replaced for a moment; one thread at a time.
@@ -119,6 +147,8 @@ _OTHER_CLASSES = {
 
 
 def _config_of_directory(path: str, kwargs: dict[str, Any]) -> Any:
+    # What says how to fetch it from the hub has done so: this is a local directory.
+    kwargs = {name: value for name, value in kwargs.items() if name not in hub_arguments(kwargs)}
     hf_config = _read_hf_config(path, trust_remote_code=kwargs.get("trust_remote_code", False))
     architecture = (hf_config.architectures or [None])[0]
     if architecture is None:
@@ -137,20 +167,41 @@ def _config_of_directory(path: str, kwargs: dict[str, Any]) -> Any:
     except NotImplementedError as error:
         raise ValueError(
             f"{path!r} holds a {architecture}, which TransformerLens cannot convert to a "
-            "HookedTransformer; load a checkpoint of an architecture that it supports"
+            f"HookedTransformer; it supports {', '.join(_supported_architectures())}"
         ) from error
     cfg = type(cfg).from_dict({**cfg.to_dict(), **overrides})
+    cfg.load_in_4bit = False  # packed weights arrive dequantised
     cfg.original_architecture = architecture
     cfg.model_name = Path(path).resolve().name
     cfg.tokenizer_name = path if _has_tokenizer(path) else None
     return cfg
 
 
-class _ReadableAutoConfig:
-    """transformers' AutoConfig, whose configs have the names that TransformerLens reads."""
+def _supported_architectures() -> list[str]:
+    """The architectures that can be configured by config.json, and converted."""
+    # TransformerLens has no list of them, but a branch for each.
+    known = set(_CONFIGURED_BY_NAME)
+    known |= _branches(tl_loading.convert_hf_model_config)
+    return sorted(known & _branches(tl_loading.get_pretrained_state_dict) - set(_OTHER_CLASSES))
 
-    @staticmethod
-    def from_pretrained(*args: Any, **kwargs: Any) -> Any:
+
+def _branches(function: Any) -> set[str]:
+    return set(re.findall(r'architecture == "(\w+)"', inspect.getsource(function)))
+
+
+class _ReadableAutoConfig:
+    """transformers' AutoConfig, whose configs have the names that TransformerLens reads.
+
+    Args:
+        token: the token to use; TransformerLens would take it from the environment.
+    """
+
+    def __init__(self, token: Any) -> None:
+        self._token = token
+
+    def from_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        if self._token is not None:
+            kwargs["token"] = self._token
         hf_config = AutoConfig.from_pretrained(*args, **kwargs)
         # TransformerLens 2.x reads n_ctx of a GPT-2, which transformers no longer saves, and 3.9
         # reads partial_rotary_factor of a Phi, which transformers 5 keeps in rope_parameters.

@@ -6,6 +6,7 @@ transformers fills missing tensors with random numbers and only warns; here that
 from __future__ import annotations
 
 import os
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ import torch
 import transformer_lens.loading_from_pretrained as tl_loading
 import transformers
 from packaging.version import Version
+from safetensors import SafetensorError
 from transformers import AutoModel, AutoModelForCausalLM
 
+from tl_devicefix.hub import snapshot
 from tl_devicefix.model_config import is_checkpoint_directory
 from tl_devicefix.sources.shards import check_shards, file_of, stored_shapes
 
@@ -31,7 +34,8 @@ def load_hf_model(model_name: str, cfg: Any, **kwargs: Any) -> torch.nn.Module:
     Raises:
         ValueError: if a tensor is missing, left over, misshapen or cut short; it is named.
     """
-    if is_checkpoint_directory(model_name):
+    is_directory = is_checkpoint_directory(model_name)
+    if is_directory:
         check_shards(Path(model_name))
     elif model_name in tl_loading.NON_HF_HOSTED_MODEL_NAMES:
         raise ValueError(f"{model_name} is not on the hub: load it yourself and pass hf_model=...")
@@ -42,16 +46,30 @@ def load_hf_model(model_name: str, cfg: Any, **kwargs: Any) -> torch.nn.Module:
         kwargs.setdefault("trust_remote_code", True)
     multimodal = cfg.original_architecture == "Gemma3ForConditionalGeneration"
     auto: Any = AutoModel if multimodal else AutoModelForCausalLM
-    model, report = auto.from_pretrained(
-        model_name,
-        **{_DTYPE_ARGUMENT: "auto"},
-        output_loading_info=True,
-        # So that shapes that do not fit are reported with the rest, and refused below.
-        ignore_mismatched_sizes=True,
-        **kwargs,
-    )
+    try:
+        model, report = auto.from_pretrained(
+            model_name,
+            **{_DTYPE_ARGUMENT: "auto"},
+            output_loading_info=True,
+            # So that shapes that do not fit are reported with the rest, and refused below.
+            ignore_mismatched_sizes=True,
+            **kwargs,
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except _UNREADABLE as error:
+        if not is_directory:
+            check_shards(snapshot(model_name, **kwargs))
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"transformers cannot read the checkpoint {model_name!r}: {reason}"
+        ) from error
     _check_report(report, model_name, model)
     return model.requires_grad_(False)
+
+
+# What transformers, safetensors and torch raise for files that are not as they should be.
+_UNREADABLE = (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError)
 
 
 # transformers 4.56 renamed torch_dtype.

@@ -1,27 +1,28 @@
-"""The safetensors files of a local checkpoint: which tensor is where, and whether all are whole."""
+"""The weight files of a local checkpoint: which tensor is where, and whether all are whole."""
 
 from __future__ import annotations
 
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
 _INDEX = "model.safetensors.index.json"
+_PICKLE_INDEX = "pytorch_model.bin.index.json"
 
 
 def check_shards(directory: Path) -> None:
-    """Check that every safetensors file is there, is whole, and holds what the index says.
+    """Check that every weight file is there, is whole, and holds what the index says.
+
+    Of pickled files (`pytorch_model.bin`), only that they are there and not cut short.
 
     Raises:
         ValueError: naming the file, and a tensor that is missing or cut short.
     """
     index = _index(directory)
-    for tensor, file in sorted(index.items()):
-        if not (directory / file).is_file():
-            raise ValueError(
-                f"the checkpoint {str(directory)!r} lists {tensor} in {file}, but that file is not "
-                "there; fetch it again"
-            )
+    if not index and not _files(directory):
+        _check_pickles(directory)
+    _check_listed(directory, index)
     for file in sorted(set(index.values())) or [f.name for f in _files(directory)]:
         header = _read_header(directory / file)
         listed = {tensor for tensor, where in index.items() if where == file}
@@ -31,6 +32,28 @@ def check_shards(directory: Path) -> None:
             raise ValueError(
                 f"the checkpoint {str(directory)!r} does not agree with its index: {tensor} of "
                 f"{file} is in {here} and not in the {there}; fetch it again"
+            )
+
+
+def _check_listed(directory: Path, index: dict[str, str]) -> None:
+    for tensor, file in sorted(index.items()):
+        if not (directory / file).is_file():
+            raise ValueError(
+                f"the checkpoint {str(directory)!r} lists {tensor} in {file}, but that file is not "
+                "there; fetch it again"
+            )
+
+
+def _check_pickles(directory: Path) -> None:
+    _check_listed(directory, _index(directory, _PICKLE_INDEX))
+    for file in sorted(directory.glob("pytorch_model*.bin")):
+        with file.open("rb") as opened:
+            is_zip = opened.read(2) == b"PK"
+        # A zip file's table of contents is at its end. Before torch 1.6 they were no zip files.
+        if file.stat().st_size == 0 or (is_zip and not zipfile.is_zipfile(file)):
+            raise ValueError(
+                f"{file} is cut short: it has {file.stat().st_size} bytes, and no end; "
+                "fetch it again"
             )
 
 
@@ -57,9 +80,9 @@ def _files(directory: Path) -> list[Path]:
     return sorted(directory.glob("*.safetensors"))
 
 
-def _index(directory: Path) -> dict[str, str]:
+def _index(directory: Path, name: str = _INDEX) -> dict[str, str]:
     """Which file of a sharded checkpoint holds which tensor; empty if it is not sharded."""
-    index = directory / _INDEX
+    index = directory / name
     if not index.is_file():
         return {}
     try:
