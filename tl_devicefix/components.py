@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,12 @@ class ComponentSize:
     buffers: int
     shared: str | None = None
     """Blocks on one device that name the same here hold their buffers together, in one copy."""
+
+
+def shared_once(on_one_device: Sequence[Any]) -> int:
+    """Bytes of the buffers of some components (anything like `ComponentSize`) on one device."""
+    copies = {component.shared or component.name: component.buffers for component in on_one_device}
+    return sum(copies.values())
 
 
 def component_names(cfg: Any) -> tuple[str, ...]:

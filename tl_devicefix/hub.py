@@ -32,7 +32,8 @@ def snapshot(name: str, **kwargs: Any) -> Path:
         ValueError: if there is none, or it cannot be fetched; with the hub's reason.
     """
     try:
-        return Path(cached_file(name, "config.json", **hub_arguments(kwargs))).parent
+        config: Any = cached_file(name, "config.json", **hub_arguments(kwargs))
+        return Path(config).parent
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import gc
 import inspect
 import logging
 import os
 import threading
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +24,7 @@ from transformer_lens import HookedTransformer
 
 from tl_devicefix.conventions import installed_conventions
 from tl_devicefix.devices import default_device
+from tl_devicefix.fitting import is_out_of_memory, out_of_memory
 from tl_devicefix.folding import Steps
 from tl_devicefix.hub import tokenizers_fetched_with
 from tl_devicefix.model_config import (
@@ -65,7 +68,32 @@ def from_pretrained(
             model is returned, and what was given is unchanged.
         TypeError: if an argument's name is a near miss of one that exists.
     """
-    wanted = _bind(cls, args, kwargs)
+    with _nothing_left_of_a_failure():
+        return _load(cls, _bind(cls, args, kwargs), device_map, max_memory)
+
+
+@contextlib.contextmanager
+def _nothing_left_of_a_failure() -> Iterator[None]:
+    """Give back at once what a load had made when it failed, or was interrupted.
+
+    An error's traceback holds the frames that it came through, and they hold the model as far as it
+    was loaded, for as long as the error is kept: in a notebook, until the next one.
+    """
+    try:
+        yield
+    except BaseException as error:
+        failed: BaseException | None = error
+        while failed is not None:
+            traceback.clear_frames(failed.__traceback__)
+            failed = failed.__cause__ or failed.__context__
+        gc.collect()
+        raise
+
+
+def _load(
+    cls: Any, wanted: dict[str, Any], device_map: DeviceMap | None, max_memory: MaxMemory | None
+) -> Any:
+    """Load a model, by all arguments of `from_pretrained`."""
     hf_kwargs = wanted.pop("from_pretrained_kwargs", {})
     _refuse_misspelt(hf_kwargs, [*wanted, "device_map", "max_memory"])
     dtype = torch_dtype(hf_kwargs.pop("torch_dtype", wanted["dtype"]))
@@ -265,7 +293,13 @@ def _fill(model: Any, source: Source, placement: Placement, steps: Steps) -> Non
     model.placement = placement
     progress = hf_logging.tqdm(processing_units(model.cfg), desc="Loading components")
     for unit in progress:
-        weights = complete_unit(model, unit, source.read(unit, placement.device_of(unit)))
-        load_component(model, unit, weights, steps)
+        device = placement.device_of(unit)
+        try:
+            weights = complete_unit(model, unit, source.read(unit, device))
+            load_component(model, unit, weights, steps)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise out_of_memory(error, model, unit, device) from error
+            raise
     place(model, placement)  # the weights are there already; the buffers are not
     check_placed(model)

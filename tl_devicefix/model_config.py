@@ -62,7 +62,7 @@ def model_config(model_name: str, **kwargs: Any) -> Any:
     name = official_name(model_name)
     if is_listed(name):
         return _config_by_name(name, **kwargs)
-    cfg = _config_of_directory(str(snapshot(name, **kwargs)), kwargs)
+    cfg = _config_of_directory(str(snapshot(name, **kwargs)), kwargs, called=name)
     cfg.model_name = name.rpartition("/")[2]
     cfg.tokenizer_name = name if has_tokenizer(name, **kwargs) else None
     return cfg
@@ -146,16 +146,18 @@ _OTHER_CLASSES = {
 }
 
 
-def _config_of_directory(path: str, kwargs: dict[str, Any]) -> Any:
+def _config_of_directory(path: str, kwargs: dict[str, Any], called: str | None = None) -> Any:
+    """By its config.json; `called` is the name that messages give it, by default its path."""
+    called = called or path
     # What says how to fetch it from the hub has done so: this is a local directory.
     kwargs = {name: value for name, value in kwargs.items() if name not in hub_arguments(kwargs)}
     hf_config = _read_hf_config(path, trust_remote_code=kwargs.get("trust_remote_code", False))
     architecture = (hf_config.architectures or [None])[0]
     if architecture is None:
-        raise ValueError(f"config.json in {path!r} names no architecture: add 'architectures'")
+        raise ValueError(f"config.json in {called!r} names no architecture: add 'architectures'")
     if architecture in _OTHER_CLASSES:
         raise ValueError(
-            f"{path!r} holds a {architecture}: load it with {_OTHER_CLASSES[architecture]}"
+            f"{called!r} holds a {architecture}: load it with {_OTHER_CLASSES[architecture]}"
         )
     try:
         if architecture in _CONFIGURED_BY_NAME:
@@ -166,7 +168,7 @@ def _config_of_directory(path: str, kwargs: dict[str, Any]) -> Any:
             overrides = _overlooked(architecture, hf_config)
     except NotImplementedError as error:
         raise ValueError(
-            f"{path!r} holds a {architecture}, which TransformerLens cannot convert to a "
+            f"{called!r} holds a {architecture}, which TransformerLens cannot convert to a "
             f"HookedTransformer; it supports {', '.join(_supported_architectures())}"
         ) from error
     cfg = type(cfg).from_dict({**cfg.to_dict(), **overrides})

@@ -14,28 +14,27 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from accelerate.utils import convert_file_size_to_int
 
+from tl_devicefix.balance import balanced, sequential
 from tl_devicefix.components import (
     FIXED_AT_HOME,
     ComponentSize,
     component_of,
     component_sizes,
+    shared_once,
 )
 from tl_devicefix.devices import (
     DeviceLike,
+    all_from,
     consecutive,
     default_device,
-    device_count,
-    free_memory,
     resolve,
 )
+from tl_devicefix.fitting import MaxMemory, capacity, check_fit, gib
 from tl_devicefix.model_config import model_config, torch_dtype
 
 DeviceMap = str | int | torch.device | Mapping[str, DeviceLike]
 """A strategy ("auto", "balanced", "sequential"), one device, or components -> devices."""
-MaxMemory = Mapping[DeviceLike, int | str]
-"""Device (or its index) -> most bytes to use there, as accelerate writes it: {0: "20GiB"}."""
 
 STRATEGIES = ("auto", "balanced", "sequential")
 
@@ -88,7 +87,7 @@ class Placement:
     def bytes_on(self, device: torch.device) -> int:
         """Bytes of weights and buffers planned for `device`."""
         here = [c for c in self.components if c.device == device]
-        return sum(c.weights for c in here) + _buffers(here)
+        return sum(c.weights for c in here) + shared_once(here)
 
     def gathered_on(self, device: torch.device) -> Placement:
         """The same components, all on one device."""
@@ -120,20 +119,6 @@ class Placement:
 
 def _placed(size: ComponentSize, device: torch.device) -> PlacedComponent:
     return PlacedComponent(size.name, device, size.weights, size.buffers, size.shared)
-
-
-def _buffers(on_one_device: Sequence[PlacedComponent | ComponentSize]) -> int:
-    """Bytes of buffers, those that are shared counted once."""
-    copies = {component.shared or component.name: component.buffers for component in on_one_device}
-    return sum(copies.values())
-
-
-def gib(size: float) -> str:
-    """A size in bytes as people read it: "1.25 GiB", "640.0 KiB"."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
-        if size >= scale:
-            return f"{size / scale:.2f} {unit}"
-    return f"{size / 2**10:.1f} KiB"
 
 
 def _summary(names: Sequence[str]) -> str:
@@ -195,19 +180,19 @@ def plan(
     if device_map is not None and device_map not in STRATEGIES:
         named = device_map if isinstance(device_map, Mapping) else _whole_on(device_map)
         placement = _from_dict(sizes, named, device)
-        _check_fit(placement, [_capacity(d, max_memory) for d in placement.devices])
+        check_fit(placement, max_memory, cfg.dtype)
         return placement
     home = default_device() if device is None else resolve(device)
     devices = _devices_to_use(home, n_devices, device_map, max_memory)
     # A device that may hold nothing is left out; home is not, so that what it lacks is reported.
-    devices = [d for d in devices if d == home or _capacity(d, max_memory) != 0]
-    capacities = [_capacity(d, max_memory) for d in devices]
+    devices = [d for d in devices if d == home or capacity(d, max_memory) != 0]
+    capacities = [capacity(d, max_memory) for d in devices]
     if device_map == "sequential":
-        counts = _sequential(sizes, capacities)
+        counts = sequential(sizes, capacities)
     else:
-        counts = _balanced(sizes, capacities)
+        counts = balanced(sizes, capacities)
     placement = _contiguous(sizes, devices, counts)
-    _check_fit(placement, [_capacity(d, max_memory) for d in placement.devices])
+    check_fit(placement, max_memory, cfg.dtype)
     return placement
 
 
@@ -236,86 +221,11 @@ def _devices_to_use(
     if max_memory is not None:
         # As accelerate does: only the devices that are named may be used.
         named = {resolve(key) for key in max_memory}
-        devices = [d for d in _all_from(home) if d in named]
+        devices = [d for d in all_from(home) if d in named]
         if not devices:
             raise ValueError(f"max_memory={dict(max_memory)!r} names no {home.type!r} device")
         return devices
-    return _all_from(home)
-
-
-def _all_from(home: torch.device) -> list[torch.device]:
-    return consecutive(home, max(device_count(home.type) - (home.index or 0), 1))
-
-
-def _capacity(device: torch.device, max_memory: MaxMemory | None) -> int | None:
-    """Bytes that may be used on `device`: what is free, and no more than the user allows."""
-    free = free_memory(device)
-    for key, limit in (max_memory or {}).items():
-        if resolve(key) == device:
-            try:
-                allowed = int(convert_file_size_to_int(limit))
-            except ValueError as error:
-                raise ValueError(f"max_memory[{key!r}]={limit!r} is no size: {error}") from error
-            return allowed if free is None else min(allowed, free)
-    return free
-
-
-def _blocks(sizes: Sequence[ComponentSize]) -> list[int]:
-    """Bytes that each block adds to its device."""
-    return [size.weights for size in sizes if size.name not in FIXED_AT_HOME]
-
-
-def _blocks_share(sizes: Sequence[ComponentSize]) -> int:
-    """Bytes that the blocks on a device hold together, if it has some of each kind."""
-    return _buffers([size for size in sizes if size.name not in FIXED_AT_HOME])
-
-
-def _home_load(sizes: Sequence[ComponentSize]) -> int:
-    return sum(size.weights + size.buffers for size in sizes if size.name in FIXED_AT_HOME)
-
-
-def _balanced(sizes: Sequence[ComponentSize], capacities: Sequence[int | None]) -> list[int]:
-    """Blocks per device so that the fullest device, relative to its capacity, is least full.
-
-    Dynamic programming over contiguous ranges; no device is left without a block while there are
-    enough. Ties go to the most even spread.
-    """
-    blocks = _blocks(sizes)
-    n_used = min(len(capacities), max(len(blocks), 1))
-    known = [c for c in capacities if c is not None]
-    shares = [float(c if c is not None else max(known, default=1)) or 1.0 for c in capacities]
-    prefix = [0]
-    for block in blocks:
-        prefix.append(prefix[-1] + block)
-    # best[i] = (fullest, sum of squares, counts) over the devices so far, holding blocks 0..i-1
-    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
-    for position in range(n_used):
-        extra = _blocks_share(sizes) + (_home_load(sizes) if position == 0 else 0)
-        reached: dict[int, tuple[float, float, list[int]]] = {}
-        for start, (fullest, squares, counts) in best.items():
-            last = len(blocks) - (n_used - 1 - position)
-            for end in range(min(start + 1, len(blocks)), last + 1):
-                full = (prefix[end] - prefix[start] + extra) / shares[position]
-                candidate = (max(fullest, full), squares + full**2, [*counts, end - start])
-                if end not in reached or candidate < reached[end]:
-                    reached[end] = candidate
-        best = reached
-    return best[len(blocks)][2] + [0] * (len(capacities) - n_used)
-
-
-def _sequential(sizes: Sequence[ComponentSize], capacities: Sequence[int | None]) -> list[int]:
-    """Blocks per device, each device filled to its capacity before the next is used."""
-    remaining = _blocks(sizes)
-    counts = []
-    for position, capacity in enumerate(capacities):
-        used = _blocks_share(sizes) + (_home_load(sizes) if position == 0 else 0)
-        count = 0
-        while remaining and (capacity is None or used + remaining[0] <= capacity):
-            used += remaining.pop(0)
-            count += 1
-        counts.append(count)
-    counts[-1] += len(remaining)  # what is left over is reported by _check_fit
-    return counts
+    return all_from(home)
 
 
 def _contiguous(
@@ -327,16 +237,6 @@ def _contiguous(
         device = devices[0] if size.name in FIXED_AT_HOME else of_block.pop(0)
         placed.append(_placed(size, device))
     return Placement(tuple(placed))
-
-
-def _check_fit(placement: Placement, capacities: Sequence[int | None]) -> None:
-    for device, capacity in zip(placement.devices, capacities):
-        needed = placement.bytes_on(device)
-        if capacity is not None and needed > capacity:
-            raise ValueError(
-                f"the weights do not fit: {device} would hold {gib(needed)} but has "
-                f"{gib(capacity)} to use; use more devices, a smaller dtype, or a larger max_memory"
-            )
 
 
 def _from_dict(

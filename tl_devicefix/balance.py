@@ -1,0 +1,77 @@
+"""How many blocks each device gets: contiguous ranges, as full as each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tl_devicefix.components import FIXED_AT_HOME, shared_once
+
+
+def _blocks(sizes: Sequence[Any]) -> list[int]:
+    """Bytes that each block adds to its device."""
+    return [size.weights for size in sizes if size.name not in FIXED_AT_HOME]
+
+
+def _blocks_share(sizes: Sequence[Any]) -> int:
+    """Bytes that the blocks on a device hold together, if it has some of each kind."""
+    return shared_once([size for size in sizes if size.name not in FIXED_AT_HOME])
+
+
+def _home_load(sizes: Sequence[Any]) -> int:
+    return sum(size.weights + size.buffers for size in sizes if size.name in FIXED_AT_HOME)
+
+
+def balanced(sizes: Sequence[Any], capacities: Sequence[int | None]) -> list[int]:
+    """Blocks per device so that the fullest device, relative to its capacity, is least full.
+
+    Dynamic programming over contiguous ranges; no device is left without a block while there are
+    enough. Ties go to the most even spread.
+    """
+    blocks = _blocks(sizes)
+    n_used = min(len(capacities), max(len(blocks), 1))
+    known = [c for c in capacities if c is not None]
+    shares = [float(c if c is not None else max(known, default=1)) or 1.0 for c in capacities]
+    prefix = [0]
+    for block in blocks:
+        prefix.append(prefix[-1] + block)
+    # best[i] = (fullest, sum of squares, counts) over the devices so far, holding blocks 0..i-1
+    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
+    for position in range(n_used):
+        extra = _blocks_share(sizes) + (_home_load(sizes) if position == 0 else 0)
+        reached: dict[int, tuple[float, float, list[int]]] = {}
+        for start, (fullest, squares, counts) in best.items():
+            last = len(blocks) - (n_used - 1 - position)
+            for end in range(min(start + 1, len(blocks)), last + 1):
+                full = (prefix[end] - prefix[start] + extra) / shares[position]
+                candidate = (max(fullest, full), squares + full**2, [*counts, end - start])
+                if end not in reached or candidate < reached[end]:
+                    reached[end] = candidate
+        best = reached
+    return best[len(blocks)][2] + [0] * (len(capacities) - n_used)
+
+
+def sequential(sizes: Sequence[Any], capacities: Sequence[int | None]) -> list[int]:
+    """Blocks per device, each device filled to its capacity before the next is used."""
+    remaining = _blocks(sizes)
+    counts = []
+    for position, capacity in enumerate(capacities):
+        used = _blocks_share(sizes) + (_home_load(sizes) if position == 0 else 0)
+        count = 0
+        while remaining and (capacity is None or used + remaining[0] <= capacity):
+            used += remaining.pop(0)
+            count += 1
+        counts.append(count)
+    counts[-1] += len(remaining)  # what is left over is reported by `check_fit`
+    return counts
+
+
+def loads(sizes: Sequence[Any], counts: Sequence[int]) -> list[int]:
+    """Bytes on each device that has so many blocks; the first is home."""
+    blocks = iter(_blocks(sizes))
+    shared = _blocks_share(sizes)
+    on_each = [
+        sum(next(blocks) for _ in range(count)) + (shared if count else 0) for count in counts
+    ]
+    on_each[0] += _home_load(sizes)
+    return on_each

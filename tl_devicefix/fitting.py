@@ -1,0 +1,128 @@
+"""Whether a placement fits into its devices' memory, and what would fit if it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import convert_file_size_to_int
+
+from tl_devicefix.balance import balanced, loads
+from tl_devicefix.devices import DeviceLike, all_from, free_memory, resolve
+
+if TYPE_CHECKING:
+    from tl_devicefix.placement import Placement
+
+MaxMemory = Mapping[DeviceLike, int | str]
+"""Device (or its index) -> most bytes to use there, as accelerate writes it: {0: "20GiB"}."""
+
+
+def capacity(device: torch.device, max_memory: MaxMemory | None) -> int | None:
+    """Bytes that may be used on `device`: what is free, and no more than the user allows.
+
+    Raises:
+        ValueError: if a size in `max_memory` cannot be read.
+    """
+    free = free_memory(device)
+    for key, limit in (max_memory or {}).items():
+        if resolve(key) == device:
+            try:
+                allowed = int(convert_file_size_to_int(limit))
+            except ValueError as error:
+                raise ValueError(f"max_memory[{key!r}]={limit!r} is no size: {error}") from error
+            return allowed if free is None else min(allowed, free)
+    return free
+
+
+def check_fit(placement: Placement, max_memory: MaxMemory | None, dtype: torch.dtype) -> None:
+    """Check that each device has room for its share.
+
+    Raises:
+        ValueError: naming the device, what it would hold and has, and what would fit.
+    """
+    for device in placement.devices:
+        needed, room = placement.bytes_on(device), capacity(device, max_memory)
+        if room is not None and needed > room:
+            raise ValueError(
+                f"the weights do not fit: {device} would hold {gib(needed)} but has {gib(room)} to "
+                f"use; {remedy(placement, max_memory, dtype)}"
+            )
+
+
+def remedy(
+    placement: Placement,
+    max_memory: MaxMemory | None,
+    dtype: torch.dtype,
+    headroom: int = 0,
+) -> str:
+    """What would fit, as the end of a sentence: another number of devices, or a smaller dtype.
+
+    Args:
+        placement: the one that does not fit.
+        max_memory: as given to `plan`.
+        dtype: the dtype that the placement's weights are weighed in.
+        headroom: bytes to leave on each device.
+    """
+    home, sizes = placement.home, placement.components
+    if max_memory and _fits(sizes, [free_memory(d) for d in placement.devices], headroom):
+        return "more is free: a larger max_memory would fit"
+    halved = [replace(c, weights=c.weights // 2) for c in sizes]
+    first = torch.device(home.type) if home.index is None else torch.device(home.type, 0)
+    starts = sorted(all_from(first), key=lambda device: device != home)
+    for components in (sizes, halved) if dtype.itemsize == 4 else (sizes,):
+        for start in starts:
+            rooms = [capacity(device, max_memory) for device in all_from(start)]
+            for n in range(1, len(rooms) + 1):
+                if _fits(components, rooms[:n], headroom):
+                    from_there = "" if start == home else f"device={str(start)!r}, "
+                    in_16_bits = "" if components is sizes else ", dtype='bfloat16'"
+                    return f"{from_there}n_devices={n}{in_16_bits} would fit"
+    total = sum(placement.bytes_on(device) for device in placement.devices)
+    free = sum(capacity(device, max_memory) or 0 for device in starts)
+    return (
+        f"all of it is {gib(total)}, and the {len(starts)} {home.type} device(s) here have "
+        f"{gib(free)} to use: use more or larger devices, a smaller dtype or first_n_layers"
+    )
+
+
+def _fits(sizes: Sequence[Any], rooms: Sequence[int | None], headroom: int) -> bool:
+    on_each = loads(sizes, balanced(sizes, rooms))
+    return all(room is None or load + headroom <= room for load, room in zip(on_each, rooms))
+
+
+def out_of_memory(
+    error: BaseException, model: Any, unit: str, device: torch.device
+) -> torch.OutOfMemoryError:
+    """What to raise when a device runs out of memory while a component is loaded to it.
+
+    Args:
+        error: what the device's allocator raised; it says what was asked for.
+        model: the model as far as it is loaded.
+        unit: the component.
+        device: where it belongs.
+    """
+    placement, dtype = model.placement, model.cfg.dtype
+    held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()) if t.device == device)
+    headroom = max(c.weights for c in placement.components) * max(1, 4 // dtype.itemsize)
+    reason = " ".join(str(error).split(".  ")[0].split())
+    return torch.OutOfMemoryError(
+        f"{device} ran out of memory while {unit} was loaded: {gib(held)} of the "
+        f"{gib(placement.bytes_on(device))} planned for it were there, and there was no room to go "
+        f"on ({reason}); free memory that others hold there, or, as things are, "
+        f"{remedy(placement, None, dtype, headroom)}"
+    )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed: on the CPU, torch says so by an ordinary RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def gib(size: float) -> str:
+    """A size in bytes as people read it: "1.25 GiB", "640.0 KiB"."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
+        if size >= scale:
+            return f"{size / scale:.2f} {unit}"
+    return f"{size / 2**10:.1f} KiB"
