@@ -22,6 +22,7 @@ from architectures import (
     randomize,
     save_checkpoint,
 )
+from hub_cache import HubCache, go_offline
 from transformer_lens import HookedTransformer
 from transformers import PreTrainedModel
 from unpatched_tl import transformer_lens_alone
@@ -173,3 +174,10 @@ def machine(n_devices: int, request: pytest.FixtureRequest) -> Iterator[Machine]
 def tokens() -> torch.Tensor:
     """A batch of two sequences of tokens, on the CPU."""
     return torch.randint(3, D_VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HubCache:
+    """The default cache of a hub that cannot be reached: empty until `hub.add(...)`."""
+    go_offline(monkeypatch, tmp_path / "hub")
+    return HubCache(tmp_path / "hub")

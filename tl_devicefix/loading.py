@@ -18,13 +18,12 @@ from typing import Any
 
 import torch
 import transformer_lens.loading_from_pretrained as tl_loading
-import transformers.utils.logging as hf_logging
 from accelerate import init_empty_weights
 from transformer_lens import HookedTransformer
 
 from tl_devicefix.conventions import installed_conventions
 from tl_devicefix.devices import default_device
-from tl_devicefix.fitting import is_out_of_memory, out_of_memory
+from tl_devicefix.filling import fill
 from tl_devicefix.folding import Steps
 from tl_devicefix.hub import tokenizers_fetched_with
 from tl_devicefix.model_config import (
@@ -38,7 +37,6 @@ from tl_devicefix.model_config import (
 from tl_devicefix.moving import check_placed, place
 from tl_devicefix.patches import original
 from tl_devicefix.placement import DeviceMap, MaxMemory, Placement, plan
-from tl_devicefix.processing import complete_unit, load_component, processing_units
 from tl_devicefix.shared_buffers import shared_by_blocks
 from tl_devicefix.sources import HuggingFaceSource, Source, StateDictSource
 from tl_devicefix.sources.checkpoint import load_hf_model
@@ -109,7 +107,9 @@ def _load(
         source = _open_source(model_name, cfg, wanted["hf_model"], dtype, hf_kwargs)
         with tokenizers_fetched_with(model_name, hf_kwargs):
             model = _empty_model(cls, cfg, wanted["tokenizer"], wanted["default_padding_side"])
-    _fill(model, source, placement, steps)
+    fill(model, source, placement, steps)
+    place(model, placement)  # the weights are there already; the buffers are not
+    check_placed(model)
     if not wanted["move_to_device"]:
         model.cfg.device = str(wanted["device"] or default_device())
     print(f"Loaded pretrained model {wanted['model_name']} into HookedTransformer")
@@ -286,20 +286,3 @@ def _components_without_values() -> Iterator[None]:
         yield
     finally:
         HookedTransformer.__init__ = there  # type: ignore[method-assign]
-
-
-def _fill(model: Any, source: Source, placement: Placement, steps: Steps) -> None:
-    """Stream the source's weights into the model, component by component."""
-    model.placement = placement
-    progress = hf_logging.tqdm(processing_units(model.cfg), desc="Loading components")
-    for unit in progress:
-        device = placement.device_of(unit)
-        try:
-            weights = complete_unit(model, unit, source.read(unit, device))
-            load_component(model, unit, weights, steps)
-        except RuntimeError as error:
-            if is_out_of_memory(error):
-                raise out_of_memory(error, model, unit, device) from error
-            raise
-    place(model, placement)  # the weights are there already; the buffers are not
-    check_placed(model)

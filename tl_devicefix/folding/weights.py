@@ -46,7 +46,8 @@ class WorkingCopies(dict[str, torch.Tensor]):
         tensor = super().__getitem__(name)
         if name in self.as_given:
             dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
-            tensor = tensor.detach().to(device=self._device, dtype=dtype, copy=True)
+            there = tensor.detach().to(self._device)  # before it is widened: fewer bytes to carry
+            tensor = there.to(dtype, copy=there.device == tensor.device)
             self[name] = tensor
         return tensor
 
