@@ -58,13 +58,23 @@ def from_pretrained(
             dict from components ("embed", "blocks.3", "unembed") or prefixes to devices.
         max_memory: the most to use of each device: `{0: "20GiB", 1: "40GiB"}`.
 
-    `model_name` may also be a local directory with a Hugging Face checkpoint. `n_devices=4` with
-    `device="cuda:2"` means cuda:2 to cuda:5. The model's `placement` says where all of it is.
+    `model_name` may also be a local directory with a Hugging Face checkpoint, or the hub's name of
+    a fine-tune that TransformerLens does not list; `revision`, `cache_dir`, `token` and
+    `local_files_only` are as in transformers. `hf_model` may lie on any devices, in part or whole
+    offloaded, quantised by bitsandbytes, or a PEFT model, whose active adapters are merged into
+    what is loaded; it is only read. `n_devices=4` with `device="cuda:2"` means cuda:2 to cuda:5.
+    The model's `placement` says where all of it is.
+
+    Weights are folded in float32 or wider and rounded to `dtype` once. So in bfloat16 and float16
+    folding is as exact as the dtype allows, and `from_pretrained_no_processing` is needed for
+    reduced precision only where weights must be bit for bit those of the checkpoint.
 
     Raises:
         ValueError: one sentence saying what is wrong with the arguments or the checkpoint. No
             model is returned, and what was given is unchanged.
         TypeError: if an argument's name is a near miss of one that exists.
+        ImportError: if `hf_model` needs an optional library (peft, bitsandbytes).
+        torch.OutOfMemoryError: saying which device was full, what it held, and what would fit.
     """
     with _nothing_left_of_a_failure():
         return _load(cls, _bind(cls, args, kwargs), device_map, max_memory)
