@@ -298,9 +298,9 @@ def load_component(model: Any, unit: str, weights: Weights, steps: Steps) -> Non
         write(model, full_name(unit, name), value, weights[name], device)
 
 
-# How much is worked on at a time: on a CPU what its caches hold, elsewhere what keeps a GPU
+# How much is worked on at a time: on a CPU what a core's cache holds, elsewhere what keeps a GPU
 # busy.
-_ELEMENTS_ON_CPU = 2**21
+_ELEMENTS_ON_CPU = 2**19
 _ELEMENTS_ON_DEVICE = 2**24
 
 

@@ -16,6 +16,9 @@ __all__ = ["HuggingFaceSource", "Source", "StateDictSource"]
 class Source(Protocol):
     """Anything that weights can be read from, one processing unit at a time."""
 
+    computes: bool
+    """Whether reading makes tensors the size of a component, so that one is read at a time."""
+
     def read(self, unit: str, device: torch.device) -> Weights:
         """The weights of one unit, by their names within it, wherever they lie.
 

@@ -36,6 +36,7 @@ class HuggingFaceSource:
     def __init__(self, hf_model: nn.Module, cfg: Any) -> None:
         self._live = LiveWeights(hf_model)
         self._model = self._live.model
+        self.computes = self._live.computes
         self._cfg = cfg
         self._blocks = _find_blocks(self._model, cfg)
 

@@ -30,6 +30,7 @@ class LiveWeights:
 
     Attributes:
         model: the model to convert: the given one, out of its PEFT wrappers.
+        computes: whether some values have to be computed, or read from where they are offloaded.
         values: the values of a module's tensor, wherever they are (`OffloadedWeights.values`).
 
     Raises:
@@ -43,6 +44,9 @@ class LiveWeights:
         refuse_packed(self.model)
         self._offloaded = OffloadedWeights(hf_model)
         self.values = self._offloaded.values
+        self.computes = any(
+            is_adapter(module) or is_quantised(module) for module in self.model.modules()
+        ) or any(parameter.is_meta for parameter in self.model.parameters())
 
     @torch.no_grad()
     def plain(self, module: nn.Module, device: torch.device) -> nn.Module:

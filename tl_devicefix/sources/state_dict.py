@@ -11,6 +11,8 @@ from tl_devicefix.processing import name_in_unit, processing_unit
 class StateDictSource:
     """A state dict that is in memory, or mapped, already."""
 
+    computes = False
+
     def __init__(self, state_dict: Weights) -> None:
         self._state_dict = state_dict
 
