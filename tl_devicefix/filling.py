@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any
@@ -33,24 +34,29 @@ def fill(model: Any, source: Source, placement: Placement, steps: Steps) -> None
     model.placement = placement
     units = processing_units(model.cfg)
 
-    def fill_one(unit: str) -> None:
-        device = placement.device_of(unit)
-        try:
-            weights = complete_unit(model, unit, source.read(unit, device))
-            load_component(model, unit, weights, steps)
-        except RuntimeError as error:
-            if is_out_of_memory(error):
-                raise out_of_memory(error, model, unit, device) from error
-            raise
-        progress.update()
-
     with hf_logging.tqdm(total=len(units), desc="Loading components") as progress:
+        # No closure: a traceback would hold it, and it the model.
+        fill_one = functools.partial(_fill_one, model, source, placement, steps, progress)
         all_on_cpu = {device.type for device in placement.devices} == {"cpu"}
         if all_on_cpu and not source.computes:
             _on_one_core_each(fill_one, units)
         else:
             for unit in units:
                 fill_one(unit)
+
+
+def _fill_one(
+    model: Any, source: Source, placement: Placement, steps: Steps, progress: Any, unit: str
+) -> None:
+    device = placement.device_of(unit)
+    try:
+        weights = complete_unit(model, unit, source.read(unit, device))
+        load_component(model, unit, weights, steps)
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise out_of_memory(error, model, unit, device) from error
+        raise
+    progress.update()
 
 
 def _on_one_core_each(fill_one: Callable[[str], None], units: list[str]) -> None:

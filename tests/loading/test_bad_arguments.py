@@ -162,13 +162,6 @@ def test_a_model_with_a_tensor_on_the_meta_device(
         load_hooked(QWEN, hf_model, tokenizer, n_devices=4)
 
 
-def test_a_quantised_model(hf_models: Any, tokenizer: Any, refused: Any) -> None:
-    hf_model = copy.deepcopy(hf_models("qwen2"))
-    hf_model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    with refused("quantised", "without a quantization_config", hf_model=hf_model):
-        load_hooked(QWEN, hf_model, tokenizer, n_devices=4)
-
-
 def test_a_model_of_another_shape_than_its_config(
     hf_models: Any, tokenizer: Any, refused: Any
 ) -> None:
