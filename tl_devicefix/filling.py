@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any
@@ -38,8 +39,9 @@ def fill(model: Any, source: Source, placement: Placement, steps: Steps) -> None
         # No closure: a traceback would hold it, and it the model.
         fill_one = functools.partial(_fill_one, model, source, placement, steps, progress)
         all_on_cpu = {device.type for device in placement.devices} == {"cpu"}
-        if all_on_cpu and not source.computes:
-            _on_one_core_each(fill_one, units)
+        at_once = min(torch.get_num_threads(), _MOST_AT_ONCE) if all_on_cpu else 1
+        if at_once > 1 and not source.computes:
+            _on_one_core_each(fill_one, units, at_once)
         else:
             for unit in units:
                 fill_one(unit)
@@ -59,13 +61,13 @@ def _fill_one(
     progress.update()
 
 
-def _on_one_core_each(fill_one: Callable[[str], None], units: list[str]) -> None:
+def _on_one_core_each(fill_one: Callable[[str], None], units: list[str], at_once: int) -> None:
     """Fill several components at once, the operations of each on one core.
 
     torch would split each of many small operations over all cores, and wait for the slowest every
     time: ten times as long on a machine that does something else as well.
     """
-    with _workers(min(torch.get_num_threads(), _MOST_AT_ONCE)) as workers:
+    with _setting_threads, _workers(at_once) as workers:
         # The unembedding is the largest, so not the one to wait for at the end.
         futures = [workers.submit(fill_one, unit) for unit in reversed(units)]
         wait(futures, return_when=FIRST_EXCEPTION)
@@ -78,6 +80,10 @@ _MOST_AT_ONCE = 8
 """More do not copy faster: memory is the limit."""
 
 
+# torch.set_num_threads also sets what new threads begin with: one load at a time.
+_setting_threads = threading.Lock()
+
+
 @contextlib.contextmanager
 def _workers(count: int) -> Iterator[ThreadPoolExecutor]:
     threads = torch.get_num_threads()
@@ -86,4 +92,4 @@ def _workers(count: int) -> Iterator[ThreadPoolExecutor]:
         yield pool
     finally:
         pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(threads)  # it is also what threads of others begin with
+        torch.set_num_threads(threads)

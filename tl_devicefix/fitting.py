@@ -56,6 +56,7 @@ def remedy(
     max_memory: MaxMemory | None,
     dtype: torch.dtype,
     headroom: int = 0,
+    given_back: Mapping[torch.device, int] | None = None,
 ) -> str:
     """What would fit, as the end of a sentence: another number of devices, or a smaller dtype.
 
@@ -64,23 +65,36 @@ def remedy(
         max_memory: as given to `plan`.
         dtype: the dtype that the placement's weights are weighed in.
         headroom: bytes to leave on each device.
+        given_back: bytes on each device that are in use now, and will not be.
     """
     home, sizes = placement.home, placement.components
-    if max_memory and _fits(sizes, [free_memory(d) for d in placement.devices], headroom):
+    free_now = {device: free_memory(device) for device in placement.devices}
+    if max_memory and all(
+        room is not None and placement.bytes_on(device) + headroom <= room
+        for device, room in free_now.items()
+    ):
         return "more is free: a larger max_memory would fit"
+
+    def room_on(device: torch.device) -> int | None:
+        room = capacity(device, max_memory)
+        return None if room is None else room + (given_back or {}).get(device, 0)
+
     halved = [replace(c, weights=c.weights // 2) for c in sizes]
     first = torch.device(home.type) if home.index is None else torch.device(home.type, 0)
     starts = sorted(all_from(first), key=lambda device: device != home)
     for components in (sizes, halved) if dtype.itemsize == 4 else (sizes,):
         for start in starts:
-            rooms = [capacity(device, max_memory) for device in all_from(start)]
+            rooms = [room_on(device) for device in all_from(start)]
             for n in range(1, len(rooms) + 1):
                 if _fits(components, rooms[:n], headroom):
                     from_there = "" if start == home else f"device={str(start)!r}, "
                     in_16_bits = "" if components is sizes else ", dtype='bfloat16'"
-                    return f"{from_there}n_devices={n}{in_16_bits} would fit"
+                    return f"{from_there}n_devices={n}{in_16_bits} would fit, without device_map"
     total = sum(placement.bytes_on(device) for device in placement.devices)
-    free = sum(capacity(device, max_memory) or 0 for device in starts)
+    rooms = [room_on(device) for device in starts]
+    if None in rooms:
+        return f"all of it is {gib(total)}: use a smaller dtype, more devices or first_n_layers"
+    free = sum(room or 0 for room in rooms)
     return (
         f"all of it is {gib(total)}, and the {len(starts)} {home.type} device(s) here have "
         f"{gib(free)} to use: use more or larger devices, a smaller dtype or first_n_layers"
@@ -89,7 +103,7 @@ def remedy(
 
 def _fits(sizes: Sequence[Any], rooms: Sequence[int | None], headroom: int) -> bool:
     on_each = loads(sizes, balanced(sizes, rooms))
-    return all(room is None or load + headroom <= room for load, room in zip(on_each, rooms))
+    return all(room is not None and load + headroom <= room for load, room in zip(on_each, rooms))
 
 
 def out_of_memory(
@@ -104,14 +118,17 @@ def out_of_memory(
         device: where it belongs.
     """
     placement, dtype = model.placement, model.cfg.dtype
-    held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()) if t.device == device)
+    held = dict.fromkeys(placement.devices, 0)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device in held:
+            held[tensor.device] += tensor.nbytes
     headroom = max(c.weights for c in placement.components) * max(1, 4 // dtype.itemsize)
-    reason = " ".join(str(error).split(".  ")[0].split())
+    reason = ". ".join(" ".join(str(error).split()).split(". ")[:3]).rstrip(".")
     return torch.OutOfMemoryError(
-        f"{device} ran out of memory while {unit} was loaded: {gib(held)} of the "
+        f"{device} ran out of memory while {unit} was loaded: {gib(held[device])} of the "
         f"{gib(placement.bytes_on(device))} planned for it were there, and there was no room to go "
         f"on ({reason}); free memory that others hold there, or, as things are, "
-        f"{remedy(placement, None, dtype, headroom)}"
+        f"{remedy(placement, None, dtype, headroom, held)}"
     )
 
 

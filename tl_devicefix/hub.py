@@ -12,6 +12,9 @@ from unittest import mock
 from transformers import AutoTokenizer
 from transformers.utils import cached_file
 
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
+"""A checkpoint with any of these has a tokenizer."""
+
 _OF_REPOSITORY = ("revision", "subfolder")
 _OF_ACCESS = ("cache_dir", "force_download", "local_files_only", "proxies", "token")
 
@@ -44,14 +47,16 @@ def snapshot(name: str, **kwargs: Any) -> Path:
 
 def has_tokenizer(name: str, **kwargs: Any) -> bool:
     """Whether a checkpoint on the hub has a tokenizer."""
-    file = cached_file(
-        name,
-        "tokenizer_config.json",
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-        **hub_arguments(kwargs),
+    return any(
+        cached_file(
+            name,
+            file,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+            **hub_arguments(kwargs),
+        )
+        for file in TOKENIZER_FILES
     )
-    return file is not None
 
 
 @contextlib.contextmanager
@@ -69,6 +74,13 @@ def tokenizers_fetched_with(model_name: str, kwargs: dict[str, Any]) -> Iterator
             here = {k: v for k, v in wanted.items() if k in _OF_ACCESS or name == model_name}
             return AutoTokenizer.from_pretrained(name, **{**options, **here})
 
-    module = sys.modules["transformer_lens.HookedTransformer"]
-    with mock.patch.object(module, "AutoTokenizer", Tokenizers):
+    fetching = [
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith("transformer_lens.")
+        and vars(module).get("AutoTokenizer") is AutoTokenizer
+    ]
+    with contextlib.ExitStack() as stack:
+        for module in fetching:
+            stack.enter_context(mock.patch.object(module, "AutoTokenizer", Tokenizers))
         yield

@@ -11,6 +11,7 @@ import gc
 import inspect
 import logging
 import os
+import sys
 import threading
 import traceback
 from collections.abc import Iterator
@@ -87,13 +88,16 @@ def _nothing_left_of_a_failure() -> Iterator[None]:
     An error's traceback holds the frames that it came through, and they hold the model as far as it
     was loaded, for as long as the error is kept: in a notebook, until the next one.
     """
+    seen = {id(sys.exc_info()[1])}  # what the caller was handling is not ours
     try:
         yield
     except BaseException as error:
-        failed: BaseException | None = error
-        while failed is not None:
-            traceback.clear_frames(failed.__traceback__)
-            failed = failed.__cause__ or failed.__context__
+        failed: list[BaseException | None] = [error]
+        while failed:
+            if (each := failed.pop()) is not None and id(each) not in seen:
+                seen.add(id(each))
+                traceback.clear_frames(each.__traceback__)
+                failed += [each.__cause__, each.__context__]
         gc.collect()
         raise
 

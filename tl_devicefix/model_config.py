@@ -21,7 +21,7 @@ import transformer_lens.loading_from_pretrained as tl_loading
 from transformer_lens.HookedTransformer import DTYPE_FROM_STRING
 from transformers import AutoConfig, AutoTokenizer
 
-from tl_devicefix.hub import has_tokenizer, hub_arguments, snapshot
+from tl_devicefix.hub import TOKENIZER_FILES, has_tokenizer, hub_arguments, snapshot
 
 
 def torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
@@ -106,8 +106,12 @@ def is_listed(model_name: str) -> bool:
 
 
 def _config_by_name(name: str, token: Any = None, **kwargs: Any) -> Any:
-    with _reading, mock.patch.object(tl_loading, "AutoConfig", _ReadableAutoConfig(token)):
-        return tl_loading.get_pretrained_model_config(name, **kwargs)
+    try:
+        with _reading, mock.patch.object(tl_loading, "AutoConfig", _ReadableAutoConfig(token)):
+            return tl_loading.get_pretrained_model_config(name, **kwargs)
+    except OSError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"the config of {name!r} cannot be fetched: {reason}") from error
 
 
 # TransformerLens's name for AutoConfig is replaced for a moment; one thread at a time.
@@ -249,8 +253,7 @@ def _overlooked(architecture: str, hf_config: Any) -> dict[str, Any]:
 
 
 def _has_tokenizer(path: str) -> bool:
-    files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-    return any((Path(path) / file).is_file() for file in files)
+    return any((Path(path) / file).is_file() for file in TOKENIZER_FILES)
 
 
 def load_tokenizer(path: str) -> Any:

@@ -219,7 +219,9 @@ def process_weights_(
 ) -> None:
     """Process the model's own weights in place, each component on its own device.
 
-    A model that is folded already, wholly or in part, is left as it is in what is done.
+    A model that is folded already, wholly or in part, is left as it is in what is done. There is no
+    second copy of the weights: if this is interrupted, the model is partly processed, and has to be
+    loaded again.
     """
     self.load_and_process_state_dict(
         self.state_dict(),

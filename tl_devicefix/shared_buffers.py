@@ -6,6 +6,7 @@ A causal mask has n_ctx^2 bytes, and TransformerLens makes one for each block.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,12 +21,14 @@ Convert = Callable[[torch.Tensor], torch.Tensor]
 def shared_by_blocks() -> Iterator[None]:
     """Within it, blocks that are constructed share their buffers from the start."""
     known: _Known = {}
-    there = nn.Module.register_buffer
+    there, thread = nn.Module.register_buffer, threading.get_ident()
 
     def register_buffer(
         self: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True
     ) -> None:
-        there(self, name, _known_equal(known, self, name, tensor), persistent)
+        if threading.get_ident() == thread:  # others may construct models of their own
+            tensor = _known_equal(known, self, name, tensor)
+        there(self, name, tensor, persistent)
 
     nn.Module.register_buffer = register_buffer  # type: ignore[method-assign]
     try:
@@ -50,7 +53,7 @@ def _known_equal(
 ) -> torch.Tensor | None:
     """The buffer, or an equal one of another attention layer of the same kind."""
     kind = getattr(module, "attn_type", None)
-    if buffer is None or kind is None:
+    if buffer is None or buffer.is_meta or kind is None:
         return buffer
     key = (type(module), kind, name, buffer.shape, buffer.dtype, buffer.device)
     first = known.setdefault(key, buffer)
@@ -62,13 +65,14 @@ def converted_once(model: nn.Module, convert: Convert) -> Convert:
     counts = Counter(
         id(buffer) for module in model.modules() for buffer in module._buffers.values()
     )
-    converted: dict[int, torch.Tensor] = {}
+    # With the original, so that no other tensor gets its id while this is in use.
+    converted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def convert_once(tensor: torch.Tensor) -> torch.Tensor:
         if counts[id(tensor)] < 2:
             return convert(tensor)
         if id(tensor) not in converted:
-            converted[id(tensor)] = convert(tensor)
-        return converted[id(tensor)]
+            converted[id(tensor)] = tensor, convert(tensor)
+        return converted[id(tensor)][1]
 
     return convert_once

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,46 @@ def test_a_file_whose_header_is_garbled(
         load(checkpoint)
 
 
+@pytest.mark.parametrize(
+    "garbage",
+    [b"\xff\xfe\xfd\xfc", b"[1]\n", b"null", b'{"a": 1}', b'{"a": {"dtype": "F32", "shape": [1]}}'],
+    ids=["no text", "a list", "null", "no tensors", "no offsets"],
+)
+def test_a_file_whose_header_is_something_else(
+    garbage: bytes, n_files: int, tensors: Any, hf_models: Any, write_checkpoint: Any, refused: Any
+) -> None:
+    checkpoint = write_checkpoint(hf_models("qwen2"), tensors, n_files)
+    file = sorted(checkpoint.glob("*.safetensors"))[-1]
+    size = int.from_bytes(file.read_bytes()[:8], "little")
+    file.write_bytes(file.read_bytes()[:8] + garbage.ljust(size) + file.read_bytes()[8 + size :])
+
+    with refused(str(file), "again"):
+        load(checkpoint)
+
+
+def test_a_header_in_which_one_letter_is_wrong(
+    n_files: int, tensors: Any, hf_models: Any, write_checkpoint: Any, refused: Any
+) -> None:
+    checkpoint = write_checkpoint(hf_models("qwen2"), tensors, n_files)
+    file = sorted(checkpoint.glob("*.safetensors"))[-1]
+    file.write_bytes(file.read_bytes().replace(b"data_offsets", b"data_offsetz", 1))
+
+    with refused(str(file), "again"):
+        load(checkpoint)
+
+
+def test_a_file_from_the_hub_that_is_cut_short(
+    n_files: int, hub: Any, hf_models: Any, refused: Any
+) -> None:
+    size = "20KB" if n_files > 1 else "5GB"
+    snapshot = hub.add("someone/tune", hf_models("qwen2"), max_shard_size=size)
+    file = sorted(snapshot.glob("*.safetensors"))[-1]
+    file.write_bytes(file.read_bytes()[:-100])
+
+    with refused(str(file), "cut short", "again"):
+        HookedTransformer.from_pretrained("someone/tune", n_devices=4)
+
+
 def test_a_shard_that_is_not_there(
     tensors: Any, hf_models: Any, write_checkpoint: Any, file_of: Any, refused: Any
 ) -> None:
@@ -154,6 +195,80 @@ def test_an_index_that_is_cut_short(
     index.write_text(index.read_text()[:-30])
 
     with refused(str(index), "again"):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize("index", ["[]", "3", '{"weight_map": []}', '{"weight_map": null}', "{}"])
+def test_an_index_that_is_something_else(
+    index: str, tensors: Any, hf_models: Any, write_checkpoint: Any, refused: Any
+) -> None:
+    checkpoint = write_checkpoint(hf_models("qwen2"), tensors, n_files=3)
+    (checkpoint / "model.safetensors.index.json").write_text(index)
+
+    with refused("model.safetensors.index.json", "again"):
+        load(checkpoint)
+
+
+@pytest.fixture
+def write_pickles(tmp_path: Path, hf_models: Any, tensors: Any) -> Callable[..., Path]:
+    """`write_pickles(2)`: the tiny Qwen2 in so many `pytorch_model*.bin`."""
+
+    def write(n_files: int, **options: Any) -> Path:
+        hf_models("qwen2").config.save_pretrained(tmp_path)
+        if n_files == 1:
+            torch.save(tensors, tmp_path / "pytorch_model.bin", **options)
+            return tmp_path
+        file_of = {
+            name: f"pytorch_model-{1 + i % n_files:05}-of-{n_files:05}.bin"
+            for i, name in enumerate(sorted(tensors))
+        }
+        for file in set(file_of.values()):
+            here = {name: tensor for name, tensor in tensors.items() if file_of[name] == file}
+            torch.save(here, tmp_path / file, **options)
+        index = tmp_path / "pytorch_model.bin.index.json"
+        index.write_text(json.dumps({"metadata": {}, "weight_map": file_of}))
+        return tmp_path
+
+    return write
+
+
+@pytest.mark.parametrize("left", [0, 2, 1000, -1000, -1], ids="{} bytes".format)
+def test_a_pickle_that_is_cut_short(
+    left: int, n_files: int, write_pickles: Any, refused: Any
+) -> None:
+    checkpoint = write_pickles(n_files)
+    file = sorted(checkpoint.glob("*.bin"))[-1]
+    file.write_bytes(file.read_bytes()[:left])
+
+    with refused(str(file), f"{file.stat().st_size} bytes", "again"):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize("left", [0, 1, 1000, -1000], ids="{} bytes".format)
+def test_a_pickle_from_before_torch_1_6_that_is_cut_short(
+    left: int, write_pickles: Any, refused: Any
+) -> None:
+    checkpoint = write_pickles(1, _use_new_zipfile_serialization=False)
+    file = checkpoint / "pytorch_model.bin"
+    file.write_bytes(file.read_bytes()[:left])
+
+    with refused(str(checkpoint)):
+        load(checkpoint)
+
+
+def test_a_pickled_shard_that_is_not_there(write_pickles: Any, refused: Any) -> None:
+    checkpoint = write_pickles(3)
+    (checkpoint / "pytorch_model-00002-of-00003.bin").unlink()
+
+    with refused(str(checkpoint), "pytorch_model-00002-of-00003.bin", "again"):
+        load(checkpoint)
+
+
+def test_a_pickle_of_something_else(write_pickles: Any, refused: Any) -> None:
+    checkpoint = write_pickles(1)
+    torch.save([1, 2, 3], checkpoint / "pytorch_model.bin")
+
+    with refused(str(checkpoint)):
         load(checkpoint)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any, NoReturn
 
-import torch
 from torch import nn
 
+from tl_devicefix.fitting import is_out_of_memory
 from tl_devicefix.sources.optional import is_from, required
 
 
@@ -88,9 +88,9 @@ def merged(layer: Any) -> nn.Module:
             layer.unmerge()
         elif not layer.disable_adapters and not layer.merged:
             layer.merge()
-    except torch.OutOfMemoryError:
-        raise
     except (RuntimeError, ValueError) as error:
+        if is_out_of_memory(error):
+            raise
         raise ValueError(
             f"hf_model's adapters cannot be merged ({error}); deactivate those that cannot, or "
             "pass the base model, loaded without them"

@@ -18,6 +18,7 @@ from packaging.version import Version
 from safetensors import SafetensorError
 from transformers import AutoModel, AutoModelForCausalLM
 
+from tl_devicefix.fitting import is_out_of_memory
 from tl_devicefix.hub import snapshot
 from tl_devicefix.model_config import is_checkpoint_directory
 from tl_devicefix.sources.shards import check_shards, file_of, stored_shapes
@@ -55,21 +56,25 @@ def load_hf_model(model_name: str, cfg: Any, **kwargs: Any) -> torch.nn.Module:
             ignore_mismatched_sizes=True,
             **kwargs,
         )
-    except torch.OutOfMemoryError:
-        raise
     except _UNREADABLE as error:
-        if not is_directory:
-            check_shards(snapshot(model_name, **kwargs))
+        if is_out_of_memory(error):
+            raise
+        if not is_directory and (folder := _fetched(model_name, kwargs)):
+            check_shards(folder)
         reason = " ".join(str(error).split())
         raise ValueError(
             f"transformers cannot read the checkpoint {model_name!r}: {reason}"
         ) from error
-    _check_report(report, model_name, model)
+    folder = Path(model_name) if is_directory else _fetched(model_name, kwargs)
+    _check_report(report, model_name, folder or Path(model_name), model)
     return model.requires_grad_(False)
 
 
 # What transformers, safetensors and torch raise for files that are not as they should be.
-_UNREADABLE = (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError)
+_UNREADABLE = (
+    OSError, ValueError, RuntimeError, EOFError, AttributeError, pickle.UnpicklingError,
+    SafetensorError,
+)  # fmt: skip
 
 
 # transformers 4.56 renamed torch_dtype.
@@ -92,9 +97,18 @@ def _revision(model_name: str, cfg: Any) -> str:
     )
 
 
-def _check_report(report: dict[str, Any], model_name: str, model: torch.nn.Module) -> None:
+def _fetched(model_name: str, kwargs: dict[str, Any]) -> Path | None:
+    """The folder in which what was fetched of a checkpoint on the hub is, if anything was."""
+    try:
+        return snapshot(model_name, **kwargs)
+    except ValueError:
+        return None
+
+
+def _check_report(
+    report: dict[str, Any], model_name: str, directory: Path, model: torch.nn.Module
+) -> None:
     """Turn transformers' loading report into an error if the checkpoint does not fit."""
-    directory = Path(model_name)
     stored = stored_shapes(directory)
     problems = {
         "lacks": sorted(report.get("missing_keys", ())),

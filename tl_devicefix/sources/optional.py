@@ -22,6 +22,5 @@ def required(name: str) -> Any:
     except ImportError as error:
         package = name.partition(".")[0]
         raise ImportError(
-            f"hf_model uses {package}, which cannot be imported ({error}); "
-            f"pip install 'tl_devicefix[{package}]'"
+            f"hf_model uses {package}, which cannot be imported ({error}); pip install {package}"
         ) from error

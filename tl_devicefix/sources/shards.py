@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import pickle
+import struct
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 _INDEX = "model.safetensors.index.json"
 _PICKLE_INDEX = "pytorch_model.bin.index.json"
@@ -55,6 +60,23 @@ def _check_pickles(directory: Path) -> None:
                 f"{file} is cut short: it has {file.stat().st_size} bytes, and no end; "
                 "fetch it again"
             )
+        try:
+            held = torch.load(file, map_location="meta", weights_only=True, mmap=is_zip)
+        except _DAMAGED_PICKLE as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(
+                f"{file} cannot be unpickled, perhaps as it is cut short at "
+                f"{file.stat().st_size} bytes ({reason}); fetch it again"
+            ) from error
+        if not isinstance(held, Mapping):
+            raise ValueError(f"{file} holds a {type(held).__name__}, not tensors by name")
+
+
+# What unpickling raises, depending on where the bytes end or are wrong.
+_DAMAGED_PICKLE = (
+    OSError, RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError,
+    pickle.UnpicklingError, struct.error,
+)  # fmt: skip
 
 
 def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
@@ -86,9 +108,10 @@ def _index(directory: Path, name: str = _INDEX) -> dict[str, str]:
     if not index.is_file():
         return {}
     try:
-        return json.loads(index.read_text())["weight_map"]
-    except (ValueError, KeyError) as error:
-        raise ValueError(f"{index} cannot be read ({error}); fetch it again") from error
+        weight_map = json.loads(index.read_text())["weight_map"]
+        return dict(weight_map.items())
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} cannot be read ({error!r}); fetch it again") from error
 
 
 def _read_header(file: Path) -> dict[str, Any]:
@@ -106,13 +129,14 @@ def _read_header(file: Path) -> dict[str, Any]:
             )
         try:
             header = json.loads(opened.read(header_size))
-        except ValueError as error:
+            header.pop("__metadata__", None)
+            ends = {name: entry["data_offsets"][1] for name, entry in header.items()}
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"the header of {file} is damaged ({error}); fetch it again"
+                f"the header of {file} is damaged ({error!r}); fetch it again"
             ) from error
-    header.pop("__metadata__", None)
-    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        end = 8 + header_size + entry["data_offsets"][1]
+    for name in sorted(ends, key=ends.__getitem__):
+        end = 8 + header_size + ends[name]
         if end > size:
             raise ValueError(
                 f"{file} is cut short: {name} should end at byte {end}, but the file has {size}; "

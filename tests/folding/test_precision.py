@@ -1,0 +1,252 @@
+"""Folded weights in 16 bits are the exactly folded ones, rounded once, and they lie as stored."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from architectures import ALL_ARCHITECTURES, NO_PROCESSING, load_hooked
+from hub_cache import HubCache
+from transformer_lens import HookedTransformer
+
+pytestmark = pytest.mark.usefixtures("hub")  # so that nothing is fetched
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+@pytest.fixture
+def load(hf_models: Any, tokenizer: Any, references: Any) -> Callable[..., HookedTransformer]:
+    """`load("gpt2", torch.bfloat16, n_devices=3)`, stored in bfloat16 too, or in `stored`."""
+
+    def load(
+        name: str, dtype: torch.dtype, stored: torch.dtype | None = None, **options: Any
+    ) -> HookedTransformer:
+        references(name)  # skips what the installed TransformerLens cannot convert
+        dtypes = [stored or dtype]
+        if dtype == torch.float64:
+            dtypes.append(torch.float64)
+        return load_hooked(
+            ALL_ARCHITECTURES[name], hf_models(name, *dtypes), tokenizer, dtype=dtype, **options
+        )
+
+    return load
+
+
+# --------------------------------------------------------------------------------------------
+# Rounded once
+
+
+def last_place(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The distance between neighbours in `dtype` around each of the float64 values."""
+    info = torch.finfo(dtype)
+    exponent = torch.frexp(values.abs().clamp(min=info.tiny)).exponent - 1
+    return torch.ldexp(torch.tensor(info.eps, dtype=torch.float64), exponent)
+
+
+def rounded(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Float64 values rounded to 16 bits, still in float64.
+
+    By hand: torch converts float64 to 16 bits by way of float32, which rounds twice.
+    """
+    unit = last_place(exact, dtype)
+    return torch.round(exact / unit) * unit
+
+
+def units_off(given: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """How far each entry is from the exact one rounded, in units in the last place."""
+    expected, given_64 = rounded(exact, given.dtype), given.double()
+    larger = torch.maximum(expected.abs(), given_64.abs())
+    return (given_64 - expected).abs() / last_place(larger, given.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rounding_by_hand_is_rounding(dtype: torch.dtype) -> None:
+    in_float32 = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(rounded(in_float32.double(), dtype), in_float32.to(dtype).double())
+    # Just above the middle of two neighbours: float32 does not see that it is above.
+    middle = 1 + torch.finfo(dtype).eps / 2
+    above = torch.tensor(middle + 2.0**-40, dtype=torch.float64)
+    assert rounded(above, dtype) == 1 + torch.finfo(dtype).eps
+    assert above.float().to(dtype) == 1
+
+
+def assert_rounded_once(model: HookedTransformer, exact: HookedTransformer) -> None:
+    """At least 99.9 % of a model's entries are the exact ones rounded, the rest their neighbours.
+
+    Folding in float32 leaves an error of some 2**-24, which moves an exact value across the middle
+    between two neighbours once in a few thousand times.
+    """
+    expected = dict(exact.named_parameters())
+    n_entries = n_different = 0
+    for name, parameter in model.named_parameters():
+        if (
+            parameter.dtype == torch.float32
+        ):  # as TransformerLens keeps experts, and Apertus's alphas
+            torch.testing.assert_close(
+                parameter.double().cpu(), expected[name].double(), rtol=1e-6, atol=1e-6
+            )
+            continue
+        off = units_off(parameter.detach().cpu(), expected[name].detach())
+        assert off.max() <= 1, f"{name}: {off.max()} units"
+        n_entries += off.numel()
+        n_different += int((off > 0).sum())
+    assert n_different <= 0.001 * n_entries, f"{n_different} of {n_entries}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ALL_ARCHITECTURES)
+def test_every_folded_weight_is_the_exact_one_rounded_once(
+    name: str, dtype: torch.dtype, load: Any, machine: Any
+) -> None:
+    exact = load(name, torch.float64, dtype, device="cpu")
+
+    model = load(name, dtype, n_devices=3)
+
+    assert model.W_E.dtype == model.W_U.dtype == dtype
+    assert_rounded_once(model, exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["gpt2", "qwen2", "gemma-2"])
+def test_without_processing_weights_stored_in_the_dtype_are_not_rounded_at_all(
+    name: str, dtype: torch.dtype, load: Any, machine: Any
+) -> None:
+    exact = load(name, torch.float64, dtype, device="cpu", **NO_PROCESSING)
+
+    model = load(name, dtype, n_devices=3, **NO_PROCESSING)
+
+    expected = dict(exact.named_parameters())
+    for key, parameter in model.named_parameters():
+        # A Gemma's embedding is scaled and its norms have 1 added: these are rounded.
+        assert (units_off(parameter.detach().cpu(), expected[key].detach()) == 0).all(), key
+
+
+@pytest.mark.fails_unpatched
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["gpt2", "qwen2", "llama"])
+def test_what_is_stored_in_float32_is_not_rounded_before_it_is_folded(
+    name: str,
+    dtype: torch.dtype,
+    load: Any,
+    hub: HubCache,
+    hf_models: Any,
+    tokenizer: Any,
+    machine: Any,
+) -> None:
+    """TransformerLens lets transformers round it first, and rounds the folded weights again."""
+    exact = load(name, torch.float64, torch.float32, device="cpu")
+    official_name = ALL_ARCHITECTURES[name].official_name
+    hub.add(official_name, hf_models(name), tokenizer)
+
+    model = HookedTransformer.from_pretrained(official_name, dtype=dtype, n_devices=3)
+
+    assert_rounded_once(model, exact)
+
+
+@pytest.mark.parametrize("form", ["hf_model", "checkpoint"])
+@pytest.mark.parametrize("name", ["pythia", "gemma-2"])
+def test_nor_is_what_is_given_in_float32(
+    name: str, form: str, load: Any, checkpoints: Any, machine: Any
+) -> None:
+    exact = load(name, torch.float64, torch.float32, device="cpu")
+
+    if form == "hf_model":
+        model = load(name, torch.bfloat16, torch.float32, n_devices=3)
+    else:
+        model = HookedTransformer.from_pretrained(checkpoints(name), dtype="bf16", n_devices=3)
+
+    assert_rounded_once(model, exact)
+
+
+# --------------------------------------------------------------------------------------------
+# Laid out as stored
+
+IN_ROTARY = {
+    "attn.W_Q": (0, 2, 1),
+    "attn._W_K": (0, 2, 1),
+    "attn._W_V": (0, 2, 1),
+    "attn.W_O": (2, 0, 1),
+    "mlp.W_in": (1, 0),
+    "mlp.W_gate": (1, 0),
+    "mlp.W_out": (1, 0),
+}
+"""Each weight's axes in the order in which they lie in a checkpoint of `nn.Linear`s."""
+IN_GPT2 = {"attn.W_O": (0, 1, 2), "mlp.W_in": (0, 1), "mlp.W_out": (0, 1)}
+AXES = {"gpt2": IN_GPT2, "qwen2": IN_ROTARY, "llama": IN_ROTARY, "gemma-2": IN_ROTARY}
+
+
+@pytest.mark.parametrize("form", ["hf_model", "checkpoint"])
+@pytest.mark.parametrize("options", [{}, NO_PROCESSING], ids=["processed", "not processed"])
+@pytest.mark.parametrize("name", AXES)
+def test_weights_lie_as_they_are_stored(
+    name: str, options: dict[str, bool], form: str, load: Any, checkpoints: Any, machine: Any
+) -> None:
+    """TransformerLens shows most matrices transposed, and transposes them back to use them."""
+    if form == "hf_model":
+        model = load(name, torch.float32, n_devices=3, **options)
+    else:
+        model = HookedTransformer.from_pretrained(checkpoints(name), n_devices=3, **options)
+
+    assert model.W_E.is_contiguous()
+    assert model.W_U.T.is_contiguous()
+    for block in model.blocks:
+        for key, axes in AXES[name].items():
+            assert block.get_parameter(key).permute(axes).is_contiguous(), key
+
+
+@pytest.mark.parametrize("name", ALL_ARCHITECTURES)
+def test_no_parameter_holds_more_memory_than_it_needs(name: str, load: Any, machine: Any) -> None:
+    model = load(name, torch.float32, n_devices=3)
+
+    for key, parameter in model.named_parameters():
+        assert parameter.untyped_storage().nbytes() == parameter.nbytes, key
+
+
+# What may be done to a model, and what it must not change.
+DONE: dict[str, Callable[[HookedTransformer], HookedTransformer]] = {
+    "deepcopy": copy.deepcopy,
+    "to a device": lambda model: model.to("sim:1"),
+    "to the CPU": lambda model: model.cpu(),
+    "to float64 and back": lambda model: model.to(torch.float64).to(torch.float32),
+    "saved and loaded": lambda model: reloaded(model),
+    "pickled": lambda model: unpickled(model),
+}
+
+
+def reloaded(model: HookedTransformer) -> HookedTransformer:
+    file = io.BytesIO()
+    torch.save({name: tensor.cpu() for name, tensor in model.state_dict().items()}, file)
+    file.seek(0)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    other.load_state_dict(torch.load(file))
+    return other
+
+
+def unpickled(model: HookedTransformer) -> HookedTransformer:
+    file = io.BytesIO()
+    torch.save(model.cpu(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("done", DONE)
+@pytest.mark.parametrize("name", ["gpt2", "qwen2"])
+def test_values_survive_whatever_is_done_to_the_model(
+    name: str, done: str, load: Any, machine: Any, tokens: torch.Tensor
+) -> None:
+    model = load(name, torch.float32, n_devices=3)
+    before = {key: p.detach().cpu().clone() for key, p in model.named_parameters()}
+    logits = model(tokens).detach().cpu()
+
+    after = DONE[done](model)
+
+    for key, parameter in after.named_parameters():
+        assert torch.equal(parameter.detach().cpu(), before[key]), key
+    torch.testing.assert_close(after(tokens).detach().cpu(), logits, rtol=1e-5, atol=1e-5)
