@@ -116,27 +116,29 @@ def measure(cache: Path, *arguments: str) -> dict[str, Any]:
             while file.read(2**24):
                 pass
     offline = {"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "TL_DEVICEFIX_DISABLE": ""}
-    child = subprocess.Popen(
-        [sys.executable, "-W", "ignore", __file__, "--load", *arguments],
-        env={**os.environ, **offline},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert child.stdin is not None
-    assert child.stdout is not None
-    while (line := child.stdout.readline()) and not line.startswith("MEASURE start"):
-        pass
-    at_start = peak = anonymous_memory(child.pid)
-    child.stdin.write("\n")
-    child.stdin.flush()
-    while child.poll() is None:
-        peak = max(peak, anonymous_memory(child.pid))
-        time.sleep(0.005)
-    output, errors = child.stdout.read(), child.stderr.read() if child.stderr else ""
-    if child.returncode:
-        raise SystemExit(f"{' '.join(arguments)} failed:\n{errors[-3000:]}")
+    with tempfile.TemporaryFile("w+") as stderr:  # a pipe that nobody reads could fill
+        child = subprocess.Popen(
+            [sys.executable, "-W", "ignore", __file__, "--load", *arguments],
+            env={**os.environ, **offline},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
+        assert child.stdin is not None
+        assert child.stdout is not None
+        while (line := child.stdout.readline()) and not line.startswith("MEASURE start"):
+            pass
+        at_start = peak = anonymous_memory(child.pid)
+        child.stdin.write("\n")
+        child.stdin.flush()
+        while child.poll() is None:
+            peak = max(peak, anonymous_memory(child.pid))
+            time.sleep(0.005)
+        output = child.stdout.read()
+        if child.returncode:
+            stderr.seek(0)
+            raise SystemExit(f"{' '.join(arguments)} failed:\n{stderr.read()[-3000:]}")
     results = next(line for line in output.splitlines() if line.startswith("MEASURE"))
     return {**json.loads(results.removeprefix("MEASURE")), "host_peak": peak - at_start}
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tl_devicefix.devices import with_index
+from tl_devicefix.interruption import refuse_unfinished
 from tl_devicefix.patches import original
 from tl_devicefix.placement import Placement
 
@@ -52,7 +53,11 @@ def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """`HookedTransformer.forward`, whose results are at home also where it stops at a layer.
 
     A patch and not a hook, as `generate` and `run_with_hooks` call `forward` and pass hooks by.
+
+    Raises:
+        RuntimeError: if the model's weights are only partly processed.
     """
+    refuse_unfinished(self)
     output = original(type(self), "forward")(self, *args, **kwargs)
     return bring_home(output, self.placement.home) if _HANDLES in self.__dict__ else output
 

@@ -25,9 +25,18 @@ def _home_load(sizes: Sequence[Any]) -> int:
 def balanced(sizes: Sequence[Any], capacities: Sequence[int | None]) -> list[int]:
     """Blocks per device so that the fullest device, relative to its capacity, is least full.
 
-    Dynamic programming over contiguous ranges; no device is left without a block while there are
-    enough. Ties go to the most even spread.
+    No device is left without a block while there are enough, unless that is what makes it fit: a
+    home that has room for the embeddings only, or a device with less than a block free.
     """
+    counts = _least_full(sizes, capacities, at_least=1)
+    if fits(sizes, counts, capacities):
+        return counts
+    sparse = _least_full(sizes, capacities, at_least=0)
+    return sparse if fits(sizes, sparse, capacities) else counts
+
+
+def _least_full(sizes: Sequence[Any], capacities: Sequence[int | None], at_least: int) -> list[int]:
+    """By dynamic programming over contiguous ranges. Ties go to the most even spread."""
     blocks = _blocks(sizes)
     n_used = min(len(capacities), max(len(blocks), 1))
     known = [c for c in capacities if c is not None]
@@ -38,12 +47,13 @@ def balanced(sizes: Sequence[Any], capacities: Sequence[int | None]) -> list[int
     # best[i] = (fullest, sum of squares, counts) over the devices so far, holding blocks 0..i-1
     best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
     for position in range(n_used):
-        extra = _blocks_share(sizes) + (_home_load(sizes) if position == 0 else 0)
+        home = _home_load(sizes) if position == 0 else 0
         reached: dict[int, tuple[float, float, list[int]]] = {}
         for start, (fullest, squares, counts) in best.items():
-            last = len(blocks) - (n_used - 1 - position)
-            for end in range(min(start + 1, len(blocks)), last + 1):
-                full = (prefix[end] - prefix[start] + extra) / shares[position]
+            last = len(blocks) - at_least * (n_used - 1 - position)
+            for end in range(min(start + at_least, len(blocks)), last + 1):
+                held = prefix[end] - prefix[start] + (_blocks_share(sizes) if end > start else 0)
+                full = (held + home) / shares[position]
                 candidate = (max(fullest, full), squares + full**2, [*counts, end - start])
                 if end not in reached or candidate < reached[end]:
                     reached[end] = candidate
@@ -75,3 +85,14 @@ def loads(sizes: Sequence[Any], counts: Sequence[int]) -> list[int]:
     ]
     on_each[0] += _home_load(sizes)
     return on_each
+
+
+def fits(
+    sizes: Sequence[Any],
+    counts: Sequence[int],
+    capacities: Sequence[int | None],
+    headroom: int = 0,
+) -> bool:
+    """Whether so many blocks on each device leave `headroom` bytes of what it may use free."""
+    rooms = (None if room is None else room - headroom for room in capacities)
+    return all(room is None or load <= room for load, room in zip(loads(sizes, counts), rooms))

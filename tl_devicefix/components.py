@@ -67,9 +67,7 @@ def component_sizes(cfg: Any) -> tuple[ComponentSize, ...]:
     sizes = []
     for name in component_names(cfg):
         if name.startswith("blocks."):
-            layer = int(name.split(".")[1])
-            # Blocks differ only by their kind of attention ("global", "local").
-            kind = cfg.attn_types[layer] if cfg.attn_types else None
+            kind = attention_kind(cfg, int(name.split(".")[1]))
             if kind not in block_sizes:
                 block_sizes[kind] = _size_on_meta(name, cfg)
             known = block_sizes[kind]
@@ -78,6 +76,11 @@ def component_sizes(cfg: Any) -> tuple[ComponentSize, ...]:
         else:
             sizes.append(_size_on_meta(name, cfg))
     return tuple(sizes)
+
+
+def attention_kind(cfg: Any, layer: int) -> str | None:
+    """The kind of attention of a block ("global", "local"), by which alone blocks differ."""
+    return cfg.attn_types[layer] if cfg.attn_types else None
 
 
 def _size_on_meta(name: str, cfg: Any) -> ComponentSize:

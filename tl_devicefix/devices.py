@@ -93,7 +93,8 @@ def consecutive(first: torch.device, count: int) -> list[torch.device]:
             f"n_devices={count} from {str(first)!r} on needs {count} devices of type "
             f"{first.type!r}, but there are {max(there - start, 0)} "
             f"({names if first.type != 'cpu' else 'the CPU is one device'}); "
-            "lower n_devices, or rehearse on simulated ones: `with tl_devicefix.simulate(4):`"
+            "lower n_devices, or rehearse on simulated ones: "
+            f"`with tl_devicefix.simulate({start + count}):`"
         )
     return [torch.device(first.type, start + i) for i in range(count)]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers.utils.logging as hf_logging
 
-from tl_devicefix.fitting import is_out_of_memory, out_of_memory
+from tl_devicefix.fitting import naming_full_devices
 from tl_devicefix.folding import Steps
 from tl_devicefix.placement import Placement
 from tl_devicefix.processing import complete_unit, load_component, processing_units
@@ -51,13 +51,9 @@ def _fill_one(
     model: Any, source: Source, placement: Placement, steps: Steps, progress: Any, unit: str
 ) -> None:
     device = placement.device_of(unit)
-    try:
+    with naming_full_devices(model, placement, unit):
         weights = complete_unit(model, unit, source.read(unit, device))
         load_component(model, unit, weights, steps)
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise out_of_memory(error, model, unit, device) from error
-        raise
     progress.update()
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import convert_file_size_to_int
 
-from tl_devicefix.balance import balanced, loads
+from tl_devicefix.balance import balanced, fits
 from tl_devicefix.devices import DeviceLike, all_from, free_memory, resolve
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ def remedy(
         room is not None and placement.bytes_on(device) + headroom <= room
         for device, room in free_now.items()
     ):
-        return "more is free: a larger max_memory would fit"
+        needed = (f"{d}: {gib(placement.bytes_on(d) + headroom)}" for d in placement.devices)
+        return f"more is free: a larger max_memory would fit ({', '.join(needed)})"
 
     def room_on(device: torch.device) -> int | None:
         room = capacity(device, max_memory)
@@ -86,7 +88,8 @@ def remedy(
         for start in starts:
             rooms = [room_on(device) for device in all_from(start)]
             for n in range(1, len(rooms) + 1):
-                if _fits(components, rooms[:n], headroom):
+                counts = balanced(components, rooms[:n])
+                if None not in rooms and fits(components, counts, rooms, headroom):
                     from_there = "" if start == home else f"device={str(start)!r}, "
                     in_16_bits = "" if components is sizes else ", dtype='bfloat16'"
                     return f"{from_there}n_devices={n}{in_16_bits} would fit, without device_map"
@@ -101,23 +104,30 @@ def remedy(
     )
 
 
-def _fits(sizes: Sequence[Any], rooms: Sequence[int | None], headroom: int) -> bool:
-    on_each = loads(sizes, balanced(sizes, rooms))
-    return all(room is not None and load + headroom <= room for load, room in zip(on_each, rooms))
-
-
-def out_of_memory(
-    error: BaseException, model: Any, unit: str, device: torch.device
-) -> torch.OutOfMemoryError:
-    """What to raise when a device runs out of memory while a component is loaded to it.
+@contextlib.contextmanager
+def naming_full_devices(model: Any, placement: Placement | None, unit: str) -> Iterator[None]:
+    """Within it, a component is brought to its device: running out of memory there is explained.
 
     Args:
-        error: what the device's allocator raised; it says what was asked for.
-        model: the model as far as it is loaded.
+        model: the model as far as it is there.
+        placement: where its components go; None if it is not placed, and nothing is explained.
         unit: the component.
-        device: where it belongs.
+
+    Raises:
+        torch.OutOfMemoryError: saying which device is full, what it holds, and what would fit.
     """
-    placement, dtype = model.placement, model.cfg.dtype
+    try:
+        yield
+    except RuntimeError as error:
+        if placement is None or not is_out_of_memory(error):
+            raise
+        raise _out_of_memory(error, model, placement, unit) from error
+
+
+def _out_of_memory(
+    error: BaseException, model: Any, placement: Placement, unit: str
+) -> torch.OutOfMemoryError:
+    device, dtype = placement.device_of(unit), model.cfg.dtype
     held = dict.fromkeys(placement.devices, 0)
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device in held:
@@ -125,7 +135,7 @@ def out_of_memory(
     headroom = max(c.weights for c in placement.components) * max(1, 4 // dtype.itemsize)
     reason = ". ".join(" ".join(str(error).split()).split(". ")[:3]).rstrip(".")
     return torch.OutOfMemoryError(
-        f"{device} ran out of memory while {unit} was loaded: {gib(held[device])} of the "
+        f"{device} ran out of memory while {unit} was brought there: {gib(held[device])} of the "
         f"{gib(placement.bytes_on(device))} planned for it were there, and there was no room to go "
         f"on ({reason}); free memory that others hold there, or, as things are, "
         f"{remedy(placement, None, dtype, headroom, held)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -66,11 +67,13 @@ def tokenizers_fetched_with(model_name: str, kwargs: dict[str, Any]) -> Iterator
     `revision` and `subfolder` hold for the model's own repository, the rest (`cache_dir`, `token`,
     ...) for every one.
     """
-    wanted = hub_arguments(kwargs)
+    wanted, thread = hub_arguments(kwargs), threading.get_ident()
 
     class Tokenizers:
         @staticmethod
         def from_pretrained(name: str, **options: Any) -> Any:
+            if threading.get_ident() != thread:  # others may construct models of their own
+                return AutoTokenizer.from_pretrained(name, **options)
             here = {k: v for k, v in wanted.items() if k in _OF_ACCESS or name == model_name}
             return AutoTokenizer.from_pretrained(name, **{**options, **here})
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import transformer_lens.loading_from_pretrained as tl_loading
-from accelerate import init_empty_weights
 from transformer_lens import HookedTransformer
 
 from tl_devicefix.conventions import installed_conventions
@@ -38,7 +37,7 @@ from tl_devicefix.model_config import (
 from tl_devicefix.moving import check_placed, place
 from tl_devicefix.patches import original
 from tl_devicefix.placement import DeviceMap, MaxMemory, Placement, plan
-from tl_devicefix.shared_buffers import shared_by_blocks
+from tl_devicefix.shared_buffers import give_buffers
 from tl_devicefix.sources import HuggingFaceSource, Source, StateDictSource
 from tl_devicefix.sources.checkpoint import load_hf_model
 
@@ -291,8 +290,9 @@ def _components_without_values() -> Iterator[None]:
     """Let HookedTransformer's own constructor, and not a subclass's, make empty parameters."""
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        with init_empty_weights(include_buffers=False), shared_by_blocks():
+        with torch.device("meta"):
             there(self, *args, **kwargs)
+        give_buffers(self)
 
     there = HookedTransformer.__init__
     HookedTransformer.__init__ = init  # type: ignore[method-assign]

@@ -62,7 +62,7 @@ def model_config(model_name: str, **kwargs: Any) -> Any:
     name = official_name(model_name)
     if is_listed(name):
         return _config_by_name(name, **kwargs)
-    cfg = _config_of_directory(str(snapshot(name, **kwargs)), kwargs, called=name)
+    cfg = _config_of_directory(str(snapshot(name, **kwargs)), kwargs, on_hub=name)
     cfg.model_name = name.rpartition("/")[2]
     cfg.tokenizer_name = name if has_tokenizer(name, **kwargs) else None
     return cfg
@@ -82,11 +82,17 @@ def official_name(model_name: str) -> str:
     if official is not None:
         return official
     if Path(model_name).is_dir():
+        if (Path(model_name) / "adapter_config.json").is_file():
+            raise ValueError(
+                f"the directory {model_name!r} has a PEFT adapter and no model: load both with "
+                "peft.AutoPeftModelForCausalLM.from_pretrained(...), and pass that as hf_model "
+                "beside the base model's name"
+            )
         raise ValueError(
             f"the directory {model_name!r} has no config.json, so it is not a Hugging Face "
             "checkpoint; save one there with hf_model.save_pretrained(...)"
         )
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", model_name):
+    if re.fullmatch(r"\w[\w.-]*/[\w.-]+", model_name):
         return model_name
     close = difflib.get_close_matches(model_name, tl_loading.make_model_alias_map(), n=3)
     raise ValueError(
@@ -105,9 +111,11 @@ def is_listed(model_name: str) -> bool:
     return model_name.lower() in tl_loading.make_model_alias_map()
 
 
-def _config_by_name(name: str, token: Any = None, **kwargs: Any) -> Any:
+def _config_by_name(name: str, known: Any = None, token: Any = None, **kwargs: Any) -> Any:
+    """TransformerLens's own; `known` is what transformers would read for this name."""
+    readable = _ReadableAutoConfig(known, token)
     try:
-        with _reading, mock.patch.object(tl_loading, "AutoConfig", _ReadableAutoConfig(token)):
+        with _reading, mock.patch.object(tl_loading, "AutoConfig", readable):
             return tl_loading.get_pretrained_model_config(name, **kwargs)
     except OSError as error:
         reason = " ".join(str(error).split())
@@ -150,12 +158,13 @@ _OTHER_CLASSES = {
 }
 
 
-def _config_of_directory(path: str, kwargs: dict[str, Any], called: str | None = None) -> Any:
-    """By its config.json; `called` is the name that messages give it, by default its path."""
-    called = called or path
-    # What says how to fetch it from the hub has done so: this is a local directory.
-    kwargs = {name: value for name, value in kwargs.items() if name not in hub_arguments(kwargs)}
-    hf_config = _read_hf_config(path, trust_remote_code=kwargs.get("trust_remote_code", False))
+def _config_of_directory(path: str, kwargs: dict[str, Any], on_hub: str | None = None) -> Any:
+    """By its config.json; `on_hub` is its name, if the directory is where the hub keeps it."""
+    called, fetching = on_hub or path, hub_arguments(kwargs)
+    kwargs = {name: value for name, value in kwargs.items() if name not in fetching}
+    # By its name, as code that comes with it is not in the directory yet.
+    trusted = {"trust_remote_code": kwargs.get("trust_remote_code", False)}
+    hf_config = _read_hf_config(called, **trusted, **(fetching if on_hub else {}))
     architecture = (hf_config.architectures or [None])[0]
     if architecture is None:
         raise ValueError(f"config.json in {called!r} names no architecture: add 'architectures'")
@@ -168,7 +177,7 @@ def _config_of_directory(path: str, kwargs: dict[str, Any], called: str | None =
             cfg = _config_by_name(_CONFIGURED_BY_NAME[architecture], **kwargs)
             overrides = {**_gemma_sizes(hf_config), **_requested_sizes(kwargs)}
         else:
-            cfg = _config_by_name(_UnguessedPath(path), **kwargs)
+            cfg = _config_by_name(_UnguessedPath(path), hf_config, **kwargs)
             overrides = _overlooked(architecture, hf_config)
     except NotImplementedError as error:
         raise ValueError(
@@ -199,16 +208,18 @@ class _ReadableAutoConfig:
     """transformers' AutoConfig, whose configs have the names that TransformerLens reads.
 
     Args:
+        known: the config to return, if it has been read.
         token: the token to use; TransformerLens would take it from the environment.
     """
 
-    def __init__(self, token: Any) -> None:
+    def __init__(self, known: Any, token: Any) -> None:
+        self._known = known
         self._token = token
 
     def from_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         if self._token is not None:
             kwargs["token"] = self._token
-        hf_config = AutoConfig.from_pretrained(*args, **kwargs)
+        hf_config = self._known or AutoConfig.from_pretrained(*args, **kwargs)
         # TransformerLens 2.x reads n_ctx of a GPT-2, which transformers no longer saves, and 3.9
         # reads partial_rotary_factor of a Phi, which transformers 5 keeps in rope_parameters.
         if hf_config.model_type == "gpt2" and not hasattr(hf_config, "n_ctx"):
@@ -219,13 +230,13 @@ class _ReadableAutoConfig:
         return hf_config
 
 
-def _read_hf_config(path: str, **kwargs: Any) -> Any:
+def _read_hf_config(name: str, **kwargs: Any) -> Any:
     try:
-        return AutoConfig.from_pretrained(path, **kwargs)
+        return AutoConfig.from_pretrained(name, **kwargs)
     except (ValueError, KeyError, OSError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"transformers cannot read config.json in {path!r}: {first_line}"
+            f"transformers cannot read config.json of {name!r}: {first_line}"
         ) from error
 
 

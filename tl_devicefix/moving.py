@@ -11,9 +11,10 @@ from torch import nn
 from tl_devicefix.alignment import align, remember_placement, unalign
 from tl_devicefix.components import component_of
 from tl_devicefix.devices import resolve
+from tl_devicefix.fitting import naming_full_devices
 from tl_devicefix.patches import original
 from tl_devicefix.placement import Placement, plan
-from tl_devicefix.shared_buffers import converted_once, share_buffers
+from tl_devicefix.shared_buffers import ConvertedOnce, share_buffers
 
 
 def place(model: Any, placement: Placement) -> None:
@@ -24,10 +25,11 @@ def place(model: Any, placement: Placement) -> None:
     """
     share_buffers(model)
     for device in placement.devices:
-        move = converted_once(model, partial(torch.Tensor.to, device=device))
+        move = ConvertedOnce(model, partial(torch.Tensor.to, device=device))
         for component in placement.components:
             if component.device == device:
-                model.get_submodule(component.name)._apply(move)
+                with naming_full_devices(model, placement, component.name):
+                    model.get_submodule(component.name)._apply(move)
     _bring_rest_home(model, placement)
     settle(model, placement)
 
@@ -102,7 +104,7 @@ def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
     Every way to move a module (`to`, `cuda`, a wrapper's `to`, accelerate's `prepare`) ends here.
     """
     before = _devices(self)
-    nn.Module._apply(self, converted_once(self, fn), recurse)
+    nn.Module._apply(self, ConvertedOnce(self, fn), recurse)
     if _devices(self) != before:
         share_buffers(self)
         _follow_weights(self)

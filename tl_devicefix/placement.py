@@ -7,6 +7,7 @@ accelerate's: `device_map`, `max_memory`, `n_devices`.
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -180,10 +181,12 @@ def plan(
     if device_map is not None and device_map not in STRATEGIES:
         named = device_map if isinstance(device_map, Mapping) else _whole_on(device_map)
         placement = _from_dict(sizes, named, device)
+        _warn_of_unused(max_memory, placement.devices)
         check_fit(placement, max_memory, cfg.dtype)
         return placement
     home = default_device() if device is None else resolve(device)
     devices = _devices_to_use(home, n_devices, device_map, max_memory)
+    _warn_of_unused(max_memory, devices)
     # A device that may hold nothing is left out; home is not, so that what it lacks is reported.
     devices = [d for d in devices if d == home or capacity(d, max_memory) != 0]
     capacities = [capacity(d, max_memory) for d in devices]
@@ -226,6 +229,16 @@ def _devices_to_use(
             raise ValueError(f"max_memory={dict(max_memory)!r} names no {home.type!r} device")
         return devices
     return all_from(home)
+
+
+def _warn_of_unused(max_memory: MaxMemory | None, devices: Sequence[torch.device]) -> None:
+    unused = {str(device) for device in map(resolve, max_memory or ())} - set(map(str, devices))
+    if unused:
+        logging.warning(
+            "max_memory names %s, where nothing is placed: only %s may be used.",
+            ", ".join(sorted(unused)),
+            ", ".join(map(str, devices)),
+        )
 
 
 def _contiguous(

@@ -16,6 +16,7 @@ from transformer_lens.components import LayerNormPre, RMSNormPre
 
 from tl_devicefix.components import component_names, component_of
 from tl_devicefix.conventions import installed_conventions
+from tl_devicefix.fitting import naming_full_devices
 from tl_devicefix.folding import (
     Steps,
     Weights,
@@ -36,6 +37,7 @@ from tl_devicefix.folding.writing_weights import (
     center_embedding,
     center_writing_weights_of_block,
 )
+from tl_devicefix.interruption import changing_weights, refuse_unfinished
 from tl_devicefix.moving import settle
 from tl_devicefix.placement import Placement
 
@@ -187,9 +189,13 @@ def load_and_process_state_dict(
     Args:
         state_dict: weights on any devices and in any dtypes; not changed.
 
+    If it is interrupted, the model has some of the new weights only, and does not run until all
+    are loaded.
+
     Raises:
         ValueError: if a tensor is misshapen; the model is then unchanged. A matrix that is
             missing keeps the model's own value, with a warning, as in TransformerLens.
+        torch.OutOfMemoryError: saying which device of a placed model had no room.
     """
     filled = self.fill_missing_keys(state_dict)
     check_shapes(self, filled)
@@ -200,12 +206,17 @@ def load_and_process_state_dict(
         fold_value_biases,
         refactor_factored_attn_matrices,
     ).applicable(self.cfg, installed_conventions())
-    if steps.fold_ln and not any(name.endswith(NORM_SUFFIXES) for name in state_dict):
-        logging.warning("fold_ln=True, but the weights hold no norms: already folded, so skipped.")
-    elif steps.fold_ln:
-        fold_norm_modules(self)
-    for component, weights in by_component(filled, self.cfg):
-        load_component(self, component, weights, steps)
+    with changing_weights(self):
+        if steps.fold_ln and not any(name.endswith(NORM_SUFFIXES) for name in state_dict):
+            logging.warning(
+                "fold_ln=True, but the weights hold no norms: already folded, so skipped."
+            )
+        elif steps.fold_ln:
+            fold_norm_modules(self)
+        placement = getattr(self, "placement", None)
+        for component, weights in by_component(filled, self.cfg):
+            with naming_full_devices(self, placement, component):
+                load_component(self, component, weights, steps)
     if getattr(self, "placement", None) is not None:
         settle(self, self.placement.reweighed(self.cfg))  # the norms may be other modules now
 
@@ -220,9 +231,13 @@ def process_weights_(
     """Process the model's own weights in place, each component on its own device.
 
     A model that is folded already, wholly or in part, is left as it is in what is done. There is no
-    second copy of the weights: if this is interrupted, the model is partly processed, and has to be
-    loaded again.
+    second copy of the weights: if this is interrupted, the model has to be loaded again, and says
+    so when it is used.
+
+    Raises:
+        RuntimeError: if an earlier call was interrupted.
     """
+    refuse_unfinished(self)
     self.load_and_process_state_dict(
         self.state_dict(),
         fold_ln=fold_ln,

@@ -5,51 +5,45 @@ A causal mask has n_ctx^2 bytes, and TransformerLens makes one for each block.
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from torch import nn
+from transformer_lens.components import TransformerBlock
+
+from tl_devicefix.components import attention_kind
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
 
-@contextlib.contextmanager
-def shared_by_blocks() -> Iterator[None]:
-    """Within it, blocks that are constructed share their buffers from the start."""
-    known: _Known = {}
-    there, thread = nn.Module.register_buffer, threading.get_ident()
+def give_buffers(model: Any) -> None:
+    """Give a HookedTransformer that was constructed on meta its buffers, on the CPU.
 
-    def register_buffer(
-        self: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True
-    ) -> None:
-        if threading.get_ident() == thread:  # others may construct models of their own
-            tensor = _known_equal(known, self, name, tensor)
-        there(self, name, tensor, persistent)
-
-    nn.Module.register_buffer = register_buffer  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_buffer = there  # type: ignore[method-assign]
+    They are made once for all blocks of one kind of attention, which share them.
+    """
+    made: dict[str | None, nn.Module] = {}
+    for layer, block in enumerate(model.blocks):
+        kind = attention_kind(model.cfg, layer)
+        if kind not in made:
+            with init_empty_weights(include_buffers=False):
+                made[kind] = TransformerBlock(model.cfg, layer)
+        for name, module in made[kind].named_modules():
+            block.get_submodule(name)._buffers.update(module._buffers)
 
 
 def share_buffers(model: nn.Module) -> None:
     """Let the blocks of a model that is constructed already share their buffers."""
-    known: _Known = {}
+    known: dict[Any, torch.Tensor] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = _known_equal(known, module, name, buffer)
 
 
-_Known = dict[Any, torch.Tensor]
-
-
 def _known_equal(
-    known: _Known, module: nn.Module, name: str, buffer: torch.Tensor | None
+    known: dict[Any, torch.Tensor], module: nn.Module, name: str, buffer: torch.Tensor | None
 ) -> torch.Tensor | None:
     """The buffer, or an equal one of another attention layer of the same kind."""
     kind = getattr(module, "attn_type", None)
@@ -60,19 +54,28 @@ def _known_equal(
     return first if first is buffer or torch.equal(first, buffer) else buffer
 
 
-def converted_once(model: nn.Module, convert: Convert) -> Convert:
-    """`convert`, but a buffer that several blocks share is converted once, and stays shared."""
-    counts = Counter(
-        id(buffer) for module in model.modules() for buffer in module._buffers.values()
-    )
-    # With the original, so that no other tensor gets its id while this is in use.
-    converted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+class ConvertedOnce:
+    """A conversion that converts a buffer that several blocks share once, so that it stays shared.
 
-    def convert_once(tensor: torch.Tensor) -> torch.Tensor:
-        if counts[id(tensor)] < 2:
-            return convert(tensor)
-        if id(tensor) not in converted:
-            converted[id(tensor)] = tensor, convert(tensor)
-        return converted[id(tensor)][1]
+    Args:
+        model: the model whose tensors are to be converted.
+        convert: what to do to each tensor.
+    """
 
-    return convert_once
+    # No closure: a traceback would hold it, and it the converted tensors.
+
+    def __init__(self, model: nn.Module, convert: Convert) -> None:
+        self._convert = convert
+        self._counts = Counter(
+            id(buffer) for module in model.modules() for buffer in module._buffers.values()
+        )
+        # With the original, so that no other tensor gets its id while this is in use.
+        self._converted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The converted tensor."""
+        if self._counts[id(tensor)] < 2:
+            return self._convert(tensor)
+        if id(tensor) not in self._converted:
+            self._converted[id(tensor)] = tensor, self._convert(tensor)
+        return self._converted[id(tensor)][1]

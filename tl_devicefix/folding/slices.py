@@ -26,15 +26,21 @@ class Slice:
 
     def of(self, weights: Mapping[str, torch.Tensor], carried: Weights) -> Weights:
         """Its weights: views of the component's, or what was carried to here."""
-        cut = {name: weights[name][index] for name, index in self.cut.items()}
-        return {**cut, **{name: carried.get(name, weights[name]) for name in self.whole}}
+        # No comprehension over tensors: an error's traceback would keep them (until Python 3.12).
+        views: Weights = {}
+        for name, index in self.cut.items():
+            views[name] = weights[name][index]
+        for name in self.whole:
+            views[name] = carried.get(name, weights[name])
+        return views
 
     def to_carry(self, processed: Weights) -> Weights:
         """What the next slice goes on from."""
-        return {name: processed[name] for name in _SUMS_OVER_HEADS if name in self.whole}
+        return {_SUM: processed[_SUM]} if _SUM in self.whole else {}
 
 
-_SUMS_OVER_HEADS = ("attn.b_O",)
+_SUM = "attn.b_O"
+"""What sums over the heads."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import transformer_lens.loading_from_pretrained as tl_loading
 from torch import nn
+from transformers import PreTrainedModel
 
 from tl_devicefix.folding import Weights
 from tl_devicefix.sources.live_weights import LiveWeights
@@ -60,9 +61,14 @@ class HuggingFaceSource:
     def _convert(self, unit: str, device: torch.device) -> Weights:
         """Convert one block, then called "blocks.0", or what is outside the blocks."""
         layers = [int(unit.split(".")[1])] if unit.startswith("blocks.") else []
-        view = _View(self._live, self._blocks, layers, device, self._matrices_in(unit)).of(
-            self._model
-        )
+        view = _View(
+            self._live,
+            self._blocks,
+            layers,
+            device,
+            self._matrices_in(unit),
+            unwanted=self._embeddings_not_of(unit),
+        ).of(self._model)
         cfg = copy.copy(self._cfg)
         cfg.n_layers = len(layers)
         # Converters make missing biases on cfg.device, or on the CPU, and move some weights there.
@@ -83,6 +89,19 @@ class HuggingFaceSource:
             raise ValueError(
                 f"hf_model is a {given}, which {reason} ({error}); {remedy}"
             ) from error
+
+    def _embeddings_not_of(self, unit: str) -> set[nn.Module]:
+        """The embedding and the unembedding, less what is read for this unit: both if tied."""
+        if not isinstance(self._model, PreTrainedModel):
+            return set()
+        of_unit = {
+            "embed": self._model.get_input_embeddings(),
+            "unembed": self._model.get_output_embeddings(),
+        }
+        if None in of_unit.values():  # then the embedding may be read for both
+            return set()
+        read = of_unit[unit].weight if unit in of_unit else None
+        return {module for module in of_unit.values() if module.weight is not read}
 
     def _matrices_in(self, unit: str) -> torch.dtype | None:
         """The dtype that matrices are converted in, if not their own.
@@ -130,6 +149,7 @@ class _View:
         layers: which of them the view has (none or one).
         device: where to compute weights that have to be computed first.
         dtype: the dtype to show matrices in; by default their own.
+        unwanted: modules outside the blocks whose matrices have no values either.
     """
 
     def __init__(
@@ -139,12 +159,15 @@ class _View:
         layers: list[int],
         device: torch.device,
         dtype: torch.dtype | None,
+        unwanted: set[nn.Module],
     ) -> None:
         self._live = live
         self._blocks = blocks
         self._layers = layers
         self._device = device
         self._dtype = dtype
+        self._unwanted = unwanted
+        self._widened: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def of(self, model: nn.Module) -> nn.Module:
         """The view of the model."""
@@ -154,6 +177,7 @@ class _View:
         """A copy of a module whose tensors are the module's own, with values if they are wanted."""
         if module is self._blocks:
             return nn.ModuleList(self._of(self._blocks[i], wanted=True) for i in self._layers)
+        wanted = wanted and module not in self._unwanted
         module = self._live.plain(module, self._device if wanted else META)
         new = copy.copy(module)
         new.__dict__ = dict(module.__dict__)
@@ -186,4 +210,9 @@ class _View:
             return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
         if self._dtype is None:
             return tensor
-        return tensor.to(torch.promote_types(tensor.dtype, self._dtype))
+        # What is tied stays so; with the original, so that no other tensor gets its pointer.
+        key = tensor.data_ptr()
+        if key not in self._widened:
+            widened = tensor.to(torch.promote_types(tensor.dtype, self._dtype))
+            self._widened[key] = tensor, widened
+        return self._widened[key][1]

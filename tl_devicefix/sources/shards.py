@@ -50,15 +50,16 @@ def _check_listed(directory: Path, index: dict[str, str]) -> None:
 
 
 def _check_pickles(directory: Path) -> None:
-    _check_listed(directory, _index(directory, _PICKLE_INDEX))
+    index = _index(directory, _PICKLE_INDEX)
+    _check_listed(directory, index)
     for file in sorted(directory.glob("pytorch_model*.bin")):
         with file.open("rb") as opened:
             is_zip = opened.read(2) == b"PK"
         # A zip file's table of contents is at its end. Before torch 1.6 they were no zip files.
         if file.stat().st_size == 0 or (is_zip and not zipfile.is_zipfile(file)):
             raise ValueError(
-                f"{file} is cut short: it has {file.stat().st_size} bytes, and no end; "
-                "fetch it again"
+                f"{file} is cut short: it has {file.stat().st_size} bytes, and no end"
+                f"{_listed_in(file, index)}; fetch it again"
             )
         try:
             held = torch.load(file, map_location="meta", weights_only=True, mmap=is_zip)
@@ -66,10 +67,17 @@ def _check_pickles(directory: Path) -> None:
             reason = " ".join(str(error).split())
             raise ValueError(
                 f"{file} cannot be unpickled, perhaps as it is cut short at "
-                f"{file.stat().st_size} bytes ({reason}); fetch it again"
+                f"{file.stat().st_size} bytes ({reason}){_listed_in(file, index)}; fetch it again"
             ) from error
         if not isinstance(held, Mapping):
             raise ValueError(f"{file} holds a {type(held).__name__}, not tensors by name")
+
+
+def _listed_in(file: Path, index: dict[str, str]) -> str:
+    """The tensors that an index lists in a file, as the end of a clause; "" if it lists none."""
+    listed = sorted(tensor for tensor, where in index.items() if where == file.name)
+    more = f" and {len(listed) - 1} more" if listed[1:] else ""
+    return f"; it should hold {listed[0]}{more}" if listed else ""
 
 
 # What unpickling raises, depending on where the bytes end or are wrong.
