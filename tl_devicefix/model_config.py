@@ -234,10 +234,8 @@ def _read_hf_config(name: str, **kwargs: Any) -> Any:
     try:
         return AutoConfig.from_pretrained(name, **kwargs)
     except (ValueError, KeyError, OSError) as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"transformers cannot read config.json of {name!r}: {first_line}"
-        ) from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"transformers cannot read config.json of {name!r}: {reason}") from error
 
 
 def _overlooked(architecture: str, hf_config: Any) -> dict[str, Any]:

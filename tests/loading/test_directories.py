@@ -107,3 +107,15 @@ def test_without_a_tokenizer_in_it_the_model_has_none(
 
     assert model.tokenizer is None
     assert model(tokens).shape == (*tokens.shape, D_VOCAB)
+
+
+@pytest.mark.parametrize("name", ["./llama", "../llama", "/llama", "~/llama"])
+def test_a_path_that_is_not_there_is_not_asked_for_on_the_hub(name: str, refused: Any) -> None:
+    with refused(repr(name), "no model that TransformerLens lists", "directory"):
+        HookedTransformer.from_pretrained(name)
+
+
+def test_a_directory_with_an_adapter_only(tmp_path: Path, refused: Any) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with refused(str(tmp_path), "PEFT adapter", "hf_model"):
+        HookedTransformer.from_pretrained(str(tmp_path))

@@ -19,6 +19,7 @@ from comparison import (
 )
 
 import tl_devicefix
+from tl_devicefix import processing
 from tl_devicefix.conventions import installed_conventions
 
 LAYER_NORM = [name for name, a in ARCHITECTURES.items() if not a.has_rms_norms] + list(TOYS)
@@ -261,3 +262,50 @@ def test_processing_the_rest_of_a_partly_processed_model(
     torch.testing.assert_close(
         log_probs(in_two_steps, tokens), log_probs(unprocessed(name), tokens), rtol=1e-5, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, RuntimeError])
+def test_weights_whose_processing_was_interrupted_are_not_used(
+    interruption: type[BaseException],
+    unprocessed: Any,
+    without_weights: Any,
+    machine: Any,
+    tokens: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weights = unprocessed("gpt2").state_dict()
+    model, uninterrupted = without_weights("gpt2", n_devices=4), without_weights("gpt2")
+    for each in (model, uninterrupted):
+        each.load_state_dict(weights)
+    uninterrupted.process_weights_()
+    load_component = processing.load_component
+
+    def stop_at_the_third_block(model: Any, unit: str, *args: Any) -> None:
+        if unit == "blocks.2":
+            raise interruption("stop here")
+        load_component(model, unit, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(processing, "load_component", stop_at_the_third_block)
+        with pytest.raises(interruption, match="stop here"):
+            model.process_weights_()
+
+    for use in (
+        lambda: model(tokens),
+        lambda: model.run_with_cache(tokens),
+        lambda: model.process_weights_(),
+    ):
+        with pytest.raises(RuntimeError, match=r"only partly processed.*load the model again"):
+            use()
+    model.load_and_process_state_dict(weights)
+    assert_same_model(model, uninterrupted, tokens)
+
+
+def test_a_placed_model_s_device_that_has_no_room_for_other_weights_is_named(
+    unprocessed: Any, without_weights: Any, machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = without_weights("gpt2", n_devices=4)
+    monkeypatch.setattr(machine, "_capacities", [*machine._capacities[:3], 1000])
+
+    with pytest.raises(torch.OutOfMemoryError, match=r"sim:3 ran out of memory while blocks\.\d"):
+        model.load_and_process_state_dict(unprocessed("gpt2").state_dict())

@@ -183,3 +183,16 @@ def test_memory_that_the_allocator_keeps_but_does_not_use_counts_as_free(
         del in_cache
 
     assert after.device_map == before.device_map
+
+
+def test_a_home_with_room_for_the_embeddings_only_has_no_block(config: Any) -> None:
+    cfg = config(n_layers=6, d_vocab=400)
+    with tl_devicefix.simulate(3) as machine:
+        home, _, _ = home_block_and_shared_bytes(plan(cfg, n_devices=3))
+        assert blocks_per_device(plan(cfg, n_devices=3))[0] > 0
+
+        placement = plan(cfg, n_devices=3, max_memory={0: home + 1000})
+
+        assert block_devices(placement) == [*machine.devices[1:2] * 3, *machine.devices[2:] * 3]
+        assert placement.home == machine.devices[0]
+        assert placement.bytes_on(placement.home) == home

@@ -113,3 +113,12 @@ def test_max_memory_never_allows_more_than_is_free(config: Any) -> None:
     with tl_devicefix.simulate(2, memory=["30KiB", "1MiB"]):
         placement = plan(config(n_layers=12), n_devices=2, max_memory={0: "1GiB", 1: "1GiB"})
         assert placement.bytes_on(devices(0)[0]) <= 30 * 2**10
+
+
+def test_max_memory_of_a_device_that_is_not_used_is_ignored_with_a_warning(
+    config: Any, machine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    room = {0: "1GiB", 1: "1GiB", 3: "1GiB", "cpu": "64GiB"}
+    assert plan(config(), n_devices=2, max_memory=room).devices == devices(0, 1)
+    assert "max_memory names cpu, sim:3" in caplog.text
+    assert "only sim:0, sim:1 may be used" in caplog.text

@@ -6,14 +6,17 @@ What is fetched is laid out in the hub's cache beforehand; there is no network.
 from __future__ import annotations
 
 import copy
+import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
+import transformers.dynamic_module_utils
+import transformers.utils.hub
 from architectures import ALL_ARCHITECTURES, N_LAYERS, make_tokenizer
 from comparison import assert_same_model, assert_same_weights
 from hub_cache import HubCache, commit_of
@@ -448,3 +451,62 @@ def test_a_training_checkpoint_of_a_fine_tune(fine_tune: str, machine: Any) -> N
     message = refusal(fine_tune, checkpoint_index=3)
     assert "checkpoint_index" in message
     assert "leave them out" in message
+
+
+# --------------------------------------------------------------------------------------------
+# Code that comes with a checkpoint
+
+CONFIGURATION = """
+from transformers import LlamaConfig
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+"""
+MODELLING = """
+from transformers import LlamaForCausalLM
+from .configuration_own import OwnConfig
+
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+@pytest.fixture
+def with_code(
+    hub: HubCache,
+    hf_models: Any,
+    tokenizer: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> str:
+    """The hub's name of a tiny Llama whose config is of a class that comes with it."""
+    for module in (transformers.utils.hub, transformers.dynamic_module_utils):
+        if hasattr(module, "HF_MODULES_CACHE"):
+            monkeypatch.setattr(module, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "modules")])
+    folder = hub.add("someone/own", hf_models("llama"), tokenizer)
+    (folder / "configuration_own.py").write_text(CONFIGURATION)
+    (folder / "modeling_own.py").write_text(MODELLING)
+    config = json.loads((folder / "config.json").read_text())
+    config["model_type"] = "own"
+    config["auto_map"] = {
+        "AutoConfig": "configuration_own.OwnConfig",
+        "AutoModelForCausalLM": "modeling_own.OwnModel",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return "someone/own"
+
+
+def test_a_checkpoint_with_code_of_its_own_is_loaded_if_that_is_trusted(
+    with_code: str, references: Any, machine: Any, tokens: Any
+) -> None:
+    model = HookedTransformer.from_pretrained(with_code, n_devices=2, trust_remote_code=True)
+
+    assert_same_model(model, references("llama"), tokens)
+
+
+def test_a_checkpoint_with_code_of_its_own_is_refused_otherwise(
+    with_code: str, machine: Any
+) -> None:
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        HookedTransformer.from_pretrained(with_code, trust_remote_code=False)
