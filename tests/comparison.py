@@ -1,9 +1,13 @@
-"""What "the same model" means: every tensor of its state dict, and its logits."""
+"""What "the same" means: of models, every tensor and the logits; of results, every tensor."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
 import torch
-from transformer_lens import HookedTransformer
+from transformer_lens import ActivationCache, HookedTransformer
 
 Weights = dict[str, torch.Tensor]
 
@@ -76,3 +80,30 @@ def fraction_equal(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 def log_probs(model: HookedTransformer, tokens: torch.Tensor) -> torch.Tensor:
     """What a model predicts, which no processing changes; on the CPU."""
     return model(tokens).detach().cpu().log_softmax(dim=-1)
+
+
+def assert_agrees(
+    actual: Any, expected: Any, home: torch.device | None = None, tolerance: float = 1e-5
+) -> None:
+    """Tensors are equal, and at home where that is given; so are those in sequences and dicts."""
+    if isinstance(expected, torch.Tensor):
+        assert home is None or actual.device == home, f"on {actual.device}, not at home on {home}"
+        torch.testing.assert_close(
+            actual.detach().cpu(),
+            expected.detach().cpu(),
+            rtol=tolerance,
+            atol=tolerance,
+            equal_nan=True,
+        )
+    elif isinstance(expected, (Mapping, ActivationCache)):
+        assert list(actual.keys()) == list(expected.keys())
+        for name, value in expected.items():
+            assert_agrees(actual[name], value, home, tolerance)
+    elif isinstance(expected, (list, tuple)):
+        assert len(actual) == len(expected)
+        for one, other in zip(actual, expected):
+            assert_agrees(one, other, home, tolerance)
+    elif isinstance(expected, float):
+        assert actual == pytest.approx(expected, rel=tolerance, abs=tolerance)
+    else:
+        assert actual == expected

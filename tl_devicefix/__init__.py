@@ -11,13 +11,25 @@ from typing import TYPE_CHECKING, Any
 from tl_devicefix.patches import apply, patched, report, restore, unpatched
 
 if TYPE_CHECKING:
+    from tl_devicefix.gathering import gather_on
     from tl_devicefix.placement import Placement, plan
     from tl_devicefix.simulation import simulate
 
 __version__ = "0.1.0"
-__all__ = ["Placement", "apply", "patched", "plan", "report", "restore", "simulate", "unpatched"]
+__all__ = [
+    "Placement",
+    "apply",
+    "gather_on",
+    "patched",
+    "plan",
+    "report",
+    "restore",
+    "simulate",
+    "unpatched",
+]
 
 _LAZY = {
+    "gather_on": "tl_devicefix.gathering",
     "Placement": "tl_devicefix.placement",
     "plan": "tl_devicefix.placement",
     "simulate": "tl_devicefix.simulation",

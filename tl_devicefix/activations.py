@@ -1,16 +1,22 @@
-"""Cached activations: stored where they were computed, handed out at home."""
+"""Cached activations: stored where they were computed, handed out at home.
+
+"Home" is the device of `gather_on` where that is in force.
+"""
 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, ItemsView, Iterator, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
 from typing import Any
 
 import torch
+from transformer_lens import ActivationCache
 
 from tl_devicefix.alignment import move
+from tl_devicefix.gathering import ReadOn, chosen_device, gather_on
 from tl_devicefix.patches import original
 from tl_devicefix.placement import Placement
 
@@ -24,10 +30,19 @@ class CacheAtHome(dict[str, torch.Tensor]):
 
     def __init__(self, home: torch.device) -> None:
         super().__init__()
-        self.home = home
+        self._home = home
+
+    @property
+    def home(self) -> torch.device:
+        """The device that every read brings the tensor to."""
+        return chosen_device() or self._home
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return move(super().__getitem__(name), self.home)
+
+    def stored(self) -> dict[str, torch.Tensor]:
+        """The tensors where they were computed, as a plain dict."""
+        return {name: super(CacheAtHome, self).__getitem__(name) for name in self}
 
     def __iter__(self) -> Iterator[str]:
         # Python copies a dict's values as they lie (dict(cache), {**cache}) unless it has this.
@@ -73,9 +88,12 @@ class CacheAtHome(dict[str, torch.Tensor]):
 
     def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> CacheAtHome:
         """A cache of changed tensors, each where this one has it."""
-        new = CacheAtHome(self.home)
-        for name in self:
-            new[name] = change(super().__getitem__(name))
+        return self.of({name: change(value) for name, value in self.stored().items()})
+
+    def of(self, activations: Mapping[str, torch.Tensor]) -> CacheAtHome:
+        """A cache of other activations, wherever they are, that is read where this one is."""
+        new = CacheAtHome(self._home)
+        new.update(activations)
         return new
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -127,3 +145,86 @@ def _with_cache_at_home(
     if given.arguments.get("cache") is None and given.arguments.get("device") is None:
         given.arguments["cache"] = CacheAtHome(placement.home)
     return unpatched(*given.args, **given.kwargs)
+
+
+@functools.cache
+def reading_together(name: str) -> Callable[..., Any]:
+    """A method of ActivationCache that reads activations and weights of several blocks together.
+
+    They come to the device on which the cache is read: home, or that of `gather_on`, or where
+    `cache.to(...)` brought it. The model stays where it is.
+    """
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        there, device = original(ActivationCache, name), _read_on(self)
+        if device is None:
+            return there(self, *args, **kwargs)
+        view = copy.copy(self)
+        view.model = ReadOn(_model_of(self), device)
+        with gather_on(device):
+            return there(
+                view,
+                *(move(each, device) for each in args),
+                **{key: move(each, device) for key, each in kwargs.items()},
+            )
+
+    return method
+
+
+def compute_head_results(self: Any) -> None:
+    """`ActivationCache.compute_head_results`, each block's on the block's own device.
+
+    The results are larger than what they are computed from, and so stay there until they are read.
+    """
+    if not isinstance(self.cache_dict, CacheAtHome) or self.model is None:
+        reading_together("compute_head_results")(self)
+        return
+    in_place = copy.copy(self)
+    in_place.model, in_place.cache_dict = _model_of(self), self.cache_dict.stored()
+    for name, value in in_place.cache_dict.items():
+        if name.endswith("attn.hook_z"):  # someone may have put it elsewhere
+            in_place.cache_dict[name] = move(value, in_place.model.placement.device_of(name))
+    original(ActivationCache, "compute_head_results")(in_place)
+    self.cache_dict.update(in_place.cache_dict)
+
+
+def remove_batch_dim(self: Any) -> Any:
+    """`ActivationCache.remove_batch_dim`, which leaves each activation where it is."""
+    there = original(ActivationCache, "remove_batch_dim")
+    if not isinstance(self.cache_dict, CacheAtHome):
+        return there(self)
+    in_place = copy.copy(self)
+    in_place.cache_dict = self.cache_dict.stored()
+    there(in_place)
+    self.cache_dict.update(in_place.cache_dict)
+    self.has_batch_dim = in_place.has_batch_dim
+    return self
+
+
+def apply_slice_to_batch_dim(self: Any, batch_slice: Any) -> Any:
+    """`ActivationCache.apply_slice_to_batch_dim`, which leaves each activation where it is."""
+    there = original(ActivationCache, "apply_slice_to_batch_dim")
+    if not isinstance(self.cache_dict, CacheAtHome):
+        return there(self, batch_slice)
+    in_place = copy.copy(self)
+    in_place.cache_dict = self.cache_dict.stored()
+    sliced = there(in_place, batch_slice)
+    sliced.cache_dict = self.cache_dict.of(sliced.cache_dict)
+    return sliced
+
+
+def _model_of(cache: Any) -> Any:
+    return cache.model.read if isinstance(cache.model, ReadOn) else cache.model
+
+
+def _read_on(cache: Any) -> torch.device | None:
+    """Where a cache is read; None if TransformerLens needs no help there."""
+    placement = getattr(_model_of(cache), "placement", None)
+    if cache.model is None or (chosen_device() is None and placement is None):
+        return None
+    if chosen_device() is not None:
+        return chosen_device()
+    if isinstance(cache.cache_dict, CacheAtHome):
+        return cache.cache_dict.home
+    moved_to = {tensor.device for tensor in cache.cache_dict.values()}
+    return moved_to.pop() if len(moved_to) == 1 else None

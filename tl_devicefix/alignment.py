@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tl_devicefix.devices import with_index
+from tl_devicefix.hooking import let_hooks_be, let_hooks_mix
 from tl_devicefix.interruption import refuse_unfinished
 from tl_devicefix.patches import original
 from tl_devicefix.placement import Placement
@@ -38,12 +39,14 @@ def align(model: Any, placement: Placement) -> None:
             handles.append(_before(component, CarryTo(device)))
             handles.append(component.register_forward_hook(BringHome(placement.home)))
     model.__dict__[_HANDLES] = handles
+    let_hooks_mix(model, placement)
 
 
 def unalign(model: Any) -> None:
     """Remove the hooks that `align` added, and ALiBi biases left on an earlier device."""
     for handle in model.__dict__.pop(_HANDLES, ()):
         handle.remove()
+    let_hooks_be(model)
     if model.cfg.positional_embedding_type == "alibi":
         for block in model.blocks:
             block.attn.alibi = None  # TransformerLens makes it anew

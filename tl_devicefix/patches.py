@@ -47,10 +47,21 @@ class Patch:
 
 def _table() -> tuple[Patch, ...]:
     """Every patch. Imported here, so that an unsupported TransformerLens is named first."""
-    from tl_devicefix import activations, alignment, devices, loading, moving, processing
+    from tl_devicefix import (
+        activations,
+        alignment,
+        devices,
+        gathering,
+        hooking,
+        loading,
+        moving,
+        processing,
+        training,
+    )
 
     loads = "one component at a time, to its planned device, folded in float32"
     folds = "each component on its own device, in float32 or wider, rounded once"
+    gathers = "weights of several devices are read at home, or on the device of `gather_on`"
     state = ("self", "state_dict")
     return (
         Patch(
@@ -104,11 +115,95 @@ def _table() -> tuple[Patch, ...]:
             ("self", "input", "return_type", "start_at_layer", "stop_at_layer"),
             "what leaves the model is at home",
         ),
+        *(
+            Patch(name, gathering.stacked(name), (), "stack weights of any devices in one copy")
+            for name in gathering.STACKED
+        ),
+        *(
+            Patch(name, gathering.single(name), (), "read on the device of `gather_on`")
+            for name in ("W_E", "W_U", "b_U", "W_pos")
+        ),
+        Patch("W_E_pos", gathering.get_W_E_pos, (), gathers),
+        Patch("accumulated_bias", gathering.gathered("accumulated_bias"), ("self",), gathers),
+        Patch(
+            "all_composition_scores",
+            gathering.gathered("all_composition_scores"),
+            ("self", "mode"),
+            gathers,
+        ),
+        Patch(
+            "tokens_to_residual_directions",
+            gathering.tokens_to_residual_directions,
+            ("self", "tokens"),
+            gathers,
+        ),
+        Patch(
+            "__init__",
+            gathering.init_svd_interpreter,
+            ("self", "model"),
+            gathers,
+            owner="SVDInterpreter",
+        ),
+        *(
+            Patch(
+                name,
+                activations.reading_together(name),
+                ("self",),
+                "cached activations meet weights on one device",
+                owner="ActivationCache",
+            )
+            for name in (
+                "accumulated_resid",
+                "apply_ln_to_stack",
+                "decompose_resid",
+                "get_full_resid_decomposition",
+                "get_neuron_results",
+                "logit_attrs",
+                "stack_activation",
+                "stack_head_results",
+                "stack_neuron_results",
+            )
+        ),
+        Patch(
+            "compute_head_results",
+            activations.compute_head_results,
+            ("self",),
+            "each block's head results on its own device",
+            owner="ActivationCache",
+        ),
+        Patch(
+            "remove_batch_dim",
+            activations.remove_batch_dim,
+            ("self",),
+            "activations stay where they are",
+            owner="ActivationCache",
+        ),
+        Patch(
+            "apply_slice_to_batch_dim",
+            activations.apply_slice_to_batch_dim,
+            ("self", "batch_slice"),
+            "activations stay where they are",
+            owner="ActivationCache",
+        ),
+        Patch(
+            "add_hook",
+            hooking.add_hook,
+            ("self", "hook", "dir", "is_permanent"),
+            "a hook may use tensors of all the model's devices",
+            owner="HookPoint",
+        ),
         Patch(
             "get_device_for_block_index",
             alignment.get_device_for_block_index,
             ("index", "cfg", "device"),
             "route the residual stream by the placement",
+            owner=None,
+        ),
+        Patch(
+            "train",
+            training.train,
+            ("model", "config", "dataset"),
+            "a spread model is trained where it lies",
             owner=None,
         ),
         Patch(
@@ -266,8 +361,9 @@ def _owners(patch: Patch) -> list[Any]:
 
 def _class(name: str) -> Any:
     import transformer_lens
+    import transformer_lens.hook_points
 
-    return getattr(transformer_lens, name)
+    return getattr(transformer_lens, name, None) or getattr(transformer_lens.hook_points, name)
 
 
 def _function(name: str) -> Any:
@@ -275,6 +371,7 @@ def _function(name: str) -> Any:
     for module_name in (
         "transformer_lens.utilities.multi_gpu",
         "transformer_lens.utilities.devices",
+        "transformer_lens.train",
     ):
         if importlib.util.find_spec(module_name) is not None:
             found = getattr(importlib.import_module(module_name), name, None)
@@ -292,7 +389,10 @@ def _check_target(patch: Patch) -> None:
             f"transformer_lens {_installed()} has no {patch.target}, which tl_devicefix replaces; "
             f"it is left as it was: install a version with {SUPPORTED}"
         )
-    there = list(inspect.signature(inspect.unwrap(getattr(target, "__func__", target))).parameters)
+    function: Any = getattr(target, "__func__", target)
+    if isinstance(target, property):
+        function = target.fget
+    there = list(inspect.signature(inspect.unwrap(function)).parameters)
     known = [name for name in there if name in patch.parameters]
     if known != list(patch.parameters):
         raise UnsupportedTransformerLens(
@@ -306,6 +406,8 @@ def _as_found(patch: Patch, there: Any) -> Any:
     """The replacement in the form of what it replaces: a classmethod stays one."""
     if isinstance(there, classmethod):
         return _classmethod_like(there, patch.replacement)
+    if isinstance(there, property):
+        return _property_like(there, patch.replacement)
     takes = inspect.signature(patch.replacement).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in takes):
         owner = _class(patch.owner or "HookedTransformer")
@@ -322,6 +424,12 @@ def _method_like(there: Any, replacement: Callable[..., Any]) -> Any:
         return replacement(self, *args, **kwargs)
 
     return method
+
+
+@cache
+def _property_like(there: property, replacement: Any) -> property:
+    """The replacement, a getter, with the docstring of what it replaces."""
+    return property(replacement, doc=there.__doc__)
 
 
 @cache

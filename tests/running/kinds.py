@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformer_lens
 from architectures import NO_PROCESSING
-from transformer_lens import ActivationCache, HookedTransformer
+from transformer_lens import HookedTransformer
 
 
 @dataclass(frozen=True)
@@ -74,31 +74,6 @@ def devices_of(model: Any) -> set[str]:
 def home_of(model: HookedTransformer) -> torch.device:
     """Where tokens go in and logits come out, as the config tells users."""
     return torch.device(model.cfg.device)
-
-
-def assert_agrees(
-    actual: Any, expected: Any, home: torch.device | None = None, tolerance: float = 1e-5
-) -> None:
-    """Tensors are equal, and at home where that is given; so are those in sequences and dicts."""
-    if isinstance(expected, torch.Tensor):
-        assert home is None or actual.device == home, f"on {actual.device}, not at home on {home}"
-        torch.testing.assert_close(
-            actual.detach().cpu(),
-            expected.detach().cpu(),
-            rtol=tolerance,
-            atol=tolerance,
-            equal_nan=True,
-        )
-    elif isinstance(expected, (Mapping, ActivationCache)):
-        assert list(actual.keys()) == list(expected.keys())
-        for name, value in expected.items():
-            assert_agrees(actual[name], value, home, tolerance)
-    elif isinstance(expected, (list, tuple)):
-        assert len(actual) == len(expected)
-        for one, other in zip(actual, expected):
-            assert_agrees(one, other, home, tolerance)
-    else:
-        assert actual == expected
 
 
 def on_one_device(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from architectures import N_LAYERS
-from kinds import assert_agrees, every_kind, everywhere, home_of
+from comparison import assert_agrees
+from kinds import every_kind, everywhere, home_of
 from transformer_lens import ActivationCache
 
 RESIDUALS = [f"blocks.{i}.hook_resid_post" for i in range(N_LAYERS)]

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from kinds import assert_agrees, every_kind, home_of, on_one_device
+from comparison import assert_agrees
+from kinds import every_kind, home_of, on_one_device
 from transformer_lens import HookedTransformer
 
 SENTENCES = ["w5 w6 w7", "w8 w9 w10 w11 w12 w13"]

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from architectures import N_LAYERS
-from kinds import assert_agrees, everywhere, home_of
+from comparison import assert_agrees
+from kinds import everywhere, home_of
 from transformer_lens import patching
 
 RESIDUALS = [f"blocks.{i}.hook_resid_post" for i in range(N_LAYERS)]

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from architectures import attention_only_config, randomize
-from kinds import assert_agrees, devices_of, every_kind, home_of, new_kv_cache
+from comparison import assert_agrees
+from kinds import devices_of, every_kind, home_of, new_kv_cache
 from transformer_lens import HookedTransformer
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from kinds import assert_agrees, everywhere
+from comparison import assert_agrees
+from kinds import everywhere
 
 
 @everywhere

@@ -17,7 +17,8 @@ from architectures import (
     load_hooked,
     randomize,
 )
-from kinds import assert_agrees, devices_of, home_of, on_one_device
+from comparison import assert_agrees
+from kinds import devices_of, home_of, on_one_device
 from transformer_lens import HookedTransformer
 
 import tl_devicefix

@@ -1,0 +1,65 @@
+"""What is public in the installed TransformerLens, by inspection: what is new shows by itself."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from types import ModuleType
+from typing import Any
+
+from transformer_lens import ActivationCache, FactoredMatrix, HookedTransformer, SVDInterpreter
+from transformer_lens.hook_points import HookPoint
+
+CLASSES = (HookedTransformer, ActivationCache, FactoredMatrix, SVDInterpreter, HookPoint)
+MODULES = ("patching", "head_detector", "evals", "train")
+SPECIAL = ("__getitem__", "__iter__", "__len__")
+"""Methods with a protocol's name that users call by its syntax."""
+
+
+def public_names() -> list[str]:
+    """Every public method, property and function, as "HookedTransformer.W_Q" or "train.train"."""
+    names = [f"{cls.__name__}.{name}" for cls in CLASSES for name in _own(cls)]
+    for short in MODULES:
+        module = importlib.import_module(f"transformer_lens.{short}")
+        names += [f"{short}.{name}" for name in _defined_in(module)]
+    return names
+
+
+def _own(cls: type) -> list[str]:
+    """What TransformerLens defines on a class; not what it inherits from torch."""
+    return [
+        name
+        for name in dir(cls)
+        if (not name.startswith("_") or name in SPECIAL)
+        and _owner(cls, name).__module__.startswith("transformer_lens")
+    ]
+
+
+def _owner(cls: type, name: str) -> type:
+    return next(base for base in cls.__mro__ if name in vars(base))
+
+
+def _defined_in(module: ModuleType) -> list[str]:
+    def is_its_own(value: Any) -> bool:
+        if isinstance(value, type):
+            return value.__module__ == module.__name__
+        # `partial`s are patching functions; functions may be replaced by tl_devicefix's.
+        function = getattr(value, "func", value)
+        return inspect.isfunction(function) and function.__module__.startswith(
+            ("transformer_lens", "tl_devicefix")
+        )
+
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and is_its_own(value) and not _is_imported(module, name, value)
+    ]
+
+
+def _is_imported(module: ModuleType, name: str, value: Any) -> bool:
+    """Whether a function is another module's, merely imported here."""
+    function = getattr(value, "func", value)
+    return not isinstance(value, type) and function.__module__ not in (
+        module.__name__,
+        "tl_devicefix.training",
+    )

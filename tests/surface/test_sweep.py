@@ -1,0 +1,96 @@
+"""Everything public in the installed TransformerLens gives on n devices what it gives on one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from architectures import ALL_ARCHITECTURES, load_hooked
+from calls import CALLS, LEFT_OUT, Run
+from comparison import assert_agrees
+from public import public_names
+
+import tl_devicefix
+from tl_devicefix.simulation.machine import Machine
+
+KINDS = ("gpt2", "llama", "phi-3")
+"""LayerNorm; RMSNorm with grouped-query attention; RMSNorm without."""
+PUBLIC = public_names()
+
+
+def test_every_public_name_is_swept_or_left_out_with_a_reason() -> None:
+    assert set(PUBLIC) - CALLS.keys() - LEFT_OUT.keys() == set()
+    assert CALLS.keys() & LEFT_OUT.keys() == set()
+
+
+@pytest.fixture(scope="module")
+def machine() -> Iterator[Machine]:
+    """A simulated machine, open for the whole module so that models are shared."""
+    with tl_devicefix.simulate(4) as machine:
+        yield machine
+
+
+@pytest.fixture(scope="module")
+def spread_models(machine: Machine, hf_models: Any, tokenizer: Any) -> Callable[[str, int], Any]:
+    """`spread_models("gpt2", 4)`: loaded once; calls change copies only."""
+    loaded: dict[tuple[str, int], Any] = {}
+
+    def get(kind: str, n_devices: int) -> Any:
+        if (kind, n_devices) not in loaded:
+            loaded[kind, n_devices] = load_hooked(
+                ALL_ARCHITECTURES[kind], hf_models(kind), tokenizer, n_devices=n_devices
+            )
+        return loaded[kind, n_devices]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def expected(references: Any, tokens: torch.Tensor) -> Callable[[str, str, str], Any]:
+    """What unpatched TransformerLens gives on one CPU: a result, or the type of the error."""
+    known: dict[tuple[str, str, str], Any] = {}
+
+    def get(kind: str, name: str, case: str) -> Any:
+        if (kind, name, case) not in known:
+            reference = references(kind)
+            with tl_devicefix.unpatched():
+                known[kind, name, case] = outcome(name, case, Run(reference, tokens))
+        return known[kind, name, case]
+
+    return get
+
+
+def outcome(name: str, case: str, run: Run) -> Any:
+    """What a call gives, or the type of error that it raises."""
+    torch.manual_seed(0)
+    random.seed(0)
+    try:
+        return CALLS[name][case](run)
+    except (AttributeError, AssertionError, KeyError, ValueError, NotImplementedError) as error:
+        return type(error)
+
+
+@pytest.mark.parametrize("n_devices", [1, 3, 4])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [(name, case) for name, cases in CALLS.items() if name in PUBLIC for case in cases],
+)
+def test_it_is_as_on_one_device(
+    name: str,
+    case: str,
+    kind: str,
+    n_devices: int,
+    spread_models: Any,
+    expected: Any,
+    tokens: torch.Tensor,
+) -> None:
+    on_one_device = expected(kind, name, case)
+    model = spread_models(kind, n_devices)
+
+    actual = outcome(name, case, Run(model, tokens))
+
+    assert_agrees(actual, on_one_device, tolerance=1e-4)

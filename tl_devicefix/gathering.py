@@ -1,0 +1,220 @@
+"""What is spread over the blocks, read on one device: stacked weights, and what is made from them.
+
+That device is home, or the one of `gather_on`. Weights are copied there when they are read, block
+by block; the model stays where it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+from transformer_lens import HookedTransformer
+
+from tl_devicefix.alignment import move
+from tl_devicefix.devices import DeviceLike, free_memory, resolve
+from tl_devicefix.fitting import gib
+from tl_devicefix.patches import original
+
+_chosen: ContextVar[torch.device | None] = ContextVar("gather_on", default=None)
+
+
+@contextlib.contextmanager
+def gather_on(device: DeviceLike) -> Iterator[None]:
+    """Within it, what is gathered from several devices is read on `device` instead of home.
+
+    That is stacked weights (`model.W_in`, `model.OV`), `model.W_E` and `model.W_U`, cached
+    activations, and what TransformerLens computes from them. For what home has no room for: the
+    stacked `W_in` of a 70B model is 37 GB. What is read is a copy: changing it does not change the
+    model.
+
+    Args:
+        device: usually "cpu".
+
+    Raises:
+        ValueError: if there is no such device.
+
+    >>> with gather_on("cpu"):  # doctest: +SKIP
+    ...     norms = model.W_in.norm(dim=(1, 2))
+    """
+    token = _chosen.set(resolve(device))
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def chosen_device() -> torch.device | None:
+    """The device of the innermost `gather_on`, if any."""
+    return _chosen.get()
+
+
+def gathering_device(model: Any) -> torch.device | None:
+    """Where a model's weights are read together; None if they are where they should be."""
+    placement = getattr(model, "placement", None)
+    if _chosen.get() is None and placement is not None and len(placement.devices) > 1:
+        return placement.home
+    return _chosen.get()
+
+
+STACKED = {
+    **{name: f"attn.{name}" for name in ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")},
+    **{name: f"mlp.{name}" for name in ("W_in", "W_gate", "W_out", "b_in", "b_out")},
+}
+"""HookedTransformer's properties that stack a weight of every block: name -> path in the block."""
+
+
+@functools.cache
+def stacked(name: str) -> Callable[[Any], Any]:
+    """The getter of `HookedTransformer.W_Q` and its like: [n_layers, ...], in one copy."""
+    path = STACKED[name].split(".")
+
+    def get(self: Any) -> Any:
+        device = gathering_device(self)
+        there = original(type(self), name).fget
+        if device is None or (name == "W_gate" and not self.cfg.gated_mlp):
+            return there(self)
+        weights = [functools.reduce(getattr, path, block) for block in self.blocks]
+        check_room(sum(weight.nbytes for weight in weights), device, f"model.{name}")
+        return _StackOn.apply(device, *weights)
+
+    return get
+
+
+@functools.cache
+def single(name: str) -> Callable[[Any], Any]:
+    """The getter of `HookedTransformer.W_E` and its like: within `gather_on`, a copy there."""
+
+    def get(self: Any) -> Any:
+        weight, device = original(type(self), name).fget(self), chosen_device()
+        return weight if device is None else move(weight, device)
+
+    return get
+
+
+class _StackOn(torch.autograd.Function):
+    """torch.stack of tensors of any devices on one, without a second copy; differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, device: torch.device, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.devices = [weight.device for weight in weights]
+        first = weights[0]
+        stack = torch.empty((len(weights), *first.shape), dtype=first.dtype, device=device)
+        for layer, weight in enumerate(weights):
+            stack[layer].copy_(weight)
+        return stack
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,) = gradients
+        return (None, *(part.to(there) for part, there in zip(gradient.unbind(), ctx.devices)))
+
+
+def check_room(needed: int, device: torch.device, what: str) -> None:
+    """Check that something can be gathered before anything is copied.
+
+    Raises:
+        torch.OutOfMemoryError: saying how large it is, what is free, and what to do.
+    """
+    on_cpu = device.type == "cpu"
+    room = psutil.virtual_memory().available if on_cpu else free_memory(device)
+    if room is not None and needed > room:
+        other = "" if on_cpu else 'within `with tl_devicefix.gather_on("cpu"):`, or '
+        raise torch.OutOfMemoryError(
+            f"{what} is {gib(needed)}, but {device} has {gib(room)} free: read it {other}block by "
+            "block from model.blocks"
+        )
+
+
+class ReadOn:
+    """A model, or a module of it, whose tensors are read on one device.
+
+    For methods of TransformerLens that are written for one device: they are given this as `self`.
+
+    Args:
+        module: what is read; it stays where it is.
+        device: where each tensor is copied when it is read.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self.read = module
+        self._device = device
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.read, name)
+        if isinstance(value, nn.ModuleList):
+            return [ReadOn(each, self._device) for each in value]
+        if isinstance(value, nn.Module):
+            return ReadOn(value, self._device)
+        if name == "cfg":
+            value = copy.copy(value)
+            value.device = str(self._device)
+        return move(value, self._device)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module where it is, and bring the result to the device."""
+        there = next((weight.device for weight in self.read.parameters()), self._device)
+        args = tuple(move(each, there) for each in args)
+        kwargs = {name: move(each, there) for name, each in kwargs.items()}
+        return move(self.read(*args, **kwargs), self._device)
+
+
+@functools.cache
+def gathered(name: str) -> Callable[..., Any]:
+    """A method of HookedTransformer that reads weights of several blocks, reading them together."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        device = gathering_device(self)
+        there = original(type(self), name)
+        if device is None:
+            return there(self, *args, **kwargs)
+        with gather_on(device):
+            return there(ReadOn(self, device), *args, **kwargs)
+
+    return method
+
+
+def get_W_E_pos(self: Any) -> torch.Tensor:
+    """`HookedTransformer.W_E_pos`, also where the two are on different devices."""
+    device = gathering_device(self)
+    if device is None:
+        return original(type(self), "W_E_pos").fget(self)
+    return torch.cat([move(self.W_E, device), move(self.W_pos, device)], dim=0)
+
+
+def tokens_to_residual_directions(self: Any, tokens: Any) -> torch.Tensor:
+    """See TransformerLens's. The directions are read from W_U where that is, and gathered."""
+    there = original(type(self), "tokens_to_residual_directions")
+    device = gathering_device(self)
+    if device is None:
+        return there(self, tokens)
+    with gather_on(self.unembed.W_U.device):
+        directions = there(self, move(tokens, self.unembed.W_U.device))
+    return move(directions, device)
+
+
+class ParametersReadOn(dict[str, nn.Parameter]):
+    """A model's parameters by name, read on one device."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model.named_parameters())
+        self._model = model
+
+    def __getitem__(self, name: str) -> Any:
+        device = gathering_device(self._model)
+        weight = super().__getitem__(name)
+        return weight if device is None else move(weight, device)
+
+
+def init_svd_interpreter(self: Any, model: Any) -> None:
+    """`SVDInterpreter.__init__`: it reads the weights of several components together."""
+    original(type(self), "__init__")(self, model)
+    if isinstance(model, HookedTransformer):
+        self.params = ParametersReadOn(model)

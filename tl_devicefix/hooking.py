@@ -1,0 +1,153 @@
+"""Hooks across devices: what a hook takes from the model's other devices comes to its activation.
+
+A hook sees the activation on its block's device. Written for one device, it adds a steering vector
+or patches in a cached activation, which are at home. While it runs, torch functions that mix the
+model's devices bring their arguments to the activation's device; what is changed in place stays
+where it is. What the hook returns goes on from the activation's device.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from transformer_lens.hook_points import HookPoint
+
+from tl_devicefix.patches import original
+from tl_devicefix.placement import Placement
+
+_DEVICES = "_tl_devicefix_devices"
+
+
+def let_hooks_mix(model: Any, placement: Placement) -> None:
+    """Let the hooks of a model that is on several devices use tensors from all of them."""
+    for module in model.modules():
+        if isinstance(module, HookPoint):
+            module.__dict__[_DEVICES] = frozenset(placement.devices)
+
+
+def let_hooks_be(model: Any) -> None:
+    """Undo `let_hooks_mix`."""
+    for module in model.modules():
+        module.__dict__.pop(_DEVICES, None)
+
+
+def add_hook(self: Any, hook: Any, *args: Any, **kwargs: Any) -> Any:
+    """`HookPoint.add_hook`; on a model on several devices, the hook may mix them."""
+    before = [*self.fwd_hooks, *self.bwd_hooks]
+    original(type(self), "add_hook")(self, HookAcrossDevices(hook), *args, **kwargs)
+    for handle in (*self.fwd_hooks, *self.bwd_hooks):
+        if hasattr(handle, "user_hook") and not any(handle is each for each in before):
+            handle.user_hook = hook
+
+
+class HookAcrossDevices:
+    """A hook as `HookPoint.add_hook` takes it, that may use tensors of all the model's devices.
+
+    Args:
+        hook: the user's.
+    """
+
+    def __init__(self, hook: Any) -> None:
+        self._hook = hook
+
+    def __repr__(self) -> str:
+        # As in TransformerLens: a partial's repr shows its arguments, which may be whole caches.
+        if isinstance(self._hook, functools.partial):
+            return f"partial({self._hook.func!r},...)"
+        return repr(self._hook)
+
+    def __call__(self, activation: Any, *, hook: Any) -> Any:
+        """Call the hook.
+
+        Raises:
+            RuntimeError: if it mixes or returns tensors of devices that are not the model's.
+        """
+        devices = getattr(getattr(hook, "_target", hook), _DEVICES, None)
+        if devices is None:
+            return self._hook(activation, hook=hook)
+        here = activation.device
+        try:
+            with JoinedAt(here, devices):
+                result = self._hook(activation, hook=hook)
+        except RuntimeError as error:
+            if "same device" not in str(error):
+                raise
+            raise RuntimeError(
+                f"the hook on {hook.name} mixes devices: its activation is on {here}, so bring "
+                f"other tensors there with .to(activation.device) ({error})"
+            ) from error
+        return _at(result, here, devices, hook.name)
+
+
+def _at(result: Any, here: torch.device, devices: frozenset[torch.device], name: str) -> Any:
+    """What a hook returned, on its activation's device."""
+    if isinstance(result, tuple) and len(result) == 1:  # backward hooks may return (gradient,)
+        return (_at(result[0], here, devices, name),)
+    if not isinstance(result, torch.Tensor) or result.device == here:
+        return result
+    if result.device not in devices:
+        raise RuntimeError(
+            f"the hook on {name} returned a tensor on {result.device}, but its activation is on "
+            f"{here}: return it with .to(activation.device)"
+        )
+    return result.to(here)
+
+
+class JoinedAt(TorchFunctionMode):
+    """Within it, torch functions that mix a model's devices bring their arguments together.
+
+    Args:
+        device: where to.
+        devices: the model's; a tensor of another device is left alone, and torch says so.
+    """
+
+    def __init__(self, device: torch.device, devices: frozenset[torch.device]) -> None:
+        super().__init__()
+        self._device = device
+        self._devices = devices
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name not in _MIXING and len({t.device for t in _tensors((args, kwargs))}) > 1:
+            changed = kwargs.get("out", args[0] if _changes_first(name) else None)
+            target = changed.device if isinstance(changed, torch.Tensor) else self._device
+            args, kwargs = self._joined((args, kwargs), target)
+        return func(*args, **kwargs)
+
+    def _joined(self, value: Any, target: torch.device) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to(target) if value.device in self._devices - {target} else value
+        if type(value) in (tuple, list):
+            return type(value)(self._joined(each, target) for each in value)
+        if type(value) is dict:
+            return {key: self._joined(each, target) for key, each in value.items()}
+        return value
+
+
+# These take tensors of several devices as they are.
+_MIXING = frozenset({"to", "copy_", "type_as", "__set__", "set_", "grad", "backward"})
+
+
+def _changes_first(name: str) -> bool:
+    """Whether a torch function changes its first argument in place, by its name."""
+    if name.startswith("__"):
+        return name == "__setitem__" or name.startswith("__i")
+    return name.endswith("_")
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested arguments."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))
