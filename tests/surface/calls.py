@@ -687,8 +687,8 @@ for _name in PATCHES:
     call(f"patching.{_name}")(
         lambda run, name=_name: getattr(patching, name)(
             run.model,
-            run.tokens_at_home[:1, :4],
-            run.model.run_with_cache(run.other_tokens[:1, :4])[1],
+            run.tokens_at_home[:1, :2],  # a forward for each head and pair of positions
+            run.model.run_with_cache(run.other_tokens[:1, :2])[1],
             metric,
         )
     )
@@ -854,3 +854,25 @@ LEFT_OUT: dict[str, str] = {
     "train.HookedTransformerTrainConfig": "a config; used by train",
 }
 """What the sweep does not call, and why."""
+
+WITHOUT_DEVICES = frozenset(
+    {
+        *(
+            f"HookedTransformer.{name}"
+            for name in (
+                *("W_E", "W_pos", "W_E_pos", "W_U", "b_U", "tokens_to_residual_directions"),
+                *("all_head_labels", "n_params_total", "get_pos_offset", "get_token_position"),
+                *("hook_points", "list_hooks", "check_hooks_to_add", "clear_contexts", "cpu"),
+                *("to_tokens", "to_string", "to_str_tokens", "to_single_token"),
+                "to_single_str_token",
+            )
+        ),
+        *(
+            f"head_detector.get_{kind}_token_head_detection_pattern"
+            for kind in ("previous", "duplicate")
+        ),
+        "head_detector.get_induction_head_detection_pattern",
+        *(f"HookPoint.{name}" for name in ("layer", "has_hooks", "forward")),
+    }
+)
+"""What holds without tl_devicefix too, as it reads the embeddings, or no weights at all."""
