@@ -28,11 +28,14 @@ def capacity(device: torch.device, max_memory: MaxMemory | None) -> int | None:
     """
     free = free_memory(device)
     for key, limit in (max_memory or {}).items():
-        if resolve(key) == device:
+        if key != "disk" and resolve(key) == device:
             try:
                 allowed = int(convert_file_size_to_int(limit))
-            except ValueError as error:
-                raise ValueError(f"max_memory[{key!r}]={limit!r} is no size: {error}") from error
+            except (ValueError, AttributeError, TypeError) as error:
+                raise ValueError(
+                    f"max_memory[{key!r}]={limit!r} is no size: give bytes as an int, or a text "
+                    "such as '20GiB'"
+                ) from error
             return allowed if free is None else min(allowed, free)
     return free
 

@@ -145,6 +145,9 @@ _CONFIGURED_BY_NAME = {
     "GemmaForCausalLM": "google/gemma-2b",
     "Gemma2ForCausalLM": "google/gemma-2-2b",
     "Gemma3ForCausalLM": "google/gemma-3-1b-pt",
+    "Gemma3ForConditionalGeneration": "google/gemma-3-4b-it",
+    "OlmoForCausalLM": "allenai/OLMo-1B-hf",
+    "Olmo2ForCausalLM": "allenai/OLMo-2-0425-1B",
 }
 
 
@@ -174,8 +177,10 @@ def _config_of_directory(path: str, kwargs: dict[str, Any], on_hub: str | None =
         )
     try:
         if architecture in _CONFIGURED_BY_NAME:
-            cfg = _config_by_name(_CONFIGURED_BY_NAME[architecture], **kwargs)
-            overrides = {**_gemma_sizes(hf_config), **_requested_sizes(kwargs)}
+            cfg = _config_by_name(_CONFIGURED_BY_NAME[architecture], hf_config, **kwargs)
+            sizes = _olmo_sizes if architecture.startswith("Olmo") else _gemma_sizes
+            text_config = getattr(hf_config, "text_config", hf_config)
+            overrides = {**sizes(text_config), **_requested_sizes(kwargs)}
         else:
             cfg = _config_by_name(_UnguessedPath(path), hf_config, **kwargs)
             overrides = _overlooked(architecture, hf_config)
@@ -276,6 +281,36 @@ def _requested_sizes(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: size for name, size in wanted.items() if size is not None}
 
 
+def _olmo_sizes(hf_config: Any) -> dict[str, Any]:
+    """What config.json says of an OLMo or OLMo 2, in TransformerLens's words.
+
+    Raises:
+        ValueError: if it has grouped-query attention, which TransformerLens does not read.
+    """
+    if hf_config.num_key_value_heads not in (None, hf_config.num_attention_heads):
+        raise ValueError(
+            f"config.json has {hf_config.num_key_value_heads} key and value heads for "
+            f"{hf_config.num_attention_heads} query heads, which TransformerLens does not read of "
+            "an OLMo; it cannot be loaded as a HookedTransformer"
+        )
+    d_head = hf_config.hidden_size // hf_config.num_attention_heads
+    return {
+        "d_model": hf_config.hidden_size,
+        "d_head": d_head,
+        "n_heads": hf_config.num_attention_heads,
+        "d_mlp": hf_config.intermediate_size,
+        "n_layers": hf_config.num_hidden_layers,
+        "n_ctx": hf_config.max_position_embeddings,
+        "eps": getattr(hf_config, "rms_norm_eps", 1e-5),  # OLMo's LayerNorm has it fixed
+        "d_vocab": hf_config.vocab_size,
+        "d_vocab_out": hf_config.vocab_size,
+        "rotary_dim": d_head,
+        "attn_scale": d_head**0.5,
+        "attn_types": ["global"] * hf_config.num_hidden_layers,
+        **_rope(hf_config),
+    }
+
+
 def _gemma_sizes(hf_config: Any) -> dict[str, Any]:
     """What config.json says of a Gemma, in TransformerLens's words."""
     sizes = {
@@ -311,17 +346,15 @@ def _gemma_rope(hf_config: Any) -> dict[str, Any]:
     """The rotary bases of a Gemma; Gemma 3 has another one for its local attention."""
     # transformers 5 keeps them in rope_parameters, for Gemma 3 by kind of attention.
     rope = getattr(hf_config, "rope_parameters", None) or {}
-    base = rope.get("full_attention", rope).get("rope_theta")
+    everywhere = rope.get("full_attention", rope) or getattr(hf_config, "rope_scaling", None) or {}
     local = rope.get("sliding_attention", {}).get("rope_theta")
     bases = {
-        "rotary_base": base or getattr(hf_config, "rope_theta", None),
+        "rotary_base": everywhere.get("rope_theta") or getattr(hf_config, "rope_theta", None),
         "rotary_base_local": local or getattr(hf_config, "rope_local_base_freq", None),
     }
-    return {
-        name: int(value)
-        for name, value in bases.items()
-        if value is not None and name in _config_fields()
-    }
+    known = {name: int(value) for name, value in bases.items() if value is not None}
+    known["rotary_scaling_factor"] = everywhere.get("factor", 1.0)
+    return {name: value for name, value in known.items() if name in _config_fields()}
 
 
 def _rope(hf_config: Any) -> dict[str, Any]:

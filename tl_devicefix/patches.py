@@ -53,6 +53,7 @@ def _table() -> tuple[Patch, ...]:
         devices,
         gathering,
         hooking,
+        interruption,
         loading,
         moving,
         processing,
@@ -96,6 +97,12 @@ def _table() -> tuple[Patch, ...]:
             "keep the device's index; a dtype keeps the placement",
         ),
         Patch("_apply", moving._apply, ("self", "fn"), "inputs follow the weights when they move"),
+        Patch(
+            "load_state_dict",
+            interruption.load_state_dict,
+            ("self", "state_dict"),
+            "with all weights, a model whose processing was interrupted can be used again",
+        ),
         Patch("__setstate__", moving.__setstate__, ("self", "state"), "copies keep the placement"),
         Patch(
             "get_caching_hooks",

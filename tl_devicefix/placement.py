@@ -223,7 +223,7 @@ def _devices_to_use(
         return consecutive(home, n_devices or 1)
     if max_memory is not None:
         # As accelerate does: only the devices that are named may be used.
-        named = {resolve(key) for key in max_memory}
+        named = {resolve(key) for key in max_memory if key != "disk"}
         devices = [d for d in all_from(home) if d in named]
         if not devices:
             raise ValueError(f"max_memory={dict(max_memory)!r} names no {home.type!r} device")
@@ -232,7 +232,8 @@ def _devices_to_use(
 
 
 def _warn_of_unused(max_memory: MaxMemory | None, devices: Sequence[torch.device]) -> None:
-    unused = {str(device) for device in map(resolve, max_memory or ())} - set(map(str, devices))
+    named = {key if key == "disk" else str(resolve(key)) for key in max_memory or ()}
+    unused = named - set(map(str, devices))
     if unused:
         logging.warning(
             "max_memory names %s, where nothing is placed: only %s may be used.",

@@ -37,7 +37,7 @@ from tl_devicefix.folding.writing_weights import (
     center_embedding,
     center_writing_weights_of_block,
 )
-from tl_devicefix.interruption import changing_weights, refuse_unfinished
+from tl_devicefix.interruption import changing_weights, is_unfinished, refuse_unfinished
 from tl_devicefix.moving import settle
 from tl_devicefix.placement import Placement
 
@@ -197,6 +197,8 @@ def load_and_process_state_dict(
             missing keeps the model's own value, with a warning, as in TransformerLens.
         torch.OutOfMemoryError: saying which device of a placed model had no room.
     """
+    if is_unfinished(self):
+        _refuse_incomplete(self, state_dict)
     filled = self.fill_missing_keys(state_dict)
     check_shapes(self, filled)
     steps = Steps(
@@ -206,6 +208,7 @@ def load_and_process_state_dict(
         fold_value_biases,
         refactor_factored_attn_matrices,
     ).applicable(self.cfg, installed_conventions())
+    placement: Placement | None = getattr(self, "placement", None)
     with changing_weights(self):
         if steps.fold_ln and not any(name.endswith(NORM_SUFFIXES) for name in state_dict):
             logging.warning(
@@ -213,12 +216,20 @@ def load_and_process_state_dict(
             )
         elif steps.fold_ln:
             fold_norm_modules(self)
-        placement = getattr(self, "placement", None)
+            if placement is not None:
+                settle(self, placement.reweighed(self.cfg))  # the norms are other modules now
         for component, weights in by_component(filled, self.cfg):
             with naming_full_devices(self, placement, component):
                 load_component(self, component, weights, steps)
-    if getattr(self, "placement", None) is not None:
-        settle(self, self.placement.reweighed(self.cfg))  # the norms may be other modules now
+
+
+def _refuse_incomplete(model: Any, state_dict: Mapping[str, torch.Tensor]) -> None:
+    own = (name for name in model.state_dict() if not _is_own_buffer(name))
+    if missing := sorted(set(own) - state_dict.keys()):
+        raise ValueError(
+            f"the state dict lacks {missing[0]} and {len(missing) - 1} more, but this model's "
+            "weights are only partly processed, so all are needed"
+        )
 
 
 def process_weights_(

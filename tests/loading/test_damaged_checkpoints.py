@@ -315,3 +315,52 @@ def test_an_architecture_that_transformer_lens_has_not(
 def test_a_directory_without_a_config(tmp_path: Path, refused: Any) -> None:
     with refused(str(tmp_path), "config.json", "save_pretrained"):
         load(tmp_path)
+
+
+HEADERS: dict[str, dict[str, Any]] = {
+    "another shape": {"shape": [3, 3]},
+    "other offsets": {"data_offsets": [0, 4]},
+    "another type": {"dtype": "F16"},
+    "an unknown type": {"dtype": "int"},
+    "no shape": {"shape": None},
+    "offsets that are no numbers": {"data_offsets": ["a", "b"]},
+}
+
+
+@pytest.mark.parametrize("damage", HEADERS)
+def test_a_header_that_is_damaged(
+    damage: str, n_files: int, hf_models: Any, tensors: Any, write_checkpoint: Any, refused: Any,
+    file_of: Any,
+) -> None:  # fmt: skip
+    checkpoint = write_checkpoint(hf_models("qwen2"), tensors, n_files=n_files)
+    name = "model.layers.1.mlp.up_proj.weight"
+    file = checkpoint / file_of(checkpoint, name)
+    content = file.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    header[name].update(HEADERS[damage])
+    written = json.dumps(header).encode()
+    file.write_bytes(len(written).to_bytes(8, "little") + written + content[8 + size :])
+
+    with refused(str(file), name, "again"):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize("n_files", [1, 3])
+def test_a_pickle_with_a_tensor_of_another_shape(
+    n_files: int, tensors: Any, write_pickles: Any, refused: Any
+) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = torch.zeros(3, 3)
+    checkpoint = write_pickles(n_files)
+
+    with refused(name, "(3, 3)", "(24, 16)", "pytorch_model"):
+        load(checkpoint)
+
+
+def test_files_that_are_not_the_checkpoint_s_are_not_read(
+    hf_models: Any, tensors: Any, write_checkpoint: Any, machine: Any
+) -> None:
+    checkpoint = write_checkpoint(hf_models("qwen2"), tensors)
+    (checkpoint / "other.safetensors").write_bytes(b"abc")
+    assert load(checkpoint) is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -297,8 +298,13 @@ def test_weights_whose_processing_was_interrupted_are_not_used(
     ):
         with pytest.raises(RuntimeError, match=r"only partly processed.*load the model again"):
             use()
+    with pytest.raises(ValueError, match=r"the state dict lacks blocks\.0\.attn\.W_K and"):
+        model.load_and_process_state_dict({"embed.W_E": weights["embed.W_E"]})
+    again = copy.deepcopy(model)
     model.load_and_process_state_dict(weights)
     assert_same_model(model, uninterrupted, tokens)
+    again.load_state_dict(uninterrupted.state_dict())
+    assert_same_model(again, uninterrupted, tokens)
 
 
 def test_a_placed_model_s_device_that_has_no_room_for_other_weights_is_named(

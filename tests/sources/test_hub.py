@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformer_lens.loading_from_pretrained as tl_loading
 import transformers.dynamic_module_utils
 import transformers.utils.hub
-from architectures import ALL_ARCHITECTURES, N_LAYERS, make_tokenizer
+from architectures import ALL_ARCHITECTURES, N_LAYERS, make_tokenizer, randomize
 from comparison import assert_same_model, assert_same_weights
 from hub_cache import HubCache, commit_of
 from transformer_lens import HookedTransformer
@@ -48,6 +49,14 @@ def assert_embeds_as(model: HookedTransformer, hf_model: Any) -> None:
     """Without processing, W_E is the checkpoint's own."""
     embedding = hf_model.get_input_embeddings().weight.detach()
     assert torch.equal(model.W_E.detach().cpu(), embedding)
+
+
+def assert_predicts_as(model: HookedTransformer, hf_model: Any, tokens: torch.Tensor) -> None:
+    """The log probabilities are those of transformers."""
+    actual, expected = model(tokens).cpu(), hf_model(tokens).logits
+    torch.testing.assert_close(
+        actual.log_softmax(-1), expected.log_softmax(-1), rtol=1e-4, atol=1e-4
+    )
 
 
 # --------------------------------------------------------------------------------------------
@@ -100,7 +109,12 @@ def test_a_fine_tune_is_loaded_by_its_own_name(
     assert model.cfg.model_name == "not-a-gemma-2-nor-llama"
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "gemma-2", "gemma-3", "pythia", "phi", "qwen3"])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        *("gpt2", "gemma-2", "gemma-3", "pythia", "phi", "qwen3", "olmo"),
+    ],
+)
 def test_a_fine_tune_of_any_architecture(
     architecture: str,
     hub: HubCache,
@@ -130,6 +144,42 @@ def test_any_name_will_do(
 
     assert_embeds_as(model, hf_models("qwen2"))
     assert model.tokenizer is not None
+
+
+def test_a_fine_tune_is_configured_by_its_config_and_not_by_the_listed_models(
+    hub: HubCache, hf_models: Any, tokenizer: Any, references: Any, machine: Any, tokens: Any
+) -> None:
+    """The OLMo 2 models that TransformerLens lists have another rotary base."""
+    references("olmo-2")  # skips if TransformerLens has none
+    hub.add("someone/tune", hf_models("olmo-2"), tokenizer)
+
+    model = HookedTransformer.from_pretrained("someone/tune", n_devices=2)
+
+    assert_predicts_as(model, hf_models("olmo-2"), tokens)
+
+
+def test_the_text_model_of_a_multimodal_fine_tune(
+    hub: HubCache, tokenizer: Any, machine: Any, tokens: Any
+) -> None:
+    name = "google/gemma-3-4b-it"
+    if name not in tl_loading.OFFICIAL_MODEL_NAMES:
+        pytest.skip(f"the installed TransformerLens has no {name}")
+    text = ALL_ARCHITECTURES["gemma-3"].hf_config()
+    vision = {
+        "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "image_size": 16,
+        "patch_size": 8, "num_hidden_layers": text.num_hidden_layers,
+    }  # fmt: skip
+    config = transformers.Gemma3Config(
+        text_config=text.to_dict(), vision_config=vision, mm_tokens_per_image=4
+    )
+    hf_model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    randomize(hf_model)
+    hf_model.config.architectures = ["Gemma3ForConditionalGeneration"]
+    hub.add("someone/sees", hf_model, tokenizer)
+
+    model = HookedTransformer.from_pretrained("someone/sees", n_devices=2)
+
+    assert_predicts_as(model, hf_model, tokens)
 
 
 def test_a_sharded_fine_tune(

@@ -100,8 +100,13 @@ class HuggingFaceSource:
         }
         if None in of_unit.values():  # then the embedding may be read for both
             return set()
-        read = of_unit[unit].weight if unit in of_unit else None
-        return {module for module in of_unit.values() if module.weight is not read}
+        read = of_unit.get(unit)
+        shared = None if read is None else read.weight  # made anew at each read by some adapters
+        return {
+            module
+            for module in of_unit.values()
+            if module is not read and module.weight is not shared
+        }
 
     def _matrices_in(self, unit: str) -> torch.dtype | None:
         """The dtype that matrices are converted in, if not their own.
@@ -117,7 +122,13 @@ def _find_blocks(hf_model: nn.Module, cfg: Any) -> nn.ModuleList:
     hf_config: Any = hf_model.config
     hf_config = getattr(hf_config, "text_config", hf_config)  # multimodal models nest it
     n_blocks = hf_config.num_hidden_layers
-    lists = [m for m in hf_model.modules() if isinstance(m, nn.ModuleList) and len(m) == n_blocks]
+    lists = [
+        module
+        for name, module in hf_model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and len(module) == n_blocks
+        and "vision" not in name  # a multimodal model has blocks for images too
+    ]
     if not lists:
         raise ValueError(
             f"{type(hf_model).__name__} has no list of {n_blocks} blocks (its config's "

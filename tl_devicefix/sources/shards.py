@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
+import re
 import struct
 import zipfile
 from collections.abc import Mapping
@@ -28,8 +30,8 @@ def check_shards(directory: Path) -> None:
     if not index and not _files(directory):
         _check_pickles(directory)
     _check_listed(directory, index)
-    for file in sorted(set(index.values())) or [f.name for f in _files(directory)]:
-        header = _read_header(directory / file)
+    for path in _files(directory):
+        header, file = _read_header(path), path.name
         listed = {tensor for tensor, where in index.items() if where == file}
         if index and header.keys() != listed:
             tensor = min(header.keys() ^ listed)
@@ -52,25 +54,28 @@ def _check_listed(directory: Path, index: dict[str, str]) -> None:
 def _check_pickles(directory: Path) -> None:
     index = _index(directory, _PICKLE_INDEX)
     _check_listed(directory, index)
-    for file in sorted(directory.glob("pytorch_model*.bin")):
-        with file.open("rb") as opened:
-            is_zip = opened.read(2) == b"PK"
-        # A zip file's table of contents is at its end. Before torch 1.6 they were no zip files.
-        if file.stat().st_size == 0 or (is_zip and not zipfile.is_zipfile(file)):
-            raise ValueError(
-                f"{file} is cut short: it has {file.stat().st_size} bytes, and no end"
-                f"{_listed_in(file, index)}; fetch it again"
-            )
+    for file in _pickles(directory):
         try:
-            held = torch.load(file, map_location="meta", weights_only=True, mmap=is_zip)
+            _unpickled(file)
         except _DAMAGED_PICKLE as error:
             reason = " ".join(str(error).split())
             raise ValueError(
                 f"{file} cannot be unpickled, perhaps as it is cut short at "
                 f"{file.stat().st_size} bytes ({reason}){_listed_in(file, index)}; fetch it again"
             ) from error
-        if not isinstance(held, Mapping):
-            raise ValueError(f"{file} holds a {type(held).__name__}, not tensors by name")
+
+
+def _unpickled(file: Path) -> Mapping[str, torch.Tensor]:
+    """The tensors of a pickled file, without their values."""
+    with file.open("rb") as opened:
+        is_zip = opened.read(2) == b"PK"
+    # A zip file's table of contents is at its end. Before torch 1.6 they were no zip files.
+    if file.stat().st_size == 0 or (is_zip and not zipfile.is_zipfile(file)):
+        raise ValueError("it has no end")
+    held = torch.load(file, map_location="meta", weights_only=True, mmap=is_zip)
+    if not isinstance(held, Mapping):
+        raise ValueError(f"it holds a {type(held).__name__}, not tensors by name")
+    return held
 
 
 def _listed_in(file: Path, index: dict[str, str]) -> str:
@@ -88,26 +93,44 @@ _DAMAGED_PICKLE = (
 
 
 def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor in a local checkpoint's safetensors files, if it has any."""
-    return {
-        name: tuple(entry["shape"])
-        for file in _files(directory)
-        for name, entry in _read_header(file).items()
-    }
+    """The shape of each tensor in a local checkpoint's weight files."""
+    return {name: shape for shapes in _shapes_by_file(directory).values() for name, shape in shapes}
 
 
 def file_of(directory: Path, tensor: str) -> str | None:
     """The file of a local checkpoint that holds a tensor, or by its index should."""
-    if tensor in (index := _index(directory)):
+    index = _index(directory) or _index(directory, _PICKLE_INDEX)
+    if tensor in index:
         return index[tensor]
+    held = _shapes_by_file(directory)
+    if len(held) == 1:
+        return next(iter(held))
+    return next((file for file, shapes in held.items() if tensor in dict(shapes)), None)
+
+
+def _shapes_by_file(directory: Path) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
+    """The name and shape of each tensor, by the name of the file that it is in."""
     files = _files(directory)
-    if len(files) == 1:
-        return files[0].name
-    return next((file.name for file in files if tensor in _read_header(file)), None)
+    if not files:
+        return {
+            file.name: [(name, tuple(tensor.shape)) for name, tensor in _unpickled(file).items()]
+            for file in _pickles(directory)
+        }
+    return {
+        file.name: [(name, tuple(entry["shape"])) for name, entry in _read_header(file).items()]
+        for file in files
+    }
 
 
 def _files(directory: Path) -> list[Path]:
-    return sorted(directory.glob("*.safetensors"))
+    """The safetensors files that transformers reads: those of the index, or the only one."""
+    names = sorted(set(_index(directory).values())) or ["model.safetensors"]
+    return [directory / name for name in names if (directory / name).is_file()]
+
+
+def _pickles(directory: Path) -> list[Path]:
+    names = sorted(set(_index(directory, _PICKLE_INDEX).values())) or ["pytorch_model.bin"]
+    return [directory / name for name in names if (directory / name).is_file()]
 
 
 def _index(directory: Path, name: str = _INDEX) -> dict[str, str]:
@@ -138,16 +161,36 @@ def _read_header(file: Path) -> dict[str, Any]:
         try:
             header = json.loads(opened.read(header_size))
             header.pop("__metadata__", None)
-            ends = {name: entry["data_offsets"][1] for name, entry in header.items()}
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"the header of {file} is damaged ({error!r}); fetch it again"
             ) from error
-    for name in sorted(ends, key=ends.__getitem__):
-        end = 8 + header_size + ends[name]
-        if end > size:
-            raise ValueError(
-                f"{file} is cut short: {name} should end at byte {end}, but the file has {size}; "
-                "fetch it again"
-            )
+    for name, entry in header.items():
+        _check_entry(file, name, entry, 8 + header_size, size)
     return header
+
+
+def _check_entry(file: Path, name: str, entry: Any, start: int, size: int) -> None:
+    """Check that a tensor's shape, type and place in a safetensors file agree."""
+    try:
+        begin, end = map(int, entry["data_offsets"])
+        n_bits = math.prod(entry["shape"]) * _bits(entry["dtype"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"the header of {file} is damaged at {name} ({error!r}); fetch it again"
+        ) from error
+    if start + end > size:
+        raise ValueError(
+            f"{file} is cut short: {name} should end at byte {start + end}, but the file has "
+            f"{size}; fetch it again"
+        )
+    if 8 * (end - begin) != n_bits:
+        raise ValueError(
+            f"the header of {file} is damaged: {name} has shape {entry['shape']} and type "
+            f"{entry['dtype']}, but {end - begin} bytes; fetch it again"
+        )
+
+
+def _bits(dtype: str) -> int:
+    """The size of an element of a safetensors type ("BF16", "F8_E4M3", "U8", "BOOL")."""
+    return 8 if dtype == "BOOL" else int(re.fullmatch(r"[A-Z]+(\d+)(_\w+)?", dtype)[1])  # type: ignore[index]
