@@ -42,6 +42,11 @@ def align(model: Any, placement: Placement) -> None:
     let_hooks_mix(model, placement)
 
 
+def is_aligned(model: Any) -> bool:
+    """Whether the model runs over several devices."""
+    return _HANDLES in model.__dict__
+
+
 def unalign(model: Any) -> None:
     """Remove the hooks that `align` added, and ALiBi biases left on an earlier device."""
     for handle in model.__dict__.pop(_HANDLES, ()):
@@ -62,7 +67,7 @@ def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """
     refuse_unfinished(self)
     output = original(type(self), "forward")(self, *args, **kwargs)
-    return bring_home(output, self.placement.home) if _HANDLES in self.__dict__ else output
+    return bring_home(output, self.placement.home) if is_aligned(self) else output
 
 
 def _before(module: nn.Module, hook: Any) -> Any:

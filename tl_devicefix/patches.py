@@ -50,6 +50,7 @@ def _table() -> tuple[Patch, ...]:
     from tl_devicefix import (
         activations,
         alignment,
+        attached,
         devices,
         gathering,
         hooking,
@@ -104,6 +105,12 @@ def _table() -> tuple[Patch, ...]:
             "with all weights, a model whose processing was interrupted can be used again",
         ),
         Patch("__setstate__", moving.__setstate__, ("self", "state"), "copies keep the placement"),
+        Patch(
+            "setup",
+            attached.setup,
+            ("self",),
+            "SAEs and the like run where they are, whatever block they are attached to",
+        ),
         Patch(
             "get_caching_hooks",
             activations.get_caching_hooks,

@@ -1,0 +1,148 @@
+"""SAELens's HookedSAETransformer over several devices, with SAEs as users have them: at home."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import D_MODEL
+from comparison import assert_agrees
+from sae_lens import SAE, HookedSAETransformer, StandardSAE, StandardSAEConfig
+from sae_lens.load_model import load_model
+from sae_lens.saes.sae import SAEMetadata
+from transformer_lens import HookedTransformer
+
+import tl_devicefix
+
+HOOK = "blocks.2.hook_resid_post"
+"""A hook point on the third of four devices."""
+
+
+@pytest.fixture
+def make_sae() -> Callable[[str], SAE[Any]]:
+    """`make_sae("sim:0")`: always with the same weights."""
+
+    def make(device: str, hook_name: str = HOOK) -> SAE[Any]:
+        metadata = SAEMetadata(hook_name=hook_name)
+        sae = StandardSAE(StandardSAEConfig(D_MODEL, 24, device="cpu", metadata=metadata))
+        generator = torch.Generator().manual_seed(2)
+        with torch.no_grad():
+            for parameter in sae.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
+        return sae.to(device)
+
+    return make
+
+
+@pytest.fixture
+def models(checkpoints: Any, machine: Any) -> tuple[Any, Any]:
+    """The tiny Qwen2 over four devices, and unpatched on the CPU."""
+    checkpoint: Path = checkpoints("qwen2")
+    spread = HookedSAETransformer.from_pretrained_no_processing(checkpoint, n_devices=4)
+    on_cpu = HookedSAETransformer.from_pretrained_no_processing(checkpoint, device="cpu")
+    assert spread.placement.device_of(HOOK) == torch.device("sim:2")
+    return spread, on_cpu
+
+
+def test_a_model_loaded_through_its_own_kwargs_is_spread(
+    checkpoints: Any, machine: Any, monkeypatch: pytest.MonkeyPatch, tokens: torch.Tensor
+) -> None:
+    by_hand = HookedTransformer.from_pretrained_no_processing(checkpoints("qwen2"), n_devices=4)
+    load = HookedTransformer.from_pretrained_no_processing
+
+    def on_simulated(model_name: Any, device: str, **kwargs: Any) -> Any:
+        assert device == "cuda"  # which SAELens writes for n_devices > 1
+        return load(model_name, device="sim", **kwargs)
+
+    monkeypatch.setattr(HookedTransformer, "from_pretrained_no_processing", on_simulated)
+    model: Any = load_model(
+        "HookedTransformer",
+        str(checkpoints("qwen2")),
+        device="cuda",
+        model_from_pretrained_kwargs={"n_devices": 4},
+    )
+
+    assert model.placement.devices == by_hand.placement.devices
+    assert_agrees(model(tokens), by_hand(tokens), model.placement.home)
+
+
+@pytest.mark.parametrize("at", ["sim:0", "sim:2"])
+def test_running_with_an_sae_on_a_block_of_the_third_device(
+    at: str, models: Any, make_sae: Any, tokens: torch.Tensor
+) -> None:
+    model, reference = models
+    expected = reference.run_with_saes(tokens, saes=[make_sae("cpu")])
+    assert not torch.allclose(expected, reference(tokens))
+
+    actual = model.run_with_saes(tokens, saes=[make_sae(at)])
+
+    assert_agrees(actual, expected, model.placement.home)
+    assert_agrees(model(tokens), reference(tokens), model.placement.home)
+
+
+def test_caching_an_sae_s_activations(models: Any, make_sae: Any, tokens: torch.Tensor) -> None:
+    model, reference = models
+    _, expected = reference.run_with_cache_with_saes(tokens, saes=[make_sae("cpu")])
+
+    _, cache = model.run_with_cache_with_saes(tokens, saes=[make_sae("sim:0")])
+
+    assert f"{HOOK}.hook_sae_acts_post" in cache
+    assert_agrees(dict(cache.items()), dict(expected.items()), model.placement.home)
+
+
+def test_hooks_on_an_sae_s_features(models: Any, make_sae: Any, tokens: torch.Tensor) -> None:
+    def run(model: Any, sae: Any) -> torch.Tensor:
+        gains = torch.linspace(0, 2, 24, device=model.cfg.device)
+        return model.run_with_hooks_with_saes(
+            tokens,
+            saes=[sae],
+            fwd_hooks=[(f"{HOOK}.hook_sae_acts_post", lambda acts, hook: acts * gains)],
+        )
+
+    model, reference = models
+    actual, expected = run(model, make_sae("sim:0")), run(reference, make_sae("cpu"))
+    assert_agrees(actual, expected, model.placement.home)
+
+
+def test_an_sae_that_is_added_and_reset_is_left_as_it_was(
+    models: Any, make_sae: Any, tokens: torch.Tensor
+) -> None:
+    model, reference = models
+    sae = make_sae("sim:0")
+    model.add_sae(sae)
+    reference.add_sae(make_sae("cpu"))
+    assert_agrees(model(tokens), reference(tokens), model.placement.home)
+
+    model.reset_saes()
+    reference.reset_saes()
+
+    assert_agrees(model(tokens), reference(tokens), model.placement.home)
+    assert {parameter.device for parameter in sae.parameters()} == {torch.device("sim:0")}
+    assert all("forward" not in vars(module) for module in sae.modules())
+    assert tl_devicefix.patches.is_applied()
+
+
+def test_gradients_of_an_sae_s_features(models: Any, make_sae: Any, tokens: torch.Tensor) -> None:
+    """As attribution by features takes them."""
+
+    def run(model: Any, sae: Any) -> torch.Tensor:
+        features: list[torch.Tensor] = []
+
+        def keep(acts: torch.Tensor, hook: Any) -> None:
+            acts.retain_grad()
+            features.append(acts)
+
+        loss = model.run_with_hooks_with_saes(
+            tokens,
+            saes=[sae],
+            return_type="loss",
+            fwd_hooks=[(f"{HOOK}.hook_sae_acts_post", keep)],
+        )
+        loss.backward()
+        return (features[0] * features[0].grad).sum((0, 1))
+
+    model, reference = models
+    assert_agrees(run(model, make_sae("sim:0")), run(reference, make_sae("cpu")))
