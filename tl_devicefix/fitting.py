@@ -12,6 +12,7 @@ from accelerate.utils import convert_file_size_to_int
 
 from tl_devicefix.balance import balanced, fits
 from tl_devicefix.devices import DeviceLike, all_from, free_memory, resolve
+from tl_devicefix.folding import slices
 
 if TYPE_CHECKING:
     from tl_devicefix.placement import Placement
@@ -40,6 +41,30 @@ def capacity(device: torch.device, max_memory: MaxMemory | None) -> int | None:
     return free
 
 
+def check_max_memory(max_memory: Any) -> None:
+    """Check that it is a mapping.
+
+    Raises:
+        ValueError: if it is not.
+    """
+    if not isinstance(max_memory, Mapping | None):
+        raise ValueError(
+            f"max_memory={max_memory!r} is no dict from devices to sizes: write "
+            "{0: '20GiB', 1: '40GiB'}"
+        )
+
+
+def working_room(placement: Placement, dtype: torch.dtype) -> int:
+    """Bytes that loading takes on a device beside the weights: a slice in float32, as it changes.
+
+    Args:
+        placement: its components weigh what they do in `dtype`.
+        dtype: the dtype of the weights.
+    """
+    largest = max(component.weights for component in placement.components) // dtype.itemsize
+    return 2 * 4 * min(largest, slices.ELEMENTS_ON_DEVICE)
+
+
 def check_fit(placement: Placement, max_memory: MaxMemory | None, dtype: torch.dtype) -> None:
     """Check that each device has room for its share.
 
@@ -51,7 +76,7 @@ def check_fit(placement: Placement, max_memory: MaxMemory | None, dtype: torch.d
         if room is not None and needed > room:
             raise ValueError(
                 f"the weights do not fit: {device} would hold {gib(needed)} but has {gib(room)} to "
-                f"use; {remedy(placement, max_memory, dtype)}"
+                f"use; {remedy(placement, max_memory, dtype, working_room(placement, dtype))}"
             )
 
 
@@ -77,7 +102,7 @@ def remedy(
         room is not None and placement.bytes_on(device) + headroom <= room
         for device, room in free_now.items()
     ):
-        needed = (f"{d}: {gib(placement.bytes_on(d) + headroom)}" for d in placement.devices)
+        needed = (f"{d}: {gib(1.01 * (placement.bytes_on(d) + headroom))}" for d in free_now)
         return f"more is free: a larger max_memory would fit ({', '.join(needed)})"
 
     def room_on(device: torch.device) -> int | None:
@@ -95,7 +120,7 @@ def remedy(
                 if None not in rooms and fits(components, counts, rooms, headroom):
                     from_there = "" if start == home else f"device={str(start)!r}, "
                     in_16_bits = "" if components is sizes else ", dtype='bfloat16'"
-                    return f"{from_there}n_devices={n}{in_16_bits} would fit, without device_map"
+                    return f"{from_there}n_devices={n}{in_16_bits} would fit"
     total = sum(placement.bytes_on(device) for device in placement.devices)
     rooms = [room_on(device) for device in starts]
     if None in rooms:
@@ -135,13 +160,12 @@ def _out_of_memory(
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device in held:
             held[tensor.device] += tensor.nbytes
-    headroom = max(c.weights for c in placement.components) * max(1, 4 // dtype.itemsize)
     reason = ". ".join(" ".join(str(error).split()).split(". ")[:3]).rstrip(".")
     return torch.OutOfMemoryError(
         f"{device} ran out of memory while {unit} was brought there: {gib(held[device])} of the "
         f"{gib(placement.bytes_on(device))} planned for it were there, and there was no room to go "
         f"on ({reason}); free memory that others hold there, or, as things are, "
-        f"{remedy(placement, None, dtype, headroom, held)}"
+        f"{remedy(placement, None, dtype, working_room(placement, dtype), held)}"
     )
 
 

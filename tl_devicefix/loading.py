@@ -177,7 +177,10 @@ def _refuse_unsupported(name: str, wanted: dict[str, Any], hf_kwargs: dict[str, 
         )
     hf_model = wanted["hf_model"]
     if hf_model is not None and not hasattr(hf_model, "config"):
-        raise ValueError(f"hf_model is a {type(hf_model).__name__} without a config")
+        raise ValueError(
+            f"hf_model is a {type(hf_model).__name__} without a config: pass the model itself, as "
+            "AutoModelForCausalLM.from_pretrained(...) gives it"
+        )
 
 
 def _refuse_dtype_on_cpu(dtype: torch.dtype, device: Any) -> None:

@@ -92,6 +92,8 @@ def official_name(model_name: str) -> str:
             f"the directory {model_name!r} has no config.json, so it is not a Hugging Face "
             "checkpoint; save one there with hf_model.save_pretrained(...)"
         )
+    if Path(model_name).is_file():
+        raise ValueError(f"{model_name!r} is a file: give the directory that it is in")
     if re.fullmatch(r"\w[\w.-]*/[\w.-]+", model_name):
         return model_name
     close = difflib.get_close_matches(model_name, tl_loading.make_model_alias_map(), n=3)

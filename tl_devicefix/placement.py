@@ -30,8 +30,9 @@ from tl_devicefix.devices import (
     consecutive,
     default_device,
     resolve,
+    with_index,
 )
-from tl_devicefix.fitting import MaxMemory, capacity, check_fit, gib
+from tl_devicefix.fitting import MaxMemory, capacity, check_fit, check_max_memory, gib
 from tl_devicefix.model_config import model_config, torch_dtype
 
 DeviceMap = str | int | torch.device | Mapping[str, DeviceLike]
@@ -52,7 +53,7 @@ class PlacedComponent:
     """Blocks on one device that name the same here hold their buffers together, in one copy."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Placement:
     """Where each component of a HookedTransformer lives. Immutable; printing it shows a table."""
 
@@ -85,8 +86,11 @@ class Placement:
         """
         return self._device_by_name[component_of(name)]
 
-    def bytes_on(self, device: torch.device) -> int:
-        """Bytes of weights and buffers planned for `device`."""
+    def bytes_on(self, device: DeviceLike) -> int:
+        """Bytes of weights and buffers planned for a device: 1, "cuda:1" or a torch.device."""
+        if isinstance(device, int):
+            device = torch.device(self.home.type, device)
+        device = with_index(torch.device(device))
         here = [c for c in self.components if c.device == device]
         return sum(c.weights for c in here) + shared_once(here)
 
@@ -100,7 +104,7 @@ class Placement:
             tuple(_placed(size, self._device_by_name[size.name]) for size in component_sizes(cfg))
         )
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         rows = [("device", "components", "weights", "total")]
         for device in self.devices:
             here = [c for c in self.components if c.device == device]
@@ -158,12 +162,15 @@ def plan(
         device_map: instead of `n_devices`: "balanced" or "auto" (every device there is, evenly),
             "sequential" (fill each before the next), one device, or a dict from components
             ("embed", "blocks.3", "unembed") or prefixes ("blocks", "") to devices.
-        max_memory: the most to use of each device, e.g. `{0: "20GiB", 1: "40GiB"}`.
-        dtype: the dtype to weigh the parameters in; by default the config's.
+        max_memory: the most to use of each device, e.g. `{0: "20GiB", 1: "40GiB"}`. A strategy
+            uses the named devices only.
+        dtype: the dtype to weigh the parameters in; by default the config's. Norms are weighed too,
+            which a model that is loaded with `fold_ln=True` no longer has.
 
     Raises:
         ValueError: one sentence saying what does not fit together and what to do.
     """
+    check_max_memory(max_memory)
     cfg = _config(config_or_model_name, dtype)
     if device_map is not None and n_devices not in (None, 1):
         raise ValueError(

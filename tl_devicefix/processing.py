@@ -24,12 +24,12 @@ from tl_devicefix.folding import (
     process_component,
     working_dtype,
 )
+from tl_devicefix.folding import slices as slicing
 from tl_devicefix.folding.attention_factors import refactor_attention_of_block
 from tl_devicefix.folding.layer_norm import (
     fold_layer_norm_into_block,
     fold_layer_norm_into_unembed,
 )
-from tl_devicefix.folding.slices import slices
 from tl_devicefix.folding.storing import write
 from tl_devicefix.folding.unembed import center_unembed_weights, vocabulary_means
 from tl_devicefix.folding.value_biases import fold_value_biases_of_block
@@ -304,13 +304,13 @@ def load_component(model: Any, unit: str, weights: Weights, steps: Steps) -> Non
     device = device_of_unit(model, unit, weights)
     weights = {name: tensor for name, tensor in weights.items() if not _is_own_buffer(name)}
     dtype = working_dtype(weights, model.cfg.dtype)
-    elements = _ELEMENTS_ON_CPU if device.type == "cpu" else _ELEMENTS_ON_DEVICE
+    elements = slicing.ELEMENTS_ON_CPU if device.type == "cpu" else slicing.ELEMENTS_ON_DEVICE
     means = None
     if steps.center_unembed and unit == "unembed":
         means = vocabulary_means(weights, dtype, device, elements // model.cfg.d_model + 1)
     left = dict(weights)  # what is stored when all slices are done, or was never read by a step
     carried: Weights = {}
-    for part in slices(weights, elements):
+    for part in slicing.slices(weights, elements):
         copies = WorkingCopies(part.of(weights, carried), device, dtype)
         process_component(unit, copies, model.cfg, steps, installed_conventions(), means)
         for name, index in part.cut.items():
@@ -324,12 +324,6 @@ def load_component(model: Any, unit: str, weights: Weights, steps: Steps) -> Non
         carried = part.to_carry(left)
     for name, value in left.items():
         write(model, full_name(unit, name), value, weights[name], device)
-
-
-# How much is worked on at a time: on a CPU what a core's cache holds, elsewhere what keeps a GPU
-# busy.
-_ELEMENTS_ON_CPU = 2**19
-_ELEMENTS_ON_DEVICE = 2**24
 
 
 def check_shapes(model: nn.Module, state_dict: Mapping[str, torch.Tensor]) -> None:

@@ -21,9 +21,9 @@ from architectures import (
 from comparison import assert_same_tensors
 from transformer_lens import HookedTransformer
 
-from tl_devicefix import processing
 from tl_devicefix.conventions import installed_conventions
 from tl_devicefix.folding import Steps, Weights, WorkingCopies, process_component
+from tl_devicefix.folding import slices as slices_module
 from tl_devicefix.folding.slices import Slice, slices
 from tl_devicefix.processing import by_component, processing_units
 
@@ -136,8 +136,8 @@ def load_in_slices(
     """`load_in_slices("gpt2", 300)`: the weights in float64, processed so many elements at once."""
 
     def load(name: str, elements: int, **options: bool) -> Weights:
-        for kind in ("_ELEMENTS_ON_CPU", "_ELEMENTS_ON_DEVICE"):
-            monkeypatch.setattr(processing, kind, elements)
+        for kind in ("ELEMENTS_ON_CPU", "ELEMENTS_ON_DEVICE"):
+            monkeypatch.setattr(slices_module, kind, elements)
         if name in TOYS:
             cfg = copy.deepcopy(unprocessed(name).cfg)
             cfg.dtype = torch.float64
@@ -332,7 +332,7 @@ def test_without_steps_a_device_never_holds_more_than_its_share(
 def test_while_loading_a_device_holds_its_share_and_a_slice(
     elements: int, hf_models: Any, tokenizer: Any, machine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processing, "_ELEMENTS_ON_DEVICE", elements)
+    monkeypatch.setattr(slices_module, "ELEMENTS_ON_DEVICE", elements)
     model = load_hooked(ARCHITECTURES["gpt2"], hf_models("gpt2"), tokenizer, n_devices=4)
 
     assert len(processing_units(model.cfg)) == N_LAYERS + 3

@@ -1,4 +1,4 @@
-"""What a run copies between devices: the residual stream, and no weights."""
+"""What a run or an analysis copies between devices: what it must, once."""
 
 from __future__ import annotations
 
@@ -145,3 +145,110 @@ def test_a_model_on_one_device_pays_nothing(
     _, cache = model.run_with_cache(at_home)
     assert type(cache.cache_dict) is dict
     assert transfers_of(model, at_home, return_type="loss") == []
+
+
+# --------------------------------------------------------------------------------------------
+# Analyses: what is gathered at home comes from each other device once
+
+
+def of_blocks_elsewhere(model: Any, *paths: str) -> int:
+    """The bytes of these weights, of all blocks that are not at home."""
+    home = home_of(model)
+    return sum(
+        block.get_parameter(path).nbytes
+        for block in model.blocks
+        for path in paths
+        if block.get_parameter(path).device != home
+    )
+
+
+def cached_elsewhere(model: Any, cache: Any, *names: str) -> int:
+    """The bytes of these cached activations, of all blocks that are not at home."""
+    home, stored = home_of(model), cache.cache_dict.stored()
+    return sum(
+        tensor.nbytes
+        for name, tensor in stored.items()
+        if tensor.device != home and name.endswith(names)
+    )
+
+
+OF_WEIGHTS: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
+    "W_Q": (lambda model: model.W_Q, ("attn.W_Q",)),
+    "W_out": (lambda model: model.W_out, ("mlp.W_out",)),
+    "OV": (lambda model: model.OV, ("attn.W_V", "attn.W_O")),
+    "accumulated_bias": (lambda model: model.accumulated_bias(5), ("attn.b_O", "mlp.b_out")),
+    "Q-composition": (
+        lambda model: model.all_composition_scores("Q"),
+        ("attn.W_Q", "attn.W_K", "attn.W_V", "attn.W_O"),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["gpt2"])
+@pytest.mark.parametrize("analysis", OF_WEIGHTS)
+def test_weights_that_are_gathered_are_copied_once(
+    analysis: str, model: Any, transfers_of: Any
+) -> None:
+    gather, paths = OF_WEIGHTS[analysis]
+
+    copied = transfers_of(gather, model)
+
+    assert sum(t.bytes for t in copied) == of_blocks_elsewhere(model, *paths) > 0
+    assert {t.target for t in copied} == {home_of(model)}
+
+
+OF_CACHES: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
+    "one activation": (lambda cache: cache["resid_post", 4], ("blocks.4.hook_resid_post",)),
+    "logit lens": (lambda cache: cache.stack_activation("resid_post"), ("hook_resid_post",)),
+    "decompose_resid": (lambda cache: cache.decompose_resid(), ("hook_attn_out", "hook_mlp_out")),
+    "compute_head_results": (lambda cache: cache.compute_head_results(), ()),
+    "stack_head_results": (lambda cache: cache.stack_head_results(), ("attn.hook_result",)),
+    "slicing the batch": (lambda cache: cache.apply_slice_to_batch_dim(0), ()),
+    "its names": (lambda cache: list(cache.keys()), ()),
+}
+
+
+@pytest.mark.parametrize("analysis", OF_CACHES)
+def test_cached_activations_that_are_gathered_are_copied_once_and_no_weights_are(
+    analysis: str, model: Any, at_home: torch.Tensor, transfers_of: Any
+) -> None:
+    analyse, names = OF_CACHES[analysis]
+    _, cache = model.run_with_cache(at_home)
+
+    copied = transfers_of(analyse, cache)
+
+    assert sum(t.bytes for t in copied) == cached_elsewhere(model, cache, *names)
+
+
+@pytest.mark.parametrize("kind", ["gpt2"])
+def test_neuron_results_copy_the_block_s_W_out_and_activations(
+    model: Any, at_home: torch.Tensor, transfers_of: Any
+) -> None:
+    """All of them, also for a few neurons: less than the results, unless those are very few."""
+    _, cache = model.run_with_cache(at_home)
+
+    copied = transfers_of(cache.get_neuron_results, 4)
+
+    of_results = cache["post", 4].nbytes + model.blocks[4].mlp.W_out.nbytes
+    assert sum(t.bytes for t in copied) == of_results
+
+
+def test_removing_the_batch_dimension_copies_nothing(
+    model: Any, at_home: torch.Tensor, transfers_of: Any
+) -> None:
+    _, cache = model.run_with_cache(at_home[:1])
+    assert transfers_of(cache.remove_batch_dim) == []
+    assert len({tensor.device for tensor in cache.cache_dict.stored().values()}) == 4
+
+
+def test_a_hook_that_takes_a_tensor_from_home_copies_it_once(
+    model: Any, at_home: torch.Tensor, transfers_of: Any
+) -> None:
+    vector = torch.ones(model.cfg.d_model, device=home_of(model))
+    plain = transfers_of(model, at_home)
+    hook = ("blocks.4.hook_resid_post", lambda activation, hook: activation + vector)
+
+    steered = transfers_of(model.run_with_hooks, at_home, fwd_hooks=[hook])
+
+    assert len(steered) == len(plain) + 1
+    assert [t.shape for t in steered if t not in plain] == [vector.shape]

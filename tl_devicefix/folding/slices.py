@@ -14,6 +14,9 @@ import torch
 
 from tl_devicefix.folding.weights import Weights
 
+ELEMENTS_ON_CPU, ELEMENTS_ON_DEVICE = 2**19, 2**24
+"""How much is worked on at a time: what a core's cache holds; what keeps a GPU busy."""
+
 
 @dataclass(frozen=True)
 class Slice:

@@ -134,5 +134,5 @@ def _check_report(
             file = file_of(directory, names[0])
             raise ValueError(
                 f"the checkpoint {model_name!r}{f' ({file})' if file else ''} {problem} {shown}"
-                f"{more}; fetch or save it again, or load it yourself and pass hf_model=..."
+                f"{more}; fetch or save it again"
             )

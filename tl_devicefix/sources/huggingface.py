@@ -85,7 +85,7 @@ class HuggingFaceSource:
                 remedy = "install versions of the two that were released together"
             else:
                 reason = f"cannot be read as the {cfg.original_architecture} that is named"
-                remedy = "pass the model that belongs to the name"
+                remedy = "pass the model that belongs to the name, of AutoModelForCausalLM"
             raise ValueError(
                 f"hf_model is a {given}, which {reason} ({error}); {remedy}"
             ) from error
