@@ -184,3 +184,69 @@ def test_run_with_hooks_from_a_layer_on(model: Any, reference: Any, tokens: torc
     actual = model.run_with_hooks(residual, **options)
 
     assert_agrees(actual, reference.run_with_hooks(residual, **options), home_of(model))
+
+
+def test_a_hook_that_mixes_in_a_tensor_of_no_device_of_the_model_is_named(
+    model: Any, tokens: torch.Tensor
+) -> None:
+    """On one GPU, a tensor on the CPU fails too."""
+    on_cpu = torch.ones(model.cfg.d_model)
+    hook = (RESIDUALS[4], lambda value, hook: value + on_cpu)
+    with pytest.raises(
+        RuntimeError, match=r"hook on blocks\.4\.hook_resid_post mixes.*sim:3.*\.to\(activation"
+    ):
+        model.run_with_hooks(tokens, fwd_hooks=[hook])
+
+
+def test_a_hook_that_returns_such_a_tensor_is_named(model: Any, tokens: torch.Tensor) -> None:
+    hook = (RESIDUALS[4], lambda value, hook: value.cpu())
+    with pytest.raises(
+        RuntimeError, match=r"hook on blocks\.4\.hook_resid_post returned a tensor on cpu.*sim:3"
+    ):
+        model.run_with_hooks(tokens, fwd_hooks=[hook])
+
+
+@pytest.mark.parametrize("spread", [1, 4])
+def test_an_error_of_the_hook_itself_is_the_user_s_own(
+    model: Any, tokens: torch.Tensor, spread: int
+) -> None:
+    def fail(value: torch.Tensor, hook: Any) -> None:
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match=r"^mine$"):
+        model.run_with_hooks(tokens, fwd_hooks=[(RESIDUALS[4], fail)])
+
+
+def test_on_one_device_hooks_are_as_transformer_lens_calls_them(tokens: torch.Tensor) -> None:
+    """Nothing is brought together there, and nothing costs time."""
+    from tl_devicefix.hooking import HookAcrossDevices
+
+    class Point:
+        name = RESIDUALS[0]
+
+    value = torch.ones(2)
+    assert HookAcrossDevices(lambda activation, hook: activation)(value, hook=Point()) is value
+
+
+def test_a_hook_may_be_a_partial_and_is_shown_as_one(model: Any, tokens: torch.Tensor) -> None:
+    from tl_devicefix.hooking import HookAcrossDevices
+
+    assert repr(HookAcrossDevices(double)) == repr(double)
+    assert repr(HookAcrossDevices(partial(replace, clean={}))).startswith("partial(<function repl")
+
+
+def test_hooks_added_before_a_model_is_spread_mix_devices_afterwards(
+    load: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    model = load("llama", 1)
+    vector = torch.linspace(-1, 1, model.cfg.d_model, device="sim:0")
+    model.add_hook(RESIDUALS[4], lambda value, hook: value + vector)
+    model.cfg.n_devices = 4
+
+    model.move_model_modules_to_device()
+
+    expected = reference.run_with_hooks(
+        tokens, fwd_hooks=[(RESIDUALS[4], lambda value, hook: value + vector.cpu())]
+    )
+    assert_agrees(model(tokens), expected, home_of(model))
+    assert {str(p.device) for p in model.parameters()} == {f"sim:{i}" for i in range(4)}

@@ -472,6 +472,7 @@ calls(
         "to dtype": moved(lambda model: model.to(torch.float64)),
         "cpu": moved(lambda model: model.cpu()),
         "move_model_modules_to_device": moved(lambda model: model.move_model_modules_to_device()),
+        "load_state_dict": moved(lambda model: model.load_state_dict(model.state_dict())),
         "setup": moved(lambda model: model.setup()),
         "set_tokenizer": moved(lambda model: model.set_tokenizer(model.tokenizer)),
         "to_tokens": lambda run: run.model.to_tokens([TEXT, OTHER_TEXT]),
@@ -876,3 +877,14 @@ WITHOUT_DEVICES = frozenset(
     }
 )
 """What holds without tl_devicefix too, as it reads the embeddings, or no weights at all."""
+
+NEW_IN_3 = frozenset(
+    {
+        "HookedTransformer.generate_stream",
+        "HookedTransformer.list_hooks",
+        "HookedTransformer.n_params_total",
+        "FactoredMatrix.V",
+        "HookPoint.has_hooks",
+    }
+)
+"""What is compared, and not in TransformerLens 2.18.0."""

@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from architectures import ALL_ARCHITECTURES, load_hooked
-from calls import CALLS, LEFT_OUT, WITHOUT_DEVICES, Run
+from calls import CALLS, LEFT_OUT, NEW_IN_3, WITHOUT_DEVICES, Run
 from comparison import assert_agrees
+from packaging.version import Version
 from public import public_names
+from table import table
 from unpatched_tl import transformer_lens_alone
 
 import tl_devicefix
@@ -26,6 +30,19 @@ PUBLIC = public_names()
 def test_every_public_name_is_swept_or_left_out_with_a_reason() -> None:
     assert set(PUBLIC) - CALLS.keys() - LEFT_OUT.keys() == set()
     assert CALLS.keys() & LEFT_OUT.keys() == set()
+
+
+def test_what_is_compared_exists() -> None:
+    """In some version; `NEW_IN_3` says which names TransformerLens 2.18.0 lacks."""
+    missing = (CALLS.keys() | LEFT_OUT.keys()) - set(PUBLIC)
+    assert missing & CALLS.keys() <= NEW_IN_3
+    if Version(version("transformer_lens")) >= Version("3.9"):
+        assert missing == set()
+
+
+def test_the_page_about_it_is_up_to_date() -> None:
+    page = Path(__file__).parents[2] / "docs" / "surface.md"
+    assert page.read_text() == table(), "run: python tests/surface/table.py > docs/surface.md"
 
 
 @pytest.fixture(scope="module")
