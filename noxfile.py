@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import nox
 
-nox.options.sessions = ["lint", "types", "tests-3.9.0", "tests-2.18.0", "demo"]
+nox.options.sessions = [
+    *("lint", "types", "tests-3.9.0", "tests-2.18.0"),
+    *("notebooks-3.9.0", "notebooks-2.18.0", "demo"),
+]
 nox.options.default_venv_backend = "venv"
 
 # TransformerLens 2.x was released before numpy 2, pyarrow 20, datasets 4 and transformers 5.
@@ -47,6 +50,19 @@ def add_tests(transformer_lens: str) -> None:
 # The first two are run by CI; the others are for `nox -s tests-3.5.1`.
 for version in ("3.9.0", "2.18.0", "2.16.1", "3.0.0", "3.5.1"):
     add_tests(version)
+
+
+def add_notebooks(transformer_lens: str) -> None:
+    """Add a session that executes the notebooks on one TransformerLens version."""
+
+    @nox.session(name=f"notebooks-{transformer_lens}")
+    def notebooks(session: nox.Session) -> None:
+        install(session, transformer_lens, "-e", ".[notebooks]")
+        session.run("pytest", "--nbmake", "notebooks", "-n", "2", *session.posargs)
+
+
+for version in ("3.9.0", "2.18.0"):
+    add_notebooks(version)
 
 
 @nox.session
