@@ -210,7 +210,8 @@ def _olmo() -> PretrainedConfig:
 
 
 def _olmo2() -> PretrainedConfig:
-    return transformers.Olmo2Config(**_ROTARY)
+    # With what TransformerLens has written down for the model that it lists.
+    return transformers.Olmo2Config(**_ROTARY, rope_theta=500000.0, rms_norm_eps=1e-6)
 
 
 def _olmoe() -> PretrainedConfig:

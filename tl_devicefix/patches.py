@@ -263,10 +263,14 @@ def restore() -> None:
     _originals.clear()
     while _replaced:
         owner, name, there = _replaced.pop()
+        replacement = vars(owner).get(name)
         if there is _MISSING:
             delattr(owner, name)
         else:
             setattr(owner, name, there)
+        if inspect.ismodule(owner):
+            for module in _modules_with(name, replacement):  # which were imported since
+                setattr(module, name, there)
 
 
 @contextlib.contextmanager
@@ -364,12 +368,16 @@ def _owners(patch: Patch) -> list[Any]:
     """The class, or every module that has imported the function."""
     if patch.owner:
         return [_class(patch.owner)]
-    target = _function(patch.name)
     # TransformerLens 3 imports the name itself into each user; 2 goes through its module.
+    return _modules_with(patch.name, _function(patch.name))
+
+
+def _modules_with(name: str, value: Any) -> list[Any]:
+    """TransformerLens's modules in which a name means this."""
     return [
         module
-        for name, module in list(sys.modules.items())
-        if name.partition(".")[0] == "transformer_lens" and vars(module).get(patch.name) is target
+        for module_name, module in list(sys.modules.items())
+        if module_name.partition(".")[0] == "transformer_lens" and vars(module).get(name) is value
     ]
 
 

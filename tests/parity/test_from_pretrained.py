@@ -95,8 +95,6 @@ def test_every_architecture(
 def test_every_other_architecture(
     name: str, n_devices: int, load: Any, references: Any, machine: Any, tokens: Any
 ) -> None:
-    if load.form == "checkpoint" and name in ("olmo", "olmo-2"):
-        pytest.skip(f"of an {name}, TransformerLens knows the official sizes only")
     reference = references(name)
 
     model = load(name, n_devices=n_devices)

@@ -6,6 +6,8 @@ import functools
 import importlib
 import inspect
 import pydoc
+import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -203,3 +205,20 @@ def test_transformer_bridge_and_its_weight_processing_stay_as_they_were() -> Non
     with tl_devicefix.unpatched():
         differences = changed(parts_of_transformer_lens(), patched)
     assert not differences & {*bridge, *processing}
+
+
+def test_a_module_that_is_imported_while_patched_is_restored_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As transformer_lens.utils is in TransformerLens 3, when another library asks for it."""
+    tl_devicefix.apply()
+    later = types.ModuleType("transformer_lens.imported_later")
+    setattr(later, FUNCTION, tl_devicefix.patches._function(FUNCTION))
+    monkeypatch.setitem(sys.modules, later.__name__, later)
+    replacement = getattr(later, FUNCTION)
+
+    tl_devicefix.restore()
+    assert getattr(later, FUNCTION) is tl_devicefix.patches._function(FUNCTION) is not replacement
+
+    tl_devicefix.apply()
+    assert getattr(later, FUNCTION) is replacement

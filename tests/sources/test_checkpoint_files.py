@@ -133,8 +133,6 @@ def test_bfloat16_weights_loaded_in_float32_lose_nothing(
     tokens: torch.Tensor,
 ) -> None:
     """Whatever converters compute (Gemma's scaled embedding, its norms plus one) is in float32."""
-    if form == "checkpoint" and name in ("olmo", "olmo-2"):
-        pytest.skip(f"of an {name}, TransformerLens knows the official sizes only")
     references(name)  # skips what the installed TransformerLens cannot convert
     in_float32 = hf_models(name, torch.bfloat16, torch.float32)
     architecture = ALL_ARCHITECTURES[name]

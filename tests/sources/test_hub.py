@@ -112,7 +112,7 @@ def test_a_fine_tune_is_loaded_by_its_own_name(
 @pytest.mark.parametrize(
     "architecture",
     [
-        *("gpt2", "gemma-2", "gemma-3", "pythia", "phi", "qwen3", "olmo"),
+        *("gpt2", "gemma-2", "gemma-3", "pythia", "phi", "qwen3", "olmo", "olmo-2"),
     ],
 )
 def test_a_fine_tune_of_any_architecture(
@@ -144,18 +144,6 @@ def test_any_name_will_do(
 
     assert_embeds_as(model, hf_models("qwen2"))
     assert model.tokenizer is not None
-
-
-def test_a_fine_tune_is_configured_by_its_config_and_not_by_the_listed_models(
-    hub: HubCache, hf_models: Any, tokenizer: Any, references: Any, machine: Any, tokens: Any
-) -> None:
-    """The OLMo 2 models that TransformerLens lists have another rotary base."""
-    references("olmo-2")  # skips if TransformerLens has none
-    hub.add("someone/tune", hf_models("olmo-2"), tokenizer)
-
-    model = HookedTransformer.from_pretrained("someone/tune", n_devices=2)
-
-    assert_predicts_as(model, hf_models("olmo-2"), tokens)
 
 
 def test_the_text_model_of_a_multimodal_fine_tune(
