@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tl_devicefix.patches import apply, patched, report, restore, unpatched
 
 if TYPE_CHECKING:
-    from tl_devicefix.gathering import gather_on
+    from tl_devicefix.gathering_device import gather_on
     from tl_devicefix.placement import Placement, plan
     from tl_devicefix.simulation import simulate
 
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 _LAZY = {
-    "gather_on": "tl_devicefix.gathering",
+    "gather_on": "tl_devicefix.gathering_device",
     "Placement": "tl_devicefix.placement",
     "plan": "tl_devicefix.placement",
     "simulate": "tl_devicefix.simulation",

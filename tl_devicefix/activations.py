@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from transformer_lens import ActivationCache
 
-from tl_devicefix.alignment import move
-from tl_devicefix.gathering import ReadOn, chosen_device, gather_on
+from tl_devicefix.carrying import move
+from tl_devicefix.gathering import ReadOn
+from tl_devicefix.gathering_device import chosen_device, gather_on
 from tl_devicefix.patches import original
 from tl_devicefix.placement import Placement
 
@@ -148,6 +149,18 @@ def _with_cache_at_home(
 
 
 @functools.cache
+def read_where_chosen(name: str) -> Callable[..., Any]:
+    """`ActivationCache.__getitem__` and its like, also of a plain dict within `gather_on`."""
+
+    def method(self: Any, *args: Any) -> Any:
+        chosen = chosen_device()
+        view = self if chosen is None else _read_at(self, chosen)
+        return original(ActivationCache, name)(view, *args)
+
+    return method
+
+
+@functools.cache
 def reading_together(name: str) -> Callable[..., Any]:
     """A method of ActivationCache that reads activations and weights of several blocks together.
 
@@ -159,14 +172,17 @@ def reading_together(name: str) -> Callable[..., Any]:
         there, device = original(ActivationCache, name), _read_on(self)
         if device is None:
             return there(self, *args, **kwargs)
-        view = copy.copy(self)
+        view = _read_at(self, device)
         view.model = ReadOn(_model_of(self), device)
         with gather_on(device):
-            return there(
+            result = there(
                 view,
                 *(move(each, device) for each in args),
                 **{key: move(each, device) for key, each in kwargs.items()},
             )
+        if view.cache_dict is not self.cache_dict:  # to which it may have added head results
+            self.cache_dict.update(view.cache_dict.stored())
+        return result
 
     return method
 
@@ -176,14 +192,15 @@ def compute_head_results(self: Any) -> None:
 
     The results are larger than what they are computed from, and so stay there until they are read.
     """
-    if not isinstance(self.cache_dict, CacheAtHome) or self.model is None:
+    placement = getattr(_model_of(self), "placement", None)
+    if not isinstance(self.cache_dict, CacheAtHome) or placement is None:
         reading_together("compute_head_results")(self)
         return
-    in_place = copy.copy(self)
-    in_place.model, in_place.cache_dict = _model_of(self), self.cache_dict.stored()
+    in_place = _in_place(self)
+    in_place.model = _model_of(self)
     for name, value in in_place.cache_dict.items():
         if name.endswith("attn.hook_z"):  # someone may have put it elsewhere
-            in_place.cache_dict[name] = move(value, in_place.model.placement.device_of(name))
+            in_place.cache_dict[name] = move(value, placement.device_of(name))
     original(ActivationCache, "compute_head_results")(in_place)
     self.cache_dict.update(in_place.cache_dict)
 
@@ -193,8 +210,7 @@ def remove_batch_dim(self: Any) -> Any:
     there = original(ActivationCache, "remove_batch_dim")
     if not isinstance(self.cache_dict, CacheAtHome):
         return there(self)
-    in_place = copy.copy(self)
-    in_place.cache_dict = self.cache_dict.stored()
+    in_place = _in_place(self)
     there(in_place)
     self.cache_dict.update(in_place.cache_dict)
     self.has_batch_dim = in_place.has_batch_dim
@@ -206,11 +222,33 @@ def apply_slice_to_batch_dim(self: Any, batch_slice: Any) -> Any:
     there = original(ActivationCache, "apply_slice_to_batch_dim")
     if not isinstance(self.cache_dict, CacheAtHome):
         return there(self, batch_slice)
-    in_place = copy.copy(self)
-    in_place.cache_dict = self.cache_dict.stored()
-    sliced = there(in_place, batch_slice)
+    sliced = there(_in_place(self), batch_slice)
     sliced.cache_dict = self.cache_dict.of(sliced.cache_dict)
     return sliced
+
+
+def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`ActivationCache.to`: each activation goes there from where it is, not by way of home."""
+    there = original(ActivationCache, "to")
+    if not isinstance(self.cache_dict, CacheAtHome):
+        return there(self, *args, **kwargs)
+    self.cache_dict = there(_in_place(self), *args, **kwargs).cache_dict
+    return self
+
+
+def _in_place(cache: Any) -> Any:
+    """The same cache, with each activation read where it was computed."""
+    view = copy.copy(cache)
+    view.cache_dict = cache.cache_dict.stored()
+    return view
+
+
+def _read_at(cache: Any, device: torch.device) -> Any:
+    """The same cache, also one in a plain dict, read on a device."""
+    view = copy.copy(cache)
+    if not isinstance(cache.cache_dict, CacheAtHome):
+        view.cache_dict = CacheAtHome(device).of(cache.cache_dict)
+    return view
 
 
 def _model_of(cache: Any) -> Any:
@@ -219,12 +257,12 @@ def _model_of(cache: Any) -> Any:
 
 def _read_on(cache: Any) -> torch.device | None:
     """Where a cache is read; None if TransformerLens needs no help there."""
-    placement = getattr(_model_of(cache), "placement", None)
-    if cache.model is None or (chosen_device() is None and placement is None):
+    if cache.model is None:
         return None
-    if chosen_device() is not None:
+    placement = getattr(_model_of(cache), "placement", None)
+    if chosen_device() is not None or placement is None:
         return chosen_device()
     if isinstance(cache.cache_dict, CacheAtHome):
         return cache.cache_dict.home
-    moved_to = {tensor.device for tensor in cache.cache_dict.values()}
-    return moved_to.pop() if len(moved_to) == 1 else None
+    lie_on = {tensor.device for tensor in cache.cache_dict.values()}
+    return lie_on.pop() if len(lie_on) == 1 else placement.home

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tl_devicefix.attached import attach, detach
+from tl_devicefix.carrying import bring_home, move
 from tl_devicefix.devices import with_index
 from tl_devicefix.hooking import let_hooks_be, let_hooks_mix
 from tl_devicefix.interruption import refuse_unfinished
@@ -39,6 +41,7 @@ def align(model: Any, placement: Placement) -> None:
             handles.append(_before(component, CarryTo(device)))
             handles.append(component.register_forward_hook(BringHome(placement.home)))
     model.__dict__[_HANDLES] = handles
+    attach(model, placement)
     let_hooks_mix(model, placement)
 
 
@@ -51,10 +54,19 @@ def unalign(model: Any) -> None:
     """Remove the hooks that `align` added, and ALiBi biases left on an earlier device."""
     for handle in model.__dict__.pop(_HANDLES, ()):
         handle.remove()
+    detach(model)
     let_hooks_be(model)
     if model.cfg.positional_embedding_type == "alibi":
         for block in model.blocks:
             block.attn.alibi = None  # TransformerLens makes it anew
+
+
+def setup(self: Any) -> Any:
+    """`HookedRootModule.setup`, which is called whenever a module has been attached or removed."""
+    result = original(type(self), "setup")(self)
+    if is_aligned(self):
+        align(self, self.placement)
+    return result
 
 
 def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -151,13 +163,6 @@ class BringHome:
         return bring_home(output, self.home)
 
 
-def bring_home(output: Any, home: torch.device) -> Any:
-    """Bring a tensor, or the tensors in TransformerLens's `Output`, to the home device."""
-    if isinstance(output, tuple) and hasattr(output, "_fields"):
-        return type(output)(*(move(part, home) for part in output))
-    return move(output, home)
-
-
 @dataclass(frozen=True)
 class PrepareAlibi:
     """Forward pre-hook: have an attention layer's ALiBi bias on the layer's own device.
@@ -178,13 +183,6 @@ class PrepareAlibi:
         if bias is None or bias.shape[-1] < length:
             bias = attention.create_alibi_bias(attention.cfg.n_heads, length, self.device)
         attention.alibi = move(bias, self.device)
-
-
-def move(value: Any, device: torch.device) -> Any:
-    """Bring a tensor to a device; leave anything else alone."""
-    if isinstance(value, torch.Tensor) and value.device != device:
-        return value.to(device)
-    return value
 
 
 # Which placement belongs to a config: TransformerLens asks for a block's device by config alone.

@@ -6,11 +6,9 @@ by block; the model stays where it is.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -18,50 +16,19 @@ import torch
 from torch import nn
 from transformer_lens import HookedTransformer
 
-from tl_devicefix.alignment import move
-from tl_devicefix.devices import DeviceLike, free_memory, resolve
+from tl_devicefix.carrying import move
+from tl_devicefix.devices import free_memory
 from tl_devicefix.fitting import gib
+from tl_devicefix.gathering_device import chosen_device, gather_on
 from tl_devicefix.patches import original
-
-_chosen: ContextVar[torch.device | None] = ContextVar("gather_on", default=None)
-
-
-@contextlib.contextmanager
-def gather_on(device: DeviceLike) -> Iterator[None]:
-    """Within it, what is gathered from several devices is read on `device` instead of home.
-
-    That is stacked weights (`model.W_in`, `model.OV`), `model.W_E` and `model.W_U`, cached
-    activations, and what TransformerLens computes from them. For what home has no room for: the
-    stacked `W_in` of a 70B model is 37 GB. What is read is a copy: changing it does not change the
-    model.
-
-    Args:
-        device: usually "cpu".
-
-    Raises:
-        ValueError: if there is no such device.
-
-    >>> with gather_on("cpu"):  # doctest: +SKIP
-    ...     norms = model.W_in.norm(dim=(1, 2))
-    """
-    token = _chosen.set(resolve(device))
-    try:
-        yield
-    finally:
-        _chosen.reset(token)
-
-
-def chosen_device() -> torch.device | None:
-    """The device of the innermost `gather_on`, if any."""
-    return _chosen.get()
 
 
 def gathering_device(model: Any) -> torch.device | None:
     """Where a model's weights are read together; None if they are where they should be."""
     placement = getattr(model, "placement", None)
-    if _chosen.get() is None and placement is not None and len(placement.devices) > 1:
+    if chosen_device() is None and placement is not None and len(placement.devices) > 1:
         return placement.home
-    return _chosen.get()
+    return chosen_device()
 
 
 STACKED = {
@@ -90,10 +57,10 @@ def stacked(name: str) -> Callable[[Any], Any]:
 
 @functools.cache
 def single(name: str) -> Callable[[Any], Any]:
-    """The getter of `HookedTransformer.W_E` and its like: within `gather_on`, a copy there."""
+    """The getter of `HookedTransformer.W_E` and its like: a copy, if it is read elsewhere."""
 
     def get(self: Any) -> Any:
-        weight, device = original(type(self), name).fget(self), chosen_device()
+        weight, device = original(type(self), name).fget(self), gathering_device(self)
         return weight if device is None else move(weight, device)
 
     return get
@@ -103,13 +70,16 @@ class _StackOn(torch.autograd.Function):
     """torch.stack of tensors of any devices on one, without a second copy; differentiable."""
 
     @staticmethod
-    def forward(ctx: Any, device: torch.device, *weights: torch.Tensor) -> torch.Tensor:
-        ctx.devices = [weight.device for weight in weights]
+    def forward(device: torch.device, *weights: torch.Tensor) -> torch.Tensor:
         first = weights[0]
         stack = torch.empty((len(weights), *first.shape), dtype=first.dtype, device=device)
         for layer, weight in enumerate(weights):
             stack[layer].copy_(weight)
         return stack
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+        ctx.devices = [weight.device for weight in inputs[1:]]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:

@@ -2,20 +2,20 @@
 
 A hook sees the activation on its block's device. Written for one device, it adds a steering vector
 or patches in a cached activation, which are at home. While it runs, torch functions that mix the
-model's devices bring their arguments to the activation's device; what is changed in place stays
-where it is. What the hook returns goes on from the activation's device.
+model's devices, or the device of `gather_on`, bring their arguments to the activation's device;
+what is changed in place stays where it is. What the hook returns goes on from there too.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from transformer_lens.hook_points import HookPoint
 
+from tl_devicefix.gathering_device import chosen_device
+from tl_devicefix.joining import JoinedAt
 from tl_devicefix.patches import original
 from tl_devicefix.placement import Placement
 
@@ -66,10 +66,13 @@ class HookAcrossDevices:
         Raises:
             RuntimeError: if it mixes or returns tensors of devices that are not the model's.
         """
-        devices = getattr(getattr(hook, "_target", hook), _DEVICES, None)
-        if devices is None:
+        point = getattr(hook, "_target", hook)
+        devices: frozenset[torch.device] = getattr(point, _DEVICES, frozenset())
+        chosen, here = chosen_device(), activation.device
+        if chosen is not None:
+            devices |= {here, chosen}
+        if not devices:
             return self._hook(activation, hook=hook)
-        here = activation.device
         try:
             with JoinedAt(here, devices):
                 result = self._hook(activation, hook=hook)
@@ -95,59 +98,3 @@ def _at(result: Any, here: torch.device, devices: frozenset[torch.device], name:
             f"{here}: return it with .to(activation.device)"
         )
     return result.to(here)
-
-
-class JoinedAt(TorchFunctionMode):
-    """Within it, torch functions that mix a model's devices bring their arguments together.
-
-    Args:
-        device: where to.
-        devices: the model's; a tensor of another device is left alone, and torch says so.
-    """
-
-    def __init__(self, device: torch.device, devices: frozenset[torch.device]) -> None:
-        super().__init__()
-        self._device = device
-        self._devices = devices
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name not in _MIXING and len({t.device for t in _tensors((args, kwargs))}) > 1:
-            changed = kwargs.get("out", args[0] if _changes_first(name) else None)
-            target = changed.device if isinstance(changed, torch.Tensor) else self._device
-            args, kwargs = self._joined((args, kwargs), target)
-        return func(*args, **kwargs)
-
-    def _joined(self, value: Any, target: torch.device) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.to(target) if value.device in self._devices - {target} else value
-        if type(value) in (tuple, list):
-            return type(value)(self._joined(each, target) for each in value)
-        if type(value) is dict:
-            return {key: self._joined(each, target) for key, each in value.items()}
-        return value
-
-
-# These take tensors of several devices as they are.
-_MIXING = frozenset({"to", "copy_", "type_as", "__set__", "set_", "grad", "backward"})
-
-
-def _changes_first(name: str) -> bool:
-    """Whether a torch function changes its first argument in place, by its name."""
-    if name.startswith("__"):
-        return name == "__setitem__" or name.startswith("__i")
-    return name.endswith("_")
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested arguments."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, dict):
-        yield from _tensors(tuple(value.values()))

@@ -50,7 +50,6 @@ def _table() -> tuple[Patch, ...]:
     from tl_devicefix import (
         activations,
         alignment,
-        attached,
         devices,
         gathering,
         hooking,
@@ -107,7 +106,7 @@ def _table() -> tuple[Patch, ...]:
         Patch("__setstate__", moving.__setstate__, ("self", "state"), "copies keep the placement"),
         Patch(
             "setup",
-            attached.setup,
+            alignment.setup,
             ("self",),
             "SAEs and the like run where they are, whatever block they are attached to",
         ),
@@ -198,6 +197,23 @@ def _table() -> tuple[Patch, ...]:
             ("self", "batch_slice"),
             "activations stay where they are",
             owner="ActivationCache",
+        ),
+        Patch(
+            "to",
+            activations.to,
+            ("self", "device"),
+            "activations go there from where they are, not by way of home",
+            owner="ActivationCache",
+        ),
+        *(
+            Patch(
+                name,
+                activations.read_where_chosen(name),
+                ("self",),
+                "activations are read on the device of `gather_on`",
+                owner="ActivationCache",
+            )
+            for name in ("__getitem__", "items", "values")
         ),
         Patch(
             "add_hook",
