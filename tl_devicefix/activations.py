@@ -17,7 +17,7 @@ from transformer_lens import ActivationCache
 
 from tl_devicefix.carrying import move
 from tl_devicefix.gathering import ReadOn
-from tl_devicefix.gathering_device import chosen_device, gather_on
+from tl_devicefix.gathering_device import chosen_device, gather_nowhere, gather_on
 from tl_devicefix.patches import original
 from tl_devicefix.placement import Placement
 
@@ -180,11 +180,18 @@ def reading_together(name: str) -> Callable[..., Any]:
                 *(move(each, device) for each in args),
                 **{key: move(each, device) for key, each in kwargs.items()},
             )
-        if view.cache_dict is not self.cache_dict:  # to which it may have added head results
-            self.cache_dict.update(view.cache_dict.stored())
+        if view.cache_dict is not self.cache_dict:
+            _keep_head_results(view.cache_dict, self.cache_dict)
         return result
 
     return method
+
+
+def _keep_head_results(read: CacheAtHome, cache_dict: dict[str, torch.Tensor]) -> None:
+    """Add what a method has computed for later, where the rest of the plain dict is."""
+    for name in read:
+        if name not in cache_dict:
+            cache_dict[name] = read[name]
 
 
 def compute_head_results(self: Any) -> None:
@@ -201,7 +208,8 @@ def compute_head_results(self: Any) -> None:
     for name, value in in_place.cache_dict.items():
         if name.endswith("attn.hook_z"):  # someone may have put it elsewhere
             in_place.cache_dict[name] = move(value, placement.device_of(name))
-    original(ActivationCache, "compute_head_results")(in_place)
+    with gather_nowhere():
+        original(ActivationCache, "compute_head_results")(in_place)
     self.cache_dict.update(in_place.cache_dict)
 
 

@@ -20,7 +20,7 @@ def gather_on(device: DeviceLike) -> Iterator[None]:
     That is stacked weights (`model.W_in`, `model.OV`), `model.W_E` and `model.W_U`, cached
     activations, and what TransformerLens computes from them. For what home has no room for: the
     stacked `W_in` of a 70B model is 37 GB. What is read is a copy: changing it does not change the
-    model.
+    model. A model on one device is read there too. It holds in this thread (or task) only.
 
     Args:
         device: usually "cpu".
@@ -31,7 +31,18 @@ def gather_on(device: DeviceLike) -> Iterator[None]:
     >>> with gather_on("cpu"):  # doctest: +SKIP
     ...     norms = model.W_in.norm(dim=(1, 2))
     """
-    token = _chosen.set(resolve(device))
+    with _choosing(resolve(device)):
+        yield
+
+
+def gather_nowhere() -> contextlib.AbstractContextManager[None]:
+    """Within it, an outer `gather_on` is not in force."""
+    return _choosing(None)
+
+
+@contextlib.contextmanager
+def _choosing(device: torch.device | None) -> Iterator[None]:
+    token = _chosen.set(device)
     try:
         yield
     finally:

@@ -45,7 +45,7 @@ class JoinedAt(TorchFunctionMode):
         changed = _changed_in_place(func, args, kwargs)
         together = _Together(self._device if changed is None else changed.device, self._devices)
         result = func(*together.join(args), **together.join(kwargs))
-        return together.part(result)
+        return together.part(result, getattr(func, "__name__", "") in _UNCOUNTED)
 
 
 class _Together:
@@ -70,16 +70,20 @@ class _Together:
             return self._copies[id(value)][1]
         return _map(value, self.join)
 
-    def part(self, result: Any) -> Any:
+    def part(self, result: Any, uncounted: bool) -> Any:
         """The result, after what was changed in copies is written back.
 
         That is `out=` in a tuple, lists that `torch._foreach_*_` changes, running statistics.
         """
         for original, copy, version in self._copies.values():
-            if _version(copy) != version:
+            if _version(copy) != version or (uncounted and not copy.requires_grad):
                 original.copy_(copy)
         originals = {id(copy): original for original, copy, _ in self._copies.values()}
         return originals.get(id(result), result)
+
+
+_UNCOUNTED = frozenset({"batch_norm", "instance_norm"})
+"""Their running statistics change without torch counting it."""
 
 
 def _map(value: Any, change: Callable[[Any], Any]) -> Any:
