@@ -125,6 +125,35 @@ def test_an_sae_that_is_added_and_reset_is_left_as_it_was(
     assert tl_devicefix.patches.is_applied()
 
 
+@pytest.mark.parametrize("target", ["cpu", "sim:1"])
+def test_a_model_that_is_gathered_with_its_sae(
+    target: str, models: Any, make_sae: Any, tokens: torch.Tensor
+) -> None:
+    """The SAE is not part of the model, and is moved by its owner, as on one device."""
+    model, reference = models
+    sae = make_sae("sim:0")
+    model.add_sae(sae)
+    reference.add_sae(make_sae("cpu"))
+
+    model.to(target)
+    sae.to(target)
+
+    assert_agrees(model(tokens), reference(tokens), torch.device(target))
+
+
+def test_an_sae_that_is_moved_while_it_is_attached(
+    models: Any, make_sae: Any, tokens: torch.Tensor
+) -> None:
+    model, reference = models
+    sae = make_sae("sim:0")
+    model.add_sae(sae)
+
+    sae.to(model.placement.device_of(HOOK))
+
+    expected = reference.run_with_saes(tokens, saes=[make_sae("cpu")])
+    assert_agrees(model(tokens), expected, model.placement.home)
+
+
 def test_gradients_of_an_sae_s_features(models: Any, make_sae: Any, tokens: torch.Tensor) -> None:
     """As attribution by features takes them."""
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from comparison import assert_agrees
 from kinds import home_of
-from transformer_lens import SVDInterpreter
+from transformer_lens import ActivationCache, SVDInterpreter
 
 import tl_devicefix
 from tl_devicefix import gather_on
@@ -27,6 +28,7 @@ def test_weights_are_read_on_the_chosen_device(name: str, model: Any, reference:
     assert getattr(model, name).device == home_of(model)
 
 
+@pytest.mark.parametrize("spread", [1, 4])
 @pytest.mark.parametrize("kind", ["gpt2"])
 def test_caches_and_what_is_computed_from_them_are_too(
     model: Any, reference: Any, tokens: torch.Tensor
@@ -54,6 +56,59 @@ def test_caches_and_what_is_computed_from_them_are_too(
         expected_vectors = SVDInterpreter(reference).get_singular_vectors("w_out", 4, 2)
         assert_agrees(vectors.abs(), expected_vectors.abs(), CPU, 1e-4)
     assert cache["resid_post", 4].device == home_of(model)
+
+
+@pytest.mark.parametrize("spread", [1, 4])
+def test_a_cache_and_the_unembedding_meet(model: Any, reference: Any, tokens: torch.Tensor) -> None:
+    expected = reference.run_with_cache(tokens)[1]["resid_post", 3] @ reference.W_U
+    _, cache = model.run_with_cache(tokens)
+
+    with gather_on("cpu"):
+        assert_agrees(cache["resid_post", 3] @ model.W_U, expected, CPU)
+        assert {value.device for value in cache.values()} == {CPU}
+    assert_agrees(cache["resid_post", 3] @ model.W_U, expected, home_of(model))
+
+
+@pytest.mark.parametrize("spread", ["scattered"])
+def test_the_embeddings_and_the_unembedding_are_read_at_home_wherever_they_are(
+    model: Any, reference: Any
+) -> None:
+    assert model.unembed.W_U.device != home_of(model)
+    for name in ("W_E", "W_U", "b_U"):
+        assert_agrees(getattr(model, name), getattr(reference, name), home_of(model))
+
+
+@pytest.mark.parametrize("kind", ["gpt2"])
+def test_a_cache_that_the_caller_brings_is_read_together(
+    model: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    """Its dict is the caller's, and so each activation lies where it was computed."""
+
+    def run(model: Any) -> Any:
+        brought: dict[str, torch.Tensor] = {}
+        cache, hooks, _ = model.get_caching_hooks(cache=brought)
+        model.run_with_hooks(tokens, fwd_hooks=hooks)
+        assert cache is brought
+        cached = ActivationCache(brought, model)
+        return [cached.accumulated_resid(apply_ln=True), cached.stack_head_results()]
+
+    assert_agrees(run(model), run(reference), home_of(model))
+
+
+def test_it_holds_for_its_own_thread_only(model: Any) -> None:
+    with gather_on("cpu"), ThreadPoolExecutor(1) as threads:
+        assert threads.submit(lambda: model.W_Q.device).result() == home_of(model)
+
+
+def test_functional_gradients_of_gathered_weights(model: Any, reference: Any) -> None:
+    def gradient(model: Any) -> dict[str, torch.Tensor]:
+        def loss(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+            with torch.nn.utils.stateless._reparametrize_module(model, weights):
+                return model.W_Q.pow(2).sum()
+
+        return torch.func.grad(loss)({k: v.detach() for k, v in model.named_parameters()})
+
+    assert_agrees(gradient(model), gradient(reference))
 
 
 def test_another_device_than_home_or_the_cpu(model: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,8 @@ from architectures import N_LAYERS
 from comparison import assert_agrees
 from kinds import everywhere, home_of
 from transformer_lens import patching
+
+import tl_devicefix
 
 RESIDUALS = [f"blocks.{i}.hook_resid_post" for i in range(N_LAYERS)]
 
@@ -184,6 +187,107 @@ def test_run_with_hooks_from_a_layer_on(model: Any, reference: Any, tokens: torc
     actual = model.run_with_hooks(residual, **options)
 
     assert_agrees(actual, reference.run_with_hooks(residual, **options), home_of(model))
+
+
+def into_several(a: torch.Tensor, zeros: Any) -> Any:
+    values, indices = zeros(2, 9, 3), zeros(2, 9, 3).long()
+    torch.topk(a, 3, out=(values, indices))
+    return values, indices
+
+
+def into_a_view(a: torch.Tensor, zeros: Any) -> Any:
+    buffer = zeros(a.numel())
+    buffer.view_as(a).add_(a)
+    return buffer
+
+
+def into_an_entry(a: torch.Tensor, zeros: Any) -> Any:
+    counts = zeros(20)
+    counts[a[0, 0].argmax()].add_(1)
+    return counts
+
+
+def into_lists(a: torch.Tensor, zeros: Any) -> Any:
+    sums = [zeros(a.shape[-1]), zeros(a.shape[-1])]
+    torch._foreach_add_(sums, [a.sum((0, 1)), a.mean((0, 1))])
+    return sums
+
+
+def by_keyword(a: torch.Tensor, zeros: Any) -> Any:
+    buffer = zeros(a.shape[-1])
+    torch.index_put_(
+        input=buffer, indices=[torch.tensor([1], device=a.device)], values=a[0, 0, :1].clone()
+    )
+    return buffer
+
+
+def by_out(a: torch.Tensor, zeros: Any) -> Any:
+    buffer = zeros(*a.shape)
+    same = torch.add(a, buffer, out=buffer)
+    same.mul_(a)
+    return buffer
+
+
+def by_a_histogram(a: torch.Tensor, zeros: Any) -> Any:
+    top = a.argmax(-1).flatten()
+    return zeros(a.shape[-1]).scatter_add_(0, top, torch.ones(len(top), device=a.device))
+
+
+def by_batch_norm(a: torch.Tensor, zeros: Any) -> Any:
+    norm = torch.nn.BatchNorm1d(a.shape[-1]).to(zeros(1).device)
+    return norm(a.flatten(0, 1)), norm.running_mean, norm.running_var
+
+
+def by_a_gradient(a: torch.Tensor, zeros: Any) -> Any:
+    leaf = a.detach().clone().requires_grad_()
+    leaf.grad = zeros(*a.shape) + 1
+    return leaf.grad
+
+
+@pytest.mark.fails_unpatched
+@pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(into_several, into_a_view, into_an_entry, into_lists, by_keyword, by_out),
+        *(by_a_histogram, by_batch_norm, by_a_gradient),
+    ],
+)
+def test_a_buffer_at_home_that_a_hook_changes(
+    change: Any, without_gradients: Any, model: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    def run(model: Any) -> Any:
+        found = []
+
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(*shape, device=model.cfg.device)
+
+        def look(activation: torch.Tensor, hook: Any) -> None:
+            found.append(change(activation, zeros))
+
+        with without_gradients():
+            model.run_with_hooks(tokens, fwd_hooks=[(RESIDUALS[4], look)])
+        return found
+
+    assert_agrees(run(model), run(reference))
+
+
+@pytest.mark.parametrize("spread", [1, 4])
+def test_a_hook_that_reads_weights_and_caches_on_a_chosen_device(
+    model: Any, reference: Any, tokens: torch.Tensor, other_tokens: torch.Tensor
+) -> None:
+    def run(model: Any, within: Any) -> torch.Tensor:
+        _, clean = model.run_with_cache(other_tokens)
+
+        def change(activation: torch.Tensor, hook: Any) -> torch.Tensor:
+            return activation + clean[hook.name] + (activation @ model.W_U) @ model.W_U.T
+
+        with within:
+            return model.run_with_hooks(tokens, fwd_hooks=[(RESIDUALS[4], change)])
+
+    assert_agrees(
+        run(model, tl_devicefix.gather_on("cpu")), run(reference, nullcontext()), home_of(model)
+    )
 
 
 def test_a_hook_that_mixes_in_a_tensor_of_no_device_of_the_model_is_named(

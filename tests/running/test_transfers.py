@@ -241,6 +241,20 @@ def test_removing_the_batch_dimension_copies_nothing(
     assert len({tensor.device for tensor in cache.cache_dict.stored().values()}) == 4
 
 
+@pytest.mark.parametrize("target", ["cpu", "sim:2"])
+def test_moving_a_cache_copies_each_activation_once(
+    target: str, model: Any, at_home: torch.Tensor, transfers_of: Any
+) -> None:
+    _, cache = model.run_with_cache(at_home)
+    there = torch.device(target)
+    elsewhere = [each for each in cache.cache_dict.stored().values() if each.device != there]
+
+    copied = transfers_of(cache.to, target)
+
+    assert sum(t.bytes for t in copied) == sum(each.nbytes for each in elsewhere)
+    assert {t.target for t in copied} == {there}
+
+
 def test_a_hook_that_takes_a_tensor_from_home_copies_it_once(
     model: Any, at_home: torch.Tensor, transfers_of: Any
 ) -> None:

@@ -85,6 +85,12 @@ def calls(prefix: str, functions: dict[str, Call]) -> None:
         call(f"{prefix}.{name}", case)(function)
 
 
+def calls_of(name: str, functions: dict[str, Call]) -> None:
+    """Register several cases of one name."""
+    for case, function in functions.items():
+        call(name, case)(function)
+
+
 def results(value: Any) -> Any:
     """What a call returned, made of tensors, sequences and dicts."""
     if isinstance(value, FactoredMatrix):
@@ -574,10 +580,20 @@ def move_cache(run: Run) -> Any:
     return dict(cache.items())
 
 
-@call("ActivationCache.remove_batch_dim")
-def remove_batch_dim(run: Run) -> Any:
-    cache = run.model.run_with_cache(run.tokens[:1])[1].remove_batch_dim()
+def without_batch_dim(cache: ActivationCache) -> Any:
+    cache.remove_batch_dim()
     return [cache.accumulated_resid(), cache.stack_head_results(), cache["resid_post", 3]]
+
+
+calls_of(
+    "ActivationCache.remove_batch_dim",
+    {
+        "": lambda run: without_batch_dim(run.model.run_with_cache(run.tokens[:1])[1]),
+        "moved_to_the_CPU": lambda run: without_batch_dim(
+            run.model.run_with_cache(run.tokens[:1])[1].to("cpu")
+        ),
+    },
+)
 
 
 @call("ActivationCache.toggle_autodiff")
@@ -590,17 +606,26 @@ def toggle_autodiff(run: Run) -> Any:
         torch.set_grad_enabled(was)
 
 
-@call("ActivationCache.accumulated_resid", "missing_names")
-def missing_names(run: Run) -> Any:
-    cache = run.model.run_with_cache(run.tokens, names_filter=lambda n: "resid_post" in n)[1]
-    return [cache.stack_activation("resid_post"), cache["resid_post", 2], "hook_embed" in cache]
+def only(run: Run, *names: str) -> ActivationCache:
+    return run.model.run_with_cache(run.tokens, names_filter=lambda name: name.endswith(names))[1]
+
+
+calls_of(
+    "ActivationCache.accumulated_resid",
+    {
+        "with_no_other_names_cached": lambda run: only(
+            run, "resid_pre", "resid_post", "ln_final.hook_scale"
+        ).accumulated_resid(apply_ln=True),
+        "with_a_name_missing": lambda run: only(run, "resid_pre").accumulated_resid(),
+    },
+)
 
 
 @call("ActivationCache.stack_activation", "model_gone")
 def model_gone(run: Run) -> Any:
     cache = run.cache
     cache.model = None
-    return [cache["blocks.3.hook_resid_post"], len(cache)]
+    return [cache.stack_activation("resid_post", layer=LAST), cache["blocks.3.hook_resid_post"]]
 
 
 # --------------------------------------------------------------------------------------------
@@ -627,6 +652,13 @@ calls(
         "ndim": lambda run: run.matrix.ndim,
         "pair": lambda run: run.matrix.pair,
         "unsqueeze": lambda run: results(run.matrix.unsqueeze(0)),
+        "__getitem__ QK": lambda run: results(run.model.QK[2, 1]),
+        "AB QK": lambda run: run.model.QK.AB,
+        "svd QK": lambda run: run.model.QK.svd()[1],
+        "__matmul__": lambda run: (run.matrix[LAST] @ run.model.W_U).AB,
+        "__rmatmul__": lambda run: (run.model.W_E @ run.model.QK[LAST] @ run.model.W_E.T).AB,
+        "__mul__": lambda run: (run.matrix * run.direction.sum()).AB,
+        "__rmul__": lambda run: (run.direction.sum() * run.matrix).AB,
     },
 )
 

@@ -12,7 +12,10 @@ from transformer_lens.hook_points import HookPoint
 
 CLASSES = (HookedTransformer, ActivationCache, FactoredMatrix, SVDInterpreter, HookPoint)
 MODULES = ("patching", "head_detector", "evals", "train")
-SPECIAL = ("__getitem__", "__iter__", "__len__")
+SPECIAL = (
+    *("__getitem__", "__iter__", "__len__"),
+    *("__matmul__", "__rmatmul__", "__mul__", "__rmul__"),
+)
 """Methods with a protocol's name that users call by its syntax."""
 
 

@@ -1,0 +1,123 @@
+"""Modules that people attach to a block: they are at home, and run on any block."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from comparison import assert_agrees
+from kinds import home_of
+from torch import nn
+
+
+class Probe(nn.Module):
+    """A module of a user's own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(-1, 1, width))
+
+    def forward(self, residual: torch.Tensor) -> torch.Tensor:
+        return residual * self.scale
+
+
+class Beside(nn.Module):
+    """A wrapper: a module of TransformerLens, and a probe beside it."""
+
+    def __init__(self, inside: nn.Module, probe: Probe) -> None:
+        super().__init__()
+        self.inside, self.probe = inside, probe
+
+    def forward(self, residual: torch.Tensor) -> torch.Tensor:
+        return self.inside(residual) + self.probe(residual)
+
+
+def own_module(model: Any) -> None:
+    model.blocks[4].mlp = Probe(model.cfg.d_model).to(model.cfg.device)
+
+
+def torch_s_module(model: Any) -> None:
+    width = model.cfg.d_model
+    linear = nn.Linear(width, width)
+    with torch.no_grad():
+        linear.weight.copy_(torch.eye(width) / 2)
+        linear.bias.fill_(0.1)
+    model.blocks[4].mlp = nn.Sequential(linear, nn.GELU()).to(model.cfg.device)
+
+
+def wrappers(model: Any) -> None:
+    for layer in (1, 4):
+        probe = Probe(model.cfg.d_model).to(model.cfg.device)
+        model.blocks[layer].mlp = Beside(model.blocks[layer].mlp, probe)
+
+
+@pytest.fixture(params=[own_module, torch_s_module, wrappers])
+def attached(request: pytest.FixtureRequest, model: Any, reference: Any) -> tuple[Any, Any]:
+    """Copies of a spread model and its reference with something attached."""
+    pair = copy.deepcopy(model), copy.deepcopy(reference)
+    for each in pair:
+        request.param(each)
+        each.setup()
+    return pair
+
+
+@pytest.mark.fails_unpatched
+def test_it_runs_where_its_weights_are(attached: Any, tokens: torch.Tensor) -> None:
+    model, reference = attached
+    assert_agrees(model(tokens), reference(tokens), home_of(model))
+    assert_agrees(copy.deepcopy(model)(tokens), reference(tokens), home_of(model))
+
+
+@pytest.mark.parametrize("target", ["cpu", "sim:2"])
+def test_it_follows_a_model_that_is_gathered_on_one_device(
+    target: str, attached: Any, tokens: torch.Tensor
+) -> None:
+    model, reference = attached
+
+    model.to(target)
+
+    assert_agrees(model(tokens), reference(tokens), torch.device(target))
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_it_may_be_attached_before_the_model_is_spread(
+    load: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    model, reference = load("llama", 1), copy.deepcopy(reference)
+    for each in (model, reference):
+        own_module(each)
+        each.setup()
+    model.cfg.n_devices = 4
+
+    model.move_model_modules_to_device()
+
+    assert_agrees(model(tokens), reference(tokens), home_of(model))
+
+
+def test_a_forward_of_its_own_comes_back_when_it_is_removed(
+    model: Any, tokens: torch.Tensor
+) -> None:
+    """As accelerate's hooks and users' patches set one on a module."""
+    model = copy.deepcopy(model)
+    probe, before = Probe(model.cfg.d_model).to(model.cfg.device), model.blocks[4].mlp
+
+    def double(residual: torch.Tensor) -> torch.Tensor:
+        return residual * 2 * probe.scale
+
+    probe.forward = double  # type: ignore[method-assign]
+    model.blocks[4].mlp = probe
+    model.setup()
+    changed = model(tokens)
+    model.blocks[4].mlp = before
+    model.setup()
+
+    assert probe.forward is double
+    assert not torch.allclose(model(tokens), changed)
+
+
+def test_torch_s_modules_of_transformer_lens_itself_are_left_alone(model: Any) -> None:
+    model = copy.deepcopy(model)
+    model.setup()
+    assert all("forward" not in vars(module) for module in model.modules())
