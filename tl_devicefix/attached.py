@@ -1,7 +1,7 @@
 """Modules that people attach to a block, such as SAEs and probes: run where they are.
 
 Written for one device, they are at home, whichever block they are attached to. What goes into one
-joins its weights, and what comes out is carried back to the block.
+joins its weights, and what comes out is carried back to where its input was.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tl_devicefix.carrying import bring_home
-from tl_devicefix.joining import JoinedAt
+from tl_devicefix.joining import JoinedAt, tensors_in
 from tl_devicefix.placement import Placement
 
 _ATTACHED = "_tl_devicefix_attached"
@@ -21,12 +21,12 @@ _ATTACHED = "_tl_devicefix_attached"
 
 def attach(model: Any, placement: Placement) -> None:
     """Have each attached module run where it is, on a model that runs over several devices."""
-    attached = dict(attached_modules(model, placement))
-    for name, module in attached.items():
+    attached = list(attached_modules(model, placement))
+    for module in attached:
         module.forward = ForwardWhereItIs(  # type: ignore[method-assign]
-            module, frozenset(placement.devices), placement.device_of(name)
+            module, frozenset(placement.devices)
         )
-    model.__dict__[_ATTACHED] = list(attached.values())
+    model.__dict__[_ATTACHED] = attached
 
 
 def detach(model: Any) -> None:
@@ -39,20 +39,21 @@ def detach(model: Any) -> None:
                 module.forward = run.own
 
 
-def attached_modules(model: Any, placement: Placement) -> Iterator[tuple[str, nn.Module]]:
-    """By name, the outermost modules in the blocks that are not TransformerLens's.
+def attached_modules(model: Any, placement: Placement) -> Iterator[nn.Module]:
+    """The outermost modules in the blocks that are not TransformerLens's.
 
     It uses some of torch's itself, but on the block's device.
     """
-    found: list[str] = []
-    for name, module in model.blocks.named_modules(prefix="blocks"):
-        package = type(module).__module__.partition(".")[0]
-        inside = any(name.startswith(f"{outer}.") for outer in found)
-        if inside or package == "transformer_lens":
-            continue
-        if package != "torch" or _device(module) not in (None, placement.device_of(name)):
-            found.append(name)
-            yield name, module
+    inside: set[nn.Module] = set()
+    for layer, block in enumerate(model.blocks):
+        here = placement.device_of(f"blocks.{layer}")
+        for module in block.modules():
+            package = type(module).__module__.partition(".")[0]
+            if module in inside or package == "transformer_lens":
+                continue
+            if package != "torch" or _device(module) not in (None, here):
+                inside.update(module.modules())
+                yield module
 
 
 class ForwardWhereItIs:
@@ -61,24 +62,24 @@ class ForwardWhereItIs:
     Args:
         module: the attached module, whose forward this replaces while it is attached.
         devices: the model's; tensors on these are brought to the weights.
-        back: where to return the result: the block's device.
     """
 
-    def __init__(
-        self, module: nn.Module, devices: frozenset[torch.device], back: torch.device
-    ) -> None:
+    def __init__(self, module: nn.Module, devices: frozenset[torch.device]) -> None:
         self.own = vars(module).get("forward")
         """The forward of this very module, if that is not its class's."""
         self._module = module
         self._devices = devices
-        self._back = back
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module's own forward."""
+        """Call the module's own forward, and return what it gives where its input is."""
         module = self._module
         forward = self.own or type(module).forward.__get__(module)
-        with JoinedAt(_device(module) or self._back, self._devices):
-            return bring_home(forward(*args, **kwargs), self._back)
+        back = next((tensor.device for tensor in tensors_in((args, kwargs))), None)
+        there = _device(module) or back
+        if back is None or there is None:
+            return forward(*args, **kwargs)
+        with JoinedAt(there, self._devices):
+            return bring_home(forward(*args, **kwargs), back)
 
 
 def _device(module: nn.Module) -> torch.device | None:

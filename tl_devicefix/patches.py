@@ -274,7 +274,9 @@ def apply() -> None:
 def restore() -> None:
     """Put back the very objects that `apply` replaced. Does nothing if nothing is replaced.
 
-    A model that is spread over devices at that time cannot be used until `apply` is called again.
+    A model that is spread over devices at that time still runs, but what it caches is not read at
+    home, its weights are not gathered, and hooks that are added before `apply` is called again may
+    not mix devices.
     """
     _originals.clear()
     while _replaced:
