@@ -176,6 +176,14 @@ def tokens() -> torch.Tensor:
     return torch.randint(3, D_VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Whoever asks the hub is told at once that it cannot be reached."""
+    with pytest.MonkeyPatch.context() as patch:
+        go_offline(patch, tmp_path_factory.mktemp("hub"))
+        yield
+
+
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HubCache:
     """The default cache of a hub that cannot be reached: empty until `hub.add(...)`."""

@@ -716,15 +716,18 @@ def metric(logits: torch.Tensor) -> torch.Tensor:
 PATCHES = [name for name in vars(patching) if name.startswith("get_act_patch")]
 
 
-for _name in PATCHES:
-    call(f"patching.{_name}")(
-        lambda run, name=_name: getattr(patching, name)(
-            run.model,
-            run.tokens_at_home[:1, :2],  # a forward for each head and pair of positions
-            run.model.run_with_cache(run.other_tokens[:1, :2])[1],
-            metric,
-        )
+def patch_each(run: Run, name: str) -> Any:
+    length = 1 if name.endswith("every") else 2  # a forward for each head and pair of positions
+    return getattr(patching, name)(
+        run.model,
+        run.tokens_at_home[:1, :length],
+        run.model.run_with_cache(run.other_tokens[:1, :length])[1],
+        metric,
     )
+
+
+for _name in PATCHES:
+    call(f"patching.{_name}")(functools.partial(patch_each, name=_name))
 
 
 @call("patching.generic_activation_patch")
