@@ -718,12 +718,13 @@ PATCHES = [name for name in vars(patching) if name.startswith("get_act_patch")]
 
 def patch_each(run: Run, name: str) -> Any:
     length = 1 if name.endswith("every") else 2  # a forward for each head and pair of positions
-    return getattr(patching, name)(
-        run.model,
-        run.tokens_at_home[:1, :length],
-        run.model.run_with_cache(run.other_tokens[:1, :length])[1],
-        metric,
-    )
+    with torch.no_grad():
+        return getattr(patching, name)(
+            run.model,
+            run.tokens_at_home[:1, :length],
+            run.model.run_with_cache(run.other_tokens[:1, :length])[1],
+            metric,
+        )
 
 
 for _name in PATCHES:
@@ -732,10 +733,10 @@ for _name in PATCHES:
 
 @call("patching.generic_activation_patch")
 def patch_generically(run: Run) -> Any:
-    clean = run.model.run_with_cache(run.other_tokens)[1]
+    clean = run.model.run_with_cache(run.other_tokens[:, :3])[1]
     return patching.generic_activation_patch(
         run.model,
-        run.tokens_at_home,
+        run.tokens_at_home[:, :3],
         clean,
         metric,
         patching.layer_pos_patch_setter,
