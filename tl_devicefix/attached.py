@@ -1,4 +1,4 @@
-"""Modules that people attach to a block, such as SAEs and probes: run where they are.
+"""Modules that people attach to a component, such as SAEs and probes: run where they are.
 
 Written for one device, they are at home, whichever block they are attached to. What goes into one
 joins its weights, and what comes out is carried back to where its input was.
@@ -40,14 +40,13 @@ def detach(model: Any) -> None:
 
 
 def attached_modules(model: Any, placement: Placement) -> Iterator[nn.Module]:
-    """The outermost modules in the blocks that are not TransformerLens's.
+    """The outermost modules in the components that are not TransformerLens's.
 
-    It uses some of torch's itself, but on the block's device.
+    It uses some of torch's itself, but on the component's device.
     """
     inside: set[nn.Module] = set()
-    for layer, block in enumerate(model.blocks):
-        here = placement.device_of(f"blocks.{layer}")
-        for module in block.modules():
+    for name, here in placement.device_map.items():
+        for module in model.get_submodule(name).modules():
             package = type(module).__module__.partition(".")[0]
             if module in inside or package == "transformer_lens":
                 continue
@@ -85,5 +84,6 @@ class ForwardWhereItIs:
 def _device(module: nn.Module) -> torch.device | None:
     """Where a module's weights are; SAELens's wrapper holds the SAE aside of its submodules."""
     held = [each for each in vars(module).values() if isinstance(each, nn.Module)]
-    weights = (weight for each in (module, *held) for weight in each.parameters())
-    return next((weight.device for weight in weights), None)
+    modules = (module, *held)
+    tensors = (t for each in modules for t in (*each.parameters(), *each.buffers()))
+    return next((tensor.device for tensor in tensors), None)

@@ -41,16 +41,22 @@ STACKED = {
 @functools.cache
 def stacked(name: str) -> Callable[[Any], Any]:
     """The getter of `HookedTransformer.W_Q` and its like: [n_layers, ...], in one copy."""
-    path = STACKED[name].split(".")
 
     def get(self: Any) -> Any:
+        path = STACKED[name].split(".")
         device = gathering_device(self)
         there = original(type(self), name).fget
         if device is None or (name == "W_gate" and not self.cfg.gated_mlp):
             return there(self)
+        repeats = 1
+        if hasattr(self.blocks[0].attn, f"_{path[-1]}"):  # of key-value heads, each for its group
+            repeats = self.blocks[0].attn.repeat_kv_heads
+            path = ["attn", f"_{path[-1]}"]
         weights = [functools.reduce(getattr, path, block) for block in self.blocks]
-        check_room(sum(weight.nbytes for weight in weights), device, f"model.{name}")
-        return _StackOn.apply(device, *weights)
+        copies = 1 if repeats == 1 else repeats + 1
+        check_room(copies * sum(weight.nbytes for weight in weights), device, f"model.{name}")
+        stack: torch.Tensor = _StackOn.apply(device, *weights)
+        return stack.repeat_interleave(repeats, dim=1) if repeats > 1 else stack
 
     return get
 
@@ -61,7 +67,10 @@ def single(name: str) -> Callable[[Any], Any]:
 
     def get(self: Any) -> Any:
         weight, device = original(type(self), name).fget(self), gathering_device(self)
-        return weight if device is None else move(weight, device)
+        if device is None or weight.device == device:
+            return weight
+        check_room(weight.nbytes, device, f"model.{name}")
+        return weight.to(device)
 
     return get
 
@@ -79,12 +88,32 @@ class _StackOn(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
-        ctx.devices = [weight.device for weight in inputs[1:]]
+        ctx.device, *weights = inputs
+        ctx.like = [(weight.device, weight.shape, weight.dtype) for weight in weights]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (gradient,) = gradients
-        return (None, *(part.to(there) for part, there in zip(gradient.unbind(), ctx.devices)))
+        parts = zip(gradients[0].unbind(), ctx.like, ctx.needs_input_grad[1:])
+        return (None, *(part.to(there) if needed else None for part, (there, *_), needed in parts))
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> torch.Tensor:
+        return torch.stack(
+            [
+                torch.zeros(shape, dtype=dtype, device=ctx.device)
+                if t is None
+                else t.to(ctx.device)
+                for t, (_, shape, dtype) in zip(tangents, ctx.like)
+            ]
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, device: torch.device, *weights: torch.Tensor) -> Any:
+        batched = [
+            weight.expand(info.batch_size, *weight.shape) if dim is None else weight.movedim(dim, 0)
+            for weight, dim in zip(weights, in_dims[1:])
+        ]
+        return _StackOn.apply(device, *batched), 1
 
 
 def check_room(needed: int, device: torch.device, what: str) -> None:

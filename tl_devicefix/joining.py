@@ -13,14 +13,17 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+_Copies = dict[int, tuple[torch.Tensor, torch.Tensor, int | None]]
+
 
 class JoinedAt(TorchFunctionMode):
-    """Within it, torch functions that mix a model's devices bring their arguments together.
+    """Within it, torch functions that mix the model's devices bring their arguments together.
 
-    What is changed in place, or by `out=`, stays where it is: the others come to it.
+    What is changed in place, or by `out=`, stays where it is, and what is indexed does too: the
+    others come to it. A tensor is copied once, however often it is mixed in unchanged.
 
     Args:
-        device: where to, if nothing is changed in place.
+        device: where to, if nothing is changed in place or indexed.
         devices: the model's; a tensor of another device is left alone, and torch says so.
     """
 
@@ -28,6 +31,7 @@ class JoinedAt(TorchFunctionMode):
         super().__init__()
         self._device = device
         self._devices = devices
+        self._known: _Copies = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -37,53 +41,77 @@ class JoinedAt(TorchFunctionMode):
         if len({tensor.device for tensor in tensors} & self._devices) < 2:
             return func(*args, **kwargs)
         versions = [_version(tensor) for tensor in tensors]
+        changed = list(_changed_in_place(func, args, kwargs))
         try:
             return func(*args, **kwargs)
         except RuntimeError:
-            if versions != [_version(tensor) for tensor in tensors]:
-                raise  # it has changed something already, and would change it twice
-        changed = _changed_in_place(func, args, kwargs)
-        together = _Together(self._device if changed is None else changed.device, self._devices)
-        result = func(*together.join(args), **together.join(kwargs))
-        return together.part(result, getattr(func, "__name__", "") in _UNCOUNTED)
+            uncounted = len(changed) > 1 and None in versions
+            if uncounted or versions != [_version(tensor) for tensor in tensors]:
+                raise  # it may have changed something already, and would change it twice
+        stays = changed or list(_indexed(func, args, kwargs))
+        target = stays[0].device if stays else self._device
+        return _Call(target, self._devices - {target}, self._known, changed)(func, args, kwargs)
 
 
-class _Together:
-    """Arguments of one call, brought to a device, and what they were.
+class _Call:
+    """One call with its arguments brought to a device.
 
     Args:
         target: where to.
-        devices: from where.
+        others: from where.
+        known: copies that earlier calls have made.
+        changed: what the function is known to change.
     """
 
-    def __init__(self, target: torch.device, devices: frozenset[torch.device]) -> None:
+    def __init__(
+        self,
+        target: torch.device,
+        others: frozenset[torch.device],
+        known: _Copies,
+        changed: list[torch.Tensor],
+    ) -> None:
         self._target = target
-        self._others = devices - {target}
-        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor, int | None]] = {}
+        self._others = others
+        self._known = known
+        self._changed = {id(tensor) for tensor in changed}
+        self._copies: _Copies = {}
 
-    def join(self, value: Any) -> Any:
-        """The arguments, on the target; the same tensor is copied once."""
-        if isinstance(value, torch.Tensor) and value.device in self._others:
-            if id(value) not in self._copies:
-                copy = value.to(self._target)
-                self._copies[id(value)] = (value, copy, _version(copy))
-            return self._copies[id(value)][1]
-        return _map(value, self.join)
+    def __call__(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call the function, and write back what it changed in copies.
 
-    def part(self, result: Any, uncounted: bool) -> Any:
-        """The result, after what was changed in copies is written back.
-
-        That is `out=` in a tuple, lists that `torch._foreach_*_` changes, running statistics.
+        That is `out=` on several devices, lists of `torch._foreach_*_`, running statistics.
         """
+        result = func(*self._join(args), **self._join(kwargs))
+        originals = {}
         for original, copy, version in self._copies.values():
-            if _version(copy) != version or (uncounted and not copy.requires_grad):
+            if id(original) in self._changed or _version(copy) != version:
                 original.copy_(copy)
-        originals = {id(copy): original for original, copy, _ in self._copies.values()}
+                self._known.pop(id(original), None)
+            originals[id(copy)] = original
         return originals.get(id(result), result)
 
+    def _join(self, value: Any) -> Any:
+        """The arguments, on the target."""
+        if isinstance(value, torch.Tensor) and value.device in self._others:
+            if id(value) not in self._copies:
+                self._copies[id(value)] = self._copied(value)
+            return self._copies[id(value)][1]
+        return _map(value, self._join)
 
-_UNCOUNTED = frozenset({"batch_norm", "instance_norm"})
-"""Their running statistics change without torch counting it."""
+    def _copied(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
+        """A tensor, its copy, and the copy's version; an earlier one, if neither has changed."""
+        original, copy, version = self._known.get(id(tensor), (None, tensor, None))
+        graph = torch.is_grad_enabled() and tensor.requires_grad
+        known = original is tensor and version == _version(tensor) and version is not None
+        if not known or copy.device != self._target or graph != copy.requires_grad:
+            copy = tensor.to(self._target)
+            if copy.nbytes <= _SMALL:
+                self._known[id(tensor)] = tensor, copy, _version(tensor)
+        return tensor, copy, _version(copy)
+
+
+_SMALL = 2**24
+"""Bytes of a copy that is kept for the next call: a steering vector, not an embedding."""
 
 
 def _map(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -111,14 +139,44 @@ def _version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def _changed_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The tensor that a torch function changes, as its name or `out` says; None if it does not."""
+def _changed_in_place(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[torch.Tensor]:
+    """The tensors that a torch function changes, as far as its name and arguments tell."""
     name = getattr(func, "__name__", "")
     if "out" in kwargs:
-        return next(tensors_in(kwargs["out"]), None)
+        return tensors_in(kwargs["out"])
+    if name in _WITH_STATISTICS:
+        training = _argument(args, kwargs, 5, _WITH_STATISTICS[name])
+        statistics = [_argument(args, kwargs, i, f"running_{s}") for i, s in _STATISTICS]
+        return tensors_in(statistics if training else [])
     if name.startswith("__"):  # __set__ is that of an attribute, such as `grad`
         in_place = name in ("__setitem__", "__set__") or name.startswith("__i")
     else:
         in_place = name.endswith("_")
     first = args[0] if args else kwargs.get("input", kwargs.get("self"))
-    return next(tensors_in(first), None) if in_place else None
+    return tensors_in(first if in_place else [])
+
+
+_WITH_STATISTICS = {"batch_norm": "training", "instance_norm": "use_input_stats"}
+_STATISTICS = ((1, "mean"), (2, "var"))
+
+
+def _indexed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """What a torch function looks up in: often a whole W_E, of which a few rows are wanted."""
+    position = _TABLES.get(getattr(func, "__name__", ""))
+    if position is None:
+        return iter(())
+    return tensors_in(_argument(args, kwargs, *position))
+
+
+_TABLES = {
+    **dict.fromkeys(
+        ("__getitem__", "index_select", "gather", "take", "take_along_dim"), (0, "input")
+    ),
+    "embedding": (1, "weight"),
+}
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> Any:
+    return args[position] if len(args) > position else kwargs.get(name)

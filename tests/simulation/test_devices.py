@@ -428,3 +428,82 @@ def test_what_is_left_behind_can_be_printed_and_copied_to_the_cpu():
         torch.ones(2, device="sim:1")
     with simulate(2), pytest.raises(RuntimeError, match="has been left"):
         x + torch.ones(2, device="sim:1")
+
+
+# --------------------------------------------------------------------------------------------
+# A backward that fails raises; torch alone would end the process.
+
+
+def doubled_with_hook(hook: Any) -> torch.Tensor:
+    x = torch.ones(3, device="sim:0", requires_grad=True)
+    y = x * 2
+    y.register_hook(hook)
+    return y
+
+
+def raise_mine(gradient: torch.Tensor) -> None:
+    raise ValueError("mine")
+
+
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        (raise_mine, "mine"),
+        (lambda gradient: gradient.cpu(), "invalid gradient.*sim:0 but got cpu"),
+        (lambda gradient: gradient.to("sim:1"), "invalid gradient.*sim:0 but got sim:1"),
+        (lambda gradient: gradient * torch.ones(3, device="sim:1"), "same device"),
+    ],
+    ids=["its own error", "a gradient on the CPU", "a gradient elsewhere", "mixed devices"],
+)
+def test_a_hook_of_a_backward_that_fails(machine: Machine, hook: Any, message: str) -> None:
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        doubled_with_hook(hook).sum().backward()
+
+
+def test_a_module_s_backward_hook_that_fails(machine: Machine) -> None:
+    layer = torch.nn.Linear(3, 3, device="sim:0")
+    layer.register_full_backward_hook(lambda module, before, after: raise_mine(after[0]))
+    with pytest.raises(ValueError, match="mine"):
+        layer(torch.ones(3, device="sim:0", requires_grad=True)).sum().backward()
+
+
+def test_a_gradient_that_is_given_on_another_device(machine: Machine) -> None:
+    y = torch.ones(3, device="sim:0", requires_grad=True) * 2
+    with pytest.raises(RuntimeError, match=r"invalid gradient at index 0.*sim:0 but got sim:1"):
+        y.backward(torch.ones(3, device="sim:1"))
+
+
+def test_a_backward_without_room(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(1000, device="sim:0", requires_grad=True)
+    y = (x * x).sum()
+    monkeypatch.setattr(machine, "_capacities", [machine.memory_allocated(0) + 100] * 4)
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        y.backward()
+
+
+def test_after_a_backward_that_failed_the_next_is_right(machine: Machine) -> None:
+    with pytest.raises(ValueError, match="mine"):
+        doubled_with_hook(raise_mine).sum().backward()
+    x = torch.ones(3, device="sim:0", requires_grad=True)
+    (x * 2).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2, 2, 2]
+
+
+def test_a_hook_s_own_handling_of_an_error_is_its_own(machine: Machine) -> None:
+    seen = []
+
+    def recover(gradient: torch.Tensor) -> None:
+        try:
+            gradient + torch.ones(3, device="sim:1")
+        except RuntimeError as error:
+            seen.append(error)
+
+    doubled_with_hook(recover).sum().backward()
+    assert len(seen) == 1
+
+
+def test_forward_mode_is_refused(machine: Machine) -> None:
+    x = torch.ones(3, device="sim:0")
+    with pytest.raises(NotImplementedError, match="no forward-mode"):
+        torch.func.jvp(torch.sin, (x,), (x,))

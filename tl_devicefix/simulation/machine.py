@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tl_devicefix.simulation.backward import raise_or_keep
+
 DEVICE_TYPE = "sim"
 
 _UNITS = {
@@ -135,10 +137,12 @@ class Machine:
         index = device.index
         free = self._capacities[index] - self._allocated[index]
         if nbytes > free:
-            raise torch.OutOfMemoryError(
-                f"{DEVICE_TYPE} out of memory. Tried to allocate {_readable(nbytes)}. Device"
-                f" {index} has a total capacity of {_readable(self._capacities[index])} of which"
-                f" {_readable(free)} is free."
+            raise_or_keep(
+                torch.OutOfMemoryError(
+                    f"{DEVICE_TYPE} out of memory. Tried to allocate {_readable(nbytes)}. Device"
+                    f" {index} has a total capacity of {_readable(self._capacities[index])} of"
+                    f" which {_readable(free)} is free."
+                )
             )
 
     def allocation_of(self, tensor: torch.Tensor, device: torch.device) -> Allocation:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tl_devicefix.simulation import backend
+from tl_devicefix.simulation import backend, backward
 from tl_devicefix.simulation.machine import Machine, bytes_of
 from tl_devicefix.simulation.tensor import TENSOR_DATA, SimTensor, set_data
 
@@ -64,6 +64,7 @@ shape=torch.Size([3]))]
         stack.callback(backend.deactivate, machine)
         _move_parameters_in_place(stack)
         _avoid_inference_mode(stack)
+        _keep_errors_of_backwards(stack)
         # The engine would want one worker thread per device, but knows of one device only.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         yield machine
@@ -112,6 +113,20 @@ def _avoid_inference_mode(stack: ExitStack) -> None:
         self._inference_mode_context.__enter__()
 
     _replace(stack, torch.inference_mode, "__enter__", enter)
+
+
+def _keep_errors_of_backwards(stack: ExitStack) -> None:
+    """Let a backward that fails raise, and refuse what would end the process."""
+    engine = backward.run_backward(torch.autograd.graph._engine_run_backward)
+    for module in (torch.autograd, torch.autograd.graph):
+        _replace(stack, module, "_engine_run_backward", engine)
+    for owner, name in (
+        (torch.Tensor, "register_hook"),
+        (torch.nn.Module, "register_full_backward_hook"),
+        (torch.nn.Module, "register_full_backward_pre_hook"),
+    ):
+        _replace(stack, owner, name, backward.registering(getattr(owner, name)))
+    _replace(stack, torch.autograd.forward_ad, "make_dual", backward.refuse_forward_mode)
 
 
 def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:

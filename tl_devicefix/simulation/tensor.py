@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tl_devicefix.simulation.backward import raise_or_keep
 from tl_devicefix.simulation.machine import DEVICE_TYPE, Allocation, Machine
 
 aten = torch.ops.aten
@@ -256,7 +257,7 @@ def _common_device(simulated: list[SimTensor]) -> tuple[Machine, torch.device]:
         if not other.machine.is_open:
             raise _left_error(other.device)
         if other.device is not device and other.device != device:
-            raise _mixed_error(device, other.device)
+            raise_or_keep(_mixed_error(device, other.device))
     return machine, device
 
 
@@ -267,7 +268,7 @@ def _check_cpu_operands(
     writes_to_cpu = func._schema.is_mutable and any(first is operand for operand in operands)
     for operand in operands:
         if writes_to_cpu or operand.dim() > 0 or not _takes_cpu_scalars(func):
-            raise _mixed_error(device, operand.device)
+            raise_or_keep(_mixed_error(device, operand.device))
 
 
 def _label(result: Any, simulated: list[SimTensor], machine: Machine, device: torch.device) -> Any:

@@ -1,0 +1,121 @@
+"""A backward that fails on simulated devices: it raises, where torch would end the process.
+
+torch's autograd engine restores the stream of a device while an error passes through it, and for a
+backend in Python that ends the process. So errors of hooks, and of operations, are kept until the
+engine is done, and the first is raised then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+Engine = Callable[..., Any]
+
+_errors: list[Exception] = []
+_engines = 0
+_hooks = 0
+"""How many engines run, and how many hooks of users."""
+
+
+def run_backward(engine: Engine) -> Engine:
+    """torch's `_engine_run_backward`, which raises what was kept while it ran."""
+
+    def run(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        global _engines
+        _check_devices(t_outputs, args[0] if args else ())
+        _engines += 1
+        try:
+            result = engine(t_outputs, *args, **kwargs)
+        finally:
+            _engines -= 1
+            errors, _errors[:] = list(_errors), []
+        if errors:
+            raise errors[0]
+        return result
+
+    return run
+
+
+def _check_devices(outputs: Sequence[Any], gradients: Any) -> None:
+    for index, (output, gradient) in enumerate(zip(outputs, gradients or ())):
+        if isinstance(gradient, torch.Tensor) and gradient.device != output.device:
+            raise _gradient_error(index, output.device, gradient.device)
+
+
+def _gradient_error(index: int, expected: torch.device, got: torch.device) -> RuntimeError:
+    return RuntimeError(
+        f"Function returned an invalid gradient at index {index} - expected device {expected} but "
+        f"got {got}"
+    )
+
+
+def raise_or_keep(error: Exception) -> None:
+    """Raise an operation's error; in a backward, keep it, and let the operation go on.
+
+    Raises:
+        Exception: the error.
+    """
+    if _engines and not _hooks:
+        _errors.append(error)
+        return
+    try:
+        raise error
+    finally:
+        del error  # or it and its traceback would hold each other, and what was allocated
+
+
+class KeptErrors:
+    """A hook of a backward, whose error is kept and which then changes nothing.
+
+    Args:
+        hook: the user's.
+    """
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the hook, and check where the gradient is that it returns."""
+        global _hooks
+        if _errors:
+            return None
+        _hooks += 1
+        try:
+            result = self._hook(*args)
+            self._check(args[-1], result)
+        except Exception as error:  # noqa: BLE001  # whatever it is, it is raised later
+            _errors.append(error)
+            return None
+        finally:
+            _hooks -= 1
+        return result
+
+    def _check(self, given: Any, returned: Any) -> None:
+        pairs = zip(*(v if isinstance(v, tuple) else (v,) for v in (given, returned)))
+        for index, (before, after) in enumerate(pairs):
+            both = isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)
+            if both and before.device != after.device:
+                raise _gradient_error(index, before.device, after.device)
+
+
+def registering(register: Callable[..., Any]) -> Callable[..., Any]:
+    """`Tensor.register_hook` and its like, which keep the hook's errors."""
+
+    def register_kept(self: Any, hook: Any, *args: Any, **kwargs: Any) -> Any:
+        return register(self, KeptErrors(hook), *args, **kwargs)
+
+    return register_kept
+
+
+def refuse_forward_mode(*_: Any, **__: Any) -> Any:
+    """Stand in for `make_dual`, which would end the process.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(
+        "simulated devices have no forward-mode differentiation: take gradients, or work on the CPU"
+    )
