@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -184,6 +185,16 @@ OF_WEIGHTS: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
 }
 
 
+def test_grouped_keys_and_values_are_copied_as_they_are_and_repeated_there(
+    model: Any, transfers_of: Any
+) -> None:
+    paths = ("attn._W_K", "attn._W_V")
+
+    copied = transfers_of(lambda model: (model.W_K, model.W_V), model)
+
+    assert sum(t.bytes for t in copied) == of_blocks_elsewhere(model, *paths) > 0
+
+
 @pytest.mark.parametrize("kind", ["gpt2"])
 @pytest.mark.parametrize("analysis", OF_WEIGHTS)
 def test_weights_that_are_gathered_are_copied_once(
@@ -205,6 +216,14 @@ OF_CACHES: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
     "stack_head_results": (lambda cache: cache.stack_head_results(), ("attn.hook_result",)),
     "slicing the batch": (lambda cache: cache.apply_slice_to_batch_dim(0), ()),
     "its names": (lambda cache: list(cache.keys()), ()),
+    "accumulated_resid with the norm": (
+        lambda cache: cache.accumulated_resid(apply_ln=True),
+        ("hook_resid_pre", "blocks.4.hook_resid_post", "ln_final.hook_scale"),
+    ),
+    "logit_attrs": (
+        lambda cache: cache.logit_attrs(cache.stack_activation("resid_post"), 5),
+        ("hook_resid_post", "ln_final.hook_scale"),
+    ),
 }
 
 
@@ -266,3 +285,61 @@ def test_a_hook_that_takes_a_tensor_from_home_copies_it_once(
 
     assert len(steered) == len(plain) + 1
     assert [t.shape for t in steered if t not in plain] == [vector.shape]
+
+
+def test_a_hook_that_uses_a_tensor_from_home_again_and_again_copies_it_once(
+    model: Any, at_home: torch.Tensor, transfers_of: Any
+) -> None:
+    vector = torch.ones(model.cfg.d_model, device=home_of(model)) / model.cfg.d_model
+    plain = transfers_of(model, at_home)
+
+    def project_out(activation: torch.Tensor, hook: Any) -> torch.Tensor:
+        for _ in range(3):
+            activation = activation - (activation @ vector)[..., None] * vector
+        return activation
+
+    copied = transfers_of(
+        model.run_with_hooks, at_home, fwd_hooks=[("blocks.4.hook_resid_post", project_out)]
+    )
+
+    assert len(copied) == len(plain) + 1
+
+
+def test_a_hook_that_looks_up_in_a_table_at_home_copies_the_rows(
+    model: Any, at_home: torch.Tensor, transfers_of: Any
+) -> None:
+    plain = transfers_of(model, at_home)
+
+    def look_up(activation: torch.Tensor, hook: Any) -> torch.Tensor:
+        return activation + model.W_E[activation.argmax(-1)]
+
+    copied = transfers_of(
+        model.run_with_hooks, at_home, fwd_hooks=[("blocks.4.hook_resid_post", look_up)]
+    )
+
+    extra = [t for t in copied if t not in plain]
+    assert sorted(t.shape for t in extra) == [at_home.shape, (*at_home.shape, model.cfg.d_model)]
+
+
+def set_position(activation: Any, hook: Any, clean: Any, position: int) -> Any:
+    activation[:, position] = clean[hook.name][:, position]
+    return activation
+
+
+@pytest.mark.parametrize("kind", ["gpt2"])
+def test_patching_copies_what_a_run_does_and_the_patched_activation(
+    model: Any, at_home: torch.Tensor, transfers_of: Any
+) -> None:
+    """It is read at home, and its part goes back to where it lies: two copies a run."""
+    _, clean = model.run_with_cache(at_home)
+    plain = transfers_of(model, at_home)
+    runs = at_home.shape[1]
+
+    def patch(model: Any, tokens: torch.Tensor) -> None:
+        for position in range(runs):
+            hook = partial(set_position, clean=clean, position=position)
+            model.run_with_hooks(tokens, fwd_hooks=[("blocks.4.hook_resid_pre", hook)])
+
+    copied = transfers_of(patch, model, at_home)
+
+    assert len(copied) == runs * (len(plain) + 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -131,3 +131,16 @@ def test_it_is_as_on_one_device(
     actual = outcome(name, case, Run(model, tokens))
 
     assert_agrees(actual, on_one_device, tolerance=1e-4)
+    # What a call moves to the CPU is there; nothing else is left on a block's device.
+    assert devices_in(actual) <= {torch.device(model.cfg.device), torch.device("cpu")}
+
+
+def devices_in(value: Any) -> set[torch.device]:
+    """Where the tensors of a result are."""
+    if isinstance(value, torch.Tensor):
+        return {value.device}
+    if isinstance(value, Mapping):
+        return devices_in(list(value.values()))
+    if isinstance(value, list | tuple):
+        return set().union(*map(devices_in, value))
+    return set()
