@@ -1,6 +1,6 @@
 """Check a live model: whether all of it is where the placement says, with values, and nothing else.
 
-One file per question: `places`, `values`, `norms`, `hooks`; `report` says the answers.
+One file per question: `places`, `configs`, `setups`, `values`, `norms`, `hooks`.
 """
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ from typing import Any
 
 from transformer_lens import HookedTransformer
 
+from tl_devicefix.checking.configs import config_findings
 from tl_devicefix.checking.hooks import hook_findings, hook_notes
 from tl_devicefix.checking.norms import norm_findings
-from tl_devicefix.checking.places import memory, place_findings, place_notes, put_right
+from tl_devicefix.checking.places import device_findings, memory, place_notes
+from tl_devicefix.checking.repairing import put_right
 from tl_devicefix.checking.report import Finding, Report
+from tl_devicefix.checking.setups import setup_findings
 from tl_devicefix.checking.values import value_findings
 from tl_devicefix.interruption import WHY_REFUSED, is_unfinished
 
@@ -39,7 +42,8 @@ def check(model: Any, repair: bool = False) -> Report:
 
     Raises:
         TypeError: if it is no HookedTransformer.
-        ValueError: if the model has no placement and its `cfg.device` does not exist here.
+        ValueError: if the model has no placement and its `cfg.device` does not exist here; or if it
+            is to be spread by its config, and does not fit.
         torch.OutOfMemoryError: if a device has no room for what belongs there. What was moved until
             then stays moved; the rest is where it was.
 
@@ -50,12 +54,12 @@ def check(model: Any, repair: bool = False) -> Report:
             f"check looks through a HookedTransformer, but this is a {type(model).__name__}: give "
             "the model itself"
         )
-    findings = place_findings(model)
+    findings = _repairable(model)
     repaired: list[Finding] = []
     if repair and findings:
         found = findings
         put_right(model)
-        findings = place_findings(model)
+        findings = _repairable(model)
         repaired = [each for each in found if each not in findings]
     interrupted = [Finding("processing", "model", WHY_REFUSED)] if is_unfinished(model) else []
     others = [value_findings(model), norm_findings(model), hook_findings(model)]
@@ -66,3 +70,8 @@ def check(model: Any, repair: bool = False) -> Report:
         n_parameters=sum(parameter.numel() for parameter in model.parameters()),
         memory=memory(model),
     )
+
+
+def _repairable(model: Any) -> list[Finding]:
+    """What `repair` mends."""
+    return [*config_findings(model), *device_findings(model), *setup_findings(model)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,10 +27,9 @@ def hook_findings(model: Any) -> list[Finding]:
     """Hooks that are still there, of users': the next run has them too."""
     found = []
     for path, module in model.named_modules():
-        if isinstance(module, HookPoint):
-            if names := _names(module, permanent=False):
-                message = f"{path} still has a hook ({names})"
-                found.append(Finding("hooks", path, message, "model.reset_hooks()"))
+        if isinstance(module, HookPoint) and (names := _names(module, permanent=False)):
+            message = f"{path} still has a hook ({names})"
+            found.append(Finding("hooks", path, message, "model.reset_hooks()"))
         for where, key, hook in _on_module(module):
             message = f"{path or 'model'} still has a PyTorch {_PYTORCH[where]} ({_name(hook)})"
             fix = f"del {expression(path)}.{where}[{key}]"
@@ -70,7 +70,7 @@ def _name_of_user_s(handle: Any) -> str:
     if hook is not None:
         return _name(hook)
     wrapped = (handle.hook.hooks_dict_ref() or {}).get(handle.hook.id)  # TransformerLens 2.x
-    return str(getattr(wrapped, "__name__", "a hook"))
+    return re.sub(r"<function (\S+) at 0x[0-9a-f]+>", r"\1", getattr(wrapped, "__name__", "?"))
 
 
 def _name(hook: Any) -> str:

@@ -38,7 +38,8 @@ def _bad_values(model: Any) -> Iterator[Finding]:
     tensors = {
         name: tensor.detach()
         for name, tensor in _named_tensors(model).items()
-        if tensor.is_floating_point() and not tensor.is_meta and tensor.numel()
+        if tensor.is_floating_point() and tensor.itemsize > 1  # float8 has no extremes in torch
+        if tensor.numel() and not tensor.is_meta
         if name.rpartition(".")[2] != _INFINITE_BY_DESIGN
     }
     if model.cfg.positional_embedding_type == "alibi":
