@@ -126,7 +126,9 @@ def test_an_sae_that_is_added_and_reset_is_left_as_it_was(
 
 
 @pytest.mark.parametrize("at", ["sim:0", "sim:2"])
-def test_a_model_with_an_sae_is_well_wherever_the_sae_is(at: str, models: Any, make_sae: Any) -> None:
+def test_a_model_with_an_sae_is_well_wherever_the_sae_is(
+    at: str, models: Any, make_sae: Any
+) -> None:
     model, _ = models
     sae = make_sae(at)
     model.add_sae(sae)
