@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tl_devicefix.patches import apply, patched, report, restore, unpatched
 
 if TYPE_CHECKING:
+    from tl_devicefix.checking import check
     from tl_devicefix.gathering_device import gather_on
     from tl_devicefix.placement import Placement, plan
     from tl_devicefix.simulation import simulate
@@ -19,6 +20,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Placement",
     "apply",
+    "check",
     "gather_on",
     "patched",
     "plan",
@@ -29,6 +31,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "check": "tl_devicefix.checking",
     "gather_on": "tl_devicefix.gathering_device",
     "Placement": "tl_devicefix.placement",
     "plan": "tl_devicefix.placement",

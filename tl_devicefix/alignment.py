@@ -7,6 +7,7 @@ inputs come to its device; what leaves the model comes home. A model on one devi
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,19 +31,39 @@ def align(model: Any, placement: Placement) -> None:
     if len(placement.devices) == 1:
         return
     handles = []
-    for name, device in placement.device_map.items():
-        component = model.get_submodule(name)
-        if name.startswith("blocks."):
-            handles.append(_before(component, CarryToBlock(device)))
-            handles.append(component.register_forward_hook(keep_mask, with_kwargs=True))
-            if model.cfg.positional_embedding_type == "alibi":
-                handles.append(_before(component.attn, PrepareAlibi(device)))
-        else:
-            handles.append(_before(component, CarryTo(device)))
-            handles.append(component.register_forward_hook(BringHome(placement.home)))
+    for path, before, hook in _hooks(model, placement):
+        module = model.get_submodule(path)
+        add = module.register_forward_pre_hook if before else module.register_forward_hook
+        handles.append(add(hook, with_kwargs=hook is keep_mask or before))
     model.__dict__[_HANDLES] = handles
     attach(model, placement)
     let_hooks_mix(model, placement)
+
+
+def _hooks(model: Any, placement: Placement) -> Iterator[tuple[str, bool, Any]]:
+    """Each hook that a model on several devices has: on which module, and whether before it."""
+    for name, device in placement.device_map.items():
+        if name.startswith("blocks."):
+            yield name, True, CarryToBlock(device)
+            yield name, False, keep_mask
+            if model.cfg.positional_embedding_type == "alibi":
+                yield f"{name}.attn", True, PrepareAlibi(device)
+        else:
+            yield name, True, CarryTo(device)
+            yield name, False, BringHome(placement.home)
+
+
+def not_aligned(model: Any, placement: Placement) -> list[str]:
+    """The modules that lack a hook of `align`, as someone put them in after it."""
+    if len(placement.devices) == 1:
+        return []
+    lacking = []
+    for path, before, hook in _hooks(model, placement):
+        module = model.get_submodule(path)
+        there = module._forward_pre_hooks if before else module._forward_hooks
+        if hook not in there.values():
+            lacking.append(path)
+    return list(dict.fromkeys(lacking))
 
 
 def is_aligned(model: Any) -> bool:
@@ -80,10 +101,6 @@ def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     refuse_unfinished(self)
     output = original(type(self), "forward")(self, *args, **kwargs)
     return bring_home(output, self.placement.home) if is_aligned(self) else output
-
-
-def _before(module: nn.Module, hook: Any) -> Any:
-    return module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,11 @@ def detach(model: Any) -> None:
                 module.forward = run.own
 
 
+def runs_where_it_is(module: nn.Module) -> bool:
+    """Whether `attach` has been told of this module: where it is, is its owner's business."""
+    return isinstance(vars(module).get("forward"), ForwardWhereItIs)
+
+
 def attached_modules(model: Any, placement: Placement) -> Iterator[nn.Module]:
     """The outermost modules in the components that are not TransformerLens's.
 
@@ -50,7 +55,7 @@ def attached_modules(model: Any, placement: Placement) -> Iterator[nn.Module]:
             package = type(module).__module__.partition(".")[0]
             if module in inside or package == "transformer_lens":
                 continue
-            if package != "torch" or _device(module) not in (None, here):
+            if package != "torch" or device_of_weights(module) not in (None, here):
                 inside.update(module.modules())
                 yield module
 
@@ -74,14 +79,14 @@ class ForwardWhereItIs:
         module = self._module
         forward = self.own or type(module).forward.__get__(module)
         back = next((tensor.device for tensor in tensors_in((args, kwargs))), None)
-        there = _device(module) or back
+        there = device_of_weights(module) or back
         if back is None or there is None:
             return forward(*args, **kwargs)
         with JoinedAt(there, self._devices):
             return bring_home(forward(*args, **kwargs), back)
 
 
-def _device(module: nn.Module) -> torch.device | None:
+def device_of_weights(module: nn.Module) -> torch.device | None:
     """Where a module's weights are; SAELens's wrapper holds the SAE aside of its submodules."""
     held = [each for each in vars(module).values() if isinstance(each, nn.Module)]
     modules = (module, *held)

@@ -84,11 +84,16 @@ def attention_kind(cfg: Any, layer: int) -> str | None:
 
 
 def _size_on_meta(name: str, cfg: Any) -> ComponentSize:
-    with torch.device("meta"):
-        module = _build(name, cfg)
+    module = empty_component(name, cfg)
     weights = sum(p.numel() * p.element_size() for p in module.parameters())
     buffers = sum(b.numel() * b.element_size() for b in module.buffers())
     return ComponentSize(name, weights, buffers)
+
+
+def empty_component(name: str, cfg: Any) -> nn.Module:
+    """TransformerLens's module of this name, on meta: as it is before anyone changes it."""
+    with torch.device("meta"):
+        return _build(name, cfg)
 
 
 def _build(name: str, cfg: Any) -> nn.Module:

@@ -10,6 +10,12 @@ from tl_devicefix.patches import original
 
 _UNFINISHED = "_tl_devicefix_unfinished"
 
+WHY_REFUSED = (
+    "this model's weights are only partly processed, as process_weights_() or "
+    "load_and_process_state_dict(...) was interrupted: call it again with all of the "
+    "unprocessed weights, or load the model again"
+)
+
 
 @contextlib.contextmanager
 def changing_weights(model: Any) -> Iterator[None]:
@@ -39,8 +45,4 @@ def refuse_unfinished(model: Any) -> None:
         RuntimeError: saying how to mend it.
     """
     if is_unfinished(model):
-        raise RuntimeError(
-            "this model's weights are only partly processed, as process_weights_() or "
-            "load_and_process_state_dict(...) was interrupted: call it again with all of the "
-            "unprocessed weights, or load the model again"
-        )
+        raise RuntimeError(WHY_REFUSED)

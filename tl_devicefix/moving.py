@@ -60,10 +60,9 @@ def check_placed(model: Any) -> None:
     Raises:
         RuntimeError: naming the first that is not.
     """
-    device_map = model.placement.device_map
     for kind in (model.named_parameters, model.named_buffers):
         for name, tensor in kind():
-            planned = device_map.get(component_of(name), model.placement.home)
+            planned = model.placement.device_for(name)
             if tensor.is_meta or tensor.device != planned:
                 raise RuntimeError(
                     f"{name} is on {tensor.device} after loading, but the placement puts it on "

@@ -86,6 +86,10 @@ class Placement:
         """
         return self._device_by_name[component_of(name)]
 
+    def device_for(self, name: str) -> torch.device:
+        """The device of anything in the model, by name: what is in no component is at home."""
+        return self._device_by_name.get(component_of(name), self.home)
+
     def bytes_on(self, device: DeviceLike) -> int:
         """Bytes of weights and buffers planned for a device: 1, "cuda:1" or a torch.device."""
         if isinstance(device, int):

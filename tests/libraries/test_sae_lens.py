@@ -125,6 +125,23 @@ def test_an_sae_that_is_added_and_reset_is_left_as_it_was(
     assert tl_devicefix.patches.is_applied()
 
 
+@pytest.mark.parametrize("at", ["sim:0", "sim:2"])
+def test_a_model_with_an_sae_is_well_wherever_the_sae_is(
+    at: str, models: Any, make_sae: Any
+) -> None:
+    model, _ = models
+    sae = make_sae(at)
+    model.add_sae(sae)
+
+    report = tl_devicefix.check(model, repair=True)
+
+    assert report, report
+    assert [each.name for each in report.notes] == ([HOOK] if at == "sim:0" else [])
+    assert {parameter.device for parameter in sae.parameters()} == {torch.device(at)}
+    model.reset_saes()
+    assert tl_devicefix.check(model).notes == ()
+
+
 @pytest.mark.parametrize("target", ["cpu", "sim:1"])
 def test_a_model_that_is_gathered_with_its_sae(
     target: str, models: Any, make_sae: Any, tokens: torch.Tensor

@@ -1,0 +1,559 @@
+"""`tl_devicefix.check`: each fault is found and named, and the line that is given mends it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import (
+    ALL_ARCHITECTURES,
+    D_MODEL,
+    NO_PROCESSING,
+    TOYS,
+    attention_only_config,
+    randomize,
+)
+from comparison import assert_agrees
+from torch import nn
+from transformer_lens import HookedTransformer
+from transformer_lens.components import LayerNormPre, TransformerBlock
+
+import tl_devicefix
+from tl_devicefix import check
+
+
+def found(model: Any) -> list[tuple[str, str]]:
+    """The kind and name of what a check finds."""
+    return [(each.kind, each.name) for each in check(model).findings]
+
+
+def linear(device: str) -> nn.Linear:
+    return nn.Linear(D_MODEL, D_MODEL).to(device)
+
+
+# --------------------------------------------------------------------------------------------
+# Nothing is wrong
+
+
+@pytest.mark.parametrize("name", [*ALL_ARCHITECTURES, *TOYS])
+def test_a_loaded_model_is_well(name: str, load: Any, tokens: torch.Tensor) -> None:
+    model = load(name)
+    model(tokens)  # leaves ALiBi biases
+
+    report = check(model)
+
+    assert (report.findings, report.notes) == ((), ())
+    assert report.well
+    assert report
+    assert [(each.device, each.held) for each in report.memory] == [
+        (device, model.placement.bytes_on(device)) for device in model.placement.devices
+    ]
+
+
+@pytest.mark.parametrize("options", [{}, NO_PROCESSING], ids=["folded", "not folded"])
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_model_is_well_however_it_is_loaded_copied_and_moved(
+    name: str, n: int, options: Any, load: Any
+) -> None:
+    model = load(name, n_devices=n, **options)
+
+    assert check(model), check(model)
+    assert check(copy.deepcopy(model))
+    assert check(model.to(torch.bfloat16))
+    assert check(model.to("sim:2"))
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_model_that_is_processed_after_loading_is_well(n: int, load: Any) -> None:
+    model = load("solu", n_devices=n)
+    model.process_weights_()
+    assert check(model), check(model)
+
+
+def test_a_model_of_unpatched_transformer_lens_is_well(references: Any) -> None:
+    report = check(references("bloom"))  # of which no one has set W_pos
+
+    assert report, report
+    assert "all is well" in repr(report)
+    assert repr(report).endswith("on cpu")
+
+
+# --------------------------------------------------------------------------------------------
+# Something is
+
+
+@dataclass(frozen=True)
+class Fault:
+    """How a model is broken, and what is found.
+
+    The fix is run with `values`, which are those that the reference has under the name.
+    """
+
+    breaks: Callable[[Any], Any]
+    kind: str
+    name: str
+    says: tuple[str, ...]
+    fix: str | None
+
+
+def block_moved(model: Any) -> None:
+    model.blocks[2].to("sim:0")
+
+
+def parameter_replaced(model: Any) -> None:
+    model.unembed.W_U = nn.Parameter(model.unembed.W_U.detach().to("sim:2"))
+
+
+def some_parameters_moved(model: Any) -> None:
+    for name in ("_W_K", "W_Q"):
+        parameter = getattr(model.blocks[4].attn, name)
+        parameter.data = parameter.data.to("cpu")
+
+
+def block_replaced(model: Any) -> None:
+    weights = model.blocks[2].state_dict()
+    model.blocks[2] = TransformerBlock(model.cfg, 2).to("sim:2")
+    model.blocks[2].load_state_dict(weights, strict=False)
+
+
+def on_meta(model: Any) -> None:
+    model.blocks[2].mlp.W_in = nn.Parameter(model.blocks[2].mlp.W_in.detach().to("meta"))
+
+
+def not_finite(model: Any) -> None:
+    values = model.blocks[2].attn.W_Q.data
+    values[0, 0, :3], values[1, 2, 3] = float("nan"), -float("inf")
+
+
+def tied(model: Any) -> None:
+    model.unembed.W_U.data = model.embed.W_E.data.T
+
+
+def hook_left(model: Any) -> None:
+    model.blocks[2].hook_resid_post.add_hook(identity)
+
+
+def backward_hook_left(model: Any) -> None:
+    model.blocks[2].hook_resid_post.add_hook(identity, dir="bwd")
+
+
+def identity(activation: Any, hook: Any) -> None:
+    pass
+
+
+def pytorch_hook_left(model: Any) -> None:
+    model.blocks[2].register_forward_hook(lambda *args: None)
+
+
+def config_says_otherwise(model: Any) -> None:
+    model.cfg.normalization_type = "RMS"
+
+
+def a_norm_is_another(model: Any) -> None:
+    model.blocks[2].ln2 = LayerNormPre(model.cfg)
+    model.setup()
+
+
+def home_renamed(model: Any) -> None:
+    model.cfg.device = "sim:1"
+
+
+FAULTS = {
+    "a block moved by hand": Fault(
+        block_moved, "device", "blocks.2",
+        ("is on sim:0", "placement puts it on sim:2"), 'model.blocks[2].to("sim:2")',
+    ),
+    "a parameter replaced": Fault(
+        parameter_replaced, "device", "unembed.W_U",
+        ("is on sim:2", "puts it on sim:0", "2.5 KiB"), 'model.unembed.to("sim:0")',
+    ),
+    "some parameters moved": Fault(
+        some_parameters_moved, "device", "W_Q, _W_K of blocks.4.attn",
+        ("is on cpu", "puts it on sim:3"), 'model.blocks[4].attn.to("sim:3")',
+    ),
+    "a block replaced": Fault(
+        block_replaced, "setup", "blocks.2", ("has changed since",), "model.setup()"
+    ),
+    "a weight on meta": Fault(
+        on_meta, "meta", "blocks.2.mlp.W_in", ("[16, 24]", "no values"),
+        'model.load_state_dict({"blocks.2.mlp.W_in": values}, strict=False, assign=True)',
+    ),
+    "values that are not finite": Fault(
+        not_finite, "values", "blocks.2.attn.W_Q", ("3 NaN and 1 infinite of 256 values",),
+        'model.load_state_dict({"blocks.2.attn.W_Q": values}, strict=False)',
+    ),
+    "tied embeddings": Fault(
+        tied, "storage", "unembed.W_U", ("shares its memory with embed.W_E",),
+        "model.unembed.W_U = torch.nn.Parameter(model.unembed.W_U.detach().clone())",
+    ),
+    "a hook": Fault(
+        hook_left, "hooks", "blocks.2.hook_resid_post", ("identity",), "model.reset_hooks()"
+    ),
+    "a backward hook": Fault(
+        backward_hook_left, "hooks", "blocks.2.hook_resid_post", ("identity",),
+        "model.reset_hooks()",
+    ),
+    "a PyTorch hook": Fault(
+        pytorch_hook_left, "hooks", "blocks.2", ("PyTorch forward hook", "lambda"),
+        "del model.blocks[2]._forward_hooks[",
+    ),
+    "a config of unfolded norms": Fault(
+        config_says_otherwise, "norms", "cfg.normalization_type", ("'RMS'", "those of 'RMSPre'"),
+        'model.cfg.normalization_type = "RMSPre"',
+    ),
+    "a norm of another class": Fault(
+        a_norm_is_another, "norms", "blocks.2.ln2", ("is a LayerNormPre", "RMSNormPre"), None
+    ),
+    "a config of another device": Fault(
+        home_renamed, "config", "cfg.device", ("'sim:1'", "home is sim:0"),
+        'model.cfg.device = "sim:0"',
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
+def test_each_fault_is_found_alone_and_named(fault: Fault, model: Any) -> None:
+    fault.breaks(model)
+
+    report = check(model)
+
+    (finding,) = report.findings
+    assert (finding.kind, finding.name) == (fault.kind, fault.name)
+    assert all(part in finding.message for part in fault.says), finding.message
+    assert not report
+    assert str(finding) in repr(report)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(fault, id=name) for name, fault in FAULTS.items() if fault.fix],
+)
+def test_the_line_that_is_given_mends_it(
+    fault: Fault, model: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    before = reference(tokens)
+    if fault.breaks is tied:
+        for each in (model, copied := copy.deepcopy(reference)):
+            each.unembed.W_U.data = each.embed.W_E.detach().T.clone()
+        before = copied(tokens)
+    fault.breaks(model)
+    (finding,) = check(model).findings
+    assert finding.fix is not None
+    assert finding.fix.startswith(str(fault.fix))
+
+    values = reference.state_dict().get(finding.name)
+    if finding.kind == "meta":  # is assigned, so it has to be there already
+        values = values.to("sim:2")
+    exec(finding.fix, {"model": model, "torch": torch, "values": values})
+
+    assert check(model), check(model)
+    assert_agrees(model(tokens), before, model.placement.home)
+
+
+def test_interrupted_processing_is_found(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tl_devicefix.processing.load_component", fail)
+    with pytest.raises(KeyboardInterrupt):
+        model.load_and_process_state_dict(model.state_dict())
+
+    assert found(model) == [("processing", "model")]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "solu"])
+def test_one_norm_that_is_not_folded_is_found(name: str, load: Any) -> None:
+    folded, other = load(name), load(name)
+    if name == "solu":
+        folded.process_weights_()
+    else:
+        other = load(name, fold_ln=False)
+    norm = "mlp.ln" if name == "solu" else "ln1"
+    parent = folded.blocks[0].get_submodule(norm.rpartition(".")[0])
+    setattr(parent, norm.rpartition(".")[2], other.blocks[0].get_submodule(norm))
+    folded.setup()
+
+    assert found(folded) == [("norms", f"blocks.0.{norm}")]
+
+
+def test_many_faults_of_a_kind_are_all_found_and_a_few_printed(model: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+
+    report = check(model)
+
+    assert len(report.findings) == len(list(model.parameters()))
+    assert f"and {len(report.findings) - 8} more of this kind" in repr(report)
+    assert len(repr(report).splitlines()) == 10
+
+
+def test_a_permanent_hook_is_noted_only(model: Any) -> None:
+    model.blocks[2].hook_resid_post.add_perma_hook(identity)
+
+    report = check(model)
+
+    assert report
+    assert [each.name for each in report.notes] == ["blocks.2.hook_resid_post"]
+
+
+def test_what_is_no_model_is_refused() -> None:
+    with pytest.raises(TypeError, match="this is a Linear"):
+        check(nn.Linear(2, 2))
+
+
+# --------------------------------------------------------------------------------------------
+# Modules that are put in
+
+
+class Probe(nn.Module):
+    """A module of a user's own, or an SAE."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.inside = linear(device)
+
+    def forward(self, activation: torch.Tensor) -> torch.Tensor:
+        return self.inside(activation)
+
+
+@pytest.mark.parametrize("make", [linear, Probe])
+def test_a_module_put_in_at_home_is_found_until_it_is_set_up(
+    make: Any, model: Any, tokens: torch.Tensor
+) -> None:
+    model.blocks[4].mlp = make("sim:0")
+    name = "blocks.4.mlp"
+    (finding,) = check(model).findings
+    assert (finding.kind, finding.name) == ("device", name)
+    assert "model.setup() lets it run where it is" in finding.message
+    assert finding.fix == 'model.blocks[4].mlp.to("sim:3")'
+    with pytest.raises(RuntimeError, match="same device"):
+        model(tokens)
+
+    model.setup()
+
+    report = check(model)
+    assert report
+    assert [(each.kind, each.name) for each in report.notes] == [("attached", name)]
+    assert "is on sim:0, and its block on sim:3" in report.notes[0].message
+    model(tokens)
+
+
+def test_repair_leaves_what_was_set_up_where_it_is(model: Any, tokens: torch.Tensor) -> None:
+    model.blocks[4].mlp = Probe("sim:0")
+    model.setup()
+    expected = model(tokens)
+    model.blocks[4].attn.to("sim:1")
+
+    report = check(model, repair=True)
+
+    assert report
+    assert [each.name for each in report.repaired] == ["blocks.4.attn"]
+    assert model.blocks[4].mlp.inside.weight.device == torch.device("sim:0")
+    assert_agrees(model(tokens), expected)
+
+
+def test_torch_s_modules_of_a_block_that_was_moved_are_not_taken_for_attached(load: Any) -> None:
+    model = load("mixtral")  # whose experts are in torch's lists
+    model.blocks[2].to("sim:0")
+    model.setup()
+
+    assert found(model) == [("device", "blocks.2")]
+    assert check(model, repair=True)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_module_put_in_a_model_on_one_device(load: Any) -> None:
+    model = load("llama", n_devices=1)
+    model.blocks[4].mlp = linear("sim:2")
+    model.setup()
+
+    assert found(model) == [("device", "blocks.4.mlp")]
+    assert check(model, repair=True)
+    assert model.blocks[4].mlp.weight.device == torch.device("sim:0")
+
+
+# --------------------------------------------------------------------------------------------
+# Models without a placement
+
+
+def test_a_model_without_a_placement_is_compared_with_its_config() -> None:
+    with tl_devicefix.unpatched():
+        model: Any = HookedTransformer(attention_only_config())
+    randomize(model)
+    with tl_devicefix.simulate(2):
+        assert check(model)
+        model.blocks[2].to("sim:1")
+
+        (finding,) = check(model).findings
+        assert finding.name == "blocks.2"
+        assert "cfg.device puts it on cpu" in finding.message
+        report = check(model, repair=True)
+
+    assert report
+    assert {parameter.device for parameter in model.parameters()} == {torch.device("cpu")}
+
+
+@pytest.mark.parametrize(("n", "fix"), [(1, 'model.to("sim:1")'), (3, "move_model_modules")])
+def test_a_model_that_is_not_on_its_devices_yet(n: int, fix: str, machine: Any) -> None:
+    cfg = attention_only_config()
+    cfg.device, cfg.n_devices = "sim:1", n
+    model = HookedTransformer(cfg, move_to_device=False)
+    randomize(model)
+
+    (finding,) = check(model).findings
+    assert fix in str(finding)
+    assert check(model, repair=True)
+
+    used = {str(parameter.device) for parameter in model.parameters()}
+    assert used == {f"sim:{1 + i}" for i in range(n)}
+
+
+# --------------------------------------------------------------------------------------------
+# What checking and repairing do to the model
+
+
+def everything_in(model: Any) -> dict[str, Any]:
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    modules = {name: set(vars(module)) for name, module in model.named_modules()}
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    places = {name: (id(tensor), tensor.device) for name, tensor in tensors.items()}
+    return {**places, "modules": modules, "hooks": hooks, "cfg": repr(model.cfg)}
+
+
+def test_a_check_changes_nothing_and_copies_nothing(model: Any, machine: Any) -> None:
+    for fault in (block_moved, some_parameters_moved, not_finite, hook_left, on_meta):
+        fault(model)
+    before, placement = everything_in(model), model.placement
+    machine.reset_transfers()
+
+    assert {kind for kind, _ in found(model)} == {"device", "meta", "values", "hooks"}
+
+    assert machine.transfers == []
+    assert everything_in(model) == before
+    assert model.placement is placement
+
+
+def test_a_check_allocates_next_to_nothing(model: Any, machine: Any) -> None:
+    def held() -> list[int]:
+        return [machine.memory_allocated(device) for device in machine.devices]
+
+    check(model)
+    before = held()
+    for device in machine.devices:
+        machine.reset_peak_memory_stats(device)
+
+    check(model)
+
+    n_tensors = len(model.state_dict())
+    for device, bytes_before in zip(machine.devices, before):
+        assert machine.max_memory_allocated(device) - bytes_before < 16 * n_tensors + 16
+    assert held() == before
+
+
+MISPLACED = (block_moved, parameter_replaced, some_parameters_moved, home_renamed)
+
+
+@pytest.mark.parametrize("fault", MISPLACED)
+def test_repair_brings_it_back_and_the_placement_is_the_truth_again(
+    fault: Any, model: Any, reference: Any, tokens: torch.Tensor, machine: Any
+) -> None:
+    printed = repr(model.placement)
+    held = [machine.memory_allocated(device) for device in machine.devices]
+    parameters = dict(model.named_parameters())
+    fault(model)
+    (broken,) = check(model).findings
+
+    report = check(model, repair=True)
+
+    assert (report.findings, report.repaired) == ((), (broken,))
+    assert "repaired (1)" in repr(report)
+    assert repr(model.placement) == printed
+    for each in report.memory:
+        assert each.held == each.planned == model.placement.bytes_on(each.device)
+    if fault is not parameter_replaced:
+        assert all(parameters[name] is each for name, each in model.named_parameters())
+        assert [machine.memory_allocated(device) for device in machine.devices] == held
+    assert_agrees(model(tokens), reference(tokens), model.placement.home)
+    assert_agrees(model.run_with_cache(tokens)[1], reference.run_with_cache(tokens)[1])
+
+
+def test_repair_of_everything_at_once_leaves_what_it_cannot_mend(
+    model: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    for fault in (*MISPLACED[:2], block_replaced, hook_left, not_finite):
+        fault(model)
+
+    report = check(model, repair=True)
+
+    assert [each.kind for each in report.findings] == ["values", "hooks"]
+    model.reset_hooks()
+    model.load_state_dict(reference.state_dict(), strict=False)
+    assert check(model)
+    assert_agrees(model(tokens), reference(tokens), model.placement.home)
+
+
+def test_repair_moves_gradients_too(model: Any, tokens: torch.Tensor) -> None:
+    model(tokens, return_type="loss").backward()
+    block_moved(model)
+
+    check(model, repair=True)
+
+    assert {p.grad.device for p in model.blocks[2].parameters() if p.grad is not None} == {
+        torch.device("sim:2")
+    }
+    model(tokens, return_type="loss").backward()
+
+
+def test_repair_says_which_device_is_full(
+    model: Any, reference: Any, machine: Any, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block_moved(model)
+    monkeypatch.setattr(machine, "_capacities", [2**20, 2**20, 15_000, 2**20])
+
+    with pytest.raises(torch.OutOfMemoryError, match=r"sim:2 ran out of memory while blocks.2"):
+        check(model, repair=True)
+
+    monkeypatch.undo()
+    assert not check(model)
+    assert check(model, repair=True)
+    assert_agrees(model(tokens), reference(tokens), model.placement.home)
+
+
+def test_repair_of_a_sound_model_does_nothing(model: Any, machine: Any) -> None:
+    before = everything_in(model)
+    machine.reset_transfers()
+
+    report = check(model, repair=True)
+
+    assert (report.findings, report.repaired) == ((), ())
+    assert everything_in(model) == before
+    assert machine.transfers == []
+
+
+# --------------------------------------------------------------------------------------------
+# docs/check.md
+
+
+def test_the_documented_example_prints_what_is_documented(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    document = Path(__file__).parents[2] / "docs" / "check.md"
+    code, printed = (block.partition("\n")[2] for block in document.read_text().split("```")[1:4:2])
+
+    exec(code, {})
+
+    shown = capsys.readouterr().out
+    assert without_sizes(shown).endswith(without_sizes(printed))
+
+
+def without_sizes(text: str) -> str:
+    """Masks are larger in TransformerLens 2, so sizes differ by version."""
+    words = (word for word in text.split() if word not in ("KiB", "MiB", "(home)"))
+    return " ".join(word for word in words if not word.strip("(),.").replace(".", "").isdigit())

@@ -1,0 +1,48 @@
+"""Bring what is misplaced to where it belongs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from tl_devicefix.checking.naming import joined
+from tl_devicefix.checking.tensors import Tensor, is_unspread, placement_of_model, tensors
+from tl_devicefix.components import component_of
+from tl_devicefix.fitting import naming_full_devices
+from tl_devicefix.moving import settle
+from tl_devicefix.shared_buffers import ConvertedOnce, share_buffers
+
+
+def put_right(model: Any) -> None:
+    """Move what is misplaced, and make the config and the hooks across devices follow."""
+    placement = placement_of_model(model)
+    if is_unspread(model):
+        model.move_model_modules_to_device()
+        return
+    for device, misplaced in _by_planned_device(model).items():
+        move = ConvertedOnce(model, partial(_moved, device=device))
+        for tensor in misplaced:
+            component = component_of(joined(tensor.path, tensor.name))
+            known = placement is not None and component in placement.device_map
+            with naming_full_devices(model, placement if known else None, component):
+                nn.Module._apply(tensor.module, move, recurse=False)
+    share_buffers(model)
+    if placement is not None:
+        settle(model, placement)
+    model.setup()
+
+
+def _by_planned_device(model: Any) -> dict[torch.device, list[Tensor]]:
+    groups: dict[torch.device, list[Tensor]] = defaultdict(list)
+    for tensor in tensors(model):
+        if tensor.is_misplaced:
+            groups[tensor.planned].append(tensor)
+    return groups
+
+
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return tensor if tensor.is_meta else tensor.to(device)

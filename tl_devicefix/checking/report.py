@@ -1,0 +1,131 @@
+"""What a check has found, as people and programs read it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from tl_devicefix.fitting import gib
+
+Kind = Literal[
+    "processing",  # the weights are in part those from before
+    "config",  # cfg.device or cfg.n_devices is not what the placement says
+    "device",  # a tensor is not where the placement says
+    "setup",  # a module was put in, and the model not told
+    "meta",  # a tensor without values
+    "values",  # NaN, or infinite
+    "storage",  # two parameters in one memory
+    "norms",  # folded, or not folded, against the config
+    "hooks",  # left behind
+    "attached",  # an SAE or the like that runs on a device of its own: a note
+]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is found.
+
+    Attributes:
+        kind: what sort of thing it is.
+        name: the tensor, module or hook point, as the model names it.
+        message: what is the matter, in words.
+        fix: the line of code that mends it, where there is one.
+    """
+
+    kind: Kind
+    name: str
+    message: str
+    fix: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.message}: {self.fix}" if self.fix else self.message
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of parameters and buffers on one device.
+
+    Attributes:
+        device: the device.
+        planned: what the placement puts there.
+        held: what is there.
+    """
+
+    device: torch.device
+    planned: int
+    held: int
+
+
+@dataclass(frozen=True, repr=False)
+class Report:
+    """What a check has found. It is true if all is well; printing it lists what is not.
+
+    Attributes:
+        findings: what is wrong.
+        repaired: what was wrong, and has been repaired.
+        notes: what is worth knowing, and not wrong.
+        n_parameters: how many numbers the model's parameters are.
+        memory: what really lies on each device.
+    """
+
+    findings: tuple[Finding, ...]
+    repaired: tuple[Finding, ...]
+    notes: tuple[Finding, ...]
+    n_parameters: int
+    memory: tuple[Memory, ...]
+
+    @property
+    def well(self) -> bool:
+        """Whether nothing is wrong (any more)."""
+        return not self.findings
+
+    def __bool__(self) -> bool:
+        return self.well
+
+    def __repr__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        if self.repaired:
+            yield f"repaired ({len(self.repaired)}):"
+            yield from _listed([each.message for each in self.repaired], self.repaired)
+        if self.well:
+            held = [each for each in self.memory if each.held]
+            on = f"on {held[0].device}" if len(held) == 1 else f"on {len(held)} devices"
+            size = gib(sum(each.held for each in held))
+            yield f"all is well: {self.n_parameters:,} parameters ({size} with buffers) {on}"
+        else:
+            yield f"wrong ({len(self.findings)}):"
+            yield from _listed([str(each) for each in self.findings], self.findings)
+        if self.notes:
+            yield f"not wrong, but to know ({len(self.notes)}):"
+            yield from _listed([str(each) for each in self.notes], self.notes)
+        if any(each.kind == "device" for each in self.findings):
+            yield from _table(self.memory)
+
+
+_MOST_OF_A_KIND = 8
+
+
+def _listed(lines: Sequence[str], findings: Sequence[Finding]) -> Iterator[str]:
+    """A line for each, but not hundreds of one kind."""
+    counts = Counter(each.kind for each in findings)
+    shown: Counter[str] = Counter()
+    for line, finding in zip(lines, findings):
+        shown[finding.kind] += 1
+        if shown[finding.kind] <= _MOST_OF_A_KIND:
+            yield f"- {line}"
+        elif shown[finding.kind] == counts[finding.kind]:
+            yield f"- and {counts[finding.kind] - _MOST_OF_A_KIND} more of this kind"
+
+
+def _table(memory: Sequence[Memory]) -> Iterator[str]:
+    rows = [("device", "planned", "really there")]
+    rows += [(str(each.device), gib(each.planned), gib(each.held)) for each in memory]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    for device, planned, held in rows:
+        yield f"{device:<{widths[0]}}  {planned:>{widths[1]}}  {held:>{widths[2]}}"

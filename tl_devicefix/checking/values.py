@@ -1,0 +1,117 @@
+"""What a model's tensors hold: no values, NaN, infinity, or the memory of another parameter."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from tl_devicefix.attached import runs_where_it_is
+from tl_devicefix.checking.naming import expression
+from tl_devicefix.checking.report import Finding
+
+_INFINITE_BY_DESIGN = "IGNORE"
+"""The buffer that attention scores are masked with."""
+
+
+def value_findings(model: Any) -> list[Finding]:
+    """Tensors without values, with NaN or infinite ones, and parameters that share memory."""
+    return [*_meta_findings(model), *_bad_values(model), *_tied_parameters(model)]
+
+
+def _named_tensors(model: Any) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _meta_findings(model: Any) -> Iterator[Finding]:
+    for name, tensor in _named_tensors(model).items():
+        if tensor.is_meta:
+            message = f"{name} {_shape(tensor)} is on the meta device, so it has no values"
+            yield Finding("meta", name, message, _load(name, assign=True))
+
+
+def _bad_values(model: Any) -> Iterator[Finding]:
+    tensors = {
+        name: tensor.detach()
+        for name, tensor in _named_tensors(model).items()
+        if tensor.is_floating_point() and tensor.itemsize > 1  # float8 has no extremes in torch
+        if tensor.numel() and not tensor.is_meta
+        if name.rpartition(".")[2] != _INFINITE_BY_DESIGN
+    }
+    if model.cfg.positional_embedding_type == "alibi":
+        tensors.pop("pos_embed.W_pos", None)  # TransformerLens neither sets nor reads it
+    finite = _are_finite(tensors)
+    for name, tensor in tensors.items():
+        if not finite[name]:
+            n_nan, n_inf = _count(tensor)
+            counts = [(n_nan, "NaN"), (n_inf, "infinite")]
+            found = " and ".join(f"{count} {what}" for count, what in counts if count)
+            message = f"{name} {_shape(tensor)} has {found} of {tensor.numel()} values"
+            yield Finding("values", name, message, _load(name))
+
+
+def _are_finite(tensors: dict[str, torch.Tensor]) -> dict[str, bool]:
+    """Whether each is finite. Each device looks at its own, without a copy, and answers once."""
+    answers: dict[torch.device, dict[str, torch.Tensor]] = defaultdict(dict)
+    for name, tensor in tensors.items():
+        # The extremes of a tensor with NaN are NaN.
+        answers[tensor.device][name] = torch.stack(tensor.aminmax()).isfinite().all()
+    return {
+        name: finite
+        for on_device in answers.values()
+        for name, finite in zip(on_device, torch.stack(list(on_device.values())).tolist())
+    }
+
+
+def _count(tensor: torch.Tensor) -> tuple[int, int]:
+    """How many values are NaN, and how many infinite; slice by slice."""
+    rows = tensor.reshape(1) if tensor.dim() == 0 else tensor
+    per_slice = max(_ELEMENTS // math.prod(rows.shape[1:]), 1)
+    n_nan = n_inf = 0
+    for part in rows.split(per_slice):
+        n_nan += int(part.isnan().sum())
+        n_inf += int(part.isinf().sum())
+    return n_nan, n_inf
+
+
+_ELEMENTS = 2**22
+
+
+def _tied_parameters(model: Any) -> Iterator[Finding]:
+    """Parameters that overlap in memory; in TransformerLens each has its own."""
+    aside = {each for m in model.modules() if runs_where_it_is(m) for each in m.modules()}
+    seen: dict[tuple[torch.device, int], list[tuple[int, int, str]]] = defaultdict(list)
+    for path, module in model.named_modules():
+        for leaf, tensor in module._parameters.items():
+            if tensor is None or tensor.is_meta or not tensor.numel() or module in aside:
+                continue
+            name = f"{path}.{leaf}" if path else leaf
+            start, end = _span(tensor)
+            others = seen[tensor.device, tensor.untyped_storage().data_ptr()]
+            first = next((each for a, b, each in others if start < b and a < end), None)
+            others.append((start, end, name))
+            if first is not None:
+                it = expression(name)
+                message = f"{name} shares its memory with {first}: what changes one, changes both"
+                fix = f"{it} = torch.nn.Parameter({it}.detach().clone())"
+                yield Finding("storage", name, message, fix)
+
+
+def _span(tensor: nn.Parameter) -> tuple[int, int]:
+    """The first byte of a tensor, and the one after its last."""
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    start = tensor.data_ptr()
+    return start, start + (steps + 1) * tensor.element_size()
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return f"[{', '.join(map(str, tensor.shape))}]"
+
+
+def _load(name: str, assign: bool = False) -> str:
+    assigned = ", assign=True" if assign else ""
+    return f'model.load_state_dict({{"{name}": values}}, strict=False{assigned})'
