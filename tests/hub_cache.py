@@ -6,6 +6,7 @@ models--organisation--name/refs/REVISION names a commit, and snapshots/COMMIT ha
 from __future__ import annotations
 
 import hashlib
+import json
 import socket
 from pathlib import Path
 from typing import Any
@@ -31,14 +32,23 @@ class HubCache:
         **options: Any,
     ) -> Path:
         """Save a checkpoint, by `save_pretrained(**options)`; returns the folder with its files."""
+        snapshot = self._snapshot(name, revision)
+        hf_model.save_pretrained(snapshot, **options)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(snapshot)
+        return snapshot
+
+    def add_config(self, name: str, fields: dict[str, Any]) -> None:
+        """Save nothing but a config.json with these fields."""
+        (self._snapshot(name, "main") / "config.json").write_text(json.dumps(fields))
+
+    def _snapshot(self, name: str, revision: str) -> Path:
         repository = self.directory / f"models--{name.replace('/', '--')}"
         commit = commit_of(name, revision)
         (repository / "refs").mkdir(parents=True, exist_ok=True)
         (repository / "refs" / revision).write_text(commit)
         snapshot = repository / "snapshots" / commit
-        hf_model.save_pretrained(snapshot, **options)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(snapshot)
+        snapshot.mkdir(parents=True, exist_ok=True)
         return snapshot
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import logging
 import os
 import re
 import threading
@@ -22,6 +23,7 @@ from transformer_lens.HookedTransformer import DTYPE_FROM_STRING
 from transformers import AutoConfig, AutoTokenizer
 
 from tl_devicefix.hub import TOKENIZER_FILES, has_tokenizer, hub_arguments, snapshot
+from tl_devicefix.known_configs import known_config
 
 
 def torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
@@ -46,22 +48,28 @@ def is_checkpoint_directory(model_name: str) -> bool:
     return (Path(model_name) / "config.json").is_file()
 
 
-def model_config(model_name: str, **kwargs: Any) -> Any:
+def model_config(model_name: str, prefer_known: bool = False, **kwargs: Any) -> Any:
     """The HookedTransformerConfig for `model_name`, with one device and without its weights.
 
     Args:
         model_name: a name that TransformerLens lists, a local checkpoint directory, or the name of
             another checkpoint on the hub.
+        prefer_known: ask the hub only for what `known_configs` lacks. To plan with: a checkpoint
+            that is loaded decides for itself.
         kwargs: what `transformer_lens.loading_from_pretrained.get_pretrained_model_config` takes.
 
     Raises:
-        ValueError: if the name is neither, or the architecture is not one TransformerLens has.
+        ValueError: if the name is none of these, its config cannot be fetched, or the architecture
+            is not one TransformerLens has.
     """
     if is_checkpoint_directory(model_name):
         return _config_of_directory(os.fspath(model_name), kwargs)
     name = official_name(model_name)
     if is_listed(name):
-        return _config_by_name(name, **kwargs)
+        known = known_config(name) if prefer_known else None
+        if known is not None:
+            logging.info("The sizes of %s are those known to tl_devicefix, not fetched.", name)
+        return _config_by_name(name, known, **kwargs)
     cfg = _config_of_directory(str(snapshot(name, **kwargs)), kwargs, on_hub=name)
     cfg.model_name = name.rpartition("/")[2]
     cfg.tokenizer_name = name if has_tokenizer(name, **kwargs) else None
@@ -121,7 +129,10 @@ def _config_by_name(name: str, known: Any = None, token: Any = None, **kwargs: A
             return tl_loading.get_pretrained_model_config(name, **kwargs)
     except OSError as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"the config of {name!r} cannot be fetched: {reason}") from error
+        raise ValueError(
+            f"the config of {name!r} must be fetched, or be given as a local directory with its "
+            f"config.json, and cannot be fetched: {reason}"
+        ) from error
 
 
 # TransformerLens's name for AutoConfig is replaced for a moment; one thread at a time.

@@ -159,7 +159,8 @@ def plan(
 
     Args:
         config_or_model_name: a HookedTransformerConfig, or whatever `from_pretrained` takes as a
-            model name (a name TransformerLens knows, or a local checkpoint directory).
+            model name (a name TransformerLens knows, or a local checkpoint directory). The sizes
+            of common models are known, so that the hub is not asked for their configs.
         n_devices: over how many devices to spread the blocks; 1 if nothing else is said.
         device: the home device; the others are those that follow it. "cuda:2" with `n_devices=2`
             means cuda:2 and cuda:3.
@@ -213,7 +214,8 @@ def plan(
 def _config(config_or_model_name: Any, dtype: torch.dtype | str | None) -> Any:
     if isinstance(config_or_model_name, str | os.PathLike):
         wanted = torch.float32 if dtype is None else torch_dtype(dtype)
-        return model_config(os.fspath(config_or_model_name), dtype=wanted)
+        name = os.fspath(config_or_model_name)
+        return model_config(name, prefer_known=True, dtype=wanted)
     if dtype is None:
         return config_or_model_name
     cfg = copy.copy(config_or_model_name)
