@@ -92,7 +92,7 @@ def outcome(name: str, case: str, run: Run) -> Any:
     random.seed(0)
     try:
         return CALLS[name][case](run)
-    except (AttributeError, AssertionError, KeyError, ValueError, NotImplementedError) as error:
+    except (AttributeError, AssertionError, LookupError, ValueError, NotImplementedError) as error:
         return type(error)
 
 
