@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tl_devicefix.patches import apply, patched, report, restore, unpatched
 
 if TYPE_CHECKING:
+    from tl_devicefix.estimation import Estimate, estimate
     from tl_devicefix.gathering_device import gather_on
     from tl_devicefix.placement import Placement, plan
     from tl_devicefix.rehearsal import Rehearsal, rehearse
@@ -18,9 +19,11 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "Estimate",
     "Placement",
     "Rehearsal",
     "apply",
+    "estimate",
     "gather_on",
     "patched",
     "plan",
@@ -32,6 +35,8 @@ __all__ = [
 ]
 
 _LAZY = {
+    "Estimate": "tl_devicefix.estimation",
+    "estimate": "tl_devicefix.estimation",
     "gather_on": "tl_devicefix.gathering_device",
     "Placement": "tl_devicefix.placement",
     "plan": "tl_devicefix.placement",

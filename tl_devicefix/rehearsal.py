@@ -7,6 +7,7 @@ model is made in seconds, and what a function does with it is checked without co
 from __future__ import annotations
 
 import contextlib
+import copy
 import sysconfig
 import traceback
 from collections import Counter
@@ -138,22 +139,27 @@ def rehearse(
     """
     with patched(), simulate(n_devices, memory, values=False) as machine:
         spread = n_devices if device_map is None else None
-        cfg = _config(config_or_model_name, dtype, options)
+        cfg = config_at_full_size(config_or_model_name, dtype, options)
         placement = plan(cfg, spread, device_map=device_map, max_memory=max_memory)
-        model = _model_without_values(cls, cfg, tokenizer, placement)
+        model = model_without_values(cls, cfg, tokenizer, placement)
         return _watch(machine, model, placement, run)
 
 
-def _config(config_or_model_name: Any, dtype: Any, options: dict[str, Any]) -> Any:
-    """The config that `from_pretrained` would make."""
-    if not isinstance(config_or_model_name, str | Path):
-        return config_or_model_name
-    wanted = torch.float32 if dtype is None else torch_dtype(dtype)
-    options = {"fold_ln": True, **options}
-    return model_config(str(config_or_model_name), dtype=wanted, device="cpu", **options)
+def config_at_full_size(
+    config_or_model_name: Any, dtype: torch.dtype | str | None, options: dict[str, Any]
+) -> Any:
+    """The config that `from_pretrained` would make with these options; a copy of a given one."""
+    if isinstance(config_or_model_name, str | Path):
+        wanted = torch.float32 if dtype is None else torch_dtype(dtype)
+        options = {"fold_ln": True, **options}
+        return model_config(str(config_or_model_name), dtype=wanted, device="cpu", **options)
+    cfg = copy.deepcopy(config_or_model_name)
+    cfg.dtype = cfg.dtype if dtype is None else torch_dtype(dtype)
+    return cfg
 
 
-def _model_without_values(cls: Any, cfg: Any, tokenizer: Any, placement: Placement) -> Any:
+def model_without_values(cls: Any, cfg: Any, tokenizer: Any, placement: Placement) -> Any:
+    """A model over simulated devices, laid out in memory as loading lays it out."""
     if tokenizer is None and not Path(cfg.tokenizer_name or "").is_dir():
         cfg.tokenizer_name = None  # or the hub would be asked
     model = empty_model(cls, cfg, tokenizer)
