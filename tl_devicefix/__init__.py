@@ -12,18 +12,24 @@ from tl_devicefix.patches import apply, patched, report, restore, unpatched
 
 if TYPE_CHECKING:
     from tl_devicefix.checking import check
+    from tl_devicefix.estimation import Estimate, estimate
     from tl_devicefix.gathering_device import gather_on
     from tl_devicefix.placement import Placement, plan
+    from tl_devicefix.rehearsal import Rehearsal, rehearse
     from tl_devicefix.simulation import simulate
 
 __version__ = "0.1.0"
 __all__ = [
+    "Estimate",
     "Placement",
+    "Rehearsal",
     "apply",
     "check",
+    "estimate",
     "gather_on",
     "patched",
     "plan",
+    "rehearse",
     "report",
     "restore",
     "simulate",
@@ -32,9 +38,13 @@ __all__ = [
 
 _LAZY = {
     "check": "tl_devicefix.checking",
+    "Estimate": "tl_devicefix.estimation",
+    "estimate": "tl_devicefix.estimation",
     "gather_on": "tl_devicefix.gathering_device",
     "Placement": "tl_devicefix.placement",
     "plan": "tl_devicefix.placement",
+    "Rehearsal": "tl_devicefix.rehearsal",
+    "rehearse": "tl_devicefix.rehearsal",
     "simulate": "tl_devicefix.simulation",
 }
 

@@ -119,7 +119,7 @@ def _load(
     with _construction:
         source = _open_source(model_name, cfg, wanted["hf_model"], dtype, hf_kwargs)
         with tokenizers_fetched_with(model_name, hf_kwargs):
-            model = _empty_model(cls, cfg, wanted["tokenizer"], wanted["default_padding_side"])
+            model = empty_model(cls, cfg, wanted["tokenizer"], wanted["default_padding_side"])
     fill(model, source, placement, steps)
     place(model, placement)  # the weights are there already; the buffers are not
     check_placed(model)
@@ -275,11 +275,11 @@ def _open_source(
     return HuggingFaceSource(load_hf_model(model_name, cfg, **hf_kwargs), cfg)
 
 
-def _empty_model(cls: Any, cfg: Any, tokenizer: Any, default_padding_side: Any) -> Any:
+def empty_model(cls: Any, cfg: Any, tokenizer: Any, default_padding_side: Any = None) -> Any:
     """A model whose parameters have shapes but no values; its buffers are real."""
     if tokenizer is None and is_checkpoint_directory(cfg.tokenizer_name or ""):
         tokenizer = load_tokenizer(cfg.tokenizer_name)
-    with _components_without_values():
+    with _construction, _components_without_values():
         return cls(cfg, tokenizer, move_to_device=False, default_padding_side=default_padding_side)
 
 

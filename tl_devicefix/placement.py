@@ -114,7 +114,7 @@ class Placement:
             here = [c for c in self.components if c.device == device]
             weights = sum(c.weights for c in here)
             label = f"{device} (home)" if device == self.home else str(device)
-            names = _summary([c.name for c in here])
+            names = in_short([c.name for c in here])
             rows.append((label, names, gib(weights), gib(self.bytes_on(device))))
         everything = sum(self.bytes_on(device) for device in self.devices)
         rows.append(("total", "", gib(sum(c.weights for c in self.components)), gib(everything)))
@@ -130,7 +130,7 @@ def _placed(size: ComponentSize, device: torch.device) -> PlacedComponent:
     return PlacedComponent(size.name, device, size.weights, size.buffers, size.shared)
 
 
-def _summary(names: Sequence[str]) -> str:
+def in_short(names: Sequence[str]) -> str:
     """["embed", "blocks.0", "blocks.1", "blocks.2"] -> "embed, blocks.0-2"."""
     runs: list[list[str]] = []
     for name in names:
@@ -175,8 +175,25 @@ def plan(
     Raises:
         ValueError: one sentence saying what does not fit together and what to do.
     """
-    check_max_memory(max_memory)
     cfg = _config(config_or_model_name, dtype)
+    placement = decide(cfg, n_devices, device, device_map, max_memory)
+    check_fit(placement, max_memory, cfg.dtype)
+    return placement
+
+
+def decide(
+    cfg: Any,
+    n_devices: int | None = None,
+    device: DeviceLike | None = None,
+    device_map: DeviceMap | None = None,
+    max_memory: MaxMemory | None = None,
+) -> Placement:
+    """As `plan`, for a config, whether or not it fits.
+
+    Raises:
+        ValueError: if the arguments do not fit together.
+    """
+    check_max_memory(max_memory)
     if device_map is not None and n_devices not in (None, 1):
         raise ValueError(
             f"both device_map={device_map!r} and n_devices={n_devices} are given: device_map "
@@ -194,7 +211,6 @@ def plan(
         named = device_map if isinstance(device_map, Mapping) else _whole_on(device_map)
         placement = _from_dict(sizes, named, device)
         _warn_of_unused(max_memory, placement.devices)
-        check_fit(placement, max_memory, cfg.dtype)
         return placement
     home = default_device() if device is None else resolve(device)
     devices = _devices_to_use(home, n_devices, device_map, max_memory)
@@ -206,9 +222,7 @@ def plan(
         counts = sequential(sizes, capacities)
     else:
         counts = balanced(sizes, capacities)
-    placement = _contiguous(sizes, devices, counts)
-    check_fit(placement, max_memory, cfg.dtype)
-    return placement
+    return _contiguous(sizes, devices, counts)
 
 
 def _config(config_or_model_name: Any, dtype: torch.dtype | str | None) -> Any:
@@ -275,7 +289,7 @@ def _from_dict(
         if not any(_is_prefix(key, name) for name in names):
             raise ValueError(
                 f"device_map names {key!r}, which is no component of this model; it has "
-                f"{_summary(names)} (prefixes such as 'blocks', or '' for all, are fine)"
+                f"{in_short(names)} (prefixes such as 'blocks', or '' for all, are fine)"
             )
     placed, missing = [], []
     for size in sizes:
@@ -289,7 +303,7 @@ def _from_dict(
         placed.append(_placed(size, device))
     if missing:
         raise ValueError(
-            f"device_map says nothing of {_summary(missing)}: give each component a device, or "
+            f"device_map says nothing of {in_short(missing)}: give each component a device, or "
             "use device_map='balanced'"
         )
     placement = Placement(tuple(placed))

@@ -151,7 +151,7 @@ def _allocate(make: Any, geometry: tuple[Any, ...], device: Any, options: dict[s
     device = machine.devices[machine.index_of(device)]
     # Before the CPU allocates what the simulated device has no room for.
     machine.check_room(device, make(*geometry, **options, device="meta").untyped_storage().nbytes())
-    return wrap(make(*geometry, **options, device="cpu"), machine, device)
+    return wrap(make(*geometry, **options, device=machine.behind), machine, device)
 
 
 def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> Any:
@@ -165,7 +165,7 @@ def _make(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     if device is None or device.type != DEVICE_TYPE:
         return run(func, args, kwargs)
     machine = active_machine()
-    kwargs["device"] = torch.device("cpu")
+    kwargs["device"] = machine.behind
     return wrap(func(*args, **kwargs), machine, machine.devices[machine.index_of(device)])
 
 
@@ -186,6 +186,10 @@ def _attention(
             attn_mask.logical_not(), float("-inf")
         )
     options = {"scale": scale, "enable_gqa": enable_gqa}
+    if active_machine().behind.type == "meta":
+        return aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, **options
+        )[0]
     choose: Any = torch._fused_sdp_choice  # Its stub lacks the optional arguments.
     choice = choose(
         *(_values(tensor) for tensor in (query, key, value)),

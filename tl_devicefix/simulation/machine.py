@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,14 +65,18 @@ class Machine:
 
     Attributes:
         devices: the devices, in order.
+        behind: where the tensors behind the simulated ones are: the CPU, or meta, without values.
         transfers: every copy between two simulated devices, or between the CPU and one of them,
             since the start or the last :meth:`reset_transfers`. A number that is read (``item``)
             and CPU tensors that index are not counted.
         is_open: False once the ``with`` block is left.
+        on_peak: called with a device's index whenever more is allocated there than ever before.
     """
 
-    def __init__(self, capacities: Sequence[int]) -> None:
+    def __init__(self, capacities: Sequence[int], *, values: bool = True) -> None:
         self.devices = [torch.device(DEVICE_TYPE, index) for index in range(len(capacities))]
+        self.behind = torch.device("cpu" if values else "meta")
+        self.on_peak: Callable[[int], None] | None = None
         self.transfers: list[Transfer] = []
         self.current_index = 0
         self.is_open = True
@@ -178,7 +182,10 @@ class Machine:
 
     def _add(self, index: int, nbytes: int) -> None:
         self._allocated[index] += nbytes
-        self._peak[index] = max(self._peak[index], self._allocated[index])
+        if self._allocated[index] > self._peak[index]:
+            self._peak[index] = self._allocated[index]
+            if self.on_peak is not None:
+                self.on_peak(index)
 
     def _free(self, allocation: Allocation) -> None:
         self._add(allocation.device.index, -allocation.nbytes)

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.fx.experimental._config as meta_config
 
 from tl_devicefix.simulation import backend, backward
 from tl_devicefix.simulation.machine import Machine, bytes_of
@@ -19,7 +20,10 @@ _MOST_DEVICES = 64
 
 @contextmanager
 def simulate(
-    n_devices: int, memory: int | str | Sequence[int | str] = "80GiB"
+    n_devices: int,
+    memory: int | str | Sequence[int | str] = "80GiB",
+    *,
+    values: bool = True,
 ) -> Iterator[Machine]:
     """Simulate a machine with devices ``sim:0`` to ``sim:{n_devices - 1}`` on the CPU.
 
@@ -36,6 +40,10 @@ def simulate(
         n_devices: how many devices, at least 1.
         memory: the memory of each device, in bytes or as accelerate writes it ("8GiB"), or a
             sequence of such sizes, one for each device.
+        values: False for tensors that have a device, a shape and a size in memory, but no values,
+            so that nothing is computed and models of any size find room. A number that is read
+            from one is 0, and so is a tensor that is copied to the CPU; a mask selects all. See
+            `tl_devicefix.rehearse`.
 
     Yields:
         The machine, which tells transfers and memory.
@@ -58,13 +66,15 @@ shape=torch.Size([3]))]
     capacities = _capacities(n_devices, memory)
     _check_torch()
     backend.register()
-    machine = Machine(capacities)
+    machine = Machine(capacities, values=values)
     with ExitStack() as stack:
         backend.activate(machine)
         stack.callback(backend.deactivate, machine)
         _move_parameters_in_place(stack)
         _avoid_inference_mode(stack)
         _keep_errors_of_backwards(stack)
+        if not values:  # what a mask selects is at most everything
+            _replace(stack, meta_config, "meta_nonzero_assume_all_nonzero", True)
         # The engine would want one worker thread per device, but knows of one device only.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         yield machine

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import torch
 
 from tl_devicefix.simulation.backward import raise_or_keep
@@ -52,7 +54,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Print as torch prints a tensor of another device."""
-        text = repr(self._cpu)
+        text = repr(self._cpu).replace(", device='meta'", "")
         grad_fn = self.grad_fn
         extras = f", device='{self.device}'"
         if grad_fn is not None:
@@ -99,7 +101,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
 
     def tolist(self) -> Any:
         """Return the values as nested lists; torch refuses subclasses."""
-        return self._cpu.tolist()
+        return without_values(self._cpu).tolist() if self._cpu.is_meta else self._cpu.tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
         """Refuse as for CUDA, unless forced; torch blames subclasses, which tells users nothing."""
@@ -230,7 +232,19 @@ def _run_on_one_device(func: Operation, args: tuple[Any, ...], kwargs: dict[str,
         if target.type != DEVICE_TYPE:
             return func(*cpu_args, **cpu_kwargs, device=target)
         device = machine.devices[machine.index_of(target)]
-    return _label(func(*cpu_args, **cpu_kwargs), simulated, machine, device)
+    return _label(_call(func, cpu_args, cpu_kwargs), simulated, machine, device)
+
+
+def _call(func: Operation, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError as error:  # NotImplementedError is one
+        if re.search(r"meta tensor|with Meta|register_meta", str(error)):
+            raise NotImplementedError(
+                f"{func} gives what depends on values, which a rehearsal has none of: rehearse "
+                "without it"
+            ) from error
+        raise
 
 
 def _unwrap(arg: Any, simulated: list[SimTensor], others: list[torch.Tensor]) -> Any:
@@ -345,7 +359,8 @@ def _to_copy(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     kwargs = dict(kwargs)
     target = kwargs.pop("device", None) or allocation.device
     if target.type != DEVICE_TYPE:
-        result = func(source._cpu, **kwargs, device=target)
+        values = without_values(source._cpu) if source._cpu.is_meta else source._cpu
+        result = func(values, **kwargs, device=target)
         if target.type == "cpu":
             machine.record_transfer(allocation.device, target, result)
         return result
@@ -370,8 +385,32 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
     cpu_target, cpu_source = (
         tensor._cpu if isinstance(tensor, SimTensor) else tensor for tensor in (target, source)
     )
-    cpu_target.copy_(cpu_source)
+    if cpu_source.is_meta and not cpu_target.is_meta:
+        if not cpu_target.is_floating_point():
+            cpu_target.zero_()  # may be indices; floats are left, as writing takes memory
+    else:
+        cpu_target.copy_(cpu_source)
     simulated._allocation.machine.record_transfer(source.device, target.device, cpu_target)
+
+
+def without_values(meta: torch.Tensor) -> torch.Tensor:
+    """Zeros on the CPU, which take no memory until they are written to."""
+    blank = torch.from_numpy(numpy.zeros(max(meta.numel(), 1) * meta.element_size(), numpy.uint8))
+    return blank.view(meta.dtype)[: meta.numel()].view(meta.shape)
+
+
+def _read_number(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``.item()``, and with it ``if tensor:``; 0 where there are no values."""
+    cpu = args[0]._cpu
+    return func(without_values(cpu) if cpu.is_meta else cpu)
+
+
+def _equal(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``torch.equal`` and its like; tensors without values are equal if their shapes are."""
+    if any(type(arg) is SimTensor and arg._cpu.is_meta for arg in args):
+        _common_device([arg for arg in args if type(arg) is SimTensor])
+        return args[0].shape == args[1].shape
+    return _run_on_one_device(func, args, kwargs)
 
 
 def _index(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -397,6 +436,9 @@ class _CheckedIndices(list[Any]):
 _HANDLERS: dict[Operation, Handler] = {
     aten._to_copy.default: _to_copy,
     aten.copy_.default: _copy_,
+    aten._local_scalar_dense.default: _read_number,
+    aten.equal.default: _equal,
+    aten.allclose.default: _equal,
     aten.index.Tensor: _index,
     aten.index_put.default: _index,
     aten.index_put_.default: _index,

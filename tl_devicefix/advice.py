@@ -1,0 +1,66 @@
+"""What would fit, for a job that does not: each is rehearsed before it is said."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tl_devicefix.usage import Setting
+
+_MOST_DEVICES = 16
+
+
+def what_would_fit(asked: Setting) -> str:
+    """The least change of each kind with which the job would fit, as a sentence."""
+    found = []
+    for changes in (_more_devices, _smaller_dtype, _smaller_batch, _shorter, _less_cached):
+        fitting = (words for words, setting in changes(asked) if _fits(setting))
+        found += [words for words in [next(fitting, None)] if words is not None]
+    if not found:
+        return "No single change would do: combine more devices, a smaller dtype and a smaller job."
+    return f"What would: {', or '.join(found)}."
+
+
+def _fits(setting: Setting) -> bool:
+    devices, _ = setting.measure()
+    return all(device.fits for device in devices)
+
+
+def _more_devices(asked: Setting) -> Iterator[tuple[str, Setting]]:
+    if not isinstance(asked.max_memory, Mapping) and not isinstance(asked.device_map, Mapping):
+        for n in range(asked.n_devices + 1, min(_MOST_DEVICES, asked.cfg.n_layers) + 1):
+            yield f"n_devices={n}", replace(asked, n_devices=n)
+
+
+def _smaller_dtype(asked: Setting) -> Iterator[tuple[str, Setting]]:
+    if asked.cfg.dtype.itemsize > 2:
+        cfg = copy.deepcopy(asked.cfg)
+        cfg.dtype = torch.bfloat16
+        yield "dtype=bfloat16", replace(asked, cfg=cfg)
+
+
+def _smaller_batch(asked: Setting) -> Iterator[tuple[str, Setting]]:
+    return _halved(asked, "batch", least=1)
+
+
+def _shorter(asked: Setting) -> Iterator[tuple[str, Setting]]:
+    return _halved(asked, "ctx", least=64)
+
+
+def _halved(asked: Setting, name: str, least: int) -> Iterator[tuple[str, Setting]]:
+    value = getattr(asked.job, name) // 2
+    while value >= least:
+        changed: dict[str, Any] = {name: value}
+        yield f"{name}={value}", replace(asked, job=replace(asked.job, **changed))
+        value //= 2
+
+
+def _less_cached(asked: Setting) -> Iterator[tuple[str, Setting]]:
+    if asked.job.cache not in (None, "resid_post"):
+        yield "caching resid_post only", replace(asked, job=replace(asked.job, cache="resid_post"))
+    if asked.job.cache is not None:
+        yield "caching nothing", replace(asked, job=replace(asked.job, cache=None))

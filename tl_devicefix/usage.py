@@ -1,0 +1,242 @@
+"""What a job takes on each device, measured by rehearsing it at full size.
+
+No formula: it is what the installed TransformerLens allocates, on tensors without values.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformer_lens
+from transformer_lens import HookedTransformer
+
+from tl_devicefix.components import shared_once
+from tl_devicefix.fitting import MaxMemory, capacity, working_room
+from tl_devicefix.gathering import STACKED
+from tl_devicefix.placement import DeviceMap, Placement, decide, in_short
+from tl_devicefix.rehearsal import model_without_values
+from tl_devicefix.simulation import Machine, simulate
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be done with a model."""
+
+    batch: int = 1
+    ctx: int = 1024
+    """Tokens in each sequence."""
+    cache: str | None = None
+    """What `run_with_cache` keeps: the end of hook names ("resid_post"), "all", or None."""
+    generate: int = 0
+    """New tokens for each sequence, with a KV cache."""
+    gradients: bool = False
+    """Whether gradients are on; then a backward from the loss is taken too."""
+    gather: str | int | None = None
+    """Where stacked weights (`model.W_in`) are gathered: "cpu", a device's index, or nowhere."""
+
+    def keeps(self, name: str) -> bool:
+        """Whether `run_with_cache` keeps the activation of this hook point."""
+        return self.cache == "all" or (
+            self.cache is not None and name.endswith(tuple(self.cache.split(",")))
+        )
+
+    def __str__(self) -> str:
+        parts = [f"batch {self.batch}, {self.ctx} tokens"]
+        parts += [f"caching {self.cache}"] if self.cache else []
+        parts += [f"generating {self.generate}"] if self.generate else []
+        parts += ["with gradients"] if self.gradients else []
+        parts += [f"gathering on {self.gather}"] if self.gather is not None else []
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """What one device holds, in bytes."""
+
+    device: str
+    components: str
+    weights: int
+    buffers: int
+    kv_cache: int
+    cached: int
+    """Activations that `run_with_cache` keeps."""
+    gathered: int
+    """The largest stack of weights."""
+    working: int
+    """What a forward (and backward, if asked for) allocates beside all of these, at its peak."""
+    loading: int
+    """What loading allocates beside the weights, at its peak."""
+    capacity: int | None
+    """What it has; None if that is not known."""
+
+    @property
+    def total(self) -> int:
+        """The peak, of running or of loading."""
+        running = self.kv_cache + self.cached + self.gathered + self.working
+        return self.weights + self.buffers + max(running, self.loading)
+
+    @property
+    def headroom(self) -> int | None:
+        """What is left."""
+        return None if self.capacity is None else self.capacity - self.total
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is room for the peak."""
+        return self.headroom is None or self.headroom >= 0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model, devices, and a job: all that an estimate depends on."""
+
+    cfg: Any
+    n_devices: int
+    device_map: DeviceMap | None
+    max_memory: MaxMemory | int | str
+    job: Job
+
+    def measure(self) -> tuple[tuple[OnDevice, ...], Placement]:
+        """Rehearse the job, and measure what it takes on each device."""
+        cfg = copy.deepcopy(self.cfg)
+        rooms: Any = self.max_memory
+        if not isinstance(rooms, Mapping):
+            rooms = dict.fromkeys(range(self.n_devices), rooms)
+        with simulate(self.n_devices, _UNLIMITED, values=False) as machine:
+            spread = self.n_devices if self.device_map is None else None
+            placement = decide(cfg, spread, None, self.device_map, rooms)
+            model = model_without_values(HookedTransformer, cfg, None, placement)
+            used = _Usage(machine)
+            used.rehearse(model, self.job)
+            gathered = _gathered(model, self.job.gather)
+            loading = working_room(placement, cfg.dtype)
+            devices = []
+            for index, device in enumerate(machine.devices):
+                here = [each for each in placement.components if each.device == device]
+                devices.append(
+                    OnDevice(
+                        device=str(index) + (" (home)" if device == placement.home else ""),
+                        components=in_short([each.name for each in here]),
+                        weights=sum(each.weights for each in here),
+                        buffers=shared_once(here),
+                        kv_cache=used.kv_cache[index],
+                        cached=used.cached[index],
+                        gathered=gathered if self.job.gather == index else 0,
+                        working=used.working[index],
+                        loading=loading if here else 0,
+                        capacity=capacity(device, rooms),
+                    )
+                )
+        if self.job.gather == "cpu":
+            devices.append(OnDevice("cpu", "", 0, 0, 0, 0, gathered, 0, 0, None))
+        return tuple(devices), placement
+
+
+_UNLIMITED = 2**60
+"""What simulated devices have, so that what does not fit is measured too."""
+
+
+def _gathered(model: Any, where: str | int | None) -> int:
+    """Bytes of the largest stacked weight, if weights are gathered."""
+    if where is None:
+        return 0
+    sizes = dict.fromkeys(STACKED, 0)
+    for name, parameter in model.named_parameters():
+        weight = name.rpartition(".")[2].removeprefix("_")
+        if weight in sizes:
+            repeats = 1
+            if name.rpartition(".")[2].startswith("_"):  # grouped; TransformerLens repeats them
+                repeats = model.cfg.n_heads // model.cfg.n_key_value_heads
+            sizes[weight] += repeats * parameter.nbytes
+    return max(sizes.values())
+
+
+class _Usage:
+    """What a job allocates on each device of a machine, beside what is there now, in bytes.
+
+    Args:
+        machine: a simulated one, with a model on it.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._devices = range(len(machine.devices))
+        self._base = [machine.memory_allocated(index) for index in self._devices]
+        self.cached = self._held()
+        self.kv_cache = self._held()
+        self.working = self._held()
+
+    def rehearse(self, model: Any, job: Job) -> None:
+        """Run the job on the model, and measure it."""
+        with torch.set_grad_enabled(job.gradients):
+            self._run(model, job)
+            if job.generate:
+                self._generate(model, job)
+
+    def _run(self, model: Any, job: Job) -> None:
+        """A forward, with what it caches, and a backward."""
+        tokens = torch.zeros(job.batch, job.ctx, dtype=torch.long)
+        wanted: Any = "loss" if job.gradients else "logits"
+        self._start()
+        output, _kept = model.run_with_cache(
+            tokens, names_filter=job.keeps, return_type=wanted, return_cache_object=False
+        )
+        if job.gradients:
+            output.backward()
+        del output
+        model.zero_grad(set_to_none=True)
+        self.cached = self._held()
+        self._add_work(beside=self.cached)
+
+    def _generate(self, model: Any, job: Job) -> None:
+        """The prompt, and the last of the new tokens."""
+        tokens = torch.zeros(job.batch, job.ctx, dtype=torch.long)
+        mask = torch.ones_like(tokens)  # which TransformerLens would make by the tokenizer
+        kv_cache = _kv_cache_class().init_cache(model.cfg, model.cfg.device, job.batch)
+        self._start()
+        model(tokens, past_kv_cache=kv_cache, attention_mask=mask)
+        prompt_peak = self._peak()
+        _lengthen(kv_cache, job.ctx + job.generate - 1)
+        self._start()
+        model(tokens[:, :1], past_kv_cache=kv_cache, attention_mask=mask[:, :1])
+        self.kv_cache = self._held()
+        self._add_work(beside=self.kv_cache, peak=prompt_peak)
+        self._add_work(beside=self.kv_cache)
+
+    def _start(self) -> None:
+        for index in self._devices:
+            self._machine.reset_peak_memory_stats(index)
+
+    def _held(self) -> list[int]:
+        return [self._machine.memory_allocated(i) - self._base[i] for i in self._devices]
+
+    def _peak(self) -> list[int]:
+        return [self._machine.max_memory_allocated(i) - self._base[i] for i in self._devices]
+
+    def _add_work(self, beside: list[int], peak: list[int] | None = None) -> None:
+        """Count what was allocated at the peak, beyond what is counted elsewhere."""
+        peak = self._peak() if peak is None else peak
+        self.working = [
+            max(known, most - other) for known, most, other in zip(self.working, peak, beside)
+        ]
+
+
+def _kv_cache_class() -> Any:
+    """TransformerLens 3 renamed it."""
+    in_2 = getattr(transformer_lens, "HookedTransformerKeyValueCache", None)
+    return in_2 or transformer_lens.TransformerLensKeyValueCache
+
+
+def _lengthen(kv_cache: Any, length: int) -> None:
+    """Have a KV cache as long as it is before the last token."""
+    for entry in kv_cache.entries:
+        for name in ("past_keys", "past_values"):
+            held = getattr(entry, name)
+            batch, _, *heads = held.shape
+            setattr(entry, name, held.new_empty(batch, length, *heads))
+    mask = kv_cache.previous_attention_mask
+    kv_cache.previous_attention_mask = mask.new_ones(mask.shape[0], length)
