@@ -17,7 +17,14 @@ _MOST_DEVICES = 16
 def what_would_fit(asked: Setting) -> str:
     """The least change of each kind with which the job would fit, as a sentence."""
     found = []
-    for changes in (_more_devices, _smaller_dtype, _smaller_batch, _shorter, _less_cached):
+    for changes in (
+        _balanced,
+        _more_devices,
+        _smaller_dtype,
+        _smaller_batch,
+        _shorter,
+        _less_cached,
+    ):
         fitting = (words for words, setting in changes(asked) if _fits(setting))
         found += [words for words in [next(fitting, None)] if words is not None]
     if not found:
@@ -28,6 +35,11 @@ def what_would_fit(asked: Setting) -> str:
 def _fits(setting: Setting) -> bool:
     devices, _ = setting.measure()
     return all(device.fits for device in devices)
+
+
+def _balanced(asked: Setting) -> Iterator[tuple[str, Setting]]:
+    if asked.device_map is not None and asked.n_devices > 1:
+        yield "device_map='balanced'", replace(asked, device_map="balanced")
 
 
 def _more_devices(asked: Setting) -> Iterator[tuple[str, Setting]]:

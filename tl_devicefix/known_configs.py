@@ -1,4 +1,4 @@
-"""The config.json of models that TransformerLens asks the hub for, so that they plan without it.
+"""The config.json of models that are looked up on the hub, so that they plan without it.
 
 known_configs.json has, of each, the fields that TransformerLens reads; it is no substitute for a
 checkpoint's own config, so only planning uses it.
@@ -18,7 +18,7 @@ def known_config(name: str) -> PretrainedConfig | None:
     """What transformers would read of a model's config.json.
 
     Args:
-        name: the name that TransformerLens lists the model by.
+        name: the name that TransformerLens lists the model by, or the hub's.
 
     Returns:
         A new config, or None if the model is not among those known here.

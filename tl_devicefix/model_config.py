@@ -12,6 +12,7 @@ import inspect
 import logging
 import os
 import re
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -65,11 +66,17 @@ def model_config(model_name: str, prefer_known: bool = False, **kwargs: Any) -> 
     if is_checkpoint_directory(model_name):
         return _config_of_directory(os.fspath(model_name), kwargs)
     name = official_name(model_name)
+    known = known_config(name) if prefer_known else None
+    if known is not None:
+        logging.info("The sizes of %s are those known to tl_devicefix, not fetched.", name)
     if is_listed(name):
-        known = known_config(name) if prefer_known else None
-        if known is not None:
-            logging.info("The sizes of %s are those known to tl_devicefix, not fetched.", name)
         return _config_by_name(name, known, **kwargs)
+    if known is not None:  # a model that TransformerLens does not list
+        with tempfile.TemporaryDirectory() as directory:
+            known.save_pretrained(directory)
+            cfg = _config_of_directory(directory, kwargs)
+        cfg.model_name, cfg.tokenizer_name = name.rpartition("/")[2], None
+        return cfg
     cfg = _config_of_directory(str(snapshot(name, **kwargs)), kwargs, on_hub=name)
     cfg.model_name = name.rpartition("/")[2]
     cfg.tokenizer_name = name if has_tokenizer(name, **kwargs) else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import linecache
 import sysconfig
 import traceback
 from collections import Counter
@@ -156,6 +157,7 @@ def config_at_full_size(
         return model_config(name, prefer_known=True, dtype=wanted, device="cpu", **options)
     cfg = copy.deepcopy(config_or_model_name)
     cfg.dtype = cfg.dtype if dtype is None else torch_dtype(dtype)
+    cfg.device, cfg.n_devices = "cpu", 1  # the placement says where it goes
     return cfg
 
 
@@ -252,14 +254,18 @@ _LIBRARIES = (
 
 def _where(error: BaseException) -> str:
     """The last line of the caller's own that an error came through, and the module that ran."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
-    frame = (own or list(frames))[-1]
+    frames = list(traceback.walk_tb(error.__traceback__))
+    while error.__cause__ is not None:  # a hook's sentence is raised from what torch said
+        error = error.__cause__
+        frames += traceback.walk_tb(error.__traceback__)
+    lines = [frame for frame in frames if not frame[0].f_code.co_filename.startswith(_LIBRARIES)]
+    frame, number = (lines or frames)[-1]
+    line = linecache.getline(frame.f_code.co_filename, number).strip()
     inside = [
         each.f_locals["self"].name
-        for each, _ in traceback.walk_tb(error.__traceback__)
+        for each, _ in frames
         if isinstance(each.f_locals.get("self"), torch.nn.Module)
         and hasattr(each.f_locals["self"], "name")
     ]
     within = f", within {inside[-1]}" if inside else ""
-    return f"{frame.filename}:{frame.lineno} ({frame.line}){within}"
+    return f"{frame.f_code.co_filename}:{number} ({line}){within}"

@@ -57,6 +57,7 @@ BILLIONS = {
     "mistralai/Mistral-7B-v0.1": 7.242, "mistralai/Mistral-7B-Instruct-v0.1": 7.242,
     "mistralai/Mistral-Nemo-Base-2407": 12.25, "mistralai/Mistral-Small-24B-Base-2501": 23.57,
     "mistralai/Mixtral-8x7B-v0.1": 46.70, "mistralai/Mixtral-8x7B-Instruct-v0.1": 46.70,
+    "meta-llama/Llama-2-70b-hf": 68.98,
     "Qwen/Qwen-1_8B": 1.837, "Qwen/Qwen-7B": 7.721, "Qwen/Qwen-14B": 14.17,
     "Qwen/Qwen1.5-0.5B": 0.464, "Qwen/Qwen1.5-1.8B": 1.837, "Qwen/Qwen1.5-4B": 3.950,
     "Qwen/Qwen1.5-7B": 7.721, "Qwen/Qwen1.5-14B": 14.17,
@@ -75,8 +76,12 @@ def published(name: str) -> float:
     return 1e9 * BILLIONS[re.sub(r"(-deduped|-v0|-seed\d|-Chat|-Instruct|-Base)+$", "", name)]
 
 
+NOT_LISTED = "meta-llama/Llama-2-70b-hf"
+"""A model that is known here and that no TransformerLens lists."""
+
+
 def needs(name: str) -> None:
-    if name not in tl_loading.OFFICIAL_MODEL_NAMES:
+    if name not in (*tl_loading.OFFICIAL_MODEL_NAMES, NOT_LISTED):
         pytest.skip(f"the installed TransformerLens does not list {name}")
 
 

@@ -1,0 +1,76 @@
+"""`simulate(..., values=False)`: devices, shapes and sizes, but nothing is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import psutil
+import pytest
+import torch
+
+from tl_devicefix.simulation import Machine, simulate
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    with simulate(2, "1TiB", values=False) as machine:
+        yield machine
+
+
+def test_tensors_of_any_size_take_no_memory_of_the_host(machine: Machine) -> None:
+    before = psutil.Process().memory_info().rss
+
+    big = torch.zeros(200_000, 400_000, device="sim:1")
+    product = big.T @ big[:, :10]
+
+    assert product.shape == (400_000, 10)
+    assert machine.memory_allocated(1) == 4 * (200_000 * 400_000 + 400_000 * 10)
+    assert psutil.Process().memory_info().rss - before < 2**24
+
+
+def test_devices_and_shapes_are_checked(machine: Machine) -> None:
+    one, other = torch.ones(2, 3, device="sim:0"), torch.ones(2, 3, device="sim:1")
+    with pytest.raises(RuntimeError, match="sim:0 and sim:1"):
+        one + other
+    with pytest.raises(RuntimeError, match="same reduction dim|cannot be multiplied"):
+        one @ one
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        torch.empty(2**40, device="sim:0")
+
+
+def test_numbers_that_are_read_are_0(machine: Machine) -> None:
+    x = torch.randn(3, 4, device="sim:0")
+    assert x.sum().item() == 0
+    assert not (x > 0).all()
+    assert x[0].tolist() == [0, 0, 0, 0]
+    assert x.cpu().count_nonzero() == 0
+    assert x.argmax(-1).cpu().dtype == torch.int64
+    assert x.to(torch.bfloat16).cpu().dtype == torch.bfloat16
+
+
+def test_a_mask_selects_all(machine: Machine) -> None:
+    x = torch.randn(3, 4, device="sim:0")
+    assert x[x > 0].shape == (12,)
+
+
+def test_what_depends_on_values_otherwise_is_refused(machine: Machine) -> None:
+    with pytest.raises(NotImplementedError, match=r"_unique2.* depends on values"):
+        torch.unique(torch.randn(3, device="sim:0"))
+
+
+def test_a_backward(machine: Machine) -> None:
+    weight = torch.nn.Parameter(torch.randn(4, 4, device="sim:1"))
+    (weight @ weight).relu().sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.shape == weight.shape
+    assert weight.grad.device == torch.device("sim:1")
+
+
+def test_printing_says_so(machine: Machine) -> None:
+    assert repr(torch.ones(2, device="sim:1")) == "tensor(..., size=(2,), device='sim:1')"
+
+
+def test_copies_between_devices_are_counted(machine: Machine) -> None:
+    torch.ones(2, 3, device="sim:0").to("sim:1")
+    torch.ones(5).to("sim:1")
+    assert [(str(t.source), t.bytes) for t in machine.transfers] == [("sim:0", 24), ("cpu", 20)]
