@@ -132,6 +132,8 @@ def _check(job: Job, cfg: Any) -> None:
         value = getattr(job, name)
         if not isinstance(value, int) or value < least:
             raise ValueError(f"{name}={value!r} is no number of {_COUNTED[name]}: give an int")
+    if not (job.gather in (None, "cpu") or isinstance(job.gather, int)):
+        raise ValueError(f"gather={job.gather!r} is no place to gather: give 'cpu' or an index")
     if job.ctx + job.generate > cfg.n_ctx:
         raise ValueError(
             f"{job.ctx + job.generate} tokens are more than the model's n_ctx of {cfg.n_ctx}: "

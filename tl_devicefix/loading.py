@@ -279,8 +279,10 @@ def empty_model(cls: Any, cfg: Any, tokenizer: Any, default_padding_side: Any = 
     """A model whose parameters have shapes but no values; its buffers are real."""
     if tokenizer is None and is_checkpoint_directory(cfg.tokenizer_name or ""):
         tokenizer = load_tokenizer(cfg.tokenizer_name)
+    # TransformerLens 2 and 3 have different defaults.
+    side = {} if default_padding_side is None else {"default_padding_side": default_padding_side}
     with _construction, _components_without_values():
-        return cls(cfg, tokenizer, move_to_device=False, default_padding_side=default_padding_side)
+        return cls(cfg, tokenizer, move_to_device=False, **side)
 
 
 # transformers, accelerate and what follows change classes while they construct a model: one thread

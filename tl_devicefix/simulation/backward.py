@@ -7,6 +7,7 @@ engine is done, and the first is raised then.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -76,6 +77,7 @@ class KeptErrors:
 
     def __init__(self, hook: Callable[..., Any]) -> None:
         self._hook = hook
+        functools.update_wrapper(self, hook)  # TransformerLens 2 tells hooks by their names
 
     def __call__(self, *args: Any) -> Any:
         """Call the hook, and check where the gradient is that it returns."""
