@@ -112,7 +112,7 @@ def order(tensor: torch.Tensor) -> list[int]:
     return sorted(dims, key=tensor.stride, reverse=True)
 
 
-def test_a_70b_model_runs_caches_and_generates() -> None:
+def test_a_70b_model_runs_caches_and_generates(tokenizer: Any) -> None:
     tokens = torch.zeros(1, 128, dtype=torch.long)
 
     def job(model: Any) -> Any:
@@ -125,7 +125,8 @@ def test_a_70b_model_runs_caches_and_generates() -> None:
         )
         return logits.shape, shape, generated.shape
 
-    rehearsed = rehearse(LLAMA_70B, job, n_devices=4, dtype=torch.bfloat16)
+    # TransformerLens 2 generates with a tokenizer only.
+    rehearsed = rehearse(LLAMA_70B, job, 4, dtype=torch.bfloat16, tokenizer=tokenizer)
 
     assert rehearsed.result == ((1, 128, 32000), (80, 1, 128, 8192), (1, 130))
     assert sum(rehearsed.weights) == pytest.approx(2 * 68.98e9, rel=0.01)

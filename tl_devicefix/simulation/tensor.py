@@ -385,7 +385,8 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
     cpu_target, cpu_source = (
         tensor._cpu if isinstance(tensor, SimTensor) else tensor for tensor in (target, source)
     )
-    if cpu_source.is_meta and not cpu_target.is_meta:
+    without = simulated._allocation.machine.behind.type == "meta"
+    if without and cpu_source.is_meta and not cpu_target.is_meta:
         if not cpu_target.is_floating_point():
             cpu_target.zero_()  # may be indices; floats are left, as writing takes memory
     else:
