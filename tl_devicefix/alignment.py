@@ -1,7 +1,8 @@
 """Carry the residual stream, and what goes with it, across devices during a forward.
 
 A model on several devices gets PyTorch hooks on its components: before a component runs, its
-inputs come to its device; what leaves the model comes home. A model on one device gets none.
+inputs come to its device; what leaves the model comes home. A model on one device gets none,
+unless blocks of it are offloaded.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tl_devicefix.hooking import let_hooks_be, let_hooks_mix
 from tl_devicefix.interruption import refuse_unfinished
 from tl_devicefix.patches import original
 from tl_devicefix.placement import Placement
+from tl_devicefix.visiting import let_stay, let_visit, touring
 
 _HANDLES = "_tl_devicefix_handles"
 
@@ -27,7 +29,7 @@ _HANDLES = "_tl_devicefix_handles"
 def align(model: Any, placement: Placement) -> None:
     """Make `model` run over the devices of `placement`, replacing any earlier alignment."""
     unalign(model)
-    if len(placement.devices) == 1:
+    if len(placement.memories) == 1:
         return
     handles = []
     for name, device in placement.device_map.items():
@@ -41,12 +43,13 @@ def align(model: Any, placement: Placement) -> None:
             handles.append(_before(component, CarryTo(device)))
             handles.append(component.register_forward_hook(BringHome(placement.home)))
     model.__dict__[_HANDLES] = handles
+    let_visit(model, placement)
     attach(model, placement)
     let_hooks_mix(model, placement)
 
 
 def is_aligned(model: Any) -> bool:
-    """Whether the model runs over several devices."""
+    """Whether the model runs over several devices, or has offloaded blocks."""
     return _HANDLES in model.__dict__
 
 
@@ -55,6 +58,7 @@ def unalign(model: Any) -> None:
     for handle in model.__dict__.pop(_HANDLES, ()):
         handle.remove()
     detach(model)
+    let_stay(model)
     let_hooks_be(model)
     if model.cfg.positional_embedding_type == "alibi":
         for block in model.blocks:
@@ -78,8 +82,12 @@ def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         RuntimeError: if the model's weights are only partly processed.
     """
     refuse_unfinished(self)
-    output = original(type(self), "forward")(self, *args, **kwargs)
-    return bring_home(output, self.placement.home) if is_aligned(self) else output
+    run = original(type(self), "forward")
+    if not is_aligned(self):
+        return run(self, *args, **kwargs)
+    with touring(self, kwargs.get("start_at_layer"), kwargs.get("stop_at_layer")):
+        output = run(self, *args, **kwargs)
+    return bring_home(output, self.placement.home)
 
 
 def _before(module: nn.Module, hook: Any) -> Any:

@@ -24,7 +24,7 @@ def attach(model: Any, placement: Placement) -> None:
     attached = list(attached_modules(model, placement))
     for module in attached:
         module.forward = ForwardWhereItIs(  # type: ignore[method-assign]
-            module, frozenset(placement.devices)
+            module, frozenset(placement.memories)
         )
     model.__dict__[_ATTACHED] = attached
 
@@ -42,16 +42,17 @@ def detach(model: Any) -> None:
 def attached_modules(model: Any, placement: Placement) -> Iterator[nn.Module]:
     """The outermost modules in the blocks that are not TransformerLens's.
 
-    It uses some of torch's itself, but on the block's device.
+    It uses some of torch's itself, but where the block runs or its weights live.
     """
     inside: set[nn.Module] = set()
     for layer, block in enumerate(model.blocks):
-        here = placement.device_of(f"blocks.{layer}")
+        name = f"blocks.{layer}"
+        own = (None, placement.device_of(name), placement.stored_on(name))
         for module in block.modules():
             package = type(module).__module__.partition(".")[0]
             if module in inside or package == "transformer_lens":
                 continue
-            if package != "torch" or _device(module) not in (None, here):
+            if package != "torch" or _device(module) not in own:
                 inside.update(module.modules())
                 yield module
 

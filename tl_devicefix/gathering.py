@@ -26,7 +26,7 @@ from tl_devicefix.patches import original
 def gathering_device(model: Any) -> torch.device | None:
     """Where a model's weights are read together; None if they are where they should be."""
     placement = getattr(model, "placement", None)
-    if chosen_device() is None and placement is not None and len(placement.devices) > 1:
+    if chosen_device() is None and placement is not None and len(placement.memories) > 1:
         return placement.home
     return chosen_device()
 
