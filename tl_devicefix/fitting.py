@@ -135,7 +135,8 @@ def remedy(
     offload = "" if HOST in placement.memories else ", or offload blocks: name 'cpu' in max_memory"
     return (
         f"all of it is {gib(total)}, and the {len(starts)} {home.type} device(s) here have "
-        f"{gib(free)} to use: use more or larger devices, a smaller dtype or first_n_layers{offload}"
+        f"{gib(free)} to use: use more or larger devices, a smaller dtype or first_n_layers"
+        f"{offload}"
     )
 
 

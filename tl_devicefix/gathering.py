@@ -136,6 +136,20 @@ class ReadOn:
         return move(self.read(*args, **kwargs), self._device)
 
 
+class ReadWhereRun:
+    """A model on several devices, the weights of each block read where the block runs.
+
+    That is where they are, unless the block is offloaded.
+    """
+
+    def __init__(self, model: Any) -> None:
+        device_of = model.placement.device_of
+        self.cfg = model.cfg
+        self.blocks = [
+            ReadOn(block, device_of(f"blocks.{layer}")) for layer, block in enumerate(model.blocks)
+        ]
+
+
 @functools.cache
 def gathered(name: str) -> Callable[..., Any]:
     """A method of HookedTransformer that reads weights of several blocks, reading them together."""

@@ -29,7 +29,7 @@ class Share:
 
 
 def may_offload(home: torch.device, max_memory: MaxMemory | None) -> bool:
-    """Whether blocks may live in host memory: `max_memory` has to name it, and home be elsewhere."""
+    """Whether blocks may live in host memory: if `max_memory` names it, and home is elsewhere."""
     named = (resolve(key) for key in max_memory or () if key != "disk")
     return home != HOST and HOST in named
 
@@ -39,11 +39,11 @@ def rooms_to_fill(
 ) -> list[int | None]:
     """Bytes of each device that weights may fill, when there are more of them than room."""
     limited = {resolve(key) for key in max_memory or () if key != "disk"}
-    rooms = ((device, capacity(device, max_memory)) for device in devices)
-    return [
-        room if room is None or device in limited else int(_FILLED * room)
-        for device, room in rooms
-    ]
+    rooms = []
+    for device in devices:
+        room = capacity(device, max_memory)
+        rooms.append(room if room is None or device in limited else int(_FILLED * room))
+    return rooms
 
 
 def shares(sizes: Sequence[Any], rooms: Sequence[int | None]) -> list[Share]:

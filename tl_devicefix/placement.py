@@ -132,9 +132,7 @@ class Placement:
 
     def gathered_on(self, device: torch.device) -> Placement:
         """The same components, all on one device, none offloaded."""
-        return Placement(
-            tuple(replace(c, device=device, offloaded=False) for c in self.components)
-        )
+        return Placement(tuple(replace(c, device=device, offloaded=False) for c in self.components))
 
     def reweighed(self, cfg: Any) -> Placement:
         """The same devices, with the sizes that the components have by this config."""
@@ -149,10 +147,9 @@ class Placement:
     def __repr__(self) -> str:
         rows = [("device", "components", "weights", "total")]
         for memory in self.memories:
-            weights = sum(c.weights for c in self.components if c.stored_on == memory)
-            rows.append(
-                (self._label(memory), self._held_in(memory), gib(weights), gib(self.bytes_on(memory)))
-            )
+            weights = gib(sum(c.weights for c in self.components if c.stored_on == memory))
+            total = gib(self.bytes_on(memory))
+            rows.append((self._label(memory), self._held_in(memory), weights, total))
         everything = sum(self.bytes_on(memory) for memory in self.memories)
         rows.append(("total", "", gib(sum(c.weights for c in self.components)), gib(everything)))
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
@@ -194,9 +191,9 @@ def _summary(names: Sequence[str]) -> str:
         else:
             runs.append([name])
     parts: list[str] = []
-    for previous, run in zip([[""], *runs], runs):
-        between_blocks = previous[0].startswith("blocks.") and run[0].startswith("blocks.")
-        first = run[0][7:] if between_blocks else run[0]
+    for before, run in zip([[""], *runs], runs):
+        of_blocks = before[0].startswith("blocks.") and run[0].startswith("blocks.")
+        first = run[0][7:] if of_blocks else run[0]
         parts.append(first if len(run) == 1 else f"{first}-{run[-1][7:]}")
     return ", ".join(parts)
 

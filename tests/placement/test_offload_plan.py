@@ -139,9 +139,7 @@ def test_offloaded_blocks_are_spread_evenly_among_those_that_stay(
     assert max(gaps) - min(gaps) <= 1
 
 
-def test_where_no_limit_is_given_a_tenth_stays_free_for_activations(
-    config: Any, room: Any
-) -> None:
+def test_where_no_limit_is_given_a_tenth_stays_free_for_activations(config: Any, room: Any) -> None:
     with tl_devicefix.simulate(1, memory=room(blocks=5)) as machine:
         placement = plan(config(), max_memory={"cpu": "1GiB"})
         assert placement.bytes_on(0) <= 0.9 * machine.mem_get_info(0)[1]
