@@ -83,14 +83,21 @@ class ForwardWithVisitors:
 
     def send(self) -> Sent:
         """Send the block's weights on their way, as they are now."""
-        with Copies(self.device) as copies:
+        with _coming_and_going, Copies(self.device) as copies:
             visitors = [
                 _Visitor(module, name, host, copies.start(host))
-                for module in self._block.modules()
-                for name, host in module._parameters.items()
-                if host is not None and host.device == HOST
+                for module, name, host in self._on_host()
             ]
         return Sent(visitors, copies)
+
+    def _on_host(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+        """Each parameter that lives on the host, also while the block runs for someone else."""
+        visited = {id(visitor.there): visitor.host for visitor in self._visitors}
+        for module in self._block.modules():
+            for name, parameter in module._parameters.items():
+                host = visited.get(id(parameter), parameter)
+                if host is not None and host.device == HOST:
+                    yield module, name, host
 
     @contextlib.contextmanager
     def _received(self, tour: Tour | None) -> Iterator[None]:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from architectures import NO_PROCESSING
 from comparison import assert_agrees, assert_same_weights
 from kinds import devices_of, home_of, new_kv_cache
 from transformer_lens import HookedTransformer
+from transformer_lens.train import HookedTransformerTrainConfig
 
 import tl_devicefix
 from tl_devicefix import copying
@@ -688,6 +690,44 @@ def test_torch_s_modules_of_transformer_lens_itself_are_left_alone(
     model = load(kind, "all of one device", **NO_PROCESSING)
     with_forward = [name for name, module in model.named_modules() if "forward" in vars(module)]
     assert with_forward == [f"blocks.{layer}" for layer in range(5)]
+
+
+def test_it_runs_without_the_patches_too(
+    model: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    at_home = tokens.to(home_of(model))
+    with tl_devicefix.unpatched():
+        assert_agrees(model(at_home), reference(tokens))
+    assert_at_rest(model)
+
+
+def test_several_threads_may_run_it(model: Any, reference: Any, tokens: torch.Tensor) -> None:
+    def run(tokens: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return model(tokens)
+
+    batches = [tokens.roll(i, 1) for i in range(8)]
+    with ThreadPoolExecutor(4) as threads:
+        assert_agrees(list(threads.map(run, batches)), [reference(each) for each in batches])
+    assert_at_rest(model)
+
+
+@pytest.mark.parametrize("offload", ["some of one device", "some of three devices"])
+def test_train_leaves_the_blocks_on_the_host(
+    offload: str, load: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    model, reference = load("llama", offload), copy.deepcopy(reference)
+    data = [{"tokens": row} for row in tokens]
+    options = {"num_epochs": 1, "batch_size": 2, "lr": 1e-2, "optimizer_name": "SGD", "wandb": False}
+
+    from transformer_lens.train import train  # the patched one
+
+    for each, device in ((model, None), (reference, "cpu")):
+        torch.manual_seed(0)
+        train(each, HookedTransformerTrainConfig(device=device, **options), data)
+
+    assert_at_rest(model)
+    assert_same_weights(model, reference)
 
 
 # --------------------------------------------------------------------------------------------
