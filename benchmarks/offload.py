@@ -5,8 +5,8 @@
 
 A Llama with random weights is loaded twice: as a HookedTransformer whose blocks are all offloaded,
 and by transformers, each decoder layer under accelerate's `cpu_offload`. The rest of both is on the
-device. Their forwards alternate in one process, so that noise on the machine hits both. The floor is
-the bytes of all blocks over the rate at which a block's pinned weights are copied to the device,
+device. Their forwards alternate in one process, so that noise on the machine hits both. The floor
+is the bytes of all blocks over the rate at which a block's pinned weights are copied to the device,
 measured in the same rounds: no forward that copies each weight once can be faster. Where the device
 has room for the whole model, a forward with nothing offloaded is timed too: what the longer of it
 and the floor takes cannot be overlapped away.

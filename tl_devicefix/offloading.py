@@ -57,6 +57,8 @@ def shares(sizes: Sequence[Any], rooms: Sequence[int | None]) -> list[Share]:
         rooms: bytes for weights on each device; None is without end.
     """
     n_blocks = len(block_weights(sizes))
+    block = max(block_weights(sizes), default=0)  # those of one model weigh the same
+    shared = blocks_share(sizes)
     # best[i] = (offloaded, sums of squares, shares) of the devices so far, which run blocks 0..i-1
     best: dict[int, tuple[int, int, int, list[Share]]] = {0: (0, 0, 0, [])}
     for position, room in enumerate(rooms):
@@ -65,7 +67,7 @@ def shares(sizes: Sequence[Any], rooms: Sequence[int | None]) -> list[Share]:
         left = None if room is None else room - at_home
         for start, (offloaded, uneven_visits, uneven, before) in best.items():
             for end in range(start, n_blocks + 1):
-                visitors = _to_offload(sizes, end - start, left)
+                visitors = _to_offload(end - start, block, shared, left)
                 if visitors is None:
                     break
                 candidate = (
@@ -82,14 +84,18 @@ def shares(sizes: Sequence[Any], rooms: Sequence[int | None]) -> list[Share]:
     return [Share(n_blocks, interleaved(n_blocks, n_blocks)), *(Share(0) for _ in rooms[1:])]
 
 
-def _to_offload(sizes: Sequence[Any], count: int, room: int | None) -> int | None:
-    """How many of a device's blocks to offload for the rest to fit; None if nothing fits."""
-    largest = max(block_weights(sizes), default=0)  # blocks of one model weigh the same
-    if count == 0:
-        return 0 if room is None or room >= 0 else None
-    if room is None or blocks_share(sizes) + count * largest <= room:
+def _to_offload(count: int, block: int, shared: int, room: int | None) -> int | None:
+    """How many of a device's blocks to offload for the rest to fit; None if nothing fits.
+
+    Args:
+        count: how many blocks it runs.
+        block: what each weighs.
+        shared: what they hold together, however many they are.
+        room: what the device has for all that.
+    """
+    if room is None or (count * block + shared if count else 0) <= room:
         return 0
-    residents = (room - blocks_share(sizes)) // largest - VISITING
+    residents = (room - shared) // block - VISITING if count else -1
     return None if residents < 0 else count - residents
 
 

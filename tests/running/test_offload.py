@@ -692,9 +692,7 @@ def test_torch_s_modules_of_transformer_lens_itself_are_left_alone(
     assert with_forward == [f"blocks.{layer}" for layer in range(5)]
 
 
-def test_it_runs_without_the_patches_too(
-    model: Any, reference: Any, tokens: torch.Tensor
-) -> None:
+def test_it_runs_without_the_patches_too(model: Any, reference: Any, tokens: torch.Tensor) -> None:
     at_home = tokens.to(home_of(model))
     with tl_devicefix.unpatched():
         assert_agrees(model(at_home), reference(tokens))
@@ -718,7 +716,13 @@ def test_train_leaves_the_blocks_on_the_host(
 ) -> None:
     model, reference = load("llama", offload), copy.deepcopy(reference)
     data = [{"tokens": row} for row in tokens]
-    options = {"num_epochs": 1, "batch_size": 2, "lr": 1e-2, "optimizer_name": "SGD", "wandb": False}
+    options = {
+        "num_epochs": 1,
+        "batch_size": 2,
+        "lr": 1e-2,
+        "optimizer_name": "SGD",
+        "wandb": False,
+    }
 
     from transformer_lens.train import train  # the patched one
 
