@@ -76,10 +76,12 @@ class ForwardWithVisitors:
         """Run the block's own forward."""
         block = self._block
         forward = self.own or type(block).forward.__get__(block)
-        with self._received(_tour.get()):
-            weights = ((visitor.there, visitor.host) for visitor in self._visitors)
-            with keeping_on_host(weights, self.device):
-                return forward(*args, **kwargs)
+        with self._received(_tour.get()), self._keeping_on_host():
+            return forward(*args, **kwargs)
+
+    def _keeping_on_host(self) -> contextlib.AbstractContextManager[Any]:
+        weights = [(visitor.there, visitor.host) for visitor in self._visitors]
+        return keeping_on_host(weights, self.device)
 
     def send(self) -> Sent:
         """Send the block's weights on their way, as they are now."""
@@ -101,6 +103,16 @@ class ForwardWithVisitors:
 
     @contextlib.contextmanager
     def _received(self, tour: Tour | None) -> Iterator[None]:
+        # In functions of their own, as names in this frame would hold weights that have left.
+        self._receive(tour)
+        try:
+            yield
+        finally:
+            self._see_off()
+            if tour is not None:
+                tour.left(self)
+
+    def _receive(self, tour: Tour | None) -> None:
         with _coming_and_going:
             if not self._runs:
                 sent = self.send() if tour is None else tour.arrival_of(self)
@@ -108,17 +120,14 @@ class ForwardWithVisitors:
                 for visitor in self._visitors:
                     visitor.move_in()
             self._runs += 1
-        try:
-            yield
-        finally:
-            with _coming_and_going:
-                self._runs -= 1
-                if not self._runs:
-                    for visitor in self._visitors:
-                        visitor.move_out()
-                    self._visitors = []
-            if tour is not None:
-                tour.left(self)
+
+    def _see_off(self) -> None:
+        with _coming_and_going:
+            self._runs -= 1
+            if not self._runs:
+                for visitor in self._visitors:
+                    visitor.move_out()
+                self._visitors = []
 
 
 _coming_and_going = threading.RLock()
