@@ -60,7 +60,8 @@ def _add_plan(commands: Any) -> None:
         "--max-memory",
         type=_memory,
         default="80GiB",
-        help="what each device has: 80GiB, or 0=24GiB,1=80GiB; default: %(default)s",
+        help="what each device has: 80GiB, or 0=24GiB,1=80GiB; with cpu=200GiB, blocks that do not "
+        "fit are offloaded; default: %(default)s",
     )
     plan.add_argument(
         "--device-map",

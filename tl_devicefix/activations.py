@@ -16,7 +16,7 @@ from transformer_lens import ActivationCache
 
 from tl_devicefix.cache_at_home import CacheAtHome
 from tl_devicefix.carrying import move
-from tl_devicefix.gathering import ReadOn
+from tl_devicefix.gathering import ReadOn, ReadWhereRun
 from tl_devicefix.gathering_device import chosen_device, gather_nowhere, gather_on
 from tl_devicefix.patches import original
 from tl_devicefix.placement import Placement
@@ -106,7 +106,7 @@ def compute_head_results(self: Any) -> None:
         reading_together("compute_head_results")(self)
         return
     in_place = _in_place(self)
-    in_place.model = _model_of(self)
+    in_place.model = ReadWhereRun(_model_of(self))
     for name, value in in_place.cache_dict.items():
         if name.endswith("attn.hook_z"):  # someone may have put it elsewhere
             in_place.cache_dict[name] = move(value, placement.device_of(name))

@@ -17,14 +17,7 @@ _MOST_DEVICES = 16
 def what_would_fit(asked: Setting) -> str:
     """The least change of each kind with which the job would fit, as a sentence."""
     found = []
-    for changes in (
-        _balanced,
-        _more_devices,
-        _smaller_dtype,
-        _smaller_batch,
-        _shorter,
-        _less_cached,
-    ):
+    for changes in _CHANGES:
         fitting = (words for words, setting in changes(asked) if _fits(setting))
         found += [words for words in [next(fitting, None)] if words is not None]
     if not found:
@@ -55,6 +48,31 @@ def _smaller_dtype(asked: Setting) -> Iterator[tuple[str, Setting]]:
         yield "dtype=bfloat16", replace(asked, cfg=cfg)
 
 
+def _offloaded(asked: Setting) -> Iterator[tuple[str, Setting]]:
+    """With what a job takes beside the weights left free, and what then does not fit offloaded."""
+    if isinstance(asked.device_map, Mapping):
+        return
+    devices, placement = asked.measure()
+    limits: dict[Any, Any] = {
+        index: (each.capacity or 0) - (each.total - each.weights - each.buffers) - _SPARE
+        for index, each in enumerate(devices[: asked.n_devices])
+    }
+    if min(limits.values()) < 0:
+        return
+    host = asked.max_memory.get("cpu") if isinstance(asked.max_memory, Mapping) else None
+    limits["cpu"] = sum(each.weights for each in placement.components) if host is None else host
+    told = ", ".join(f"{key!r}: {_as_given(size)!r}" for key, size in limits.items())
+    yield f"max_memory={{{told}}}", replace(asked, limits=limits)
+
+
+_SPARE = 2**20
+"""What a residual stream that visits another device may take more there, and rounding."""
+
+
+def _as_given(size: int | str) -> str:
+    return size if isinstance(size, str) else f"{size // 2**20}MiB"
+
+
 def _smaller_batch(asked: Setting) -> Iterator[tuple[str, Setting]]:
     return _halved(asked, "batch", least=1)
 
@@ -76,3 +94,9 @@ def _less_cached(asked: Setting) -> Iterator[tuple[str, Setting]]:
         yield "caching resid_post only", replace(asked, job=replace(asked.job, cache="resid_post"))
     if asked.job.cache is not None:
         yield "caching nothing", replace(asked, job=replace(asked.job, cache=None))
+
+
+_CHANGES = (
+    *(_balanced, _more_devices, _smaller_dtype, _offloaded),
+    *(_smaller_batch, _shorter, _less_cached),
+)

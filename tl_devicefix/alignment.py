@@ -1,7 +1,8 @@
 """Carry the residual stream, and what goes with it, across devices during a forward.
 
 A model on several devices gets PyTorch hooks on its components: before a component runs, its
-inputs come to its device; what leaves the model comes home. A model on one device gets none.
+inputs come to its device; what leaves the model comes home. A model on one device gets none,
+unless blocks of it are offloaded.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tl_devicefix.hooking import let_hooks_be, let_hooks_mix
 from tl_devicefix.interruption import refuse_unfinished
 from tl_devicefix.patches import original
 from tl_devicefix.placement import Placement
+from tl_devicefix.visiting import let_stay, let_visit, touring
 
 _HANDLES = "_tl_devicefix_handles"
 
@@ -28,7 +30,7 @@ _HANDLES = "_tl_devicefix_handles"
 def align(model: Any, placement: Placement) -> None:
     """Make `model` run over the devices of `placement`, replacing any earlier alignment."""
     unalign(model)
-    if len(placement.devices) == 1:
+    if len(placement.memories) == 1:
         return
     handles = []
     for path, before, hook in _hooks(model, placement):
@@ -36,6 +38,7 @@ def align(model: Any, placement: Placement) -> None:
         add = module.register_forward_pre_hook if before else module.register_forward_hook
         handles.append(add(hook, with_kwargs=hook is keep_mask or before))
     model.__dict__[_HANDLES] = handles
+    let_visit(model, placement)
     attach(model, placement)
     let_hooks_mix(model, placement)
 
@@ -67,7 +70,7 @@ def not_aligned(model: Any, placement: Placement) -> list[str]:
 
 
 def is_aligned(model: Any) -> bool:
-    """Whether the model runs over several devices."""
+    """Whether the model runs over several devices, or has offloaded blocks."""
     return _HANDLES in model.__dict__
 
 
@@ -76,6 +79,7 @@ def unalign(model: Any) -> None:
     for handle in model.__dict__.pop(_HANDLES, ()):
         handle.remove()
     detach(model)
+    let_stay(model)
     let_hooks_be(model)
     if model.cfg.positional_embedding_type == "alibi":
         for block in model.blocks:
@@ -99,8 +103,12 @@ def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         RuntimeError: if the model's weights are only partly processed.
     """
     refuse_unfinished(self)
-    output = original(type(self), "forward")(self, *args, **kwargs)
-    return bring_home(output, self.placement.home) if is_aligned(self) else output
+    run = original(type(self), "forward")
+    if not is_aligned(self):
+        return run(self, *args, **kwargs)
+    with touring(self, kwargs.get("start_at_layer"), kwargs.get("stop_at_layer")):
+        output = run(self, *args, **kwargs)
+    return bring_home(output, self.placement.home)
 
 
 @dataclass(frozen=True)

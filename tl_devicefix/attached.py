@@ -24,7 +24,7 @@ def attach(model: Any, placement: Placement) -> None:
     attached = list(attached_modules(model, placement))
     for module in attached:
         module.forward = ForwardWhereItIs(  # type: ignore[method-assign]
-            module, frozenset(placement.devices)
+            module, frozenset(placement.memories)
         )
     model.__dict__[_ATTACHED] = attached
 
@@ -47,15 +47,16 @@ def runs_where_it_is(module: nn.Module) -> bool:
 def attached_modules(model: Any, placement: Placement) -> Iterator[nn.Module]:
     """The outermost modules in the components that are not TransformerLens's.
 
-    It uses some of torch's itself, but on the component's device.
+    It uses some of torch's itself, but where the component runs or its weights live.
     """
     inside: set[nn.Module] = set()
     for name, here in placement.device_map.items():
+        own = (None, here, placement.stored_on(name))
         for module in model.get_submodule(name).modules():
             package = type(module).__module__.partition(".")[0]
             if module in inside or package == "transformer_lens":
                 continue
-            if package != "torch" or device_of_weights(module) not in (None, here):
+            if package != "torch" or device_of_weights(module) not in own:
                 inside.update(module.modules())
                 yield module
 

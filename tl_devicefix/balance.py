@@ -8,17 +8,18 @@ from typing import Any
 from tl_devicefix.components import FIXED_AT_HOME, shared_once
 
 
-def _blocks(sizes: Sequence[Any]) -> list[int]:
+def block_weights(sizes: Sequence[Any]) -> list[int]:
     """Bytes that each block adds to its device."""
     return [size.weights for size in sizes if size.name not in FIXED_AT_HOME]
 
 
-def _blocks_share(sizes: Sequence[Any]) -> int:
+def blocks_share(sizes: Sequence[Any]) -> int:
     """Bytes that the blocks on a device hold together, if it has some of each kind."""
     return shared_once([size for size in sizes if size.name not in FIXED_AT_HOME])
 
 
-def _home_load(sizes: Sequence[Any]) -> int:
+def home_load(sizes: Sequence[Any]) -> int:
+    """Bytes that home holds beside blocks."""
     return sum(size.weights + size.buffers for size in sizes if size.name in FIXED_AT_HOME)
 
 
@@ -37,7 +38,7 @@ def balanced(sizes: Sequence[Any], capacities: Sequence[int | None]) -> list[int
 
 def _least_full(sizes: Sequence[Any], capacities: Sequence[int | None], at_least: int) -> list[int]:
     """By dynamic programming over contiguous ranges. Ties go to the most even spread."""
-    blocks = _blocks(sizes)
+    blocks = block_weights(sizes)
     n_used = min(len(capacities), max(len(blocks), 1))
     known = [c for c in capacities if c is not None]
     shares = [float(c if c is not None else max(known, default=1)) or 1.0 for c in capacities]
@@ -47,12 +48,12 @@ def _least_full(sizes: Sequence[Any], capacities: Sequence[int | None], at_least
     # best[i] = (fullest, sum of squares, counts) over the devices so far, holding blocks 0..i-1
     best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
     for position in range(n_used):
-        home = _home_load(sizes) if position == 0 else 0
+        home = home_load(sizes) if position == 0 else 0
         reached: dict[int, tuple[float, float, list[int]]] = {}
         for start, (fullest, squares, counts) in best.items():
             last = len(blocks) - at_least * (n_used - 1 - position)
             for end in range(min(start + at_least, len(blocks)), last + 1):
-                held = prefix[end] - prefix[start] + (_blocks_share(sizes) if end > start else 0)
+                held = prefix[end] - prefix[start] + (blocks_share(sizes) if end > start else 0)
                 full = (held + home) / shares[position]
                 candidate = (max(fullest, full), squares + full**2, [*counts, end - start])
                 if end not in reached or candidate < reached[end]:
@@ -63,10 +64,10 @@ def _least_full(sizes: Sequence[Any], capacities: Sequence[int | None], at_least
 
 def sequential(sizes: Sequence[Any], capacities: Sequence[int | None]) -> list[int]:
     """Blocks per device, each device filled to its capacity before the next is used."""
-    remaining = _blocks(sizes)
+    remaining = block_weights(sizes)
     counts = []
     for position, capacity in enumerate(capacities):
-        used = _blocks_share(sizes) + (_home_load(sizes) if position == 0 else 0)
+        used = blocks_share(sizes) + (home_load(sizes) if position == 0 else 0)
         count = 0
         while remaining and (capacity is None or used + remaining[0] <= capacity):
             used += remaining.pop(0)
@@ -78,12 +79,12 @@ def sequential(sizes: Sequence[Any], capacities: Sequence[int | None]) -> list[i
 
 def loads(sizes: Sequence[Any], counts: Sequence[int]) -> list[int]:
     """Bytes on each device that has so many blocks; the first is home."""
-    blocks = iter(_blocks(sizes))
-    shared = _blocks_share(sizes)
+    blocks = iter(block_weights(sizes))
+    shared = blocks_share(sizes)
     on_each = [
         sum(next(blocks) for _ in range(count)) + (shared if count else 0) for count in counts
     ]
-    on_each[0] += _home_load(sizes)
+    on_each[0] += home_load(sizes)
     return on_each
 
 

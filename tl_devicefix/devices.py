@@ -15,6 +15,9 @@ from tl_devicefix.patches import original
 DeviceLike = str | int | torch.device
 """What torch accepts as a device; an int is an index of the default device type."""
 
+HOST = torch.device("cpu")
+"""Where the weights of offloaded blocks live."""
+
 
 def default_device() -> torch.device:
     """The device TransformerLens would choose, with its index.

@@ -99,7 +99,8 @@ def estimate(
         config_or_model_name: as for `plan`.
         n_devices: how many devices there are; by default those that `max_memory` names, or 1.
         device_map: as for `from_pretrained`.
-        max_memory: what each device has ("80GiB"), or a dict: `{0: "24GiB", 1: "80GiB"}`.
+        max_memory: what each device has ("80GiB"), or a dict: `{0: "24GiB", 1: "80GiB"}`; with
+            "cpu", blocks that do not fit are offloaded there.
         dtype: of the weights; by default float32, as for `from_pretrained`.
         batch: how many sequences.
         ctx: how many tokens in each; by default 1024, or n_ctx if that is less.
@@ -118,7 +119,8 @@ def estimate(
         ctx = min(1024, cfg.n_ctx) if ctx is None else ctx
         job = Job(batch, ctx, cache, generate, gradients, gather)
         _check(job, cfg)
-        n_devices = n_devices or (len(max_memory) if isinstance(max_memory, Mapping) else 1)
+        named = max_memory if isinstance(max_memory, Mapping) else {}
+        n_devices = n_devices or len([each for each in named if each not in ("cpu", "disk")]) or 1
         asked = Setting(cfg, n_devices, device_map, max_memory, job)
         devices, placement = asked.measure()
         fits = all(device.fits for device in devices)

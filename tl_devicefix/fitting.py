@@ -11,7 +11,7 @@ import torch
 from accelerate.utils import convert_file_size_to_int
 
 from tl_devicefix.balance import balanced, fits
-from tl_devicefix.devices import DeviceLike, all_from, free_memory, resolve
+from tl_devicefix.devices import HOST, DeviceLike, all_from, free_memory, resolve
 from tl_devicefix.folding import slices
 
 if TYPE_CHECKING:
@@ -66,14 +66,20 @@ def working_room(placement: Placement, dtype: torch.dtype) -> int:
 
 
 def check_fit(placement: Placement, max_memory: MaxMemory | None, dtype: torch.dtype) -> None:
-    """Check that each device has room for its share.
+    """Check that each device has room for its share, and the host for offloaded blocks.
 
     Raises:
         ValueError: naming the device, what it would hold and has, and what would fit.
     """
-    for device in placement.devices:
+    for device in placement.memories:
         needed, room = placement.bytes_on(device), capacity(device, max_memory)
         if room is not None and needed > room:
+            if device == HOST != placement.home:
+                raise ValueError(
+                    f"the weights do not fit: what the devices have no room for is {gib(needed)}, "
+                    f"but max_memory allows {gib(room)} on 'cpu'; raise that, or use more or "
+                    "larger devices, a smaller dtype or first_n_layers"
+                )
             raise ValueError(
                 f"the weights do not fit: {device} would hold {gib(needed)} but has {gib(room)} to "
                 f"use; {remedy(placement, max_memory, dtype, working_room(placement, dtype))}"
@@ -121,14 +127,16 @@ def remedy(
                     from_there = "" if start == home else f"device={str(start)!r}, "
                     in_16_bits = "" if components is sizes else ", dtype='bfloat16'"
                     return f"{from_there}n_devices={n}{in_16_bits} would fit"
-    total = sum(placement.bytes_on(device) for device in placement.devices)
+    total = sum(placement.bytes_on(device) for device in placement.memories)
     rooms = [room_on(device) for device in starts]
     if None in rooms:
         return f"all of it is {gib(total)}: use a smaller dtype, more devices or first_n_layers"
     free = sum(room or 0 for room in rooms)
+    offload = "" if HOST in placement.memories else ", or offload blocks: name 'cpu' in max_memory"
     return (
         f"all of it is {gib(total)}, and the {len(starts)} {home.type} device(s) here have "
         f"{gib(free)} to use: use more or larger devices, a smaller dtype or first_n_layers"
+        f"{offload}"
     )
 
 
@@ -155,8 +163,11 @@ def naming_full_devices(model: Any, placement: Placement | None, unit: str) -> I
 def _out_of_memory(
     error: BaseException, model: Any, placement: Placement, unit: str
 ) -> torch.OutOfMemoryError:
-    device, dtype = placement.device_of(unit), model.cfg.dtype
-    held = dict.fromkeys(placement.devices, 0)
+    dtype = model.cfg.dtype
+    # torch names no device where the host is full, which it says in words of its own.
+    on_device = isinstance(error, torch.OutOfMemoryError)
+    device = placement.device_of(unit) if on_device else placement.stored_on(unit)
+    held = dict.fromkeys(placement.memories, 0)
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device in held:
             held[tensor.device] += tensor.nbytes

@@ -26,7 +26,7 @@ from tl_devicefix.patches import original
 def gathering_device(model: Any) -> torch.device | None:
     """Where a model's weights are read together; None if they are where they should be."""
     placement = getattr(model, "placement", None)
-    if chosen_device() is None and placement is not None and len(placement.devices) > 1:
+    if chosen_device() is None and placement is not None and len(placement.memories) > 1:
         return placement.home
     return chosen_device()
 
@@ -163,6 +163,20 @@ class ReadOn:
         args = tuple(move(each, there) for each in args)
         kwargs = {name: move(each, there) for name, each in kwargs.items()}
         return move(self.read(*args, **kwargs), self._device)
+
+
+class ReadWhereRun:
+    """A model on several devices, the weights of each block read where the block runs.
+
+    That is where they are, unless the block is offloaded.
+    """
+
+    def __init__(self, model: Any) -> None:
+        device_of = model.placement.device_of
+        self.cfg = model.cfg
+        self.blocks = [
+            ReadOn(block, device_of(f"blocks.{layer}")) for layer, block in enumerate(model.blocks)
+        ]
 
 
 @functools.cache

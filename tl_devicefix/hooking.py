@@ -26,7 +26,7 @@ def let_hooks_mix(model: Any, placement: Placement) -> None:
     """Let the hooks of a model that is on several devices use tensors from all of them."""
     for module in model.modules():
         if isinstance(module, HookPoint):
-            module.__dict__[_DEVICES] = frozenset(placement.devices)
+            module.__dict__[_DEVICES] = frozenset(placement.memories)
 
 
 def let_hooks_be(model: Any) -> None:

@@ -10,11 +10,12 @@ from torch import nn
 
 from tl_devicefix.alignment import align, remember_placement, unalign
 from tl_devicefix.components import component_of
-from tl_devicefix.devices import resolve
+from tl_devicefix.devices import HOST, resolve
 from tl_devicefix.fitting import naming_full_devices
 from tl_devicefix.patches import original
 from tl_devicefix.placement import Placement, plan
-from tl_devicefix.shared_buffers import ConvertedOnce, share_buffers
+from tl_devicefix.shared_buffers import Convert, ConvertedOnce, share_buffers
+from tl_devicefix.visiting import pin
 
 
 def place(model: Any, placement: Placement) -> None:
@@ -29,9 +30,27 @@ def place(model: Any, placement: Placement) -> None:
         for component in placement.components:
             if component.device == device:
                 with naming_full_devices(model, placement, component.name):
-                    model.get_submodule(component.name)._apply(move)
+                    module = model.get_submodule(component.name)
+                    module._apply(_BuffersOnly(module, move) if component.offloaded else move)
     _bring_rest_home(model, placement)
     settle(model, placement)
+
+
+class _BuffersOnly:
+    """A conversion of an offloaded block's buffers; its parameters and gradients go to the host.
+
+    Args:
+        block: the block.
+        convert: what to do to each buffer.
+    """
+
+    def __init__(self, block: nn.Module, convert: Convert) -> None:
+        self._convert = convert
+        self._buffers = {id(buffer) for buffer in block.buffers()}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The converted tensor."""
+        return self._convert(tensor) if id(tensor) in self._buffers else tensor.to(HOST)
 
 
 def settle(model: Any, placement: Placement) -> None:
@@ -60,9 +79,9 @@ def check_placed(model: Any) -> None:
     Raises:
         RuntimeError: naming the first that is not.
     """
-    for kind in (model.named_parameters, model.named_buffers):
+    for kind, of_weights in ((model.named_parameters, True), (model.named_buffers, False)):
         for name, tensor in kind():
-            planned = model.placement.device_for(name)
+            planned = model.placement.device_for(name, of_weights)
             if tensor.is_meta or tensor.device != planned:
                 raise RuntimeError(
                     f"{name} is on {tensor.device} after loading, but the placement puts it on "
@@ -107,6 +126,8 @@ def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
     if _devices(self) != before:
         share_buffers(self)
         _follow_weights(self)
+    elif getattr(self, "placement", None) is not None:
+        pin(self, self.placement)  # a new dtype is a new tensor
     return self
 
 
@@ -130,7 +151,7 @@ def _devices(model: nn.Module) -> set[torch.device]:
 def move_model_modules_to_device(self: Any) -> None:
     """Place the model by its config's `device` and `n_devices`."""
     placement: Placement | None = getattr(self, "placement", None)
-    if placement is not None and self.cfg.n_devices == len(placement.devices) > 1:
+    if placement is not None and _is_spread_by(placement, self.cfg):
         place(self, placement)
     elif self.cfg.n_devices > 1:
         place(self, plan(self.cfg, n_devices=self.cfg.n_devices, device=self.cfg.device))
@@ -138,6 +159,13 @@ def move_model_modules_to_device(self: Any) -> None:
         place(self, placement.gathered_on(resolve(self.cfg.device)))
     else:
         original(type(self), "move_model_modules_to_device")(self)
+
+
+def _is_spread_by(placement: Placement, cfg: Any) -> bool:
+    """Whether a config asks for a placement of several devices, or with offloaded blocks."""
+    if len(placement.devices) == 1 and resolve(cfg.device) != placement.home:
+        return False
+    return cfg.n_devices == len(placement.devices) and len(placement.memories) > 1
 
 
 def __setstate__(self: Any, state: dict[str, Any]) -> None:
@@ -150,5 +178,7 @@ def __setstate__(self: Any, state: dict[str, Any]) -> None:
     if placement is None:
         return
     remember_placement(self.cfg, placement)
-    if _devices(self) != {c.device for c in placement.components if c.weights}:
+    if _devices(self) != {c.stored_on for c in placement.components if c.weights}:
         _follow_weights(self)
+    else:
+        pin(self, placement)

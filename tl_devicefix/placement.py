@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tl_devicefix.balance import balanced, sequential
+from tl_devicefix.balance import balanced, fits, sequential
 from tl_devicefix.components import (
     FIXED_AT_HOME,
     ComponentSize,
@@ -25,6 +25,7 @@ from tl_devicefix.components import (
     shared_once,
 )
 from tl_devicefix.devices import (
+    HOST,
     DeviceLike,
     all_from,
     consecutive,
@@ -34,6 +35,7 @@ from tl_devicefix.devices import (
 )
 from tl_devicefix.fitting import MaxMemory, capacity, check_fit, check_max_memory, gib
 from tl_devicefix.model_config import model_config, torch_dtype
+from tl_devicefix.offloading import VISITING, Share, may_offload, rooms_to_fill, shares
 
 DeviceMap = str | int | torch.device | Mapping[str, DeviceLike]
 """A strategy ("auto", "balanced", "sequential"), one device, or components -> devices."""
@@ -43,7 +45,7 @@ STRATEGIES = ("auto", "balanced", "sequential")
 
 @dataclass(frozen=True)
 class PlacedComponent:
-    """One component, where it lives, and what it weighs there (bytes)."""
+    """One component, where it runs and lives, and what it weighs (bytes)."""
 
     name: str
     device: torch.device
@@ -51,6 +53,13 @@ class PlacedComponent:
     buffers: int = 0
     shared: str | None = None
     """Blocks on one device that name the same here hold their buffers together, in one copy."""
+    offloaded: bool = False
+    """Whether its weights live in host memory, and visit its device while it runs."""
+
+    @property
+    def stored_on(self) -> torch.device:
+        """Where its weights are while it does not run."""
+        return HOST if self.offloaded else self.device
 
 
 @dataclass(frozen=True, repr=False)
@@ -78,45 +87,80 @@ class Placement:
         """The devices in use, home first, then in the order that the residual stream visits."""
         return tuple(dict.fromkeys(component.device for component in self.components))
 
+    @cached_property
+    def memories(self) -> tuple[torch.device, ...]:
+        """The devices in use, and the host if blocks are offloaded to it: where weights live."""
+        stored = (component.stored_on for component in self.components)
+        return tuple(dict.fromkeys((*self.devices, *stored)))
+
     def device_of(self, name: str) -> torch.device:
-        """The device of a component, parameter or buffer, by name.
+        """The device of a component, parameter or buffer, by name; where it runs, if offloaded.
 
         Raises:
             KeyError: if the name belongs to no component of this model.
         """
         return self._device_by_name[component_of(name)]
 
-    def device_for(self, name: str) -> torch.device:
-        """The device of anything in the model, by name: what is in no component is at home."""
-        return self._device_by_name.get(component_of(name), self.home)
+    def device_for(self, name: str, of_weights: bool = False) -> torch.device:
+        """Where anything in the model is, by name: what is in no component is at home.
+
+        Args:
+            name: of a parameter, a buffer or a module.
+            of_weights: where the weights live, which differs for blocks that are offloaded.
+        """
+        devices = self._stored_by_name if of_weights else self._device_by_name
+        return devices.get(component_of(name), self.home)
+
+    def stored_on(self, name: str) -> torch.device:
+        """Where a component's weights are while it does not run, by the name of any of them.
+
+        Raises:
+            KeyError: if the name belongs to no component of this model.
+        """
+        return self._stored_by_name[component_of(name)]
+
+    @cached_property
+    def _stored_by_name(self) -> dict[str, torch.device]:
+        return {component.name: component.stored_on for component in self.components}
 
     def bytes_on(self, device: DeviceLike) -> int:
-        """Bytes of weights and buffers planned for a device: 1, "cuda:1" or a torch.device."""
+        """Bytes of weights and buffers planned for a device: 1, "cuda:1" or a torch.device.
+
+        With offloaded blocks, this has room for two: the one that computes and the next one.
+        """
         if isinstance(device, int):
             device = torch.device(self.home.type, device)
         device = with_index(torch.device(device))
-        here = [c for c in self.components if c.device == device]
-        return sum(c.weights for c in here) + shared_once(here)
+        running = [c for c in self.components if c.device == device]
+        stored = sum(c.weights for c in self.components if c.stored_on == device)
+        return stored + sum(self._visiting(device)) + shared_once(running)
+
+    def _visiting(self, device: torch.device) -> list[int]:
+        """Bytes of each offloaded block that may be on a device together with the others."""
+        weights = (c.weights for c in self.components if c.offloaded and c.device == device)
+        return sorted(weights, reverse=True)[:VISITING]
 
     def gathered_on(self, device: torch.device) -> Placement:
-        """The same components, all on one device."""
-        return Placement(tuple(replace(c, device=device) for c in self.components))
+        """The same components, all on one device, none offloaded."""
+        return Placement(tuple(replace(c, device=device, offloaded=False) for c in self.components))
 
     def reweighed(self, cfg: Any) -> Placement:
         """The same devices, with the sizes that the components have by this config."""
+        known = {component.name: component for component in self.components}
         return Placement(
-            tuple(_placed(size, self._device_by_name[size.name]) for size in component_sizes(cfg))
+            tuple(
+                _placed(size, known[size.name].device, known[size.name].offloaded)
+                for size in component_sizes(cfg)
+            )
         )
 
     def __repr__(self) -> str:
         rows = [("device", "components", "weights", "total")]
-        for device in self.devices:
-            here = [c for c in self.components if c.device == device]
-            weights = sum(c.weights for c in here)
-            label = f"{device} (home)" if device == self.home else str(device)
-            names = in_short([c.name for c in here])
-            rows.append((label, names, gib(weights), gib(self.bytes_on(device))))
-        everything = sum(self.bytes_on(device) for device in self.devices)
+        for memory in self.memories:
+            weights = gib(sum(c.weights for c in self.components if c.stored_on == memory))
+            total = gib(self.bytes_on(memory))
+            rows.append((self._label(memory), self._held_in(memory), weights, total))
+        everything = sum(self.bytes_on(memory) for memory in self.memories)
         rows.append(("total", "", gib(sum(c.weights for c in self.components)), gib(everything)))
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         return "\n".join(
@@ -125,13 +169,29 @@ class Placement:
             for row in rows
         )
 
+    def _label(self, memory: torch.device) -> str:
+        if memory == self.home:
+            return f"{memory} (home)"
+        offloaded = memory == HOST and any(c.offloaded for c in self.components)
+        return f"{memory} (offloaded)" if offloaded else str(memory)
 
-def _placed(size: ComponentSize, device: torch.device) -> PlacedComponent:
-    return PlacedComponent(size.name, device, size.weights, size.buffers, size.shared)
+    def _held_in(self, memory: torch.device) -> str:
+        """What lives there, and who visits: "blocks.0-2 + 2 visiting", "blocks.3, 5 -> cuda:0"."""
+        residents = [c.name for c in self.components if not c.offloaded and c.device == memory]
+        visiting = len(self._visiting(memory))
+        held = [in_short(residents) + (f" + {visiting} visiting" if visiting else "")]
+        for device in self.devices if memory == HOST else ():
+            visitors = [c.name for c in self.components if c.offloaded and c.device == device]
+            held.append(f"{in_short(visitors)} -> {device}" if visitors else "")
+        return "; ".join(filter(None, held))
+
+
+def _placed(size: ComponentSize, device: torch.device, offloaded: bool = False) -> PlacedComponent:
+    return PlacedComponent(size.name, device, size.weights, size.buffers, size.shared, offloaded)
 
 
 def in_short(names: Sequence[str]) -> str:
-    """["embed", "blocks.0", "blocks.1", "blocks.2"] -> "embed, blocks.0-2"."""
+    """["embed", "blocks.0", "blocks.1", "blocks.2", "blocks.4"] -> "embed, blocks.0-2, 4"."""
     runs: list[list[str]] = []
     for name in names:
         previous = runs[-1][-1] if runs else ""
@@ -140,7 +200,12 @@ def in_short(names: Sequence[str]) -> str:
             runs[-1].append(name)
         else:
             runs.append([name])
-    return ", ".join(r[0] if len(r) == 1 else f"{r[0]}-{r[-1][7:]}" for r in runs)
+    parts: list[str] = []
+    for before, run in zip([[""], *runs], runs):
+        of_blocks = before[0].startswith("blocks.") and run[0].startswith("blocks.")
+        first = run[0][7:] if of_blocks else run[0]
+        parts.append(first if len(run) == 1 else f"{first}-{run[-1][7:]}")
+    return ", ".join(parts)
 
 
 def plan(
@@ -155,7 +220,8 @@ def plan(
 
     The blocks lie in contiguous ranges over the home device and the ones after it. Home also
     carries the embeddings, the final norm and the unembedding, so it gets fewer blocks; a device
-    with more free memory gets more.
+    with more free memory gets more. Blocks may be offloaded: they live in host memory, and their
+    weights visit the device that runs them.
 
     Args:
         config_or_model_name: a HookedTransformerConfig, or whatever `from_pretrained` takes as a
@@ -166,9 +232,10 @@ def plan(
             means cuda:2 and cuda:3.
         device_map: instead of `n_devices`: "balanced" or "auto" (every device there is, evenly),
             "sequential" (fill each before the next), one device, or a dict from components
-            ("embed", "blocks.3", "unembed") or prefixes ("blocks", "") to devices.
+            ("embed", "blocks.3", "unembed") or prefixes ("blocks", "") to devices. Blocks on
+            "cpu" are offloaded if embed is elsewhere: they run where the block before them does.
         max_memory: the most to use of each device, e.g. `{0: "20GiB", 1: "40GiB"}`. A strategy
-            uses the named devices only.
+            uses the named devices only. With "cpu" in it, blocks that do not fit are offloaded.
         dtype: the dtype to weigh the parameters in; by default the config's. Norms are weighed too,
             which a model that is loaded with `fold_ln=True` no longer has.
 
@@ -210,11 +277,12 @@ def decide(
     if device_map is not None and device_map not in STRATEGIES:
         named = device_map if isinstance(device_map, Mapping) else _whole_on(device_map)
         placement = _from_dict(sizes, named, device)
-        _warn_of_unused(max_memory, placement.devices)
+        _warn_of_unused(max_memory, placement.memories)
         return placement
     home = default_device() if device is None else resolve(device)
     devices = _devices_to_use(home, n_devices, device_map, max_memory)
-    _warn_of_unused(max_memory, devices)
+    offloads = may_offload(home, max_memory)
+    _warn_of_unused(max_memory, [*devices, HOST] if offloads else devices)
     # A device that may hold nothing is left out; home is not, so that what it lacks is reported.
     devices = [d for d in devices if d == home or capacity(d, max_memory) != 0]
     capacities = [capacity(d, max_memory) for d in devices]
@@ -222,7 +290,10 @@ def decide(
         counts = sequential(sizes, capacities)
     else:
         counts = balanced(sizes, capacities)
-    return _contiguous(sizes, devices, counts)
+    on_each = [Share(count) for count in counts]
+    if offloads and not fits(sizes, counts, capacities):
+        on_each = shares(sizes, rooms_to_fill(devices, max_memory))
+    return _contiguous(sizes, devices, on_each)
 
 
 def _config(config_or_model_name: Any, dtype: torch.dtype | str | None) -> Any:
@@ -270,13 +341,17 @@ def _warn_of_unused(max_memory: MaxMemory | None, devices: Sequence[torch.device
 
 
 def _contiguous(
-    sizes: Sequence[ComponentSize], devices: Sequence[torch.device], counts: Sequence[int]
+    sizes: Sequence[ComponentSize], devices: Sequence[torch.device], on_each: Sequence[Share]
 ) -> Placement:
-    of_block = [device for device, count in zip(devices, counts) for _ in range(count)]
+    of_block = [
+        (device, position in share.offloaded)
+        for device, share in zip(devices, on_each)
+        for position in range(share.blocks)
+    ]
     placed = []
     for size in sizes:
-        device = devices[0] if size.name in FIXED_AT_HOME else of_block.pop(0)
-        placed.append(_placed(size, device))
+        where = (devices[0], False) if size.name in FIXED_AT_HOME else of_block.pop(0)
+        placed.append(_placed(size, *where))
     return Placement(tuple(placed))
 
 
@@ -306,13 +381,33 @@ def _from_dict(
             f"device_map says nothing of {in_short(missing)}: give each component a device, or "
             "use device_map='balanced'"
         )
-    placement = Placement(tuple(placed))
+    placement = Placement(_run_where_others_do(placed))
     if home is not None and resolve(home) != placement.home:
         raise ValueError(
             f"device={str(home)!r} is not where device_map puts embed ({placement.home}): embed "
             "decides the home device, so leave device out"
         )
     return placement
+
+
+def _run_where_others_do(placed: Sequence[PlacedComponent]) -> tuple[PlacedComponent, ...]:
+    """Offload the blocks that are on the CPU, unless home is: each runs where the last block did.
+
+    Before the first block that is on a device, they run where that does.
+    """
+    home = placed[0].device
+    on_device = [c for c in placed if c.name not in FIXED_AT_HOME and c.device != HOST]
+    device = on_device[0].device if on_device else home
+    running = []
+    for component in placed:
+        if component.name in FIXED_AT_HOME or home == HOST:
+            running.append(component)
+        elif component.device == HOST:
+            running.append(replace(component, device=device, offloaded=True))
+        else:
+            device = component.device
+            running.append(component)
+    return tuple(running)
 
 
 def _whole_on(device: DeviceLike) -> dict[str, DeviceLike]:

@@ -293,7 +293,7 @@ def full_name(unit: str, name: str) -> str:
 
 
 def load_component(model: Any, unit: str, weights: Weights, steps: Steps) -> None:
-    """Process one unit's weights where they belong and store them in the model, rounded once.
+    """Process one unit's weights where they run and store them where they live, rounded once.
 
     It is done slice by slice, so that what is held beyond the model and the source is one slice.
 
@@ -301,7 +301,7 @@ def load_component(model: Any, unit: str, weights: Weights, steps: Steps) -> Non
         weights: on any devices; left unchanged and not aliased.
         steps: which steps to apply.
     """
-    device = device_of_unit(model, unit, weights)
+    device, stored_on = device_of_unit(model, unit, weights), storage_of_unit(model, unit, weights)
     weights = {name: tensor for name, tensor in weights.items() if not _is_own_buffer(name)}
     dtype = working_dtype(weights, model.cfg.dtype)
     elements = slicing.ELEMENTS_ON_CPU if device.type == "cpu" else slicing.ELEMENTS_ON_DEVICE
@@ -316,14 +316,15 @@ def load_component(model: Any, unit: str, weights: Weights, steps: Steps) -> Non
         for name, index in part.cut.items():
             if name not in copies.as_given:
                 left.pop(name, None)
-                write(model, full_name(unit, name), copies.pop(name), weights[name], device, index)
+                value, path = copies.pop(name), full_name(unit, name)
+                write(model, path, value, weights[name], stored_on, index)
         for name in part.whole:
             left.pop(name, None)
             if name in copies:  # a folded norm may be gone
                 left[name] = copies.pop(name)
         carried = part.to_carry(left)
     for name, value in left.items():
-        write(model, full_name(unit, name), value, weights[name], device)
+        write(model, full_name(unit, name), value, weights[name], stored_on)
 
 
 def check_shapes(model: nn.Module, state_dict: Mapping[str, torch.Tensor]) -> None:
@@ -378,10 +379,18 @@ def _is_own_buffer(name: str) -> bool:
 
 
 def device_of_unit(model: Any, unit: str, weights: Mapping[str, torch.Tensor]) -> torch.device:
-    """Where a component belongs: by the placement, else where the model has it."""
+    """Where a component runs: by the placement, else where the model has it."""
     placement: Placement | None = getattr(model, "placement", None)
-    if placement is not None:
-        return placement.device_of(unit)
+    return _held_on(model, unit, weights) if placement is None else placement.device_of(unit)
+
+
+def storage_of_unit(model: Any, unit: str, weights: Mapping[str, torch.Tensor]) -> torch.device:
+    """Where a component's weights live: where it runs, or on the host if it is offloaded."""
+    placement: Placement | None = getattr(model, "placement", None)
+    return _held_on(model, unit, weights) if placement is None else placement.stored_on(unit)
+
+
+def _held_on(model: Any, unit: str, weights: Mapping[str, torch.Tensor]) -> torch.device:
     try:
         held: Iterable[torch.Tensor] = model.get_submodule(unit).parameters()
     except AttributeError:
@@ -413,9 +422,10 @@ def _on_each_component(model: Any, state_dict: Mapping[str, torch.Tensor], step:
         if not weights:
             continue
         device = device_of_unit(model, unit, weights)
+        stored_on = storage_of_unit(model, unit, weights)
         copies = WorkingCopies(weights, device, working_dtype(weights, torch.float32))
         step(unit, copies)
         for name, value in copies.items():
             dtype = weights[name].dtype if name in weights else model.cfg.dtype
-            result[full_name(unit, name)] = value.to(device=device, dtype=dtype)
+            result[full_name(unit, name)] = value.to(device=stored_on, dtype=dtype)
     return result

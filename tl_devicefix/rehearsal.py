@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from transformer_lens import HookedTransformer
 
-from tl_devicefix.components import component_of
 from tl_devicefix.fitting import MaxMemory, gib
 from tl_devicefix.layout import empty_as_loaded
 from tl_devicefix.loading import empty_model
@@ -166,9 +165,11 @@ def model_without_values(cls: Any, cfg: Any, tokenizer: Any, placement: Placemen
     if tokenizer is None and not Path(cfg.tokenizer_name or "").is_dir():
         cfg.tokenizer_name = None  # or the hub would be asked
     model = empty_model(cls, cfg, tokenizer)
-    for name, parameter in model.named_parameters():
-        device = placement.device_map.get(component_of(name), placement.home)
-        parameter.data = empty_as_loaded(name, parameter, cfg.original_architecture, device)
+    for name, parameter in list(model.named_parameters()):
+        device = placement.device_for(name, of_weights=True)
+        values = empty_as_loaded(name, parameter.data, cfg.original_architecture, device)
+        path, _, leaf = name.rpartition(".")
+        model.get_submodule(path)._parameters[leaf] = torch.nn.Parameter(values)
     place(model, placement)  # the buffers, and what makes it run there
     return model
 

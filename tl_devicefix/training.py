@@ -22,7 +22,7 @@ def train(model: Any, config: Any, dataset: Any) -> Any:
         dataset: as TransformerLens takes it.
     """
     placement = getattr(model, "placement", None)
-    if placement is None or len(placement.devices) == 1:
+    if placement is None or len(placement.memories) == 1:
         return transformer_lens_train(model, config, dataset)
     if config.device is not None and resolve(config.device) != placement.home:
         return transformer_lens_train(model, config, dataset)

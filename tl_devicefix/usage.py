@@ -15,6 +15,7 @@ import transformer_lens
 from transformer_lens import HookedTransformer
 
 from tl_devicefix.components import shared_once
+from tl_devicefix.devices import HOST
 from tl_devicefix.fitting import MaxMemory, capacity, working_room
 from tl_devicefix.gathering import STACKED
 from tl_devicefix.placement import DeviceMap, Placement, decide, in_short
@@ -60,17 +61,18 @@ class OnDevice:
     device: str
     components: str
     weights: int
-    buffers: int
-    kv_cache: int
-    cached: int
+    """Those that live there: not offloaded blocks that visit."""
+    buffers: int = 0
+    kv_cache: int = 0
+    cached: int = 0
     """Activations that `run_with_cache` keeps."""
-    gathered: int
+    gathered: int = 0
     """The largest stack of weights."""
-    working: int
+    working: int = 0
     """What a forward (and backward, if asked for) allocates beside all of these, at its peak."""
-    loading: int
+    loading: int = 0
     """What loading allocates beside the weights, at its peak."""
-    capacity: int | None
+    capacity: int | None = None
     """What it has; None if that is not known."""
 
     @property
@@ -99,6 +101,8 @@ class Setting:
     device_map: DeviceMap | None
     max_memory: MaxMemory | int | str
     job: Job
+    limits: MaxMemory | None = None
+    """`max_memory` as the plan is to have it, if that is not what the devices have."""
 
     def measure(self) -> tuple[tuple[OnDevice, ...], Placement]:
         """Rehearse the job, and measure what it takes on each device."""
@@ -108,7 +112,8 @@ class Setting:
             rooms = dict.fromkeys(range(self.n_devices), rooms)
         with simulate(self.n_devices, _UNLIMITED, values=False) as machine:
             spread = self.n_devices if self.device_map is None else None
-            placement = decide(cfg, spread, None, self.device_map, rooms)
+            limits = rooms if self.limits is None else self.limits
+            placement = decide(cfg, spread, None, self.device_map, limits)
             model = model_without_values(HookedTransformer, cfg, None, placement)
             used = _Usage(machine)
             used.rehearse(model, self.job)
@@ -121,7 +126,7 @@ class Setting:
                     OnDevice(
                         device=str(index) + (" (home)" if device == placement.home else ""),
                         components=in_short([each.name for each in here]),
-                        weights=sum(each.weights for each in here),
+                        weights=sum(each.weights for each in here if not each.offloaded),
                         buffers=shared_once(here),
                         kv_cache=used.kv_cache[index],
                         cached=used.cached[index],
@@ -131,8 +136,17 @@ class Setting:
                         capacity=capacity(device, rooms),
                     )
                 )
-        if self.job.gather == "cpu":
-            devices.append(OnDevice("cpu", "", 0, 0, 0, 0, gathered, 0, 0, None))
+            on_host = [each for each in placement.components if each.offloaded]
+            if on_host or self.job.gather == "cpu":
+                devices.append(
+                    OnDevice(
+                        device="cpu",
+                        components=in_short([each.name for each in on_host]),
+                        weights=sum(each.weights for each in on_host),
+                        gathered=gathered if self.job.gather == "cpu" else 0,
+                        capacity=capacity(HOST, rooms),
+                    )
+                )
         return tuple(devices), placement
 
 

@@ -31,9 +31,9 @@ def memory(model: Any) -> tuple[Memory, ...]:
     for tensor in (*model.parameters(), *model.buffers()):
         held[tensor.device] += 0 if tensor.is_meta else tensor.nbytes
     if placement is not None:
-        planned = {device: placement.bytes_on(device) for device in placement.devices}
+        planned = {each: placement.bytes_on(each) for each in placement.memories}
     else:
-        planned = {planned_by(model)("model"): sum(held.values())}
+        planned = {planned_by(model)("model", True): sum(held.values())}
     devices = dict.fromkeys((*planned, *sorted(held, key=str)))
     return tuple(
         Memory(device, planned.get(device, 0), held.get(device, 0))

@@ -41,9 +41,11 @@ def tensors(model: Any) -> Iterator[Tensor]:
     for path, module in model.named_modules():
         if module in aside:
             continue
-        for name, value in (*module._parameters.items(), *module._buffers.items()):
-            if value is not None:
-                yield Tensor(path, name, module, value, planned(joined(path, name)))
+        for held, of_weights in ((module._parameters, True), (module._buffers, False)):
+            for name, value in held.items():
+                if value is not None:
+                    there = planned(joined(path, name), of_weights)
+                    yield Tensor(path, name, module, value, there)
 
 
 def placement_of_model(model: Any) -> Placement | None:
@@ -56,8 +58,10 @@ def is_unspread(model: Any) -> bool:
     return placement_of_model(model) is None and model.cfg.n_devices > 1
 
 
-def planned_by(model: Any) -> Callable[[str], torch.device]:
-    """A name in the model -> its device, by the placement, or else by `cfg.device`.
+def planned_by(model: Any) -> Callable[[str, bool], torch.device]:
+    """A name in the model, and whether it is a weight's -> its device.
+
+    By the placement, or else by `cfg.device`.
 
     Raises:
         ValueError: if there is no placement, and no such device.
@@ -66,7 +70,7 @@ def planned_by(model: Any) -> Callable[[str], torch.device]:
     if placement is not None:
         return placement.device_for
     device = resolve(model.cfg.device)
-    return lambda name: device
+    return lambda name, of_weights: device
 
 
 def attached(model: Any) -> Iterator[tuple[str, nn.Module]]:

@@ -1,0 +1,208 @@
+"""Blocks that do not fit live in host memory: which, and what `plan` says of them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import tl_devicefix
+from tl_devicefix import Placement, plan
+
+HOST = torch.device("cpu")
+
+
+def sim(index: int) -> torch.device:
+    return torch.device("sim", index)
+
+
+@pytest.fixture
+def room(config: Any) -> Callable[..., int]:
+    """`room(blocks=3)`: bytes for the embeddings, the buffers that blocks share, and 3 blocks."""
+
+    def room(blocks: int, at_home: bool = True) -> int:
+        placement = plan(config())
+        weights = placement.components[2].weights
+        around = placement.bytes_on(placement.home) - 6 * weights
+        return blocks * weights + (around if at_home else placement.components[2].buffers)
+
+    return room
+
+
+def offloaded(placement: Placement) -> list[int]:
+    return [int(c.name.split(".")[1]) for c in placement.components if c.offloaded]
+
+
+# --------------------------------------------------------------------------------------------
+# device_map
+
+
+def test_blocks_on_the_cpu_run_where_the_block_before_them_does(config: Any, machine: Any) -> None:
+    device_map = {"": 0, "blocks": "cpu", "blocks.1": 1, "blocks.4": 2}
+
+    placement = plan(config(), device_map=device_map)
+
+    assert offloaded(placement) == [0, 2, 3, 5]
+    runs_on = [placement.device_of(f"blocks.{layer}") for layer in range(6)]
+    assert runs_on == [sim(1), sim(1), sim(1), sim(1), sim(2), sim(2)]
+    assert placement.devices == (sim(0), sim(1), sim(2))
+    assert placement.memories == (sim(0), sim(1), sim(2), HOST)
+    assert placement.stored_on("blocks.3.attn.W_Q") == HOST
+    assert placement.stored_on("blocks.4.attn.W_Q") == sim(2)
+
+
+def test_where_no_block_is_on_a_device_they_run_at_home(config: Any, machine: Any) -> None:
+    placement = plan(config(), device_map={"": 2, "blocks": "cpu"})
+
+    assert offloaded(placement) == [0, 1, 2, 3, 4, 5]
+    assert placement.devices == (sim(2),)
+
+
+def test_a_model_whose_home_is_the_cpu_offloads_nothing(config: Any, machine: Any) -> None:
+    placement = plan(config(), device_map={"": "cpu", "blocks.3": 1})
+
+    assert offloaded(placement) == []
+    assert placement.device_of("blocks.2") == HOST
+
+
+def test_other_components_on_the_cpu_run_there(config: Any, machine: Any) -> None:
+    placement = plan(config(), device_map={"": 0, "unembed": "cpu", "blocks.3": "cpu"})
+
+    assert placement.device_of("unembed") == HOST
+    assert placement.device_of("blocks.3") == sim(0)
+    assert offloaded(placement) == [3]
+
+
+# --------------------------------------------------------------------------------------------
+# max_memory
+
+
+def test_what_does_not_fit_is_offloaded_and_no_more(config: Any, machine: Any, room: Any) -> None:
+    placement = plan(config(), max_memory={0: room(blocks=5), "cpu": "1GiB"})
+
+    # Room for five blocks is room for three that stay, and two that visit.
+    assert offloaded(placement) == [1, 3, 5]
+    assert placement.devices == (sim(0),)
+    assert placement.bytes_on(0) == room(blocks=5)
+    assert placement.bytes_on("cpu") == 3 * placement.components[2].weights
+
+
+def test_what_fits_is_not_offloaded(
+    config: Any, machine: Any, room: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = {0: room(blocks=6), "cpu": "1GiB"}
+    assert plan(config(), max_memory=limits) == plan(config())
+    assert plan(config(), n_devices=3, max_memory={"cpu": "1GiB"}) == plan(config(), n_devices=3)
+    assert caplog.text == ""
+
+
+def test_nothing_is_offloaded_unless_the_host_is_named(
+    config: Any, machine: Any, room: Any
+) -> None:
+    with pytest.raises(ValueError, match=r"sim:0 would hold .* more is free"):
+        plan(config(), max_memory={0: room(blocks=5)})
+
+
+@pytest.mark.parametrize("strategy", [None, "balanced", "sequential"])
+def test_each_device_runs_one_range_of_blocks(
+    strategy: str | None, config: Any, machine: Any, room: Any
+) -> None:
+    limits = {0: room(blocks=3), 1: room(blocks=4, at_home=False), "cpu": "1GiB"}
+    spread = {"n_devices": 2} if strategy is None else {"device_map": strategy}
+
+    placement = plan(config(n_layers=12), max_memory=limits, **spread)
+
+    runs_on = [placement.device_of(f"blocks.{layer}").index for layer in range(12)]
+    assert runs_on == sorted(runs_on)
+    assert set(runs_on) == {0, 1}
+    # Offloading on both takes room for visitors on both: 12 - 3 - 2, or 12 - 1 - 4.
+    assert len(offloaded(placement)) == 7
+    for device in (0, 1):
+        limit = limits[device]
+        assert placement.bytes_on(device) <= limit
+
+
+@pytest.mark.parametrize("n_layers", [5, 8, 13, 26])
+@pytest.mark.parametrize("blocks", [2, 3, 4])
+def test_offloaded_blocks_are_spread_evenly_among_those_that_stay(
+    n_layers: int, blocks: int, config: Any, machine: Any, room: Any
+) -> None:
+    placement = plan(config(n_layers=n_layers), max_memory={0: room(blocks), "cpu": "1GiB"})
+
+    away = offloaded(placement)
+    assert len(away) == n_layers - (blocks - 2)
+    gaps = [later - earlier for earlier, later in zip([-1, *away], away)]
+    assert max(gaps) - min(gaps) <= 1
+
+
+def test_where_no_limit_is_given_a_tenth_stays_free_for_activations(config: Any, room: Any) -> None:
+    with tl_devicefix.simulate(1, memory=room(blocks=5)) as machine:
+        placement = plan(config(), max_memory={"cpu": "1GiB"})
+        assert placement.bytes_on(0) <= 0.9 * machine.mem_get_info(0)[1]
+        assert offloaded(placement)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "on_host", "message"),
+    [
+        (5, 100, r"no room for is .* but max_memory allows 0.1 KiB on 'cpu'; raise that"),
+        (1, "1GiB", r"sim:0 would hold .* but has .* larger max_memory would fit"),
+    ],
+)
+def test_what_does_not_fit_even_so_is_refused_in_one_sentence(
+    blocks: int, on_host: int | str, message: str, config: Any, machine: Any, room: Any
+) -> None:
+    with pytest.raises(ValueError, match=message) as refused:
+        plan(config(), max_memory={0: room(blocks), "cpu": on_host})
+    assert "\n" not in str(refused.value)
+
+
+def test_a_machine_that_is_too_small_is_told_of_offloading(config: Any, room: Any) -> None:
+    with (
+        tl_devicefix.simulate(2, memory=room(blocks=2)),
+        pytest.raises(ValueError, match=r"or offload blocks: name 'cpu' in max_memory"),
+    ):
+        plan(config(n_layers=12), n_devices=2)
+
+
+# --------------------------------------------------------------------------------------------
+# The placement
+
+
+def test_a_device_has_room_for_two_visiting_blocks_and_the_shared_buffers(
+    config: Any, machine: Any
+) -> None:
+    resident = plan(config(), device_map={"": 0})
+    block = resident.components[2].weights
+
+    all_away = plan(config(), device_map={"": 0, "blocks": "cpu"})
+    one_away = plan(config(), device_map={"": 0, "blocks.3": "cpu"})
+
+    assert all_away.bytes_on(0) == resident.bytes_on(0) - 6 * block + 2 * block
+    assert one_away.bytes_on(0) == resident.bytes_on(0)
+    assert (all_away.bytes_on("cpu"), one_away.bytes_on("cpu")) == (6 * block, block)
+
+
+def test_printing_shows_what_is_on_the_host_and_where_it_visits(config: Any, machine: Any) -> None:
+    device_map = {"": 0, "blocks.1": "cpu", "blocks.3": "cpu", "blocks.4": 1, "blocks.5": "cpu"}
+
+    lines = str(plan(config(), device_map=device_map)).splitlines()
+
+    assert lines[1].startswith("sim:0 (home)")
+    assert "embed, pos_embed, blocks.0, 2, ln_final, unembed + 2 visiting" in lines[1]
+    assert "blocks.4 + 1 visiting" in lines[2]
+    assert lines[3].startswith("cpu (offloaded)")
+    assert "blocks.1, 3 -> sim:0; blocks.5 -> sim:1" in lines[3]
+    assert lines[4].startswith("total")
+
+
+def test_a_placement_is_copied_and_gathered(config: Any, machine: Any) -> None:
+    placement = plan(config(), device_map={"": 0, "blocks": "cpu"})
+
+    assert copy.deepcopy(placement) == placement == pickle.loads(pickle.dumps(placement))
+    assert placement.reweighed(config()) == placement
+    assert placement.gathered_on(sim(1)).memories == (sim(1),)

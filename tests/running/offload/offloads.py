@@ -1,0 +1,41 @@
+"""Which blocks of a model are offloaded in the tests, and what must hold when none runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformer_lens import HookedTransformer
+
+HOST = torch.device("cpu")
+
+OFFLOADED = {
+    "some of one device": {"": 0, "blocks.1": "cpu", "blocks.2": "cpu", "blocks.4": "cpu"},
+    "all of one device": {"": 0, "blocks": "cpu"},
+    "some of three devices": {
+        "": 0, "blocks.1": "cpu", "blocks.2": 1, "blocks.3": "cpu", "blocks.4": 2,
+    },
+    "all but one of two devices": {"": 0, "blocks": "cpu", "blocks.2": 1},
+}  # fmt: skip
+
+every_offload = pytest.mark.parametrize("offload", OFFLOADED)
+every_kind = pytest.mark.parametrize("kind", ["llama", "gpt2"])
+
+
+def assert_at_rest(model: HookedTransformer) -> None:
+    """The weights are where the placement says, and the model's own."""
+    for name, parameter in model.named_parameters():
+        assert parameter.is_leaf, f"{name} is a visitor"
+        assert parameter.device == model.placement.stored_on(name), name
+    for name, buffer in model.named_buffers():
+        assert buffer.device == model.placement.device_of(name), name
+
+
+def weights_of(block: torch.nn.Module) -> int:
+    """Bytes of a block's parameters."""
+    return sum(parameter.nbytes for parameter in block.parameters())
+
+
+def offloaded_blocks(model: HookedTransformer) -> list[int]:
+    """Which blocks live on the host."""
+    blocks = [c for c in model.placement.components if c.name.startswith("blocks.")]
+    return [layer for layer, component in enumerate(blocks) if component.offloaded]

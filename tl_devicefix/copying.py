@@ -1,0 +1,86 @@
+"""Copies from host memory to a device that run beside what the device computes.
+
+They are on a stream of their own, where a device has streams; elsewhere a copy is done at once.
+Their memory is taken on the stream that computes, where what was there before has left it. So a
+copy starts as soon as what was computed with that memory is done, and no more memory is taken
+however far the program runs ahead of the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from types import TracebackType
+from typing import Any
+
+import torch
+
+
+def copies_beside_computing(device: torch.device) -> bool:
+    """Whether the device copies while it computes, which needs pinned memory."""
+    return _streams(device) is not None
+
+
+class Copies:
+    """Some copies to a device that are started together, and can be waited for.
+
+    Args:
+        device: where to.
+
+    >>> with Copies(torch.device("cpu")) as copies:
+    ...     copy = copies.start(torch.ones(2))
+    >>> copies.wait()
+    >>> copy
+    tensor([1., 1.])
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams = _streams(device)
+        self._done: Any = None
+
+    def __enter__(self) -> Copies:
+        if self._streams is not None:
+            # The memory of the copies is free when what is computed until now has been computed.
+            _copy_stream(self._device).wait_stream(self._streams.current_stream(self._device))
+        return self
+
+    @torch.no_grad()
+    def start(self, host: torch.Tensor) -> torch.Tensor:
+        """Start to copy a tensor; the copy is laid out as the tensor is."""
+        there = torch.empty_like(host, device=self._device, requires_grad=False)
+        with self._on_copy_stream():
+            there.copy_(host, non_blocking=True)
+        return there
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._streams is not None:
+            self._done = _copy_stream(self._device).record_event()
+            if error is not None:
+                self.wait()  # the memory of those that were started is about to be given back
+
+    def wait(self) -> None:
+        """Have what is computed from now on wait for the copies."""
+        if self._done is not None:
+            self._streams.current_stream(self._device).wait_event(self._done)
+
+    def _on_copy_stream(self) -> contextlib.AbstractContextManager[Any]:
+        if self._streams is None:
+            return contextlib.nullcontext()
+        return self._streams.stream(_copy_stream(self._device))
+
+
+def _streams(device: torch.device) -> Any:
+    """torch's module of the device, if that has streams."""
+    module = torch.get_device_module(device.type)
+    return module if hasattr(module, "Stream") and device.type != "cpu" else None
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> Any:
+    return _streams(device).Stream(device)
