@@ -557,3 +557,19 @@ def without_sizes(text: str) -> str:
     """Masks are larger in TransformerLens 2, so sizes differ by version."""
     words = (word for word in text.split() if word not in ("KiB", "MiB", "(home)"))
     return " ".join(word for word in words if not word.strip("(),.").replace(".", "").isdigit())
+
+
+def test_offloaded_blocks_are_where_they_should_be(load: Any, tokens: torch.Tensor) -> None:
+    model = load("llama", 1, device_map={"": 0, "blocks.2": "cpu"})
+    assert check(model).well, check(model)
+
+    model.blocks[2].to("sim:0")
+
+    report = check(model)
+    assert report.findings
+    for finding in report.findings:
+        assert "of blocks.2." in finding.message or "blocks.2.mlp" in finding.message
+        assert "but the placement puts it on cpu" in finding.message
+        assert finding.fix == "tl_devicefix.check(model, repair=True)"
+    assert check(model, repair=True).well
+    assert {p.device.type for p in model.blocks[2].parameters()} == {"cpu"}

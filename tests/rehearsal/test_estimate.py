@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+from ast import literal_eval
 from typing import Any
 
 import pytest
@@ -183,3 +184,26 @@ def test_the_command_gives_json(capsys: Any) -> None:
 def test_the_command_says_what_is_wrong_in_a_sentence(capsys: Any) -> None:
     assert main(["plan", "nosuchmodel"]) == 1
     assert "'nosuchmodel' is no model that TransformerLens lists" in capsys.readouterr().err
+
+
+def test_blocks_that_do_not_fit_are_estimated_on_the_host() -> None:
+    limits = {0: "24GiB", 1: "20GiB", "cpu": "200GiB"}
+    found = estimate("meta-llama/Llama-2-70b-hf", dtype="bfloat16", max_memory=limits, ctx=16)
+    on_host = found.devices[-1]
+    assert [each.device for each in found.devices] == ["0 (home)", "1", "cpu"]
+    assert on_host.weights == found.placement.bytes_on("cpu") > 80 * GIB
+    assert on_host.headroom == 200 * GIB - on_host.weights
+
+
+def test_a_limit_with_which_it_would_fit_is_told_and_does() -> None:
+    room = {0: "4GiB", "cpu": "10GiB"}
+    options: Any = {"first_n_layers": 8, "batch": 4, "ctx": 512}
+    found = estimate("EleutherAI/pythia-6.9b", max_memory=room, **options)
+    assert not found.fits
+    told = re.search(r"max_memory=(\{.*?\})", found.advice)
+    assert told is not None, found.advice
+
+    changed = estimate("EleutherAI/pythia-6.9b", max_memory=literal_eval(told[1]), **options)
+
+    held = changed.devices[0].total
+    assert held <= 4 * GIB

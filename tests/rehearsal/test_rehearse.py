@@ -222,3 +222,18 @@ def test_a_subclass_and_a_device_map() -> None:
 
     assert rehearsed.result is Mine
     assert str(rehearsed.placement.device_of("blocks.3")) == "sim:1"
+
+
+def test_offloaded_blocks_visit_their_device() -> None:
+    limits = {0: "30GiB", "cpu": "200GiB"}
+
+    rehearsed = rehearse(LLAMA_70B, forward, dtype=torch.bfloat16, max_memory=limits)
+
+    resident, peak = rehearsed.weights[0], rehearsed.peaks[0].bytes
+    block = rehearsed.placement.components[1].weights
+    assert rehearsed.runs
+    assert resident + 2 * block < 30 * 2**30
+    assert resident + 2 * block < peak < resident + 2.2 * block
+    offloaded = [each for each in rehearsed.placement.components if each.offloaded]
+    copied = sum(t.bytes for t in rehearsed.transfers if t.source.type == "cpu")
+    assert copied == sum(each.weights for each in offloaded) + TOKENS.nbytes

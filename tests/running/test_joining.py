@@ -40,7 +40,10 @@ A, B, C = torch.zeros(2, 3), torch.ones(2, 3), torch.ones(3)
             [B],
         ),
     ],
-    ids=str,
+    ids=[
+        *("out of place", "in place", "operator", "item", "out", "out of several", "lists"),
+        *("by keyword", "batch norm training", "batch norm evaluating", "instance norm"),
+    ],
 )
 def test_what_a_function_changes_is_known(
     func: Any, args: Any, kwargs: Any, expected: list[torch.Tensor]

@@ -21,6 +21,7 @@ from tl_devicefix.checking.tensors import (
     planned_by,
     tensors,
 )
+from tl_devicefix.devices import HOST
 from tl_devicefix.fitting import gib
 
 
@@ -83,7 +84,10 @@ def _device_finding(model: Any, path: str, misplaced: list[Tensor], is_whole: bo
     message = f"{name} ({size}) is on {there}, but {by} puts it on {planned}"
     if _may_run_where_it_is(model, path):
         message += "; model.setup() lets it run where it is, or move it"
-    return Finding("device", name, message, f'{expression(path)}.to("{planned}")')
+    fix = f'{expression(path)}.to("{planned}")'
+    if planned == HOST and placement_of_model(model) is not None:
+        fix = "tl_devicefix.check(model, repair=True)"  # .to(...) would move the buffers too
+    return Finding("device", name, message, fix)
 
 
 def _may_run_where_it_is(model: Any, path: str) -> bool:

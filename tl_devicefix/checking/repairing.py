@@ -24,7 +24,9 @@ def put_right(model: Any) -> None:
         model.move_model_modules_to_device()
         return
     for device, misplaced in _by_planned_device(model).items():
-        move = ConvertedOnce(model, partial(_moved, device=device))
+        # The other tensors of their modules stay: an offloaded block's buffers are not on the host.
+        wanted = {id(each) for t in misplaced for each in (t.value, t.value.grad)}
+        move = ConvertedOnce(model, partial(_moved, device=device, wanted=wanted))
         for tensor in misplaced:
             component = component_of(joined(tensor.path, tensor.name))
             known = placement is not None and component in placement.device_map
@@ -44,5 +46,5 @@ def _by_planned_device(model: Any) -> dict[torch.device, list[Tensor]]:
     return groups
 
 
-def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return tensor if tensor.is_meta else tensor.to(device)
+def _moved(tensor: torch.Tensor, device: torch.device, wanted: set[int]) -> torch.Tensor:
+    return tensor if tensor.is_meta or id(tensor) not in wanted else tensor.to(device)
