@@ -22,8 +22,8 @@ from unpatched_tl import transformer_lens_alone
 import tl_devicefix
 from tl_devicefix.simulation.machine import Machine
 
-KINDS = ("gpt2", "llama", "phi-3")
-"""LayerNorm; RMSNorm with grouped-query attention; RMSNorm without."""
+KINDS = {"gpt2": (1, 3, 4), "llama": (1, 3, 4), "phi-3": (3,)}
+"""On how many devices. LayerNorm; RMSNorm with grouped-query attention; RMSNorm without."""
 PUBLIC = public_names()
 
 
@@ -109,8 +109,8 @@ def every_call() -> Iterator[Any]:
     for name, cases in CALLS.items():
         fails = name not in WITHOUT_DEVICES and name not in REFUSED
         for case in cases if name in PUBLIC else ():
-            for kind in KINDS:
-                for n in (1, 3, 4):
+            for kind, numbers in KINDS.items():
+                for n in numbers:
                     marks = [pytest.mark.fails_unpatched] if fails and n > 1 else []
                     yield pytest.param(name, case, kind, n, marks=marks)
 
