@@ -54,7 +54,7 @@ def _add_plan(commands: Any) -> None:
         "no devices are needed.",
     )
     plan.add_argument("model", help="a name, or a local checkpoint directory")
-    plan.add_argument("--n-devices", type=int, help="how many devices; default: 1")
+    plan.add_argument("--n-devices", type=int, help="how many devices; default: as named")
     plan.add_argument("--dtype", default="float32", help="of the weights; default: %(default)s")
     plan.add_argument(
         "--max-memory",
@@ -64,6 +64,11 @@ def _add_plan(commands: Any) -> None:
         "fit are offloaded; default: %(default)s",
     )
     plan.add_argument(
+        "--memory",
+        type=_memory,
+        help="what each device has, if --max-memory is what its weights may take of it",
+    )
+    plan.add_argument(
         "--device-map",
         type=_device_map,
         help='balanced, sequential, or JSON such as \'{"": 0, "blocks.20": 1}\'',
@@ -71,7 +76,7 @@ def _add_plan(commands: Any) -> None:
     plan.add_argument("--batch", type=int, default=1, help="sequences; default: %(default)s")
     plan.add_argument("--ctx", type=int, help="tokens in each; default: 1024, or n_ctx if less")
     plan.add_argument(
-        "--cache", help="what run_with_cache keeps: ends of hook names (resid_post,z), or all"
+        "--cache", help="what run_with_cache keeps: hook names (resid_post,z), or all"
     )
     plan.add_argument("--generate", type=int, default=0, help="new tokens, with a KV cache")
     plan.add_argument("--gradients", action="store_true", help="take a backward from the loss")
@@ -106,7 +111,7 @@ def _run_plan(chosen: argparse.Namespace) -> bool:
     options = {k: v for k, v in vars(chosen).items() if k not in ("command", "model", "json")}
     try:
         found = estimate(chosen.model, **options)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         print(error, file=sys.stderr)
         return False
     print(json.dumps(found.to_dict(), indent=2) if chosen.json else found)

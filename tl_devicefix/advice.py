@@ -36,9 +36,12 @@ def _balanced(asked: Setting) -> Iterator[tuple[str, Setting]]:
 
 
 def _more_devices(asked: Setting) -> Iterator[tuple[str, Setting]]:
-    if not isinstance(asked.max_memory, Mapping) and not isinstance(asked.device_map, Mapping):
-        for n in range(asked.n_devices + 1, min(_MOST_DEVICES, asked.cfg.n_layers) + 1):
-            yield f"n_devices={n}", replace(asked, n_devices=n)
+    sizes = {size for key, size in asked.memory.items() if key != "cpu"}
+    if len(sizes) > 1 or isinstance(asked.device_map, Mapping) or asked.limits is not None:
+        return
+    for n in range(asked.n_devices + 1, min(_MOST_DEVICES, asked.cfg.n_layers) + 1):
+        memory = {**asked.memory, **dict.fromkeys(range(n), *sizes)}
+        yield f"n_devices={n}", replace(asked, n_devices=n, memory=memory)
 
 
 def _smaller_dtype(asked: Setting) -> Iterator[tuple[str, Setting]]:
@@ -49,24 +52,30 @@ def _smaller_dtype(asked: Setting) -> Iterator[tuple[str, Setting]]:
 
 
 def _offloaded(asked: Setting) -> Iterator[tuple[str, Setting]]:
-    """With what a job takes beside the weights left free, and what then does not fit offloaded."""
+    """With what the job takes beside the weights left free, and what then does not fit offloaded.
+
+    That changes which blocks a device runs, and with them what it takes: hence some attempts.
+    """
     if isinstance(asked.device_map, Mapping):
         return
-    devices, placement = asked.measure()
-    limits: dict[Any, Any] = {
-        index: (each.capacity or 0) - (each.total - each.weights - each.buffers) - _SPARE
-        for index, each in enumerate(devices[: asked.n_devices])
-    }
-    if min(limits.values()) < 0:
-        return
-    host = asked.max_memory.get("cpu") if isinstance(asked.max_memory, Mapping) else None
-    limits["cpu"] = sum(each.weights for each in placement.components) if host is None else host
-    told = ", ".join(f"{key!r}: {_as_given(size)!r}" for key, size in limits.items())
-    yield f"max_memory={{{told}}}", replace(asked, limits=limits)
+    tried = asked
+    for _ in range(4):
+        devices, placement = tried.measure()
+        limits: dict[Any, Any] = {
+            index: (each.capacity or 0) - (each.total - each.weights - each.buffers) - _SPARE
+            for index, each in enumerate(devices[: asked.n_devices])
+        }
+        if min(limits.values()) < 0:
+            return
+        host = sum(each.weights for each in placement.components)
+        limits["cpu"] = asked.memory.get("cpu", host)
+        told = ", ".join(f"{key!r}: {_as_given(size)!r}" for key, size in limits.items())
+        tried = replace(asked, limits=limits)
+        yield f"max_memory={{{told}}} for the weights", tried
 
 
 _SPARE = 2**20
-"""What a residual stream that visits another device may take more there, and rounding."""
+"""What is lost in rounding to MiB."""
 
 
 def _as_given(size: int | str) -> str:

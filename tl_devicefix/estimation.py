@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from transformer_lens.loading_from_pretrained import get_pretrained_model_config
 
 from tl_devicefix.advice import what_would_fit
 from tl_devicefix.fitting import MaxMemory, gib
@@ -48,8 +51,10 @@ class Estimate:
         }
 
     def __repr__(self) -> str:
-        columns = ("weights", "buffers", "kv_cache", "cached", "gathered", "working", "total")
+        columns = ["weights", "buffers", "kv_cache", "cached", "gathered", "working", "total"]
         shown = [name for name in columns if any(getattr(each, name) for each in self.devices)]
+        if any(each.loads_more for each in self.devices):
+            shown.insert(-1, "loading")
         rows = [("device", "components", *(name.replace("_", " ") for name in shown), "headroom")]
         for each in self.devices:
             left = "" if each.headroom is None else _signed(each.headroom)
@@ -84,6 +89,7 @@ def estimate(
     *,
     device_map: DeviceMap | None = None,
     max_memory: MaxMemory | int | str = "80GiB",
+    memory: MaxMemory | int | str | None = None,
     dtype: torch.dtype | str | None = None,
     batch: int = 1,
     ctx: int | None = None,
@@ -97,15 +103,17 @@ def estimate(
 
     Args:
         config_or_model_name: as for `plan`.
-        n_devices: how many devices there are; by default those that `max_memory` names, or 1.
+        n_devices: how many devices there are; by default as many as the other arguments name.
         device_map: as for `from_pretrained`.
         max_memory: what each device has ("80GiB"), or a dict: `{0: "24GiB", 1: "80GiB"}`; with
-            "cpu", blocks that do not fit are offloaded there.
+            "cpu", blocks that do not fit are offloaded there. Those not named have 80 GiB.
+        memory: what each device has, if `max_memory` is only what its weights may take of it, as
+            for `from_pretrained`.
         dtype: of the weights; by default float32, as for `from_pretrained`.
         batch: how many sequences.
         ctx: how many tokens in each; by default 1024, or n_ctx if that is less.
-        cache: what `run_with_cache` keeps: the end of hook names ("resid_post"; several with
-            commas between), or "all".
+        cache: what `run_with_cache` keeps: hook names less "hook_" ("resid_post", or several
+            "resid_post,z"), or "all".
         generate: how many new tokens, with a KV cache.
         gradients: take gradients, from the loss back to every parameter.
         gather: where stacked weights are gathered: "cpu" or a device's index. The largest counts.
@@ -115,13 +123,17 @@ def estimate(
         ValueError: if the arguments do not fit together, or the model's config cannot be had.
     """
     with patched():
+        _check_options(config_or_model_name, options)
         cfg = config_at_full_size(config_or_model_name, dtype, options)
         ctx = min(1024, cfg.n_ctx) if ctx is None else ctx
         job = Job(batch, ctx, cache, generate, gradients, gather)
-        _check(job, cfg)
-        named = max_memory if isinstance(max_memory, Mapping) else {}
-        n_devices = n_devices or len([each for each in named if each not in ("cpu", "disk")]) or 1
-        asked = Setting(cfg, n_devices, device_map, max_memory, job)
+        device_map, limits = by_index(device_map), by_index(max_memory)
+        n_devices = named_devices(device_map, limits) if n_devices is None else n_devices
+        _check(job, cfg, n_devices)
+        has = limits if memory is None else by_index(memory)
+        asked = Setting(cfg, n_devices, device_map, rooms(has, n_devices), job)
+        if memory is not None:
+            asked = replace(asked, limits=rooms(limits, n_devices))
         devices, placement = asked.measure()
         fits = all(device.fits for device in devices)
         advice = "" if fits else what_would_fit(asked)
@@ -129,13 +141,54 @@ def estimate(
     return Estimate(name, str(cfg.dtype).removeprefix("torch."), job, devices, placement, advice)
 
 
-def _check(job: Job, cfg: Any) -> None:
-    for name, least in (("batch", 1), ("ctx", 1), ("generate", 0)):
-        value = getattr(job, name)
-        if not isinstance(value, int) or value < least:
-            raise ValueError(f"{name}={value!r} is no number of {_COUNTED[name]}: give an int")
-    if not (job.gather in (None, "cpu") or isinstance(job.gather, int)):
-        raise ValueError(f"gather={job.gather!r} is no place to gather: give 'cpu' or an index")
+def by_index(named: Any) -> Any:
+    """A `device_map` or `max_memory` with "cuda:1" called 1, as the machine may have none."""
+
+    def index(device: Any) -> Any:
+        kind, _, number = str(device).partition(":")
+        return int(number) if kind != "cpu" and number.isdecimal() else device
+
+    if not isinstance(named, Mapping):
+        return named if isinstance(named, int) else index(named) if named is not None else None
+    return {index(key): index(value) for key, value in named.items()}
+
+
+def named_devices(device_map: Any, max_memory: Any) -> int:
+    """How many devices there must be for those that are named."""
+    maps = [each for each in (device_map, max_memory) if isinstance(each, Mapping)]
+    named = [*(device_map.values() if isinstance(device_map, Mapping) else [device_map])]
+    named += [key for each in maps if each is max_memory for key in each]
+    return 1 + max((each for each in named if type(each) is int), default=0)
+
+
+def rooms(memory: Any, n_devices: int) -> dict[Any, Any]:
+    """A size for each device: one for all, or those that are named, and 80 GiB for the rest."""
+    named = memory if isinstance(memory, Mapping) else dict.fromkeys(range(n_devices), memory)
+    return {**dict.fromkeys(range(n_devices), "80GiB"), **named}
+
+
+def _check_options(config_or_model_name: Any, options: dict[str, Any]) -> None:
+    known = set(inspect.signature(get_pretrained_model_config).parameters)
+    by_name = isinstance(config_or_model_name, str | Path)
+    unknown = [name for name in options if not by_name or name not in known]
+    if unknown:
+        where = "" if by_name else " beside a config, which says all"
+        raise TypeError(f"estimate has no argument {unknown[0]!r}{where}")
+
+
+def _check(job: Job, cfg: Any, n_devices: int) -> None:
+    for name, least in (("n_devices", 1), ("batch", 1), ("ctx", 1), ("generate", 0)):
+        value = n_devices if name == "n_devices" else getattr(job, name)
+        if type(value) is not int or value < least:
+            raise ValueError(
+                f"{name}={value!r} is no number of {_COUNTED[name]}: give an int, at least {least}"
+            )
+    if not isinstance(job.cache, str | None) or job.cache == "":
+        raise ValueError(f"cache={job.cache!r} is no text such as 'resid_post,z', and not 'all'")
+    if not (job.gather in (None, "cpu") or job.gather in range(n_devices)):
+        raise ValueError(
+            f"gather={job.gather!r} is no place to gather: give 'cpu' or an index < {n_devices}"
+        )
     if job.ctx + job.generate > cfg.n_ctx:
         raise ValueError(
             f"{job.ctx + job.generate} tokens are more than the model's n_ctx of {cfg.n_ctx}: "
@@ -143,4 +196,4 @@ def _check(job: Job, cfg: Any) -> None:
         )
 
 
-_COUNTED = {"batch": "sequences", "ctx": "tokens", "generate": "new tokens"}
+_COUNTED = {"n_devices": "devices", "batch": "sequences", "ctx": "tokens", "generate": "new tokens"}

@@ -137,7 +137,10 @@ def rehearse(
     Raises:
         ValueError: if the model does not fit, or the arguments do not fit together.
     """
-    with patched(), simulate(n_devices, memory, values=False) as machine:
+    if not callable(run):
+        raise ValueError(f"run={run!r} is no function to call with the model")
+    grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())  # which `run` may set
+    with patched(), simulate(n_devices, memory, values=False) as machine, grad_mode:
         spread = n_devices if device_map is None else None
         cfg = config_at_full_size(config_or_model_name, dtype, options)
         placement = plan(cfg, spread, device_map=device_map, max_memory=max_memory)
@@ -154,6 +157,11 @@ def config_at_full_size(
         options = {"fold_ln": True, **options}
         name = str(config_or_model_name)
         return model_config(name, prefer_known=True, dtype=wanted, device="cpu", **options)
+    if not hasattr(config_or_model_name, "n_layers"):
+        raise ValueError(
+            f"{config_or_model_name!r} is neither a model's name, nor a checkpoint directory, nor "
+            "a HookedTransformerConfig"
+        )
     cfg = copy.deepcopy(config_or_model_name)
     cfg.dtype = cfg.dtype if dtype is None else torch_dtype(dtype)
     cfg.device, cfg.n_devices = "cpu", 1  # the placement says where it goes

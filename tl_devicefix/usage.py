@@ -6,7 +6,7 @@ No formula: it is what the installed TransformerLens allocates, on tensors witho
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import difflib
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from transformer_lens import HookedTransformer
 
 from tl_devicefix.components import shared_once
 from tl_devicefix.devices import HOST
-from tl_devicefix.fitting import MaxMemory, capacity, working_room
+from tl_devicefix.fitting import capacity, working_room
 from tl_devicefix.gathering import STACKED
 from tl_devicefix.placement import DeviceMap, Placement, decide, in_short
 from tl_devicefix.rehearsal import model_without_values
@@ -31,7 +31,7 @@ class Job:
     ctx: int = 1024
     """Tokens in each sequence."""
     cache: str | None = None
-    """What `run_with_cache` keeps: the end of hook names ("resid_post"), "all", or None."""
+    """What `run_with_cache` keeps: hook names less "hook_" ("resid_post,z"), "all", or None."""
     generate: int = 0
     """New tokens for each sequence, with a KV cache."""
     gradients: bool = False
@@ -41,9 +41,12 @@ class Job:
 
     def keeps(self, name: str) -> bool:
         """Whether `run_with_cache` keeps the activation of this hook point."""
-        return self.cache == "all" or (
-            self.cache is not None and name.endswith(tuple(self.cache.split(",")))
-        )
+        return self.cache == "all" or any(part_of(part, name) for part in self.parts)
+
+    @property
+    def parts(self) -> list[str]:
+        """The names in `cache`."""
+        return [part.strip() for part in (self.cache or "").split(",") if part.strip()]
 
     def __str__(self) -> str:
         parts = [f"batch {self.batch}, {self.ctx} tokens"]
@@ -52,6 +55,12 @@ class Job:
         parts += ["with gradients"] if self.gradients else []
         parts += [f"gathering on {self.gather}"] if self.gather is not None else []
         return ", ".join(parts)
+
+
+def part_of(part: str, name: str) -> bool:
+    """Whether a hook point is meant: "z", "hook_z" and "attn.hook_z" by its name."""
+    short = part.removeprefix("hook_")
+    return name == part or name.endswith((f".{part}", f".hook_{short}")) or name == f"hook_{short}"
 
 
 @dataclass(frozen=True)
@@ -82,6 +91,11 @@ class OnDevice:
         return self.weights + self.buffers + max(running, self.loading)
 
     @property
+    def loads_more(self) -> bool:
+        """Whether loading takes more than running."""
+        return self.loading > self.kv_cache + self.cached + self.gathered + self.working
+
+    @property
     def headroom(self) -> int | None:
         """What is left."""
         return None if self.capacity is None else self.capacity - self.total
@@ -99,50 +113,53 @@ class Setting:
     cfg: Any
     n_devices: int
     device_map: DeviceMap | None
-    max_memory: MaxMemory | int | str
+    memory: dict[Any, Any]
+    """What each device has, by index."""
     job: Job
-    limits: MaxMemory | None = None
-    """`max_memory` as the plan is to have it, if that is not what the devices have."""
+    limits: dict[Any, Any] | None = None
+    """What weights may take of it (`max_memory`), if that is not all."""
 
     def measure(self) -> tuple[tuple[OnDevice, ...], Placement]:
         """Rehearse the job, and measure what it takes on each device."""
         cfg = copy.deepcopy(self.cfg)
-        rooms: Any = self.max_memory
-        if not isinstance(rooms, Mapping):
-            rooms = dict.fromkeys(range(self.n_devices), rooms)
+        rooms = self.memory
         with simulate(self.n_devices, _UNLIMITED, values=False) as machine:
             spread = self.n_devices if self.device_map is None else None
             limits = rooms if self.limits is None else self.limits
             placement = decide(cfg, spread, None, self.device_map, limits)
             model = model_without_values(HookedTransformer, cfg, None, placement)
+            _check_cache(self.job, model)
             used = _Usage(machine)
             used.rehearse(model, self.job)
             gathered = _gathered(model, self.job.gather)
             loading = working_room(placement, cfg.dtype)
             devices = []
             for index, device in enumerate(machine.devices):
-                here = [each for each in placement.components if each.device == device]
+                runs = [each for each in placement.components if each.device == device]
+                here = [each for each in runs if not each.offloaded]
+                visiting = f" + {len(runs) - len(here)} visiting" if len(runs) > len(here) else ""
                 devices.append(
                     OnDevice(
                         device=str(index) + (" (home)" if device == placement.home else ""),
-                        components=in_short([each.name for each in here]),
-                        weights=sum(each.weights for each in here if not each.offloaded),
-                        buffers=shared_once(here),
+                        components=in_short([each.name for each in here]) + visiting,
+                        weights=sum(each.weights for each in here),
+                        buffers=shared_once(runs),
                         kv_cache=used.kv_cache[index],
                         cached=used.cached[index],
                         gathered=gathered if self.job.gather == index else 0,
                         working=used.working[index],
-                        loading=loading if here else 0,
+                        loading=loading if runs else 0,
                         capacity=capacity(device, rooms),
                     )
                 )
-            on_host = [each for each in placement.components if each.offloaded]
+            on_host = [each for each in placement.components if each.stored_on == HOST]
             if on_host or self.job.gather == "cpu":
                 devices.append(
                     OnDevice(
                         device="cpu",
                         components=in_short([each.name for each in on_host]),
                         weights=sum(each.weights for each in on_host),
+                        working=sum(each.weights for each in on_host) if self.job.gradients else 0,
                         gathered=gathered if self.job.gather == "cpu" else 0,
                         capacity=capacity(HOST, rooms),
                     )
@@ -154,6 +171,17 @@ _UNLIMITED = 2**60
 """What simulated devices have, so that what does not fit is measured too."""
 
 
+def _check_cache(job: Job, model: Any) -> None:
+    for part in job.parts if job.cache != "all" else ():
+        if not any(part_of(part, name) for name in model.hook_dict):
+            known = {name.rpartition(".")[2].removeprefix("hook_") for name in model.hook_dict}
+            close = difflib.get_close_matches(part, known, n=3) or sorted(known)
+            raise ValueError(
+                f"cache={job.cache!r} names {part!r}, which is no hook of this model: give 'all', "
+                f"or names such as {', '.join(map(repr, close))}"
+            )
+
+
 def _gathered(model: Any, where: str | int | None) -> int:
     """Bytes of the largest stacked weight, if weights are gathered."""
     if where is None:
@@ -162,10 +190,10 @@ def _gathered(model: Any, where: str | int | None) -> int:
     for name, parameter in model.named_parameters():
         weight = name.rpartition(".")[2].removeprefix("_")
         if weight in sizes:
-            repeats = 1
-            if name.rpartition(".")[2].startswith("_"):  # grouped; TransformerLens repeats them
-                repeats = model.cfg.n_heads // model.cfg.n_key_value_heads
-            sizes[weight] += repeats * parameter.nbytes
+            copies = 1
+            if name.rpartition(".")[2].startswith("_"):  # grouped: as they are, and repeated
+                copies = 1 + model.cfg.n_heads // model.cfg.n_key_value_heads
+            sizes[weight] += copies * parameter.nbytes
     return max(sizes.values())
 
 
@@ -186,14 +214,16 @@ class _Usage:
 
     def rehearse(self, model: Any, job: Job) -> None:
         """Run the job on the model, and measure it."""
-        with torch.set_grad_enabled(job.gradients):
-            self._run(model, job)
-            if job.generate:
+        if job.cache is not None or job.gradients or not job.generate:
+            with torch.set_grad_enabled(job.gradients):
+                self._run(model, job)
+        if job.generate:
+            with torch.no_grad():
                 self._generate(model, job)
 
     def _run(self, model: Any, job: Job) -> None:
         """A forward, with what it caches, and a backward."""
-        tokens = torch.zeros(job.batch, job.ctx, dtype=torch.long)
+        tokens = torch.zeros(job.batch, job.ctx, dtype=torch.long, device=model.cfg.device)
         wanted: Any = "loss" if job.gradients else "logits"
         self._start()
         output, _kept = model.run_with_cache(
@@ -201,14 +231,14 @@ class _Usage:
         )
         if job.gradients:
             output.backward()
-        del output
+        del output, tokens
         model.zero_grad(set_to_none=True)
         self.cached = self._held()
         self._add_work(beside=self.cached)
 
     def _generate(self, model: Any, job: Job) -> None:
         """The prompt, and the last of the new tokens."""
-        tokens = torch.zeros(job.batch, job.ctx, dtype=torch.long)
+        tokens = torch.zeros(job.batch, job.ctx, dtype=torch.long, device=model.cfg.device)
         mask = torch.ones_like(tokens)  # which TransformerLens would make by the tokenizer
         kv_cache = _kv_cache_class().init_cache(model.cfg, model.cfg.device, job.batch)
         self._start()
@@ -217,6 +247,7 @@ class _Usage:
         _lengthen(kv_cache, job.ctx + job.generate - 1)
         self._start()
         model(tokens[:, :1], past_kv_cache=kv_cache, attention_mask=mask[:, :1])
+        del tokens, mask
         self.kv_cache = self._held()
         self._add_work(beside=self.kv_cache, peak=prompt_peak)
         self._add_work(beside=self.kv_cache)

@@ -153,6 +153,7 @@ class _Visitor:
         with torch.enable_grad():  # as a parameter requires its gradient under no_grad too
             self.there: torch.Tensor = _Visit.apply(host, copy)
         self._version_there = _version(self.there)
+        self._address = self.there.data_ptr()
 
     @property
     def is_current(self) -> bool:
@@ -169,7 +170,8 @@ class _Visitor:
         if self._module._parameters.get(self._name) is not self.there:
             return
         self._module._parameters[self._name] = self.host  # type: ignore[assignment]
-        if _version(self.there) != self._version_there:
+        replaced = self.there.data_ptr() != self._address  # by `W.data = ...`
+        if replaced or _version(self.there) != self._version_there:
             with torch.no_grad():
                 self.host.copy_(self.there)
 

@@ -63,6 +63,14 @@ def load(
     return load
 
 
+def settled_threads() -> list[threading.Thread]:
+    """The threads there are, once those that an interruption has left to end have ended."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("ThreadPoolExecutor"):
+            thread.join(timeout=5)
+    return threading.enumerate()
+
+
 class AsBefore:
     """What must be as it was: the devices' memory, the user's model, and what is replaced where."""
 
@@ -89,7 +97,7 @@ class AsBefore:
             torch.get_default_dtype(),
             torch.get_num_threads(),
             tl_devicefix.patches.is_applied(),
-            [thread for thread in threading.enumerate() if type(thread).__name__ != "TMonitor"],
+            [thread for thread in settled_threads() if type(thread).__name__ != "TMonitor"],
         )  # tqdm keeps a monitor from its first bar on
 
     def assert_is(self) -> None:

@@ -237,3 +237,17 @@ def test_offloaded_blocks_visit_their_device() -> None:
     offloaded = [each for each in rehearsed.placement.components if each.offloaded]
     copied = sum(t.bytes for t in rehearsed.transfers if t.source.type == "cpu")
     assert copied == sum(each.weights for each in offloaded) + TOKENS.nbytes
+
+
+def test_what_is_no_function_is_refused() -> None:
+    with pytest.raises(ValueError, match="run='forward' is no function"):
+        rehearse("gpt2", "forward")  # type: ignore[arg-type]
+
+
+def test_the_caller_s_grad_mode_stays() -> None:
+    def job(model: Any) -> None:
+        torch.set_grad_enabled(False)
+
+    rehearse("gpt2", job)
+
+    assert torch.is_grad_enabled()

@@ -81,10 +81,12 @@ shape=torch.Size([3]))]
 
 
 def _capacities(n_devices: int, memory: int | str | Sequence[int | str]) -> list[int]:
-    if not 1 <= n_devices <= _MOST_DEVICES:
-        raise ValueError(f"n_devices must be from 1 to {_MOST_DEVICES}, but is {n_devices}.")
+    if type(n_devices) is not int or not 1 <= n_devices <= _MOST_DEVICES:
+        raise ValueError(f"n_devices must be from 1 to {_MOST_DEVICES}, but is {n_devices!r}.")
     if isinstance(memory, (int, str)):
         return [bytes_of(memory)] * n_devices
+    if not isinstance(memory, (list, tuple)):
+        raise ValueError(f"memory={memory!r} is no size, and no list of one for each device.")
     if len(memory) != n_devices:
         raise ValueError(f"memory has {len(memory)} sizes for {n_devices} devices.")
     return [bytes_of(size) for size in memory]

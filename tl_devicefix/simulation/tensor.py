@@ -414,6 +414,14 @@ def _equal(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return _run_on_one_device(func, args, kwargs)
 
 
+def _bincount(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``torch.bincount``; without values, of as many bins as are asked for at least."""
+    counted, minlength = args[0], kwargs.get("minlength", args[2] if len(args) > 2 else 0)
+    if type(counted) is not SimTensor or not counted._cpu.is_meta or not minlength:
+        return _run_on_one_device(func, args, kwargs)
+    return counted.new_zeros(minlength)
+
+
 def _index(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Index with tensors that are on the CPU or on the device of what is indexed."""
     indexed, indices, *rest = args
@@ -440,6 +448,7 @@ _HANDLERS: dict[Operation, Handler] = {
     aten._local_scalar_dense.default: _read_number,
     aten.equal.default: _equal,
     aten.allclose.default: _equal,
+    aten.bincount.default: _bincount,
     aten.index.Tensor: _index,
     aten.index_put.default: _index,
     aten.index_put_.default: _index,
