@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import nox
 
-nox.options.sessions = [
-    *("lint", "types", "tests-3.9.0", "tests-2.18.0"),
-    *("notebooks-3.9.0", "notebooks-2.18.0", "demo"),
-]
+nox.options.sessions = ["lint", "package", "tests-3.9.0", "tests-2.18.0"]
 nox.options.default_venv_backend = "venv"
 
 # TransformerLens 2.x was released before numpy 2, pyarrow 20, datasets 4 and transformers 5.
@@ -32,43 +29,29 @@ def lint(session: nox.Session) -> None:
 
 
 @nox.session
-def types(session: nox.Session) -> None:
-    """Check types."""
+def package(session: nox.Session) -> None:
+    """Check types; run the demo and the self-check of the package as installed, elsewhere."""
     install(session, "3.9.0", ".", "mypy==2.4.1")
     session.run("mypy")
-
-
-def add_tests(transformer_lens: str) -> None:
-    """Add a session that runs the tests on one TransformerLens version."""
-
-    @nox.session(name=f"tests-{transformer_lens}")
-    def tests(session: nox.Session) -> None:
-        install(session, transformer_lens, "-e", ".[test]")
-        session.run("pytest", "-n", "2", *session.posargs)
-
-
-# The first two are run by CI; the others are for `nox -s tests-3.5.1`.
-for version in ("3.9.0", "2.18.0", "2.16.1", "3.0.0", "3.5.1"):
-    add_tests(version)
-
-
-def add_notebooks(transformer_lens: str) -> None:
-    """Add a session that executes the notebooks on one TransformerLens version."""
-
-    @nox.session(name=f"notebooks-{transformer_lens}")
-    def notebooks(session: nox.Session) -> None:
-        install(session, transformer_lens, "-e", ".[notebooks]")
-        session.run("pytest", "--nbmake", "notebooks", "-n", "2", *session.posargs)
-
-
-for version in ("3.9.0", "2.18.0"):
-    add_notebooks(version)
-
-
-@nox.session
-def demo(session: nox.Session) -> None:
-    """Run the demo and the self-check of the installed package, away from its sources."""
-    install(session, "3.9.0", ".")
     session.chdir(session.create_tmp())
     session.run("python", "-m", "tl_devicefix", "demo")
     session.run("python", "-m", "tl_devicefix", "selfcheck")
+
+
+# Those that CI runs; the others are for `nox -s tests-3.5.1`.
+IN_CI = ("3.9.0", "2.18.0")
+
+
+def add_tests(transformer_lens: str) -> None:
+    """Add a session that runs the tests, and the notebooks, on one TransformerLens version."""
+
+    @nox.session(name=f"tests-{transformer_lens}")
+    def tests(session: nox.Session) -> None:
+        install(session, transformer_lens, "-e", ".[test,notebooks]")
+        session.run("pytest", "-n", "2", *session.posargs)
+        if transformer_lens in IN_CI and not session.posargs:
+            session.run("pytest", "--nbmake", "notebooks", "-n", "2")
+
+
+for version in (*IN_CI, "2.16.1", "3.0.0", "3.5.1"):
+    add_tests(version)

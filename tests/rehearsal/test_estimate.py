@@ -122,9 +122,10 @@ def test_what_it_says_would_fit_does(options: dict[str, Any], change: str) -> No
 
 
 def test_it_says_what_to_leave_uncached() -> None:
-    found = estimate("gpt2", cache="all", batch=8, max_memory="4GiB")
+    options: Any = {"ctx": 256, "batch": 4, "first_n_layers": 4, "max_memory": "700MiB"}
+    found = estimate("gpt2", cache="all", **options)
     assert "caching resid_post only" in found.advice
-    assert estimate("gpt2", cache="resid_post", batch=8, max_memory="4GiB").fits
+    assert estimate("gpt2", cache="resid_post", **options).fits
 
 
 def test_where_no_single_change_would_do_it_says_so() -> None:

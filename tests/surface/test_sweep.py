@@ -110,7 +110,8 @@ def every_call() -> Iterator[Any]:
         fails = name not in WITHOUT_DEVICES and name not in REFUSED
         for case in cases if name in PUBLIC else ():
             for kind, numbers in KINDS.items():
-                for n in numbers:
+                # Patching is a forward for each layer, head and position: not everywhere.
+                for n in numbers if not name.startswith("patching.") else (numbers[-1],):
                     marks = [pytest.mark.fails_unpatched] if fails and n > 1 else []
                     yield pytest.param(name, case, kind, n, marks=marks)
 
