@@ -3,32 +3,41 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformer_lens.loading_from_pretrained as tl_loading
-from architectures import (
-    ALL_ARCHITECTURES,
-    D_VOCAB,
-    NO_PROCESSING,
-    TOYS,
-    load_hooked,
-    make_hf_model,
-    make_tokenizer,
-    randomize,
-    save_checkpoint,
-)
+from hf_models import D_VOCAB, HF_CONFIGS, make_hf_model, make_tokenizer, save_checkpoint
 from hub_cache import HubCache, go_offline
-from transformer_lens import HookedTransformer
+from on_demand import OnDemand
 from transformers import PreTrainedModel
-from unpatched_tl import transformer_lens_alone
 
 import tl_devicefix
 from tl_devicefix.simulation.machine import Machine
+from tl_devicefix.versions import has_bridge, has_hooked_transformer, installed
+
+if has_hooked_transformer():
+    from hooked_fixtures import references, unprocessed, without_weights  # noqa: F401
+    from unpatched_tl import transformer_lens_alone
+
+OF_BRIDGE = ["bridge"]
+OF_HOOKED_TRANSFORMER = [
+    *("checking", "command_line", "folding", "libraries", "loading", "parity", "placement"),
+    *("rehearsal", "running", "sources", "surface"),
+    *("patches/test_apply_and_restore.py", "simulation/test_models.py"),
+]
+collect_ignore = [
+    *([] if has_bridge() else OF_BRIDGE),
+    *([] if has_hooked_transformer() else OF_HOOKED_TRANSFORMER),
+]
+
+
+def pytest_report_header() -> str:
+    left_out = ", ".join(collect_ignore) or "nothing"
+    return f"transformer_lens {installed()}, which has no models for: {left_out}"
+
 
 torch.set_num_threads(1)  # the models are tiny, and threads that wait cost more than they save
 
@@ -56,20 +65,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in others]
 
 
-class OnDemand:
-    """A mapping whose values are made when they are first asked for, then kept."""
-
-    def __init__(self, make: Callable[..., Any]) -> None:
-        self._make = make
-        self._made: dict[Any, Any] = {}
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        key = (args, tuple(sorted(options.items(), key=lambda item: item[0])))
-        if key not in self._made:
-            self._made[key] = self._make(*args, **options)
-        return self._made[key]
-
-
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
@@ -81,7 +76,7 @@ def hf_models() -> Callable[..., PreTrainedModel]:
 
     With two dtypes the weights are rounded to the first and then held in the second.
     """
-    return OnDemand(lambda name, *dtypes: make_hf_model(ALL_ARCHITECTURES[name], *dtypes))
+    return OnDemand(lambda name, *dtypes: make_hf_model(HF_CONFIGS[name](), *dtypes))
 
 
 @pytest.fixture(scope="session")
@@ -100,61 +95,6 @@ def checkpoints(
     return OnDemand(save)
 
 
-@pytest.fixture(scope="session")
-def references(hf_models: Any, tokenizer: Any) -> Callable[..., HookedTransformer]:
-    """`references("gpt2", fold_ln=False)`: as unpatched TransformerLens loads it on one CPU."""
-
-    def load(name: str, *, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-        architecture = ALL_ARCHITECTURES[name]
-        if architecture.official_name not in tl_loading.OFFICIAL_MODEL_NAMES:
-            pytest.skip(f"the installed TransformerLens has no {architecture.official_name}")
-        hf_model = copy.deepcopy(hf_models(name, dtype))
-        with tl_devicefix.unpatched():
-            try:
-                return load_hooked(
-                    architecture, hf_model, tokenizer, device="cpu", dtype=dtype, **options
-                )
-            except AttributeError as error:
-                # Each TransformerLens knows the attributes that transformers had at its time.
-                pytest.skip(f"TransformerLens itself cannot convert {name} here: {error}")
-
-    return OnDemand(load)
-
-
-@pytest.fixture(scope="session")
-def unprocessed(references: Any) -> Callable[[str], HookedTransformer]:
-    """`unprocessed("gpt2")`, on the CPU, for all of ARCHITECTURES and TOYS; not to be changed."""
-
-    def make(name: str) -> HookedTransformer:
-        if name in ALL_ARCHITECTURES:
-            return references(name, **NO_PROCESSING)
-        with tl_devicefix.unpatched():
-            model = HookedTransformer(TOYS[name](), move_to_device=False)
-        randomize(model)
-        return model
-
-    return OnDemand(make)
-
-
-@pytest.fixture
-def without_weights(unprocessed: Any) -> Callable[..., HookedTransformer]:
-    """`without_weights("gpt2", n_devices=4)`: a new model, spread over devices, to be loaded.
-
-    Without `n_devices` it is on the CPU. Its norms are identities and its weights anything.
-    """
-
-    def make(name: str, n_devices: int | None = None) -> HookedTransformer:
-        cfg = copy.deepcopy(unprocessed(name).cfg)
-        cfg.tokenizer_name = None  # which could not be fetched
-        if n_devices is None:
-            return HookedTransformer(cfg, move_to_device=False)
-        # Set on the finished config: making one with n_devices > 1 wants that many CUDA devices.
-        cfg.device, cfg.n_devices = "sim:0", n_devices
-        return HookedTransformer(cfg)
-
-    return make
-
-
 @pytest.fixture
 def n_devices() -> int:
     """How many devices `machine` has; parametrise `n_devices` for others."""
@@ -165,8 +105,13 @@ def n_devices() -> int:
 def machine(n_devices: int, request: pytest.FixtureRequest) -> Iterator[Machine]:
     """A simulated machine, on which models load by default."""
     with tl_devicefix.simulate(n_devices) as machine:
-        unpatched = request.config.getoption("--unpatched")
-        with transformer_lens_alone(machine) if unpatched else contextlib.nullcontext():
+        if not request.config.getoption("--unpatched"):
+            unpatched: Any = contextlib.nullcontext()
+        elif has_hooked_transformer():
+            unpatched = transformer_lens_alone(machine)
+        else:
+            unpatched = tl_devicefix.unpatched()
+        with unpatched:
             yield machine
 
 

@@ -24,7 +24,7 @@ from tl_devicefix.patches import original
 from tl_devicefix.placement import Placement
 from tl_devicefix.visiting import let_stay, let_visit, touring
 
-_HANDLES = "_tl_devicefix_handles"
+HANDLES = "_tl_devicefix_handles"
 
 
 def align(model: Any, placement: Placement) -> None:
@@ -37,7 +37,7 @@ def align(model: Any, placement: Placement) -> None:
         module = model.get_submodule(path)
         add = module.register_forward_pre_hook if before else module.register_forward_hook
         handles.append(add(hook, with_kwargs=hook is keep_mask or before))
-    model.__dict__[_HANDLES] = handles
+    model.__dict__[HANDLES] = handles
     let_visit(model, placement)
     attach(model, placement)
     let_hooks_mix(model, placement)
@@ -71,12 +71,12 @@ def not_aligned(model: Any, placement: Placement) -> list[str]:
 
 def is_aligned(model: Any) -> bool:
     """Whether the model runs over several devices, or has offloaded blocks."""
-    return _HANDLES in model.__dict__
+    return HANDLES in model.__dict__
 
 
 def unalign(model: Any) -> None:
     """Remove the hooks that `align` added, and ALiBi biases left on an earlier device."""
-    for handle in model.__dict__.pop(_HANDLES, ()):
+    for handle in model.__dict__.pop(HANDLES, ()):
         handle.remove()
     detach(model)
     let_stay(model)

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tl_devicefix.components import FIXED_AT_HOME, shared_once
+from tl_devicefix.components import is_block, shared_once
 
 
 def block_weights(sizes: Sequence[Any]) -> list[int]:
     """Bytes that each block adds to its device."""
-    return [size.weights for size in sizes if size.name not in FIXED_AT_HOME]
+    return [size.weights for size in sizes if is_block(size.name)]
 
 
 def blocks_share(sizes: Sequence[Any]) -> int:
     """Bytes that the blocks on a device hold together, if it has some of each kind."""
-    return shared_once([size for size in sizes if size.name not in FIXED_AT_HOME])
+    return shared_once([size for size in sizes if is_block(size.name)])
 
 
 def home_load(sizes: Sequence[Any]) -> int:
     """Bytes that home holds beside blocks."""
-    return sum(size.weights + size.buffers for size in sizes if size.name in FIXED_AT_HOME)
+    return sum(size.weights + size.buffers for size in sizes if not is_block(size.name))
 
 
 def balanced(sizes: Sequence[Any], capacities: Sequence[int | None]) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 try:
-    from transformer_lens.utilities.devices import get_device
+    from transformer_lens.utilities import get_device
 except ImportError:  # TransformerLens 2.x
     from transformer_lens.utils import get_device
 from tl_devicefix.patches import original

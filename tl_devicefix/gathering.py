@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import psutil
 import torch
 from torch import nn
-from transformer_lens import HookedTransformer
 
 from tl_devicefix.carrying import move
 from tl_devicefix.devices import free_memory
@@ -53,12 +52,29 @@ def stacked(name: str) -> Callable[[Any], Any]:
             repeats = self.blocks[0].attn.repeat_kv_heads
             path = ["attn", f"_{path[-1]}"]
         weights = [functools.reduce(getattr, path, block) for block in self.blocks]
-        copies = 1 if repeats == 1 else repeats + 1
-        check_room(copies * sum(weight.nbytes for weight in weights), device, f"model.{name}")
-        stack: torch.Tensor = _StackOn.apply(device, *weights)
+        stack = stack_on(device, weights, f"model.{name}", 1 if repeats == 1 else repeats + 1)
         return stack.repeat_interleave(repeats, dim=1) if repeats > 1 else stack
 
     return get
+
+
+def stack_on(
+    device: torch.device, weights: Sequence[torch.Tensor], what: str, copies: int = 1
+) -> torch.Tensor:
+    """Weights of several blocks, each from its own device, stacked on one; differentiable.
+
+    Args:
+        device: where to stack them.
+        weights: of each block, all of one shape.
+        what: what they are, for the error.
+        copies: how many times their size must be free.
+
+    Raises:
+        torch.OutOfMemoryError: if there is no room; nothing is copied then.
+    """
+    check_room(copies * sum(weight.nbytes for weight in weights), device, what)
+    stack: torch.Tensor = _StackOn.apply(device, *weights)
+    return stack
 
 
 @functools.cache
@@ -213,11 +229,11 @@ def tokens_to_residual_directions(self: Any, tokens: Any) -> torch.Tensor:
     return move(directions, device)
 
 
-class ParametersReadOn(dict[str, nn.Parameter]):
+class ParametersReadOn(dict[str, torch.Tensor]):
     """A model's parameters by name, read on one device."""
 
-    def __init__(self, model: Any) -> None:
-        super().__init__(model.named_parameters())
+    def __init__(self, model: Any, parameters: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(parameters)
         self._model = model
 
     def __getitem__(self, name: str) -> Any:
@@ -229,5 +245,5 @@ class ParametersReadOn(dict[str, nn.Parameter]):
 def init_svd_interpreter(self: Any, model: Any) -> None:
     """`SVDInterpreter.__init__`: it reads the weights of several components together."""
     original(type(self), "__init__")(self, model)
-    if isinstance(model, HookedTransformer):
-        self.params = ParametersReadOn(model)
+    if isinstance(model, nn.Module):
+        self.params = ParametersReadOn(model, self.params)

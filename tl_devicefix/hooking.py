@@ -38,10 +38,11 @@ def let_hooks_be(model: Any) -> None:
 def add_hook(self: Any, hook: Any, *args: Any, **kwargs: Any) -> Any:
     """`HookPoint.add_hook`; on a model on several devices, the hook may mix them."""
     before = [*self.fwd_hooks, *self.bwd_hooks]
-    original(type(self), "add_hook")(self, HookAcrossDevices(hook), *args, **kwargs)
+    added = original(type(self), "add_hook")(self, HookAcrossDevices(hook), *args, **kwargs)
     for handle in (*self.fwd_hooks, *self.bwd_hooks):
         if hasattr(handle, "user_hook") and not any(handle is each for each in before):
             handle.user_hook = hook
+    return added
 
 
 class HookAcrossDevices:
@@ -68,10 +69,11 @@ class HookAcrossDevices:
         """
         point = getattr(hook, "_target", hook)
         devices: frozenset[torch.device] = getattr(point, _DEVICES, frozenset())
-        chosen, here = chosen_device(), activation.device
-        if chosen is not None:
+        # A Bridge's hook points may hand out tuples, or None.
+        chosen, here = chosen_device(), getattr(activation, "device", None)
+        if chosen is not None and here is not None:
             devices |= {here, chosen}
-        if not devices:
+        if not devices or here is None:
             return self._hook(activation, hook=hook)
         try:
             with JoinedAt(here, devices):

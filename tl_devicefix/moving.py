@@ -12,6 +12,7 @@ from tl_devicefix.alignment import align, remember_placement, unalign
 from tl_devicefix.components import component_of
 from tl_devicefix.devices import HOST, resolve
 from tl_devicefix.fitting import naming_full_devices
+from tl_devicefix.hooked_components import component_sizes
 from tl_devicefix.patches import original
 from tl_devicefix.placement import Placement, plan
 from tl_devicefix.shared_buffers import Convert, ConvertedOnce, share_buffers
@@ -106,7 +107,7 @@ def to(
             print("Changing model dtype to", device_or_dtype)
         nn.Module.to(self, device_or_dtype)
         if getattr(self, "placement", None) is not None:
-            settle(self, self.placement.reweighed(self.cfg))
+            settle(self, self.placement.reweighed(component_sizes(self.cfg)))
         return self
     device = resolve(device_or_dtype)
     if print_details:

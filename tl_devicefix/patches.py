@@ -7,7 +7,6 @@ than the one known leaves TransformerLens as it was, and says so.
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import importlib.util
 import inspect
 import sys
@@ -18,11 +17,14 @@ from typing import Any
 
 from packaging.version import Version
 
-SUPPORTED = "2.16.1 <= transformer_lens < 4"
-
-
-class UnsupportedTransformerLens(ImportError):
-    """The installed TransformerLens is not one that can be patched; the message says why."""
+from tl_devicefix.versions import (
+    SUPPORTED,
+    UnsupportedTransformerLens,
+    check_version,
+    has_bridge,
+    has_hooked_transformer,
+    installed,
+)
 
 
 @dataclass(frozen=True)
@@ -31,13 +33,17 @@ class Patch:
 
     name: str
     """The attribute of `owner`, or the function."""
-    replacement: Callable[..., Any]
+    replacement: Callable[..., Any] | None
+    """What takes its place; None if it is only called, and has to be there."""
     parameters: tuple[str, ...]
     """Parameters that the installed target must have, in this order, for the patch to be right."""
     why: str
-    versions: str = "2.16.1 - 3.9"
     owner: str | None = "HookedTransformer"
     """The class it is an attribute of; None for a function that several modules import."""
+    since: str = "2.16.1"
+    """The first TransformerLens version that has it."""
+    until: str = "3.9"
+    """The last one."""
 
     @property
     def target(self) -> str:
@@ -46,204 +52,19 @@ class Patch:
 
 
 def _table() -> tuple[Patch, ...]:
-    """Every patch. Imported here, so that an unsupported TransformerLens is named first."""
-    from tl_devicefix import (
-        activations,
-        alignment,
-        devices,
-        gathering,
-        hooking,
-        interruption,
-        loading,
-        moving,
-        processing,
-        training,
-    )
+    """Every patch for the installed TransformerLens; imported here, so that it is checked first."""
+    from tl_devicefix import shared_patches
 
-    loads = "one component at a time, to its planned device, folded in float32"
-    folds = "each component on its own device, in float32 or wider, rounded once"
-    gathers = "weights of several devices are read at home, or on the device of `gather_on`"
-    state = ("self", "state_dict")
-    return (
-        Patch(
-            "from_pretrained",
-            loading.from_pretrained,
-            ("cls", "model_name", "fold_ln", "hf_model", "device", "n_devices", "dtype"),
-            f"load {loads}; device_map and max_memory",
-        ),
-        Patch("load_and_process_state_dict", processing.load_and_process_state_dict, state, folds),
-        Patch("process_weights_", processing.process_weights_, ("self", "fold_ln"), folds),
-        Patch("fill_missing_keys", processing.fill_missing_keys, state, "never fill in garbage"),
-        Patch("fold_layer_norm", processing.fold_layer_norm, (*state, "fold_biases"), folds),
-        Patch("fold_value_biases", processing.fold_value_biases, state, folds),
-        Patch("center_writing_weights", processing.center_writing_weights, state, folds),
-        Patch("center_unembed", processing.center_unembed, state, folds),
-        Patch(
-            "refactor_factored_attn_matrices",
-            processing.refactor_factored_attn_matrices,
-            state,
-            folds,
-        ),
-        Patch(
-            "move_model_modules_to_device",
-            moving.move_model_modules_to_device,
-            ("self",),
-            "place by the plan, not by whichever device has most free memory",
-        ),
-        Patch(
-            "to",
-            moving.to,
-            ("self", "device_or_dtype"),
-            "keep the device's index; a dtype keeps the placement",
-        ),
-        Patch("_apply", moving._apply, ("self", "fn"), "inputs follow the weights when they move"),
-        Patch(
-            "load_state_dict",
-            interruption.load_state_dict,
-            ("self", "state_dict"),
-            "with all weights, a model whose processing was interrupted can be used again",
-        ),
-        Patch("__setstate__", moving.__setstate__, ("self", "state"), "copies keep the placement"),
-        Patch(
-            "setup",
-            alignment.setup,
-            ("self",),
-            "SAEs and the like run where they are, whatever block they are attached to",
-        ),
-        Patch(
-            "get_caching_hooks",
-            activations.get_caching_hooks,
-            ("self", "names_filter", "incl_bwd", "device"),
-            "cached activations are read at home",
-        ),
-        Patch(
-            "add_caching_hooks",
-            activations.add_caching_hooks,
-            ("self", "names_filter", "incl_bwd", "device"),
-            "cached activations are read at home",
-        ),
-        Patch(
-            "forward",
-            alignment.forward,
-            ("self", "input", "return_type", "start_at_layer", "stop_at_layer"),
-            "what leaves the model is at home",
-        ),
-        *(
-            Patch(name, gathering.stacked(name), (), "stack weights of any devices in one copy")
-            for name in gathering.STACKED
-        ),
-        *(
-            Patch(name, gathering.single(name), (), "read on the device of `gather_on`")
-            for name in ("W_E", "W_U", "b_U", "W_pos")
-        ),
-        Patch("W_E_pos", gathering.get_W_E_pos, (), gathers),
-        Patch("accumulated_bias", gathering.gathered("accumulated_bias"), ("self",), gathers),
-        Patch(
-            "all_composition_scores",
-            gathering.gathered("all_composition_scores"),
-            ("self", "mode"),
-            gathers,
-        ),
-        Patch(
-            "tokens_to_residual_directions",
-            gathering.tokens_to_residual_directions,
-            ("self", "tokens"),
-            gathers,
-        ),
-        Patch(
-            "__init__",
-            gathering.init_svd_interpreter,
-            ("self", "model"),
-            gathers,
-            owner="SVDInterpreter",
-        ),
-        *(
-            Patch(
-                name,
-                activations.reading_together(name),
-                ("self",),
-                "cached activations meet weights on one device",
-                owner="ActivationCache",
-            )
-            for name in (
-                "accumulated_resid",
-                "apply_ln_to_stack",
-                "decompose_resid",
-                "get_full_resid_decomposition",
-                "get_neuron_results",
-                "logit_attrs",
-                "stack_activation",
-                "stack_head_results",
-                "stack_neuron_results",
-            )
-        ),
-        Patch(
-            "compute_head_results",
-            activations.compute_head_results,
-            ("self",),
-            "each block's head results on its own device",
-            owner="ActivationCache",
-        ),
-        Patch(
-            "remove_batch_dim",
-            activations.remove_batch_dim,
-            ("self",),
-            "activations stay where they are",
-            owner="ActivationCache",
-        ),
-        Patch(
-            "apply_slice_to_batch_dim",
-            activations.apply_slice_to_batch_dim,
-            ("self", "batch_slice"),
-            "activations stay where they are",
-            owner="ActivationCache",
-        ),
-        Patch(
-            "to",
-            activations.to,
-            ("self", "device"),
-            "activations go there from where they are, not by way of home",
-            owner="ActivationCache",
-        ),
-        *(
-            Patch(
-                name,
-                activations.read_where_chosen(name),
-                ("self",),
-                "activations are read on the device of `gather_on`",
-                owner="ActivationCache",
-            )
-            for name in ("__getitem__", "items", "values")
-        ),
-        Patch(
-            "add_hook",
-            hooking.add_hook,
-            ("self", "hook", "dir", "is_permanent"),
-            "a hook may use tensors of all the model's devices",
-            owner="HookPoint",
-        ),
-        Patch(
-            "get_device_for_block_index",
-            alignment.get_device_for_block_index,
-            ("index", "cfg", "device"),
-            "route the residual stream by the placement",
-            owner=None,
-        ),
-        Patch(
-            "train",
-            training.train,
-            ("model", "config", "dataset"),
-            "a spread model is trained where it lies",
-            owner=None,
-        ),
-        Patch(
-            "__post_init__",
-            devices.config_post_init,
-            ("self",),
-            "n_devices counts devices of the config's own type",
-            owner="HookedTransformerConfig",
-        ),
-    )
+    patches = [*shared_patches.PATCHES]
+    if has_hooked_transformer():
+        from tl_devicefix import hooked_patches
+
+        patches += hooked_patches.PATCHES
+    if has_bridge():
+        from tl_devicefix.bridge import patch_table
+
+        patches += patch_table.PATCHES
+    return tuple(patch for patch in patches if installed() >= Version(patch.since))
 
 
 _MISSING = object()
@@ -265,6 +86,8 @@ def apply() -> None:
     for patch in table:
         _check_target(patch)
     for patch in table:
+        if patch.replacement is None:
+            continue
         for owner in _owners(patch):
             there = vars(owner).get(patch.name, _MISSING)
             _replaced.append((owner, patch.name, there))
@@ -324,10 +147,10 @@ def report() -> None:
     """Print a table of what is replaced, for which TransformerLens versions, and why."""
     check_version()
     state = "applied" if is_applied() else "not applied"
-    print(f"tl_devicefix on transformer_lens {_installed()}: {state}")
+    print(f"tl_devicefix on transformer_lens {installed()}: {state}")
     rows = [("target", "TL versions", "why")]
     for patch in _table():
-        rows.append((patch.target, patch.versions, patch.why))
+        rows.append((patch.target, f"{patch.since} - {patch.until}", patch.why))
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     for target, versions, why in rows:
         print(f"{target:<{widths[0]}}  {versions:<{widths[1]}}  {why}")
@@ -360,28 +183,6 @@ def _find_original(cls: type, name: str) -> Any:
     raise AttributeError(f"{cls.__name__} has no {name}")
 
 
-def check_version() -> None:
-    """Check that the installed TransformerLens is one that is known.
-
-    Raises:
-        UnsupportedTransformerLens: with one sentence that says what to install.
-    """
-    installed = _installed()
-    if installed >= Version("4.dev0"):
-        raise UnsupportedTransformerLens(
-            f"tl_devicefix patches HookedTransformer, which transformer_lens {installed} no longer "
-            "has: install 'transformer_lens<4', or use TransformerBridge without tl_devicefix"
-        )
-    if installed < Version("2.16.1"):
-        raise UnsupportedTransformerLens(
-            f"tl_devicefix needs {SUPPORTED}, but {installed} is installed: upgrade it"
-        )
-
-
-def _installed() -> Version:
-    return Version(importlib.metadata.version("transformer_lens"))
-
-
 def _owners(patch: Patch) -> list[Any]:
     """The class, or every module that has imported the function."""
     if patch.owner:
@@ -400,10 +201,18 @@ def _modules_with(name: str, value: Any) -> list[Any]:
 
 
 def _class(name: str) -> Any:
-    import transformer_lens
-    import transformer_lens.hook_points
-
-    return getattr(transformer_lens, name, None) or getattr(transformer_lens.hook_points, name)
+    for module_name in (
+        "transformer_lens",
+        "transformer_lens.hook_points",
+        "transformer_lens.model_bridge",
+        "transformer_lens.weight_processing",
+    ):
+        if importlib.util.find_spec(module_name) is not None:
+            # TransformerLens 4 raises ImportError at the names that it has dropped.
+            found = vars(importlib.import_module(module_name)).get(name)
+            if found is not None:
+                return found
+    return None
 
 
 def _function(name: str) -> Any:
@@ -426,7 +235,7 @@ def _check_target(patch: Patch) -> None:
     )
     if target is None:
         raise UnsupportedTransformerLens(
-            f"transformer_lens {_installed()} has no {patch.target}, which tl_devicefix replaces; "
+            f"transformer_lens {installed()} has no {patch.target}, which tl_devicefix replaces; "
             f"it is left as it was: install a version with {SUPPORTED}"
         )
     function: Any = getattr(target, "__func__", target)
@@ -436,7 +245,7 @@ def _check_target(patch: Patch) -> None:
     known = [name for name in there if name in patch.parameters]
     if known != list(patch.parameters):
         raise UnsupportedTransformerLens(
-            f"{patch.target} of transformer_lens {_installed()} takes ({', '.join(there)}), "
+            f"{patch.target} of transformer_lens {installed()} takes ({', '.join(there)}), "
             f"not the ({', '.join(patch.parameters)}, ...) that tl_devicefix knows; it is left as "
             f"it was: install a version with {SUPPORTED}"
         )

@@ -6,9 +6,7 @@ accelerate's: `device_map`, `max_memory`, `n_devices`.
 
 from __future__ import annotations
 
-import copy
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,13 +15,7 @@ from typing import Any
 import torch
 
 from tl_devicefix.balance import balanced, fits, sequential
-from tl_devicefix.components import (
-    FIXED_AT_HOME,
-    ComponentSize,
-    component_of,
-    component_sizes,
-    shared_once,
-)
+from tl_devicefix.components import ComponentSize, component_of, is_block, shared_once
 from tl_devicefix.devices import (
     HOST,
     DeviceLike,
@@ -34,8 +26,8 @@ from tl_devicefix.devices import (
     with_index,
 )
 from tl_devicefix.fitting import MaxMemory, capacity, check_fit, check_max_memory, gib
-from tl_devicefix.model_config import model_config, torch_dtype
 from tl_devicefix.offloading import VISITING, Share, may_offload, rooms_to_fill, shares
+from tl_devicefix.weighing import weigh
 
 DeviceMap = str | int | torch.device | Mapping[str, DeviceLike]
 """A strategy ("auto", "balanced", "sequential"), one device, or components -> devices."""
@@ -64,7 +56,7 @@ class PlacedComponent:
 
 @dataclass(frozen=True, repr=False)
 class Placement:
-    """Where each component of a HookedTransformer lives. Immutable; printing it shows a table."""
+    """Where each component of a model lives. Immutable; printing it shows a table."""
 
     components: tuple[PlacedComponent, ...]
 
@@ -144,13 +136,12 @@ class Placement:
         """The same components, all on one device, none offloaded."""
         return Placement(tuple(replace(c, device=device, offloaded=False) for c in self.components))
 
-    def reweighed(self, cfg: Any) -> Placement:
-        """The same devices, with the sizes that the components have by this config."""
+    def reweighed(self, sizes: Sequence[ComponentSize]) -> Placement:
+        """The same devices, with these sizes of the components."""
         known = {component.name: component for component in self.components}
         return Placement(
             tuple(
-                _placed(size, known[size.name].device, known[size.name].offloaded)
-                for size in component_sizes(cfg)
+                _placed(size, known[size.name].device, known[size.name].offloaded) for size in sizes
             )
         )
 
@@ -195,17 +186,21 @@ def in_short(names: Sequence[str]) -> str:
     runs: list[list[str]] = []
     for name in names:
         previous = runs[-1][-1] if runs else ""
-        follows = name.startswith("blocks.") and previous.startswith("blocks.")
-        if follows and int(name[7:]) == int(previous[7:]) + 1:
+        follows = is_block(name) and name.partition(".")[0] == previous.partition(".")[0]
+        if follows and _number(name) == _number(previous) + 1:
             runs[-1].append(name)
         else:
             runs.append([name])
     parts: list[str] = []
     for before, run in zip([[""], *runs], runs):
-        of_blocks = before[0].startswith("blocks.") and run[0].startswith("blocks.")
-        first = run[0][7:] if of_blocks else run[0]
-        parts.append(first if len(run) == 1 else f"{first}-{run[-1][7:]}")
+        goes_on = is_block(run[0]) and run[0].partition(".")[0] == before[0].partition(".")[0]
+        first = str(_number(run[0])) if goes_on else run[0]
+        parts.append(first if len(run) == 1 else f"{first}-{_number(run[-1])}")
     return ", ".join(parts)
+
+
+def _number(block: str) -> int:
+    return int(block.rpartition(".")[2])
 
 
 def plan(
@@ -226,7 +221,8 @@ def plan(
     Args:
         config_or_model_name: a HookedTransformerConfig, or whatever `from_pretrained` takes as a
             model name (a name TransformerLens knows, or a local checkpoint directory). The sizes
-            of common models are known, so that the hub is not asked for their configs.
+            of common models are known, so that the hub is not asked for their configs. With
+            TransformerLens 4: a transformers config, or what `boot_transformers` takes.
         n_devices: over how many devices to spread the blocks; 1 if nothing else is said.
         device: the home device; the others are those that follow it. "cuda:2" with `n_devices=2`
             means cuda:2 and cuda:3.
@@ -242,20 +238,20 @@ def plan(
     Raises:
         ValueError: one sentence saying what does not fit together and what to do.
     """
-    cfg = _config(config_or_model_name, dtype)
-    placement = decide(cfg, n_devices, device, device_map, max_memory)
-    check_fit(placement, max_memory, cfg.dtype)
+    sizes, weighed_in = weigh(config_or_model_name, dtype)
+    placement = decide(sizes, n_devices, device, device_map, max_memory)
+    check_fit(placement, max_memory, weighed_in)
     return placement
 
 
 def decide(
-    cfg: Any,
+    sizes: Sequence[ComponentSize],
     n_devices: int | None = None,
     device: DeviceLike | None = None,
     device_map: DeviceMap | None = None,
     max_memory: MaxMemory | None = None,
 ) -> Placement:
-    """As `plan`, for a config, whether or not it fits.
+    """As `plan`, for components of these sizes, whether or not they fit.
 
     Raises:
         ValueError: if the arguments do not fit together.
@@ -273,7 +269,6 @@ def decide(
             f"device_map={device_map!r} is none of a strategy ({', '.join(STRATEGIES)}), a device "
             "and a dict from components to devices"
         )
-    sizes = component_sizes(cfg)
     if device_map is not None and device_map not in STRATEGIES:
         named = device_map if isinstance(device_map, Mapping) else _whole_on(device_map)
         placement = _from_dict(sizes, named, device)
@@ -294,18 +289,6 @@ def decide(
     if offloads and not fits(sizes, counts, capacities):
         on_each = shares(sizes, rooms_to_fill(devices, max_memory))
     return _contiguous(sizes, devices, on_each)
-
-
-def _config(config_or_model_name: Any, dtype: torch.dtype | str | None) -> Any:
-    if isinstance(config_or_model_name, str | os.PathLike):
-        wanted = torch.float32 if dtype is None else torch_dtype(dtype)
-        name = os.fspath(config_or_model_name)
-        return model_config(name, prefer_known=True, dtype=wanted)
-    if dtype is None:
-        return config_or_model_name
-    cfg = copy.copy(config_or_model_name)
-    cfg.dtype = torch_dtype(dtype)
-    return cfg
 
 
 def _devices_to_use(
@@ -350,7 +333,7 @@ def _contiguous(
     ]
     placed = []
     for size in sizes:
-        where = (devices[0], False) if size.name in FIXED_AT_HOME else of_block.pop(0)
+        where = (devices[0], False) if not is_block(size.name) else of_block.pop(0)
         placed.append(_placed(size, *where))
     return Placement(tuple(placed))
 
@@ -396,11 +379,11 @@ def _run_where_others_do(placed: Sequence[PlacedComponent]) -> tuple[PlacedCompo
     Before the first block that is on a device, they run where that does.
     """
     home = placed[0].device
-    on_device = [c for c in placed if c.name not in FIXED_AT_HOME and c.device != HOST]
+    on_device = [c for c in placed if is_block(c.name) and c.device != HOST]
     device = on_device[0].device if on_device else home
     running = []
     for component in placed:
-        if component.name in FIXED_AT_HOME or home == HOST:
+        if not is_block(component.name) or home == HOST:
             running.append(component)
         elif component.device == HOST:
             running.append(replace(component, device=device, offloaded=True))

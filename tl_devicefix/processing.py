@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformer_lens.components import LayerNormPre, RMSNormPre
 
-from tl_devicefix.components import component_names, component_of
+from tl_devicefix.components import component_of
 from tl_devicefix.conventions import installed_conventions
 from tl_devicefix.fitting import naming_full_devices
 from tl_devicefix.folding import (
@@ -37,6 +37,7 @@ from tl_devicefix.folding.writing_weights import (
     center_embedding,
     center_writing_weights_of_block,
 )
+from tl_devicefix.hooked_components import component_names, component_sizes
 from tl_devicefix.interruption import changing_weights, is_unfinished, refuse_unfinished
 from tl_devicefix.moving import settle
 from tl_devicefix.placement import Placement
@@ -217,7 +218,8 @@ def load_and_process_state_dict(
         elif steps.fold_ln:
             fold_norm_modules(self)
             if placement is not None:
-                settle(self, placement.reweighed(self.cfg))  # the norms are other modules now
+                # The norms are other modules now.
+                settle(self, placement.reweighed(component_sizes(self.cfg)))
         for component, weights in by_component(filled, self.cfg):
             with naming_full_devices(self, placement, component):
                 load_component(self, component, weights, steps)

@@ -14,7 +14,7 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformer_lens.components import TransformerBlock
 
-from tl_devicefix.components import attention_kind
+from tl_devicefix.hooked_components import attention_kind
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
 

@@ -18,6 +18,7 @@ from tl_devicefix.components import shared_once
 from tl_devicefix.devices import HOST
 from tl_devicefix.fitting import capacity, working_room
 from tl_devicefix.gathering import STACKED
+from tl_devicefix.hooked_components import component_sizes
 from tl_devicefix.placement import DeviceMap, Placement, decide, in_short
 from tl_devicefix.rehearsal import model_without_values
 from tl_devicefix.simulation import Machine, simulate
@@ -126,7 +127,7 @@ class Setting:
         with simulate(self.n_devices, _UNLIMITED, values=False) as machine:
             spread = self.n_devices if self.device_map is None else None
             limits = rooms if self.limits is None else self.limits
-            placement = decide(cfg, spread, None, self.device_map, limits)
+            placement = decide(component_sizes(cfg), spread, None, self.device_map, limits)
             model = model_without_values(HookedTransformer, cfg, None, placement)
             _check_cache(self.job, model)
             used = _Usage(machine)

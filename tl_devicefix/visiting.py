@@ -33,7 +33,7 @@ def let_visit(model: Any, placement: Placement) -> None:
 
 def let_stay(model: Any) -> None:
     """Undo `let_visit`."""
-    for block in model.blocks:
+    for block in getattr(model, "blocks", ()):
         run = vars(block).get("forward")
         if isinstance(run, ForwardWithVisitors):
             del block.forward
@@ -275,7 +275,7 @@ _tour: ContextVar[Tour | None] = ContextVar("tour", default=None)
 @contextlib.contextmanager
 def touring(model: Any, start_at_layer: int | None, stop_at_layer: int | None) -> Iterator[None]:
     """Within it, a forward runs these blocks, the offloaded ones of which are sent for in time."""
-    blocks = list(model.blocks)[start_at_layer:stop_at_layer]
+    blocks = list(getattr(model, "blocks", ()))[start_at_layer:stop_at_layer]
     runs = (vars(block).get("forward") for block in blocks)
     tour = Tour(run for run in runs if isinstance(run, ForwardWithVisitors))
     token = _tour.set(tour)

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from architectures import ALL_ARCHITECTURES, TOYS, load_hooked, randomize
+from architectures import ALL_ARCHITECTURES, TOYS, load_hooked
+from hf_models import randomize
 from transformer_lens import HookedTransformer
 
 

@@ -12,13 +12,12 @@ import pytest
 import torch
 from architectures import (
     ALL_ARCHITECTURES,
-    D_MODEL,
     NO_PROCESSING,
     TOYS,
     attention_only_config,
-    randomize,
 )
 from comparison import assert_agrees
+from hf_models import D_MODEL, randomize
 from torch import nn
 from transformer_lens import HookedTransformer
 from transformer_lens.components import LayerNormPre, TransformerBlock

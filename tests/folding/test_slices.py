@@ -11,14 +11,12 @@ import torch
 from architectures import (
     ALL_ARCHITECTURES,
     ARCHITECTURES,
-    N_HEADS,
-    N_KEY_VALUE_HEADS,
-    N_LAYERS,
     NO_PROCESSING,
     TOYS,
     load_hooked,
 )
 from comparison import assert_same_tensors
+from hf_models import N_HEADS, N_KEY_VALUE_HEADS, N_LAYERS
 from transformer_lens import HookedTransformer
 
 from tl_devicefix.conventions import installed_conventions

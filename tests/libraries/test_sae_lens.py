@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import D_MODEL
 from comparison import assert_agrees
+from hf_models import D_MODEL
 from sae_lens import SAE, HookedSAETransformer, StandardSAE, StandardSAEConfig
 from sae_lens.load_model import load_model
 from sae_lens.saes.sae import SAEMetadata

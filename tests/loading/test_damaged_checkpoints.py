@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import D_MODEL
+from hf_models import D_MODEL
 from safetensors import safe_open
 from transformer_lens import HookedTransformer
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import D_VOCAB, N_LAYERS
+from hf_models import D_VOCAB, N_LAYERS
 from transformer_lens import HookedTransformer
 from transformers import AutoTokenizer
 

@@ -11,8 +11,6 @@ import torch
 from architectures import (
     ALL_ARCHITECTURES,
     ARCHITECTURES,
-    N_CTX,
-    N_LAYERS,
     NO_PROCESSING,
     OTHER_ARCHITECTURES,
     load_hooked,
@@ -24,6 +22,7 @@ from comparison import (
     fraction_equal,
     log_probs,
 )
+from hf_models import N_CTX, N_LAYERS
 from transformer_lens import HookedTransformer
 
 import tl_devicefix

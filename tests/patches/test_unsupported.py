@@ -13,7 +13,8 @@ from tl_parts import changed, parts_of_transformer_lens
 from transformer_lens import HookedTransformer
 
 import tl_devicefix
-from tl_devicefix.patches import UnsupportedTransformerLens, is_applied
+from tl_devicefix.patches import is_applied
+from tl_devicefix.versions import UnsupportedTransformerLens
 
 VERSION = importlib.metadata.version("transformer_lens")
 

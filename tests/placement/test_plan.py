@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, N_LAYERS, TOYS
+from architectures import ARCHITECTURES, TOYS
+from hf_models import N_LAYERS
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformer_lens import HookedTransformer
 

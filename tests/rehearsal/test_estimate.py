@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ALL_ARCHITECTURES, N_CTX, load_hooked
+from architectures import ALL_ARCHITECTURES, load_hooked
+from hf_models import N_CTX
 
 import tl_devicefix
 from tl_devicefix import Estimate, estimate

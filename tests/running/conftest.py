@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, attention_only_config, load_hooked, randomize
+from architectures import ARCHITECTURES, attention_only_config, load_hooked
+from hf_models import randomize
 from kinds import KINDS, Spread, devices_of, where_to
 from transformer_lens import HookedTransformer
 from unpatched_tl import transformer_lens_alone

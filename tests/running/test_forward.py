@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import N_LAYERS
 from comparison import assert_agrees
+from hf_models import N_LAYERS
 from kinds import KINDS, every_kind, everywhere, home_of, new_kv_cache
 
 SENTENCES = ["w5 w6 w7", "w8 w9 w10 w11 w12 w13"]

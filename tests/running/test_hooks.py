@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import N_LAYERS
 from comparison import assert_agrees
+from hf_models import N_LAYERS
 from kinds import everywhere, home_of
 from transformer_lens import patching
 

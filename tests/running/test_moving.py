@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import attention_only_config, randomize
+from architectures import attention_only_config
 from comparison import assert_agrees
+from hf_models import randomize
 from kinds import devices_of, every_kind, home_of, new_kv_cache
 from transformer_lens import HookedTransformer
 

@@ -15,9 +15,9 @@ from architectures import (
     NO_PROCESSING,
     attention_only_config,
     load_hooked,
-    randomize,
 )
 from comparison import assert_agrees
+from hf_models import randomize
 from kinds import devices_of, home_of, on_one_device
 from transformer_lens import HookedTransformer
 

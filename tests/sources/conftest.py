@@ -16,9 +16,8 @@ from architectures import (
     NO_PROCESSING,
     Architecture,
     load_hooked,
-    make_hf_model,
-    save_checkpoint,
 )
+from hf_models import make_hf_model, save_checkpoint
 from transformer_lens import HookedTransformer
 from transformers import PreTrainedModel
 from wide import WIDE
@@ -81,7 +80,7 @@ def reference_of(tokenizer: Any) -> Callable[..., HookedTransformer]:
 @pytest.fixture(scope="session")
 def wide_models() -> Callable[[str], PreTrainedModel]:
     """`wide_models("gpt2")`, wide enough to be quantised: shared, so not to be changed."""
-    return functools.cache(lambda name: make_hf_model(WIDE[name]))
+    return functools.cache(lambda name: make_hf_model(WIDE[name].hf_config()))
 
 
 @pytest.fixture(scope="session")

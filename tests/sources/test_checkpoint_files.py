@@ -15,18 +15,16 @@ from typing import Any
 import pytest
 import torch
 import transformer_lens.loading_from_pretrained as tl_loading
-from architectures import (
-    ALL_ARCHITECTURES,
+from architectures import ALL_ARCHITECTURES, NO_PROCESSING, load_hooked
+from comparison import assert_same_model, assert_same_weights, log_probs
+from hf_models import (
     D_MLP,
     D_MODEL,
     D_VOCAB,
     N_CTX,
     N_HEADS,
-    NO_PROCESSING,
-    load_hooked,
     randomize,
 )
-from comparison import assert_same_model, assert_same_weights, log_probs
 from safetensors.torch import save_file
 from transformer_lens import HookedTransformer, HookedTransformerConfig
 from transformers import AutoModelForCausalLM, PreTrainedModel

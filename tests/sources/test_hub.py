@@ -18,8 +18,9 @@ import torch
 import transformer_lens.loading_from_pretrained as tl_loading
 import transformers.dynamic_module_utils
 import transformers.utils.hub
-from architectures import ALL_ARCHITECTURES, N_LAYERS, make_tokenizer, randomize
+from architectures import ALL_ARCHITECTURES
 from comparison import assert_same_model, assert_same_weights
+from hf_models import N_LAYERS, make_tokenizer, randomize
 from hub_cache import HubCache, commit_of
 from transformer_lens import HookedTransformer
 

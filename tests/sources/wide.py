@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import transformers
-from architectures import D_VOCAB, N_CTX, Architecture
+from architectures import Architecture
+from hf_models import D_VOCAB, N_CTX
 
 _SIZES = {"vocab_size": D_VOCAB, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 

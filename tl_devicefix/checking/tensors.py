@@ -11,8 +11,9 @@ from torch import nn
 
 from tl_devicefix.attached import runs_where_it_is
 from tl_devicefix.checking.naming import joined
-from tl_devicefix.components import component_of, empty_component
+from tl_devicefix.components import component_of
 from tl_devicefix.devices import resolve
+from tl_devicefix.hooked_components import empty_component
 from tl_devicefix.placement import Placement
 
 

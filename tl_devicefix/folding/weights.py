@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -22,8 +23,8 @@ def working_dtype(weights: Mapping[str, torch.Tensor], wanted: torch.dtype) -> t
 class WorkingCopies(dict[str, torch.Tensor]):
     """Weights of which a step gets a private copy, on a device and in a dtype to work in.
 
-    The copy is made when a weight is first read by `[]`, so what no step reads is not copied:
-    `items()` shows it as it was given. Copies keep the layout of what they copy (a transposed view
+    The copy is made when a weight is first read by `[]` or `get`, so what no step reads is not
+    copied: `items()` shows it as it was given. Copies keep the layout of what they copy (a transposed view
     stays one); integer and boolean tensors keep their dtype.
 
     `as_given` has the names of those that no step has read or replaced.
@@ -50,6 +51,12 @@ class WorkingCopies(dict[str, torch.Tensor]):
             tensor = there.to(dtype, copy=there.device == tensor.device)
             self[name] = tensor
         return tensor
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As `[]`, or the default."""
+        if name not in self:
+            return default
+        return self[name]
 
     def __setitem__(self, name: str, tensor: torch.Tensor) -> None:
         self.as_given.discard(name)

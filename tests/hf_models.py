@@ -1,0 +1,228 @@
+"""A zoo of tiny Hugging Face models, one of each architecture: five layers, sixteen wide.
+
+Their weights are random, and nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+N_LAYERS = 5  # not a multiple of 2, 3 or 4, so that no spread is even
+D_MODEL = 16
+N_HEADS = 4
+N_KEY_VALUE_HEADS = 2
+D_MLP = 24
+D_VOCAB = 40
+N_CTX = 32
+
+_ROTARY = {
+    "hidden_size": D_MODEL,
+    "intermediate_size": D_MLP,
+    "num_hidden_layers": N_LAYERS,
+    "num_attention_heads": N_HEADS,
+    "vocab_size": D_VOCAB,
+    "max_position_embeddings": N_CTX,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+_GROUPED = {**_ROTARY, "num_key_value_heads": N_KEY_VALUE_HEADS}
+_TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+
+
+def _gpt2() -> PretrainedConfig:
+    return transformers.GPT2Config(
+        n_embd=D_MODEL, n_layer=N_LAYERS, n_head=N_HEADS, vocab_size=D_VOCAB, n_positions=N_CTX,
+        n_ctx=N_CTX, **_TOKENS,
+    )  # fmt: skip
+
+
+def _opt() -> PretrainedConfig:
+    return transformers.OPTConfig(
+        hidden_size=D_MODEL, num_hidden_layers=N_LAYERS, num_attention_heads=N_HEADS, ffn_dim=D_MLP,
+        vocab_size=D_VOCAB, max_position_embeddings=N_CTX, word_embed_proj_dim=D_MODEL, **_TOKENS,
+    )  # fmt: skip
+
+
+def _bloom() -> PretrainedConfig:
+    return transformers.BloomConfig(
+        hidden_size=D_MODEL, n_layer=N_LAYERS, n_head=N_HEADS, vocab_size=D_VOCAB, **_TOKENS
+    )
+
+
+def _phi() -> PretrainedConfig:
+    config = transformers.PhiConfig(**_ROTARY, partial_rotary_factor=0.5)
+    config.partial_rotary_factor = 0.5  # transformers 5 hides it where TransformerLens cannot see
+    return config
+
+
+def _pythia() -> PretrainedConfig:
+    return transformers.GPTNeoXConfig(**_ROTARY, rotary_pct=0.5)
+
+
+def _llama() -> PretrainedConfig:
+    return transformers.LlamaConfig(**_GROUPED)
+
+
+def _qwen2() -> PretrainedConfig:
+    return transformers.Qwen2Config(**_GROUPED)
+
+
+def _gemma2() -> PretrainedConfig:
+    return transformers.Gemma2Config(
+        **_GROUPED, head_dim=8, query_pre_attn_scalar=8, sliding_window=4
+    )
+
+
+def _mixtral() -> PretrainedConfig:
+    return transformers.MixtralConfig(**_GROUPED, num_local_experts=3, num_experts_per_tok=2)
+
+
+def _gpt_neo() -> PretrainedConfig:
+    return transformers.GPTNeoConfig(
+        hidden_size=D_MODEL, num_layers=N_LAYERS, num_heads=N_HEADS, vocab_size=D_VOCAB,
+        max_position_embeddings=N_CTX, attention_types=[[["global", "local"], 2], [["global"], 1]],
+        window_size=4, **_TOKENS,
+    )  # fmt: skip
+
+
+def _gpt_j() -> PretrainedConfig:
+    return transformers.GPTJConfig(
+        n_embd=D_MODEL, n_layer=N_LAYERS, n_head=N_HEADS, vocab_size=D_VOCAB, n_positions=N_CTX,
+        n_inner=4 * D_MODEL, rotary_dim=4, **_TOKENS,
+    )  # fmt: skip
+
+
+def _mistral() -> PretrainedConfig:
+    return transformers.MistralConfig(**_GROUPED, sliding_window=4)
+
+
+def _qwen3() -> PretrainedConfig:
+    return transformers.Qwen3Config(**_GROUPED, head_dim=8)
+
+
+def _phi3() -> PretrainedConfig:
+    return transformers.Phi3Config(**_ROTARY)
+
+
+def _gemma() -> PretrainedConfig:
+    return transformers.GemmaConfig(**_GROUPED, head_dim=8)
+
+
+def _gemma3() -> PretrainedConfig:
+    kinds = ["sliding_attention", "full_attention"]
+    return transformers.Gemma3TextConfig(
+        **_GROUPED, head_dim=8, query_pre_attn_scalar=8, sliding_window=4,
+        layer_types=[kinds[layer % 2] for layer in range(N_LAYERS)],
+    )  # fmt: skip
+
+
+def _olmo() -> PretrainedConfig:
+    return transformers.OlmoConfig(**_ROTARY)
+
+
+def _olmo2() -> PretrainedConfig:
+    # With what TransformerLens has written down for the model that it lists.
+    return transformers.Olmo2Config(**_ROTARY, rope_theta=500000.0, rms_norm_eps=1e-6)
+
+
+def _olmoe() -> PretrainedConfig:
+    return transformers.OlmoeConfig(**_ROTARY, num_experts=3, num_experts_per_tok=2)
+
+
+def _apertus() -> PretrainedConfig:
+    return transformers.ApertusConfig(**_GROUPED)
+
+
+def _gpt_oss() -> PretrainedConfig:
+    return transformers.GptOssConfig(
+        **_GROUPED, head_dim=8, num_local_experts=3, num_experts_per_tok=2, sliding_window=4
+    )
+
+
+HF_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
+    "gpt2": _gpt2,
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "pythia": _pythia,
+    "gemma-2": _gemma2,
+    "mixtral": _mixtral,
+    "bloom": _bloom,
+    "opt": _opt,
+    "phi": _phi,
+    "gpt-neo": _gpt_neo,
+    "gpt-j": _gpt_j,
+    "mistral": _mistral,
+    "qwen3": _qwen3,
+    "phi-3": _phi3,
+    "gemma": _gemma,
+    "gemma-3": _gemma3,
+    "olmo": _olmo,
+    "olmo-2": _olmo2,
+    "olmoe": _olmoe,
+    "apertus": _apertus,
+    "gpt-oss": _gpt_oss,
+}
+"""Name of an architecture -> the config of a tiny model of it."""
+
+
+def make_hf_model(config: PretrainedConfig, *dtypes: torch.dtype) -> PreTrainedModel:
+    """A tiny model in which every norm and every bias matters, converted to each dtype in turn."""
+    model = AutoModelForCausalLM.from_config(config)
+    model.config.architectures = [type(model).__name__]
+    randomize(model)
+    for dtype in dtypes:
+        model = model.to(dtype)
+    return model.eval()
+
+
+@torch.no_grad()
+def randomize(model: torch.nn.Module) -> None:
+    """Give every parameter random values: vectors of order one, matrices that keep the scale.
+
+    Norm weights and biases become non-trivial, and no matrix has a mean of zero, so that a
+    folding or centring step that is left out shows in the results.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        values = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() > 1:
+            values = (values + 0.3) / D_MODEL**0.5
+        elif name.endswith(("weight", ".w")):
+            values = 1 + 0.3 * values
+        else:
+            values = 0.3 * values
+        parameter.copy_(values)
+
+
+def make_tokenizer(directory: Path) -> Any:
+    """A tokenizer of the words w3, w4, ..., saved in a directory and read from it again.
+
+    TransformerLens reads a tokenizer anew from where it came, so it must have come from somewhere.
+    """
+    words = ["<bos>", "<eos>", "<pad>", *(f"w{i}" for i in range(3, D_VOCAB - 1)), "<unk>"]
+    model = tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+    ).save_pretrained(directory)
+    return transformers.AutoTokenizer.from_pretrained(directory)
+
+
+def save_checkpoint(hf_model: PreTrainedModel, tokenizer: Any, directory: Path) -> Path:
+    """Save a model and its tokenizer as Hugging Face checkpoints are."""
+    hf_model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory

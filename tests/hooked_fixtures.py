@@ -1,0 +1,72 @@
+"""Fixtures of HookedTransformers: the unpatched reference, and models without weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformer_lens.loading_from_pretrained as tl_loading
+from architectures import ALL_ARCHITECTURES, NO_PROCESSING, TOYS, load_hooked
+from hf_models import randomize
+from on_demand import OnDemand
+from transformer_lens import HookedTransformer
+
+import tl_devicefix
+
+
+@pytest.fixture(scope="session")
+def references(hf_models: Any, tokenizer: Any) -> Callable[..., HookedTransformer]:
+    """`references("gpt2", fold_ln=False)`: as unpatched TransformerLens loads it on one CPU."""
+
+    def load(name: str, *, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+        architecture = ALL_ARCHITECTURES[name]
+        if architecture.official_name not in tl_loading.OFFICIAL_MODEL_NAMES:
+            pytest.skip(f"the installed TransformerLens has no {architecture.official_name}")
+        hf_model = copy.deepcopy(hf_models(name, dtype))
+        with tl_devicefix.unpatched():
+            try:
+                return load_hooked(
+                    architecture, hf_model, tokenizer, device="cpu", dtype=dtype, **options
+                )
+            except AttributeError as error:
+                # Each TransformerLens knows the attributes that transformers had at its time.
+                pytest.skip(f"TransformerLens itself cannot convert {name} here: {error}")
+
+    return OnDemand(load)
+
+
+@pytest.fixture(scope="session")
+def unprocessed(references: Any) -> Callable[[str], HookedTransformer]:
+    """`unprocessed("gpt2")`, on the CPU, for all of ARCHITECTURES and TOYS; not to be changed."""
+
+    def make(name: str) -> HookedTransformer:
+        if name in ALL_ARCHITECTURES:
+            return references(name, **NO_PROCESSING)
+        with tl_devicefix.unpatched():
+            model = HookedTransformer(TOYS[name](), move_to_device=False)
+        randomize(model)
+        return model
+
+    return OnDemand(make)
+
+
+@pytest.fixture
+def without_weights(unprocessed: Any) -> Callable[..., HookedTransformer]:
+    """`without_weights("gpt2", n_devices=4)`: a new model, spread over devices, to be loaded.
+
+    Without `n_devices` it is on the CPU. Its norms are identities and its weights anything.
+    """
+
+    def make(name: str, n_devices: int | None = None) -> HookedTransformer:
+        cfg = copy.deepcopy(unprocessed(name).cfg)
+        cfg.tokenizer_name = None  # which could not be fetched
+        if n_devices is None:
+            return HookedTransformer(cfg, move_to_device=False)
+        # Set on the finished config: making one with n_devices > 1 wants that many CUDA devices.
+        cfg.device, cfg.n_devices = "sim:0", n_devices
+        return HookedTransformer(cfg)
+
+    return make

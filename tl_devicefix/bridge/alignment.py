@@ -1,0 +1,107 @@
+"""Carry what a Bridge's components take across devices, so that all of a block is on its device.
+
+accelerate's own hooks, if the Hugging Face model has them, sit below the Bridge's: with these alone
+the input of a block, which users hook, would still be on the device of the block before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tl_devicefix.alignment import HANDLES
+from tl_devicefix.carrying import move
+from tl_devicefix.hooking import let_hooks_be, let_hooks_mix
+from tl_devicefix.placement import Placement
+from tl_devicefix.visiting import let_stay, let_visit
+
+
+def settle_bridge(bridge: Any, placement: Placement) -> None:
+    """Record a placement that the weights have already, and make the Bridge run over it."""
+    bridge.__dict__["placement"] = placement
+    bridge.cfg.device = str(placement.home)
+    bridge.cfg.n_devices = len(placement.devices)
+    align_bridge(bridge, placement)
+
+
+def align_bridge(bridge: Any, placement: Placement) -> None:
+    """Make a Bridge run over the devices of `placement`, replacing any earlier alignment."""
+    unalign_bridge(bridge)
+    if len(placement.memories) == 1:
+        return
+    carriers = {device: CarryAllTo(device) for device in placement.devices}
+    modules = dict(bridge.named_modules())
+    bridge.__dict__[HANDLES] = [
+        modules[component.name].register_forward_pre_hook(
+            carriers[component.device], with_kwargs=True
+        )
+        for component in placement.components
+        if component.name in modules
+    ]
+    let_visit(bridge, placement)
+    let_hooks_mix(bridge, placement)
+
+
+def unalign_bridge(bridge: Any) -> None:
+    """Remove the hooks that `align_bridge` added."""
+    for handle in bridge.__dict__.pop(HANDLES, ()):
+        handle.remove()
+    let_stay(bridge)
+    let_hooks_be(bridge)
+
+
+class CarryAllTo:
+    """Forward pre-hook of all components on one device: bring there what they take.
+
+    Hugging Face models hand the same mask and rotary tables to every block: they are copied once,
+    not for each block.
+
+    Args:
+        device: the components'.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        # A tensor -> its copy, and the version that was copied. Entries go with their tensors.
+        self._copies = WeakIdKeyDictionary()
+
+    def __call__(
+        self, component: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments, on the device."""
+        residual = vars(component).get("_start_residual")  # of `start_at_layer`
+        if residual is not None:
+            component._start_residual = move(residual, self.device)
+        first, others = args[:1], args[1:]
+        if first:  # the residual stream: each block has its own
+            return (move(first[0], self.device), *self._here(others)), self._here(kwargs)
+        return (), self._here(kwargs)
+
+    def _here(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._copy(value)
+        if type(value) in (tuple, list):
+            return type(value)(self._here(each) for each in value)
+        if type(value) is dict:
+            return {name: self._here(each) for name, each in value.items()}
+        return value
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device == self.device:
+            return tensor
+        if tensor.requires_grad or tensor.is_inference():  # in a graph, or without a version
+            return tensor.to(self.device)
+        copy, version = self._copies.get(tensor, (None, None))
+        if copy is None or version != tensor._version:
+            copy, version = tensor.to(self.device), tensor._version
+            self._copies[tensor] = copy, version
+        return copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CarryAllTo:
+        return CarryAllTo(self.device)
+
+    def __reduce__(self) -> Any:
+        return CarryAllTo, (self.device,)

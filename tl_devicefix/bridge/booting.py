@@ -1,0 +1,176 @@
+"""`TransformerBridge.boot_transformers` over n devices: each component where the plan puts it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+from transformer_lens.model_bridge import TransformerBridge
+from transformers import PreTrainedModel
+
+from tl_devicefix.bridge.alignment import settle_bridge
+from tl_devicefix.bridge.sizes import Layout, empty_hf_model, layout_of
+from tl_devicefix.bridge.upstream import ArchitectureAdapterFactory, hf_model_class
+from tl_devicefix.devices import with_index
+from tl_devicefix.fitting import check_fit
+from tl_devicefix.patches import original
+from tl_devicefix.placement import PlacedComponent, Placement, decide
+
+
+def boot_transformers(*args: Any, **kwargs: Any) -> Any:
+    """Boot a model from transformers, over one or several devices.
+
+    See `TransformerBridge.boot_transformers`. With `n_devices`, or one of the strategies "auto",
+    "balanced" and "sequential" as `device_map`, the blocks lie in contiguous ranges over `device`
+    and the devices after it; the embeddings, the final norm and the unembedding are all on the
+    first, so that tied weights are together. `device_map` may also name components ("embed",
+    "blocks.3", "blocks"), or modules of the Hugging Face model, as transformers takes it. With
+    "cpu" in `max_memory`, or for blocks in `device_map`, blocks are offloaded: their weights live
+    in host memory, and visit the device that runs them. The Bridge's `placement` says where all of
+    it is.
+
+    Raises:
+        ValueError: if the arguments do not fit together, or the model does not fit.
+    """
+    boot = _unpatched_boot()
+    given = inspect.signature(boot).bind(*args, **kwargs)
+    wanted = given.arguments
+    if wanted.get("hf_model") is not None or not _spreads(wanted):
+        bridge = boot(*given.args, **given.kwargs)
+        _settle_where_it_is(bridge)
+        return bridge
+    with _booting:
+        return _boot_over_devices(boot, wanted)
+
+
+def _unpatched_boot() -> Any:
+    found = original(TransformerBridge, "boot_transformers")
+    if isinstance(found, classmethod):  # TransformerLens 3.9
+        return functools.partial(found.__func__, TransformerBridge)
+    return found.__func__
+
+
+def _spreads(wanted: Mapping[str, Any]) -> bool:
+    """Whether several devices, or host memory, are asked for."""
+    if not wanted.get("load_weights", True):
+        return False
+    n_devices, device_map = wanted.get("n_devices"), wanted.get("device_map")
+    return device_map is not None or (n_devices is not None and n_devices != 1)
+
+
+# TransformerLens's own functions are wrapped for the time of a boot: one thread at a time.
+_booting = threading.RLock()
+
+
+def _boot_over_devices(boot: Any, wanted: dict[str, Any]) -> Any:
+    planned = _PlannedClass(wanted)
+    arguments = dict(wanted)
+    for name in ("device", "n_devices", "max_memory"):
+        arguments.pop(name, None)
+    # TransformerLens lets transformers place the model if there is a map; the plan's is put in
+    # when the model's class is asked for it, as only then the config is final.
+    arguments |= {"device_map": {"": "cpu"}, "model_class": planned}
+    with planned.watching_for_adapter():
+        bridge = boot(**arguments)
+    if planned.placement is None:
+        _settle_where_it_is(bridge)
+        return bridge
+    settle_bridge(bridge, planned.placement)
+    return bridge
+
+
+class _PlannedClass:
+    """A class of transformers, whose `from_pretrained` places the model by a plan.
+
+    Args:
+        wanted: the arguments of `boot_transformers`.
+    """
+
+    def __init__(self, wanted: Mapping[str, Any]) -> None:
+        self._wanted = wanted
+        self._adapter: Any = None
+        self.placement: Placement | None = None
+
+    def watching_for_adapter(self) -> Any:
+        """Within it, the adapter that TransformerLens selects is noted."""
+        there = ArchitectureAdapterFactory.select_architecture_adapter
+
+        def select(cfg: Any) -> Any:
+            self._adapter = there(cfg)
+            return self._adapter
+
+        return mock.patch.object(ArchitectureAdapterFactory, "select_architecture_adapter", select)
+
+    def from_pretrained(self, model_name: Any, **kwargs: Any) -> Any:
+        """The model, loaded where the plan puts it."""
+        real = self._wanted.get("model_class") or hf_model_class(self._adapter)
+        if isinstance(real, type) and issubclass(real, PreTrainedModel):
+            kwargs.pop("code_revision", None)  # which only the Auto classes take
+        kwargs["device_map"], self.placement = self._plan(real, kwargs)
+        if self._wanted.get("max_memory") is not None and self.placement is None:
+            kwargs["max_memory"] = self._wanted["max_memory"]
+        return real.from_pretrained(model_name, **kwargs)
+
+    def _plan(self, real: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Placement | None]:
+        """transformers' `device_map`, and the plan that it is of, if it is not the user's own."""
+        wanted, device_map = self._wanted, self._wanted.get("device_map")
+        trusted = {name: kwargs[name] for name in ("trust_remote_code",) if name in kwargs}
+        empty = empty_hf_model(real, kwargs["config"], kwargs["torch_dtype"], **trusted)
+        layout = layout_of(empty, self._adapter)
+        if _is_for_transformers(device_map, layout):
+            return device_map, None
+        placement = decide(
+            layout.sizes(empty),
+            wanted.get("n_devices"),
+            wanted.get("device"),
+            device_map,
+            wanted.get("max_memory"),
+        )
+        check_fit(placement, wanted.get("max_memory"), kwargs["torch_dtype"])
+        return layout.device_map(empty, placement), placement
+
+
+def _is_for_transformers(device_map: Any, layout: Layout) -> bool:
+    """Whether a map names modules of the Hugging Face model, or a strategy that is not ours."""
+    if isinstance(device_map, Mapping):
+        known = (*layout.paths, *(name.partition(".")[0] for name in layout.paths), "")
+        return not all(key in known for key in device_map)
+    return isinstance(device_map, str) and device_map.startswith("balanced_")
+
+
+def _settle_where_it_is(bridge: Any) -> None:
+    """Have a Bridge whose model lies on several devices run over them as it lies."""
+    placement = placement_as_it_lies(bridge)
+    if placement is not None and len(placement.devices) > 1:
+        settle_bridge(bridge, placement)
+
+
+def placement_as_it_lies(bridge: Any) -> Placement | None:
+    """Where a Bridge's components are, by their weights; None if some have no values there."""
+    modules = dict(bridge.named_modules())
+    placed = []
+    for name in bridge_components(bridge):
+        tensors = list(modules[name].parameters())
+        devices = {with_index(tensor.device) for tensor in tensors}
+        if torch.device("meta") in devices or len(devices) > 1:
+            return None
+        if devices:
+            placed.append(
+                PlacedComponent(name, devices.pop(), sum(tensor.nbytes for tensor in tensors))
+            )
+    embed = [each for each in placed if each.name == "embed"]
+    return Placement(tuple(embed + [each for each in placed if each.name != "embed"]))
+
+
+def bridge_components(bridge: Any) -> list[str]:
+    """The names of a Bridge's components: "embed", "blocks.3", "unembed"."""
+    names = []
+    for name, (_, component) in bridge.real_components.items():
+        several = isinstance(component, list)
+        names += [f"{name}.{i}" for i, _ in enumerate(component)] if several else [name]
+    return names

@@ -1,0 +1,34 @@
+"""`TransformerBridge.run_with_cache`, whose cache is read at home."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from transformer_lens import ActivationCache
+
+from tl_devicefix.cache_at_home import CacheAtHome
+from tl_devicefix.carrying import bring_home
+from tl_devicefix.patches import original
+
+
+def run_with_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """See TransformerLens's. Activations stay where they are computed, and are read at home.
+
+    With `device`, they are moved there as they are computed, and read there.
+    """
+    there = original(type(self), "run_with_cache")
+    placement = getattr(self, "placement", None)
+    if placement is None or len(placement.devices) == 1:
+        return there(self, *args, **kwargs)
+    with warnings.catch_warnings():
+        # TransformerLens says that it ignores `device`, and does not.
+        warnings.filterwarnings("ignore", message=r"run_with_cache\(device=.*ignored")
+        output, cache = there(self, *args, **kwargs)
+    if kwargs.get("device") is None:
+        at_home = CacheAtHome(placement.home)
+        if isinstance(cache, ActivationCache):
+            cache.cache_dict = at_home.of(cache.cache_dict)
+        else:
+            cache = at_home.of(cache)
+    return bring_home(output, placement.home), cache

@@ -1,0 +1,48 @@
+"""Which TransformerLens is installed, and which models it has."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from functools import cache
+
+from packaging.version import Version
+
+SUPPORTED = "2.16.1 <= transformer_lens < 5"
+
+
+class UnsupportedTransformerLens(ImportError):
+    """The installed TransformerLens is not one that can be patched; the message says why."""
+
+
+def installed() -> Version:
+    """The version of TransformerLens."""
+    return Version(importlib.metadata.version("transformer_lens"))
+
+
+@cache
+def has_hooked_transformer() -> bool:
+    """Whether it has HookedTransformer, which 4.0 removed."""
+    return importlib.util.find_spec("transformer_lens.HookedTransformer") is not None
+
+
+def has_bridge() -> bool:
+    """Whether it has a TransformerBridge that can be patched: from 3.9 on."""
+    return installed() >= Version("3.9.dev0")
+
+
+def check_version() -> None:
+    """Check that the installed TransformerLens is one that is known.
+
+    Raises:
+        UnsupportedTransformerLens: with one sentence that says what to install.
+    """
+    if installed() >= Version("5.dev0"):
+        raise UnsupportedTransformerLens(
+            f"tl_devicefix needs {SUPPORTED}, but {installed()} is installed, which it does not "
+            "know: install 'transformer_lens<5'"
+        )
+    if installed() < Version("2.16.1"):
+        raise UnsupportedTransformerLens(
+            f"tl_devicefix needs {SUPPORTED}, but {installed()} is installed: upgrade it"
+        )
