@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from transformer_lens import ActivationCache, HookedTransformer
+from transformer_lens import ActivationCache
+
+if TYPE_CHECKING:
+    from transformer_lens import HookedTransformer
 
 Weights = dict[str, torch.Tensor]
 

@@ -24,12 +24,17 @@ def default_device() -> torch.device:
 
     Inside `tl_devicefix.simulate` that is the first simulated device.
     """
+    return simulated_device() or with_index(torch.device(get_device()))
+
+
+def simulated_device() -> torch.device | None:
+    """The current simulated device, within `tl_devicefix.simulate`."""
     # torch registers a device type's module under its name; the simulation has devices only while
     # it runs.
     simulated = getattr(torch, "sim", None)
-    if simulated is not None and simulated.device_count() > 0:
-        return torch.device("sim", simulated.current_device())
-    return with_index(torch.device(get_device()))
+    if simulated is None or simulated.device_count() == 0:
+        return None
+    return torch.device("sim", simulated.current_device())
 
 
 def with_index(device: torch.device) -> torch.device:

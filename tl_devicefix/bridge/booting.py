@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from tl_devicefix.bridge.alignment import settle_bridge
 from tl_devicefix.bridge.sizes import Layout, empty_hf_model, layout_of
 from tl_devicefix.bridge.upstream import ArchitectureAdapterFactory, hf_model_class
-from tl_devicefix.devices import with_index
+from tl_devicefix.devices import simulated_device, with_index
 from tl_devicefix.fitting import check_fit
 from tl_devicefix.patches import original
 from tl_devicefix.placement import PlacedComponent, Placement, decide
@@ -41,6 +41,8 @@ def boot_transformers(*args: Any, **kwargs: Any) -> Any:
     given = inspect.signature(boot).bind(*args, **kwargs)
     wanted = given.arguments
     if wanted.get("hf_model") is not None or not _spreads(wanted):
+        if wanted.get("hf_model") is None and wanted.get("device") is None:
+            wanted["device"] = simulated_device()
         bridge = boot(*given.args, **given.kwargs)
         _settle_where_it_is(bridge)
         return bridge

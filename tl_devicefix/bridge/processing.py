@@ -132,7 +132,7 @@ def _process_unit(bridge: Any, unit: Unit, processing: Processing) -> None:
         if isinstance(mlp, MoEBridge):
             _replace_by_copies(unit.components[unit.name])
         _replace(unit, given, processed)
-        if isinstance(mlp, MoEBridge) and has_batched_experts(mlp) and processing.steps.fold_ln:
+        if isinstance(mlp, MoEBridge) and has_batched_experts(mlp) and processing.asked.fold_ln:
             _fold_into_batched_experts(bridge, unit)
 
 

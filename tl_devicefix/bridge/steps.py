@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,22 +25,21 @@ BLOCK = "blocks.0."
 """What a block's weights are called while it is processed, whichever block it is."""
 
 
-@dataclass(frozen=True)
 class Processing:
     """How the weights of one Bridge are to be processed.
 
     Args:
-        steps: as asked for.
+        asked: the steps that are asked for.
         cfg: the Bridge's config.
         adapter: its architecture adapter.
     """
 
-    steps: Steps
-    cfg: Any
-    adapter: Any
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "steps", _applicable(self.steps, self.cfg, self.adapter))
+    def __init__(self, asked: Steps, cfg: Any, adapter: Any) -> None:
+        self.asked = asked
+        self.steps = _applicable(asked, cfg, adapter)
+        """Those that TransformerLens takes for such a model."""
+        self.cfg = cfg
+        self.adapter = adapter
 
     def of_block(self, weights: Weights) -> None:
         """Process one block's weights in place, as `ProcessWeights.process_weights` does.
@@ -117,7 +116,7 @@ class Processing:
                     given[name].copy_(views[name])
 
     def _preprocess(self, weights: Weights) -> None:
-        self.adapter._fold_ln_requested = self.steps.fold_ln
+        self.adapter._fold_ln_requested = self.asked.fold_ln  # as some fold all by themselves
         if self.adapter.preprocess_weights(weights) is not weights:
             raise NotImplementedError(
                 f"{type(self.adapter).__name__}.preprocess_weights returns other weights than it "
@@ -138,7 +137,7 @@ def _applicable(steps: Steps, cfg: Any, adapter: Any) -> Steps:
     ):
         if getattr(steps, name) and not getattr(adapter, supported, True):
             warnings.warn(
-                f"{type(adapter).__name__} does not support {name}: it is left out.", stacklevel=2
+                f"{type(adapter).__name__} does not support {name}: it is left out.", stacklevel=6
             )
             steps = replace(steps, **{name: False})
     if cfg.normalization_type not in ("LN", "LNPre", "RMS", "RMSPre"):

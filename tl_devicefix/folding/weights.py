@@ -24,8 +24,8 @@ class WorkingCopies(dict[str, torch.Tensor]):
     """Weights of which a step gets a private copy, on a device and in a dtype to work in.
 
     The copy is made when a weight is first read by `[]` or `get`, so what no step reads is not
-    copied: `items()` shows it as it was given. Copies keep the layout of what they copy (a transposed view
-    stays one); integer and boolean tensors keep their dtype.
+    copied: `items()` shows it as it was given. Copies keep the layout of what they copy (a
+    transposed view stays one); integer and boolean tensors keep their dtype.
 
     `as_given` has the names of those that no step has read or replaced.
 

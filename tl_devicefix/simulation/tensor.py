@@ -422,6 +422,15 @@ def _bincount(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return counted.new_zeros(minlength)
 
 
+def _histc(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``torch.histc``, which counts integers too on CUDA, but not on the CPU."""
+    counted, *rest = args
+    if counted.is_floating_point():
+        return _run_on_one_device(func, args, kwargs)
+    counts = _run_on_one_device(func, (counted.double(), *rest), kwargs)
+    return counts.to(counted.dtype)
+
+
 def _index(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Index with tensors that are on the CPU or on the device of what is indexed."""
     indexed, indices, *rest = args
@@ -449,6 +458,7 @@ _HANDLERS: dict[Operation, Handler] = {
     aten.equal.default: _equal,
     aten.allclose.default: _equal,
     aten.bincount.default: _bincount,
+    aten.histc.default: _histc,
     aten.index.Tensor: _index,
     aten.index_put.default: _index,
     aten.index_put_.default: _index,
