@@ -26,7 +26,7 @@ OF_BRIDGE = ["bridge"]
 OF_HOOKED_TRANSFORMER = [
     *("checking", "command_line", "folding", "libraries", "loading", "parity", "placement"),
     *("rehearsal", "running", "sources", "surface"),
-    *("patches/test_apply_and_restore.py", "simulation/test_models.py"),
+    "simulation/test_models.py",
 ]
 collect_ignore = [
     *([] if has_bridge() else OF_BRIDGE),

@@ -150,6 +150,8 @@ def report() -> None:
     print(f"tl_devicefix on transformer_lens {installed()}: {state}")
     rows = [("target", "TL versions", "why")]
     for patch in _table():
+        if patch.replacement is None:
+            continue
         rows.append((patch.target, f"{patch.since} - {patch.until}", patch.why))
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     for target, versions, why in rows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import inspect
 import pydoc
 import sys
@@ -12,14 +13,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import transformer_lens
-from tl_parts import changed, ours, parts_of_transformer_lens
-from transformer_lens import HookedTransformer
+from packaging.version import Version
+from tl_parts import MODEL_CLASS, changed, ours, parts_of_transformer_lens
 
 import tl_devicefix
 from tl_devicefix.patches import is_applied
+from tl_devicefix.versions import has_bridge, has_hooked_transformer, installed
 
 FUNCTION = "get_device_for_block_index"
+LOADER = "from_pretrained" if has_hooked_transformer() else "boot_transformers"
+PROCESSING = "center_unembed" if has_hooked_transformer() else "process_weights"
+
+of_hooked_transformer = pytest.mark.skipif(
+    not has_hooked_transformer(), reason="this TransformerLens has no HookedTransformer"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -59,10 +66,11 @@ def test_what_changes_is_what_report_lists_and_nothing_else(
 
     # "transformer_lens.HookedTransformer:HookedTransformer.to" -> "HookedTransformer.to"
     assert {path.partition(":")[2] for path in differences} == listed(capsys)
-    assert {"HookedTransformer.from_pretrained", FUNCTION} <= listed(capsys)
+    assert f"{MODEL_CLASS.__name__}.{LOADER}" in listed(capsys)
     assert ours(patched) <= differences
 
 
+@of_hooked_transformer
 def test_every_module_asks_the_same_function_where_a_block_is() -> None:
     def functions() -> dict[str, Any]:
         return {
@@ -134,21 +142,21 @@ def test_an_import_that_is_disabled_applies_nothing_but_apply_still_does(
     assert not is_applied()
     tl_devicefix.apply()
     assert is_applied()
-    assert "device_map" in inspect.signature(HookedTransformer.from_pretrained).parameters
+    assert getattr(MODEL_CLASS, LOADER).__module__ != MODEL_CLASS.__module__
 
 
 def test_what_another_library_put_there_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     tl_devicefix.restore()
-    original = HookedTransformer.center_unembed
+    original = getattr(MODEL_CLASS, PROCESSING)
 
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(HookedTransformer, "center_unembed", wrapped)
+    monkeypatch.setattr(MODEL_CLASS, PROCESSING, wrapped)
     with tl_devicefix.patched():
-        assert HookedTransformer.center_unembed is not wrapped
-    assert HookedTransformer.center_unembed is wrapped
+        assert getattr(MODEL_CLASS, PROCESSING) is not wrapped
+    assert getattr(MODEL_CLASS, PROCESSING) is wrapped
 
 
 def test_report_says_whether_and_why(capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,29 +169,31 @@ def test_report_says_whether_and_why(capsys: pytest.CaptureFixture[str]) -> None
     first, header, *rows = applied.splitlines()
     assert first.endswith(": applied")
     assert not_applied.splitlines() == [first.replace(": applied", ": not applied"), header, *rows]
-    assert any(row.startswith("HookedTransformer.from_pretrained ") for row in rows)
+    assert any(row.startswith(f"{MODEL_CLASS.__name__}.{LOADER} ") for row in rows)
     start_of_why = header.index("why")
     assert all(len(row) > start_of_why + 10 for row in rows)
 
 
+@of_hooked_transformer
 def test_help_shows_what_is_new_after_what_was_there() -> None:
-    parameters = inspect.signature(HookedTransformer.from_pretrained).parameters
+    parameters = inspect.signature(MODEL_CLASS.from_pretrained).parameters
     with tl_devicefix.unpatched():
-        original = inspect.signature(HookedTransformer.from_pretrained).parameters
-        documentation = HookedTransformer.from_pretrained.__doc__
+        original = inspect.signature(MODEL_CLASS.from_pretrained).parameters
+        documentation = MODEL_CLASS.from_pretrained.__doc__
 
     new = {name: parameters[name] for name in parameters if name not in original}
     assert list(new) == ["device_map", "max_memory"]
     assert all(p.kind is p.KEYWORD_ONLY and p.default is None for p in new.values())
     assert [p for name, p in parameters.items() if name not in new] == list(original.values())
-    shown = pydoc.plain(pydoc.render_doc(HookedTransformer.from_pretrained))
+    shown = pydoc.plain(pydoc.render_doc(MODEL_CLASS.from_pretrained))
     assert "device_map" in shown
     assert "max_memory" in shown
     assert str(documentation).strip().splitlines()[0] in shown
 
 
+@of_hooked_transformer
 def test_a_subclass_from_before_is_patched_and_restored_with_its_base() -> None:
-    class Mine(HookedTransformer):
+    class Mine(MODEL_CLASS):
         pass
 
     assert "device_map" in inspect.signature(Mine.from_pretrained).parameters
@@ -193,20 +203,33 @@ def test_a_subclass_from_before_is_patched_and_restored_with_its_base() -> None:
     assert not {"from_pretrained", "to"} & vars(Mine).keys()
 
 
-def test_transformer_bridge_and_its_weight_processing_stay_as_they_were() -> None:
-    if not hasattr(transformer_lens, "weight_processing"):
-        pytest.skip("this TransformerLens has no TransformerBridge")
+def test_transformer_lens_own_weight_processing_stays_as_it_was() -> None:
+    """HookedTransformer and TransformerBridge share it, and neither is to change for the other."""
+    if not importlib.util.find_spec("transformer_lens.weight_processing"):
+        pytest.skip("this TransformerLens has no ProcessWeights")
     importlib.import_module("transformer_lens.model_bridge")
     patched = parts_of_transformer_lens()
-    bridge = [path for path in patched if "TransformerBridge." in path]
-    processing = [path for path in patched if "ProcessWeights." in path]
-    assert len(bridge) > 10
+    processing = {path for path in patched if "ProcessWeights." in path}
     assert len(processing) > 10
     with tl_devicefix.unpatched():
         differences = changed(parts_of_transformer_lens(), patched)
-    assert not differences & {*bridge, *processing}
+    assert not differences & processing
 
 
+@pytest.mark.skipif(
+    installed() < Version("3.0") or has_bridge(), reason="its TransformerBridge is patched, or none"
+)
+def test_a_transformer_bridge_that_is_not_known_stays_as_it_was() -> None:
+    importlib.import_module("transformer_lens.model_bridge")
+    patched = parts_of_transformer_lens()
+    bridge = {path for path in patched if "TransformerBridge." in path}
+    assert len(bridge) > 10
+    with tl_devicefix.unpatched():
+        differences = changed(parts_of_transformer_lens(), patched)
+    assert not differences & bridge
+
+
+@of_hooked_transformer
 def test_a_module_that_is_imported_while_patched_is_restored_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

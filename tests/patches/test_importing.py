@@ -12,6 +12,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+from tl_devicefix.versions import has_hooked_transformer
+
 TRANSFORMER_LENS_FIRST = """
     import inspect, sys
 
@@ -63,6 +65,31 @@ DEVICEFIX_FIRST = """
     assert left == set(), left
 """
 
+BRIDGE_FIRST = """
+    from tl_parts import changed, parts_of_transformer_lens
+    from transformer_lens.model_bridge import TransformerBridge
+
+    original = parts_of_transformer_lens()
+    import tl_devicefix
+
+    replaced = changed(original, parts_of_transformer_lens())
+    assert any(path.endswith("TransformerBridge.boot_transformers") for path in replaced)
+    tl_devicefix.restore()
+    left = changed(original, parts_of_transformer_lens())
+    assert left == set(), left
+"""
+
+DEVICEFIX_BEFORE_BRIDGE = """
+    import tl_devicefix
+    from tl_parts import ours, parts_of_transformer_lens
+
+    replaced = {path.partition(":")[2] for path in ours(parts_of_transformer_lens())}
+    assert "TransformerBridge.process_weights" in replaced
+    tl_devicefix.restore()
+    left = ours(parts_of_transformer_lens())
+    assert left == set(), left
+"""
+
 DISABLED = """
     import sys
 
@@ -89,9 +116,14 @@ def start(script: str, disable: str | None) -> subprocess.Popen[str]:
 
 
 def test_importing_first_or_last_or_disabled() -> None:
+    hooked = has_hooked_transformer()
     interpreters = {
-        "TransformerLens first": start(TRANSFORMER_LENS_FIRST, disable=None),
-        "tl_devicefix first": start(DEVICEFIX_FIRST, disable="0"),
+        "TransformerLens first": start(
+            TRANSFORMER_LENS_FIRST if hooked else BRIDGE_FIRST, disable=None
+        ),
+        "tl_devicefix first": start(
+            DEVICEFIX_FIRST if hooked else DEVICEFIX_BEFORE_BRIDGE, disable="0"
+        ),
         "disabled": start(DISABLED, disable="1"),
     }
     errors = {name: run.communicate(timeout=300)[1] for name, run in interpreters.items()}

@@ -9,14 +9,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from tl_parts import changed, parts_of_transformer_lens
-from transformer_lens import HookedTransformer
+from tl_parts import MODEL_CLASS, changed, parts_of_transformer_lens
 
 import tl_devicefix
 from tl_devicefix.patches import is_applied
-from tl_devicefix.versions import UnsupportedTransformerLens
+from tl_devicefix.versions import UnsupportedTransformerLens, has_bridge, has_hooked_transformer
 
 VERSION = importlib.metadata.version("transformer_lens")
+
+of_hooked_transformer = pytest.mark.skipif(
+    not has_hooked_transformer(), reason="this TransformerLens has no HookedTransformer"
+)
 
 
 @pytest.fixture
@@ -44,22 +47,22 @@ def refuses() -> Callable[..., Any]:
     return refuses
 
 
-@pytest.mark.parametrize("version", ["4.0.0", "4.0.0.dev3", "4.1b1", "5.2"])
-def test_version_4_has_no_hooked_transformer_to_patch(
+@pytest.mark.parametrize("version", ["5.0.0", "5.0.0.dev3", "5.1b1", "6.2"])
+def test_a_version_that_is_too_new_is_not_patched(
     version: str, monkeypatch_unpatched: pytest.MonkeyPatch, refuses: Any
 ) -> None:
     monkeypatch_unpatched.setattr(importlib.metadata, "version", lambda _: version)
     for do in (tl_devicefix.apply, tl_devicefix.patched().__enter__, tl_devicefix.report):
-        with refuses(f"transformer_lens {version}", "transformer_lens<4"):
+        with refuses(version, "transformer_lens<5"):
             do()
 
 
-def test_importing_beside_version_4_says_the_same(
+def test_importing_beside_such_a_version_says_the_same(
     monkeypatch_unpatched: pytest.MonkeyPatch, refuses: Any
 ) -> None:
-    monkeypatch_unpatched.setattr(importlib.metadata, "version", lambda _: "4.0.0")
+    monkeypatch_unpatched.setattr(importlib.metadata, "version", lambda _: "5.0.0")
     monkeypatch_unpatched.delenv("TL_DEVICEFIX_DISABLE", raising=False)
-    with refuses("transformer_lens 4.0.0", "transformer_lens<4"):
+    with refuses("5.0.0", "transformer_lens<5"):
         importlib.reload(tl_devicefix)
     monkeypatch_unpatched.setenv("TL_DEVICEFIX_DISABLE", "1")
     importlib.reload(tl_devicefix)
@@ -69,21 +72,26 @@ def test_a_version_that_is_too_old_is_to_be_upgraded(
     monkeypatch_unpatched: pytest.MonkeyPatch, refuses: Any
 ) -> None:
     monkeypatch_unpatched.setattr(importlib.metadata, "version", lambda _: "2.15.4")
-    with refuses("2.15.4", "2.16.1 <= transformer_lens < 4", "upgrade"):
+    with refuses("2.15.4", "2.16.1 <= transformer_lens < 5", "upgrade"):
         tl_devicefix.apply()
 
 
-@pytest.mark.parametrize("name", ["fold_value_biases", "from_pretrained", "get_caching_hooks"])
+OF_HOOKED_TRANSFORMER = ["fold_value_biases", "from_pretrained", "get_caching_hooks"]
+OF_BRIDGE = ["process_weights", "boot_transformers", "get_caching_hooks"]
+
+
+@pytest.mark.parametrize("name", OF_HOOKED_TRANSFORMER if has_hooked_transformer() else OF_BRIDGE)
 def test_a_target_that_is_missing_is_named(
     name: str, monkeypatch_unpatched: pytest.MonkeyPatch, refuses: Any
 ) -> None:
-    for owner in HookedTransformer.__mro__:
+    for owner in MODEL_CLASS.__mro__:
         if name in vars(owner):
             monkeypatch_unpatched.delattr(owner, name)
-    with refuses(f"HookedTransformer.{name}", VERSION, "left as it was"):
+    with refuses(f"{MODEL_CLASS.__name__}.{name}", VERSION, "left as it was"):
         tl_devicefix.apply()
 
 
+@of_hooked_transformer
 def test_a_function_that_is_missing_is_named(
     monkeypatch_unpatched: pytest.MonkeyPatch, refuses: Any
 ) -> None:
@@ -92,6 +100,16 @@ def test_a_function_that_is_missing_is_named(
         if name == "get_device_for_block_index":
             monkeypatch_unpatched.delattr(importlib.import_module(module), name)
     with refuses("get_device_for_block_index", VERSION, "left as it was"):
+        tl_devicefix.apply()
+
+
+@pytest.mark.skipif(not has_bridge(), reason="this TransformerLens has no TransformerBridge")
+def test_what_is_only_called_has_to_be_there_too(
+    monkeypatch_unpatched: pytest.MonkeyPatch, refuses: Any
+) -> None:
+    steps = importlib.import_module("transformer_lens.weight_processing").ProcessWeights
+    monkeypatch_unpatched.delattr(steps, "_fold_layer")
+    with refuses("ProcessWeights._fold_layer", VERSION, "left as it was"):
         tl_devicefix.apply()
 
 
@@ -104,6 +122,7 @@ def from_pretrained(cls: Any, name: str) -> None: ...
 def get_device_for_block_index(cfg: Any, index: int) -> None: ...
 
 
+@of_hooked_transformer
 @pytest.mark.parametrize(
     ("changed_to", "takes"),
     [
@@ -120,9 +139,9 @@ def test_a_target_with_an_unknown_signature_is_named(
     refuses: Any,
 ) -> None:
     name = changed_to.__name__
-    if hasattr(HookedTransformer, name):
+    if hasattr(MODEL_CLASS, name):
         value = classmethod(changed_to) if takes.startswith("(cls") else changed_to
-        monkeypatch_unpatched.setattr(HookedTransformer, name, value)
+        monkeypatch_unpatched.setattr(MODEL_CLASS, name, value)
     else:
         for path in parts_of_transformer_lens():
             if path.endswith(f":{name}"):

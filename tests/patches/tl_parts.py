@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import sys
 from typing import Any
+
+# Without tl_devicefix, whose import is what some tests look at.
+if importlib.util.find_spec("transformer_lens.HookedTransformer"):
+    from transformer_lens import HookedTransformer as MODEL_CLASS
+else:
+    from transformer_lens.model_bridge import TransformerBridge as MODEL_CLASS
+
+__all__ = ["MODEL_CLASS", "changed", "ours", "parts_of_transformer_lens"]
 
 Parts = dict[str, Any]
 
