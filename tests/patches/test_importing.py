@@ -17,7 +17,7 @@ from tl_devicefix.versions import has_hooked_transformer
 TRANSFORMER_LENS_FIRST = """
     import inspect, sys
 
-    from tl_parts import changed, parts_of_transformer_lens
+    from tl_parts import changed, changed_in_modules_of, parts_of_transformer_lens
     import transformer_lens
     from transformer_lens import HookedTransformer, HookedTransformerConfig
 
@@ -43,7 +43,7 @@ TRANSFORMER_LENS_FIRST = """
         assert {p.device.index for p in Mine(cfg).parameters()} == {0, 1}
 
     tl_devicefix.restore()
-    left = changed(original, parts_of_transformer_lens())
+    left = changed_in_modules_of(original, parts_of_transformer_lens())
     assert left == set(), left
 """
 
@@ -66,7 +66,7 @@ DEVICEFIX_FIRST = """
 """
 
 BRIDGE_FIRST = """
-    from tl_parts import changed, parts_of_transformer_lens
+    from tl_parts import changed, changed_in_modules_of, parts_of_transformer_lens
     from transformer_lens.model_bridge import TransformerBridge
 
     original = parts_of_transformer_lens()
@@ -75,7 +75,7 @@ BRIDGE_FIRST = """
     replaced = changed(original, parts_of_transformer_lens())
     assert any(path.endswith("TransformerBridge.boot_transformers") for path in replaced)
     tl_devicefix.restore()
-    left = changed(original, parts_of_transformer_lens())
+    left = changed_in_modules_of(original, parts_of_transformer_lens())
     assert left == set(), left
 """
 

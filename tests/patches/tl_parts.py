@@ -13,7 +13,13 @@ if importlib.util.find_spec("transformer_lens.HookedTransformer"):
 else:
     from transformer_lens.model_bridge import TransformerBridge as MODEL_CLASS
 
-__all__ = ["MODEL_CLASS", "changed", "ours", "parts_of_transformer_lens"]
+__all__ = [
+    "MODEL_CLASS",
+    "changed",
+    "changed_in_modules_of",
+    "ours",
+    "parts_of_transformer_lens",
+]
 
 Parts = dict[str, Any]
 
@@ -37,6 +43,12 @@ def changed(before: Parts, after: Parts) -> set[str]:
     missing = object()
     paths = before.keys() | after.keys()
     return {p for p in paths if before.get(p, missing) is not after.get(p, missing)}
+
+
+def changed_in_modules_of(before: Parts, after: Parts) -> set[str]:
+    """As `changed`, leaving out modules that have been imported since."""
+    modules = {path.partition(":")[0] for path in before}
+    return {path for path in changed(before, after) if path.partition(":")[0] in modules}
 
 
 def ours(parts: Parts) -> set[str]:
