@@ -48,7 +48,11 @@ def changed(before: Parts, after: Parts) -> set[str]:
 def changed_in_modules_of(before: Parts, after: Parts) -> set[str]:
     """As `changed`, leaving out modules that have been imported since."""
     modules = {path.partition(":")[0] for path in before}
-    return {path for path in changed(before, after) if path.partition(":")[0] in modules}
+    return {
+        path
+        for path in changed(before, after)
+        if path.partition(":")[0] in modules and not inspect.ismodule(after.get(path))
+    }
 
 
 def ours(parts: Parts) -> set[str]:
