@@ -131,6 +131,8 @@ def _process_unit(bridge: Any, unit: Unit, processing: Processing) -> None:
         mlp = getattr(unit.components.get(unit.name), "mlp", None)
         if isinstance(mlp, MoEBridge):
             _replace_by_copies(unit.components[unit.name])
+            for name in list(processed):
+                processed[name] = processed[name]  # a copy each, for the same reason
         _replace(unit, given, processed)
         if isinstance(mlp, MoEBridge) and has_batched_experts(mlp) and processing.asked.fold_ln:
             _fold_into_batched_experts(bridge, unit)
