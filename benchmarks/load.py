@@ -1,10 +1,13 @@
 """Loading a checkpoint: wall time and memory of stock TransformerLens, this package, and a floor.
 
-    python benchmarks/load.py [--rounds 3] [--size 1.1B] [--device cpu] [--json FILE]
+    python benchmarks/load.py [--rounds 3] [--size 1.1B] [--device cpu] [--bridge] [--json FILE]
 
 A Llama-shaped bfloat16 checkpoint in several shards is made in a hub cache and loaded by its hub
 name, each time in a process of its own, the loaders taking turns so that noise hits all of them.
 The floor is a plain `AutoModelForCausalLM.from_pretrained` and one private copy of each weight.
+
+With `--bridge`, and where TransformerLens has no HookedTransformer, a TransformerBridge is booted
+and, in the cases that are folded, put into compatibility mode.
 
 Memory is what the load added to the process's anonymous memory (RssAnon: mapped files are not
 counted) at its peak, and what it added to the device's. Both are also given as ratios to the
@@ -26,6 +29,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 # A Llama by a name whose sizes TransformerLens reads from its config.
 HUB_NAME = "01-ai/Yi-6B"
 SIZES = {
@@ -45,7 +50,7 @@ def make_checkpoint(cache: Path, size: str, device: str) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from tl_devicefix.demo import CHECKPOINT
+    import tl_devicefix
 
     repository = cache / f"models--{HUB_NAME.replace('/', '--')}"
     snapshot = repository / "snapshots" / "0"
@@ -60,11 +65,12 @@ def make_checkpoint(cache: Path, size: str, device: str) -> None:
             if "norm" in name:  # initialised to ones, for which folding would do nothing
                 parameter.normal_(1.0, 0.2)
     model.save_pretrained(snapshot, max_shard_size="500MB" if size != "8B" else "4GB")
-    for file in CHECKPOINT.glob("*token*"):
+    shipped = Path(tl_devicefix.__file__).parent / "recall_checkpoint"
+    for file in shipped.glob("*token*"):
         shutil.copy(file, snapshot)
 
 
-def load(loader: str, dtype: str, processed: bool, device: str) -> Any:
+def load(loader: str, dtype: str, processed: bool, device: str, bridge: bool) -> Any:
     """Load the checkpoint in one of the ways compared; returns what has to be held."""
     import torch
 
@@ -78,6 +84,15 @@ def load(loader: str, dtype: str, processed: bool, device: str) -> Any:
         )
         # On another device the weights are a private copy already.
         return model, [p.detach().clone() for p in model.parameters() if device == "cpu"]
+    if bridge:
+        from transformer_lens.model_bridge import TransformerBridge
+
+        booted = TransformerBridge.boot_transformers(
+            HUB_NAME, dtype=getattr(torch, dtype), device=device
+        )
+        if processed:
+            booted.enable_compatibility_mode()
+        return booted
     from transformer_lens import HookedTransformer
 
     of_processing = "from_pretrained" if processed else "from_pretrained_no_processing"
@@ -85,11 +100,17 @@ def load(loader: str, dtype: str, processed: bool, device: str) -> Any:
     return load_model(HUB_NAME, dtype=getattr(torch, dtype), device=device)
 
 
-def run_in_this_process(loader: str, dtype: str, processed: bool, device: str) -> None:
+def run_in_this_process(
+    loader: str, dtype: str, processed: bool, device: str, bridge: bool
+) -> None:
     """Load once, telling the parent process when, and how much the device held at its peak."""
     import torch
     import transformers  # noqa: F401
-    from transformer_lens import HookedTransformer  # noqa: F401
+
+    if bridge:
+        from transformer_lens.model_bridge import TransformerBridge  # noqa: F401
+    else:
+        from transformer_lens import HookedTransformer  # noqa: F401
 
     if loader == "ours":
         import tl_devicefix  # noqa: F401
@@ -100,7 +121,7 @@ def run_in_this_process(loader: str, dtype: str, processed: bool, device: str) -
     print("MEASURE start", flush=True)
     sys.stdin.readline()
     begun = time.perf_counter()
-    held = load(loader, dtype, processed, device)
+    held = load(loader, dtype, processed, device, bridge)
     if on_gpu:
         torch.cuda.synchronize()
     wall = time.perf_counter() - begun
@@ -159,7 +180,9 @@ def compare(cache: Path, case: tuple[str, bool], arguments: argparse.Namespace) 
     runs: dict[str, list[dict[str, Any]]] = {loader: [] for loader in arguments.loaders}
     for _ in range(arguments.rounds):
         for loader, of_loader in runs.items():
-            run = measure(cache, loader, dtype, str(processed), arguments.device)
+            run = measure(
+                cache, loader, dtype, str(processed), arguments.device, str(arguments.bridge)
+            )
             of_loader.append(run)
             print(f"  {loader:<6} {dtype} processed={processed} {run}", file=sys.stderr)
     weights = sum(f.stat().st_size for f in cache.rglob("*.safetensors"))
@@ -202,13 +225,19 @@ def show(results: list[dict[str, Any]]) -> None:
 def main() -> None:
     """Measure and print a table; write JSON if asked."""
     if sys.argv[1:2] == ["--load"]:
-        loader, dtype, processed, device = sys.argv[2:]
-        run_in_this_process(loader, dtype, processed == "True", device)
+        loader, dtype, processed, device, bridge = sys.argv[2:]
+        run_in_this_process(loader, dtype, processed == "True", device, bridge == "True")
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--size", choices=SIZES, default="1.1B")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument(
+        "--bridge",
+        action="store_true",
+        default=Version(version("transformer_lens")) >= Version("4.dev0"),
+        help="boot a TransformerBridge",
+    )
     parser.add_argument("--loaders", nargs="+", choices=LOADERS, default=LOADERS)
     parser.add_argument("--cases", nargs="+", type=int, default=range(len(CASES)), metavar="N")
     parser.add_argument("--cache", type=Path, help="keep the checkpoint here and use it again")
@@ -223,8 +252,9 @@ def main() -> None:
     finally:
         if not arguments.cache:
             shutil.rmtree(cache)
+    model = "TransformerBridge" if arguments.bridge else "HookedTransformer"
     print(
-        f"transformer_lens {version('transformer_lens')}, "
+        f"{model} of transformer_lens {version('transformer_lens')}, "
         f"transformers {version('transformers')}, torch {version('torch')}, "
         f"{arguments.size} on {arguments.device}, {os.cpu_count()} cores"
     )
