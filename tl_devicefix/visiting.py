@@ -27,7 +27,8 @@ from tl_devicefix.placement import Placement
 def let_visit(model: Any, placement: Placement) -> None:
     """Have each offloaded block's weights visit its device when it runs."""
     for block, device in _offloaded_blocks(model, placement):
-        block.forward = ForwardWithVisitors(block, device)  # type: ignore[method-assign]
+        # Not by setattr, which the components of a Bridge hand on to what they wrap.
+        vars(block)["forward"] = ForwardWithVisitors(block, device)
     pin(model, placement)
 
 
@@ -38,7 +39,7 @@ def let_stay(model: Any) -> None:
         if isinstance(run, ForwardWithVisitors):
             del block.forward
             if run.own is not None:
-                block.forward = run.own
+                vars(block)["forward"] = run.own
 
 
 def pin(model: Any, placement: Placement) -> None:

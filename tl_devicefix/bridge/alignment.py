@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from accelerate.hooks import AlignDevicesHook
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -41,8 +42,16 @@ def align_bridge(bridge: Any, placement: Placement) -> None:
         for component in placement.components
         if component.name in modules
     ]
+    _take_inputs_at_home(bridge.original_model, placement.home)
     let_visit(bridge, placement)
     let_hooks_mix(bridge, placement)
+
+
+def _take_inputs_at_home(hf_model: nn.Module, home: torch.device) -> None:
+    """Have accelerate's outermost hook leave tokens and masks where they are to be used."""
+    outermost = getattr(hf_model, "_hf_hook", None)
+    if isinstance(outermost, AlignDevicesHook) and not outermost.offload:
+        outermost.execution_device = home
 
 
 def unalign_bridge(bridge: Any) -> None:

@@ -10,11 +10,13 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import nn
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import PreTrainedModel
 
 from tl_devicefix.bridge.alignment import settle_bridge
-from tl_devicefix.bridge.sizes import Layout, empty_hf_model, layout_of
+from tl_devicefix.bridge.moving import place_bridge
+from tl_devicefix.bridge.sizes import empty_hf_model, layout_of
 from tl_devicefix.bridge.upstream import ArchitectureAdapterFactory, hf_model_class
 from tl_devicefix.devices import simulated_device, with_index
 from tl_devicefix.fitting import check_fit
@@ -61,8 +63,9 @@ def _spreads(wanted: Mapping[str, Any]) -> bool:
     """Whether several devices, or host memory, are asked for."""
     if not wanted.get("load_weights", True):
         return False
-    n_devices, device_map = wanted.get("n_devices"), wanted.get("device_map")
-    return device_map is not None or (n_devices is not None and n_devices != 1)
+    n_devices = wanted.get("n_devices")
+    limited = wanted.get("device_map") is not None or wanted.get("max_memory") is not None
+    return limited or (n_devices is not None and n_devices != 1)
 
 
 # TransformerLens's own functions are wrapped for the time of a boot: one thread at a time.
@@ -82,7 +85,10 @@ def _boot_over_devices(boot: Any, wanted: dict[str, Any]) -> Any:
     if planned.placement is None:
         _settle_where_it_is(bridge)
         return bridge
-    settle_bridge(bridge, planned.placement)
+    if planned.offloads:
+        place_bridge(bridge, planned.placement)
+    else:
+        settle_bridge(bridge, planned.placement)
     return bridge
 
 
@@ -97,6 +103,14 @@ class _PlannedClass:
         self._wanted = wanted
         self._adapter: Any = None
         self.placement: Placement | None = None
+
+    @property
+    def offloads(self) -> bool:
+        """Whether blocks are offloaded. Then the model is loaded to the host, and moved from there.
+
+        transformers would leave them without values, which the Bridge cannot read.
+        """
+        return self.placement is not None and any(c.offloaded for c in self.placement.components)
 
     def watching_for_adapter(self) -> Any:
         """Within it, the adapter that TransformerLens selects is noted."""
@@ -114,6 +128,8 @@ class _PlannedClass:
         if isinstance(real, type) and issubclass(real, PreTrainedModel):
             kwargs.pop("code_revision", None)  # which only the Auto classes take
         kwargs["device_map"], self.placement = self._plan(real, kwargs)
+        if self.offloads:
+            kwargs["device_map"] = {"": "cpu"}
         if self._wanted.get("max_memory") is not None and self.placement is None:
             kwargs["max_memory"] = self._wanted["max_memory"]
         return real.from_pretrained(model_name, **kwargs)
@@ -124,7 +140,7 @@ class _PlannedClass:
         trusted = {name: kwargs[name] for name in ("trust_remote_code",) if name in kwargs}
         empty = empty_hf_model(real, kwargs["config"], kwargs["torch_dtype"], **trusted)
         layout = layout_of(empty, self._adapter)
-        if _is_for_transformers(device_map, layout):
+        if _is_for_transformers(device_map, empty):
             return device_map, None
         placement = decide(
             layout.sizes(empty),
@@ -137,11 +153,11 @@ class _PlannedClass:
         return layout.device_map(empty, placement), placement
 
 
-def _is_for_transformers(device_map: Any, layout: Layout) -> bool:
+def _is_for_transformers(device_map: Any, hf_model: nn.Module) -> bool:
     """Whether a map names modules of the Hugging Face model, or a strategy that is not ours."""
     if isinstance(device_map, Mapping):
-        known = (*layout.paths, *(name.partition(".")[0] for name in layout.paths), "")
-        return not all(key in known for key in device_map)
+        modules = {name for name, _ in hf_model.named_modules() if name}
+        return any(key in modules for key in device_map)
     return isinstance(device_map, str) and device_map.startswith("balanced_")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers.utils.logging as hf_logging
+from packaging.version import Version
 from torch import nn
 from transformer_lens.model_bridge.generalized_components.moe import MoEBridge, has_batched_experts
 from transformer_lens.utilities.bridge_components import apply_fn_to_all_components
@@ -23,6 +24,9 @@ from tl_devicefix.bridge.steps import BLOCK, Processing, private_copies
 from tl_devicefix.bridge.units import Unit, device_of, units
 from tl_devicefix.folding import Steps, Weights, WorkingCopies
 from tl_devicefix.patches import original
+from tl_devicefix.placement import Placement, in_short
+from tl_devicefix.versions import installed
+from tl_devicefix.visiting import pin
 
 
 def enable_compatibility_mode(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -67,7 +71,8 @@ def process_weights(
     See `TransformerBridge.process_weights`. At most one component is held twice on a device.
 
     Raises:
-        ValueError: if the attention matrices cannot be refactored.
+        ValueError: if the attention matrices cannot be refactored, or, with TransformerLens 3, if
+            blocks are offloaded.
         NotImplementedError: if weights are packed (quantised), or have no values.
     """
     if self._weights_processed:
@@ -84,6 +89,7 @@ def process_weights(
             remedy="Load the model dequantized, or use the bridge without weight processing "
             "(enable_compatibility_mode(no_processing=True)).",
         )
+    _refuse_offloaded(self)
     if center_unembed and (getattr(self.cfg, "output_logits_soft_cap", None) or 0) > 0:
         logging.warning("center_unembed=True cannot be done with a logit softcap: set to False.")
         center_unembed = False
@@ -96,6 +102,17 @@ def process_weights(
     )
     with all_or_nothing() as originals:
         _process(self, Processing(steps, self.cfg, self.adapter), originals, verbose)
+
+
+def _refuse_offloaded(bridge: Any) -> None:
+    placement: Placement | None = getattr(bridge, "placement", None)
+    offloaded = [c.name for c in placement.components if c.offloaded] if placement else []
+    if offloaded and installed() < Version("4.dev0"):
+        raise ValueError(
+            f"{in_short(offloaded)} are offloaded, but TransformerLens {installed()} keeps folded "
+            "MLP weights beside a Bridge's parameters, where they cannot visit a device: leave the "
+            "weights unprocessed (no_processing=True), offload nothing, or use TransformerLens 4"
+        )
 
 
 def _process(bridge: Any, processing: Processing, originals: Originals, verbose: bool) -> None:
@@ -112,6 +129,8 @@ def _process(bridge: Any, processing: Processing, originals: Originals, verbose:
             originals.make_room(modules, _in_use(bridge))
             progress.update()
     bridge.adapter.postprocess_weights(bridge)
+    if getattr(bridge, "placement", None) is not None:
+        pin(bridge, bridge.placement)  # the weights are other tensors now
     bridge._weights_processed = True
 
 
@@ -120,6 +139,9 @@ def _process_unit(bridge: Any, unit: Unit, processing: Processing) -> None:
     unit.weights = {}
     if device is None:
         return
+    placement: Placement | None = getattr(bridge, "placement", None)
+    if placement is not None:
+        device = placement.device_for(unit.name)  # where it runs, if it is offloaded
     with torch.no_grad():
         processed = private_copies(_named_for_steps(unit.name, given), device)
         if unit.name in ("embed", "pos_embed"):

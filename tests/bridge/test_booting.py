@@ -1,0 +1,158 @@
+"""`boot_transformers` over several devices: what may be asked for, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from comparison import assert_agrees
+from dispatching import dispatched
+from hf_models import N_LAYERS
+from transformer_lens.model_bridge import TransformerBridge
+
+import tl_devicefix
+
+
+def devices_of(bridge: Any) -> dict[str, torch.device]:
+    """Where the weights of each component really are."""
+    modules = dict(bridge.named_modules())
+    found = {}
+    for component in bridge.placement.components:
+        devices = {p.device for p in modules[component.name].parameters()}
+        assert len(devices) <= 1, f"{component.name} is on {devices}"
+        if devices:
+            found[component.name] = devices.pop()
+    return found
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_what_tokens_and_logits_need_is_at_home_and_blocks_in_ranges(
+    name: str, machine: Any, boot: Any
+) -> None:
+    bridge = boot(name, n_devices=4)
+    where = devices_of(bridge)
+
+    assert where == {n: d for n, d in bridge.placement.device_map.items() if n in where}
+    assert {where[n] for n in ("embed", "ln_final", "unembed")} == {machine.devices[0]}
+    blocks = [where[f"blocks.{layer}"].index for layer in range(N_LAYERS)]
+    assert blocks == sorted(blocks)
+    assert set(blocks) == {0, 1, 2, 3}
+    assert bridge.cfg.n_devices == 4
+    assert torch.device(bridge.cfg.device) == machine.devices[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "used"),
+    [
+        ({"n_devices": 2, "device": "sim:1"}, {1, 2}),
+        ({"device_map": "balanced"}, {0, 1, 2, 3}),
+        ({"device_map": "auto", "max_memory": {0: "1GiB", 2: "1GiB"}}, {0, 2}),
+        ({"device_map": "sequential"}, {0}),
+        ({"device_map": {"": 3}}, {3}),
+        ({"device_map": {"": 0, "blocks.2": 1, "blocks.3": 2}}, {0, 1, 2}),
+    ],
+    ids=str,
+)
+def test_devices_are_named_as_for_hooked_transformer(
+    options: dict[str, Any],
+    used: set[int],
+    machine: Any,
+    boot: Any,
+    references: Any,
+    tokens: torch.Tensor,
+) -> None:
+    bridge = boot("llama", **options)
+
+    assert {device.index for device in devices_of(bridge).values()} == used
+    assert {device.index for device in bridge.placement.devices} == used
+    home = bridge.placement.home
+    assert_agrees(bridge(tokens.to(home)), references("llama")(tokens), home)
+
+
+@pytest.mark.fails_unpatched
+def test_a_map_of_hugging_face_modules_is_honoured(
+    machine: Any, boot: Any, references: Any, tokens: torch.Tensor
+) -> None:
+    """The unpatched release honours it too, and then fails to read its cache."""
+    spread = dispatched("llama", machine.devices)
+    bridge = boot("llama", device_map=spread)
+
+    modules = dict(bridge.original_model.named_modules())
+    for path, device in spread.items():
+        assert {str(p.device) for p in modules[path].parameters()} <= {device}
+    home = machine.devices[0]
+    logits, cache = bridge.run_with_cache(tokens.to(home))
+    expected, expected_cache = references("llama").run_with_cache(tokens)
+    assert_agrees(logits, expected, home)
+    assert_agrees(cache.accumulated_resid(), expected_cache.accumulated_resid(), home)
+
+
+def test_a_model_that_accelerate_has_dispatched_is_taken_as_it_lies(
+    machine: Any, boot: Any, hf_models: Any, checkpoints: Any, references: Any, tokens: torch.Tensor
+) -> None:
+    spread = dispatched("llama", machine.devices)
+    hf_model = accelerate.dispatch_model(copy.deepcopy(hf_models("llama")), spread)
+    bridge = TransformerBridge.boot_transformers(str(checkpoints("llama")), hf_model=hf_model)
+
+    assert bridge.original_model is hf_model
+    assert bridge.placement.device_of("ln_final") == machine.devices[3]
+    bridge.enable_compatibility_mode()
+    expected = references("llama", compatible=True)
+    _, cache = bridge.run_with_cache(tokens)
+    _, expected_cache = expected.run_with_cache(tokens)
+    assert_agrees(cache.decompose_resid(), expected_cache.decompose_resid(), machine.devices[0])
+
+
+def test_one_device_is_left_to_transformer_lens(machine: Any, boot: Any) -> None:
+    for options in ({}, {"n_devices": 1}, {"device": "sim:2"}):
+        bridge = boot("llama", **options)
+        assert not hasattr(bridge, "placement")
+        assert {p.device for p in bridge.parameters()} == {
+            torch.device(options.get("device", "sim:0"))
+        }
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"n_devices": 5}, "needs 5 devices"),
+        ({"n_devices": 2, "device_map": "auto"}, "leave n_devices out"),
+        ({"n_devices": 2, "max_memory": {0: "1KiB", 1: "1KiB"}}, "do not fit"),
+        ({"device_map": {"embed": 0}}, "says nothing of"),
+        ({"device_map": {"": 0, "blocks.9": 1}}, "no component"),
+        ({"device_map": "balance"}, "neither a device"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_together_is_refused_in_one_sentence(
+    options: dict[str, Any], says: str, machine: Any, boot: Any
+) -> None:
+    with pytest.raises(ValueError, match=says) as caught:
+        boot("llama", **options)
+    assert "\n" not in str(caught.value)
+    assert sum(machine.memory_allocated(index) for index in range(4)) == 0
+
+
+def test_each_device_gets_masks_and_rotary_tables_once(
+    machine: Any, boot: Any, tokens: torch.Tensor
+) -> None:
+    bridge = boot("llama", n_devices=3)
+    at_home = tokens.to(machine.devices[0])
+    with torch.no_grad():
+        bridge(at_home)
+        machine.reset_transfers()
+        bridge(at_home)
+
+    # To each of the two others: the residual stream, a mask, a cosine, a sine, and positions. And
+    # the residual stream back home.
+    assert len([each for each in machine.transfers if each.bytes]) == 2 * 5 + 1
+
+
+def test_the_signature_is_that_of_the_installed_release() -> None:
+    patched = inspect.signature(TransformerBridge.boot_transformers)
+    with tl_devicefix.unpatched():
+        assert inspect.signature(TransformerBridge.boot_transformers) == patched

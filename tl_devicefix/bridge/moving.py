@@ -1,0 +1,45 @@
+"""Move a Bridge that is on the host over a placement's devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tl_devicefix.bridge.alignment import settle_bridge
+from tl_devicefix.placement import Placement
+
+
+def place_bridge(bridge: Any, placement: Placement) -> None:
+    """Move each component to its planned device, and the rest home; make the Bridge run over them.
+
+    Args:
+        bridge: on the host, without hooks of accelerate's.
+        placement: its blocks may be offloaded: only their buffers go to the device.
+    """
+    hf_model = bridge.original_model
+    # By which TransformerLens, and transformers, would think that accelerate offloads to the CPU.
+    vars(hf_model).pop("hf_device_map", None)
+    modules = dict(bridge.named_modules())
+    placed: set[int] = set()
+    for component in placement.components:
+        module = modules.get(component.name)
+        if module is not None:
+            _move(module, component.device, component.stored_on, placed)
+    _move(hf_model, placement.home, placement.home, placed)
+    settle_bridge(bridge, placement)
+
+
+def _move(
+    module: torch.nn.Module, device: torch.device, stored_on: torch.device, placed: set[int]
+) -> None:
+    """Move what is in a module, and was not moved before, in place."""
+    for each in module.modules():
+        for parameter in each.parameters(recurse=False):
+            if id(parameter) not in placed and parameter.device != stored_on:
+                parameter.data = parameter.data.to(stored_on)
+            placed.add(id(parameter))
+        for name, buffer in each.named_buffers(recurse=False):
+            if id(buffer) not in placed:
+                each._buffers[name] = buffer.to(device)
+                placed.add(id(each._buffers[name]))
