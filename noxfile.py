@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import nox
 
-nox.options.sessions = ["lint", "package", "tests-3.9.0", "tests-2.18.0"]
+nox.options.sessions = ["lint", "package", "tests-3.9.0", "tests-4.3.0", "tests-2.18.0"]
 nox.options.default_venv_backend = "venv"
 
 # TransformerLens 2.x was released before numpy 2, pyarrow 20, datasets 4 and transformers 5.
@@ -39,7 +39,7 @@ def package(session: nox.Session) -> None:
 
 
 # Those that CI runs; the others are for `nox -s tests-3.5.1`.
-IN_CI = ("3.9.0", "2.18.0")
+IN_CI = ("3.9.0", "4.3.0", "2.18.0")
 
 
 def add_tests(transformer_lens: str) -> None:
@@ -47,7 +47,9 @@ def add_tests(transformer_lens: str) -> None:
 
     @nox.session(name=f"tests-{transformer_lens}")
     def tests(session: nox.Session) -> None:
-        install(session, transformer_lens, "-e", ".[test,notebooks]")
+        # SAELens subclasses HookedTransformer, which TransformerLens 4 has not.
+        libraries = "" if transformer_lens.startswith("4.") else ",sae-lens"
+        install(session, transformer_lens, "-e", f".[test,notebooks{libraries}]")
         session.run("pytest", "-n", "2", *session.posargs)
         if transformer_lens in IN_CI and not session.posargs:
             session.run("pytest", "--nbmake", "notebooks", "-n", "2")

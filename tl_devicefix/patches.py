@@ -255,6 +255,7 @@ def _check_target(patch: Patch) -> None:
 
 def _as_found(patch: Patch, there: Any) -> Any:
     """The replacement in the form of what it replaces: a classmethod stays one."""
+    assert patch.replacement is not None
     if isinstance(there, classmethod):
         return _classmethod_like(there, patch.replacement)
     if isinstance(there, property):
