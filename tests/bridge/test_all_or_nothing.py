@@ -12,6 +12,7 @@ from dispatching import dispatched
 from hf_models import N_LAYERS
 from transformer_lens.weight_processing import ProcessWeights
 
+import tl_devicefix
 from tl_devicefix.bridge import originals
 
 
@@ -118,3 +119,24 @@ def test_processing_twice_is_once(
 
     assert "already applied" in caplog.text
     assert_same_tensors(on_cpu(bridge.state_dict()), values, tolerance=0)
+
+
+def test_a_device_without_room_is_named_with_what_was_being_processed(
+    boot: Any, tokens: torch.Tensor
+) -> None:
+    with tl_devicefix.simulate(2, memory="1MiB") as machine:
+        bridge = boot("llama", n_devices=2)
+        logits = bridge(tokens)
+        room = machine.mem_get_info(1)[0]
+        filler = torch.empty(room - 2**12, dtype=torch.uint8, device=machine.devices[1])
+
+        with pytest.raises(
+            torch.OutOfMemoryError, match=r"while blocks\.\d was processed"
+        ) as caught:
+            bridge.enable_compatibility_mode()
+
+        assert "\n" not in str(caught.value)
+        del filler
+        assert_agrees(bridge(tokens), logits, tolerance=0)
+        bridge.enable_compatibility_mode()
+        assert_agrees(bridge(tokens).log_softmax(-1), logits.log_softmax(-1))

@@ -1,4 +1,4 @@
-"""Move a Bridge that is on the host over a placement's devices."""
+"""Move a Bridge: over a placement's devices from the host, or to another dtype."""
 
 from __future__ import annotations
 
@@ -8,6 +8,32 @@ import torch
 
 from tl_devicefix.bridge.alignment import settle_bridge
 from tl_devicefix.placement import Placement
+
+
+def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """See `TransformerBridge.to`. A dtype keeps the placement, which weighs what it then does.
+
+    As in TransformerLens, a Bridge over several devices is not moved to one, with a warning.
+    """
+    moved = original(type(self), "to")(self, *args, **kwargs)
+    placement: Placement | None = getattr(self, "placement", None)
+    if placement is not None:
+        settle_bridge(self, placement.reweighed(sizes_now(self, placement)))
+    return moved
+
+
+def sizes_now(bridge: Any, placement: Placement) -> list[ComponentSize]:
+    """What each component of a placement weighs, as the Bridge has it."""
+    modules = dict(bridge.named_modules())
+    sizes = []
+    for component in placement.components:
+        module = modules.get(component.name)
+        weights, buffers = component.weights, component.buffers
+        if module is not None:
+            weights = sum(each.nbytes for each in module.parameters())
+            buffers = sum(each.nbytes for each in module.buffers())
+        sizes.append(ComponentSize(component.name, weights, buffers))
+    return sizes
 
 
 def place_bridge(bridge: Any, placement: Placement) -> None:

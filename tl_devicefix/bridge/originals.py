@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import tempfile
+import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -70,13 +71,27 @@ class Originals:
         return torch.load(file, mmap=True, weights_only=True)
 
     def put_back(self) -> None:
-        """Restore everything that is kept."""
+        """Restore everything that is kept.
+
+        Raises:
+            torch.OutOfMemoryError: if others have taken a device's memory meanwhile. The values are
+                what they were all the same, but some are on the host.
+        """
         for owner, state in self._states:
             vars(owner).clear()
             vars(owner).update(state)
-        while self._left:
-            _, (tensor, device) = self._left.popitem()
-            tensor.data = tensor.data.to(device)
+        full: set[str] = set()
+        for tensor, device in self._left.values():
+            try:
+                tensor.data = tensor.data.to(device)
+            except torch.OutOfMemoryError:
+                full.add(str(device))
+        if full:
+            raise torch.OutOfMemoryError(
+                f"the weights are what they were, but {', '.join(sorted(full))} has no room for "
+                "all of them any more, and the rest is on the host: free memory there, and call "
+                "tl_devicefix.check(bridge, repair=True)"
+            )
 
 
 _ROOM_LEFT = 2 * 2**30
@@ -90,6 +105,8 @@ def all_or_nothing() -> Iterator[Originals]:
         originals = Originals(directory)
         try:
             yield originals
-        except BaseException:
+        except BaseException as error:
+            # Its frames hold the weights that were being processed, in whose place others go.
+            traceback.clear_frames(error.__traceback__)
             originals.put_back()
             raise

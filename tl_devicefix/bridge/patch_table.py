@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tl_devicefix import activations, alignment, gathering
-from tl_devicefix.bridge import booting, caching, processing
+from tl_devicefix.bridge import booting, caching, moving, processing
 from tl_devicefix.bridge import gathering as bridge_gathering
 from tl_devicefix.patches import Patch
 
@@ -41,6 +41,7 @@ PATCHES = (
         "what leaves the model is at home",
         **BRIDGE,
     ),
+    Patch("to", moving.to, ("self",), "a dtype keeps the placement", **BRIDGE),
     Patch(
         "run_with_cache",
         caching.run_with_cache,

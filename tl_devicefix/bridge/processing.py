@@ -6,6 +6,7 @@ take the place of the old ones; if anything fails on the way, all weights are wh
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -74,6 +75,7 @@ def process_weights(
         ValueError: if the attention matrices cannot be refactored, or, with TransformerLens 3, if
             blocks are offloaded.
         NotImplementedError: if weights are packed (quantised), or have no values.
+        torch.OutOfMemoryError: saying at which component; the weights are what they were.
     """
     if self._weights_processed:
         logging.warning(
@@ -125,13 +127,28 @@ def _process(bridge: Any, processing: Processing, originals: Originals, verbose:
                 print(f"Processing {unit.name}")
             modules = list(unit.modules())
             originals.keep(*modules)
-            _process_unit(bridge, unit, processing)
+            with _naming(unit.name):
+                _process_unit(bridge, unit, processing)
             originals.make_room(modules, _in_use(bridge))
             progress.update()
     bridge.adapter.postprocess_weights(bridge)
     if getattr(bridge, "placement", None) is not None:
         pin(bridge, bridge.placement)  # the weights are other tensors now
     bridge._weights_processed = True
+
+
+@contextlib.contextmanager
+def _naming(unit: str) -> Iterator[None]:
+    """Say what was being processed when a device had no room for it."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        reason = " ".join(str(error).split())
+        raise torch.OutOfMemoryError(
+            f"a device ran out of memory while {unit} was processed, which takes three times its "
+            f"weights in float32 beside the model ({reason}): the weights are what they were; free "
+            "memory there, or boot the model with less on that device by max_memory"
+        ) from error
 
 
 def _process_unit(bridge: Any, unit: Unit, processing: Processing) -> None:
