@@ -156,3 +156,26 @@ def test_the_signature_is_that_of_the_installed_release() -> None:
     patched = inspect.signature(TransformerBridge.boot_transformers)
     with tl_devicefix.unpatched():
         assert inspect.signature(TransformerBridge.boot_transformers) == patched
+
+
+def test_another_dtype_keeps_the_placement_at_half_the_weight(
+    machine: Any, boot: Any, tokens: torch.Tensor
+) -> None:
+    bridge = boot("llama", n_devices=3)
+    before = bridge.placement
+
+    bridge.to(torch.bfloat16)
+
+    assert bridge.placement.device_map == before.device_map
+    assert [bridge.placement.bytes_on(index) for index in (1, 2)] == [
+        before.bytes_on(index) // 2 for index in (1, 2)
+    ]
+    assert bridge(tokens).dtype == torch.bfloat16
+
+
+def test_a_copy_runs_over_the_same_devices(machine: Any, boot: Any, tokens: torch.Tensor) -> None:
+    bridge = boot("llama", n_devices=3)
+    copied = copy.deepcopy(bridge)
+
+    assert copied.placement == bridge.placement
+    assert_agrees(copied(tokens), bridge(tokens), machine.devices[0], tolerance=0)

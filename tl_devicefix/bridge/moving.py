@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from tl_devicefix.bridge.alignment import settle_bridge
+from tl_devicefix.components import ComponentSize
+from tl_devicefix.patches import original
 from tl_devicefix.placement import Placement
 
 
