@@ -141,7 +141,10 @@ class _PlannedClass:
         empty = empty_hf_model(real, kwargs["config"], kwargs["torch_dtype"], **trusted)
         layout = layout_of(empty, self._adapter)
         if _is_for_transformers(device_map, empty):
-            return device_map, None
+            by_component = layout.by_component(device_map) if device_map is not None else None
+            if by_component is None:
+                return device_map, None
+            device_map = by_component
         placement = decide(
             layout.sizes(empty),
             wanted.get("n_devices"),

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
 from tl_devicefix.bridge.upstream import adapter_for, hf_model_class
-from tl_devicefix.components import ComponentSize, is_block
+from tl_devicefix.components import ComponentSize
 from tl_devicefix.known_configs import known_config
 from tl_devicefix.placement import Placement
 
@@ -53,21 +53,36 @@ class Layout:
 
     def device_map(self, hf_model: nn.Module, placement: Placement) -> dict[str, str]:
         """A placement as accelerate's `device_map` for `hf_model`: no path lies within another."""
-        of_blocks = {
-            path: str(placement.device_of(name))
-            for name, path in self.paths.items()
-            if is_block(name)
-        }
-        return dict(_cover("", hf_model, of_blocks, str(placement.home)))
+        placed = {path: str(placement.device_of(name)) for name, path in self.paths.items()}
+        return dict(_cover("", hf_model, placed, str(placement.home)))
+
+    def by_component(self, device_map: Mapping[str, Any]) -> dict[str, Any] | None:
+        """A map of modules of the Hugging Face model as one of components.
+
+        None if it is not one: it leaves one out, divides one, or keeps some on the disk.
+        """
+        if any(str(device) in ("disk", "meta") for device in device_map.values()):
+            return None
+        components = {}
+        for name, path in self.paths.items():
+            if any(key.startswith(f"{path}.") for key in device_map):
+                return None
+            prefixes = [
+                key for key in device_map if key == "" or path == key or path.startswith(f"{key}.")
+            ]
+            if not prefixes:
+                return None
+            components[name] = device_map[max(prefixes, key=len)]
+        return components
 
 
 def _cover(
-    path: str, module: nn.Module, of_blocks: Mapping[str, str], home: str
+    path: str, module: nn.Module, placed: Mapping[str, str], home: str
 ) -> Iterator[tuple[str, str]]:
-    """Each outermost module that is on one device by its path; blocks' devices are given."""
-    if path in of_blocks:
-        yield path, of_blocks[path]
-    elif path and not any(block.startswith(f"{path}.") for block in of_blocks):
+    """Each outermost module that is on one device by its path; the components' are given."""
+    if path in placed:
+        yield path, placed[path]
+    elif path and not any(inside.startswith(f"{path}.") for inside in placed):
         yield path, home
     else:
         prefix = f"{path}." if path else ""
@@ -75,7 +90,7 @@ def _cover(
         for name, _ in own:
             yield f"{prefix}{name}", home
         for name, child in module.named_children():
-            yield from _cover(f"{prefix}{name}", child, of_blocks, home)
+            yield from _cover(f"{prefix}{name}", child, placed, home)
 
 
 def layout_of(hf_model: nn.Module, adapter: Any) -> Layout:
