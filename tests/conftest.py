@@ -24,7 +24,7 @@ if has_hooked_transformer():
 
 OF_BRIDGE = ["bridge"]
 OF_HOOKED_TRANSFORMER = [
-    *("checking", "command_line", "folding", "libraries", "loading", "parity", "placement"),
+    *("checking", "folding", "libraries", "loading", "parity", "placement"),
     *("rehearsal", "running", "sources", "surface"),
     *("patches/test_apply_and_restore.py", "simulation/test_models.py"),
 ]
