@@ -24,7 +24,7 @@ if has_hooked_transformer():
 
 OF_BRIDGE = ["bridge"]
 OF_HOOKED_TRANSFORMER = [
-    *("checking", "command_line", "folding", "libraries", "loading", "parity", "placement"),
+    *("checking", "folding", "libraries", "loading", "parity", "placement"),
     *("rehearsal", "running", "sources", "surface"),
     "simulation/test_models.py",
 ]

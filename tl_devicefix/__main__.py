@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m tl_devicefix", description="HookedTransformer over several devices."
+        prog="python -m tl_devicefix", description="TransformerLens models over several devices."
     )
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser(

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from transformer_lens import HookedTransformer
 from transformers import AutoModelForCausalLM
 
 from tl_devicefix.devices import default_device, device_count
 from tl_devicefix.recall_task import RecallPrompt, recall_prompts
 from tl_devicefix.simulation import simulate
+from tl_devicefix.versions import has_hooked_transformer
 
 CHECKPOINT = Path(__file__).parent / "recall_checkpoint"
 """The small trained checkpoint that ships with the package; see its README."""
@@ -31,7 +31,7 @@ def run_demo(n_devices: int) -> bool:
     """
     with devices_for(n_devices) as where:
         print(where)
-        model: Any = HookedTransformer.from_pretrained(str(CHECKPOINT), n_devices=n_devices)
+        model = load_checkpoint(n_devices)
         print(f"\n{model.placement}\n")
         prompts = recall_prompts(N_PROMPTS, seed=SEED, n_facts=N_FACTS)
         tokens = model.to_tokens([prompt.text for prompt in prompts])
@@ -48,6 +48,28 @@ def run_demo(n_devices: int) -> bool:
         patterns = [cache["pattern", layer] for layer in range(model.cfg.n_layers)]
         _show_heads(model, prompts, patterns)
     return difference < TOLERANCE
+
+
+def load_checkpoint(n_devices: int, device: torch.device | None = None) -> Any:
+    """Load the shipped checkpoint, folded: as a HookedTransformer, or a Bridge if there is none.
+
+    Args:
+        n_devices: how many devices it is to lie on.
+        device: the first of them, by default the default device.
+    """
+    if has_hooked_transformer():
+        from transformer_lens import HookedTransformer
+
+        return HookedTransformer.from_pretrained(
+            str(CHECKPOINT), n_devices=n_devices, device=device
+        )
+    from transformer_lens.model_bridge import TransformerBridge
+
+    bridge = TransformerBridge.boot_transformers(
+        str(CHECKPOINT), n_devices=n_devices, device=device
+    )
+    bridge.enable_compatibility_mode()
+    return bridge
 
 
 @contextlib.contextmanager
@@ -86,7 +108,7 @@ def largest_difference(
 
 
 def _show_recall(
-    model: HookedTransformer,
+    model: Any,
     prompts: list[RecallPrompt],
     logits: Float[torch.Tensor, "batch pos d_vocab"],
 ) -> None:

@@ -11,12 +11,17 @@ import importlib.metadata
 import io
 import platform
 from itertools import permutations
-from typing import Any
 
 import torch
-from transformer_lens import HookedTransformer
 
-from tl_devicefix.demo import CHECKPOINT, N_FACTS, SEED, TOLERANCE, hf_logits, largest_difference
+from tl_devicefix.demo import (
+    N_FACTS,
+    SEED,
+    TOLERANCE,
+    hf_logits,
+    largest_difference,
+    load_checkpoint,
+)
 from tl_devicefix.devices import consecutive, default_device, device_count
 from tl_devicefix.recall_task import recall_prompts
 from tl_devicefix.simulation import simulate
@@ -70,9 +75,7 @@ def _check_copy(source: torch.device, target: torch.device) -> bool:
 def _check_parity(n_devices: int) -> bool:
     """Whether the shipped checkpoint gives on n devices what transformers gives on the CPU."""
     with contextlib.redirect_stdout(io.StringIO()):
-        model: Any = HookedTransformer.from_pretrained(
-            str(CHECKPOINT), n_devices=n_devices, device=default_device()
-        )
+        model = load_checkpoint(n_devices, default_device())
     tokens = model.to_tokens([p.text for p in recall_prompts(8, seed=SEED, n_facts=N_FACTS)])
     difference = largest_difference(model(tokens), hf_logits(tokens))
     names = ", ".join(str(device) for device in model.placement.devices)

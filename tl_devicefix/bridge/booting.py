@@ -165,10 +165,14 @@ def _is_for_transformers(device_map: Any, hf_model: nn.Module) -> bool:
 
 
 def _settle_where_it_is(bridge: Any) -> None:
-    """Have a Bridge whose model lies on several devices run over them as it lies."""
+    """Record where a Bridge's model lies; on several devices, have it run over them as it lies."""
     placement = placement_as_it_lies(bridge)
-    if placement is not None and len(placement.devices) > 1:
+    if placement is None:
+        return
+    if len(placement.devices) > 1:
         settle_bridge(bridge, placement)
+    else:
+        bridge.__dict__["placement"] = placement
 
 
 def placement_as_it_lies(bridge: Any) -> Placement | None:
