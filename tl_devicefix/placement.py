@@ -352,6 +352,8 @@ def _from_dict(
     placed, missing = [], []
     for size in sizes:
         keys = [key for key in device_map if _is_prefix(key, size.name)]
+        if not keys and not _must_be_named(size.name):
+            keys = ["embed"]
         if not keys:
             missing.append(size.name)
             continue
@@ -401,6 +403,14 @@ def _whole_on(device: DeviceLike) -> dict[str, DeviceLike]:
             f"device_map={device!r} is neither a device ({error}) nor one of "
             f"{', '.join(map(repr, STRATEGIES))}"
         ) from error
+
+
+def _must_be_named(name: str) -> bool:
+    """Whether a map has to say where a component is; others are small, and go with `embed`.
+
+    Such as the rotary embedding, which a Bridge has as a component, and HookedTransformer has not.
+    """
+    return is_block(name) or name in ("embed", "pos_embed", "ln_final", "unembed")
 
 
 def _is_prefix(key: str, name: str) -> bool:

@@ -54,6 +54,8 @@ def test_what_tokens_and_logits_need_is_at_home_and_blocks_in_ranges(
         ({"device_map": "sequential"}, {0}),
         ({"device_map": {"": 3}}, {3}),
         ({"device_map": {"": 0, "blocks.2": 1, "blocks.3": 2}}, {0, 1, 2}),
+        ({"device_map": {"embed": 0, "blocks": 1, "ln_final": 0, "unembed": 0}}, {0, 1}),
+        ({"device_map": {"": "sim:0", "model.layers.3": 1}}, {0, 1}),
     ],
     ids=str,
 )
@@ -110,10 +112,9 @@ def test_a_model_that_accelerate_has_dispatched_is_taken_as_it_lies(
 def test_one_device_is_left_to_transformer_lens(machine: Any, boot: Any) -> None:
     for options in ({}, {"n_devices": 1}, {"device": "sim:2"}):
         bridge = boot("llama", **options)
-        assert not hasattr(bridge, "placement")
-        assert {p.device for p in bridge.parameters()} == {
-            torch.device(options.get("device", "sim:0"))
-        }
+        device = torch.device(options.get("device", "sim:0"))
+        assert bridge.placement.devices == (device,)
+        assert {p.device for p in bridge.parameters()} == {device}
 
 
 @pytest.mark.parametrize(
