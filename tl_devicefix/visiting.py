@@ -27,7 +27,8 @@ from tl_devicefix.placement import Placement
 def let_visit(model: Any, placement: Placement) -> None:
     """Have each offloaded block's weights visit its device when it runs."""
     for block, device in _offloaded_blocks(model, placement):
-        block.forward = ForwardWithVisitors(block, device)  # type: ignore[method-assign]
+        # Not by setattr, as a Bridge's block would hand it on to the block that it wraps.
+        vars(block)["forward"] = ForwardWithVisitors(block, device)
     pin(model, placement)
 
 
@@ -36,9 +37,9 @@ def let_stay(model: Any) -> None:
     for block in getattr(model, "blocks", ()):
         run = vars(block).get("forward")
         if isinstance(run, ForwardWithVisitors):
-            del block.forward
+            del vars(block)["forward"]
             if run.own is not None:
-                block.forward = run.own
+                vars(block)["forward"] = run.own
 
 
 def pin(model: Any, placement: Placement) -> None:
