@@ -20,6 +20,7 @@ import torch
 
 from tl_devicefix.blueprint import blueprint
 from tl_devicefix.fitting import MaxMemory, check_fit, gib
+from tl_devicefix.module_names import named_modules
 from tl_devicefix.patches import patched
 from tl_devicefix.placement import DeviceMap, Placement, decide
 from tl_devicefix.simulation import Machine, Transfer, simulate
@@ -207,7 +208,10 @@ def _naming_what_runs(
         return leave
 
     handles = []
-    for name, module in model.named_modules():
+    modules: dict[str, torch.nn.Module] = {}
+    for name, module in named_modules(model):
+        modules.setdefault(name, module)  # a Bridge's component, and not also what it wraps
+    for name, module in modules.items():
         if name:
             handles.append(module.register_forward_pre_hook(before(name), prepend=True))
             handles.append(module.register_forward_hook(after(name), always_call=True))
@@ -234,7 +238,7 @@ def _where(error: BaseException, model: Any) -> str:
     lines = [frame for frame in frames if not frame[0].f_code.co_filename.startswith(_LIBRARIES)]
     frame, number = (lines or frames)[-1]
     line = linecache.getline(frame.f_code.co_filename, number).strip()
-    names = {module: name for name, module in model.named_modules() if name}
+    names = {module: name for name, module in named_modules(model) if name}
     selves = (each.f_locals.get("self") for each, _ in frames)
     inside = [names[each] for each in selves if isinstance(each, torch.nn.Module) and each in names]
     within = f", within {inside[-1]}" if inside else ""

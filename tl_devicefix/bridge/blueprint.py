@@ -84,7 +84,7 @@ class BridgeBlueprint(Blueprint):
             "attn_implementation": wanted,
         }
         adapter.prepare_loading(self.name, arguments)
-        hf_model = empty_hf_model(
+        hf_model: Any = empty_hf_model(
             hf_model_class(adapter),
             arguments["config"],
             self.dtype,
@@ -124,8 +124,10 @@ class BridgeBlueprint(Blueprint):
         return BridgeGeneration(model, batch, ctx)
 
 
-_N_CTX_FIELDS = ("n_positions", "max_position_embeddings", "max_context_length", "max_length")
-_N_CTX_FIELDS += ("seq_length", "max_sequence_length")
+_N_CTX_FIELDS = (
+    *("n_positions", "max_position_embeddings", "max_context_length", "max_length"),
+    *("seq_length", "max_sequence_length"),
+)
 
 
 def _overrides(
@@ -193,7 +195,8 @@ class BridgeGeneration(Generation):
 
     def skip_to(self, length: int) -> None:
         """Have the KV cache as long as if this many tokens had been run."""
-        for layer in self._kv_cache.layers:
+        layers: Any = self._kv_cache.layers
+        for layer in layers:
             held = length
             if getattr(layer, "is_sliding", False):  # which keeps the last tokens only
                 held = min(length, layer.sliding_window - 1)
