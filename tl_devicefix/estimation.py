@@ -98,6 +98,9 @@ def estimate(
 ) -> Estimate:
     """Estimate what a job takes on each device, and whether it fits; nothing is loaded.
 
+    With TransformerLens 4, and for a transformers config, that is on a TransformerBridge as it is
+    booted, but with an unembedding of its own; what compatibility mode takes, `rehearse` shows.
+
     Args:
         config_or_model_name: as for `plan`.
         n_devices: how many devices there are; by default as many as the other arguments name.

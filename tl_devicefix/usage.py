@@ -124,6 +124,7 @@ class Setting:
             placement = decide(self.model.sizes(), spread, None, self.device_map, limits)
             model = self.model.make(placement)
             _check_cache(self.job, model)
+            made = [machine.memory_allocated(index) for index in range(self.n_devices)]
             used = _Usage(machine)
             used.rehearse(self.model, model, self.job)
             gathered = 0 if self.job.gather is None else self.model.largest_stack(model)
@@ -132,12 +133,13 @@ class Setting:
             for index, device in enumerate(machine.devices):
                 runs = [each for each in placement.components if each.device == device]
                 here = [each for each in runs if not each.offloaded]
+                planned = sum(each.weights for each in here)  # a Bridge may hold some twice
                 visiting = f" + {len(runs) - len(here)} visiting" if len(runs) > len(here) else ""
                 devices.append(
                     OnDevice(
                         device=str(index) + (" (home)" if device == placement.home else ""),
                         components=in_short([each.name for each in here]) + visiting,
-                        weights=sum(each.weights for each in here),
+                        weights=max(planned, made[index] - shared_once(runs)),
                         buffers=shared_once(runs),
                         kv_cache=used.kv_cache[index],
                         cached=used.cached[index],
