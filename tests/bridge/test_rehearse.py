@@ -68,9 +68,14 @@ def measured(boot: Any) -> Callable[..., Any]:
             machine.reset_transfers()
             _kept = job(bridge)
             peaks = [machine.max_memory_allocated(i) for i in range(n_devices)]
-            return weights, peaks, len(machine.transfers)
+            return weights, peaks, n_large(machine.transfers)
 
     return measure
+
+
+def n_large(transfers: Any) -> int:
+    """Without those of tokens: accelerate takes them by way of a device that it takes by chance."""
+    return sum(each.bytes > TOKENS.nbytes for each in transfers)
 
 
 def rehearsed_as(name: str, job: Job, n_devices: int, hf_models: Any, **options: Any) -> Any:
@@ -89,7 +94,7 @@ def test_it_takes_what_the_job_takes(
     assert rehearsed.runs, rehearsed
     assert list(rehearsed.weights) == pytest.approx(weights, rel=0.05)
     assert [peak.bytes for peak in rehearsed.peaks] == pytest.approx(peaks, rel=0.05)
-    assert len(rehearsed.transfers) == transfers
+    assert n_large(rehearsed.transfers) == transfers
 
 
 def test_a_70b_model_runs_caches_generates_and_folds() -> None:
