@@ -75,7 +75,7 @@ def measured(boot: Any) -> Callable[..., Any]:
 
 def n_large(transfers: Any) -> int:
     """Without those of tokens: accelerate takes them by way of a device that it takes by chance."""
-    return sum(each.bytes > TOKENS.nbytes for each in transfers)
+    return sum(each.bytes > 2 * TOKENS.nbytes for each in transfers)
 
 
 def rehearsed_as(name: str, job: Job, n_devices: int, hf_models: Any, **options: Any) -> Any:
