@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -39,16 +38,14 @@ def _more_devices(asked: Setting) -> Iterator[tuple[str, Setting]]:
     sizes = {size for key, size in asked.memory.items() if key != "cpu"}
     if len(sizes) > 1 or isinstance(asked.device_map, Mapping) or asked.limits is not None:
         return
-    for n in range(asked.n_devices + 1, min(_MOST_DEVICES, asked.cfg.n_layers) + 1):
+    for n in range(asked.n_devices + 1, min(_MOST_DEVICES, asked.model.n_layers) + 1):
         memory = {**asked.memory, **dict.fromkeys(range(n), *sizes)}
         yield f"n_devices={n}", replace(asked, n_devices=n, memory=memory)
 
 
 def _smaller_dtype(asked: Setting) -> Iterator[tuple[str, Setting]]:
-    if asked.cfg.dtype.itemsize > 2:
-        cfg = copy.deepcopy(asked.cfg)
-        cfg.dtype = torch.bfloat16
-        yield "dtype=bfloat16", replace(asked, cfg=cfg)
+    if asked.model.dtype.itemsize > 2:
+        yield "dtype=bfloat16", replace(asked, model=asked.model.in_dtype(torch.bfloat16))
 
 
 def _offloaded(asked: Setting) -> Iterator[tuple[str, Setting]]:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformer_lens.loading_from_pretrained import get_pretrained_model_config
 
 from tl_devicefix.advice import what_would_fit
+from tl_devicefix.blueprint import Blueprint, blueprint, option_names
 from tl_devicefix.fitting import MaxMemory, gib
 from tl_devicefix.patches import patched
 from tl_devicefix.placement import DeviceMap, Placement
-from tl_devicefix.rehearsal import config_at_full_size
 from tl_devicefix.usage import Job, OnDevice, Setting
 
 
@@ -101,6 +98,9 @@ def estimate(
 ) -> Estimate:
     """Estimate what a job takes on each device, and whether it fits; nothing is loaded.
 
+    With TransformerLens 4, and for a transformers config, that is on a TransformerBridge as it is
+    booted, but with an unembedding of its own; what compatibility mode takes, `rehearse` shows.
+
     Args:
         config_or_model_name: as for `plan`.
         n_devices: how many devices there are; by default as many as the other arguments name.
@@ -118,27 +118,28 @@ def estimate(
         gradients: take gradients, from the loss back to every parameter.
         gather: where stacked weights are gathered: "cpu" or a device's index. The largest counts.
         options: what the config depends on, as for `from_pretrained`: `first_n_layers`, `n_ctx`.
+            For a Bridge, as for `boot_transformers`: `n_ctx`, `hf_config_overrides`.
 
     Raises:
         ValueError: if the arguments do not fit together, or the model's config cannot be had.
     """
     with patched():
         _check_options(config_or_model_name, options)
-        cfg = config_at_full_size(config_or_model_name, dtype, options)
-        ctx = min(1024, cfg.n_ctx) if ctx is None else ctx
+        model = blueprint(config_or_model_name, dtype, options)
+        ctx = min(1024, model.n_ctx) if ctx is None else ctx
         job = Job(batch, ctx, cache, generate, gradients, gather)
         device_map, limits = by_index(device_map), by_index(max_memory)
         n_devices = named_devices(device_map, limits) if n_devices is None else n_devices
-        _check(job, cfg, n_devices)
+        _check(job, model, n_devices)
         has = limits if memory is None else by_index(memory)
-        asked = Setting(cfg, n_devices, device_map, rooms(has, n_devices), job)
+        asked = Setting(model, n_devices, device_map, rooms(has, n_devices), job)
         if memory is not None:
             asked = replace(asked, limits=rooms(limits, n_devices))
         devices, placement = asked.measure()
         fits = all(device.fits for device in devices)
         advice = "" if fits else what_would_fit(asked)
-    name = str(getattr(config_or_model_name, "model_name", config_or_model_name))
-    return Estimate(name, str(cfg.dtype).removeprefix("torch."), job, devices, placement, advice)
+    dtype_name = str(model.dtype).removeprefix("torch.")
+    return Estimate(model.name, dtype_name, job, devices, placement, advice)
 
 
 def by_index(named: Any) -> Any:
@@ -168,15 +169,14 @@ def rooms(memory: Any, n_devices: int) -> dict[Any, Any]:
 
 
 def _check_options(config_or_model_name: Any, options: dict[str, Any]) -> None:
-    known = set(inspect.signature(get_pretrained_model_config).parameters)
-    by_name = isinstance(config_or_model_name, str | Path)
-    unknown = [name for name in options if not by_name or name not in known]
+    known = option_names(config_or_model_name)
+    unknown = [name for name in options if name not in known]
     if unknown:
-        where = "" if by_name else " beside a config, which says all"
+        where = "" if known else " beside a config, which says all"
         raise TypeError(f"estimate has no argument {unknown[0]!r}{where}")
 
 
-def _check(job: Job, cfg: Any, n_devices: int) -> None:
+def _check(job: Job, model: Blueprint, n_devices: int) -> None:
     for name, least in (("n_devices", 1), ("batch", 1), ("ctx", 1), ("generate", 0)):
         value = n_devices if name == "n_devices" else getattr(job, name)
         if type(value) is not int or value < least:
@@ -189,9 +189,9 @@ def _check(job: Job, cfg: Any, n_devices: int) -> None:
         raise ValueError(
             f"gather={job.gather!r} is no place to gather: give 'cpu' or an index < {n_devices}"
         )
-    if job.ctx + job.generate > cfg.n_ctx:
+    if job.ctx + job.generate > model.n_ctx:
         raise ValueError(
-            f"{job.ctx + job.generate} tokens are more than the model's n_ctx of {cfg.n_ctx}: "
+            f"{job.ctx + job.generate} tokens are more than the model's n_ctx of {model.n_ctx}: "
             "lower ctx or generate, or give n_ctx"
         )
 

@@ -7,7 +7,6 @@ model is made in seconds, and what a function does with it is checked without co
 from __future__ import annotations
 
 import contextlib
-import copy
 import linecache
 import sysconfig
 import traceback
@@ -18,15 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformer_lens import HookedTransformer
 
-from tl_devicefix.fitting import MaxMemory, gib
-from tl_devicefix.layout import empty_as_loaded
-from tl_devicefix.loading import empty_model
-from tl_devicefix.model_config import model_config, torch_dtype
-from tl_devicefix.moving import place
+from tl_devicefix.blueprint import blueprint
+from tl_devicefix.fitting import MaxMemory, check_fit, gib
+from tl_devicefix.module_names import named_modules
 from tl_devicefix.patches import patched
-from tl_devicefix.placement import DeviceMap, Placement, plan
+from tl_devicefix.placement import DeviceMap, Placement, decide
 from tl_devicefix.simulation import Machine, Transfer, simulate
 
 
@@ -108,12 +104,12 @@ def rehearse(
     dtype: torch.dtype | str | None = None,
     memory: int | str | Sequence[int | str] = "80GiB",
     tokenizer: Any = None,
-    cls: Any = HookedTransformer,
+    cls: Any = None,
     **options: Any,
 ) -> Rehearsal:
     """Run a function on a model at its full size, without its weights and without devices.
 
-    The model is made as `from_pretrained` would place it, on `n_devices` simulated devices, of
+    The model is made as loading would place it, on `n_devices` simulated devices, of
     tensors without values. Each operation's devices and shapes are checked, and memory and
     transfers are counted; nothing is computed. A number that is read from a tensor is 0.
 
@@ -122,14 +118,16 @@ def rehearse(
         run: called with the model, as users write it for one that is loaded: a forward,
             `run_with_cache`, `generate`, hooks, a backward.
         n_devices: how many devices there are, and are used.
-        device_map: as for `from_pretrained`; the devices are 0 to `n_devices - 1`.
-        max_memory: as for `from_pretrained`.
-        dtype: of the weights; by default float32, as for `from_pretrained`.
+        device_map: as for `plan`; the devices are 0 to `n_devices - 1`.
+        max_memory: as for `plan`.
+        dtype: of the weights; by default float32, as for loading.
         memory: what each device has: a size ("80GiB"), or one for each.
         tokenizer: for a `run` that passes text; without, it must pass tokens.
-        cls: HookedTransformer or a subclass of it.
+        cls: HookedTransformer or a subclass of it, or TransformerBridge, which is the default for
+            a transformers config, and with TransformerLens 4. A Bridge is made as it is booted:
+            `run` may call `enable_compatibility_mode()`, to see what that takes.
         options: what the config depends on, as for `from_pretrained`: `fold_ln`, `first_n_layers`,
-            `n_ctx`.
+            `n_ctx`. For a Bridge, as for `boot_transformers`: `n_ctx`, `hf_config_overrides`.
 
     Returns:
         What happened, also if `run` failed: then `error` and `stopped_at` say why and where.
@@ -142,44 +140,11 @@ def rehearse(
     grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())  # which `run` may set
     with patched(), simulate(n_devices, memory, values=False) as machine, grad_mode:
         spread = n_devices if device_map is None else None
-        cfg = config_at_full_size(config_or_model_name, dtype, options)
-        placement = plan(cfg, spread, device_map=device_map, max_memory=max_memory)
-        model = model_without_values(cls, cfg, tokenizer, placement)
+        wanted = blueprint(config_or_model_name, dtype, options, cls)
+        placement = decide(wanted.sizes(), spread, None, device_map, max_memory)
+        check_fit(placement, max_memory, wanted.dtype)
+        model = wanted.make(placement, tokenizer)
         return _watch(machine, model, placement, run)
-
-
-def config_at_full_size(
-    config_or_model_name: Any, dtype: torch.dtype | str | None, options: dict[str, Any]
-) -> Any:
-    """The config that `from_pretrained` would make with these options; a copy of a given one."""
-    if isinstance(config_or_model_name, str | Path):
-        wanted = torch.float32 if dtype is None else torch_dtype(dtype)
-        options = {"fold_ln": True, **options}
-        name = str(config_or_model_name)
-        return model_config(name, prefer_known=True, dtype=wanted, device="cpu", **options)
-    if not hasattr(config_or_model_name, "n_layers"):
-        raise ValueError(
-            f"{config_or_model_name!r} is neither a model's name, nor a checkpoint directory, nor "
-            "a HookedTransformerConfig"
-        )
-    cfg = copy.deepcopy(config_or_model_name)
-    cfg.dtype = cfg.dtype if dtype is None else torch_dtype(dtype)
-    cfg.device, cfg.n_devices = "cpu", 1  # the placement says where it goes
-    return cfg
-
-
-def model_without_values(cls: Any, cfg: Any, tokenizer: Any, placement: Placement) -> Any:
-    """A model over simulated devices, laid out in memory as loading lays it out."""
-    if tokenizer is None and not Path(cfg.tokenizer_name or "").is_dir():
-        cfg.tokenizer_name = None  # or the hub would be asked
-    model = empty_model(cls, cfg, tokenizer)
-    for name, parameter in list(model.named_parameters()):
-        device = placement.device_for(name, of_weights=True)
-        values = empty_as_loaded(name, parameter.data, cfg.original_architecture, device)
-        path, _, leaf = name.rpartition(".")
-        model.get_submodule(path)._parameters[leaf] = torch.nn.Parameter(values)
-    place(model, placement)  # the buffers, and what makes it run there
-    return model
 
 
 def _watch(
@@ -208,7 +173,7 @@ def _watch(
         with _naming_what_runs(model, running, set(placement.device_map), note_end):
             result = run(model)
     except Exception as caught:  # noqa: BLE001  # the job's own errors are what is reported
-        error, stopped_at = caught, _where(caught)
+        error, stopped_at = caught, _where(caught, model)
         traceback.clear_frames(caught.__traceback__)
     finally:
         machine.on_peak = None
@@ -243,7 +208,10 @@ def _naming_what_runs(
         return leave
 
     handles = []
-    for name, module in model.named_modules():
+    modules: dict[str, torch.nn.Module] = {}
+    for name, module in named_modules(model):
+        modules.setdefault(name, module)  # a Bridge's component, and not also what it wraps
+    for name, module in modules.items():
         if name:
             handles.append(module.register_forward_pre_hook(before(name), prepend=True))
             handles.append(module.register_forward_hook(after(name), always_call=True))
@@ -261,7 +229,7 @@ _LIBRARIES = (
 )
 
 
-def _where(error: BaseException) -> str:
+def _where(error: BaseException, model: Any) -> str:
     """The last line of the caller's own that an error came through, and the module that ran."""
     frames = list(traceback.walk_tb(error.__traceback__))
     while error.__cause__ is not None:  # a hook's sentence is raised from what torch said
@@ -270,11 +238,8 @@ def _where(error: BaseException) -> str:
     lines = [frame for frame in frames if not frame[0].f_code.co_filename.startswith(_LIBRARIES)]
     frame, number = (lines or frames)[-1]
     line = linecache.getline(frame.f_code.co_filename, number).strip()
-    inside = [
-        each.f_locals["self"].name
-        for each, _ in frames
-        if isinstance(each.f_locals.get("self"), torch.nn.Module)
-        and hasattr(each.f_locals["self"], "name")
-    ]
+    names = {module: name for name, module in named_modules(model) if name}
+    selves = (each.f_locals.get("self") for each, _ in frames)
+    inside = [names[each] for each in selves if isinstance(each, torch.nn.Module) and each in names]
     within = f", within {inside[-1]}" if inside else ""
     return f"{frame.f_code.co_filename}:{number} ({line}){within}"

@@ -5,22 +5,17 @@ No formula: it is what the installed TransformerLens allocates, on tensors witho
 
 from __future__ import annotations
 
-import copy
 import difflib
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformer_lens
-from transformer_lens import HookedTransformer
 
+from tl_devicefix.blueprint import Blueprint, Generation
 from tl_devicefix.components import shared_once
 from tl_devicefix.devices import HOST
-from tl_devicefix.fitting import capacity, working_room
-from tl_devicefix.gathering import STACKED
-from tl_devicefix.hooked_components import component_sizes
+from tl_devicefix.fitting import capacity
 from tl_devicefix.placement import DeviceMap, Placement, decide, in_short
-from tl_devicefix.rehearsal import model_without_values
 from tl_devicefix.simulation import Machine, simulate
 
 
@@ -111,7 +106,7 @@ class OnDevice:
 class Setting:
     """A model, devices, and a job: all that an estimate depends on."""
 
-    cfg: Any
+    model: Blueprint
     n_devices: int
     device_map: DeviceMap | None
     memory: dict[Any, Any]
@@ -122,28 +117,29 @@ class Setting:
 
     def measure(self) -> tuple[tuple[OnDevice, ...], Placement]:
         """Rehearse the job, and measure what it takes on each device."""
-        cfg = copy.deepcopy(self.cfg)
         rooms = self.memory
         with simulate(self.n_devices, _UNLIMITED, values=False) as machine:
             spread = self.n_devices if self.device_map is None else None
             limits = rooms if self.limits is None else self.limits
-            placement = decide(component_sizes(cfg), spread, None, self.device_map, limits)
-            model = model_without_values(HookedTransformer, cfg, None, placement)
+            placement = decide(self.model.sizes(), spread, None, self.device_map, limits)
+            model = self.model.make(placement)
             _check_cache(self.job, model)
+            made = [machine.memory_allocated(index) for index in range(self.n_devices)]
             used = _Usage(machine)
-            used.rehearse(model, self.job)
-            gathered = _gathered(model, self.job.gather)
-            loading = working_room(placement, cfg.dtype)
+            used.rehearse(self.model, model, self.job)
+            gathered = 0 if self.job.gather is None else self.model.largest_stack(model)
+            loading = self.model.room_to_load(placement)
             devices = []
             for index, device in enumerate(machine.devices):
                 runs = [each for each in placement.components if each.device == device]
                 here = [each for each in runs if not each.offloaded]
+                planned = sum(each.weights for each in here)  # a Bridge may hold some twice
                 visiting = f" + {len(runs) - len(here)} visiting" if len(runs) > len(here) else ""
                 devices.append(
                     OnDevice(
                         device=str(index) + (" (home)" if device == placement.home else ""),
                         components=in_short([each.name for each in here]) + visiting,
-                        weights=sum(each.weights for each in here),
+                        weights=max(planned, made[index] - shared_once(runs)),
                         buffers=shared_once(runs),
                         kv_cache=used.kv_cache[index],
                         cached=used.cached[index],
@@ -183,21 +179,6 @@ def _check_cache(job: Job, model: Any) -> None:
             )
 
 
-def _gathered(model: Any, where: str | int | None) -> int:
-    """Bytes of the largest stacked weight, if weights are gathered."""
-    if where is None:
-        return 0
-    sizes = dict.fromkeys(STACKED, 0)
-    for name, parameter in model.named_parameters():
-        weight = name.rpartition(".")[2].removeprefix("_")
-        if weight in sizes:
-            copies = 1
-            if name.rpartition(".")[2].startswith("_"):  # grouped: as they are, and repeated
-                copies = 1 + model.cfg.n_heads // model.cfg.n_key_value_heads
-            sizes[weight] += copies * parameter.nbytes
-    return max(sizes.values())
-
-
 class _Usage:
     """What a job allocates on each device of a machine, beside what is there now, in bytes.
 
@@ -213,14 +194,14 @@ class _Usage:
         self.kv_cache = self._held()
         self.working = self._held()
 
-    def rehearse(self, model: Any, job: Job) -> None:
+    def rehearse(self, blueprint: Blueprint, model: Any, job: Job) -> None:
         """Run the job on the model, and measure it."""
         if job.cache is not None or job.gradients or not job.generate:
             with torch.set_grad_enabled(job.gradients):
                 self._run(model, job)
         if job.generate:
             with torch.no_grad():
-                self._generate(model, job)
+                self._generate(blueprint.generation(model, job.batch, job.ctx), job)
 
     def _run(self, model: Any, job: Job) -> None:
         """A forward, with what it caches, and a backward."""
@@ -237,18 +218,14 @@ class _Usage:
         self.cached = self._held()
         self._add_work(beside=self.cached)
 
-    def _generate(self, model: Any, job: Job) -> None:
+    def _generate(self, generation: Generation, job: Job) -> None:
         """The prompt, and the last of the new tokens."""
-        tokens = torch.zeros(job.batch, job.ctx, dtype=torch.long, device=model.cfg.device)
-        mask = torch.ones_like(tokens)  # which TransformerLens would make by the tokenizer
-        kv_cache = _kv_cache_class().init_cache(model.cfg, model.cfg.device, job.batch)
         self._start()
-        model(tokens, past_kv_cache=kv_cache, attention_mask=mask)
+        generation.prompt()
         prompt_peak = self._peak()
-        _lengthen(kv_cache, job.ctx + job.generate - 1)
+        generation.skip_to(job.ctx + job.generate - 1)
         self._start()
-        model(tokens[:, :1], past_kv_cache=kv_cache, attention_mask=mask[:, :1])
-        del tokens, mask
+        generation.last_token()
         self.kv_cache = self._held()
         self._add_work(beside=self.kv_cache, peak=prompt_peak)
         self._add_work(beside=self.kv_cache)
@@ -269,20 +246,3 @@ class _Usage:
         self.working = [
             max(known, most - other) for known, most, other in zip(self.working, peak, beside)
         ]
-
-
-def _kv_cache_class() -> Any:
-    """TransformerLens 3 renamed it."""
-    in_2 = getattr(transformer_lens, "HookedTransformerKeyValueCache", None)
-    return in_2 or transformer_lens.TransformerLensKeyValueCache
-
-
-def _lengthen(kv_cache: Any, length: int) -> None:
-    """Have a KV cache as long as it is before the last token."""
-    for entry in kv_cache.entries:
-        for name in ("past_keys", "past_values"):
-            held = getattr(entry, name)
-            batch, _, *heads = held.shape
-            setattr(entry, name, held.new_empty(batch, length, *heads))
-    mask = kv_cache.previous_attention_mask
-    kv_cache.previous_attention_mask = mask.new_ones(mask.shape[0], length)

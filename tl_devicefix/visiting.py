@@ -37,7 +37,7 @@ def let_stay(model: Any) -> None:
     for block in getattr(model, "blocks", ()):
         run = vars(block).get("forward")
         if isinstance(run, ForwardWithVisitors):
-            del block.forward
+            del vars(block)["forward"]
             if run.own is not None:
                 vars(block)["forward"] = run.own
 

@@ -57,7 +57,14 @@ BILLIONS = {
     "mistralai/Mistral-7B-v0.1": 7.242, "mistralai/Mistral-7B-Instruct-v0.1": 7.242,
     "mistralai/Mistral-Nemo-Base-2407": 12.25, "mistralai/Mistral-Small-24B-Base-2501": 23.57,
     "mistralai/Mixtral-8x7B-v0.1": 46.70, "mistralai/Mixtral-8x7B-Instruct-v0.1": 46.70,
+    "meta-llama/Llama-2-7b-hf": 6.738, "meta-llama/Llama-2-13b-hf": 13.02,
+    "meta-llama/Llama-2-7b-chat-hf": 6.738, "meta-llama/Llama-2-13b-chat-hf": 13.02,
     "meta-llama/Llama-2-70b-hf": 68.98,
+    "meta-llama/Meta-Llama-3-8B": 8.030, "meta-llama/Meta-Llama-3-70B": 70.55,
+    "meta-llama/Llama-3.1-8B": 8.030, "meta-llama/Llama-3.1-70B": 70.55,
+    "meta-llama/Llama-3.2-1B": 1.236, "meta-llama/Llama-3.2-3B": 3.213,
+    "google/gemma-2b": 2.506, "google/gemma-7b": 8.538, "google/gemma-2-2b": 2.614,
+    "google/gemma-2-9b": 9.242, "google/gemma-2-27b": 27.23,
     "Qwen/Qwen-1_8B": 1.837, "Qwen/Qwen-7B": 7.721, "Qwen/Qwen-14B": 14.17,
     "Qwen/Qwen1.5-0.5B": 0.464, "Qwen/Qwen1.5-1.8B": 1.837, "Qwen/Qwen1.5-4B": 3.950,
     "Qwen/Qwen1.5-7B": 7.721, "Qwen/Qwen1.5-14B": 14.17,
@@ -73,7 +80,7 @@ BILLIONS = {
 
 def published(name: str) -> float:
     """The number of parameters; a model trained on from another one, or again, has as many."""
-    return 1e9 * BILLIONS[re.sub(r"(-deduped|-v0|-seed\d|-Chat|-Instruct|-Base)+$", "", name)]
+    return 1e9 * BILLIONS[re.sub(r"(-deduped|-v0|-seed\d|-Chat|-Instruct|-it|-Base)+$", "", name)]
 
 
 NOT_LISTED = "meta-llama/Llama-2-70b-hf"

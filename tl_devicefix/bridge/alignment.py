@@ -48,10 +48,11 @@ def align_bridge(bridge: Any, placement: Placement) -> None:
 
 
 def _take_inputs_at_home(hf_model: nn.Module, home: torch.device) -> None:
-    """Have accelerate's outermost hook leave tokens and masks where they are to be used."""
+    """Have accelerate's outermost hook bring tokens and masks home, and leave logits there."""
     outermost = getattr(hf_model, "_hf_hook", None)
     if isinstance(outermost, AlignDevicesHook) and not outermost.offload:
         outermost.execution_device = home
+        outermost.io_same_device = False
 
 
 def unalign_bridge(bridge: Any) -> None:

@@ -122,10 +122,8 @@ def weigh_bridge(
     Raises:
         ValueError: if it is none of these, or the config cannot be had.
     """
-    wanted = torch.float32 if dtype is None else dtype
-    if isinstance(wanted, str):
-        wanted = getattr(torch, wanted.removeprefix("torch."))
-    config = _hf_config(config_or_model_name)
+    wanted = named_dtype(dtype)
+    config = hf_config(config_or_model_name)
     name = str(getattr(config, "_name_or_path", None) or config_or_model_name)
     adapter = adapter_for(config, name, wanted)
     hf_model = empty_hf_model(hf_model_class(adapter), config, wanted)
@@ -139,7 +137,29 @@ def empty_hf_model(model_class: Any, config: Any, dtype: torch.dtype, **kwargs: 
         return make(config, dtype=dtype, **kwargs)
 
 
-def _hf_config(config_or_model_name: Any) -> Any:
+def named_dtype(dtype: torch.dtype | str | None) -> torch.dtype:
+    """A dtype, or its name ("bfloat16", "torch.bfloat16"); by default float32.
+
+    Raises:
+        ValueError: if there is no such dtype.
+    """
+    named: Any = torch.float32 if dtype is None else dtype
+    if isinstance(named, str):
+        named = getattr(torch, named.removeprefix("torch."), None)
+    if not isinstance(named, torch.dtype) or not named.is_floating_point:
+        raise ValueError(
+            f"dtype={dtype!r} is no floating-point dtype: give one such as 'bfloat16', or a "
+            "torch.dtype"
+        )
+    return named
+
+
+def hf_config(config_or_model_name: Any) -> Any:
+    """The transformers config of a model: that which is given, known here, or read.
+
+    Raises:
+        ValueError: if there is none.
+    """
     if isinstance(config_or_model_name, PretrainedConfig):
         return config_or_model_name
     if not isinstance(config_or_model_name, str | os.PathLike):

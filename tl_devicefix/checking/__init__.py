@@ -1,23 +1,21 @@
 """Check a live model: whether all of it is where the placement says, with values, and nothing else.
 
-One file per question: `places`, `configs`, `setups`, `values`, `norms`, `hooks`.
+One file per question: `places`, `configs`, `setups`, `values`, `norms`, `hooks`. What is asked of a
+HookedTransformer and of a TransformerBridge in different ways is in `hooked` and `bridge`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from transformer_lens import HookedTransformer
-
+from tl_devicefix.checking.by_class import of_class
 from tl_devicefix.checking.configs import config_findings
 from tl_devicefix.checking.hooks import hook_findings, hook_notes
-from tl_devicefix.checking.norms import norm_findings
 from tl_devicefix.checking.places import device_findings, memory, place_notes
-from tl_devicefix.checking.repairing import put_right
 from tl_devicefix.checking.report import Finding, Report
-from tl_devicefix.checking.setups import setup_findings
 from tl_devicefix.checking.values import value_findings
 from tl_devicefix.interruption import WHY_REFUSED, is_unfinished
+from tl_devicefix.model_classes import class_names, is_bridge, is_hooked_transformer
 
 __all__ = ["Finding", "Report", "check"]
 
@@ -31,8 +29,8 @@ def check(model: Any, repair: bool = False) -> Report:
     Nothing is copied between devices, and nothing is changed unless `repair` is set.
 
     Args:
-        model: a HookedTransformer, on one device or several, also with SAEs attached: these may be
-            on any device.
+        model: a HookedTransformer or a TransformerBridge, on one device or several. SAEs that are
+            attached to a HookedTransformer may be on any device.
         repair: move what is misplaced to where the placement says, set up modules that were put in
             and make the config follow. What else is found is left as it is.
 
@@ -41,7 +39,7 @@ def check(model: Any, repair: bool = False) -> Report:
         It is true if all is well.
 
     Raises:
-        TypeError: if it is no HookedTransformer.
+        TypeError: if it is neither.
         ValueError: if the model has no placement and its `cfg.device` does not exist here; or if it
             is to be spread by its config, and does not fit.
         torch.OutOfMemoryError: if a device has no room for what belongs there. What was moved until
@@ -49,29 +47,33 @@ def check(model: Any, repair: bool = False) -> Report:
 
     >>> assert check(model)  # doctest: +SKIP
     """
-    if not isinstance(model, HookedTransformer):
+    if not is_hooked_transformer(model) and not is_bridge(model):
         raise TypeError(
-            f"check looks through a HookedTransformer, but this is a {type(model).__name__}: give "
+            f"check looks through a {class_names()}, but this is a {type(model).__name__}: give "
             "the model itself"
         )
     findings = _repairable(model)
     repaired: list[Finding] = []
     if repair and findings:
         found = findings
-        put_right(model)
+        of_class(model).put_right(model)
         findings = _repairable(model)
         repaired = [each for each in found if each not in findings]
     interrupted = [Finding("processing", "model", WHY_REFUSED)] if is_unfinished(model) else []
-    others = [value_findings(model), norm_findings(model), hook_findings(model)]
+    others = [value_findings(model), of_class(model).norm_findings(model), hook_findings(model)]
     return Report(
         findings=(*interrupted, *findings, *(each for kind in others for each in kind)),
         repaired=tuple(repaired),
         notes=(*place_notes(model), *hook_notes(model)),
-        n_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        n_parameters=of_class(model).count_parameters(model),
         memory=memory(model),
     )
 
 
 def _repairable(model: Any) -> list[Finding]:
     """What `repair` mends."""
-    return [*config_findings(model), *device_findings(model), *setup_findings(model)]
+    return [
+        *config_findings(model),
+        *device_findings(model),
+        *of_class(model).setup_findings(model),
+    ]

@@ -11,6 +11,7 @@ from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.checking.naming import expression
 from tl_devicefix.checking.report import Finding
+from tl_devicefix.module_names import named_modules
 
 _PYTORCH = {
     "_forward_pre_hooks": "forward pre-hook",
@@ -19,14 +20,14 @@ _PYTORCH = {
     "_backward_hooks": "backward hook",
 }
 
-_LIBRARIES = ("tl_devicefix", "transformer_lens", "torch", "accelerate")
+_LIBRARIES = ("tl_devicefix", "transformer_lens", "torch", "transformers", "accelerate")
 """Whose own hooks on a module belong there."""
 
 
 def hook_findings(model: Any) -> list[Finding]:
     """Hooks that are still there, of users': the next run has them too."""
     found = []
-    for path, module in model.named_modules():
+    for path, module in named_modules(model):
         if isinstance(module, HookPoint) and (names := _names(module, permanent=False)):
             message = f"{path} still has a hook ({names})"
             found.append(Finding("hooks", path, message, "model.reset_hooks()"))
@@ -41,13 +42,15 @@ def hook_notes(model: Any) -> list[Finding]:
     """Permanent hooks: they are meant to stay."""
     return [
         Finding("hooks", path, f"{path} has a permanent hook ({names})")
-        for path, module in model.named_modules()
+        for path, module in named_modules(model)
         if isinstance(module, HookPoint) and (names := _names(module, permanent=True))
     ]
 
 
 def _names(point: HookPoint, permanent: bool) -> str:
     handles = [each for each in _handles(point) if each.is_permanent is permanent]
+    if permanent:  # a Bridge has some of its own
+        handles = [h for h in handles if not _is_a_library_s(getattr(h, "user_hook", None))]
     return ", ".join(_name_of_user_s(each) for each in handles)
 
 
@@ -60,9 +63,13 @@ def _on_module(module: nn.Module) -> Iterator[tuple[str, int, Any]]:
     known = {each.hook.id for each in _handles(module)} if isinstance(module, HookPoint) else ()
     for where in _PYTORCH:
         for key, hook in getattr(module, where).items():
-            owner = getattr(hook, "__module__", None) or type(hook).__module__
-            if key not in known and owner.partition(".")[0] not in _LIBRARIES:
+            if key not in known and not _is_a_library_s(hook):
                 yield where, key, hook
+
+
+def _is_a_library_s(hook: Any) -> bool:
+    owner = getattr(hook, "__module__", None) or type(hook).__module__
+    return owner.partition(".")[0] in _LIBRARIES
 
 
 def _name_of_user_s(handle: Any) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tl_devicefix.attached import attached_modules, device_of_weights
+from tl_devicefix.checking.by_class import of_class
 from tl_devicefix.checking.naming import expression, joined, listed
 from tl_devicefix.checking.report import Finding, Memory
 from tl_devicefix.checking.tensors import (
@@ -23,14 +24,14 @@ from tl_devicefix.checking.tensors import (
 )
 from tl_devicefix.devices import HOST
 from tl_devicefix.fitting import gib
+from tl_devicefix.model_classes import is_bridge
+from tl_devicefix.module_names import WRAPPED
 
 
 def memory(model: Any) -> tuple[Memory, ...]:
     """What each device holds of the model, and what is planned for it."""
     placement = placement_of_model(model)
-    held: dict[torch.device, int] = defaultdict(int)
-    for tensor in (*model.parameters(), *model.buffers()):
-        held[tensor.device] += 0 if tensor.is_meta else tensor.nbytes
+    held = of_class(model).bytes_held(model)
     if placement is not None:
         planned = {each: placement.bytes_on(each) for each in placement.memories}
     else:
@@ -92,7 +93,7 @@ def _device_finding(model: Any, path: str, misplaced: list[Tensor], is_whole: bo
 
 def _may_run_where_it_is(model: Any, path: str) -> bool:
     placement = placement_of_model(model)
-    if placement is None or len(placement.devices) == 1:
+    if placement is None or len(placement.devices) == 1 or is_bridge(model):
         return False
     module = model.get_submodule(path)
     roots = (root for root in attached_modules(model, placement) if module in root.modules())
@@ -117,7 +118,7 @@ def _wholly_misplaced(found: list[Tensor], apart: list[str]) -> set[str]:
     return {
         path
         for path, pairs in places.items()
-        if len(pairs) == 1 and path not in holding
+        if len(pairs) == 1 and path not in holding and not path.endswith(WRAPPED)
         if all(there != planned for there, planned in pairs)
     }
 

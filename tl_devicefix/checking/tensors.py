@@ -13,7 +13,8 @@ from tl_devicefix.attached import runs_where_it_is
 from tl_devicefix.checking.naming import joined
 from tl_devicefix.components import component_of
 from tl_devicefix.devices import resolve
-from tl_devicefix.hooked_components import empty_component
+from tl_devicefix.model_classes import is_bridge
+from tl_devicefix.module_names import named_modules
 from tl_devicefix.placement import Placement
 
 
@@ -39,7 +40,7 @@ def tensors(model: Any) -> Iterator[Tensor]:
     """All tensors but those of attached modules, whose place is their owner's business."""
     planned = planned_by(model)
     aside = {each for _, root in attached(model) for each in root.modules()}
-    for path, module in model.named_modules():
+    for path, module in named_modules(model):
         if module in aside:
             continue
         for held, of_weights in ((module._parameters, True), (module._buffers, False)):
@@ -56,6 +57,8 @@ def placement_of_model(model: Any) -> Placement | None:
 
 def is_unspread(model: Any) -> bool:
     """Whether it is built for several devices, and not on them yet (`move_to_device=False`)."""
+    if is_bridge(model):  # which is booted where it stays
+        return False
     return placement_of_model(model) is None and model.cfg.n_devices > 1
 
 
@@ -86,6 +89,8 @@ def attached(model: Any) -> Iterator[tuple[str, nn.Module]]:
 
 def is_own(model: Any, path: str, module: nn.Module) -> bool:
     """Whether TransformerLens has a module of this class there itself."""
+    from tl_devicefix.hooked_components import empty_component
+
     component = component_of(path)
     try:
         own = empty_component(component, model.cfg).get_submodule(path[len(component) + 1 :])

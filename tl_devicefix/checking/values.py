@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from tl_devicefix.attached import runs_where_it_is
-from tl_devicefix.checking.naming import expression
+from tl_devicefix.checking.by_class import of_class
+from tl_devicefix.checking.naming import expression, joined
 from tl_devicefix.checking.report import Finding
+from tl_devicefix.module_names import named_modules
 
 _INFINITE_BY_DESIGN = "IGNORE"
 """The buffer that attention scores are masked with."""
@@ -24,7 +26,14 @@ def value_findings(model: Any) -> list[Finding]:
 
 
 def _named_tensors(model: Any) -> dict[str, torch.Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    """Each parameter and then each buffer, once."""
+    found: dict[str, dict[int, tuple[str, torch.Tensor]]] = {"_parameters": {}, "_buffers": {}}
+    for path, module in named_modules(model):
+        for kind, named in found.items():
+            for leaf, tensor in getattr(module, kind).items():
+                if tensor is not None:
+                    named.setdefault(id(tensor), (joined(path, leaf), tensor))
+    return {name: tensor for named in found.values() for name, tensor in named.values()}
 
 
 def _meta_findings(model: Any) -> Iterator[Finding]:
@@ -82,17 +91,19 @@ _ELEMENTS = 2**22
 
 
 def _tied_parameters(model: Any) -> Iterator[Finding]:
-    """Parameters that overlap in memory; in TransformerLens each has its own."""
+    """Parameters that overlap in memory, and are not meant to."""
+    are_tied = of_class(model).are_tied
     aside = {each for m in model.modules() if runs_where_it_is(m) for each in m.modules()}
     seen: dict[tuple[torch.device, int], list[tuple[int, int, str]]] = defaultdict(list)
-    for path, module in model.named_modules():
+    for path, module in named_modules(model):
         for leaf, tensor in module._parameters.items():
             if tensor is None or tensor.is_meta or not tensor.numel() or module in aside:
                 continue
             name = f"{path}.{leaf}" if path else leaf
             start, end = _span(tensor)
             others = seen[tensor.device, tensor.untyped_storage().data_ptr()]
-            first = next((each for a, b, each in others if start < b and a < end), None)
+            overlapping = (each for a, b, each in others if start < b and a < end)
+            first = next((each for each in overlapping if not are_tied(model, each, name)), None)
             others.append((start, end, name))
             if first is not None:
                 it = expression(name)

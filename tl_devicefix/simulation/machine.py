@@ -168,8 +168,11 @@ class Machine:
     def record_transfer(
         self, source: torch.device, target: torch.device, copy: torch.Tensor
     ) -> None:
-        """Record ``copy``, made from ``source`` to ``target``, unless they are the same."""
-        if source != target:
+        """Record ``copy``, made from ``source`` to ``target``, unless they are the same.
+
+        A copy of nothing is none: transformers' KV cache begins with empty tensors.
+        """
+        if source != target and copy.nbytes:
             self.transfers.append(Transfer(source, target, copy.nbytes, copy.shape))
 
     def _allocate(self, tensor: torch.Tensor, device: torch.device, address: int) -> Allocation:

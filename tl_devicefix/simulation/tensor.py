@@ -359,8 +359,10 @@ def _to_copy(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     kwargs = dict(kwargs)
     target = kwargs.pop("device", None) or allocation.device
     if target.type != DEVICE_TYPE:
-        values = without_values(source._cpu) if source._cpu.is_meta else source._cpu
-        result = func(values, **kwargs, device=target)
+        if source._cpu.is_meta and target.type == "cpu":  # not copied, as that takes memory
+            result = without_values(func(source._cpu, **kwargs))
+        else:
+            result = func(source._cpu, **kwargs, device=target)
         if target.type == "cpu":
             machine.record_transfer(allocation.device, target, result)
         return result
@@ -396,8 +398,10 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
 
 def without_values(meta: torch.Tensor) -> torch.Tensor:
     """Zeros on the CPU, which take no memory until they are written to."""
-    blank = torch.from_numpy(numpy.zeros(max(meta.numel(), 1) * meta.element_size(), numpy.uint8))
-    return blank.view(meta.dtype)[: meta.numel()].view(meta.shape)
+    last = sum((size - 1) * stride for size, stride in zip(meta.shape, meta.stride()))
+    n_elements = last + 1 if meta.numel() else 1
+    blank = torch.from_numpy(numpy.zeros(n_elements * meta.element_size(), numpy.uint8))
+    return blank.view(meta.dtype).as_strided(meta.shape, meta.stride())
 
 
 def _read_number(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -412,6 +416,11 @@ def _equal(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         _common_device([arg for arg in args if type(arg) is SimTensor])
         return args[0].shape == args[1].shape
     return _run_on_one_device(func, args, kwargs)
+
+
+def _is_all_true(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """With what torch checks arguments, as of a distribution; without values they are good."""
+    return torch.tensor(True) if args[0]._cpu.is_meta else _run_on_one_device(func, args, kwargs)
 
 
 def _bincount(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -457,6 +466,7 @@ _HANDLERS: dict[Operation, Handler] = {
     aten._local_scalar_dense.default: _read_number,
     aten.equal.default: _equal,
     aten.allclose.default: _equal,
+    aten._is_all_true.default: _is_all_true,
     aten.bincount.default: _bincount,
     aten.histc.default: _histc,
     aten.index.Tensor: _index,
