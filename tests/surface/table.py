@@ -5,7 +5,7 @@ python tests/surface/table.py > docs/surface.md
 
 from __future__ import annotations
 
-from calls import CALLS, LEFT_OUT, NEW_IN_3
+from hooked_calls import CALLS, LEFT_OUT, NEW_IN_3
 
 
 def table() -> str:
