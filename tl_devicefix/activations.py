@@ -115,13 +115,13 @@ def compute_head_results(self: Any) -> None:
     self.cache_dict.update(in_place.cache_dict)
 
 
-def remove_batch_dim(self: Any) -> Any:
+def remove_batch_dim(self: Any, *args: Any, **kwargs: Any) -> Any:
     """`ActivationCache.remove_batch_dim`, which leaves each activation where it is."""
     there = original(ActivationCache, "remove_batch_dim")
     if not isinstance(self.cache_dict, CacheAtHome):
-        return there(self)
+        return there(self, *args, **kwargs)
     in_place = _in_place(self)
-    there(in_place)
+    there(in_place, *args, **kwargs)
     self.cache_dict.update(in_place.cache_dict)
     self.has_batch_dim = in_place.has_batch_dim
     return self

@@ -10,8 +10,8 @@ import model_calls
 import module_calls
 import result_calls
 import torch
-from model_calls import moved, with_more_hooks
-from registry import Calls, Run
+from model_calls import hooked, moved, with_more_hooks
+from registry import RESID, Calls, Run, steer
 
 CALLS = Calls()
 for _module in (model_calls, result_calls, module_calls):
@@ -22,6 +22,9 @@ CALLS.calls(
         "get_residual": lambda run: list(
             run.model.get_residual(run.model.embed(run.tokens_at_home), 0)
         ),
+        "check_hooks_to_add": lambda run: run.model.check_hooks_to_add(
+            run.model.hook_dict[RESID], RESID, steer(run)
+        ),
         "get_pos_offset": lambda run: run.model.get_pos_offset(None, 2),
         "move_model_modules_to_device": moved(lambda model: model.move_model_modules_to_device()),
         "setup": moved(lambda model: model.setup()),
@@ -31,6 +34,14 @@ CALLS.calls(
         ),
     },
 )
+
+
+@CALLS.call("HookedTransformer.check_and_add_hook")
+def check_and_add(run: Run) -> Any:
+    return hooked(
+        run,
+        lambda model: model.check_and_add_hook(model.hook_dict[RESID], RESID, steer(run)),
+    )
 
 
 @CALLS.call("train.train")
@@ -82,34 +93,7 @@ LEFT_OUT: dict[str, str] = {
         ),
         "TransformerBridge's: HookedTransformer has no state-space layers",
     ),
-    **dict.fromkeys(
-        (
-            f"patching.{name}"
-            for name in (
-                "layer_pos_patch_setter",
-                "layer_pos_head_vector_patch_setter",
-                "layer_head_vector_patch_setter",
-                "layer_head_pattern_patch_setter",
-                "layer_head_pos_pattern_patch_setter",
-                "layer_head_dest_src_pos_pattern_patch_setter",
-            )
-        ),
-        "called by the get_act_patch functions",
-    ),
-    "patching.make_df_from_ranges": "no tensors",
-    "head_detector.get_supported_heads": "no tensors",
-    **dict.fromkeys(
-        (
-            f"evals.{name}"
-            for name in (
-                *("make_wiki_data_loader", "make_owt_data_loader", "make_pile_data_loader"),
-                *("make_code_data_loader", "make_mmlu_data_loader", "mmlu_eval", "evaluate"),
-                "sanity_check",
-            )
-        ),
-        "fetches a data set",
-    ),
-    "evals.IOIDataset": "no model; used by ioi_eval",
+    **module_calls.LEFT_OUT,
     "train.HookedTransformerTrainConfig": "a config; used by train",
 }
 """What the sweep does not call, and why."""

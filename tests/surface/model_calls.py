@@ -273,23 +273,12 @@ def remove_all(run: Run) -> Any:
     return model(run.tokens)
 
 
-@call("model.check_and_add_hook")
-def check_and_add(run: Run) -> Any:
-    return hooked(
-        run,
-        lambda model: model.check_and_add_hook(model.hook_dict[RESID], RESID, steer(run)),
-    )
-
-
 calls(
     "model",
     {
         "add_hook": lambda run: hooked(run, lambda model: model.add_hook(RESID, steer(run))),
         "add_perma_hook": lambda run: hooked(
             run, lambda model: model.add_perma_hook(RESID, steer(run))
-        ),
-        "check_hooks_to_add": lambda run: run.model.check_hooks_to_add(
-            run.model.hook_dict[RESID], RESID, steer(run)
         ),
         "clear_contexts": lambda run: run.model.clear_contexts(),
         "hook_points": lambda run: [point.name for point in run.model.hook_points()],

@@ -86,13 +86,13 @@ calls(
             )
         ),
         "get_previous_token_head_detection_pattern": lambda run: (
-            head_detector.get_previous_token_head_detection_pattern(run.tokens[:1]).cpu()
+            head_detector.get_previous_token_head_detection_pattern(run.tokens[:1].cpu()).cpu()
         ),
         "get_duplicate_token_head_detection_pattern": lambda run: (
-            head_detector.get_duplicate_token_head_detection_pattern(run.tokens[:1]).cpu()
+            head_detector.get_duplicate_token_head_detection_pattern(run.tokens[:1].cpu()).cpu()
         ),
         "get_induction_head_detection_pattern": lambda run: (
-            head_detector.get_induction_head_detection_pattern(run.tokens[:1]).cpu()
+            head_detector.get_induction_head_detection_pattern(run.tokens[:1].cpu()).cpu()
         ),
     },
 )
@@ -126,3 +126,36 @@ def ioi_eval(run: Run) -> Any:
         num_samples=4,
     )
     return evals.ioi_eval(run.model, dataset=dataset, batch_size=2)
+
+
+LEFT_OUT: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            f"patching.{name}"
+            for name in (
+                "layer_pos_patch_setter",
+                "layer_pos_head_vector_patch_setter",
+                "layer_head_vector_patch_setter",
+                "layer_head_pattern_patch_setter",
+                "layer_head_pos_pattern_patch_setter",
+                "layer_head_dest_src_pos_pattern_patch_setter",
+            )
+        ),
+        "called by the get_act_patch functions",
+    ),
+    "patching.make_df_from_ranges": "no tensors",
+    "head_detector.get_supported_heads": "no tensors",
+    **dict.fromkeys(
+        (
+            f"evals.{name}"
+            for name in (
+                *("make_wiki_data_loader", "make_owt_data_loader", "make_pile_data_loader"),
+                *("make_code_data_loader", "make_mmlu_data_loader", "mmlu_eval", "evaluate"),
+                "sanity_check",
+            )
+        ),
+        "fetches a data set",
+    ),
+    "evals.IOIDataset": "no model; used by ioi_eval",
+}
+"""What is not called of these modules, and why."""

@@ -7,10 +7,11 @@ anything made of them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import pandas
 import torch
 from transformer_lens import ActivationCache, FactoredMatrix
 
@@ -26,6 +27,8 @@ class Run:
 
     model: Any
     tokens: torch.Tensor
+    unused: Any = None
+    """The same model before anything ran on it, if some of what runs leaves graphs behind."""
 
     @property
     def other_tokens(self) -> torch.Tensor:
@@ -52,7 +55,7 @@ class Run:
 
     def changeable(self) -> Any:
         """A copy of the model, to be changed."""
-        return copy.deepcopy(self.model)
+        return copy.deepcopy(self.model if self.unused is None else self.unused)
 
 
 Call = Callable[[Run], Any]
@@ -95,6 +98,14 @@ def results(value: Any) -> Any:
         return [value.A, value.B]
     if isinstance(value, torch.nn.Module):
         return dict(value.named_parameters())
+    if isinstance(value, (ActivationCache, Mapping)):
+        return {name: results(each) for name, each in value.items()}
+    if isinstance(value, pandas.DataFrame):
+        return value.to_dict()
+    if type(value).__module__.startswith("transformer_lens"):
+        return results(vars(value))
+    if isinstance(value, (list, tuple)):
+        return [results(each) for each in value]
     return value
 
 

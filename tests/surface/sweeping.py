@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from comparison import assert_agrees
-from registry import Calls, Run
+from registry import Calls, Run, results
 
 import tl_devicefix
+
+REFUSALS = (AttributeError, AssertionError, LookupError, ValueError, NotImplementedError)
 
 
 class Sweep:
@@ -18,45 +20,30 @@ class Sweep:
 
     Args:
         calls: all that is called.
-        reference: gives the unpatched model of a kind.
-        tokens: what both are run on; on the CPU.
-        at_home: whether the models are handed the tokens at home.
+        reference: gives a `Run` of the unpatched model of a kind, on the CPU.
     """
 
-    def __init__(
-        self,
-        calls: Calls,
-        reference: Callable[[str], Any],
-        tokens: torch.Tensor,
-        *,
-        at_home: bool = False,
-    ) -> None:
+    def __init__(self, calls: Calls, reference: Callable[[str], Run]) -> None:
         self._calls = calls
         self._reference = reference
-        self._tokens = tokens
-        self._at_home = at_home
         self._known: dict[tuple[str, str, str], Any] = {}
 
-    def check(self, name: str, case: str, kind: str, model: Any) -> None:
+    def check(self, name: str, case: str, kind: str, run: Run) -> None:
         """Check that a call gives what it gives on one CPU, at home or on the CPU."""
         expected = self._expected(name, case, kind)
-        home = torch.device(model.cfg.device)
-        tokens = self._tokens.to(home) if self._at_home else self._tokens
 
-        actual = self._outcome(name, case, Run(model, tokens))
+        actual = self._outcome(name, case, run)
 
         assert_agrees(actual, expected, tolerance=1e-4)
         # What a call moves to the CPU is there; nothing else is left on a block's device.
-        assert devices_in(actual) <= {home, torch.device("cpu")}
+        assert devices_in(actual) <= {torch.device(run.model.cfg.device), torch.device("cpu")}
 
     def _expected(self, name: str, case: str, kind: str) -> Any:
         """What unpatched TransformerLens gives on one CPU: a result, or the type of the error."""
         if (name, case, kind) not in self._known:
             reference = self._reference(kind)
             with tl_devicefix.unpatched():
-                self._known[name, case, kind] = self._outcome(
-                    name, case, Run(reference, self._tokens)
-                )
+                self._known[name, case, kind] = self._outcome(name, case, reference)
         return self._known[name, case, kind]
 
     def _outcome(self, name: str, case: str, run: Run) -> Any:
@@ -64,10 +51,8 @@ class Sweep:
         torch.manual_seed(0)
         random.seed(0)
         try:
-            return self._calls[name][case](run)
-        except (
-            *(AttributeError, AssertionError, LookupError, ValueError, NotImplementedError),
-        ) as error:
+            return results(self._calls[name][case](run))
+        except REFUSALS as error:
             return type(error)
 
 

@@ -13,6 +13,7 @@ from architectures import ALL_ARCHITECTURES, load_hooked
 from hooked_calls import CALLS, LEFT_OUT, NEW_IN_3, WITHOUT_DEVICES
 from packaging.version import Version
 from public import RESULTS, public_names
+from registry import Run
 from sweeping import Sweep
 from transformer_lens import HookedTransformer
 from unpatched_tl import transformer_lens_alone
@@ -68,7 +69,7 @@ def spread_models(machine: Machine, hf_models: Any, tokenizer: Any) -> Callable[
 
 @pytest.fixture(scope="module")
 def sweep(references: Any, tokens: torch.Tensor) -> Sweep:
-    return Sweep(CALLS, references, tokens)
+    return Sweep(CALLS, lambda kind: Run(references(kind), tokens))
 
 
 REFUSED = (
@@ -93,6 +94,12 @@ def every_call() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("name", "case", "kind", "n_devices"), every_call())
 def test_it_is_as_on_one_device(
-    name: str, case: str, kind: str, n_devices: int, spread_models: Any, sweep: Sweep
+    name: str,
+    case: str,
+    kind: str,
+    n_devices: int,
+    spread_models: Any,
+    sweep: Sweep,
+    tokens: torch.Tensor,
 ) -> None:
-    sweep.check(name, case, kind, spread_models(kind, n_devices))
+    sweep.check(name, case, kind, Run(spread_models(kind, n_devices), tokens))
