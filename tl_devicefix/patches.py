@@ -222,6 +222,7 @@ def _function(name: str) -> Any:
     if has_bridge():
         modules += ["transformer_lens.patching"]
         modules += ["transformer_lens.tools.analysis.direct_path_patching"]
+        modules += ["transformer_lens.tools.analysis.attribution_patching"]
     for module_name in modules:
         if importlib.util.find_spec(module_name) is not None:
             found = vars(importlib.import_module(module_name)).get(name)

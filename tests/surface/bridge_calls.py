@@ -192,8 +192,8 @@ def direct_path(analysis: Any, run: Run) -> dict[str, Any]:
 def attribution(analysis: Any, run: Run, granularity: str) -> Any:
     return analysis.attribution_patch(
         run.changeable(),
-        run.tokens[:1, :4],
-        run.other_tokens[:1, :4],
+        run.tokens[:1, :2],
+        run.other_tokens[:1, :2],
         metric,
         analysis.EdgeAttributionConfig(granularity),
     )
@@ -201,9 +201,9 @@ def attribution(analysis: Any, run: Run, granularity: str) -> Any:
 
 def faithful(analysis: Any, run: Run) -> Any:
     found = attribution(analysis, run, "edge")
-    edges = sorted(found.edge_scores, key=str)[::7]
+    circuit = sorted(found.edge_scores, key=str)[20:]
     return analysis.faithfulness(
-        run.changeable(), run.tokens[:1, :4], run.other_tokens[:1, :4], metric, edges
+        run.changeable(), run.tokens[:1, :2], run.other_tokens[:1, :2], metric, circuit
     )
 
 
@@ -351,6 +351,24 @@ def left_out(reason: str, prefix: str, *names: str) -> dict[str, str]:
 
 
 BRIDGE = "TransformerBridge"
+DIRECT_PATH, ALL_SOURCES = "get_act_patch_direct_path", "get_act_patch_direct_path_all_sources"
+WITHOUT_MODEL = (
+    *("EdgeAttributionConfig", "FaithfulnessConfig", "JSpaceDecomposition", "LearnedSubspace"),
+    *("Node", "NormMatchedPlacebo", "SparseProbeConvergenceError", "SubspaceBasis"),
+    *("SubspaceInterchange", "arbitrary_targets", "fit_sparse_probe", "sweep_sparse_probe"),
+    *("get_sparse_decomposition", "mean_difference_basis", "neuron_basis", "probe_basis"),
+    *("orthonormal_subspace", "projection_kernel", "random_projection_kernel_moments"),
+    *("random_basis", "random_neuron_basis", "solve_coordinate_patch"),
+)
+WITHOUT_MODEL_IN_3 = (
+    *("AttentionHeadRef", "AttributionResult", "BackwardLensLayerResult"),
+    *("BackwardLensMatrixResult", "BackwardLensResult", "CoordinatePatch"),
+    *("DirectLogitAttribution", "HeadAffinityPair", "HeadAffinityResult", "JSpaceOccupancy"),
+    *("JSpaceVarianceProfile", "JacobianLensReadout", "LinearGradientFactors"),
+    *("ProjectedFactor", "ProjectionKernelResult", "RandomSubspaceReference"),
+    *("VocabularyRanking", "WeightLayout", "estimate_occupancy"),
+    "solve_coordinate_patch_positions",
+)
 LEFT_OUT: dict[str, str] = {
     **left_out("tests/bridge/test_parity.py", BRIDGE, "boot_transformers", "process_weights"),
     **left_out("tests/bridge/test_parity.py", BRIDGE, "enable_compatibility_mode"),
@@ -372,11 +390,39 @@ LEFT_OUT: dict[str, str] = {
     **left_out("see JacobianLens.save", "JacobianLens", "load"),
     **left_out("fetches a lens", "JacobianLens", "from_pretrained"),
     **module_calls.LEFT_OUT,
+    **left_out("as get_act_patch_direct_path, of every head", "patching", ALL_SOURCES),
+    **left_out("as get_act_patch_direct_path, of every head", "analysis", ALL_SOURCES),
+    **left_out("called as analysis.get_act_patch_direct_path", "patching", DIRECT_PATH),
+    **left_out("a result; it holds what is compared", "patching", "PatchingResult"),
+    **left_out("a config; used by train", "training", "TrainConfig"),
+    **left_out("its methods are compared", "analysis", "JacobianLens"),
     **left_out(
-        "called by the get_act_patch functions", "patching", "PatchingResult", "patch_setter"
+        "boots a model without its weights, on one device", "analysis", "random_init_bridge"
     ),
+    **left_out("draws anew, so there is nothing to compare with", "analysis", "reinitialized"),
+    **left_out("no model", "analysis", *WITHOUT_MODEL),
+    **left_out("TransformerLens 3.9's alone, and no model", "analysis", *WITHOUT_MODEL_IN_3),
+    **left_out("TransformerLens 3.9's alone", "analysis", "BackwardLens"),
 }
 """What the sweep does not call, and why."""
 
-WITHOUT_DEVICES: frozenset[str] = frozenset()
-NEW_IN_4: frozenset[str] = frozenset()
+NEW_IN_4 = frozenset(
+    {
+        *(
+            f"TransformerBridge.{name}"
+            for name in (
+                *("W_pos", "W_E_pos", "add_caching_hooks", "get_caching_hooks", "cache_all"),
+                *("cache_some", "close", "input_to_embed", "mod_dict"),
+            )
+        ),
+        *(
+            f"analysis.{name}"
+            for name in (
+                *("logit_lens", "logit_readout", "faithfulness", "collect_activations"),
+                *("run_with_intervention", "intervened_logits", "fit_das"),
+            )
+        ),
+        *("ActivationCache.logit_lens", "training.train"),
+    }
+)
+"""What is compared, and not in TransformerLens 3.9.0."""

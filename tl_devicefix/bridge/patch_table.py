@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tl_devicefix import activations, alignment, gathering
-from tl_devicefix.bridge import booting, caching, direct_path, processing
+from tl_devicefix.bridge import analysis, booting, caching, processing
 from tl_devicefix.bridge import gathering as bridge_gathering
 from tl_devicefix.patches import Patch
 
@@ -96,9 +96,18 @@ PATCHES = (
     ),
     Patch(
         "get_act_patch_direct_path",
-        direct_path.get_act_patch_direct_path,
+        analysis.get_act_patch_direct_path,
         ("model", "corrupted_tokens", "clean_cache", "corrupted_cache", "src_layer"),
         "the source head's activations meet its weights on its own device",
+        owner=None,
+        since="3.9",
+        until="4",
+    ),
+    Patch(
+        "cache_activation_and_gradient",
+        analysis.cache_activation_and_gradient,
+        ("model", "tokens", "metric_fn", "names_filter"),
+        "cached activations and gradients are read at home",
         owner=None,
         since="3.9",
         until="4",

@@ -1,11 +1,15 @@
-"""Direct path patching, which multiplies cached activations by the weights of their own block."""
+"""TransformerLens's analysis tools that compute with what several blocks cached."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from transformer_lens.tools.analysis.attribution_patching import (
+    cache_activation_and_gradient as transformer_lens_gradients,
+)
 
 try:
     from transformer_lens.patching import (  # type: ignore[attr-defined]
@@ -56,3 +60,21 @@ def _with_source_in_place(cache: Any, model: Any, layer: int) -> Mapping[str, to
         stored = stored.stored()
     name = f"blocks.{layer}.attn.hook_z"
     return {**stored, name: move(stored[name], model.blocks[layer].attn.W_O.device)}
+
+
+def cache_activation_and_gradient(
+    model: Any,
+    tokens: torch.Tensor,
+    metric_fn: Any,
+    names_filter: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """See TransformerLens's. Activations and gradients are read at home, as cached ones are."""
+    cache: Any = transformer_lens_gradients(model, tokens, metric_fn, names_filter, **kwargs)
+    placement = getattr(model, "placement", None)
+    if placement is None or len(placement.devices) == 1:
+        return cache
+    at_home = CacheAtHome(placement.home)
+    return dataclasses.replace(
+        cache, activations=at_home.of(cache.activations), gradients=at_home.of(cache.gradients)
+    )
