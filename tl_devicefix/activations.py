@@ -169,10 +169,14 @@ def _read_on(cache: Any) -> torch.device | None:
     """Where a cache is read; None if TransformerLens needs no help there."""
     if cache.model is None:
         return None
-    placement = getattr(_model_of(cache), "placement", None)
-    if chosen_device() is not None or placement is None:
+    if chosen_device() is not None:
         return chosen_device()
     if isinstance(cache.cache_dict, CacheAtHome):
         return cache.cache_dict.home
+    model = _model_of(cache)
+    placement = getattr(model, "placement", None)
     lie_on = {tensor.device for tensor in cache.cache_dict.values()}
+    if placement is None:  # it is on one device; the cache may have been moved to another
+        has_moved = len(lie_on) == 1 and next(model.parameters()).device not in lie_on
+        return lie_on.pop() if has_moved else None
     return lie_on.pop() if len(lie_on) == 1 else placement.home

@@ -352,7 +352,7 @@ def moved(move: Callable[[Any], Any]) -> Call:
         model = run.changeable()
         with contextlib.redirect_stdout(io.StringIO()):
             move(model)
-        return model(run.tokens).cpu()
+        return model(run.tokens.to(model.cfg.device)).cpu()
 
     return run_moved
 

@@ -12,7 +12,10 @@ from registry import Calls, Run, results
 
 import tl_devicefix
 
-REFUSALS = (AttributeError, AssertionError, LookupError, ValueError, NotImplementedError)
+REFUSALS = (
+    *(AttributeError, AssertionError, LookupError, TypeError, ValueError),
+    NotImplementedError,
+)
 
 
 class Sweep:

@@ -9,22 +9,21 @@ import bridge_calls
 import hooked_calls
 from registry import Calls
 
-
 HOOKED = """\
 # What is compared across devices
 
 Written by `python tests/surface/table.py`. Every public method, property and function
 of the classes and modules below, as found by inspection of the installed
-TransformerLens, is called on 1, 3 and 4 simulated devices and compared with unpatched
-TransformerLens on one CPU. All agree to 1e-4, or raise the same error, and lie at home,
+TransformerLens, is called on several numbers of simulated devices and compared with
+unpatched TransformerLens on one CPU. All agree to 1e-4, or raise the same error, and lie at home,
 or on the CPU where they were moved there. A name that is neither here nor left out
 fails a test.
 
 ## HookedTransformer
 
-`tests/surface/test_sweep.py`: GPT-2 (LayerNorm), Llama (RMSNorm, grouped-query attention),
-and on 3 devices Phi-3 (RMSNorm without), on TransformerLens 3.9.0 and 2.18.0; `patching`
-on 4, 4 and 3.
+`tests/surface/test_sweep.py`: GPT-2 (LayerNorm) and Llama (RMSNorm, grouped-query attention) on
+1, 3 and 4 devices, and on 3 Phi-3 (RMSNorm without), on TransformerLens 3.9.0 and 2.18.0;
+`patching` on 4, 4 and 3.
 """
 
 BRIDGE = """\
@@ -32,8 +31,9 @@ BRIDGE = """\
 
 `tests/surface/test_bridge_sweep.py`: GPT-2 (LayerNorm, tied embeddings) and Llama (RMSNorm,
 grouped-query attention) in compatibility mode, and Llama as booted, on TransformerLens 4.3.0
-and 3.9.0. Tokens are handed over at home. As TransformerLens says, a Bridge over several
-devices stays there: `to(device)` and `cpu` warn and move nothing.
+and 3.9.0, on 3, 1 and 4, and 3 devices; `patching` with Llama on 4. Tokens are handed over at
+home; `ioi_eval`, which hands them over on the CPU, does without one device. As TransformerLens
+says, a Bridge over several devices stays there: `to(device)` and `cpu` warn and move nothing.
 """
 
 

@@ -26,8 +26,14 @@ pytestmark = [
 ]
 
 AS_BOOTED = "llama as booted"
-KINDS = {"gpt2": (1, 3, 4), "llama": (1, 3, 4), AS_BOOTED: (3,)}
+KINDS = {"gpt2": (3,), "llama": (1, 4), AS_BOOTED: (3,)}
 """On how many devices; in compatibility mode unless it says otherwise."""
+PATCHED = ("llama", 4)
+"""Where `patching` is swept: it is a forward for each layer, head and position."""
+WHERE_THAT_MATTERS = ("TransformerBridge.", "ActivationCache.", "JacobianLens.", "analysis.")
+"""What a Bridge as booted is swept for."""
+NEEDS_SEVERAL = ("evals.ioi_eval",)
+"""What hands the model tokens from the CPU, which TransformerLens 4 does not take to one device."""
 PUBLIC = public_names(
     (TransformerBridge, JacobianLens, *RESULTS),
     ("patching", "head_detector", "evals", "tools.analysis", "tools.training"),
@@ -92,10 +98,13 @@ def every_call() -> Iterator[Any]:
             for kind, numbers in KINDS.items():
                 if name.startswith("JacobianLens.") and kind != AS_BOOTED:
                     continue  # which refuses compatibility mode
-                if name.startswith("patching.") and kind == AS_BOOTED:
+                if not name.startswith(WHERE_THAT_MATTERS) and kind == AS_BOOTED:
                     continue
-                # Patching is a forward for each layer, head and position: not everywhere.
-                for n in numbers if not name.startswith("patching.") else (numbers[-1],):
+                for n in numbers:
+                    if name.startswith("patching.") and (kind, n) != PATCHED:
+                        continue
+                    if name in NEEDS_SEVERAL and n == 1:
+                        continue
                     yield pytest.param(name, case, kind, n)
 
 

@@ -59,6 +59,8 @@ def _collecting(
     """
 
     def keep(weight: torch.Tensor) -> torch.Tensor:
+        if weight is None:  # a model without such biases, of which TransformerLens 3.9 says so late
+            return weight
         weights.append(weight if reshape_fn is None else reshape_fn(weight))
         return torch.empty(0, device=device)
 
