@@ -34,6 +34,8 @@ grouped-query attention) in compatibility mode, and Llama as booted, on Transfor
 and 3.9.0, on 3, 1 and 4, and 3 devices; `patching` with Llama on 4. Tokens are handed over at
 home; `ioi_eval`, which hands them over on the CPU, does without one device. As TransformerLens
 says, a Bridge over several devices stays there: `to(device)` and `cpu` warn and move nothing.
+On 3.9.0, `to` and `cpu` are not compared with Llama in compatibility mode, where they forget the
+weights of gated MLPs on one device too, nor `JacobianLens.occupancy`, which draws on the device.
 """
 
 

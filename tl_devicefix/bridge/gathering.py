@@ -59,8 +59,8 @@ def _collecting(
     """
 
     def keep(weight: torch.Tensor) -> torch.Tensor:
-        if weight is None:  # a model without such biases, of which TransformerLens 3.9 says so late
-            return weight
+        if weight is None:  # TransformerLens 3.9 finds out when it stacks them
+            raise TypeError("the blocks have no such parameter (a projection without biases)")
         weights.append(weight if reshape_fn is None else reshape_fn(weight))
         return torch.empty(0, device=device)
 
