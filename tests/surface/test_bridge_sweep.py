@@ -30,7 +30,7 @@ KINDS = {"gpt2": (3,), "llama": (1, 4), AS_BOOTED: (3,)}
 """On how many devices; in compatibility mode unless it says otherwise."""
 PATCHED = ("llama", 4)
 """Where `patching` is swept: it is a forward for each layer, head and position."""
-WHERE_THAT_MATTERS = ("TransformerBridge.", "ActivationCache.", "JacobianLens.", "analysis.")
+WHERE_THAT_MATTERS = ("TransformerBridge.", "JacobianLens.", "analysis.")
 """What a Bridge as booted is swept for."""
 NEEDS_SEVERAL = ("evals.ioi_eval",)
 """What hands the model tokens from the CPU, which TransformerLens 4 does not take to one device."""
