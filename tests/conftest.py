@@ -22,11 +22,11 @@ if has_hooked_transformer():
     from hooked_fixtures import references, unprocessed, without_weights  # noqa: F401
     from unpatched_tl import transformer_lens_alone
 
-OF_BRIDGE = ["bridge"]
+OF_BRIDGE = ["bridge", "surface/test_bridge_sweep.py"]
 OF_HOOKED_TRANSFORMER = [
     *("checking", "folding", "libraries", "loading", "parity", "placement"),
-    *("rehearsal", "running", "sources", "surface"),
-    "simulation/test_models.py",
+    *("rehearsal", "running", "sources"),
+    *("simulation/test_models.py", "surface/test_sweep.py"),
 ]
 collect_ignore = [
     *([] if has_bridge() else OF_BRIDGE),

@@ -115,13 +115,13 @@ def compute_head_results(self: Any) -> None:
     self.cache_dict.update(in_place.cache_dict)
 
 
-def remove_batch_dim(self: Any) -> Any:
+def remove_batch_dim(self: Any, *args: Any, **kwargs: Any) -> Any:
     """`ActivationCache.remove_batch_dim`, which leaves each activation where it is."""
     there = original(ActivationCache, "remove_batch_dim")
     if not isinstance(self.cache_dict, CacheAtHome):
-        return there(self)
+        return there(self, *args, **kwargs)
     in_place = _in_place(self)
-    there(in_place)
+    there(in_place, *args, **kwargs)
     self.cache_dict.update(in_place.cache_dict)
     self.has_batch_dim = in_place.has_batch_dim
     return self
@@ -169,10 +169,14 @@ def _read_on(cache: Any) -> torch.device | None:
     """Where a cache is read; None if TransformerLens needs no help there."""
     if cache.model is None:
         return None
-    placement = getattr(_model_of(cache), "placement", None)
-    if chosen_device() is not None or placement is None:
+    if chosen_device() is not None:
         return chosen_device()
     if isinstance(cache.cache_dict, CacheAtHome):
         return cache.cache_dict.home
+    model = _model_of(cache)
+    placement = getattr(model, "placement", None)
     lie_on = {tensor.device for tensor in cache.cache_dict.values()}
+    if placement is None:  # it is on one device; the cache may have been moved to another
+        has_moved = len(lie_on) == 1 and next(model.parameters()).device not in lie_on
+        return lie_on.pop() if has_moved else None
     return lie_on.pop() if len(lie_on) == 1 else placement.home

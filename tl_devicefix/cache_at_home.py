@@ -1,6 +1,7 @@
 """A dict of activations that are stored where they were computed, and handed out at home.
 
-"Home" is the device of `gather_on` where that is in force.
+Also a dict of weights that stay where they lie. "Home" is the device of `gather_on` where that is
+in force.
 """
 
 from __future__ import annotations

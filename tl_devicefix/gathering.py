@@ -15,6 +15,7 @@ import psutil
 import torch
 from torch import nn
 
+from tl_devicefix.cache_at_home import CacheAtHome
 from tl_devicefix.carrying import move
 from tl_devicefix.devices import free_memory
 from tl_devicefix.fitting import gib
@@ -245,5 +246,5 @@ class ParametersReadOn(dict[str, torch.Tensor]):
 def init_svd_interpreter(self: Any, model: Any) -> None:
     """`SVDInterpreter.__init__`: it reads the weights of several components together."""
     original(type(self), "__init__")(self, model)
-    if isinstance(model, nn.Module):
+    if isinstance(model, nn.Module) and not isinstance(self.params, CacheAtHome):
         self.params = ParametersReadOn(model, self.params)

@@ -218,14 +218,16 @@ def _class(name: str) -> Any:
 
 
 def _function(name: str) -> Any:
-    """The module-level function, which TransformerLens 3 moved; None if it is in neither place."""
-    for module_name in (
-        "transformer_lens.utilities.multi_gpu",
-        "transformer_lens.utilities.devices",
-        "transformer_lens.train",
-    ):
+    """The module-level function, wherever it is in this TransformerLens; None if nowhere."""
+    modules = ["transformer_lens.utilities.multi_gpu", "transformer_lens.utilities.devices"]
+    modules += ["transformer_lens.train"]
+    if has_bridge():
+        modules += ["transformer_lens.patching"]
+        modules += ["transformer_lens.tools.analysis.direct_path_patching"]
+        modules += ["transformer_lens.tools.analysis.attribution_patching"]
+    for module_name in modules:
         if importlib.util.find_spec(module_name) is not None:
-            found = getattr(importlib.import_module(module_name), name, None)
+            found = vars(importlib.import_module(module_name)).get(name)
             if found is not None:
                 return found
     return None

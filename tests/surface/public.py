@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from transformer_lens import ActivationCache, FactoredMatrix, HookedTransformer, SVDInterpreter
+from transformer_lens import ActivationCache, FactoredMatrix, SVDInterpreter
 from transformer_lens.hook_points import HookPoint
 
-CLASSES = (HookedTransformer, ActivationCache, FactoredMatrix, SVDInterpreter, HookPoint)
-MODULES = ("patching", "head_detector", "evals", "train")
+RESULTS = (ActivationCache, FactoredMatrix, SVDInterpreter, HookPoint)
+"""The classes of what a model returns, or is made of."""
 SPECIAL = (
     *("__getitem__", "__iter__", "__len__"),
     *("__matmul__", "__rmatmul__", "__mul__", "__rmul__"),
@@ -19,12 +20,20 @@ SPECIAL = (
 """Methods with a protocol's name that users call by its syntax."""
 
 
-def public_names() -> list[str]:
-    """Every public method, property and function, as "HookedTransformer.W_Q" or "train.train"."""
-    names = [f"{cls.__name__}.{name}" for cls in CLASSES for name in _own(cls)]
-    for short in MODULES:
-        module = importlib.import_module(f"transformer_lens.{short}")
-        names += [f"{short}.{name}" for name in _defined_in(module)]
+def public_names(classes: Sequence[type], modules: Sequence[str]) -> list[str]:
+    """Every public method, property and function, as "HookedTransformer.W_Q" or "train.train".
+
+    Args:
+        classes: whose methods and properties.
+        modules: of transformer_lens, whose functions and classes; those that it lacks are left out.
+    """
+    names = [f"{cls.__name__}.{name}" for cls in classes for name in _own(cls)]
+    for path in modules:
+        try:
+            module = importlib.import_module(f"transformer_lens.{path}")
+        except ModuleNotFoundError:
+            continue
+        names += [f"{path.rpartition('.')[2]}.{name}" for name in _defined_in(module)]
     return names
 
 
@@ -43,6 +52,10 @@ def _owner(cls: type, name: str) -> type:
 
 
 def _defined_in(module: ModuleType) -> list[str]:
+    """The functions and classes of a module; those of a package are what it exports."""
+    if hasattr(module, "__path__"):
+        return list(module.__all__)
+
     def is_its_own(value: Any) -> bool:
         if isinstance(value, type):
             return value.__module__ == module.__name__

@@ -5,33 +5,62 @@ python tests/surface/table.py > docs/surface.md
 
 from __future__ import annotations
 
-from calls import CALLS, LEFT_OUT, NEW_IN_3
+import bridge_calls
+import hooked_calls
+from registry import Calls
+
+HOOKED = """\
+# What is compared across devices
+
+Written by `python tests/surface/table.py`. Every public method, property and function
+of the classes and modules below, as found by inspection of the installed
+TransformerLens, is called on several numbers of simulated devices and compared with
+unpatched TransformerLens on one CPU. All agree to 1e-4, or raise the same error, and lie at home,
+or on the CPU where they were moved there. A name that is neither here nor left out
+fails a test.
+
+## HookedTransformer
+
+`tests/surface/test_sweep.py`: GPT-2 (LayerNorm) and Llama (RMSNorm, grouped-query attention) on
+1, 3 and 4 devices, and on 3 Phi-3 (RMSNorm without), on TransformerLens 3.9.0 and 2.18.0;
+`patching` on 4, 4 and 3.
+"""
+
+BRIDGE = """\
+## TransformerBridge
+
+`tests/surface/test_bridge_sweep.py`: GPT-2 (LayerNorm, tied embeddings) and Llama (RMSNorm,
+grouped-query attention) in compatibility mode, and Llama as booted, on TransformerLens 4.3.0
+and 3.9.0, on 3, 1 and 4, and 3 devices; `patching` with Llama on 4. Tokens are handed over at
+home; `ioi_eval`, which hands them over on the CPU, does without one device. As TransformerLens
+says, a Bridge over several devices stays there: `to(device)` and `cpu` warn and move nothing.
+On 3.9.0, `to` and `cpu` are not compared with Llama in compatibility mode, where they forget the
+weights of gated MLPs on one device too, nor `JacobianLens.occupancy`, which draws on the device.
+"""
 
 
 def table() -> str:
     """The page, in Markdown."""
-    lines = [
-        "# What is compared across devices",
-        "",
-        "Written by `python tests/surface/table.py`. Every public method, property and function",
-        "of the classes and modules below, as found by inspection of the installed",
-        "TransformerLens, is called on 1, 3 and 4 simulated devices and compared with unpatched",
-        "TransformerLens on one CPU (`tests/surface/test_sweep.py`): GPT-2 (LayerNorm), Llama",
-        "(RMSNorm, grouped-query attention), and on 3 devices Phi-3 (RMSNorm without), on",
-        "TransformerLens 3.9.0 and 2.18.0; `patching` on 4, 4 and 3. All agree to 1e-4, or raise",
-        "the same error, and lie at home, or on the CPU where they were moved there. A name that",
-        "is neither here nor left out fails a test.",
-        "",
-        "| name | compared | TransformerLens |",
-        "|---|---|---|",
-    ]
-    for name, cases in sorted(CALLS.items()):
+    hooked = _section(
+        hooked_calls.CALLS, hooked_calls.LEFT_OUT, "3.9.0", "2.18.0", hooked_calls.NEW_IN_3
+    )
+    bridge = _section(
+        bridge_calls.CALLS, bridge_calls.LEFT_OUT, "4.3.0", "3.9.0", bridge_calls.NEW_IN_4
+    )
+    return "\n".join([HOOKED, *hooked, "", BRIDGE, *bridge]) + "\n"
+
+
+def _section(
+    calls: Calls, left_out: dict[str, str], new: str, old: str, in_new: frozenset[str]
+) -> list[str]:
+    """The two tables of a sweep: what is compared, and what is left out."""
+    lines = ["| name | compared | TransformerLens |", "|---|---|---|"]
+    for name, cases in sorted(calls.items()):
         words = ", ".join(case.replace("_", " ").strip() or "plain" for case in cases)
-        versions = "3.9.0" if name in NEW_IN_3 else "3.9.0, 2.18.0"
+        versions = new if name in in_new else f"{new}, {old}"
         lines.append(f"| `{name}` | {words} | {versions} |")
     lines += ["", "Left out:", "", "| name | why |", "|---|---|"]
-    lines += [f"| `{name}` | {reason} |" for name, reason in sorted(LEFT_OUT.items())]
-    return "\n".join(lines) + "\n"
+    return lines + [f"| `{name}` | {reason} |" for name, reason in sorted(left_out.items())]
 
 
 if __name__ == "__main__":

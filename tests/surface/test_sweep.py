@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from architectures import ALL_ARCHITECTURES, load_hooked
-from calls import CALLS, LEFT_OUT, NEW_IN_3, WITHOUT_DEVICES, Run
-from comparison import assert_agrees
+from hooked_calls import CALLS, LEFT_OUT, NEW_IN_3, WITHOUT_DEVICES
 from packaging.version import Version
-from public import public_names
-from table import table
+from public import RESULTS, public_names
+from registry import Run
+from sweeping import Sweep
+from transformer_lens import HookedTransformer
 from unpatched_tl import transformer_lens_alone
 
 import tl_devicefix
@@ -24,7 +23,9 @@ from tl_devicefix.simulation.machine import Machine
 
 KINDS = {"gpt2": (1, 3, 4), "llama": (1, 3, 4), "phi-3": (3,)}
 """On how many devices. LayerNorm; RMSNorm with grouped-query attention; RMSNorm without."""
-PUBLIC = public_names()
+PUBLIC = public_names(
+    (HookedTransformer, *RESULTS), ("patching", "head_detector", "evals", "train")
+)
 
 
 def test_every_public_name_is_swept_or_left_out_with_a_reason() -> None:
@@ -38,11 +39,6 @@ def test_what_is_compared_exists() -> None:
     assert missing & CALLS.keys() <= NEW_IN_3
     if Version(version("transformer_lens")) >= Version("3.9"):
         assert missing == set()
-
-
-def test_the_page_about_it_is_up_to_date() -> None:
-    page = Path(__file__).parents[2] / "docs" / "surface.md"
-    assert page.read_text() == table(), "run: python tests/surface/table.py > docs/surface.md"
 
 
 @pytest.fixture(scope="module")
@@ -72,28 +68,8 @@ def spread_models(machine: Machine, hf_models: Any, tokenizer: Any) -> Callable[
 
 
 @pytest.fixture(scope="module")
-def expected(references: Any, tokens: torch.Tensor) -> Callable[[str, str, str], Any]:
-    """What unpatched TransformerLens gives on one CPU: a result, or the type of the error."""
-    known: dict[tuple[str, str, str], Any] = {}
-
-    def get(kind: str, name: str, case: str) -> Any:
-        if (kind, name, case) not in known:
-            reference = references(kind)
-            with tl_devicefix.unpatched():
-                known[kind, name, case] = outcome(name, case, Run(reference, tokens))
-        return known[kind, name, case]
-
-    return get
-
-
-def outcome(name: str, case: str, run: Run) -> Any:
-    """What a call gives, or the type of error that it raises."""
-    torch.manual_seed(0)
-    random.seed(0)
-    try:
-        return CALLS[name][case](run)
-    except (AttributeError, AssertionError, LookupError, ValueError, NotImplementedError) as error:
-        return type(error)
+def sweep(references: Any, tokens: torch.Tensor) -> Sweep:
+    return Sweep(CALLS, lambda kind: Run(references(kind), tokens))
 
 
 REFUSED = (
@@ -123,25 +99,7 @@ def test_it_is_as_on_one_device(
     kind: str,
     n_devices: int,
     spread_models: Any,
-    expected: Any,
+    sweep: Sweep,
     tokens: torch.Tensor,
 ) -> None:
-    on_one_device = expected(kind, name, case)
-    model = spread_models(kind, n_devices)
-
-    actual = outcome(name, case, Run(model, tokens))
-
-    assert_agrees(actual, on_one_device, tolerance=1e-4)
-    # What a call moves to the CPU is there; nothing else is left on a block's device.
-    assert devices_in(actual) <= {torch.device(model.cfg.device), torch.device("cpu")}
-
-
-def devices_in(value: Any) -> set[torch.device]:
-    """Where the tensors of a result are."""
-    if isinstance(value, torch.Tensor):
-        return {value.device}
-    if isinstance(value, Mapping):
-        return devices_in(list(value.values()))
-    if isinstance(value, list | tuple):
-        return set().union(*map(devices_in, value))
-    return set()
+    sweep.check(name, case, kind, Run(spread_models(kind, n_devices), tokens))

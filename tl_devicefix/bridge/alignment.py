@@ -25,7 +25,17 @@ def settle_bridge(bridge: Any, placement: Placement) -> None:
     bridge.__dict__["placement"] = placement
     bridge.cfg.device = str(placement.home)
     bridge.cfg.n_devices = len(placement.devices)
+    _drop_bound_methods(bridge.original_model)
     align_bridge(bridge, placement)
+
+
+def _drop_bound_methods(hf_model: nn.Module) -> None:
+    """Drop accelerate's own `to` and its like, which are bound to this very model.
+
+    A deep copy's would move this one. The Bridge's `to` sees to several devices by itself.
+    """
+    for name in ("to", "cuda", "npu", "mlu", "sdaa", "musa", "xpu", "neuron"):
+        vars(hf_model).pop(name, None)
 
 
 def align_bridge(bridge: Any, placement: Placement) -> None:

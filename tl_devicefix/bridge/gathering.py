@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tl_devicefix.cache_at_home import CacheAtHome
 from tl_devicefix.gathering import gathering_device, stack_on
 from tl_devicefix.patches import original
 
@@ -22,6 +23,13 @@ def stack_block_params(
     weights: list[torch.Tensor] = []
     there(self, attr_path, _collecting(device, weights, reshape_fn))
     return stack_on(device, weights, f"bridge.{attr_path.rpartition('.')[2]}")
+
+
+def get_params(self: Any) -> dict[str, torch.Tensor]:
+    """`TransformerBridge.get_params`: a dict whose weights are read together when asked for."""
+    device = gathering_device(self)
+    weights: dict[str, torch.Tensor] = original(type(self), "get_params")(self)
+    return weights if device is None else CacheAtHome(device).of(weights)
 
 
 def stack_params_for(
@@ -51,6 +59,8 @@ def _collecting(
     """
 
     def keep(weight: torch.Tensor) -> torch.Tensor:
+        if weight is None:  # TransformerLens 3.9 finds out when it stacks them
+            raise TypeError("the blocks have no such parameter (a projection without biases)")
         weights.append(weight if reshape_fn is None else reshape_fn(weight))
         return torch.empty(0, device=device)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tl_devicefix import activations, alignment, gathering
-from tl_devicefix.bridge import booting, caching, moving, processing
+from tl_devicefix.bridge import analysis, booting, caching, moving, processing
 from tl_devicefix.bridge import gathering as bridge_gathering
 from tl_devicefix.patches import Patch
 
@@ -63,6 +63,7 @@ PATCHES = (
         "stack weights of any devices in one copy",
         **BRIDGE,
     ),
+    Patch("get_params", bridge_gathering.get_params, ("self",), gathers, **BRIDGE),
     *(
         Patch(name, gathering.single(name), (), "read on the device of `gather_on`", **BRIDGE)
         for name in ("W_E", "W_U", "b_U")
@@ -93,6 +94,24 @@ PATCHES = (
             **IN_4,
         )
         for name in ("get_caching_hooks", "add_caching_hooks")
+    ),
+    Patch(
+        "get_act_patch_direct_path",
+        analysis.get_act_patch_direct_path,
+        ("model", "corrupted_tokens", "clean_cache", "corrupted_cache", "src_layer"),
+        "the source head's activations meet its weights on its own device",
+        owner=None,
+        since="3.9",
+        until="4",
+    ),
+    Patch(
+        "cache_activation_and_gradient",
+        analysis.cache_activation_and_gradient,
+        ("model", "tokens", "metric_fn", "names_filter"),
+        "cached activations and gradients are read at home",
+        owner=None,
+        since="3.9",
+        until="4",
     ),
     Patch(
         "_fold_layer",

@@ -1,0 +1,161 @@
+"""Calls of TransformerLens's modules of functions that take a model: patching and the like."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+from unittest import mock
+
+import torch
+import transformer_lens.evals as evals
+import transformer_lens.head_detector as head_detector
+import transformer_lens.patching as patching
+from registry import LAST, TEXT, Call, Calls, Run
+from torch.utils.data import DataLoader
+
+CALLS = Calls()
+call, calls = CALLS.call, CALLS.calls
+
+
+def metric(logits: torch.Tensor) -> torch.Tensor:
+    return logits[0, -1, 5] - logits[0, -1, 7]
+
+
+PATCHES = (
+    *("resid_pre", "resid_mid", "attn_out", "mlp_out", "block_every"),
+    *("attn_head_out_by_pos", "attn_head_q_by_pos", "attn_head_k_by_pos", "attn_head_v_by_pos"),
+    *("attn_head_pattern_by_pos", "attn_head_pattern_dest_src_pos", "attn_head_out_all_pos"),
+    *("attn_head_q_all_pos", "attn_head_k_all_pos", "attn_head_v_all_pos"),
+    *("attn_head_pattern_all_pos", "attn_head_all_pos_every", "attn_head_by_pos_every"),
+)
+
+
+def patch_each(run: Run, name: str) -> Any:
+    length = 1 if name.endswith("every") else 2  # a forward for each head and pair of positions
+    with torch.no_grad():
+        return getattr(patching, name)(
+            run.model,
+            run.tokens_at_home[:1, :length],
+            run.model.run_with_cache(run.other_tokens[:1, :length])[1],
+            metric,
+        )
+
+
+for _name in PATCHES:
+    call(f"patching.get_act_patch_{_name}")(
+        functools.partial(patch_each, name=f"get_act_patch_{_name}")
+    )
+
+
+@call("patching.generic_activation_patch")
+def patch_generically(run: Run) -> Any:
+    clean = run.model.run_with_cache(run.other_tokens[:, :3])[1]
+    return patching.generic_activation_patch(
+        run.model,
+        run.tokens_at_home[:, :3],
+        clean,
+        metric,
+        patching.layer_pos_patch_setter,
+        "resid_post",
+        index_axis_names=["layer", "pos"],
+    )
+
+
+def detect(pattern: Any, **options: Any) -> Call:
+    return lambda run: head_detector.detect_head(
+        run.model, TEXT, pattern if isinstance(pattern, str) else pattern(run), **options
+    )
+
+
+calls(
+    "head_detector",
+    {
+        "detect_head induction": detect("induction_head"),
+        "detect_head previous": detect("previous_token_head", error_measure="abs"),
+        "detect_head duplicate": detect("duplicate_token_head", exclude_bos=True),
+        "detect_head pattern": detect(
+            lambda run: torch.tril(torch.ones(7, 7, device=run.model.cfg.device))
+        ),
+        "compute_head_attention_similarity_score": lambda run: (
+            head_detector.compute_head_attention_similarity_score(
+                run.cache["pattern", LAST][0, 1],
+                torch.tril(torch.ones(9, 9, device=run.model.cfg.device)),
+                exclude_bos=False,
+                exclude_current_token=False,
+                error_measure="abs",
+            )
+        ),
+        "get_previous_token_head_detection_pattern": lambda run: (
+            head_detector.get_previous_token_head_detection_pattern(run.tokens[:1].cpu()).cpu()
+        ),
+        "get_duplicate_token_head_detection_pattern": lambda run: (
+            head_detector.get_duplicate_token_head_detection_pattern(run.tokens[:1].cpu()).cpu()
+        ),
+        "get_induction_head_detection_pattern": lambda run: (
+            head_detector.get_induction_head_detection_pattern(run.tokens[:1].cpu()).cpu()
+        ),
+    },
+)
+
+
+@call("evals.induction_loss")
+def induction_loss(run: Run) -> Any:
+    def small(low: int, high: int, size: Any) -> torch.Tensor:
+        """The draw is from a vocabulary larger than a toy's."""
+        return torch.arange(size[0] * size[1]).reshape(size) % 30 + 5
+
+    with mock.patch.object(torch, "randint", small):
+        return evals.induction_loss(
+            run.model, batch_size=2, subseq_len=6, device=run.model.cfg.device
+        )
+
+
+@call("evals.evaluate_on_dataset")
+def evaluate_on_dataset(run: Run) -> Any:
+    loader = DataLoader([{"tokens": each} for each in run.tokens], batch_size=1)
+    return evals.evaluate_on_dataset(run.model, loader, device=run.model.cfg.device)
+
+
+@call("evals.ioi_eval")
+def ioi_eval(run: Run) -> Any:
+    dataset = evals.IOIDataset(
+        run.model.tokenizer,
+        templates=["w8 [A] w9 [B] w10 [A] w11 [B]"],
+        names=["w5", "w6", "w7"],
+        nouns={"[OBJECT]": ["w12"]},
+        num_samples=4,
+    )
+    return evals.ioi_eval(run.model, dataset=dataset, batch_size=2)
+
+
+LEFT_OUT: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            f"patching.{name}"
+            for name in (
+                "layer_pos_patch_setter",
+                "layer_pos_head_vector_patch_setter",
+                "layer_head_vector_patch_setter",
+                "layer_head_pattern_patch_setter",
+                "layer_head_pos_pattern_patch_setter",
+                "layer_head_dest_src_pos_pattern_patch_setter",
+            )
+        ),
+        "called by the get_act_patch functions",
+    ),
+    "patching.make_df_from_ranges": "no tensors",
+    "head_detector.get_supported_heads": "no tensors",
+    **dict.fromkeys(
+        (
+            f"evals.{name}"
+            for name in (
+                *("make_wiki_data_loader", "make_owt_data_loader", "make_pile_data_loader"),
+                *("make_code_data_loader", "make_mmlu_data_loader", "mmlu_eval", "evaluate"),
+                "sanity_check",
+            )
+        ),
+        "fetches a data set",
+    ),
+    "evals.IOIDataset": "no model; used by ioi_eval",
+}
+"""What is not called of these modules, and why."""

@@ -1,0 +1,70 @@
+"""How a sweep compares: what a call gives, or refuses, and where it is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from comparison import assert_agrees
+from registry import Calls, Run, results
+
+import tl_devicefix
+
+REFUSALS = (
+    *(AttributeError, AssertionError, LookupError, TypeError, ValueError),
+    NotImplementedError,
+)
+
+
+class Sweep:
+    """Calls of models over several devices, compared with those of a reference on one CPU.
+
+    Args:
+        calls: all that is called.
+        reference: gives a `Run` of the unpatched model of a kind, on the CPU.
+    """
+
+    def __init__(self, calls: Calls, reference: Callable[[str], Run]) -> None:
+        self._calls = calls
+        self._reference = reference
+        self._known: dict[tuple[str, str, str], Any] = {}
+
+    def check(self, name: str, case: str, kind: str, run: Run) -> None:
+        """Check that a call gives what it gives on one CPU, at home or on the CPU."""
+        expected = self._expected(name, case, kind)
+
+        actual = self._outcome(name, case, run)
+
+        assert_agrees(actual, expected, tolerance=1e-4)
+        # What a call moves to the CPU is there; nothing else is left on a block's device.
+        assert devices_in(actual) <= {torch.device(run.model.cfg.device), torch.device("cpu")}
+
+    def _expected(self, name: str, case: str, kind: str) -> Any:
+        """What unpatched TransformerLens gives on one CPU: a result, or the type of the error."""
+        if (name, case, kind) not in self._known:
+            reference = self._reference(kind)
+            with tl_devicefix.unpatched():
+                self._known[name, case, kind] = self._outcome(name, case, reference)
+        return self._known[name, case, kind]
+
+    def _outcome(self, name: str, case: str, run: Run) -> Any:
+        """What a call gives, or the type of error that it raises."""
+        torch.manual_seed(0)
+        random.seed(0)
+        try:
+            return results(self._calls[name][case](run))
+        except REFUSALS as error:
+            return type(error)
+
+
+def devices_in(value: Any) -> set[torch.device]:
+    """Where the tensors of a result are."""
+    if isinstance(value, torch.Tensor):
+        return {value.device}
+    if isinstance(value, Mapping):
+        return devices_in(list(value.values()))
+    if isinstance(value, list | tuple):
+        return set().union(*map(devices_in, value))
+    return set()

@@ -1,0 +1,126 @@
+"""Everything public in the installed TransformerLens gives on n devices what it gives on one.
+
+With a TransformerBridge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from bridge_calls import CALLS, LEFT_OUT, NEW_IN_4
+from public import RESULTS, public_names
+from registry import Run
+from sweeping import Sweep
+from transformer_lens.model_bridge import TransformerBridge
+from transformer_lens.tools.analysis import JacobianLens
+
+import tl_devicefix
+from tl_devicefix.versions import has_hooked_transformer
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not support:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*is dispatched across:UserWarning"),
+]
+
+AS_BOOTED = "llama as booted"
+KINDS = {"gpt2": (3,), "llama": (1, 4), AS_BOOTED: (3,)}
+"""On how many devices; in compatibility mode unless it says otherwise."""
+PATCHED = ("llama", 4)
+"""Where `patching` is swept: it is a forward for each layer, head and position."""
+WHERE_THAT_MATTERS = ("TransformerBridge.", "JacobianLens.", "analysis.")
+"""What a Bridge as booted is swept for."""
+NEEDS_SEVERAL = ("evals.ioi_eval",)
+"""What hands the model tokens from the CPU, which TransformerLens 4 does not take to one device."""
+PUBLIC = public_names(
+    (TransformerBridge, JacobianLens, *RESULTS),
+    ("patching", "head_detector", "evals", "tools.analysis", "tools.training"),
+)
+
+
+def test_every_public_name_is_swept_or_left_out_with_a_reason() -> None:
+    assert set(PUBLIC) - CALLS.keys() - LEFT_OUT.keys() == set()
+    assert CALLS.keys() & LEFT_OUT.keys() == set()
+
+
+def test_what_is_compared_exists() -> None:
+    """In some version; `NEW_IN_4` says which names TransformerLens 3.9.0 lacks."""
+    missing = CALLS.keys() - set(PUBLIC)
+    assert missing == (NEW_IN_4 if has_hooked_transformer() else set())
+
+
+@pytest.fixture(scope="module")
+def runs(checkpoints: Any, tokens: torch.Tensor) -> Iterator[Callable[..., Run]]:
+    """`runs("gpt2", 4)`: a Bridge over devices of a machine that is open for the whole module.
+
+    Without a number of devices, the unpatched one on the CPU. Booted once; calls change copies.
+    """
+    booted: dict[Any, Run] = {}
+
+    def boot(kind: str, **options: Any) -> Any:
+        bridge = TransformerBridge.boot_transformers(str(checkpoints(kind.split()[0])), **options)
+        if kind != AS_BOOTED:
+            bridge.enable_compatibility_mode()
+        return bridge
+
+    def get(kind: str, n_devices: int | None = None) -> Run:
+        if n_devices is None:
+            with tl_devicefix.unpatched():
+                return Run(boot(kind, device="cpu"), tokens, unused=boot(kind, device="cpu"))
+        if (kind, n_devices) not in booted:
+            bridge = boot(kind, n_devices=n_devices)
+            at_home = tokens.to(bridge.cfg.device)
+            booted[kind, n_devices] = Run(bridge, at_home, unused=boot(kind, n_devices=n_devices))
+        return booted[kind, n_devices]
+
+    with tl_devicefix.simulate(4):
+        yield get
+
+
+@pytest.fixture(scope="module")
+def sweep(runs: Callable[..., Run]) -> Sweep:
+    known: dict[str, Run] = {}
+
+    def reference(kind: str) -> Run:
+        if kind not in known:
+            known[kind] = runs(kind)
+        return known[kind]
+
+    return Sweep(CALLS, reference)
+
+
+NOT_IN_3 = (
+    # Forget the processed weights of a gated MLP, on one device too.
+    *(("TransformerBridge.to", "llama"), ("TransformerBridge.cpu", "llama")),
+    # Makes a random generator on the device, and simulated ones have none.
+    ("JacobianLens.occupancy", AS_BOOTED),
+)
+"""What is not swept on TransformerLens 3.9."""
+
+
+def every_call() -> Iterator[Any]:
+    """A parameter for each call, kind and number of devices."""
+    for name, cases in CALLS.items():
+        for case in cases if name in PUBLIC else ():
+            for kind, numbers in KINDS.items():
+                if name.startswith("JacobianLens.") and kind != AS_BOOTED:
+                    continue  # which refuses compatibility mode
+                if not name.startswith(WHERE_THAT_MATTERS) and kind == AS_BOOTED:
+                    continue
+                if has_hooked_transformer() and (name, kind) in NOT_IN_3:
+                    continue
+                for n in numbers:
+                    if name.startswith("patching.") and (kind, n) != PATCHED:
+                        continue
+                    if name in NEEDS_SEVERAL and n == 1:
+                        continue
+                    yield pytest.param(name, case, kind, n)
+
+
+@pytest.mark.parametrize(("name", "case", "kind", "n_devices"), every_call())
+def test_it_is_as_on_one_device(
+    name: str, case: str, kind: str, n_devices: int, runs: Any, sweep: Sweep
+) -> None:
+    sweep.check(name, case, kind, runs(kind, n_devices))
