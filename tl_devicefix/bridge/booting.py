@@ -9,19 +9,18 @@ from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import nn
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import PreTrainedModel
 
 from tl_devicefix.bridge.alignment import settle_bridge
-from tl_devicefix.bridge.moving import place_bridge
+from tl_devicefix.bridge.moving import place_bridge, placement_as_it_lies
 from tl_devicefix.bridge.sizes import empty_hf_model, layout_of
 from tl_devicefix.bridge.upstream import ArchitectureAdapterFactory, hf_model_class
-from tl_devicefix.devices import simulated_device, with_index
+from tl_devicefix.devices import simulated_device
 from tl_devicefix.fitting import check_fit
 from tl_devicefix.patches import original
-from tl_devicefix.placement import PlacedComponent, Placement, decide
+from tl_devicefix.placement import Placement, decide
 
 
 def boot_transformers(*args: Any, **kwargs: Any) -> Any:
@@ -173,29 +172,3 @@ def _settle_where_it_is(bridge: Any) -> None:
         settle_bridge(bridge, placement)
     else:
         bridge.__dict__["placement"] = placement
-
-
-def placement_as_it_lies(bridge: Any) -> Placement | None:
-    """Where a Bridge's components are, by their weights; None if some have no values there."""
-    modules = dict(bridge.named_modules())
-    placed = []
-    for name in bridge_components(bridge):
-        tensors = list(modules[name].parameters())
-        devices = {with_index(tensor.device) for tensor in tensors}
-        if torch.device("meta") in devices or len(devices) > 1:
-            return None
-        if devices:
-            placed.append(
-                PlacedComponent(name, devices.pop(), sum(tensor.nbytes for tensor in tensors))
-            )
-    embed = [each for each in placed if each.name == "embed"]
-    return Placement(tuple(embed + [each for each in placed if each.name != "embed"]))
-
-
-def bridge_components(bridge: Any) -> list[str]:
-    """The names of a Bridge's components: "embed", "blocks.3", "unembed"."""
-    names = []
-    for name, (_, component) in bridge.real_components.items():
-        several = isinstance(component, list)
-        names += [f"{name}.{i}" for i, _ in enumerate(component)] if several else [name]
-    return names

@@ -1,4 +1,4 @@
-"""Move a Bridge: over a placement's devices from the host, or to another dtype."""
+"""Where a Bridge lies, and moving it: over devices from the host, or to another dtype."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import torch
 
 from tl_devicefix.bridge.alignment import settle_bridge
 from tl_devicefix.components import ComponentSize
+from tl_devicefix.devices import with_index
 from tl_devicefix.patches import original
-from tl_devicefix.placement import Placement
+from tl_devicefix.placement import PlacedComponent, Placement
 
 
 def to(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -19,8 +20,10 @@ def to(self: Any, *args: Any, **kwargs: Any) -> Any:
     """
     moved = original(type(self), "to")(self, *args, **kwargs)
     placement: Placement | None = getattr(self, "placement", None)
-    if placement is not None:
+    if placement is not None and len(placement.memories) > 1:
         settle_bridge(self, placement.reweighed(sizes_now(self, placement)))
+    elif placement is not None:
+        self.__dict__["placement"] = placement_as_it_lies(self)
     return moved
 
 
@@ -71,3 +74,29 @@ def _move(
             if id(buffer) not in placed:
                 each._buffers[name] = buffer.to(device)
                 placed.add(id(each._buffers[name]))
+
+
+def placement_as_it_lies(bridge: Any) -> Placement | None:
+    """Where a Bridge's components are, by their weights; None if some have no values there."""
+    modules = dict(bridge.named_modules())
+    placed = []
+    for name in bridge_components(bridge):
+        tensors = list(modules[name].parameters())
+        devices = {with_index(tensor.device) for tensor in tensors}
+        if torch.device("meta") in devices or len(devices) > 1:
+            return None
+        if devices:
+            placed.append(
+                PlacedComponent(name, devices.pop(), sum(tensor.nbytes for tensor in tensors))
+            )
+    embed = [each for each in placed if each.name == "embed"]
+    return Placement(tuple(embed + [each for each in placed if each.name != "embed"]))
+
+
+def bridge_components(bridge: Any) -> list[str]:
+    """The names of a Bridge's components: "embed", "blocks.3", "unembed"."""
+    names = []
+    for name, (_, component) in bridge.real_components.items():
+        several = isinstance(component, list)
+        names += [f"{name}.{i}" for i, _ in enumerate(component)] if several else [name]
+    return names
