@@ -63,7 +63,9 @@ class Processing:
 
     def of_embedding(self, weights: Weights) -> None:
         """Process "embed.weight" or "pos_embed.weight" [tokens or positions, d_model] in place."""
-        named = {"embed.W_E": "embed.weight", "pos_embed.W_pos": "pos_embed.weight"}
+        named = {"embed.W_E": "embed.weight"}
+        if self.cfg.positional_embedding_type not in ("rotary", "alibi", "none"):
+            named["pos_embed.W_pos"] = "pos_embed.weight"
         present = {name: weights[key] for name, key in named.items() if key in weights}
         if self.steps.center_writing_weights and not _is_post_norm(self.cfg):
             for part in slicing.slices(present, slicing.ELEMENTS_ON_DEVICE):
