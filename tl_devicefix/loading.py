@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import gc
 import inspect
 import logging
 import os
 import sys
 import threading
-import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,6 +38,7 @@ from tl_devicefix.placement import DeviceMap, MaxMemory, Placement, plan
 from tl_devicefix.shared_buffers import give_buffers
 from tl_devicefix.sources import HuggingFaceSource, Source, StateDictSource
 from tl_devicefix.sources.checkpoint import load_hf_model
+from tl_devicefix.tracebacks import let_go
 
 
 def from_pretrained(
@@ -87,17 +86,11 @@ def _nothing_left_of_a_failure() -> Iterator[None]:
     An error's traceback holds the frames that it came through, and they hold the model as far as it
     was loaded, for as long as the error is kept: in a notebook, until the next one.
     """
-    seen = {id(sys.exc_info()[1])}  # what the caller was handling is not ours
+    handled = id(sys.exc_info()[1])  # what the caller was handling is not ours
     try:
         yield
     except BaseException as error:
-        failed: list[BaseException | None] = [error]
-        while failed:
-            if (each := failed.pop()) is not None and id(each) not in seen:
-                seen.add(id(each))
-                traceback.clear_frames(each.__traceback__)
-                failed += [each.__cause__, each.__context__]
-        gc.collect()
+        let_go(error, but_not=[handled])
         raise
 
 

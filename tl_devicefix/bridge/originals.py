@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 import tempfile
-import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from tl_devicefix.devices import HOST
+from tl_devicefix.tracebacks import let_go
 
 _MODULE_STATE = ("_parameters", "_buffers")
 
@@ -103,10 +104,11 @@ def all_or_nothing() -> Iterator[Originals]:
     """Within it, what is kept is put back if there is an error, or an interrupt."""
     with tempfile.TemporaryDirectory(prefix="tl_devicefix_") as directory:
         originals = Originals(directory)
+        handled = id(sys.exc_info()[1])  # what the caller was handling is not ours
         try:
             yield originals
         except BaseException as error:
             # Its frames hold the weights that were being processed, in whose place others go.
-            traceback.clear_frames(error.__traceback__)
+            let_go(error, but_not=[handled])
             originals.put_back()
             raise

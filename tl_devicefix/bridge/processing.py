@@ -145,9 +145,9 @@ def _naming(unit: str) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         reason = " ".join(str(error).split())
         raise torch.OutOfMemoryError(
-            f"a device ran out of memory while {unit} was processed, which takes half as much again "
-            f"as its weights in float32, beside the model ({reason}): the weights are what they "
-            "were; free memory there, or boot the model with less on that device by max_memory"
+            f"a device ran out of memory while {unit} was processed, which takes half as much "
+            f"again as its weights in float32, beside the model ({reason}): the weights are what "
+            "they were; free memory there, or boot with less on that device by max_memory"
         ) from error
 
 
