@@ -59,7 +59,7 @@ BILLIONS = {
     "mistralai/Mixtral-8x7B-v0.1": 46.70, "mistralai/Mixtral-8x7B-Instruct-v0.1": 46.70,
     "meta-llama/Llama-2-7b-hf": 6.738, "meta-llama/Llama-2-13b-hf": 13.02,
     "meta-llama/Llama-2-7b-chat-hf": 6.738, "meta-llama/Llama-2-13b-chat-hf": 13.02,
-    "meta-llama/Llama-2-70b-hf": 68.98,
+    "meta-llama/Llama-2-70b-hf": 68.98, "meta-llama/Llama-2-70b-chat-hf": 68.98,
     "meta-llama/Meta-Llama-3-8B": 8.030, "meta-llama/Meta-Llama-3-70B": 70.55,
     "meta-llama/Llama-3.1-8B": 8.030, "meta-llama/Llama-3.1-70B": 70.55,
     "meta-llama/Llama-3.2-1B": 1.236, "meta-llama/Llama-3.2-3B": 3.213,

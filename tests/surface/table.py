@@ -29,13 +29,13 @@ fails a test.
 BRIDGE = """\
 ## TransformerBridge
 
-`tests/surface/test_bridge_sweep.py`: GPT-2 (LayerNorm, tied embeddings) and Llama (RMSNorm,
-grouped-query attention) in compatibility mode, and Llama as booted, on TransformerLens 4.3.0
-and 3.9.0, on 3, 1 and 4, and 3 devices; `patching` with Llama on 4. Tokens are handed over at
-home; `ioi_eval`, which hands them over on the CPU, does without one device. As TransformerLens
-says, a Bridge over several devices stays there: `to(device)` and `cpu` warn and move nothing.
-On 3.9.0, `to` and `cpu` are not compared with Llama in compatibility mode, where they forget the
-weights of gated MLPs on one device too, nor `JacobianLens.occupancy`, which draws on the device.
+`tests/surface/test_bridge_sweep.py`, on TransformerLens 4.3.0: GPT-2 (LayerNorm, tied
+embeddings) on 3 devices and Llama (RMSNorm, grouped-query attention) on 1 and 4, in
+compatibility mode, and Llama as booted on 3; `patching` with Llama on 4. On 3.9.0, GPT-2 on 3,
+and `JacobianLens`, less `occupancy`, which draws on the device, with Llama. Tokens are handed
+over at home; `ioi_eval`, which hands them over on the CPU, does without one device. As
+TransformerLens says, a Bridge over several devices stays there: `to(device)` and `cpu` warn and
+move nothing.
 """
 
 

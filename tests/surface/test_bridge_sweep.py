@@ -32,6 +32,9 @@ PATCHED = ("llama", 4)
 """Where `patching` is swept: it is a forward for each layer, head and position."""
 WHERE_THAT_MATTERS = ("TransformerBridge.", "JacobianLens.", "analysis.")
 """What a Bridge as booted is swept for."""
+if has_hooked_transformer():  # TransformerLens 3.9, where few use the Bridge
+    KINDS, PATCHED = {"gpt2": (3,), AS_BOOTED: (3,)}, ("gpt2", 3)
+    WHERE_THAT_MATTERS = ("JacobianLens.",)
 NEEDS_SEVERAL = ("evals.ioi_eval",)
 """What hands the model tokens from the CPU, which TransformerLens 4 does not take to one device."""
 PUBLIC = public_names(
@@ -92,8 +95,6 @@ def sweep(runs: Callable[..., Run]) -> Sweep:
 
 
 NOT_IN_3 = (
-    # Forget the processed weights of a gated MLP, on one device too.
-    *(("TransformerBridge.to", "llama"), ("TransformerBridge.cpu", "llama")),
     # Makes a random generator on the device, and simulated ones have none.
     ("JacobianLens.occupancy", AS_BOOTED),
 )
