@@ -56,6 +56,8 @@ def test_an_error_half_way_leaves_the_bridge_as_it_was(
     parameters, logits = weights_of(bridge), bridge(tokens)
     values = on_cpu(copy.deepcopy(bridge.state_dict()))
     hooks = dict(bridge.hook_dict)
+    names = [point.name for point in hooks.values()]
+    held = [machine.memory_allocated(index) for index in range(4)]
     fold, calls = ProcessWeights._fold_layer, 0
 
     def fail(*args: Any) -> Any:
@@ -75,7 +77,42 @@ def test_an_error_half_way_leaves_the_bridge_as_it_was(
     assert all(weight is parameters[path] for path, weight in weights_of(bridge).items())
     assert not bridge.compatibility_mode
     assert dict(bridge.hook_dict) == hooks
+    assert [point.name for point in hooks.values()] == names
+    assert [machine.memory_allocated(index) for index in range(4)] == held
     assert_agrees(bridge(tokens), logits, machine.devices[0], tolerance=0)
+
+
+def test_weights_that_nobody_else_holds_come_back_too(
+    machine: Any, boot: Any, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others of these tests hold them, to compare."""
+    bridge = boot("gpt2", n_devices=3)
+    with torch.no_grad():
+        logits = bridge(tokens)
+    values = on_cpu(copy.deepcopy(bridge.state_dict()))
+    held = [machine.memory_allocated(index) for index in range(3)]
+
+    def fail(_: Any) -> None:
+        raise RuntimeError("at the end")
+
+    monkeypatch.setattr(bridge.adapter, "postprocess_weights", fail)
+    with pytest.raises(RuntimeError, match="at the end"):
+        bridge.enable_compatibility_mode()
+
+    assert [machine.memory_allocated(index) for index in range(3)] == held
+    assert_same_tensors(on_cpu(bridge.state_dict()), values, tolerance=0)
+    assert_agrees(bridge(tokens), logits, tolerance=0)
+
+
+def test_what_others_hold_of_the_old_weights_stays_as_it_is(machine: Any, boot: Any) -> None:
+    bridge = boot("llama", n_devices=3)
+    unembed = bridge.unembed.original_component.weight
+    values = unembed.detach().clone()
+
+    bridge.enable_compatibility_mode()
+
+    assert unembed.device == machine.devices[0]
+    assert (unembed == values).all()
 
 
 def test_after_an_error_it_can_be_done_again(

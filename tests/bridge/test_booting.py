@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import inspect
+from pathlib import Path
 from typing import Any
 
 import accelerate
 import pytest
 import torch
-from comparison import assert_agrees
+import transformers
+from comparison import assert_agrees, assert_same_tensors, on_cpu
 from dispatching import dispatched
-from hf_models import N_LAYERS
+from hf_models import D_VOCAB, N_LAYERS, randomize, save_checkpoint
 from transformer_lens.model_bridge import TransformerBridge
 
 import tl_devicefix
@@ -107,6 +109,47 @@ def test_a_model_that_accelerate_has_dispatched_is_taken_as_it_lies(
     _, cache = bridge.run_with_cache(tokens)
     _, expected_cache = expected.run_with_cache(tokens)
     assert_agrees(cache.decompose_resid(), expected_cache.decompose_resid(), machine.devices[0])
+
+
+def encoder_decoder(directory: Path, tokenizer: Any) -> Path:
+    """A BART, whose bias of the logits is in none of its modules."""
+    config = transformers.BartConfig(
+        vocab_size=D_VOCAB, d_model=16, encoder_layers=3, decoder_layers=3,
+        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=24,
+        decoder_ffn_dim=24, max_position_embeddings=32, bos_token_id=0, eos_token_id=1, pad_token_id=2,
+        decoder_start_token_id=0, forced_eos_token_id=None,
+    )  # fmt: skip
+    hf_model = transformers.BartForConditionalGeneration(config)
+    randomize(hf_model)
+    return save_checkpoint(hf_model, tokenizer, directory)
+
+
+@pytest.mark.parametrize("n_devices", [1, 3])
+def test_encoder_and_decoder_are_spread_and_folded(
+    n_devices: int, machine: Any, tokenizer: Any, tokens: torch.Tensor, tmp_path: Path
+) -> None:
+    directory = str(encoder_decoder(tmp_path, tokenizer))
+    decoder_tokens = torch.zeros(2, 3, dtype=torch.long)
+    with tl_devicefix.unpatched():
+        reference = TransformerBridge.boot_transformers(directory, device="cpu")
+        reference.enable_compatibility_mode()
+    bridge = TransformerBridge.boot_transformers(directory, n_devices=n_devices)
+    bridge.enable_compatibility_mode()
+
+    home = machine.devices[0]
+    assert_same_tensors(on_cpu(bridge.state_dict()), on_cpu(reference.state_dict()))
+    logits = bridge(tokens.to(home), decoder_input_ids=decoder_tokens.to(home))
+    assert_agrees(logits, reference(tokens, decoder_input_ids=decoder_tokens), home)
+
+
+def test_a_model_whose_blocks_are_not_found_says_what_to_do(machine: Any, tmp_path: Path) -> None:
+    config = transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24,
+        image_size=8, patch_size=4, num_labels=3,
+    )  # fmt: skip
+    transformers.ViTForImageClassification(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"has no .*: spread it by a device_map of its own"):
+        TransformerBridge.boot_transformers(str(tmp_path), n_devices=2)
 
 
 def test_one_device_is_left_to_transformer_lens(machine: Any, boot: Any) -> None:

@@ -52,12 +52,12 @@ def align_bridge(bridge: Any, placement: Placement) -> None:
         for component in placement.components
         if component.name in modules
     ]
-    _take_inputs_at_home(bridge.original_model, placement.home)
+    take_inputs_at(bridge.original_model, placement.home)
     let_visit(bridge, placement)
     let_hooks_mix(bridge, placement)
 
 
-def _take_inputs_at_home(hf_model: nn.Module, home: torch.device) -> None:
+def take_inputs_at(hf_model: nn.Module, home: torch.device) -> None:
     """Have accelerate's outermost hook bring tokens and masks home, and leave logits there."""
     outermost = getattr(hf_model, "_hf_hook", None)
     if isinstance(outermost, AlignDevicesHook) and not outermost.offload:

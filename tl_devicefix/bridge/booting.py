@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import nn
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import PreTrainedModel
 
-from tl_devicefix.bridge.alignment import settle_bridge
+from tl_devicefix.bridge.alignment import settle_bridge, take_inputs_at
 from tl_devicefix.bridge.moving import place_bridge, placement_as_it_lies
 from tl_devicefix.bridge.sizes import empty_hf_model, layout_of
 from tl_devicefix.bridge.upstream import ArchitectureAdapterFactory, hf_model_class
@@ -131,19 +132,22 @@ class _PlannedClass:
             kwargs["device_map"] = {"": "cpu"}
         if self._wanted.get("max_memory") is not None and self.placement is None:
             kwargs["max_memory"] = self._wanted["max_memory"]
-        return real.from_pretrained(model_name, **kwargs)
+        hf_model = real.from_pretrained(model_name, **kwargs)
+        if self.placement is not None and not self.offloads:
+            _bring_root_home(hf_model, self.placement.home)
+        return hf_model
 
     def _plan(self, real: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Placement | None]:
         """transformers' `device_map`, and the plan that it is of, if it is not the user's own."""
         wanted, device_map = self._wanted, self._wanted.get("device_map")
         trusted = {name: kwargs[name] for name in ("trust_remote_code",) if name in kwargs}
         empty = empty_hf_model(real, kwargs["config"], kwargs["torch_dtype"], **trusted)
-        layout = layout_of(empty, self._adapter)
         if _is_for_transformers(device_map, empty):
-            by_component = layout.by_component(device_map) if device_map is not None else None
+            by_component = _by_component(device_map, empty, self._adapter)
             if by_component is None:
                 return device_map, None
             device_map = by_component
+        layout = layout_of(empty, self._adapter)
         placement = decide(
             layout.sizes(empty),
             wanted.get("n_devices"),
@@ -161,6 +165,28 @@ def _is_for_transformers(device_map: Any, hf_model: nn.Module) -> bool:
         modules = {name for name, _ in hf_model.named_modules() if name}
         return any(key in modules for key in device_map)
     return isinstance(device_map, str) and device_map.startswith("balanced_")
+
+
+def _by_component(device_map: Any, hf_model: nn.Module, adapter: Any) -> dict[str, Any] | None:
+    """A map of the Hugging Face model's modules as one of components, if it comes to one."""
+    if not isinstance(device_map, Mapping):
+        return None
+    try:
+        return layout_of(hf_model, adapter).by_component(device_map)
+    except ValueError:
+        return None
+
+
+def _bring_root_home(hf_model: nn.Module, home: torch.device) -> None:
+    """Have what is in none of a model's modules at home, as BART's bias of the logits.
+
+    accelerate puts it on one of the devices, which one depends on the hashes of their names.
+    """
+    take_inputs_at(hf_model, home)
+    for parameter in hf_model.parameters(recurse=False):
+        parameter.data = parameter.data.to(home)
+    for name, buffer in hf_model.named_buffers(recurse=False):
+        hf_model._buffers[name] = buffer.to(home)
 
 
 def _settle_where_it_is(bridge: Any) -> None:

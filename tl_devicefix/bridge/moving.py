@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -78,10 +79,9 @@ def _move(
 
 def placement_as_it_lies(bridge: Any) -> Placement | None:
     """Where a Bridge's components are, by their weights; None if some have no values there."""
-    modules = dict(bridge.named_modules())
     placed = []
-    for name in bridge_components(bridge):
-        tensors = list(modules[name].parameters())
+    for name, module in bridge_components(bridge):
+        tensors = list(module.parameters())
         devices = {with_index(tensor.device) for tensor in tensors}
         if torch.device("meta") in devices or len(devices) > 1:
             return None
@@ -90,13 +90,14 @@ def placement_as_it_lies(bridge: Any) -> Placement | None:
                 PlacedComponent(name, devices.pop(), sum(tensor.nbytes for tensor in tensors))
             )
     embed = [each for each in placed if each.name == "embed"]
-    return Placement(tuple(embed + [each for each in placed if each.name != "embed"]))
+    placed = embed + [each for each in placed if each.name != "embed"]
+    return Placement(tuple(placed)) if placed else None
 
 
-def bridge_components(bridge: Any) -> list[str]:
-    """The names of a Bridge's components: "embed", "blocks.3", "unembed"."""
-    names = []
+def bridge_components(bridge: Any) -> Iterator[tuple[str, torch.nn.Module]]:
+    """A Bridge's components by their names: "embed", "blocks.3", "unembed"."""
     for name, (_, component) in bridge.real_components.items():
-        several = isinstance(component, list)
-        names += [f"{name}.{i}" for i, _ in enumerate(component)] if several else [name]
-    return names
+        if isinstance(component, list):
+            yield from ((f"{name}.{index}", each) for index, each in enumerate(component))
+        else:
+            yield name, component

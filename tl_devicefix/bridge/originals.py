@@ -1,8 +1,9 @@
 """All or nothing: while a Bridge's weights are replaced, what they were is kept.
 
 Weights that lie on the CPU are kept as they are: as long as nothing writes to a checkpoint's
-memory-mapped file, that takes no memory of the process. Those of a device go to host memory as
-soon as new ones have taken their place, or, where it has no room, to a temporary file.
+memory-mapped file, that takes no memory of the process. Those of a device are copied to host
+memory as soon as new ones have taken their place, or, where it has no room, to a temporary file,
+and let go.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import copy
 import sys
 import tempfile
+import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from torch import nn
 from tl_devicefix.devices import HOST
 from tl_devicefix.tracebacks import let_go
 
-_MODULE_STATE = ("_parameters", "_buffers")
+_TENSORS = ("_parameters", "_buffers")
 
 
 class Originals:
@@ -35,39 +37,46 @@ class Originals:
     def __init__(self, spill_to: str) -> None:
         self._directory = Path(spill_to)
         self._states: list[tuple[Any, dict[str, Any]]] = []
-        self._left: dict[int, tuple[torch.Tensor, torch.device]] = {}
+        self._copies: dict[int, _Copied] = {}
 
     def keep(self, *owners: Any) -> None:
         """Keep what modules, or any objects, hold now; deeper modules have to be named too."""
         for owner in owners:
             state = dict(vars(owner))
-            for name in _MODULE_STATE:
+            for name in _TENSORS:
                 if isinstance(owner, nn.Module):
                     state[name] = copy.copy(state[name])
             self._states.append((owner, state))
 
-    def make_room(self, modules: Iterable[nn.Module], in_use: set[int]) -> None:
+    def make_room(self, modules: Iterable[nn.Module], in_use: Iterable[torch.Tensor]) -> None:
         """Let those kept tensors of modules that are used no more leave their device.
 
         Args:
             modules: kept before, and changed since.
-            in_use: `id` of each parameter and buffer that the model has now.
+            in_use: each parameter and buffer that the model has now. What shares its memory with
+                one of them takes none, and stays.
         """
         changed = {id(module) for module in modules}
+        used = {_memory(tensor) for tensor in in_use}
         for owner, state in self._states:
             if id(owner) not in changed:
                 continue
-            for tensor in (*state["_parameters"].values(), *state["_buffers"].values()):
-                if tensor is None or id(tensor) in in_use or id(tensor) in self._left:
-                    continue
-                if tensor.device.type not in ("cpu", "meta"):
-                    self._left[id(tensor)] = tensor, tensor.device
-                    tensor.data = self._on_host(tensor.data)
+            for kind in _TENSORS:
+                for name, tensor in state[kind].items():
+                    if isinstance(tensor, torch.Tensor) and _can_leave(tensor, used):
+                        state[kind][name] = self._copied(tensor)
+
+    def _copied(self, tensor: torch.Tensor) -> _Copied:
+        known = self._copies.get(id(tensor))
+        if known is None or known.is_not(tensor):
+            known = _Copied(tensor, self._on_host(tensor.detach()))
+            self._copies[id(tensor)] = known
+        return known
 
     def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         if psutil.virtual_memory().available > _ROOM_LEFT + tensor.nbytes:
             return tensor.to(HOST)
-        file = self._directory / f"{len(self._left)}.pt"
+        file = self._directory / f"{len(self._copies)}.pt"
         torch.save(tensor.to(HOST), file)
         return torch.load(file, mmap=True, weights_only=True)
 
@@ -82,17 +91,67 @@ class Originals:
             vars(owner).clear()
             vars(owner).update(state)
         full: set[str] = set()
-        for tensor, device in self._left.values():
-            try:
-                tensor.data = tensor.data.to(device)
-            except torch.OutOfMemoryError:
-                full.add(str(device))
+        for _, state in self._states:
+            for kind in _TENSORS:
+                for name, kept in state.get(kind, {}).items():
+                    if isinstance(kept, _Copied):
+                        state[kind][name] = kept.back(full)
         if full:
             raise torch.OutOfMemoryError(
                 f"the weights are what they were, but {', '.join(sorted(full))} has no room for "
                 "all of them any more, and the rest is on the host: free memory there, and call "
                 "tl_devicefix.check(bridge, repair=True)"
             )
+
+
+def _can_leave(tensor: torch.Tensor, used: set[int]) -> bool:
+    return tensor.device.type not in ("cpu", "meta") and _memory(tensor) not in used
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """The address of what a tensor may share with others."""
+    return tensor.untyped_storage().data_ptr()
+
+
+class _Copied:
+    """A tensor whose values are on the host, and which lives on only if someone else holds it.
+
+    Args:
+        tensor: on a device.
+        values: on the host.
+    """
+
+    def __init__(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        self._tensor: weakref.ref[torch.Tensor] | torch.Tensor = weakref.ref(tensor)
+        self._values, self._device = values, tensor.device
+        self._is_parameter, self._requires_grad = (
+            isinstance(tensor, nn.Parameter),
+            tensor.requires_grad,
+        )
+
+    def is_not(self, tensor: torch.Tensor) -> bool:
+        """Whether this is another tensor, which had the same `id` before."""
+        return isinstance(self._tensor, weakref.ref) and self._tensor() is not tensor
+
+    def back(self, full: set[str]) -> torch.Tensor:
+        """The tensor itself if it is still there, or one like it.
+
+        Args:
+            full: to which its device is added if that has no room.
+        """
+        if isinstance(self._tensor, torch.Tensor):
+            return self._tensor
+        tensor = self._tensor()
+        if tensor is None:
+            try:
+                tensor = self._values.to(self._device)
+            except torch.OutOfMemoryError:
+                tensor = self._values
+                full.add(str(self._device))
+            if self._is_parameter:
+                tensor = nn.Parameter(tensor, self._requires_grad)
+        self._tensor = tensor  # tied modules get the same one
+        return tensor
 
 
 _ROOM_LEFT = 2 * 2**30

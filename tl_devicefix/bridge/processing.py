@@ -16,6 +16,7 @@ import torch
 import transformers.utils.logging as hf_logging
 from packaging.version import Version
 from torch import nn
+from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge.generalized_components.moe import MoEBridge, has_batched_experts
 from transformer_lens.utilities.bridge_components import apply_fn_to_all_components
 from transformer_lens.utilities.quantization import require_readable_weight
@@ -38,6 +39,7 @@ def enable_compatibility_mode(self: Any, *args: Any, **kwargs: Any) -> None:
         NotImplementedError: if weights are packed (quantised), or have no values.
     """
     modes = [(each, each.compatibility_mode, each.disable_warnings) for each in _hookables(self)]
+    names = [(each, each.name) for each in self.modules() if isinstance(each, HookPoint)]
     was_on = self.compatibility_mode
     try:
         original(type(self), "enable_compatibility_mode")(self, *args, **kwargs)
@@ -49,6 +51,8 @@ def enable_compatibility_mode(self: Any, *args: Any, **kwargs: Any) -> None:
         self._initialize_hook_registry()
         self._setup_hook_compatibility()
         self._register_all_aliases_recursive()
+        for point, name in names:  # which compatibility mode changes
+            point.name = name
         raise
 
 
@@ -188,7 +192,9 @@ def _replace(unit: Unit, given: Weights, processed: WorkingCopies) -> None:
     """Give the Bridge's components their processed weights, rounded, where the old ones were."""
     by_component: dict[str, Weights] = {name: {} for name in unit.components}
     for named, tensor in _popped(processed):
-        name = named.replace(BLOCK, f"{unit.name}.", 1)
+        name = named
+        if unit.name.startswith("blocks."):
+            name = named.replace(BLOCK, f"{unit.name}.", 1)
         if name not in given:  # a bias that folding has made is like its weight
             weight = f"{name.rpartition('.')[0]}.weight"
             component, within = unit.places[weight]
@@ -209,9 +215,9 @@ def _popped(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, dict.pop(weights, name)
 
 
-def _in_use(bridge: Any) -> set[int]:
+def _in_use(bridge: Any) -> list[torch.Tensor]:
     model = bridge.original_model
-    return {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    return [*model.parameters(), *model.buffers()]
 
 
 def _fold_into_batched_experts(bridge: Any, unit: Unit) -> None:

@@ -94,18 +94,28 @@ def _cover(
 
 
 def layout_of(hf_model: nn.Module, adapter: Any) -> Layout:
-    """The layout of a Hugging Face model, on meta or real, not yet wrapped by a Bridge."""
+    """The layout of a Hugging Face model, on meta or real, not yet wrapped by a Bridge.
+
+    Raises:
+        ValueError: if its modules are not where the adapter looks for them, as with some heads.
+    """
     paths: dict[str, str] = {}
     for name, component in adapter.get_component_mapping().items():
         if not component.name:
             continue
-        if getattr(component, "is_list_item", False):
-            blocks = hf_model.get_submodule(component.name)
-            paths |= {
-                f"{name}.{i}": f"{component.name}.{i}" for i, _ in enumerate(blocks.children())
-            }
-        else:
+        if not getattr(component, "is_list_item", False):
             paths[name] = component.name
+            continue
+        try:
+            blocks = hf_model.get_submodule(component.name)
+        except AttributeError as error:
+            raise ValueError(
+                f"a {type(hf_model).__name__} has no {component.name!r}, where "
+                f"{type(adapter).__name__} has its {name}: spread it by a device_map of its own "
+                "modules"
+            ) from error
+        indices = [index for index, _ in enumerate(blocks.children())]
+        paths |= {f"{name}.{index}": f"{component.name}.{index}" for index in indices}
     first = {name: path for name, path in paths.items() if name == "embed"}
     return Layout({**first, **paths})
 

@@ -119,11 +119,12 @@ class Processing:
 
     def _preprocess(self, weights: Weights) -> None:
         self.adapter._fold_ln_requested = self.asked.fold_ln  # as some fold all by themselves
-        if self.adapter.preprocess_weights(weights) is not weights:
-            raise NotImplementedError(
-                f"{type(self.adapter).__name__}.preprocess_weights returns other weights than it "
-                "is given, which component-wise processing does not know: report this"
-            )
+        preprocessed = self.adapter.preprocess_weights(weights)
+        if preprocessed is not weights:
+            for name in weights.keys() - preprocessed.keys():
+                del weights[name]
+            for name, tensor in preprocessed.items():
+                weights[name] = tensor
 
 
 def private_copies(weights: Mapping[str, torch.Tensor], device: torch.device) -> WorkingCopies:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -85,6 +86,7 @@ class Machine:
         self._peak = [0] * len(capacities)
         # Keyed by the address of torch's storage object, which views share.
         self._allocations: dict[int, weakref.ref[Allocation]] = {}
+        self._adding = threading.RLock()
 
     def __repr__(self) -> str:
         state = "" if self.is_open else ", left"
@@ -154,7 +156,9 @@ class Machine:
         address = torch._C._storage_address(tensor)  # type: ignore[attr-defined]
         reference = self._allocations.get(address)
         allocation = None if reference is None else reference()
-        if allocation is None:
+        # One on another device is of a storage that another thread has just freed, and whose
+        # address is used again.
+        if allocation is None or allocation.device != device:
             allocation = self._allocate(tensor, device, address)
         return allocation
 
@@ -184,11 +188,12 @@ class Machine:
         return allocation
 
     def _add(self, index: int, nbytes: int) -> None:
-        self._allocated[index] += nbytes
-        if self._allocated[index] > self._peak[index]:
-            self._peak[index] = self._allocated[index]
-            if self.on_peak is not None:
-                self.on_peak(index)
+        with self._adding:  # transformers loads in several threads
+            self._allocated[index] += nbytes
+            if self._allocated[index] > self._peak[index]:
+                self._peak[index] = self._allocated[index]
+                if self.on_peak is not None:
+                    self.on_peak(index)
 
     def _free(self, allocation: Allocation) -> None:
         self._add(allocation.device.index, -allocation.nbytes)
