@@ -116,8 +116,8 @@ def encoder_decoder(directory: Path, tokenizer: Any) -> Path:
     config = transformers.BartConfig(
         vocab_size=D_VOCAB, d_model=16, encoder_layers=3, decoder_layers=3,
         encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=24,
-        decoder_ffn_dim=24, max_position_embeddings=32, bos_token_id=0, eos_token_id=1, pad_token_id=2,
-        decoder_start_token_id=0, forced_eos_token_id=None,
+        decoder_ffn_dim=24, max_position_embeddings=32, bos_token_id=0, eos_token_id=1,
+        pad_token_id=2, decoder_start_token_id=0, forced_eos_token_id=None,
     )  # fmt: skip
     hf_model = transformers.BartForConditionalGeneration(config)
     randomize(hf_model)
