@@ -1,4 +1,4 @@
-"""HookedTransformer over several devices: import before loading, then use `n_devices=4`.
+"""HookedTransformer and TransformerBridge over several devices: import before loading.
 
 Importing applies the patches that `report()` lists, unless TL_DEVICEFIX_DISABLE=1 is set.
 """
