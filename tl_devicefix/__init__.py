@@ -58,5 +58,9 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'tl_devicefix' has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 if os.environ.get("TL_DEVICEFIX_DISABLE", "0") in ("", "0"):
     apply()

@@ -317,7 +317,8 @@ def _warn_of_unused(max_memory: MaxMemory | None, devices: Sequence[torch.device
     unused = named - set(map(str, devices))
     if unused:
         logging.warning(
-            "max_memory names %s, where nothing is placed: only %s may be used.",
+            "max_memory names %s, where nothing is placed: only %s may be used; n_devices or "
+            "device_map='auto' says to use more.",
             ", ".join(sorted(unused)),
             ", ".join(map(str, devices)),
         )

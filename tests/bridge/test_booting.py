@@ -223,3 +223,9 @@ def test_a_copy_runs_over_the_same_devices(machine: Any, boot: Any, tokens: torc
 
     assert copied.placement == bridge.placement
     assert_agrees(copied(tokens), bridge(tokens), machine.devices[0], tolerance=0)
+
+
+def test_a_dtype_may_be_named(machine: Any, boot: Any) -> None:
+    assert boot("llama", n_devices=2, dtype="bfloat16").embed.W_E.dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="bf17"):
+        boot("llama", dtype="bf17")

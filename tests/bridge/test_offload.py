@@ -121,3 +121,16 @@ def test_hooks_and_generation(
         for model in (bridge, reference)
     ]
     assert_agrees(*generated)
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim:1"])
+def test_moved_to_a_device_it_is_whole_again(
+    device: str, machine: Any, boot: Any, references: Any, tokens: torch.Tensor
+) -> None:
+    bridge = boot("llama", device_map={"": 0, "blocks.1": "cpu"})
+
+    bridge.to(device)
+
+    there = torch.device(device)
+    assert bridge.placement.memories == (there,)
+    assert_agrees(bridge(tokens.to(there)), references("llama")(tokens), there)

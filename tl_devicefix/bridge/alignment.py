@@ -34,8 +34,10 @@ def _drop_bound_methods(hf_model: nn.Module) -> None:
 
     A deep copy's would move this one. The Bridge's `to` sees to several devices by itself.
     """
-    for name in ("to", "cuda", "npu", "mlu", "sdaa", "musa", "xpu", "neuron"):
-        vars(hf_model).pop(name, None)
+    for name, value in list(vars(hf_model).items()):
+        wrapped = getattr(value, "__wrapped__", None)
+        if name != "forward" and getattr(wrapped, "__self__", None) is hf_model:
+            del vars(hf_model)[name]
 
 
 def align_bridge(bridge: Any, placement: Placement) -> None:
@@ -53,6 +55,7 @@ def align_bridge(bridge: Any, placement: Placement) -> None:
         if component.name in modules
     ]
     take_inputs_at(bridge.original_model, placement.home)
+    _forget_tied_weights(bridge.original_model)
     let_visit(bridge, placement)
     let_hooks_mix(bridge, placement)
 
@@ -63,6 +66,19 @@ def take_inputs_at(hf_model: nn.Module, home: torch.device) -> None:
     if isinstance(outermost, AlignDevicesHook) and not outermost.offload:
         outermost.execution_device = home
         outermost.io_same_device = False
+
+
+def _forget_tied_weights(hf_model: nn.Module) -> None:
+    """Have accelerate's hooks let go of tied weights, of which they keep the first for good.
+
+    They bring back with it what they offload; where they offload nothing, it is never used.
+    """
+    hooks = [getattr(module, "_hf_hook", None) for module in hf_model.modules()]
+    aligning = [hook for hook in hooks if isinstance(hook, AlignDevicesHook)]
+    if not any(hook.offload for hook in aligning):
+        for hook in aligning:
+            if hook.tied_params_map:
+                hook.tied_params_map.clear()
 
 
 def unalign_bridge(bridge: Any) -> None:

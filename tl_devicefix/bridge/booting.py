@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from tl_devicefix.bridge.alignment import settle_bridge, take_inputs_at
 from tl_devicefix.bridge.moving import place_bridge, placement_as_it_lies
-from tl_devicefix.bridge.sizes import empty_hf_model, layout_of
+from tl_devicefix.bridge.sizes import empty_hf_model, layout_of, named_dtype
 from tl_devicefix.bridge.upstream import ArchitectureAdapterFactory, hf_model_class
 from tl_devicefix.devices import simulated_device
 from tl_devicefix.fitting import check_fit
@@ -34,7 +34,7 @@ def boot_transformers(*args: Any, **kwargs: Any) -> Any:
     "blocks.3", "blocks"), or modules of the Hugging Face model, as transformers takes it. With
     "cpu" in `max_memory`, or for blocks in `device_map`, blocks are offloaded: their weights live
     in host memory, and visit the device that runs them. The Bridge's `placement` says where all of
-    it is.
+    it is. `dtype` may also be a name ("bfloat16").
 
     Raises:
         ValueError: if the arguments do not fit together, or the model does not fit.
@@ -42,6 +42,8 @@ def boot_transformers(*args: Any, **kwargs: Any) -> Any:
     boot = _unpatched_boot()
     given = inspect.signature(boot).bind(*args, **kwargs)
     wanted = given.arguments
+    if isinstance(wanted.get("dtype"), str):  # as HookedTransformer takes it
+        wanted["dtype"] = named_dtype(wanted["dtype"])
     if wanted.get("hf_model") is not None or not _spreads(wanted):
         if wanted.get("hf_model") is None and wanted.get("device") is None:
             wanted["device"] = simulated_device()

@@ -17,12 +17,17 @@ from tl_devicefix.placement import PlacedComponent, Placement
 def to(self: Any, *args: Any, **kwargs: Any) -> Any:
     """See `TransformerBridge.to`. A dtype keeps the placement, which weighs what it then does.
 
-    As in TransformerLens, a Bridge over several devices is not moved to one, with a warning.
+    As in TransformerLens, a Bridge over several devices is not moved to one, with a warning. One
+    that runs on one device, with offloaded blocks, is moved whole, and nothing is offloaded then.
     """
     moved = original(type(self), "to")(self, *args, **kwargs)
     placement: Placement | None = getattr(self, "placement", None)
     if placement is not None and len(placement.memories) > 1:
-        settle_bridge(self, placement.reweighed(sizes_now(self, placement)))
+        placement = placement.reweighed(sizes_now(self, placement))
+        lie_on = {with_index(parameter.device) for parameter in self.parameters()}
+        if len(lie_on) == 1 and len(placement.devices) == 1:  # it was moved, and is whole again
+            placement = placement.gathered_on(lie_on.pop())
+        settle_bridge(self, placement)
     elif placement is not None:
         self.__dict__["placement"] = placement_as_it_lies(self)
     return moved

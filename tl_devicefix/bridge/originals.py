@@ -109,8 +109,8 @@ def _can_leave(tensor: torch.Tensor, used: set[int]) -> bool:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """The address of what a tensor may share with others."""
-    return tensor.untyped_storage().data_ptr()
+    """Which storage a tensor has, that it may share with others; its address is 0 on meta."""
+    return tensor.untyped_storage()._cdata
 
 
 class _Copied:
