@@ -89,6 +89,14 @@ def unalign_bridge(bridge: Any) -> None:
     let_hooks_be(bridge)
 
 
+def register_hooks(bridge: Any) -> None:
+    """Have a Bridge know the hook points that its modules have now, as when it was made."""
+    bridge.clear_hook_registry()
+    bridge._initialize_hook_registry()
+    bridge._setup_hook_compatibility()
+    bridge._register_all_aliases_recursive()
+
+
 class CarryAllTo:
     """Forward pre-hook of all components on one device: bring there what they take.
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from tl_devicefix.bridge.alignment import settle_bridge
+from tl_devicefix.bridge.units import bridge_components
 from tl_devicefix.components import ComponentSize
 from tl_devicefix.devices import with_index
 from tl_devicefix.patches import original
@@ -97,12 +97,3 @@ def placement_as_it_lies(bridge: Any) -> Placement | None:
     embed = [each for each in placed if each.name == "embed"]
     placed = embed + [each for each in placed if each.name != "embed"]
     return Placement(tuple(placed)) if placed else None
-
-
-def bridge_components(bridge: Any) -> Iterator[tuple[str, torch.nn.Module]]:
-    """A Bridge's components by their names: "embed", "blocks.3", "unembed"."""
-    for name, (_, component) in bridge.real_components.items():
-        if isinstance(component, list):
-            yield from ((f"{name}.{index}", each) for index, each in enumerate(component))
-        else:
-            yield name, component

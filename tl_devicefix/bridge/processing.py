@@ -21,6 +21,7 @@ from transformer_lens.model_bridge.generalized_components.moe import MoEBridge, 
 from transformer_lens.utilities.bridge_components import apply_fn_to_all_components
 from transformer_lens.utilities.quantization import require_readable_weight
 
+from tl_devicefix.bridge.alignment import register_hooks
 from tl_devicefix.bridge.originals import Originals, all_or_nothing
 from tl_devicefix.bridge.steps import BLOCK, Processing, private_copies
 from tl_devicefix.bridge.units import Unit, device_of, units
@@ -47,10 +48,7 @@ def enable_compatibility_mode(self: Any, *args: Any, **kwargs: Any) -> None:
         for component, mode, silent in modes:
             component.compatibility_mode, component.disable_warnings = mode, silent
         self.compatibility_mode = was_on
-        self.clear_hook_registry()
-        self._initialize_hook_registry()
-        self._setup_hook_compatibility()
-        self._register_all_aliases_recursive()
+        register_hooks(self)
         for point, name in names:  # which compatibility mode changes
             point.name = name
         raise

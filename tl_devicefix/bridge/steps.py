@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from transformer_lens.weight_processing import ProcessWeights
 
-from tl_devicefix.folding import Steps, Weights, WorkingCopies, uses_layer_norm, working_dtype
+from tl_devicefix.folding import (
+    Steps,
+    Weights,
+    WorkingCopies,
+    check_refactorable,
+    uses_layer_norm,
+    working_dtype,
+)
 from tl_devicefix.folding import slices as slicing
 from tl_devicefix.folding.layer_norm import fold_layer_norm_into_unembed
 from tl_devicefix.folding.unembed import center_unembed_weights, vocabulary_means
@@ -148,21 +155,8 @@ def _applicable(steps: Steps, cfg: Any, adapter: Any) -> Steps:
     if not uses_layer_norm(cfg) or getattr(cfg, "final_rms", False):
         steps = replace(steps, center_writing_weights=False)
     if steps.refactor_factored_attn_matrices:
-        _check_refactorable(cfg)
+        check_refactorable(cfg, is_grouped=cfg.n_key_value_heads not in (None, cfg.n_heads))
     return replace(steps, recenter_b_O=steps.fold_value_biases and steps.center_writing_weights)
-
-
-def _check_refactorable(cfg: Any) -> None:
-    if cfg.positional_embedding_type == "rotary":
-        raise ValueError(
-            "refactor_factored_attn_matrices=True cannot be used with rotary embeddings: there "
-            "the QK matrix depends on the positions of query and key; leave it False"
-        )
-    if cfg.n_key_value_heads not in (None, cfg.n_heads):
-        raise ValueError(
-            "refactor_factored_attn_matrices=True cannot be used with grouped-query attention: "
-            "several heads share one key and value matrix; leave it False"
-        )
 
 
 def _is_post_norm(cfg: Any) -> bool:

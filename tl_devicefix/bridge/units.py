@@ -34,7 +34,7 @@ class Unit:
 def units(bridge: Any) -> list[Unit]:
     """A Bridge's units: the embeddings and what else there is, each block, the unembedding last."""
     of_component: dict[str, Unit] = {}
-    for name, component in _components(bridge):
+    for name, component in bridge_components(bridge):
         unit = Unit("unembed") if name in ("ln_final", "unembed") else Unit(name)
         of_component[name] = next((u for u in of_component.values() if u.name == unit.name), unit)
         of_component[name].components[name] = component
@@ -56,7 +56,8 @@ def _place(name: str, components: Mapping[str, Any]) -> tuple[str, str] | None:
     return None
 
 
-def _components(bridge: Any) -> Iterator[tuple[str, nn.Module]]:
+def bridge_components(bridge: Any) -> Iterator[tuple[str, nn.Module]]:
+    """A Bridge's components by their names: "embed", "blocks.3", "unembed"."""
     for name, (_, component) in bridge.real_components.items():
         if isinstance(component, list):
             for index, each in enumerate(component):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformer_lens.hook_points import HookPoint
 
-from tl_devicefix.bridge.alignment import CarryAllTo, settle_bridge
+from tl_devicefix.bridge.alignment import CarryAllTo, register_hooks, settle_bridge
 from tl_devicefix.checking.naming import listed
 from tl_devicefix.checking.report import Finding
 from tl_devicefix.checking.tensors import placement_of_model, tensors
@@ -92,10 +92,7 @@ def put_right(bridge: Any) -> None:
     placement = placement_of_model(bridge)
     if placement is not None:
         settle_bridge(bridge, placement)
-    bridge.clear_hook_registry()
-    bridge._initialize_hook_registry()
-    bridge._setup_hook_compatibility()
-    bridge._register_all_aliases_recursive()
+    register_hooks(bridge)
 
 
 class _MoveOne:

@@ -62,7 +62,7 @@ class Steps:
             logging.info("The model does not use LayerNorm throughout: writing weights stay.")
             steps = replace(steps, center_writing_weights=False)
         if steps.refactor_factored_attn_matrices:
-            _check_refactorable(cfg)
+            check_refactorable(cfg, is_grouped=cfg.n_key_value_heads is not None)
         return steps
 
 
@@ -71,13 +71,22 @@ def uses_layer_norm(cfg: Any) -> bool:
     return cfg.normalization_type in ("LN", "LNPre")
 
 
-def _check_refactorable(cfg: Any) -> None:
+def check_refactorable(cfg: Any, is_grouped: bool) -> None:
+    """Check that `refactor_factored_attn_matrices` can be done.
+
+    Args:
+        cfg: the model's config.
+        is_grouped: whether its heads share keys and values.
+
+    Raises:
+        ValueError: if it cannot.
+    """
     if cfg.positional_embedding_type == "rotary":
         raise ValueError(
             "refactor_factored_attn_matrices=True cannot be used with rotary embeddings: there "
             "the QK matrix depends on the positions of query and key; leave it False"
         )
-    if cfg.n_key_value_heads is not None:
+    if is_grouped:
         raise ValueError(
             "refactor_factored_attn_matrices=True cannot be used with grouped-query attention: "
             "several heads share one key and value matrix; leave it False"
