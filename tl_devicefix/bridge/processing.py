@@ -31,6 +31,8 @@ from tl_devicefix.patching.applying import original
 from tl_devicefix.patching.versions import installed
 from tl_devicefix.placement.placement import Placement, in_short
 
+_log = logging.getLogger(__name__)
+
 
 def enable_compatibility_mode(self: Any, *args: Any, **kwargs: Any) -> None:
     """See TransformerLens's. If it fails, the Bridge is as it was before, and can be used.
@@ -80,7 +82,7 @@ def process_weights(
         torch.OutOfMemoryError: saying at which component; the weights are what they were.
     """
     if self._weights_processed:
-        logging.warning(
+        _log.warning(
             "process_weights was already applied to this bridge, so it is skipped: boot it again "
             "to process its weights in another way."
         )
@@ -95,7 +97,7 @@ def process_weights(
         )
     _refuse_offloaded(self)
     if center_unembed and (getattr(self.cfg, "output_logits_soft_cap", None) or 0) > 0:
-        logging.warning("center_unembed=True cannot be done with a logit softcap: set to False.")
+        _log.warning("center_unembed=True cannot be done with a logit softcap: set to False.")
         center_unembed = False
     steps = Steps(
         fold_ln,

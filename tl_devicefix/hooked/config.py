@@ -33,6 +33,8 @@ from tl_devicefix.checkpoints.known_configs import known_config
 from tl_devicefix.patching.applying import original
 from tl_devicefix.placement.devices import consecutive, resolve
 
+_log = logging.getLogger(__name__)
+
 
 def torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
     """A dtype, or its name as TransformerLens writes it ("bfloat16", "bf16", "torch.bfloat16").
@@ -70,7 +72,7 @@ def model_config(model_name: str, prefer_known: bool = False, **kwargs: Any) -> 
     name = official_name(model_name)
     known = known_config(name) if prefer_known else None
     if known is not None:
-        logging.info("The sizes of %s are those known to tl_devicefix, not fetched.", name)
+        _log.info("The sizes of %s are those known to tl_devicefix, not fetched.", name)
     if is_listed(name):
         return _config_by_name(name, known, **kwargs)
     if known is not None:  # a model that TransformerLens does not list

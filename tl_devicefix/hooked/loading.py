@@ -42,6 +42,8 @@ from tl_devicefix.placement.memory import MaxMemory
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.tracebacks import let_go
 
+_log = logging.getLogger(__name__)
+
 
 def from_pretrained(
     cls: Any,
@@ -180,7 +182,7 @@ def _refuse_unsupported(name: str, wanted: dict[str, Any], hf_kwargs: dict[str, 
 
 def _refuse_dtype_on_cpu(dtype: torch.dtype, device: Any) -> None:
     if dtype == torch.float16 and device in ("cpu", None):
-        logging.warning("float16 models may not work on CPU. Consider using a GPU or bfloat16.")
+        _log.warning("float16 models may not work on CPU. Consider using a GPU or bfloat16.")
 
 
 def _load_config(
@@ -219,7 +221,7 @@ def _steps(cfg: Any, wanted: dict[str, Any]) -> Steps:
         refused["center_unembed"] = "a model with a logit softcap"
     for name, reason in refused.items():
         if steps[name]:
-            logging.warning("%s=True cannot be done for %s: set to False.", name, reason)
+            _log.warning("%s=True cannot be done for %s: set to False.", name, reason)
             steps[name] = False
     return Steps(**steps).applicable(cfg, installed_conventions())
 

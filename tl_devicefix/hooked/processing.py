@@ -42,6 +42,8 @@ from tl_devicefix.placement.fitting import naming_full_devices
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.running.interruption import changing_weights, is_unfinished, refuse_unfinished
 
+_log = logging.getLogger(__name__)
+
 NORM_SUFFIXES = (".ln1.w", ".ln2.w", "ln_final.w")
 
 
@@ -160,7 +162,7 @@ def _default_value(name: str, own: torch.Tensor) -> torch.Tensor:
     is_matrix = "W_" in name
     if not own.is_meta:
         if is_matrix:
-            logging.warning("%s is missing from the state dict: the model's own stays.", name)
+            _log.warning("%s is missing from the state dict: the model's own stays.", name)
         return own
     if leaf == "w":
         return torch.ones(own.shape, dtype=own.dtype)
@@ -212,9 +214,7 @@ def load_and_process_state_dict(
     placement: Placement | None = getattr(self, "placement", None)
     with changing_weights(self):
         if steps.fold_ln and not any(name.endswith(NORM_SUFFIXES) for name in state_dict):
-            logging.warning(
-                "fold_ln=True, but the weights hold no norms: already folded, so skipped."
-            )
+            _log.warning("fold_ln=True, but the weights hold no norms: already folded, so skipped.")
         elif steps.fold_ln:
             fold_norm_modules(self)
             if placement is not None:

@@ -39,6 +39,8 @@ from tl_devicefix.placement.offloading import (
 )
 from tl_devicefix.placement.placement import PlacedComponent, Placement, in_short, placed_as
 
+_log = logging.getLogger(__name__)
+
 DeviceMap = str | int | torch.device | Mapping[str, DeviceLike]
 """A strategy ("auto", "balanced", "sequential"), one device, or components -> devices."""
 
@@ -135,7 +137,7 @@ def _warn_of_unused(max_memory: MaxMemory | None, devices: Sequence[torch.device
     named = {key if key == "disk" else str(resolve(key)) for key in max_memory or ()}
     unused = named - set(map(str, devices))
     if unused:
-        logging.warning(
+        _log.warning(
             "max_memory names %s, where nothing is placed: only %s may be used; n_devices or "
             "device_map='auto' says to use more.",
             ", ".join(sorted(unused)),
