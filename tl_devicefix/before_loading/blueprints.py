@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
+from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.patching.versions import has_bridge, has_hooked_transformer
 from tl_devicefix.placement.blueprint import Blueprint
 
@@ -38,9 +40,35 @@ def blueprint(
     return HookedBlueprint.read(config_or_model_name, dtype, options, cls)
 
 
-def option_names(config_or_model_name: Any) -> Sequence[str]:
-    """What `options` may name, for the class that is made by default."""
-    if _is_of_bridge(config_or_model_name, None):
+def check_options(
+    function: Callable[..., Any],
+    config_or_model_name: Any,
+    options: Iterable[str],
+    cls: Any = None,
+) -> None:
+    """Check that what a function was called with beside its own arguments is known.
+
+    Args:
+        function: `estimate` or `rehearse`.
+        config_or_model_name: as for `plan`.
+        options: the names.
+        cls: the model's class, as for `blueprint`.
+
+    Raises:
+        TypeError: naming the first that does not exist, and what may be meant.
+        ValueError: if the class is no class of models.
+    """
+    of_bridge = _is_of_bridge(config_or_model_name, cls)
+    known = _option_names(config_or_model_name, of_bridge)
+    own = [name for name in inspect.signature(function).parameters if name != "options"]
+    where = "" if known else " beside a config, which says all"
+    where = " for a TransformerBridge" if of_bridge else where
+    refuse_unknown(function.__name__, options, [*own, *known], where)
+
+
+def _option_names(config_or_model_name: Any, of_bridge: bool) -> Sequence[str]:
+    """What `options` may name."""
+    if of_bridge:
         from tl_devicefix.bridge.blueprint import OPTIONS
 
         return OPTIONS

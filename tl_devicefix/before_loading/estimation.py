@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tl_devicefix.before_loading.advice import what_would_fit
-from tl_devicefix.before_loading.blueprints import blueprint, option_names
+from tl_devicefix.before_loading.blueprints import blueprint, check_options
 from tl_devicefix.before_loading.usage import Job, OnDevice, Setting
 from tl_devicefix.patches import patched
 from tl_devicefix.placement.blueprint import Blueprint
@@ -124,9 +124,10 @@ def estimate(
 
     Raises:
         ValueError: if the arguments do not fit together, or the model's config cannot be had.
+        TypeError: if there is no such argument; it names what may be meant.
     """
     with patched():
-        _check_options(config_or_model_name, options)
+        check_options(estimate, config_or_model_name, options)
         model = blueprint(config_or_model_name, dtype, options)
         ctx = min(1024, model.n_ctx) if ctx is None else ctx
         job = Job(batch, ctx, cache, generate, gradients, gather)
@@ -168,14 +169,6 @@ def rooms(memory: Any, n_devices: int) -> dict[Any, Any]:
     """A size for each device: one for all, or those that are named, and 80 GiB for the rest."""
     named = memory if isinstance(memory, Mapping) else dict.fromkeys(range(n_devices), memory)
     return {**dict.fromkeys(range(n_devices), "80GiB"), **named}
-
-
-def _check_options(config_or_model_name: Any, options: dict[str, Any]) -> None:
-    known = option_names(config_or_model_name)
-    unknown = [name for name in options if name not in known]
-    if unknown:
-        where = "" if known else " beside a config, which says all"
-        raise TypeError(f"estimate has no argument {unknown[0]!r}{where}")
 
 
 def _check(job: Job, model: Blueprint, n_devices: int) -> None:

@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 
-from tl_devicefix.before_loading.blueprints import blueprint
+from tl_devicefix.before_loading.blueprints import blueprint, check_options
 from tl_devicefix.patches import patched
 from tl_devicefix.placement.deciding import DeviceMap, decide
 from tl_devicefix.placement.fitting import check_fit
 from tl_devicefix.placement.memory import MaxMemory, gib
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.running.module_names import named_modules
-from tl_devicefix.simulation import Machine, Transfer, simulate
+from tl_devicefix.simulation import Machine, Transfer, simulate_apart
 
 
 @dataclass(frozen=True)
@@ -136,11 +136,13 @@ def rehearse(
 
     Raises:
         ValueError: if the model does not fit, or the arguments do not fit together.
+        TypeError: if there is no such argument; it names what may be meant.
     """
     if not callable(run):
         raise ValueError(f"run={run!r} is no function to call with the model")
+    check_options(rehearse, config_or_model_name, options, cls)
     grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())  # which `run` may set
-    with patched(), simulate(n_devices, memory, values=False) as machine, grad_mode:
+    with patched(), simulate_apart(n_devices, memory) as machine, grad_mode:
         spread = n_devices if device_map is None else None
         wanted = blueprint(config_or_model_name, dtype, options, cls)
         placement = decide(wanted.sizes(), spread, None, device_map, max_memory)

@@ -17,7 +17,7 @@ from tl_devicefix.placement.deciding import DeviceMap, decide
 from tl_devicefix.placement.devices import HOST
 from tl_devicefix.placement.memory import capacity
 from tl_devicefix.placement.placement import Placement, in_short
-from tl_devicefix.simulation import Machine, simulate
+from tl_devicefix.simulation import Machine, simulate_apart
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Setting:
     def measure(self) -> tuple[tuple[OnDevice, ...], Placement]:
         """Rehearse the job, and measure what it takes on each device."""
         rooms = self.memory
-        with simulate(self.n_devices, _UNLIMITED, values=False) as machine:
+        with simulate_apart(self.n_devices, _UNLIMITED) as machine:
             spread = self.n_devices if self.device_map is None else None
             limits = rooms if self.limits is None else self.limits
             placement = decide(self.model.sizes(), spread, None, self.device_map, limits)

@@ -51,11 +51,7 @@ class BridgeBlueprint(Blueprint):
 
         Raises:
             ValueError: if the config cannot be had.
-            TypeError: if there is no such option.
         """
-        for option in options:
-            if option not in OPTIONS:
-                raise TypeError(f"there is no argument {option!r} for a TransformerBridge")
         config = copy.deepcopy(hf_config(config_or_model_name))
         vars(config).update(_overrides(config, **options))
         if getattr(config, "pad_token_id", None) is None:  # as in `boot_transformers`

@@ -19,6 +19,7 @@ from tl_devicefix.bridge.components import empty_hf_model, layout_of
 from tl_devicefix.bridge.config import named_dtype
 from tl_devicefix.bridge.moving import place_bridge, placement_as_it_lies
 from tl_devicefix.bridge.upstream import ArchitectureAdapterFactory, hf_model_class
+from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.patching.applying import original
 from tl_devicefix.placement.deciding import decide
 from tl_devicefix.placement.devices import simulated_device
@@ -40,9 +41,12 @@ def boot_transformers(*args: Any, **kwargs: Any) -> Any:
 
     Raises:
         ValueError: if the arguments do not fit together, or the model does not fit.
+        TypeError: if there is no such argument; it names what may be meant.
     """
     boot = _unpatched_boot()
-    given = inspect.signature(boot).bind(*args, **kwargs)
+    takes = inspect.signature(boot)
+    refuse_unknown("boot_transformers", kwargs, takes.parameters)
+    given = takes.bind(*args, **kwargs)
     wanted = given.arguments
     if isinstance(wanted.get("dtype"), str):  # as HookedTransformer takes it
         wanted["dtype"] = named_dtype(wanted["dtype"])

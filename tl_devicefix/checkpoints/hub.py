@@ -18,11 +18,13 @@ TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model",
 
 _OF_REPOSITORY = ("revision", "subfolder")
 _OF_ACCESS = ("cache_dir", "force_download", "local_files_only", "proxies", "token")
+HUB_ARGUMENTS = (*_OF_REPOSITORY, *_OF_ACCESS)
+"""Those of `from_pretrained`'s arguments that say which files to fetch, and how."""
 
 
 def hub_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Those of `from_pretrained`'s arguments that say which files to fetch, and how."""
-    return {name: kwargs[name] for name in (*_OF_REPOSITORY, *_OF_ACCESS) if name in kwargs}
+    """Those of `HUB_ARGUMENTS` that are given."""
+    return {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
 
 
 def snapshot(name: str, **kwargs: Any) -> Path:

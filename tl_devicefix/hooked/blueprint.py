@@ -13,6 +13,7 @@ import transformer_lens
 from transformer_lens import HookedTransformer
 from transformer_lens.loading_from_pretrained import get_pretrained_model_config
 
+from tl_devicefix.checkpoints.hub import HUB_ARGUMENTS
 from tl_devicefix.hooked.components import component_sizes
 from tl_devicefix.hooked.config import model_config, torch_dtype
 from tl_devicefix.hooked.layout import empty_as_loaded
@@ -104,7 +105,12 @@ def option_names(config_or_model_name: Any) -> Sequence[str]:
     """What a config that is named depends on; one that is given says all."""
     if not isinstance(config_or_model_name, str | Path):
         return ()
-    return tuple(inspect.signature(get_pretrained_model_config).parameters)
+    takes = inspect.signature(get_pretrained_model_config).parameters
+    of_config = [name for name in takes if name not in _SAID_OTHERWISE]
+    return (*of_config, *HUB_ARGUMENTS, "trust_remote_code")
+
+
+_SAID_OTHERWISE = ("model_name", "device", "n_devices", "dtype", "kwargs")
 
 
 def _config_at_full_size(

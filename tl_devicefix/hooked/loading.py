@@ -6,7 +6,6 @@ source -> one component -> its device -> fold in float32 -> round once -> the mo
 from __future__ import annotations
 
 import contextlib
-import difflib
 import inspect
 import logging
 import os
@@ -35,6 +34,7 @@ from tl_devicefix.hooked.conventions import installed_conventions
 from tl_devicefix.hooked.filling import fill
 from tl_devicefix.hooked.moving import check_placed, place
 from tl_devicefix.hooked.shared_buffers import give_buffers
+from tl_devicefix.misspelt import refuse_misspelt
 from tl_devicefix.patching.applying import original
 from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
 from tl_devicefix.placement.devices import default_device
@@ -103,7 +103,7 @@ def _load(
 ) -> Any:
     """Load a model, by all arguments of `from_pretrained`."""
     hf_kwargs = wanted.pop("from_pretrained_kwargs", {})
-    _refuse_misspelt(hf_kwargs, [*wanted, "device_map", "max_memory"])
+    refuse_misspelt("from_pretrained", hf_kwargs, [*wanted, "device_map", "max_memory"])
     dtype = torch_dtype(hf_kwargs.pop("torch_dtype", wanted["dtype"]))
     wanted["model_name"] = os.fspath(wanted["model_name"])
     model_name = official_name(wanted["model_name"])
@@ -134,17 +134,6 @@ def _bind(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, 
     arguments = dict(bound.arguments)
     arguments.pop("cls")
     return arguments
-
-
-def _refuse_misspelt(hf_kwargs: dict[str, Any], known: list[str]) -> None:
-    """TransformerLens passes unknown arguments on to transformers, which swallows them."""
-    for name in hf_kwargs:
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
-        if close:
-            raise TypeError(
-                f"from_pretrained has no argument {name!r}; did you mean {close[0]!r}? "
-                "(TransformerLens alone would ignore it)"
-            )
 
 
 def _refuse_unsupported(name: str, wanted: dict[str, Any], hf_kwargs: dict[str, Any]) -> None:

@@ -9,6 +9,6 @@ Read in this order: ``machine`` (what is measured), ``tensor`` (how an operation
 """
 
 from tl_devicefix.simulation.machine import Machine, Transfer
-from tl_devicefix.simulation.session import simulate
+from tl_devicefix.simulation.session import simulate, simulate_apart
 
-__all__ = ["Machine", "Transfer", "simulate"]
+__all__ = ["Machine", "Transfer", "simulate", "simulate_apart"]

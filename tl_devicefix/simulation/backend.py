@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,6 +44,26 @@ def activate(machine: Machine) -> None:
             " `with` block before entering another."
         )
     _active = machine
+
+
+@contextmanager
+def set_aside() -> Iterator[bool]:
+    """Within it, no machine is active; afterwards that which was is again, with its counts.
+
+    Yields:
+        Whether there was one.
+    """
+    global _active
+    outer = _active
+    if outer is None:
+        yield False
+        return
+    _active = None
+    try:
+        with outer.set_aside():
+            yield True
+    finally:
+        _active = outer
 
 
 def deactivate(machine: Machine) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +72,7 @@ class Machine:
             since the start or the last :meth:`reset_transfers`. A number that is read (``item``)
             and CPU tensors that index are not counted.
         is_open: False once the ``with`` block is left.
+        is_aside: True while another machine is entered instead of this one.
         on_peak: called with a device's index whenever more is allocated there than ever before.
     """
 
@@ -81,6 +83,7 @@ class Machine:
         self.transfers: list[Transfer] = []
         self.current_index = 0
         self.is_open = True
+        self.is_aside = False
         self._capacities = list(capacities)
         self._allocated = [0] * len(capacities)
         self._peak = [0] * len(capacities)
@@ -113,6 +116,18 @@ class Machine:
     def reset_transfers(self) -> None:
         """Forget the recorded transfers."""
         self.transfers.clear()
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Within it, another machine is entered; transfers and peaks meanwhile are forgotten."""
+        transfers, peak, current = list(self.transfers), list(self._peak), self.current_index
+        self.is_aside = True
+        try:
+            yield
+        finally:
+            self.is_aside = False
+            self.transfers[:], self.current_index = transfers, current
+            self._peak = [max(pair) for pair in zip(peak, self._allocated)]
 
     def index_of(self, device: int | str | torch.device | None) -> int:
         """Return the index of ``device``; a device without index is the current one.

@@ -66,17 +66,48 @@ shape=torch.Size([3]))]
     capacities = _capacities(n_devices, memory)
     _check_torch()
     backend.register()
-    machine = Machine(capacities, values=values)
-    with ExitStack() as stack:
-        backend.activate(machine)
-        stack.callback(backend.deactivate, machine)
+    with _entered(Machine(capacities, values=values)) as machine, ExitStack() as stack:
         _move_parameters_in_place(stack)
         _avoid_inference_mode(stack)
         _keep_errors_of_backwards(stack)
-        if not values:  # what a mask selects is at most everything
-            _replace(stack, meta_config, "meta_nonzero_assume_all_nonzero", True)
         # The engine would want one worker thread per device, but knows of one device only.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        yield machine
+
+
+@contextmanager
+def simulate_apart(
+    n_devices: int, memory: int | str | Sequence[int | str] = "80GiB"
+) -> Iterator[Machine]:
+    """`simulate(..., values=False)`, also inside another `simulate`, which is set aside meanwhile.
+
+    Afterwards the outer machine is as it was: its devices, tensors, transfers and peaks. A tensor
+    of its that meets one of this machine is brought here, as one from the CPU.
+
+    Args:
+        n_devices: as for `simulate`.
+        memory: as for `simulate`.
+
+    Yields:
+        The machine.
+    """
+    with backend.set_aside() as within_another:
+        if within_another:  # by which torch is changed already
+            entered = _entered(Machine(_capacities(n_devices, memory), values=False))
+        else:
+            entered = simulate(n_devices, memory, values=False)
+        with entered as machine:
+            yield machine
+
+
+@contextmanager
+def _entered(machine: Machine) -> Iterator[Machine]:
+    """Have ``sim`` devices be those of this machine."""
+    backend.activate(machine)
+    with ExitStack() as stack:
+        stack.callback(backend.deactivate, machine)
+        if machine.behind.type == "meta":  # what a mask selects is at most everything
+            stack.enter_context(meta_config.patch(meta_nonzero_assume_all_nonzero=True))
         yield machine
 
 

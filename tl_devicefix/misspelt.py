@@ -1,0 +1,66 @@
+"""What a user may have meant: near misses of names, and arguments that do not exist."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+_NEAR = 0.85
+"""How alike a name must be to be taken for a misspelt one; "device_mesh" is no "device_map"."""
+
+
+def did_you_mean(given: object, known: Iterable[str], at_least: float = 0.6) -> str:
+    """The end of a sentence that names what is nearest: "; did you mean 'balanced'?", or nothing.
+
+    Args:
+        given: what was given.
+        known: what there is.
+        at_least: how alike they must be, from 0 to 1.
+    """
+    close = difflib.get_close_matches(str(given), list(known), n=1, cutoff=at_least)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def refuse_misspelt(function: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse near misses of arguments that exist; what is like none of them may pass through.
+
+    TransformerLens passes unknown arguments on to transformers, which swallows them.
+
+    Args:
+        function: what was called.
+        given: the names that it does not have itself.
+        known: the names that it has.
+
+    Raises:
+        TypeError: naming the first of them, and what may be meant.
+    """
+    known = list(known)
+    for name in given:
+        meant = did_you_mean(name, known, _NEAR) if name not in known else ""
+        if meant:
+            raise TypeError(
+                f"{function} has no argument {name!r}{meant} "
+                "(TransformerLens alone would ignore it)"
+            )
+
+
+def refuse_unknown(
+    function: str, given: Iterable[str], known: Iterable[str], where: str = ""
+) -> None:
+    """Refuse every argument that does not exist.
+
+    Args:
+        function: what was called.
+        given: the names of its arguments.
+        known: the names that it has.
+        where: what is to be said after the name, of when it has no such argument.
+
+    Raises:
+        TypeError: naming the first of them, and what may be meant.
+    """
+    known = list(known)
+    for name in given:
+        if name not in known:
+            raise TypeError(
+                f"{function} has no argument {name!r}{where}{did_you_mean(name, known)}"
+            )
