@@ -26,7 +26,7 @@ def test_the_root_logger_gets_no_handler(
     heard = logging.getLogger("tl_devicefix")
     monkeypatch.setattr(heard, "handlers", [caplog.handler])
 
-    plan(name, 1, max_memory={"cpu": "1TiB", "disk": "1TiB"})
+    plan(name, 1, max_memory={"cpu": "900GiB", "disk": "1GiB"})
 
     assert logging.getLogger().handlers == []
     assert "max_memory names disk" in caplog.text

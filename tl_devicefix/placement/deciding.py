@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from tl_devicefix.misspelt import did_you_mean
 from tl_devicefix.placement.balance import balanced, fits, sequential
 from tl_devicefix.placement.components import (
     ComponentSize,
@@ -23,6 +24,8 @@ from tl_devicefix.placement.devices import (
     all_from,
     consecutive,
     default_device,
+    is_device,
+    known_types,
     resolve,
 )
 from tl_devicefix.placement.fitting import check_fit
@@ -179,9 +182,7 @@ def _from_dict(
         if not keys:
             missing.append(size.name)
             continue
-        device = resolve(device_map[max(keys, key=len)])
-        if device.type == "meta":
-            raise ValueError(f"device_map puts {size.name} on 'meta', which holds no values")
+        device = _device_for(size.name, device_map[max(keys, key=len)])
         placed.append(placed_as(size, device))
     if missing:
         raise ValueError(
@@ -217,14 +218,38 @@ def _run_where_others_do(placed: Sequence[PlacedComponent]) -> tuple[PlacedCompo
     return tuple(running)
 
 
+def _device_for(component: str, named: DeviceLike) -> torch.device:
+    """The device that a map gives for a component."""
+    if not is_device(named):
+        raise ValueError(
+            f"device_map puts {component} on {named!r}, which is no device: give an index, or a "
+            f"name such as {str(default_device())!r}{_instead(named)}"
+        )
+    try:
+        device = resolve(named)
+    except ValueError as error:
+        raise ValueError(f"device_map puts {component} on {named!r}, but {error}") from error
+    if device.type == "meta":
+        raise ValueError(f"device_map puts {component} on 'meta', which holds no values")
+    return device
+
+
+def _instead(named: object) -> str:
+    if named == "disk":
+        return "; blocks on 'cpu' are offloaded to host memory, and nothing is to disk"
+    return did_you_mean(str(named).partition(":")[0], known_types())
+
+
 def _whole_on(device: DeviceLike) -> dict[str, DeviceLike]:
+    if not is_device(device):
+        raise ValueError(
+            f"device_map={device!r} is neither a device nor one of "
+            f"{', '.join(map(repr, STRATEGIES))}{did_you_mean(device, STRATEGIES)}"
+        )
     try:
         return {"": resolve(device)}
     except ValueError as error:
-        raise ValueError(
-            f"device_map={device!r} is neither a device ({error}) nor one of "
-            f"{', '.join(map(repr, STRATEGIES))}"
-        ) from error
+        raise ValueError(f"device_map={device!r}, but {error}") from error
 
 
 def _must_be_named(name: str) -> bool:

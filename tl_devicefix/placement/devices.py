@@ -48,6 +48,21 @@ def with_index(device: torch.device) -> torch.device:
     return torch.device(device.type, current)
 
 
+def is_device(named: object) -> bool:
+    """Whether this is an index, or how torch names a device, of whichever machine."""
+    if isinstance(named, int):
+        return True
+    try:
+        return isinstance(named, str | torch.device) and bool(torch.device(named).type)
+    except RuntimeError:
+        return False
+
+
+def known_types() -> tuple[str, ...]:
+    """The types of device that there are here."""
+    return tuple(dict.fromkeys((default_device().type, HOST.type)))
+
+
 def resolve(device: DeviceLike) -> torch.device:
     """Turn a user's way of naming a device into a `torch.device` that exists here.
 

@@ -5,16 +5,29 @@ Loading, routing, moving and reporting all read the same one. `deciding.py` comp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
+from tl_devicefix.misspelt import did_you_mean
 from tl_devicefix.placement.components import ComponentSize, component_of, is_block, shared_once
-from tl_devicefix.placement.devices import HOST, DeviceLike, with_index
+from tl_devicefix.placement.devices import HOST, DeviceLike, resolve, with_index
 from tl_devicefix.placement.memory import gib
 from tl_devicefix.placement.offloading import VISITING
+
+_HOOKS_AT_HOME = ("hook_tokens", "hook_embed", "hook_pos_embed", "hook_unembed")
+"""The hooks of a model that are in none of its components: the embeddings', and a Bridge's names
+for hooks of components that are at home."""
+
+
+class UnknownComponent(KeyError):
+    """A name that belongs to no component of a model; the message says which there are."""
+
+    def __str__(self) -> str:
+        """The sentence, which a KeyError would quote."""
+        return str(self.args[0])
 
 
 @dataclass(frozen=True)
@@ -68,12 +81,18 @@ class Placement:
         return tuple(dict.fromkeys((*self.devices, *stored)))
 
     def device_of(self, name: str) -> torch.device:
-        """The device of a component, parameter or buffer, by name; where it runs, if offloaded.
+        """The device of a component, or of anything in one; where it runs, if offloaded.
+
+        Args:
+            name: of a component ("blocks.3"), or of a parameter, buffer, module or hook in one
+                ("blocks.3.hook_resid_post"). The model's own hooks, such as "hook_embed", are in
+                no component: they see what the embeddings give, which is at home.
 
         Raises:
             KeyError: if the name belongs to no component of this model.
+            TypeError: if it is no text.
         """
-        return self._device_by_name[component_of(name)]
+        return self._of_component(self._device_by_name, name)
 
     def device_for(self, name: str, of_weights: bool = False) -> torch.device:
         """Where anything in the model is, by name: what is in no component is at home.
@@ -90,8 +109,28 @@ class Placement:
 
         Raises:
             KeyError: if the name belongs to no component of this model.
+            TypeError: if it is no text.
         """
-        return self._stored_by_name[component_of(name)]
+        return self._of_component(self._stored_by_name, name)
+
+    def _of_component(self, devices: Mapping[str, torch.device], name: str) -> torch.device:
+        """One of these devices, which are by component, for the name of anything in one."""
+        if not isinstance(name, str):
+            raise TypeError(
+                f"{name!r} is no component's name: give a text, such as {self._example()!r}"
+            )
+        if name in _HOOKS_AT_HOME:
+            return self.home
+        component = component_of(name)
+        if component not in devices:
+            raise UnknownComponent(
+                f"{name!r} is in no component of this model, which has {in_short(list(devices))}"
+                f"{did_you_mean(component, devices)}"
+            )
+        return devices[component]
+
+    def _example(self) -> str:
+        return next((c.name for c in self.components if is_block(c.name)), self.components[0].name)
 
     @cached_property
     def _stored_by_name(self) -> dict[str, torch.device]:
@@ -101,13 +140,29 @@ class Placement:
         """Bytes of weights and buffers planned for a device: 1, "cuda:1" or a torch.device.
 
         With offloaded blocks, this has room for two: the one that computes and the next one.
+
+        Raises:
+            ValueError: if it is no device, or neither one in use nor one that this machine has.
         """
-        if isinstance(device, int):
-            device = torch.device(self.home.type, device)
-        device = with_index(torch.device(device))
+        device = self._device(device)
         running = [c for c in self.components if c.device == device]
         stored = sum(c.weights for c in self.components if c.stored_on == device)
         return stored + sum(self._visiting(device)) + shared_once(running)
+
+    def _device(self, named: DeviceLike) -> torch.device:
+        """A device in use here, or another of this machine, on which there is nothing."""
+        try:
+            device = torch.device(self.home.type, named) if isinstance(named, int) else named
+            device = torch.device(device)
+            if device in self.memories:  # also where there is no such device any more
+                return device
+            return resolve(named if isinstance(named, int) else with_index(device))
+        except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+            used = ", ".join(map(str, self.memories))
+            raise ValueError(
+                f"{str(named)!r} is neither a device of this model, which is on {used}, nor "
+                "another of this machine"
+            ) from error
 
     def _visiting(self, device: torch.device) -> list[int]:
         """Bytes of each offloaded block that may be on a device together with the others."""
