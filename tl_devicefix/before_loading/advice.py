@@ -61,6 +61,7 @@ def _offloaded(asked: Setting) -> Iterator[tuple[str, Setting]]:
         limits: dict[Any, Any] = {
             index: (each.capacity or 0) - (each.total - each.weights - each.buffers) - _SPARE
             for index, each in enumerate(devices[: asked.n_devices])
+            if asked.limits is None or index in asked.limits
         }
         if min(limits.values()) < 0:
             return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 
 from tl_devicefix.before_loading.advice import what_would_fit
 from tl_devicefix.before_loading.blueprints import blueprint, check_options
+from tl_devicefix.before_loading.machines import by_index, how_many, names_devices, rooms
 from tl_devicefix.before_loading.usage import Job, OnDevice, Setting
 from tl_devicefix.patches import patched
 from tl_devicefix.placement.blueprint import Blueprint
@@ -107,10 +107,12 @@ def estimate(
         config_or_model_name: as for `plan`.
         n_devices: how many devices there are; by default as many as the other arguments name.
         device_map: as for `from_pretrained`.
-        max_memory: what each device has ("80GiB"), or a dict: `{0: "24GiB", 1: "80GiB"}`; with
-            "cpu", blocks that do not fit are offloaded there. Those not named have 80 GiB.
-        memory: what each device has, if `max_memory` is only what its weights may take of it, as
-            for `from_pretrained`.
+        max_memory: the most to use of each device, as for `plan`, which places the weights just so:
+            `{0: "24GiB", 1: "80GiB"}`, of which the devices are used that are named; with "cpu",
+            blocks that do not fit are offloaded there. Here, also one size for each ("80GiB"). The
+            weights are placed within it, and all that the job takes has to stay within it, unless
+            `memory` says what there is for all. Devices that are not named have 80 GiB.
+        memory: what each device has, if that is more than what the weights may take of it.
         dtype: of the weights; by default float32, as for `from_pretrained`.
         batch: how many sequences.
         ctx: how many tokens in each; by default 1024, or n_ctx if that is less.
@@ -132,43 +134,19 @@ def estimate(
         ctx = min(1024, model.n_ctx) if ctx is None else ctx
         job = Job(batch, ctx, cache, generate, gradients, gather)
         device_map, limits = by_index(device_map), by_index(max_memory)
-        n_devices = named_devices(device_map, limits) if n_devices is None else n_devices
-        _check(job, model, n_devices)
         has = limits if memory is None else by_index(memory)
-        asked = Setting(model, n_devices, device_map, rooms(has, n_devices), job)
-        if memory is not None:
-            asked = replace(asked, limits=rooms(limits, n_devices))
+        there = how_many(n_devices, device_map, limits, has)
+        _check(job, model, there)
+        asked = Setting(model, there, device_map, rooms(has, there), job)
+        if n_devices is None and names_devices(limits):
+            asked = replace(asked, limits=limits)  # those that are named are used
+        elif memory is not None:
+            asked = replace(asked, limits=rooms(limits, there))
         devices, placement = asked.measure()
         fits = all(device.fits for device in devices)
         advice = "" if fits else what_would_fit(asked)
     dtype_name = str(model.dtype).removeprefix("torch.")
     return Estimate(model.name, dtype_name, job, devices, placement, advice)
-
-
-def by_index(named: Any) -> Any:
-    """A `device_map` or `max_memory` with "cuda:1" called 1, as the machine may have none."""
-
-    def index(device: Any) -> Any:
-        kind, _, number = str(device).partition(":")
-        return int(number) if kind != "cpu" and number.isdecimal() else device
-
-    if not isinstance(named, Mapping):
-        return named if isinstance(named, int) else index(named) if named is not None else None
-    return {index(key): index(value) for key, value in named.items()}
-
-
-def named_devices(device_map: Any, max_memory: Any) -> int:
-    """How many devices there must be for those that are named."""
-    maps = [each for each in (device_map, max_memory) if isinstance(each, Mapping)]
-    named = [*(device_map.values() if isinstance(device_map, Mapping) else [device_map])]
-    named += [key for each in maps if each is max_memory for key in each]
-    return 1 + max((each for each in named if type(each) is int), default=0)
-
-
-def rooms(memory: Any, n_devices: int) -> dict[Any, Any]:
-    """A size for each device: one for all, or those that are named, and 80 GiB for the rest."""
-    named = memory if isinstance(memory, Mapping) else dict.fromkeys(range(n_devices), memory)
-    return {**dict.fromkeys(range(n_devices), "80GiB"), **named}
 
 
 def _check(job: Job, model: Blueprint, n_devices: int) -> None:

@@ -36,15 +36,17 @@ def plan(
             model name (a name TransformerLens knows, or a local checkpoint directory). The sizes
             of common models are known, so that the hub is not asked for their configs. With
             TransformerLens 4: a transformers config, or what `boot_transformers` takes.
-        n_devices: over how many devices to spread the blocks; 1 if nothing else is said.
+        n_devices: over how many devices to spread the blocks; by default those that `max_memory`
+            names, and 1 if nothing else is said.
         device: the home device; the others are those that follow it. "cuda:2" with `n_devices=2`
-            means cuda:2 and cuda:3.
+            means cuda:2 and cuda:3. By default the first that `max_memory` names.
         device_map: instead of `n_devices`: "balanced" or "auto" (every device there is, evenly),
             "sequential" (fill each before the next), one device, or a dict from components
             ("embed", "blocks.3", "unembed") or prefixes ("blocks", "") to devices. Blocks on
             "cpu" are offloaded if embed is elsewhere: they run where the block before them does.
-        max_memory: the most to use of each device, e.g. `{0: "20GiB", 1: "40GiB"}`. A strategy
-            uses the named devices only. With "cpu" in it, blocks that do not fit are offloaded.
+        max_memory: the most that weights may take of each device: `{0: "20GiB", 1: "40GiB"}`.
+            The devices that it names are used, and no others, unless `n_devices` says how many.
+            With "cpu" in it, blocks that do not fit are offloaded.
         dtype: the dtype to weigh the parameters in; by default the config's. Norms are weighed too,
             which a model that is loaded with `fold_ln=True` no longer has.
 

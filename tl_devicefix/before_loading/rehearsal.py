@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from tl_devicefix.before_loading.blueprints import blueprint, check_options
+from tl_devicefix.before_loading.machines import by_index, how_many, names_devices
 from tl_devicefix.patches import patched
 from tl_devicefix.placement.deciding import DeviceMap, decide
 from tl_devicefix.placement.fitting import check_fit
@@ -99,7 +100,7 @@ def _short(device: torch.device) -> str:
 def rehearse(
     config_or_model_name: Any,
     run: Callable[[Any], Any],
-    n_devices: int = 1,
+    n_devices: int | None = None,
     *,
     device_map: DeviceMap | None = None,
     max_memory: MaxMemory | None = None,
@@ -119,7 +120,8 @@ def rehearse(
         config_or_model_name: as for `plan`: a name, a local checkpoint directory, or a config.
         run: called with the model, as users write it for one that is loaded: a forward,
             `run_with_cache`, `generate`, hooks, a backward.
-        n_devices: how many devices there are, and are used.
+        n_devices: how many devices there are, and are used; by default as many as the other
+            arguments name, of which `max_memory` says which are used.
         device_map: as for `plan`; the devices are 0 to `n_devices - 1`.
         max_memory: as for `plan`.
         dtype: of the weights; by default float32, as for loading.
@@ -142,8 +144,12 @@ def rehearse(
         raise ValueError(f"run={run!r} is no function to call with the model")
     check_options(rehearse, config_or_model_name, options, cls)
     grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())  # which `run` may set
-    with patched(), simulate_apart(n_devices, memory) as machine, grad_mode:
-        spread = n_devices if device_map is None else None
+    device_map, max_memory = by_index(device_map), by_index(max_memory)
+    listed = dict(enumerate(memory)) if isinstance(memory, list | tuple) else None
+    there = how_many(n_devices, device_map, max_memory, listed)
+    says_which = device_map is not None or (n_devices is None and names_devices(max_memory))
+    with patched(), simulate_apart(there, memory) as machine, grad_mode:
+        spread = None if says_which else there
         wanted = blueprint(config_or_model_name, dtype, options, cls)
         placement = decide(wanted.sizes(), spread, None, device_map, max_memory)
         check_fit(placement, max_memory, wanted.dtype)

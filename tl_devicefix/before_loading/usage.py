@@ -114,15 +114,13 @@ class Setting:
     """What each device has, by index."""
     job: Job
     limits: dict[Any, Any] | None = None
-    """What weights may take of it (`max_memory`), if that is not all."""
+    """What weights may take of it (`max_memory`), if that is not all, or not of each device."""
 
     def measure(self) -> tuple[tuple[OnDevice, ...], Placement]:
         """Rehearse the job, and measure what it takes on each device."""
         rooms = self.memory
         with simulate_apart(self.n_devices, _UNLIMITED) as machine:
-            spread = self.n_devices if self.device_map is None else None
-            limits = rooms if self.limits is None else self.limits
-            placement = decide(self.model.sizes(), spread, None, self.device_map, limits)
+            placement = self._place()
             model = self.model.make(placement)
             _check_cache(self.job, model)
             made = [machine.memory_allocated(index) for index in range(self.n_devices)]
@@ -163,6 +161,13 @@ class Setting:
                     )
                 )
         return tuple(devices), placement
+
+    def _place(self) -> Placement:
+        """Where the components go, on devices that are there."""
+        limits = self.memory if self.limits is None else self.limits
+        leaves_out = any(index not in limits for index in range(self.n_devices))
+        spread = None if leaves_out or self.device_map is not None else self.n_devices
+        return decide(self.model.sizes(), spread, None, self.device_map, limits)
 
 
 _UNLIMITED = 2**60

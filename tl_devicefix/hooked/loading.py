@@ -61,7 +61,8 @@ def from_pretrained(
     Args:
         device_map: instead of `n_devices`: "balanced" or "auto", "sequential", one device, or a
             dict from components ("embed", "blocks.3", "unembed") or prefixes to devices.
-        max_memory: the most to use of each device: `{0: "20GiB", 1: "40GiB"}`.
+        max_memory: the most that weights may take of each device: `{0: "20GiB", 1: "40GiB"}`. The
+            devices that it names are used, unless `n_devices` says how many.
 
     `model_name` may also be a local directory with a Hugging Face checkpoint, or the hub's name of
     a fine-tune that TransformerLens does not list; `revision`, `cache_dir`, `token` and
@@ -132,8 +133,11 @@ def _bind(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, 
     """The arguments by name, with the defaults of the installed `from_pretrained`."""
     signature = inspect.signature(original(cls, "from_pretrained").__func__)
     bound = signature.bind(cls, *args, **kwargs)
+    given = set(bound.arguments)
     bound.apply_defaults()
     arguments = dict(bound.arguments)
+    if "n_devices" not in given:
+        arguments["n_devices"] = None  # so that max_memory may say which
     arguments.pop("cls")
     return arguments
 

@@ -98,8 +98,8 @@ def decide(
         placement = _from_dict(sizes, named, device)
         _warn_of_unused(max_memory, placement.memories)
         return placement
-    home = default_device() if device is None else resolve(device)
-    devices = _devices_to_use(home, n_devices, device_map, max_memory)
+    devices = _devices_to_use(device, n_devices, device_map, max_memory)
+    home = devices[0]
     offloads = may_offload(home, max_memory)
     _warn_of_unused(max_memory, [*devices, HOST] if offloads else devices)
     # A device that may hold nothing is left out; home is not, so that what it lacks is reported.
@@ -116,24 +116,40 @@ def decide(
 
 
 def _devices_to_use(
-    home: torch.device,
+    device: DeviceLike | None,
     n_devices: int | None,
     strategy: DeviceMap | None,
     max_memory: MaxMemory | None,
 ) -> list[torch.device]:
-    """The devices to spread over: `n_devices` from home on, or all that a strategy may use."""
-    if strategy is None:
-        if n_devices is not None and n_devices < 1:
+    """The devices to spread over, home first.
+
+    `n_devices` from home on; else those that `max_memory` names; else all that a strategy may use.
+    """
+    home = default_device() if device is None else resolve(device)
+    if n_devices is not None and strategy is None:
+        if n_devices < 1:
             raise ValueError(f"n_devices={n_devices} must be at least 1")
-        return consecutive(home, n_devices or 1)
+        return consecutive(home, n_devices)
+    named = _named(home.type, max_memory)
+    if named:
+        return named if device is None else _from(home, named)
+    if strategy is None:
+        return [home]
     if max_memory is not None:
-        # As accelerate does: only the devices that are named may be used.
-        named = {resolve(key) for key in max_memory if key != "disk"}
-        devices = [d for d in all_from(home) if d in named]
-        if not devices:
-            raise ValueError(f"max_memory={dict(max_memory)!r} names no {home.type!r} device")
-        return devices
+        raise ValueError(f"max_memory={dict(max_memory)!r} names no {home.type!r} device")
     return all_from(home)
+
+
+def _named(device_type: str, max_memory: MaxMemory | None) -> list[torch.device]:
+    """The devices of a type that `max_memory` names, in order."""
+    named = {resolve(key) for key in max_memory or () if key != "disk"}
+    return sorted((d for d in named if d.type == device_type), key=lambda d: d.index or 0)
+
+
+def _from(home: torch.device, devices: Sequence[torch.device]) -> list[torch.device]:
+    """Home, which the user asks for, the devices after it, and then those before it."""
+    others = [device for device in devices if device != home]
+    return [home, *sorted(others, key=lambda d: ((d.index or 0) < (home.index or 0), d.index or 0))]
 
 
 def _warn_of_unused(max_memory: MaxMemory | None, devices: Sequence[torch.device]) -> None:
@@ -141,8 +157,7 @@ def _warn_of_unused(max_memory: MaxMemory | None, devices: Sequence[torch.device
     unused = named - set(map(str, devices))
     if unused:
         _log.warning(
-            "max_memory names %s, where nothing is placed: only %s may be used; n_devices or "
-            "device_map='auto' says to use more.",
+            "max_memory names %s, where nothing is placed: only %s may be used.",
             ", ".join(sorted(unused)),
             ", ".join(map(str, devices)),
         )

@@ -1,0 +1,44 @@
+"""The devices that a user speaks of before there are any: how many, and what each has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def by_index(named: Any) -> Any:
+    """A `device_map` or `max_memory` with "cuda:1" called 1, as the machine may have none."""
+
+    def index(device: Any) -> Any:
+        kind, _, number = str(device).partition(":")
+        return int(number) if kind != "cpu" and number.isdecimal() else device
+
+    if not isinstance(named, Mapping):
+        return named if isinstance(named, int) else index(named) if named is not None else None
+    return {index(key): index(value) for key, value in named.items()}
+
+
+def how_many(n_devices: int | None, device_map: Any, *sizes: Any) -> int:
+    """How many devices there must be.
+
+    Args:
+        n_devices: what the user says; None for as many as the other arguments name.
+        device_map: by index.
+        sizes: `max_memory` and its like, by index.
+    """
+    if n_devices is not None:
+        return n_devices
+    named = [*(device_map.values() if isinstance(device_map, Mapping) else [device_map])]
+    named += [key for each in sizes if isinstance(each, Mapping) for key in each]
+    return 1 + max((each for each in named if type(each) is int), default=0)
+
+
+def names_devices(max_memory: Any) -> bool:
+    """Whether it says which devices to use, and not only what is offloaded, or one size for all."""
+    return isinstance(max_memory, Mapping) and any(type(key) is int for key in max_memory)
+
+
+def rooms(memory: Any, n_devices: int) -> dict[Any, Any]:
+    """A size for each device: one for all, or those that are named, and 80 GiB for the rest."""
+    named = memory if isinstance(memory, Mapping) else dict.fromkeys(range(n_devices), memory)
+    return {**dict.fromkeys(range(n_devices), "80GiB"), **named}
