@@ -6,6 +6,7 @@ Importing applies the patches that `report()` lists, unless TL_DEVICEFIX_DISABLE
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from tl_devicefix.patches import apply, patched, report, restore, unpatched
@@ -63,5 +64,15 @@ def __dir__() -> list[str]:
     return __all__
 
 
-if os.environ.get("TL_DEVICEFIX_DISABLE", "0") in ("", "0"):
+def _is_the_command() -> bool:
+    """Whether this is `python -m tl_devicefix`, which applies the patches once it needs them.
+
+    Python's own: while `-m` looks for its module, and so imports this, `sys.argv[0]` is "-m".
+    """
+    started = sys.orig_argv
+    named = started[started.index("-m") + 1 :][:1] if "-m" in started else []
+    return sys.argv[:1] == ["-m"] and named == ["tl_devicefix"]
+
+
+if os.environ.get("TL_DEVICEFIX_DISABLE", "0") in ("", "0") and not _is_the_command():
     apply()

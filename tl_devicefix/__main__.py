@@ -1,4 +1,7 @@
-"""The command line: `python -m tl_devicefix plan`, `demo` and `selfcheck`."""
+"""The command line: `python -m tl_devicefix estimate`, `demo` and `selfcheck`.
+
+It is parsed before anything large is imported, so that help and mistakes are told at once.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         The exit status: 0 if all is well.
     """
-    chosen = _parser().parse_args(arguments)
+    chosen = _parser().parse_args(_as_spelt_now(sys.argv[1:] if arguments is None else arguments))
     import transformers.utils.logging as hf_logging
 
     from tl_devicefix.patches import apply
@@ -28,6 +31,18 @@ def main(arguments: list[str] | None = None) -> int:
     # TransformerLens 3 says at each load that HookedTransformer is deprecated.
     warnings.filterwarnings("ignore", message=".*HookedTransformer", category=DeprecationWarning)
     return 0 if _COMMANDS[chosen.command](chosen) else 1
+
+
+def _as_spelt_now(arguments: list[str]) -> list[str]:
+    """With `estimate` for `plan`, which it was called, and which is something else in Python."""
+    if arguments[:1] != ["plan"]:
+        return arguments
+    print(
+        "`python -m tl_devicefix plan` is now called `estimate`, as tl_devicefix.estimate is; "
+        "`plan` will go",
+        file=sys.stderr,
+    )
+    return ["estimate", *arguments[1:]]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -42,46 +57,49 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "selfcheck", help="check this machine's devices; exit status 1 if they cannot be trusted"
     )
-    _add_plan(commands)
+    _add_estimate(commands)
     return parser
 
 
-def _add_plan(commands: Any) -> None:
-    plan = commands.add_parser(
-        "plan",
+def _add_estimate(commands: Any) -> None:
+    estimate = commands.add_parser(
+        "estimate",
         help="what a job takes on each device, and whether it fits; exit status 1 if it does not",
         description="What a job takes on each device, and whether it fits. Nothing is loaded, and "
         "no devices are needed.",
     )
-    plan.add_argument("model", help="a name, or a local checkpoint directory")
-    plan.add_argument("--n-devices", type=int, help="how many devices; default: as named")
-    plan.add_argument("--dtype", default="float32", help="of the weights; default: %(default)s")
-    plan.add_argument(
+    estimate.add_argument("model", help="a name, or a local checkpoint directory")
+    estimate.add_argument("--n-devices", type=int, help="how many devices; default: as named")
+    estimate.add_argument("--dtype", default="float32", help="of the weights; default: %(default)s")
+    estimate.add_argument(
         "--max-memory",
         type=_memory,
         default="80GiB",
-        help="what each device has: 80GiB, or 0=24GiB,1=80GiB; with cpu=200GiB, blocks that do not "
-        "fit are offloaded; default: %(default)s",
+        help="the most to use of each device: 80GiB, or 0=24GiB,1=80GiB, of which those are used "
+        "that are named; with cpu=200GiB, blocks that do not fit are offloaded; "
+        "default: %(default)s",
     )
-    plan.add_argument(
+    estimate.add_argument(
         "--memory",
         type=_memory,
-        help="what each device has, if --max-memory is what its weights may take of it",
+        help="what each device has, if that is more than what weights may take of it",
     )
-    plan.add_argument(
+    estimate.add_argument(
         "--device-map",
         type=_device_map,
         help='balanced, sequential, or JSON such as \'{"": 0, "blocks.20": 1}\'',
     )
-    plan.add_argument("--batch", type=int, default=1, help="sequences; default: %(default)s")
-    plan.add_argument("--ctx", type=int, help="tokens in each; default: 1024, or n_ctx if less")
-    plan.add_argument(
+    estimate.add_argument("--batch", type=int, default=1, help="sequences; default: %(default)s")
+    estimate.add_argument("--ctx", type=int, help="tokens in each; default: 1024, or n_ctx if less")
+    estimate.add_argument(
         "--cache", help="what run_with_cache keeps: hook names (resid_post,z), or all"
     )
-    plan.add_argument("--generate", type=int, default=0, help="new tokens, with a KV cache")
-    plan.add_argument("--gradients", action="store_true", help="take a backward from the loss")
-    plan.add_argument("--gather", type=_device, help="where stacked weights are gathered: cpu, 0")
-    plan.add_argument("--json", action="store_true", help="print JSON, in bytes")
+    estimate.add_argument("--generate", type=int, default=0, help="new tokens, with a KV cache")
+    estimate.add_argument("--gradients", action="store_true", help="take a backward from the loss")
+    estimate.add_argument(
+        "--gather", type=_device, help="where stacked weights are gathered: cpu, 0"
+    )
+    estimate.add_argument("--json", action="store_true", help="print JSON, in bytes")
 
 
 def _device(text: str) -> int | str:
@@ -105,7 +123,7 @@ def _device_map(text: str) -> Any:
         raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from error
 
 
-def _run_plan(chosen: argparse.Namespace) -> bool:
+def _run_estimate(chosen: argparse.Namespace) -> bool:
     from tl_devicefix.before_loading.estimation import estimate
 
     options = {k: v for k, v in vars(chosen).items() if k not in ("command", "model", "json")}
@@ -130,7 +148,7 @@ def _run_selfcheck(_: argparse.Namespace) -> bool:
     return run_selfcheck()
 
 
-_COMMANDS = {"plan": _run_plan, "demo": _run_demo, "selfcheck": _run_selfcheck}
+_COMMANDS = {"estimate": _run_estimate, "demo": _run_demo, "selfcheck": _run_selfcheck}
 
 
 if __name__ == "__main__":

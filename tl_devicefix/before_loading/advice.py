@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,16 +12,48 @@ from tl_devicefix.before_loading.usage import Setting
 
 _MOST_DEVICES = 16
 
+Change = tuple[str, Setting]
+"""What to say, and what the estimate then depends on."""
+
 
 def what_would_fit(asked: Setting) -> str:
     """The least change of each kind with which the job would fit, as a sentence."""
-    found = []
-    for changes in _CHANGES:
-        fitting = (words for words, setting in changes(asked) if _fits(setting))
-        found += [words for words in [next(fitting, None)] if words is not None]
+    found = [words for words in (_first_fitting(asked, kind) for kind in _CHANGES) if words]
     if not found:
         return "No single change would do: combine more devices, a smaller dtype and a smaller job."
     return f"What would: {', or '.join(found)}."
+
+
+def _first_fitting(asked: Setting, changes: Callable[[Setting], Iterator[Change]]) -> str | None:
+    """The words of the first change of a kind with which the job fits."""
+    if changes in _OF_THE_JOB and not asked.weights_fit():
+        return None  # whatever is done with them
+    if changes is _offloaded:  # each attempt learns of the one before
+        return next((words for words, setting in changes(asked) if _fits(setting)), None)
+    # Rehearsed is only what has room for the weights.
+    able = [change for change in changes(asked) if change[1].weights_fit()]
+    return _least(able)
+
+
+def _least(changes: Sequence[Change]) -> str | None:
+    """The words of the first change that fits, of changes of which each frees more than the last.
+
+    So few are rehearsed: the first, the last, and halfway between those of which one fits.
+    """
+    if not changes:
+        return None
+    too_little, enough = 0, len(changes) - 1
+    if _fits(changes[0][1]):
+        return changes[0][0]
+    if not enough or not _fits(changes[enough][1]):
+        return None
+    while enough - too_little > 1:
+        halfway = (too_little + enough) // 2
+        if _fits(changes[halfway][1]):
+            enough = halfway
+        else:
+            too_little = halfway
+    return changes[enough][0]
 
 
 def _fits(setting: Setting) -> bool:
@@ -29,12 +61,12 @@ def _fits(setting: Setting) -> bool:
     return all(device.fits for device in devices)
 
 
-def _balanced(asked: Setting) -> Iterator[tuple[str, Setting]]:
+def _balanced(asked: Setting) -> Iterator[Change]:
     if asked.device_map is not None and asked.n_devices > 1:
         yield "device_map='balanced'", replace(asked, device_map="balanced")
 
 
-def _more_devices(asked: Setting) -> Iterator[tuple[str, Setting]]:
+def _more_devices(asked: Setting) -> Iterator[Change]:
     sizes = {size for key, size in asked.memory.items() if key != "cpu"}
     if len(sizes) > 1 or isinstance(asked.device_map, Mapping) or asked.limits is not None:
         return
@@ -43,12 +75,12 @@ def _more_devices(asked: Setting) -> Iterator[tuple[str, Setting]]:
         yield f"n_devices={n}", replace(asked, n_devices=n, memory=memory)
 
 
-def _smaller_dtype(asked: Setting) -> Iterator[tuple[str, Setting]]:
+def _smaller_dtype(asked: Setting) -> Iterator[Change]:
     if asked.model.dtype.itemsize > 2:
         yield "dtype=bfloat16", replace(asked, model=asked.model.in_dtype(torch.bfloat16))
 
 
-def _offloaded(asked: Setting) -> Iterator[tuple[str, Setting]]:
+def _offloaded(asked: Setting) -> Iterator[Change]:
     """With what the job takes beside the weights left free, and what then does not fit offloaded.
 
     That changes which blocks a device runs, and with them what it takes: hence some attempts.
@@ -80,15 +112,15 @@ def _as_given(size: int | str) -> str:
     return size if isinstance(size, str) else f"{size // 2**20}MiB"
 
 
-def _smaller_batch(asked: Setting) -> Iterator[tuple[str, Setting]]:
+def _smaller_batch(asked: Setting) -> Iterator[Change]:
     return _halved(asked, "batch", least=1)
 
 
-def _shorter(asked: Setting) -> Iterator[tuple[str, Setting]]:
+def _shorter(asked: Setting) -> Iterator[Change]:
     return _halved(asked, "ctx", least=64)
 
 
-def _halved(asked: Setting, name: str, least: int) -> Iterator[tuple[str, Setting]]:
+def _halved(asked: Setting, name: str, least: int) -> Iterator[Change]:
     value = getattr(asked.job, name) // 2
     while value >= least:
         changed: dict[str, Any] = {name: value}
@@ -96,14 +128,12 @@ def _halved(asked: Setting, name: str, least: int) -> Iterator[tuple[str, Settin
         value //= 2
 
 
-def _less_cached(asked: Setting) -> Iterator[tuple[str, Setting]]:
+def _less_cached(asked: Setting) -> Iterator[Change]:
     if asked.job.cache not in (None, "resid_post"):
         yield "caching resid_post only", replace(asked, job=replace(asked.job, cache="resid_post"))
     if asked.job.cache is not None:
         yield "caching nothing", replace(asked, job=replace(asked.job, cache=None))
 
 
-_CHANGES = (
-    *(_balanced, _more_devices, _smaller_dtype, _offloaded),
-    *(_smaller_batch, _shorter, _less_cached),
-)
+_OF_THE_JOB = (_smaller_batch, _shorter, _less_cached)
+_CHANGES = (*(_balanced, _more_devices, _smaller_dtype, _offloaded), *_OF_THE_JOB)

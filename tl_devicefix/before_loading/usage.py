@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -117,7 +118,21 @@ class Setting:
     """What weights may take of it (`max_memory`), if that is not all, or not of each device."""
 
     def measure(self) -> tuple[tuple[OnDevice, ...], Placement]:
-        """Rehearse the job, and measure what it takes on each device."""
+        """Rehearse the job, once, and measure what it takes on each device."""
+        return self._measured
+
+    def weights_fit(self) -> bool:
+        """Whether there is room for the weights, which is found without a rehearsal."""
+        with simulate_apart(self.n_devices, _UNLIMITED):
+            placement = self._place()
+            return all(
+                room is None or _stored(placement, memory) <= room
+                for memory in placement.memories
+                for room in [capacity(memory, self.memory)]
+            )
+
+    @cached_property
+    def _measured(self) -> tuple[tuple[OnDevice, ...], Placement]:
         rooms = self.memory
         with simulate_apart(self.n_devices, _UNLIMITED) as machine:
             placement = self._place()
@@ -168,6 +183,13 @@ class Setting:
         leaves_out = any(index not in limits for index in range(self.n_devices))
         spread = None if leaves_out or self.device_map is not None else self.n_devices
         return decide(self.model.sizes(), spread, None, self.device_map, limits)
+
+
+def _stored(placement: Placement, memory: torch.device) -> int:
+    """Bytes of weights and buffers that live somewhere, without those that visit."""
+    running = [each for each in placement.components if each.device == memory]
+    stored = sum(each.weights for each in placement.components if each.stored_on == memory)
+    return stored + shared_once(running)
 
 
 _UNLIMITED = 2**60

@@ -38,7 +38,7 @@ def balanced(sizes: Sequence[Any], capacities: Sequence[int | None]) -> list[int
 
 def _least_full(sizes: Sequence[Any], capacities: Sequence[int | None], at_least: int) -> list[int]:
     """By dynamic programming over contiguous ranges. Ties go to the most even spread."""
-    blocks = block_weights(sizes)
+    blocks, shared, around = block_weights(sizes), blocks_share(sizes), home_load(sizes)
     n_used = min(len(capacities), max(len(blocks), 1))
     known = [c for c in capacities if c is not None]
     shares = [float(c if c is not None else max(known, default=1)) or 1.0 for c in capacities]
@@ -48,12 +48,12 @@ def _least_full(sizes: Sequence[Any], capacities: Sequence[int | None], at_least
     # best[i] = (fullest, sum of squares, counts) over the devices so far, holding blocks 0..i-1
     best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
     for position in range(n_used):
-        home = home_load(sizes) if position == 0 else 0
+        home = around if position == 0 else 0
         reached: dict[int, tuple[float, float, list[int]]] = {}
         for start, (fullest, squares, counts) in best.items():
             last = len(blocks) - at_least * (n_used - 1 - position)
             for end in range(min(start + at_least, len(blocks)), last + 1):
-                held = prefix[end] - prefix[start] + (blocks_share(sizes) if end > start else 0)
+                held = prefix[end] - prefix[start] + (shared if end > start else 0)
                 full = (held + home) / shares[position]
                 candidate = (max(fullest, full), squares + full**2, [*counts, end - start])
                 if end not in reached or candidate < reached[end]:

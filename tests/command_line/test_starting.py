@@ -1,0 +1,81 @@
+"""How `python -m tl_devicefix` starts: at once, and without a change to `import tl_devicefix`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tl_devicefix
+from tl_devicefix.__main__ import main
+
+ROOT = Path(tl_devicefix.__file__).parents[1]
+LARGE = ("torch", "transformer_lens", "transformers")
+AT_EXIT = (
+    "import atexit, sys; atexit.register(lambda: print('IMPORTED', "
+    f"*(n for n in {LARGE} if n in sys.modules)))"
+)
+
+
+def python(*arguments: str, cwd: Path, path: Path = ROOT) -> Any:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(cwd), str(path)])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (["--help"], 0, "{demo,selfcheck,estimate}"),
+        (["estimate", "--help"], 0, "--max-memory"),
+        (["estimate"], 2, "the following arguments are required: model"),
+        (["nonsense"], 2, "invalid choice: 'nonsense'"),
+        (["plan", "--n-devices", "x"], 2, "invalid int value: 'x'"),
+    ],
+)
+def test_help_and_mistakes_import_nothing_large(
+    arguments: list[str], status: int, says: str, tmp_path: Path
+) -> None:
+    (tmp_path / "usercustomize.py").write_text("")
+    (tmp_path / "sitecustomize.py").write_text(AT_EXIT)
+    done = python("-m", "tl_devicefix", *arguments, cwd=tmp_path)
+    assert done.returncode == status, done.stderr
+    assert says in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout.splitlines()[-1].split() == ["IMPORTED"]
+
+
+@pytest.mark.parametrize("how", ["-c", "-m", "a script", "-m with a name"])
+def test_importing_applies_the_patches_however_python_is_started(how: str, tmp_path: Path) -> None:
+    code = "import tl_devicefix\nprint(tl_devicefix.patches.is_applied())"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").write_text(code)  # imported while -m looks for it
+    (tmp_path / "mine" / "__main__.py").write_text("")
+    arguments = {
+        "-c": ["-c", code, "-m", "tl_devicefix"],
+        "-m": ["-m", "mine"],
+        "a script": ["mine/__init__.py", "-m", "tl_devicefix"],
+        "-m with a name": ["-m", "mine", "-m", "tl_devicefix"],
+    }[how]
+    done = python(*arguments, cwd=tmp_path)
+    assert done.stdout.strip().endswith("True"), done.stdout + done.stderr
+
+
+def test_the_old_spelling_works_with_a_warning(capsys: Any) -> None:
+    assert main(["estimate", "nosuchmodel"]) == 1
+    now = capsys.readouterr()
+    assert main(["plan", "nosuchmodel"]) == 1
+    before = capsys.readouterr()
+    assert before.out == now.out
+    assert before.err.splitlines()[0].startswith("`python -m tl_devicefix plan` is now called `est")
+    assert before.err.splitlines()[1:] == now.err.splitlines()
