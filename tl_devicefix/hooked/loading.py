@@ -70,6 +70,12 @@ def from_pretrained(
     folding is as exact as the dtype allows, and `from_pretrained_no_processing` is needed for
     reduced precision only where weights must be bit for bit those of the checkpoint.
 
+    Parameters are laid out as the checkpoint has them, and blocks on one device share masks and
+    rotary tables. torch.save keeps both; safetensors takes neither, so give it copies:
+
+        copied = {"device": "cpu", "copy": True, "memory_format": torch.contiguous_format}
+        save_file({name: t.to(**copied) for name, t in model.state_dict().items()}, path)
+
     Raises:
         ValueError: one sentence saying what is wrong with the arguments or the checkpoint. No
             model is returned, and what was given is unchanged.
