@@ -11,7 +11,7 @@ from transformers import AutoConfig, PretrainedConfig
 from tl_devicefix.checkpoints.known_configs import known_config
 
 
-def named_dtype(dtype: torch.dtype | str | None) -> torch.dtype:
+def torch_dtype(dtype: torch.dtype | str | None) -> torch.dtype:
     """A dtype, or its name ("bfloat16", "torch.bfloat16"); by default float32.
 
     Raises:

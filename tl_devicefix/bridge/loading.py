@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from tl_devicefix.bridge.alignment import settle_bridge, take_inputs_at
 from tl_devicefix.bridge.components import empty_hf_model, layout_of
-from tl_devicefix.bridge.config import named_dtype
+from tl_devicefix.bridge.config import torch_dtype
 from tl_devicefix.bridge.moving import place_bridge, placement_as_it_lies
 from tl_devicefix.bridge.upstream import ArchitectureAdapterFactory, hf_model_class
 from tl_devicefix.patching.applying import original
@@ -45,7 +45,7 @@ def boot_transformers(*args: Any, **kwargs: Any) -> Any:
     given = inspect.signature(boot).bind(*args, **kwargs)
     wanted = given.arguments
     if isinstance(wanted.get("dtype"), str):  # as HookedTransformer takes it
-        wanted["dtype"] = named_dtype(wanted["dtype"])
+        wanted["dtype"] = torch_dtype(wanted["dtype"])
     if wanted.get("hf_model") is not None or not _spreads(wanted):
         if wanted.get("hf_model") is None and wanted.get("device") is None:
             wanted["device"] = simulated_device()

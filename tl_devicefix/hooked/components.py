@@ -84,8 +84,3 @@ def final_norm_class(cfg: Any) -> type[nn.Module]:
     if cfg.normalization_type.endswith("Pre"):
         return RMSNormPre if rms else LayerNormPre
     return RMSNorm if rms else LayerNorm
-
-
-def processing_units(cfg: Any) -> list[str]:
-    """The components, less ln_final, which is processed with the unembedding."""
-    return [name for name in component_names(cfg) if name != "ln_final"]

@@ -14,8 +14,7 @@ import transformers.utils.logging as hf_logging
 
 from tl_devicefix.checkpoints import Source
 from tl_devicefix.folding import Steps
-from tl_devicefix.hooked.components import processing_units
-from tl_devicefix.hooked.processing import complete_unit, load_component
+from tl_devicefix.hooked.units import complete_unit, load_component, processing_units
 from tl_devicefix.placement.fitting import naming_full_devices
 from tl_devicefix.placement.placement import Placement
 
