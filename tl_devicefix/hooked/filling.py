@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers.utils.logging as hf_logging
 
-from tl_devicefix.checkpoints import Source
+from tl_devicefix.checkpoints.source import Source
 from tl_devicefix.folding import Steps
 from tl_devicefix.hooked.units import complete_unit, load_component, processing_units
 from tl_devicefix.placement.fitting import naming_full_devices

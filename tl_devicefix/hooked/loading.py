@@ -19,10 +19,12 @@ import torch
 import transformer_lens.loading_from_pretrained as tl_loading
 from transformer_lens import HookedTransformer
 
-from tl_devicefix.checkpoints import HuggingFaceSource, Source, StateDictSource
 from tl_devicefix.checkpoints.checkpoint import load_hf_model
 from tl_devicefix.checkpoints.directories import is_checkpoint_directory, load_tokenizer
 from tl_devicefix.checkpoints.hub import tokenizers_fetched_with
+from tl_devicefix.checkpoints.huggingface import HuggingFaceSource
+from tl_devicefix.checkpoints.source import Source
+from tl_devicefix.checkpoints.state_dict import StateDictSource
 from tl_devicefix.folding import Steps
 from tl_devicefix.hooked.components import component_sizes
 from tl_devicefix.hooked.config import (
