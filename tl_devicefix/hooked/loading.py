@@ -37,6 +37,7 @@ from tl_devicefix.hooked.conventions import installed_conventions
 from tl_devicefix.hooked.filling import fill
 from tl_devicefix.hooked.moving import check_placed, place
 from tl_devicefix.hooked.shared_buffers import give_buffers
+from tl_devicefix.hooked.tokenizing import warn_without_tokenizer
 from tl_devicefix.patching.applying import original
 from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
 from tl_devicefix.placement.devices import default_device
@@ -128,6 +129,7 @@ def _load(
     check_placed(model)
     if not wanted["move_to_device"]:
         model.cfg.device = str(wanted["device"] or default_device())
+    warn_without_tokenizer(model, wanted["model_name"])
     print(f"Loaded pretrained model {wanted['model_name']} into HookedTransformer")
     return model
 

@@ -45,7 +45,7 @@ def activate(machine: Machine) -> None:
 
 
 def deactivate(machine: Machine) -> None:
-    """Leave ``machine``: what is on it can only be printed or copied to the CPU from now on."""
+    """Leave ``machine``: what is on it can be read, and copied to the CPU, from now on."""
     global _active
     machine.is_open = False
     _active = None
