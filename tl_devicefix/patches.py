@@ -17,7 +17,16 @@ from tl_devicefix.patching.versions import (
     installed,
 )
 
-__all__ = ["apply", "is_applied", "patched", "report", "restore", "table", "unpatched"]
+__all__ = [
+    "PatchReport",
+    "apply",
+    "is_applied",
+    "patched",
+    "report",
+    "restore",
+    "table",
+    "unpatched",
+]
 
 
 def table() -> tuple[Patch, ...]:
@@ -65,16 +74,43 @@ def patched() -> Iterator[None]:
             restore()
 
 
-def report() -> None:
-    """Print a table of what is replaced, for which TransformerLens versions, and why."""
-    patches = table()
-    state = "applied" if is_applied() else "not applied"
-    print(f"tl_devicefix on transformer_lens {installed()}: {state}")
+class PatchReport(tuple[Patch, ...]):
+    """What is replaced in the installed TransformerLens: a tuple of patches, one for each target.
+
+    Attributes:
+        version: of TransformerLens.
+        is_applied: whether the patches were in place when the report was made.
+    """
+
+    version: Version
+    is_applied: bool
+
+    def __repr__(self) -> str:
+        # One line, so that a notebook does not show the table twice.
+        return f"PatchReport({len(self)} patches of transformer_lens {self.version}, {self.state})"
+
+    @property
+    def state(self) -> str:
+        """Whether they are in place, as a person would say it."""
+        return "applied" if self.is_applied else "not applied"
+
+
+def report() -> PatchReport:
+    """Print a table of what is replaced, for which TransformerLens versions, and why.
+
+    Returns:
+        The same for programs: each patch's `target`, `since`, `until` and `why`, and of all
+        together the `version` and `is_applied`.
+
+    Raises:
+        UnsupportedTransformerLens: if this TransformerLens is not one that is known.
+    """
+    told = PatchReport(patch for patch in table() if patch.replacement is not None)
+    told.version, told.is_applied = installed(), is_applied()
+    print(f"tl_devicefix on transformer_lens {told.version}: {told.state}")
     rows = [("target", "TL versions", "why")]
-    for patch in patches:
-        if patch.replacement is None:
-            continue
-        rows.append((patch.target, f"{patch.since} - {patch.until}", patch.why))
+    rows += [(patch.target, f"{patch.since} - {patch.until}", patch.why) for patch in told]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     for target, versions, why in rows:
         print(f"{target:<{widths[0]}}  {versions:<{widths[1]}}  {why}")
+    return told

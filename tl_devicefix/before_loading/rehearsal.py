@@ -10,7 +10,6 @@ import contextlib
 import linecache
 import sysconfig
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from tl_devicefix.placement.fitting import check_fit
 from tl_devicefix.placement.memory import MaxMemory, gib
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.running.module_names import named_modules
-from tl_devicefix.simulation import Machine, Transfer, simulate_apart
+from tl_devicefix.simulation import Machine, Transfer, by_pair, simulate_apart
 
 
 @dataclass(frozen=True)
@@ -81,10 +80,10 @@ class Rehearsal:
         return "\n".join([*lines, self._of_transfers(), self._outcome()])
 
     def _of_transfers(self) -> str:
-        between: Counter[str] = Counter()
-        for each in self.transfers:
-            between[f"{_short(each.source)} -> {_short(each.target)}"] += each.bytes
-        pairs = ", ".join(f"{pair} {gib(size)}" for pair, size in sorted(between.items()))
+        pairs = ", ".join(
+            f"{_short(source)} -> {_short(target)} {gib(moved.bytes)}"
+            for (source, target), moved in by_pair(self.transfers).items()
+        )
         return f"{len(self.transfers)} transfers: {pairs or 'none'}"
 
     def _outcome(self) -> str:
@@ -235,7 +234,7 @@ def _naming_what_runs(
 _LIBRARIES = (
     sysconfig.get_paths()["purelib"],
     sysconfig.get_paths()["stdlib"],
-    str(Path(__file__).parent),
+    str(Path(__file__).parents[1]),
 )
 
 

@@ -78,16 +78,18 @@ class HuggingFaceSource:
             return tl_loading.get_pretrained_state_dict(
                 CONVERTIBLE_NAME, cfg, view, dtype=cfg.dtype
             )
-        except AttributeError as error:
+        except (AttributeError, RuntimeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
             given = type(self._model).__name__
-            if given == cfg.original_architecture:
-                reason = "this transformers lays out otherwise than this TransformerLens reads"
-                remedy = "install versions of the two that were released together"
-            else:
-                reason = f"cannot be read as the {cfg.original_architecture} that is named"
-                remedy = "pass the model that belongs to the name, of AutoModelForCausalLM"
+            if given != cfg.original_architecture:
+                raise _other_architecture(given, cfg.original_architecture, error) from error
+            if isinstance(error, RuntimeError):
+                raise
             raise ValueError(
-                f"hf_model is a {given}, which {reason} ({error}); {remedy}"
+                f"hf_model is a {given}, which this transformers lays out otherwise than this "
+                f"TransformerLens reads ({error}); install versions of the two that were released "
+                "together"
             ) from error
 
     def _embeddings_not_of(self, unit: str) -> set[nn.Module]:
@@ -115,6 +117,16 @@ class HuggingFaceSource:
         """
         scaled = unit == "embed" and (self._cfg.original_architecture or "").startswith("Gemma")
         return self._cfg.dtype if scaled else None
+
+
+def _other_architecture(given: str, named: str, error: Exception) -> ValueError:
+    """What to raise where a model is not of the architecture that TransformerLens was told."""
+    unknown_to_einops = "einops" in str(error)  # which is given None for a weight that is missing
+    reason = f"a weight of a {named} is missing" if unknown_to_einops else str(error)
+    return ValueError(
+        f"hf_model is a {given}, which cannot be read as the {named} that is named ({reason}); "
+        "pass the model that belongs to the name, of AutoModelForCausalLM"
+    )
 
 
 def _find_blocks(hf_model: nn.Module, cfg: Any) -> nn.ModuleList:

@@ -1,4 +1,4 @@
-"""What weights are read from, one component at a time."""
+"""What weights are read from, one component at a time, in HookedTransformer's format."""
 
 from __future__ import annotations
 

@@ -17,7 +17,6 @@ from torch import nn
 
 from tl_devicefix.offload.visiting import let_stay, let_visit
 from tl_devicefix.patching.applying import original
-from tl_devicefix.placement.devices import with_index
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.running.attached import attach, detach
 from tl_devicefix.running.carrying import bring_home, move
@@ -214,12 +213,18 @@ def get_device_for_block_index(
     """
     placement = placement_of(cfg)
     if placement is None:
-        first = with_index(torch.device(cfg.device if device is None else device))
-        if cfg.n_devices <= 1 or first.index is None:
-            return torch.device(cfg.device if device is None else device)
-        # Not placed yet: equal shares, as TransformerLens would, without running off the end.
-        share = min(index * cfg.n_devices // cfg.n_layers, cfg.n_devices - 1)
-        return torch.device(first.type, first.index + share)
+        return _by_index(index, cfg, torch.device(cfg.device if device is None else device))
     if index == 0:
         return placement.home
     return placement.device_of(f"blocks.{index}")
+
+
+def _by_index(index: int, cfg: Any, first: torch.device) -> torch.device:
+    """Equal shares, for what is not placed: arithmetic as in TransformerLens, which asks no device.
+
+    Unlike TransformerLens 2, it does not run off the end.
+    """
+    if cfg.n_devices <= 1 or first.type in ("cpu", "meta"):
+        return first
+    share = min(index * cfg.n_devices // cfg.n_layers, cfg.n_devices - 1)
+    return torch.device(first.type, (first.index or 0) + share)

@@ -36,6 +36,7 @@ from tl_devicefix.hooked.conventions import installed_conventions
 from tl_devicefix.hooked.filling import fill
 from tl_devicefix.hooked.moving import check_placed, place
 from tl_devicefix.hooked.shared_buffers import give_buffers
+from tl_devicefix.hooked.tokenizing import warn_without_tokenizer
 from tl_devicefix.misspelt import refuse_misspelt
 from tl_devicefix.patching.applying import original
 from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
@@ -74,6 +75,12 @@ def from_pretrained(
     Weights are folded in float32 or wider and rounded to `dtype` once. So in bfloat16 and float16
     folding is as exact as the dtype allows, and `from_pretrained_no_processing` is needed for
     reduced precision only where weights must be bit for bit those of the checkpoint.
+
+    Parameters are laid out as the checkpoint has them, and blocks on one device share masks and
+    rotary tables. torch.save keeps both; safetensors takes neither, so give it copies:
+
+        copied = {"device": "cpu", "copy": True, "memory_format": torch.contiguous_format}
+        save_file({name: t.to(**copied) for name, t in model.state_dict().items()}, path)
 
     Raises:
         ValueError: one sentence saying what is wrong with the arguments or the checkpoint. No
@@ -125,6 +132,7 @@ def _load(
     check_placed(model)
     if not wanted["move_to_device"]:
         model.cfg.device = str(wanted["device"] or default_device())
+    warn_without_tokenizer(model, wanted["model_name"])
     print(f"Loaded pretrained model {wanted['model_name']} into HookedTransformer")
     return model
 

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from tl_devicefix.hooked import alignment, config, loading, moving, processing, training
+from tl_devicefix.hooked import (
+    alignment,
+    config,
+    loading,
+    moving,
+    processing,
+    tokenizing,
+    training,
+)
 from tl_devicefix.hooked import gathering as hooked_gathering
 from tl_devicefix.patching.patch import Patch
 from tl_devicefix.reading import activations, gathering
@@ -98,6 +106,21 @@ PATCHES = (
         gathering.tokens_to_residual_directions,
         ("self", "tokens"),
         gathers,
+    ),
+    *(
+        Patch(
+            name,
+            tokenizing.asking_for_tokenizer(name),
+            ("self", argument),
+            "text without a tokenizer: the error says what to do",
+        )
+        for name, argument in (
+            ("generate", "input"),
+            ("input_to_embed", "input"),
+            ("to_tokens", "input"),
+            ("to_str_tokens", "input"),
+            ("to_string", "tokens"),
+        )
     ),
     Patch(
         "get_device_for_block_index",

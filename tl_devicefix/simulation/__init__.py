@@ -4,11 +4,12 @@
 the CPU, so its numbers are the CPU's; what is simulated is the placement: mixed devices raise,
 transfers are recorded, and memory is accounted for on each device.
 
-Read in this order: ``machine`` (what is measured), ``tensor`` (how an operation runs), ``backend``
-(how torch learns of the device type), ``session`` (entering and leaving).
+Read in this order: ``machine`` and ``transfers`` (what is measured), ``tensor`` (how an operation
+runs), ``backend`` (how torch learns of the device type), ``session`` (entering and leaving).
 """
 
-from tl_devicefix.simulation.machine import Machine, Transfer
+from tl_devicefix.simulation.machine import Machine
 from tl_devicefix.simulation.session import simulate, simulate_apart
+from tl_devicefix.simulation.transfers import Moved, Transfer, Transfers, by_pair
 
-__all__ = ["Machine", "Transfer", "simulate", "simulate_apart"]
+__all__ = ["Machine", "Moved", "Transfer", "Transfers", "by_pair", "simulate", "simulate_apart"]

@@ -67,7 +67,7 @@ def set_aside() -> Iterator[bool]:
 
 
 def deactivate(machine: Machine) -> None:
-    """Leave ``machine``: what is on it can only be printed or copied to the CPU from now on."""
+    """Leave ``machine``: what is on it can be read, and copied to the CPU, from now on."""
     global _active
     machine.is_open = False
     _active = None

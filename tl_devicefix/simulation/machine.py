@@ -7,11 +7,11 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
 from tl_devicefix.simulation.backward import raise_or_keep
+from tl_devicefix.simulation.transfers import Transfer, Transfers, readable
 
 DEVICE_TYPE = "sim"
 
@@ -25,23 +25,6 @@ _UNITS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """One copy of a tensor from a device to another.
-
-    Attributes:
-        source: the device the tensor was on.
-        target: the device it was copied to.
-        bytes: the size of the copy, in bytes.
-        shape: the shape of the copy.
-    """
-
-    source: torch.device
-    target: torch.device
-    bytes: int
-    shape: torch.Size
 
 
 class Allocation:
@@ -70,7 +53,8 @@ class Machine:
         behind: where the tensors behind the simulated ones are: the CPU, or meta, without values.
         transfers: every copy between two simulated devices, or between the CPU and one of them,
             since the start or the last :meth:`reset_transfers`. A number that is read (``item``)
-            and CPU tensors that index are not counted.
+            and CPU tensors that index are not counted. Printing it shows one line for each pair of
+            devices, which ``transfers.by_pair()`` gives to programs.
         is_open: False once the ``with`` block is left.
         is_aside: True while another machine is entered instead of this one.
         on_peak: called with a device's index whenever more is allocated there than ever before.
@@ -80,7 +64,7 @@ class Machine:
         self.devices = [torch.device(DEVICE_TYPE, index) for index in range(len(capacities))]
         self.behind = torch.device("cpu" if values else "meta")
         self.on_peak: Callable[[int], None] | None = None
-        self.transfers: list[Transfer] = []
+        self.transfers = Transfers()
         self.current_index = 0
         self.is_open = True
         self.is_aside = False
@@ -160,9 +144,9 @@ class Machine:
         if nbytes > free:
             raise_or_keep(
                 torch.OutOfMemoryError(
-                    f"{DEVICE_TYPE} out of memory. Tried to allocate {_readable(nbytes)}. Device"
-                    f" {index} has a total capacity of {_readable(self._capacities[index])} of"
-                    f" which {_readable(free)} is free."
+                    f"{DEVICE_TYPE} out of memory. Tried to allocate {readable(nbytes)}. Device"
+                    f" {index} has a total capacity of {readable(self._capacities[index])} of"
+                    f" which {readable(free)} is free."
                 )
             )
 
@@ -235,10 +219,3 @@ def bytes_of(size: int | str) -> int:
         f"Cannot read the memory size {size!r}: give bytes as an int, or a string such as"
         ' "8GiB" or "500MB".'
     )
-
-
-def _readable(nbytes: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= size:
-            return f"{nbytes / size:.2f} {unit}"
-    return f"{nbytes} bytes"

@@ -226,7 +226,7 @@ def _run_on_one_device(func: Operation, args: tuple[Any, ...], kwargs: dict[str,
     cpu_args = [_unwrap(arg, simulated, others) for arg in args]
     cpu_kwargs = {name: _unwrap(arg, simulated, others) for name, arg in kwargs.items()}
     try:
-        machine, device = _common_device(simulated)
+        machine, device = _common_device(simulated, needs_machine=not _only_reads(func))
     except _OfTwoMachines:
         return run(func, *_brought_together(args, kwargs, simulated))
     if others:
@@ -266,13 +266,20 @@ def _unwrap(arg: Any, simulated: list[SimTensor], others: list[torch.Tensor]) ->
     return arg
 
 
-def _common_device(simulated: list[SimTensor]) -> tuple[Machine, torch.device]:
+def _only_reads(func: Operation) -> bool:
+    """Whether an operation gives a part or a copy of what there is, and computes nothing."""
+    return func.is_view or func is aten.clone.default
+
+
+def _common_device(
+    simulated: list[SimTensor], needs_machine: bool = True
+) -> tuple[Machine, torch.device]:
     """Return where the simulated operands are; raise torch's error if on several devices."""
     allocation = simulated[0]._allocation
     machine, device = allocation.machine, allocation.device
     for tensor in simulated:
         other = tensor._allocation
-        if not other.machine.is_open:
+        if needs_machine and not other.machine.is_open:
             raise _left_error(other.device)
         if other.machine is not machine:
             raise _OfTwoMachines
@@ -374,8 +381,8 @@ def _index_error(indexed: torch.device) -> RuntimeError:
 
 def _left_error(device: torch.device) -> RuntimeError:
     return RuntimeError(
-        f"This tensor was on {device} of a simulated machine that has been left: it can only be"
-        " printed or copied with .cpu(). Work inside `with simulate(...)`."
+        f"This tensor was on {device} of a simulated machine that has been left, so it can be read"
+        " but not computed with: compute with a copy, .cpu(), or inside `with simulate(...)`."
     )
 
 
