@@ -3,7 +3,7 @@
     python examples/llama_70b.py --output results.safetensors
     python examples/llama_70b.py --shipped
 
-Prompts come in pairs that differ in one name, and so in their answer. The job looks where in the
+Prompts come in pairs that differ in names only, and so in their answer. The job looks where in the
 model the answer comes from: by the logit lens, and by patching the residual stream of the clean
 prompts into the corrupted ones, before every block, at every position. `--shipped` does the same
 with the small checkpoint that ships with the package, on simulated devices if there are no GPUs:
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -43,14 +44,14 @@ STORIES = [
         ("James", "John", "school", "ring"),
     )
 ]
-FACTS = "Emma likes red . Bob likes blue . Iris likes green . Paul likes gold . {} likes"
+FACTS = "Emma likes red . {0} likes {2} . {1} likes {3} . Paul likes gold . {4} likes"
 RECALL = [
-    (FACTS.format(a), FACTS.format(b), of_a, of_b)
-    for a, of_a, b, of_b in (
-        ("Bob", "blue", "Iris", "green"),
-        ("Iris", "green", "Bob", "blue"),
-        ("Emma", "red", "Paul", "gold"),
-        ("Paul", "gold", "Emma", "red"),
+    (FACTS.format(a, b, of_a, of_b, a), FACTS.format(b, a, of_a, of_b, a), of_a, of_b)
+    for a, b, of_a, of_b in (
+        ("Bob", "Iris", "blue", "green"),
+        ("Jack", "Mary", "pink", "white"),
+        ("Leo", "Zoe", "black", "orange"),
+        ("Dan", "Eva", "brown", "cyan"),
     )
 ]
 
@@ -67,7 +68,8 @@ def main() -> None:
                 raise SystemExit(where + " For a model of this size that is no use: see --shipped.")
             model = load(options)
             results = run(model, prompts)
-    save(results, options)
+            words, devices = model.to_str_tokens(prompts[0][0]), devices_of(model)
+            save(results, options, {"words": json.dumps(words), "on": json.dumps(devices)})
 
 
 def arguments() -> argparse.Namespace:
@@ -188,7 +190,7 @@ def run(model: Any, prompts: list[tuple[str, str, str, str]]) -> dict[str, torch
     print(f"logit lens: half of it is there at {labels[first]}")
 
     n_layers, length = model.cfg.n_layers, clean_tokens.shape[1]
-    step(5, f"patch: {n_layers} layers at {length} positions")
+    step(5, f"patch the residual stream: {n_layers} layers at {length} positions")
     recovered = torch.zeros(n_layers, length)
     for layer in range(n_layers):
         name = f"blocks.{layer}.hook_resid_pre"
@@ -202,16 +204,21 @@ def run(model: Any, prompts: list[tuple[str, str, str, str]]) -> dict[str, torch
             patched = difference(model.run_with_hooks(corrupted_tokens, fwd_hooks=[(name, patch)]))
             recovered[layer, position] = ((patched - low) / (high - low)).mean()
         best = int(recovered[layer].argmax())
-        print(
-            f"layer {layer:2}, on {model.placement.device_of(f'blocks.{layer}')}: "
-            f"{recovered[layer, best]:.2f} of it comes back by position {best}",
-            flush=True,
-        )
+        device = model.placement.device_of(f"blocks.{layer}")
+        most = f"{recovered[layer, best]:.2f} of it comes back by position {best}"
+        print(f"before layer {layer:2}, on {device}: {most}", flush=True)
     last = torch.stack([cache["resid_post", layer][:, -1] for layer in range(n_layers)])
     return {"recovered": recovered, "logit_lens": lens, "resid_post_at_the_end": last}
 
 
-def save(results: dict[str, torch.Tensor], options: argparse.Namespace) -> None:
+def devices_of(model: Any) -> list[str]:
+    """The device of each block."""
+    return [str(model.placement.device_of(f"blocks.{i}")) for i in range(model.cfg.n_layers)]
+
+
+def save(
+    results: dict[str, torch.Tensor], options: argparse.Namespace, metadata: dict[str, str]
+) -> None:
     """Write the results, and read them back."""
     step(6, "save")
     kept = {name: each.cpu().contiguous() for name, each in results.items()}
@@ -219,7 +226,7 @@ def save(results: dict[str, torch.Tensor], options: argparse.Namespace) -> None:
         if not each.isfinite().all():
             raise SystemExit(f"{name} is not finite")
     model = "the shipped checkpoint" if options.shipped else options.model
-    save_file(kept, options.output, metadata={"model": model, "dtype": options.dtype})
+    save_file(kept, options.output, {**metadata, "model": model, "dtype": options.dtype})
     with safe_open(options.output, framework="pt") as saved:
         for name, each in kept.items():
             if not torch.equal(saved.get_tensor(name), each):
