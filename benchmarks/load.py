@@ -65,7 +65,7 @@ def make_checkpoint(cache: Path, size: str, device: str) -> None:
             if "norm" in name:  # initialised to ones, for which folding would do nothing
                 parameter.normal_(1.0, 0.2)
     model.save_pretrained(snapshot, max_shard_size="500MB" if size != "8B" else "4GB")
-    shipped = Path(tl_devicefix.__file__).parent / "recall_checkpoint"
+    shipped = Path(tl_devicefix.__file__).parent / "demo" / "recall_checkpoint"
     for file in shipped.glob("*token*"):
         shutil.copy(file, snapshot)
 

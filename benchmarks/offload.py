@@ -47,7 +47,7 @@ def make_checkpoint(directory: Path, size: str, dtype: torch.dtype, device: torc
     """Save a Llama with random weights, made on the device where that is real."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from tl_devicefix.demo import CHECKPOINT
+    from tl_devicefix.demo.demo import CHECKPOINT
 
     config = LlamaConfig(**SIZES[size], max_position_embeddings=2048, tie_word_embeddings=False)
     torch.manual_seed(0)
@@ -173,7 +173,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=DeprecationWarning)
 
     from tl_devicefix import simulate
-    from tl_devicefix.devices import resolve
+    from tl_devicefix.placement.devices import resolve
 
     simulated = arguments.device.startswith("sim")
     with simulate(1) if simulated else contextlib.nullcontext():

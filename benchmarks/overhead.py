@@ -37,7 +37,7 @@ def time_forwards(rounds: int, forwards: int = 20) -> tuple[list[float], list[fl
     from transformer_lens import HookedTransformer
 
     import tl_devicefix
-    from tl_devicefix.demo import CHECKPOINT
+    from tl_devicefix.demo.demo import CHECKPOINT
 
     with contextlib.redirect_stdout(io.StringIO()):
         model = HookedTransformer.from_pretrained(str(CHECKPOINT), device="cpu")

@@ -97,7 +97,7 @@ def load(name: str, variant: str, dtype: torch.dtype) -> Any:
 
 def prompt_tokens() -> torch.Tensor:
     """The prompts, all equally long."""
-    from tl_devicefix.recall_task import BOS, VOCABULARY, recall_prompts
+    from tl_devicefix.demo.recall_task import BOS, VOCABULARY, recall_prompts
 
     ids = {token: index for index, token in enumerate(VOCABULARY)}
     prompts = recall_prompts(N_PROMPTS, seed=SEED, n_facts=N_FACTS)
@@ -112,7 +112,7 @@ def check_float32(name: str) -> dict[str, float]:
     """
     from transformers import AutoModelForCausalLM
 
-    from tl_devicefix.demo import largest_difference
+    from tl_devicefix.demo.demo import largest_difference
 
     tokens = prompt_tokens()
     logits = AutoModelForCausalLM.from_pretrained(name)(tokens).logits

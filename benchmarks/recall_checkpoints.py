@@ -40,7 +40,7 @@ def make_checkpoints(cache: Path) -> dict[str, Any]:
     import transformers.utils.logging as hf_logging
     from transformers import AutoModelForCausalLM
 
-    from tl_devicefix.demo import CHECKPOINT
+    from tl_devicefix.demo.demo import CHECKPOINT
 
     hf_logging.disable_progress_bar()
     records = {}

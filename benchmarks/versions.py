@@ -31,7 +31,7 @@ import torch
 def measure(n_devices: int) -> dict[str, torch.Tensor]:
     """The logits by the TransformerLens of this interpreter, under the name of its model."""
     import tl_devicefix
-    from tl_devicefix.demo import load_checkpoint
+    from tl_devicefix.demo.demo import load_checkpoint
 
     torch.set_num_threads(1)
     with tl_devicefix.simulate(n_devices):
@@ -55,7 +55,7 @@ def by_transformers() -> dict[str, torch.Tensor]:
     """The logits by transformers alone, centred over the vocabulary."""
     from transformers import AutoModelForCausalLM
 
-    from tl_devicefix.demo import CHECKPOINT
+    from tl_devicefix.demo.demo import CHECKPOINT
 
     found = {}
     for dtype in (torch.float32, torch.float64):
@@ -69,8 +69,13 @@ def prompt_tokens() -> torch.Tensor:
     """The prompts, all equally long."""
     from transformers import AutoTokenizer
 
-    from tl_devicefix.demo import CHECKPOINT, N_FACTS, N_PROMPTS, SEED
-    from tl_devicefix.recall_task import recall_prompts
+    from tl_devicefix.demo.demo import (
+        CHECKPOINT,
+        N_FACTS,
+        N_PROMPTS,
+        SEED,
+    )
+    from tl_devicefix.demo.recall_task import recall_prompts
 
     texts = [prompt.text for prompt in recall_prompts(N_PROMPTS, seed=SEED, n_facts=N_FACTS)]
     tokens: torch.Tensor = AutoTokenizer.from_pretrained(CHECKPOINT)(

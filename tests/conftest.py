@@ -15,8 +15,8 @@ from on_demand import OnDemand
 from transformers import PreTrainedModel
 
 import tl_devicefix
+from tl_devicefix.patching.versions import has_bridge, has_hooked_transformer, installed
 from tl_devicefix.simulation.machine import Machine
-from tl_devicefix.versions import has_bridge, has_hooked_transformer, installed
 
 if has_hooked_transformer():
     from hooked_fixtures import references, unprocessed, without_weights  # noqa: F401

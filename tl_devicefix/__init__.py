@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 from tl_devicefix.patches import apply, patched, report, restore, unpatched
 
 if TYPE_CHECKING:
+    from tl_devicefix.before_loading.estimation import Estimate, estimate
+    from tl_devicefix.before_loading.planning import plan
+    from tl_devicefix.before_loading.rehearsal import Rehearsal, rehearse
     from tl_devicefix.checking import check
-    from tl_devicefix.estimation import Estimate, estimate
-    from tl_devicefix.gathering_device import gather_on
-    from tl_devicefix.placement import Placement, plan
-    from tl_devicefix.rehearsal import Rehearsal, rehearse
+    from tl_devicefix.placement.gathering_device import gather_on
+    from tl_devicefix.placement.placement import Placement
     from tl_devicefix.simulation import simulate
 
 __version__ = "0.2.0"
@@ -38,13 +39,13 @@ __all__ = [
 
 _LAZY = {
     "check": "tl_devicefix.checking",
-    "Estimate": "tl_devicefix.estimation",
-    "estimate": "tl_devicefix.estimation",
-    "gather_on": "tl_devicefix.gathering_device",
-    "Placement": "tl_devicefix.placement",
-    "plan": "tl_devicefix.placement",
-    "Rehearsal": "tl_devicefix.rehearsal",
-    "rehearse": "tl_devicefix.rehearsal",
+    "Estimate": "tl_devicefix.before_loading.estimation",
+    "estimate": "tl_devicefix.before_loading.estimation",
+    "gather_on": "tl_devicefix.placement.gathering_device",
+    "Placement": "tl_devicefix.placement.placement",
+    "plan": "tl_devicefix.before_loading.planning",
+    "Rehearsal": "tl_devicefix.before_loading.rehearsal",
+    "rehearse": "tl_devicefix.before_loading.rehearsal",
     "simulate": "tl_devicefix.simulation",
 }
 

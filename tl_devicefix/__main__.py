@@ -106,7 +106,7 @@ def _device_map(text: str) -> Any:
 
 
 def _run_plan(chosen: argparse.Namespace) -> bool:
-    from tl_devicefix.estimation import estimate
+    from tl_devicefix.before_loading.estimation import estimate
 
     options = {k: v for k, v in vars(chosen).items() if k not in ("command", "model", "json")}
     try:
@@ -119,13 +119,13 @@ def _run_plan(chosen: argparse.Namespace) -> bool:
 
 
 def _run_demo(chosen: argparse.Namespace) -> bool:
-    from tl_devicefix.demo import run_demo
+    from tl_devicefix.demo.demo import run_demo
 
     return run_demo(chosen.n_devices)
 
 
 def _run_selfcheck(_: argparse.Namespace) -> bool:
-    from tl_devicefix.selfcheck import run_selfcheck
+    from tl_devicefix.demo.selfcheck import run_selfcheck
 
     return run_selfcheck()
 

@@ -1,4 +1,4 @@
-"""Train the small Llama checkpoint that ships in ``tl_devicefix/recall_checkpoint``.
+"""Train the small Llama checkpoint that ships in ``tl_devicefix/demo/recall_checkpoint``.
 
 What it learns is in-context recall (see ``tl_devicefix/recall_task.py``): after
 ``Alice likes green . Bob likes red . Alice likes`` comes ``green``, who likes what being drawn
@@ -17,7 +17,7 @@ result to another.
 
 The shipped checkpoint was made, from the root of the repository, with::
 
-    PYTHONPATH=. python training/train_recall.py --out tl_devicefix/recall_checkpoint
+    PYTHONPATH=. python training/train_recall.py --out tl_devicefix/demo/recall_checkpoint
 
 which took a quarter of an hour on one core of a busy machine, and needs no other option. The same
 seed and the same versions of torch and transformers, on the same kind of processor, give the same
@@ -41,7 +41,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tl_devicefix.recall_task import (
+from tl_devicefix.demo.recall_task import (
     BOS,
     EOS,
     MAX_FACTS,

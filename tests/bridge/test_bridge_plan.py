@@ -14,9 +14,9 @@ from hf_models import N_CTX
 import tl_devicefix
 from tl_devicefix import estimate, plan
 from tl_devicefix.__main__ import main
-from tl_devicefix.estimation import Job
-from tl_devicefix.known_configs import known_config
-from tl_devicefix.versions import has_hooked_transformer
+from tl_devicefix.before_loading.estimation import Job
+from tl_devicefix.checkpoints.known_configs import known_config
+from tl_devicefix.patching.versions import has_hooked_transformer
 
 GIB = 2**30
 BILLIONS = {

@@ -13,7 +13,7 @@ import torch
 from transformer_lens.model_bridge import TransformerBridge
 
 import tl_devicefix
-from tl_devicefix.rehearsal import rehearse
+from tl_devicefix.before_loading.rehearsal import rehearse
 
 Job = Callable[[Any], Any]
 LLAMA_70B = "meta-llama/Llama-2-70b-hf"

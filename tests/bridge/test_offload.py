@@ -10,7 +10,7 @@ from comparison import assert_agrees, assert_same_tensors, on_cpu
 from dispatching import dispatched
 from packaging.version import Version
 
-from tl_devicefix.versions import installed
+from tl_devicefix.patching.versions import installed
 
 HOST = torch.device("cpu")
 OFFLOADED = {"": 0, "blocks.1": "cpu", "blocks.3": 1, "blocks.4": "cpu"}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from comparison import assert_agrees, assert_same_tensors, on_cpu
 
-from tl_devicefix.versions import has_hooked_transformer
+from tl_devicefix.patching.versions import has_hooked_transformer
 
 NAMED_IN_THE_ISSUE = ["llama", "qwen2", "gpt2", "gemma-2", "mixtral", "pythia"]
 OTHERS = ["gemma", "gemma-3", "phi", "phi-3", "mistral", "qwen3", "bloom", "opt", "gpt-neo"]

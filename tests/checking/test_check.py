@@ -259,7 +259,7 @@ def test_interrupted_processing_is_found(model: Any, monkeypatch: pytest.MonkeyP
     def fail(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tl_devicefix.processing.load_component", fail)
+    monkeypatch.setattr("tl_devicefix.hooked.processing.load_component", fail)
     with pytest.raises(KeyboardInterrupt):
         model.load_and_process_state_dict(model.state_dict())
 

@@ -19,11 +19,12 @@ from comparison import assert_same_tensors
 from hf_models import N_HEADS, N_KEY_VALUE_HEADS, N_LAYERS
 from transformer_lens import HookedTransformer
 
-from tl_devicefix.conventions import installed_conventions
 from tl_devicefix.folding import Steps, Weights, WorkingCopies, process_component
 from tl_devicefix.folding import slices as slices_module
 from tl_devicefix.folding.slices import Slice, slices
-from tl_devicefix.processing import by_component, processing_units
+from tl_devicefix.hooked.components import processing_units
+from tl_devicefix.hooked.conventions import installed_conventions
+from tl_devicefix.hooked.processing import by_component
 
 pytestmark = pytest.mark.usefixtures("hub")  # so that nothing is fetched
 

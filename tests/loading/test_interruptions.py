@@ -136,23 +136,26 @@ def assert_the_next_load_is_right(load: Any, references: Any) -> None:
 
 
 STAGES: dict[str, tuple[str, int]] = {
-    "the config": ("tl_devicefix.loading.model_config", 1),
-    "the plan": ("tl_devicefix.loading.plan", 1),
-    "opening the source": ("tl_devicefix.sources.huggingface.HuggingFaceSource.__init__", 1),
+    "the config": ("tl_devicefix.hooked.loading.model_config", 1),
+    "the plan": ("tl_devicefix.hooked.loading.decide_fitting", 1),
+    "opening the source": ("tl_devicefix.checkpoints.huggingface.HuggingFaceSource.__init__", 1),
     "constructing the third block": ("transformer_lens.components.TransformerBlock.__init__", 3),
     "finishing the empty model": ("transformer_lens.HookedTransformer.setup", 1),
     "reading the first component": (
-        "tl_devicefix.sources.huggingface.HuggingFaceSource.read",
+        "tl_devicefix.checkpoints.huggingface.HuggingFaceSource.read",
         1,
     ),
-    "reading the last component": ("tl_devicefix.sources.huggingface.HuggingFaceSource.read", 8),
-    "folding the second slice": ("tl_devicefix.processing.process_component", 2),
-    "folding the last slice": ("tl_devicefix.processing.process_component", 13),
-    "writing the first weight": ("tl_devicefix.processing.write", 1),
-    "writing the thirtieth weight": ("tl_devicefix.processing.write", 30),
-    "placing the buffers": ("tl_devicefix.shared_buffers.Counter", 2),
-    "aligning the model": ("tl_devicefix.moving.settle", 1),
-    "the last check": ("tl_devicefix.loading.check_placed", 1),
+    "reading the last component": (
+        "tl_devicefix.checkpoints.huggingface.HuggingFaceSource.read",
+        8,
+    ),
+    "folding the second slice": ("tl_devicefix.hooked.units.process_component", 2),
+    "folding the last slice": ("tl_devicefix.hooked.units.process_component", 13),
+    "writing the first weight": ("tl_devicefix.hooked.units.write", 1),
+    "writing the thirtieth weight": ("tl_devicefix.hooked.units.write", 30),
+    "placing the buffers": ("tl_devicefix.hooked.shared_buffers.Counter", 2),
+    "aligning the model": ("tl_devicefix.hooked.moving.settle", 1),
+    "the last check": ("tl_devicefix.hooked.loading.check_placed", 1),
 }
 """What to interrupt: a function, and which of its calls."""
 

@@ -82,7 +82,7 @@ def test_a_dtype_changes_also_where_the_model_fills_its_devices(checkpoints: Any
 def test_the_cpu_may_be_named_by_index_where_it_is_the_only_device(
     device: Any, checkpoints: Any
 ) -> None:
-    if tl_devicefix.devices.default_device().type != "cpu":
+    if tl_devicefix.placement.devices.default_device().type != "cpu":
         pytest.skip("this machine has an accelerator, so index 0 is not the CPU")
     model = HookedTransformer.from_pretrained(checkpoints("gpt2"), device=device)
     assert model.cfg.device == "cpu"

@@ -20,8 +20,8 @@ from comparison import (
 )
 
 import tl_devicefix
-from tl_devicefix import processing
-from tl_devicefix.conventions import installed_conventions
+from tl_devicefix.hooked import processing
+from tl_devicefix.hooked.conventions import installed_conventions
 
 LAYER_NORM = [name for name, a in ARCHITECTURES.items() if not a.has_rms_norms] + list(TOYS)
 RMS_NORM = [name for name, a in ARCHITECTURES.items() if a.has_rms_norms]

@@ -17,8 +17,8 @@ from packaging.version import Version
 from tl_parts import MODEL_CLASS, changed, ours, parts_of_transformer_lens
 
 import tl_devicefix
-from tl_devicefix.patches import is_applied
-from tl_devicefix.versions import has_bridge, has_hooked_transformer, installed
+from tl_devicefix.patching.applying import is_applied
+from tl_devicefix.patching.versions import has_bridge, has_hooked_transformer, installed
 
 FUNCTION = "get_device_for_block_index"
 LOADER = "from_pretrained" if has_hooked_transformer() else "boot_transformers"
@@ -236,12 +236,16 @@ def test_a_module_that_is_imported_while_patched_is_restored_too(
     """As transformer_lens.utils is in TransformerLens 3, when another library asks for it."""
     tl_devicefix.apply()
     later = types.ModuleType("transformer_lens.imported_later")
-    setattr(later, FUNCTION, tl_devicefix.patches._function(FUNCTION))
+    setattr(later, FUNCTION, tl_devicefix.patching.targets.function_named(FUNCTION))
     monkeypatch.setitem(sys.modules, later.__name__, later)
     replacement = getattr(later, FUNCTION)
 
     tl_devicefix.restore()
-    assert getattr(later, FUNCTION) is tl_devicefix.patches._function(FUNCTION) is not replacement
+    assert (
+        getattr(later, FUNCTION)
+        is tl_devicefix.patching.targets.function_named(FUNCTION)
+        is not replacement
+    )
 
     tl_devicefix.apply()
     assert getattr(later, FUNCTION) is replacement

@@ -12,7 +12,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from tl_devicefix.versions import has_hooked_transformer
+from tl_devicefix.patching.versions import has_hooked_transformer
 
 TRANSFORMER_LENS_FIRST = """
     import inspect, sys

@@ -12,8 +12,12 @@ import pytest
 from tl_parts import MODEL_CLASS, changed, parts_of_transformer_lens
 
 import tl_devicefix
-from tl_devicefix.patches import is_applied
-from tl_devicefix.versions import UnsupportedTransformerLens, has_bridge, has_hooked_transformer
+from tl_devicefix.patching.applying import is_applied
+from tl_devicefix.patching.versions import (
+    UnsupportedTransformerLens,
+    has_bridge,
+    has_hooked_transformer,
+)
 
 VERSION = importlib.metadata.version("transformer_lens")
 

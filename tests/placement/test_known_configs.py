@@ -17,8 +17,8 @@ from transformer_lens import HookedTransformer
 from transformers import CONFIG_MAPPING
 
 from tl_devicefix import Placement, plan
-from tl_devicefix.known_configs import known_config, known_fields
-from tl_devicefix.model_config import model_config
+from tl_devicefix.checkpoints.known_configs import known_config, known_fields
+from tl_devicefix.hooked.config import model_config
 from tl_devicefix.simulation.machine import Machine
 
 WRITTEN_DOWN = ("llama-", "meta-llama/", "codellama/", "google/gemma", "google/medgemma")

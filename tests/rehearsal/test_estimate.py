@@ -48,7 +48,7 @@ def test_it_is_what_a_loaded_model_takes(
         weights = [machine.memory_allocated(i) for i in devices]
         for index in devices:
             machine.reset_peak_memory_stats(index)
-        job = tl_devicefix.estimation.Job(batch=4, ctx=N_CTX // 2, cache=cache)
+        job = tl_devicefix.before_loading.usage.Job(batch=4, ctx=N_CTX // 2, cache=cache)
         cached = kept(model, job)
         peaks = [machine.max_memory_allocated(i) for i in devices]
         held = [machine.memory_allocated(i) - weights[i] for i in devices]

@@ -13,7 +13,7 @@ from packaging.version import Version
 
 import tl_devicefix
 from tl_devicefix import Rehearsal, rehearse
-from tl_devicefix.versions import installed
+from tl_devicefix.patching.versions import installed
 
 Job = Callable[[Any], Any]
 LLAMA_70B = "meta-llama/Llama-2-70b-hf"

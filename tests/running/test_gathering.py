@@ -152,7 +152,7 @@ def test_what_cannot_fit_into_host_memory_is_refused_too(
     class NoMemory:
         available = 1000
 
-    monkeypatch.setattr(tl_devicefix.gathering.psutil, "virtual_memory", NoMemory)
+    monkeypatch.setattr(tl_devicefix.reading.gathering.psutil, "virtual_memory", NoMemory)
     with pytest.raises(torch.OutOfMemoryError, match=r"block by block"), gather_on("cpu"):
         _ = model.W_in
 

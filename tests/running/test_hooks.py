@@ -353,7 +353,7 @@ def test_an_error_of_the_hook_itself_is_the_user_s_own(
 
 def test_on_one_device_hooks_are_as_transformer_lens_calls_them(tokens: torch.Tensor) -> None:
     """Nothing is brought together there, and nothing costs time."""
-    from tl_devicefix.hooking import HookAcrossDevices
+    from tl_devicefix.running.hooking import HookAcrossDevices
 
     class Point:
         name = RESIDUALS[0]
@@ -363,7 +363,7 @@ def test_on_one_device_hooks_are_as_transformer_lens_calls_them(tokens: torch.Te
 
 
 def test_a_hook_may_be_a_partial_and_is_shown_as_one(model: Any, tokens: torch.Tensor) -> None:
-    from tl_devicefix.hooking import HookAcrossDevices
+    from tl_devicefix.running.hooking import HookAcrossDevices
 
     assert repr(HookAcrossDevices(double)) == repr(double)
     assert repr(HookAcrossDevices(partial(replace, clean={}))).startswith("partial(<function repl")

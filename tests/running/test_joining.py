@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tl_devicefix.joining import JoinedAt, _changed_in_place
+from tl_devicefix.running.joining import JoinedAt, _changed_in_place
 
 
 def changed_by(func: Any, *args: Any, **kwargs: Any) -> list[int]:

@@ -18,7 +18,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.tools.analysis import JacobianLens
 
 import tl_devicefix
-from tl_devicefix.versions import has_hooked_transformer
+from tl_devicefix.patching.versions import has_hooked_transformer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not support:UserWarning"),

@@ -13,11 +13,11 @@ from accelerate.hooks import AlignDevicesHook
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tl_devicefix.alignment import HANDLES
-from tl_devicefix.carrying import move
-from tl_devicefix.hooking import let_hooks_be, let_hooks_mix
-from tl_devicefix.placement import Placement
-from tl_devicefix.visiting import let_stay, let_visit
+from tl_devicefix.offload.visiting import let_stay, let_visit
+from tl_devicefix.placement.placement import Placement
+from tl_devicefix.running.carrying import move
+from tl_devicefix.running.forward import HANDLES
+from tl_devicefix.running.hooking import let_hooks_be, let_hooks_mix
 
 
 def settle_bridge(bridge: Any, placement: Placement) -> None:

@@ -20,8 +20,8 @@ except ImportError:  # TransformerLens 3.9
         get_act_patch_direct_path as transformer_lens_direct_path,
     )
 
-from tl_devicefix.cache_at_home import CacheAtHome
-from tl_devicefix.carrying import move
+from tl_devicefix.reading.cache_at_home import CacheAtHome
+from tl_devicefix.running.carrying import move
 
 
 def get_act_patch_direct_path(

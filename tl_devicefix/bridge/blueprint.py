@@ -12,15 +12,16 @@ from torch import nn
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 from transformers import AutoTokenizer, DynamicCache
 
-from tl_devicefix.blueprint import Blueprint, Generation
 from tl_devicefix.bridge.alignment import settle_bridge
-from tl_devicefix.bridge.sizes import Layout, empty_hf_model, hf_config, layout_of, named_dtype
+from tl_devicefix.bridge.components import Layout, empty_hf_model, layout_of
+from tl_devicefix.bridge.config import hf_config, torch_dtype
 from tl_devicefix.bridge.upstream import adapter_for, hf_model_class
-from tl_devicefix.components import ComponentSize
-from tl_devicefix.gathering import STACKED
-from tl_devicefix.gathering_device import gather_on
-from tl_devicefix.hub import TOKENIZER_FILES
-from tl_devicefix.placement import Placement
+from tl_devicefix.checkpoints.hub import TOKENIZER_FILES
+from tl_devicefix.placement.blueprint import Blueprint, Generation
+from tl_devicefix.placement.components import ComponentSize
+from tl_devicefix.placement.gathering_device import gather_on
+from tl_devicefix.placement.placement import Placement
+from tl_devicefix.reading.gathering import STACKED
 
 OPTIONS = ("n_ctx", "hf_config_overrides")
 """What the config depends on, as `boot_transformers` takes it."""
@@ -64,7 +65,7 @@ class BridgeBlueprint(Blueprint):
             name = getattr(config, "_name_or_path", None) or config.model_type
         else:
             name = str(config_or_model_name)
-        return cls(name, config, named_dtype(dtype))
+        return cls(name, config, torch_dtype(dtype))
 
     def in_dtype(self, dtype: torch.dtype) -> BridgeBlueprint:
         """The same model with weights of another dtype."""

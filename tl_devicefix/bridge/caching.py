@@ -7,9 +7,9 @@ from typing import Any
 
 from transformer_lens import ActivationCache
 
-from tl_devicefix.cache_at_home import CacheAtHome
-from tl_devicefix.carrying import bring_home
-from tl_devicefix.patches import original
+from tl_devicefix.patching.applying import original
+from tl_devicefix.reading.cache_at_home import CacheAtHome
+from tl_devicefix.running.carrying import bring_home
 
 
 def run_with_cache(self: Any, *args: Any, **kwargs: Any) -> Any:

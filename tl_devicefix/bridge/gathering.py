@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from tl_devicefix.cache_at_home import CacheAtHome
-from tl_devicefix.gathering import gathering_device, stack_on
-from tl_devicefix.patches import original
+from tl_devicefix.patching.applying import original
+from tl_devicefix.reading.cache_at_home import CacheAtHome
+from tl_devicefix.reading.gathering import gathering_device, stack_on
 
 
 def stack_block_params(

@@ -8,10 +8,10 @@ import torch
 
 from tl_devicefix.bridge.alignment import settle_bridge
 from tl_devicefix.bridge.units import bridge_components
-from tl_devicefix.components import ComponentSize
-from tl_devicefix.devices import with_index
-from tl_devicefix.patches import original
-from tl_devicefix.placement import PlacedComponent, Placement
+from tl_devicefix.patching.applying import original
+from tl_devicefix.placement.components import ComponentSize
+from tl_devicefix.placement.devices import with_index
+from tl_devicefix.placement.placement import PlacedComponent, Placement
 
 
 def to(self: Any, *args: Any, **kwargs: Any) -> Any:

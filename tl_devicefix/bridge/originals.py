@@ -21,7 +21,7 @@ import psutil
 import torch
 from torch import nn
 
-from tl_devicefix.devices import HOST
+from tl_devicefix.placement.devices import HOST
 from tl_devicefix.tracebacks import let_go
 
 _TENSORS = ("_parameters", "_buffers")

@@ -26,10 +26,10 @@ from tl_devicefix.bridge.originals import Originals, all_or_nothing
 from tl_devicefix.bridge.steps import BLOCK, Processing, private_copies
 from tl_devicefix.bridge.units import Unit, device_of, units
 from tl_devicefix.folding import Steps, Weights, WorkingCopies
-from tl_devicefix.patches import original
-from tl_devicefix.placement import Placement, in_short
-from tl_devicefix.versions import installed
-from tl_devicefix.visiting import pin
+from tl_devicefix.offload.visiting import pin
+from tl_devicefix.patching.applying import original
+from tl_devicefix.patching.versions import installed
+from tl_devicefix.placement.placement import Placement, in_short
 
 
 def enable_compatibility_mode(self: Any, *args: Any, **kwargs: Any) -> None:

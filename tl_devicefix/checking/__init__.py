@@ -14,8 +14,8 @@ from tl_devicefix.checking.hooks import hook_findings, hook_notes
 from tl_devicefix.checking.places import device_findings, memory, place_notes
 from tl_devicefix.checking.report import Finding, Report
 from tl_devicefix.checking.values import value_findings
-from tl_devicefix.interruption import WHY_REFUSED, is_unfinished
-from tl_devicefix.model_classes import class_names, is_bridge, is_hooked_transformer
+from tl_devicefix.patching.versions import class_names, is_bridge, is_hooked_transformer
+from tl_devicefix.running.interruption import WHY_REFUSED, is_unfinished
 
 __all__ = ["Finding", "Report", "check"]
 

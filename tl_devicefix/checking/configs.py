@@ -9,7 +9,7 @@ import torch
 
 from tl_devicefix.checking.report import Finding
 from tl_devicefix.checking.tensors import is_unspread, placement_of_model
-from tl_devicefix.devices import with_index
+from tl_devicefix.placement.devices import with_index
 
 
 def config_findings(model: Any) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.checking.naming import expression
 from tl_devicefix.checking.report import Finding
-from tl_devicefix.module_names import named_modules
+from tl_devicefix.running.module_names import named_modules
 
 _PYTORCH = {
     "_forward_pre_hooks": "forward pre-hook",

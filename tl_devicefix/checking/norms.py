@@ -11,7 +11,7 @@ from transformer_lens.components import LayerNorm, LayerNormPre, RMSNorm, RMSNor
 
 from tl_devicefix.checking.naming import joined, listed
 from tl_devicefix.checking.report import Finding
-from tl_devicefix.hooked_components import attention_kind, component_names, empty_component
+from tl_devicefix.hooked.components import attention_kind, component_names, empty_component
 
 _NORMS = (LayerNorm, LayerNormPre, RMSNorm, RMSNormPre)
 

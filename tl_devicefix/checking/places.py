@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from tl_devicefix.attached import attached_modules, device_of_weights
 from tl_devicefix.checking.by_class import of_class
 from tl_devicefix.checking.naming import expression, joined, listed
 from tl_devicefix.checking.report import Finding, Memory
@@ -22,10 +21,11 @@ from tl_devicefix.checking.tensors import (
     planned_by,
     tensors,
 )
-from tl_devicefix.devices import HOST
-from tl_devicefix.fitting import gib
-from tl_devicefix.model_classes import is_bridge
-from tl_devicefix.module_names import WRAPPED
+from tl_devicefix.patching.versions import is_bridge
+from tl_devicefix.placement.devices import HOST
+from tl_devicefix.placement.memory import gib
+from tl_devicefix.running.attached import attached_modules, device_of_weights
+from tl_devicefix.running.module_names import WRAPPED
 
 
 def memory(model: Any) -> tuple[Memory, ...]:

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from tl_devicefix.fitting import gib
+from tl_devicefix.placement.memory import gib
 
 Kind = Literal[
     "processing",  # the weights are in part those from before

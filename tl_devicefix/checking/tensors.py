@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from tl_devicefix.attached import runs_where_it_is
 from tl_devicefix.checking.naming import joined
-from tl_devicefix.components import component_of
-from tl_devicefix.devices import resolve
-from tl_devicefix.model_classes import is_bridge
-from tl_devicefix.module_names import named_modules
-from tl_devicefix.placement import Placement
+from tl_devicefix.patching.versions import is_bridge
+from tl_devicefix.placement.components import component_of
+from tl_devicefix.placement.devices import resolve
+from tl_devicefix.placement.placement import Placement
+from tl_devicefix.running.attached import runs_where_it_is
+from tl_devicefix.running.module_names import named_modules
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def attached(model: Any) -> Iterator[tuple[str, nn.Module]]:
 
 def is_own(model: Any, path: str, module: nn.Module) -> bool:
     """Whether TransformerLens has a module of this class there itself."""
-    from tl_devicefix.hooked_components import empty_component
+    from tl_devicefix.hooked.components import empty_component
 
     component = component_of(path)
     try:

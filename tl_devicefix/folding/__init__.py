@@ -11,8 +11,8 @@ import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tl_devicefix.conventions import Conventions
 from tl_devicefix.folding.attention_factors import refactor_attention_of_block
+from tl_devicefix.folding.conventions import Conventions
 from tl_devicefix.folding.layer_norm import (
     fold_layer_norm_into_block,
     fold_layer_norm_into_unembed,

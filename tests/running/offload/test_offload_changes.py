@@ -17,7 +17,7 @@ from offloads import HOST, assert_at_rest, every_offload, offloaded_blocks
 from transformer_lens.train import HookedTransformerTrainConfig
 
 import tl_devicefix
-from tl_devicefix.alignment import is_aligned
+from tl_devicefix.running.forward import is_aligned
 
 
 @pytest.mark.parametrize("device", ["sim:1", "cpu", "sim:0"])

@@ -14,8 +14,8 @@ from kinds import home_of
 from offloads import HOST, assert_at_rest, every_kind, every_offload, offloaded_blocks, weights_of
 from transformer_lens import HookedTransformer
 
-from tl_devicefix import copying
-from tl_devicefix.fitting import working_room
+from tl_devicefix.offload import copying
+from tl_devicefix.placement.fitting import working_room
 from tl_devicefix.simulation.machine import Machine, Transfer
 
 

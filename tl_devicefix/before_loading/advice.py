@@ -1,0 +1,108 @@
+"""What would fit, for a job that does not: each is rehearsed before it is said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tl_devicefix.before_loading.usage import Setting
+
+_MOST_DEVICES = 16
+
+
+def what_would_fit(asked: Setting) -> str:
+    """The least change of each kind with which the job would fit, as a sentence."""
+    found = []
+    for changes in _CHANGES:
+        fitting = (words for words, setting in changes(asked) if _fits(setting))
+        found += [words for words in [next(fitting, None)] if words is not None]
+    if not found:
+        return "No single change would do: combine more devices, a smaller dtype and a smaller job."
+    return f"What would: {', or '.join(found)}."
+
+
+def _fits(setting: Setting) -> bool:
+    devices, _ = setting.measure()
+    return all(device.fits for device in devices)
+
+
+def _balanced(asked: Setting) -> Iterator[tuple[str, Setting]]:
+    if asked.device_map is not None and asked.n_devices > 1:
+        yield "device_map='balanced'", replace(asked, device_map="balanced")
+
+
+def _more_devices(asked: Setting) -> Iterator[tuple[str, Setting]]:
+    sizes = {size for key, size in asked.memory.items() if key != "cpu"}
+    if len(sizes) > 1 or isinstance(asked.device_map, Mapping) or asked.limits is not None:
+        return
+    for n in range(asked.n_devices + 1, min(_MOST_DEVICES, asked.model.n_layers) + 1):
+        memory = {**asked.memory, **dict.fromkeys(range(n), *sizes)}
+        yield f"n_devices={n}", replace(asked, n_devices=n, memory=memory)
+
+
+def _smaller_dtype(asked: Setting) -> Iterator[tuple[str, Setting]]:
+    if asked.model.dtype.itemsize > 2:
+        yield "dtype=bfloat16", replace(asked, model=asked.model.in_dtype(torch.bfloat16))
+
+
+def _offloaded(asked: Setting) -> Iterator[tuple[str, Setting]]:
+    """With what the job takes beside the weights left free, and what then does not fit offloaded.
+
+    That changes which blocks a device runs, and with them what it takes: hence some attempts.
+    """
+    if isinstance(asked.device_map, Mapping):
+        return
+    tried = asked
+    for _ in range(4):
+        devices, placement = tried.measure()
+        limits: dict[Any, Any] = {
+            index: (each.capacity or 0) - (each.total - each.weights - each.buffers) - _SPARE
+            for index, each in enumerate(devices[: asked.n_devices])
+        }
+        if min(limits.values()) < 0:
+            return
+        host = sum(each.weights for each in placement.components)
+        limits["cpu"] = asked.memory.get("cpu", host)
+        told = ", ".join(f"{key!r}: {_as_given(size)!r}" for key, size in limits.items())
+        tried = replace(asked, limits=limits)
+        yield f"max_memory={{{told}}} for the weights", tried
+
+
+_SPARE = 2**20
+"""What is lost in rounding to MiB."""
+
+
+def _as_given(size: int | str) -> str:
+    return size if isinstance(size, str) else f"{size // 2**20}MiB"
+
+
+def _smaller_batch(asked: Setting) -> Iterator[tuple[str, Setting]]:
+    return _halved(asked, "batch", least=1)
+
+
+def _shorter(asked: Setting) -> Iterator[tuple[str, Setting]]:
+    return _halved(asked, "ctx", least=64)
+
+
+def _halved(asked: Setting, name: str, least: int) -> Iterator[tuple[str, Setting]]:
+    value = getattr(asked.job, name) // 2
+    while value >= least:
+        changed: dict[str, Any] = {name: value}
+        yield f"{name}={value}", replace(asked, job=replace(asked.job, **changed))
+        value //= 2
+
+
+def _less_cached(asked: Setting) -> Iterator[tuple[str, Setting]]:
+    if asked.job.cache not in (None, "resid_post"):
+        yield "caching resid_post only", replace(asked, job=replace(asked.job, cache="resid_post"))
+    if asked.job.cache is not None:
+        yield "caching nothing", replace(asked, job=replace(asked.job, cache=None))
+
+
+_CHANGES = (
+    *(_balanced, _more_devices, _smaller_dtype, _offloaded),
+    *(_smaller_batch, _shorter, _less_cached),
+)

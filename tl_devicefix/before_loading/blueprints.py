@@ -1,0 +1,68 @@
+"""Which class's blueprint is that of a model: HookedTransformer's or TransformerBridge's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tl_devicefix.patching.versions import has_bridge, has_hooked_transformer
+from tl_devicefix.placement.blueprint import Blueprint
+
+
+def blueprint(
+    config_or_model_name: Any,
+    dtype: torch.dtype | str | None,
+    options: dict[str, Any],
+    cls: Any = None,
+) -> Blueprint:
+    """The model that would be loaded with these arguments.
+
+    Args:
+        config_or_model_name: as for `plan`.
+        dtype: of the weights; by default float32, or that of a HookedTransformerConfig.
+        options: what the config depends on, as loading takes it.
+        cls: the model's class. By default HookedTransformer, but for a transformers config, and
+            with TransformerLens 4, TransformerBridge.
+
+    Raises:
+        ValueError: if the config cannot be had, or the class is another.
+    """
+    if _is_of_bridge(config_or_model_name, cls):
+        from tl_devicefix.bridge.blueprint import BridgeBlueprint
+
+        return BridgeBlueprint.read(config_or_model_name, dtype, options)
+    from tl_devicefix.hooked.blueprint import HookedBlueprint
+
+    return HookedBlueprint.read(config_or_model_name, dtype, options, cls)
+
+
+def option_names(config_or_model_name: Any) -> Sequence[str]:
+    """What `options` may name, for the class that is made by default."""
+    if _is_of_bridge(config_or_model_name, None):
+        from tl_devicefix.bridge.blueprint import OPTIONS
+
+        return OPTIONS
+    from tl_devicefix.hooked.blueprint import option_names
+
+    return option_names(config_or_model_name)
+
+
+def _is_of_bridge(config_or_model_name: Any, cls: Any) -> bool:
+    if cls is None:
+        return not has_hooked_transformer() or hasattr(config_or_model_name, "model_type")
+    if has_bridge():
+        from transformer_lens.model_bridge import TransformerBridge
+
+        if cls is TransformerBridge:
+            return True
+    if has_hooked_transformer():
+        from transformer_lens import HookedTransformer
+
+        if isinstance(cls, type) and issubclass(cls, HookedTransformer):
+            return False
+    classes = (["HookedTransformer or a subclass of it"] if has_hooked_transformer() else []) + (
+        ["TransformerBridge"] if has_bridge() else []
+    )
+    raise ValueError(f"cls={cls!r} is no class of models here: give {', or '.join(classes)}")

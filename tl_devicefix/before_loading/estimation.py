@@ -1,0 +1,201 @@
+"""Whether a job fits, before anything is loaded: `estimate(...)`, a table of what it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from tl_devicefix.before_loading.advice import what_would_fit
+from tl_devicefix.before_loading.blueprints import blueprint, option_names
+from tl_devicefix.before_loading.usage import Job, OnDevice, Setting
+from tl_devicefix.patches import patched
+from tl_devicefix.placement.blueprint import Blueprint
+from tl_devicefix.placement.deciding import DeviceMap
+from tl_devicefix.placement.memory import MaxMemory, gib
+from tl_devicefix.placement.placement import Placement
+
+
+@dataclass(frozen=True, repr=False)
+class Estimate:
+    """What a job takes. Printing it shows a table, and whether it fits."""
+
+    model: str
+    dtype: str
+    job: Job
+    devices: tuple[OnDevice, ...]
+    placement: Placement
+    advice: str = ""
+    """What would fit, if this does not."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether each device has room for its peak."""
+        return all(device.fits for device in self.devices)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, as plain numbers and texts, in bytes."""
+        return {
+            "model": self.model,
+            "dtype": self.dtype,
+            "job": asdict(self.job),
+            "devices": [
+                {**asdict(each), "total": each.total, "headroom": each.headroom}
+                for each in self.devices
+            ],
+            "fits": self.fits,
+            "advice": self.advice,
+        }
+
+    def __repr__(self) -> str:
+        columns = ["weights", "buffers", "kv_cache", "cached", "gathered", "working", "total"]
+        shown = [name for name in columns if any(getattr(each, name) for each in self.devices)]
+        if any(each.loads_more for each in self.devices):
+            shown.insert(-1, "loading")
+        rows = [("device", "components", *(name.replace("_", " ") for name in shown), "headroom")]
+        for each in self.devices:
+            left = "" if each.headroom is None else _signed(each.headroom)
+            sizes = (gib(getattr(each, name)) for name in shown)
+            rows.append((each.device, each.components, *sizes, left))
+        sums = (gib(sum(getattr(each, name) for each in self.devices)) for name in shown)
+        rows.append(("total", "", *sums, ""))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        aligned = ("<", "<", *(">" for _ in rows[0][2:]))
+        lines = [
+            "  ".join(f"{c:{a}{w}}" for c, a, w in zip(row, aligned, widths)).rstrip()
+            for row in rows
+        ]
+        return "\n".join([f"{self.model}, {self.dtype}: {self.job}", *lines, self._verdict()])
+
+    def _verdict(self) -> str:
+        over = [each for each in self.devices if not each.fits]
+        if not over:
+            return "It fits."
+        worst = min(over, key=lambda each: each.headroom or 0)
+        needs = f"device {worst.device} needs {gib(worst.total)} but has {gib(worst.capacity or 0)}"
+        return f"It does not fit: {needs}. {self.advice}"
+
+
+def _signed(size: int) -> str:
+    return gib(size) if size >= 0 else f"-{gib(-size)}"
+
+
+def estimate(
+    config_or_model_name: Any,
+    n_devices: int | None = None,
+    *,
+    device_map: DeviceMap | None = None,
+    max_memory: MaxMemory | int | str = "80GiB",
+    memory: MaxMemory | int | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    batch: int = 1,
+    ctx: int | None = None,
+    cache: str | None = None,
+    generate: int = 0,
+    gradients: bool = False,
+    gather: str | int | None = None,
+    **options: Any,
+) -> Estimate:
+    """Estimate what a job takes on each device, and whether it fits; nothing is loaded.
+
+    With TransformerLens 4, and for a transformers config, that is on a TransformerBridge as it is
+    booted, but with an unembedding of its own; what compatibility mode takes, `rehearse` shows.
+
+    Args:
+        config_or_model_name: as for `plan`.
+        n_devices: how many devices there are; by default as many as the other arguments name.
+        device_map: as for `from_pretrained`.
+        max_memory: what each device has ("80GiB"), or a dict: `{0: "24GiB", 1: "80GiB"}`; with
+            "cpu", blocks that do not fit are offloaded there. Those not named have 80 GiB.
+        memory: what each device has, if `max_memory` is only what its weights may take of it, as
+            for `from_pretrained`.
+        dtype: of the weights; by default float32, as for `from_pretrained`.
+        batch: how many sequences.
+        ctx: how many tokens in each; by default 1024, or n_ctx if that is less.
+        cache: what `run_with_cache` keeps: hook names less "hook_" ("resid_post", or several
+            "resid_post,z"), or "all".
+        generate: how many new tokens, with a KV cache.
+        gradients: take gradients, from the loss back to every parameter.
+        gather: where stacked weights are gathered: "cpu" or a device's index. The largest counts.
+        options: what the config depends on, as for `from_pretrained`: `first_n_layers`, `n_ctx`.
+            For a Bridge, as for `boot_transformers`: `n_ctx`, `hf_config_overrides`.
+
+    Raises:
+        ValueError: if the arguments do not fit together, or the model's config cannot be had.
+    """
+    with patched():
+        _check_options(config_or_model_name, options)
+        model = blueprint(config_or_model_name, dtype, options)
+        ctx = min(1024, model.n_ctx) if ctx is None else ctx
+        job = Job(batch, ctx, cache, generate, gradients, gather)
+        device_map, limits = by_index(device_map), by_index(max_memory)
+        n_devices = named_devices(device_map, limits) if n_devices is None else n_devices
+        _check(job, model, n_devices)
+        has = limits if memory is None else by_index(memory)
+        asked = Setting(model, n_devices, device_map, rooms(has, n_devices), job)
+        if memory is not None:
+            asked = replace(asked, limits=rooms(limits, n_devices))
+        devices, placement = asked.measure()
+        fits = all(device.fits for device in devices)
+        advice = "" if fits else what_would_fit(asked)
+    dtype_name = str(model.dtype).removeprefix("torch.")
+    return Estimate(model.name, dtype_name, job, devices, placement, advice)
+
+
+def by_index(named: Any) -> Any:
+    """A `device_map` or `max_memory` with "cuda:1" called 1, as the machine may have none."""
+
+    def index(device: Any) -> Any:
+        kind, _, number = str(device).partition(":")
+        return int(number) if kind != "cpu" and number.isdecimal() else device
+
+    if not isinstance(named, Mapping):
+        return named if isinstance(named, int) else index(named) if named is not None else None
+    return {index(key): index(value) for key, value in named.items()}
+
+
+def named_devices(device_map: Any, max_memory: Any) -> int:
+    """How many devices there must be for those that are named."""
+    maps = [each for each in (device_map, max_memory) if isinstance(each, Mapping)]
+    named = [*(device_map.values() if isinstance(device_map, Mapping) else [device_map])]
+    named += [key for each in maps if each is max_memory for key in each]
+    return 1 + max((each for each in named if type(each) is int), default=0)
+
+
+def rooms(memory: Any, n_devices: int) -> dict[Any, Any]:
+    """A size for each device: one for all, or those that are named, and 80 GiB for the rest."""
+    named = memory if isinstance(memory, Mapping) else dict.fromkeys(range(n_devices), memory)
+    return {**dict.fromkeys(range(n_devices), "80GiB"), **named}
+
+
+def _check_options(config_or_model_name: Any, options: dict[str, Any]) -> None:
+    known = option_names(config_or_model_name)
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        where = "" if known else " beside a config, which says all"
+        raise TypeError(f"estimate has no argument {unknown[0]!r}{where}")
+
+
+def _check(job: Job, model: Blueprint, n_devices: int) -> None:
+    for name, least in (("n_devices", 1), ("batch", 1), ("ctx", 1), ("generate", 0)):
+        value = n_devices if name == "n_devices" else getattr(job, name)
+        if type(value) is not int or value < least:
+            raise ValueError(
+                f"{name}={value!r} is no number of {_COUNTED[name]}: give an int, at least {least}"
+            )
+    if not isinstance(job.cache, str | None) or job.cache == "":
+        raise ValueError(f"cache={job.cache!r} is no text such as 'resid_post,z', and not 'all'")
+    if not (job.gather in (None, "cpu") or job.gather in range(n_devices)):
+        raise ValueError(
+            f"gather={job.gather!r} is no place to gather: give 'cpu' or an index < {n_devices}"
+        )
+    if job.ctx + job.generate > model.n_ctx:
+        raise ValueError(
+            f"{job.ctx + job.generate} tokens are more than the model's n_ctx of {model.n_ctx}: "
+            "lower ctx or generate, or give n_ctx"
+        )
+
+
+_COUNTED = {"n_devices": "devices", "batch": "sequences", "ctx": "tokens", "generate": "new tokens"}

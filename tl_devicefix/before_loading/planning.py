@@ -1,0 +1,92 @@
+"""`plan(...)`: where each component of a model would live, by its config or its name."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import torch
+
+from tl_devicefix.patching.versions import has_hooked_transformer
+from tl_devicefix.placement.components import ComponentSize
+from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
+from tl_devicefix.placement.devices import DeviceLike
+from tl_devicefix.placement.memory import MaxMemory
+from tl_devicefix.placement.placement import Placement
+
+
+def plan(
+    config_or_model_name: Any,
+    n_devices: int | None = None,
+    device: DeviceLike | None = None,
+    device_map: DeviceMap | None = None,
+    max_memory: MaxMemory | None = None,
+    dtype: torch.dtype | str | None = None,
+) -> Placement:
+    """Decide where each component of a model lives, without allocating anything.
+
+    The blocks lie in contiguous ranges over the home device and the ones after it. Home also
+    carries the embeddings, the final norm and the unembedding, so it gets fewer blocks; a device
+    with more free memory gets more. Blocks may be offloaded: they live in host memory, and their
+    weights visit the device that runs them.
+
+    Args:
+        config_or_model_name: a HookedTransformerConfig, or whatever `from_pretrained` takes as a
+            model name (a name TransformerLens knows, or a local checkpoint directory). The sizes
+            of common models are known, so that the hub is not asked for their configs. With
+            TransformerLens 4: a transformers config, or what `boot_transformers` takes.
+        n_devices: over how many devices to spread the blocks; 1 if nothing else is said.
+        device: the home device; the others are those that follow it. "cuda:2" with `n_devices=2`
+            means cuda:2 and cuda:3.
+        device_map: instead of `n_devices`: "balanced" or "auto" (every device there is, evenly),
+            "sequential" (fill each before the next), one device, or a dict from components
+            ("embed", "blocks.3", "unembed") or prefixes ("blocks", "") to devices. Blocks on
+            "cpu" are offloaded if embed is elsewhere: they run where the block before them does.
+        max_memory: the most to use of each device, e.g. `{0: "20GiB", 1: "40GiB"}`. A strategy
+            uses the named devices only. With "cpu" in it, blocks that do not fit are offloaded.
+        dtype: the dtype to weigh the parameters in; by default the config's. Norms are weighed too,
+            which a model that is loaded with `fold_ln=True` no longer has.
+
+    Raises:
+        ValueError: one sentence saying what does not fit together and what to do.
+    """
+    sizes, weighed_in = weigh(config_or_model_name, dtype)
+    return decide_fitting(sizes, weighed_in, n_devices, device, device_map, max_memory)
+
+
+def weigh(
+    config_or_model_name: Any, dtype: torch.dtype | str | None
+) -> tuple[tuple[ComponentSize, ...], torch.dtype]:
+    """The sizes of a model's components, in the order they run, and the dtype they are weighed in.
+
+    Args:
+        config_or_model_name: as for `plan`.
+        dtype: by default that of a config, and float32 for a name.
+
+    Raises:
+        ValueError: if the config cannot be had.
+    """
+    if has_hooked_transformer() and not hasattr(config_or_model_name, "model_type"):
+        return _weigh_hooked(config_or_model_name, dtype)
+    from tl_devicefix.bridge.components import weigh_bridge
+
+    return weigh_bridge(config_or_model_name, dtype)
+
+
+def _weigh_hooked(
+    config_or_model_name: Any, dtype: torch.dtype | str | None
+) -> tuple[tuple[ComponentSize, ...], torch.dtype]:
+    from tl_devicefix.hooked.components import component_sizes
+    from tl_devicefix.hooked.config import model_config, torch_dtype
+
+    if isinstance(config_or_model_name, str | os.PathLike):
+        wanted = torch.float32 if dtype is None else torch_dtype(dtype)
+        name = os.fspath(config_or_model_name)
+        cfg = model_config(name, prefer_known=True, dtype=wanted)
+    elif dtype is None:
+        cfg = config_or_model_name
+    else:
+        cfg = copy.copy(config_or_model_name)
+        cfg.dtype = torch_dtype(dtype)
+    return component_sizes(cfg), cfg.dtype

@@ -1,0 +1,145 @@
+"""Which components a Bridge has, where the Hugging Face model has them, and what each weighs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+
+from tl_devicefix.bridge.config import hf_config, torch_dtype
+from tl_devicefix.bridge.upstream import adapter_for, hf_model_class
+from tl_devicefix.placement.components import ComponentSize
+from tl_devicefix.placement.placement import Placement
+
+REST = "rest"
+"""What the adapter has no name for; it is at home."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The components of a Bridge, by the paths of their modules in the Hugging Face model."""
+
+    paths: Mapping[str, str]
+    """Component ("embed", "blocks.3") -> path ("model.layers.3"), in the order they run."""
+
+    def component_of(self, name: str) -> str:
+        """The component that a parameter or module of the Hugging Face model belongs to."""
+        inside = [
+            c for c, path in self.paths.items() if name == path or name.startswith(f"{path}.")
+        ]
+        return max(inside, key=lambda component: len(self.paths[component]), default=REST)
+
+    def sizes(self, hf_model: nn.Module) -> tuple[ComponentSize, ...]:
+        """What each component weighs, as `hf_model` has it; its tensors may be on meta.
+
+        An unembedding that is tied to the embedding is weighed too: processing unties it.
+        """
+        weights, buffers = (
+            dict.fromkeys((*self.paths, REST), 0),
+            dict.fromkeys((*self.paths, REST), 0),
+        )
+        for name, parameter in hf_model.named_parameters(remove_duplicate=False):
+            weights[self.component_of(name)] += parameter.nbytes
+        for name, buffer in hf_model.named_buffers(remove_duplicate=False):
+            buffers[self.component_of(name)] += buffer.nbytes
+        names = self.paths if not weights[REST] + buffers[REST] else (*self.paths, REST)
+        return tuple(ComponentSize(name, weights[name], buffers[name]) for name in names)
+
+    def device_map(self, hf_model: nn.Module, placement: Placement) -> dict[str, str]:
+        """A placement as accelerate's `device_map` for `hf_model`: no path lies within another."""
+        placed = {path: str(placement.device_of(name)) for name, path in self.paths.items()}
+        return dict(_cover("", hf_model, placed, str(placement.home)))
+
+    def by_component(self, device_map: Mapping[str, Any]) -> dict[str, Any] | None:
+        """A map of modules of the Hugging Face model as one of components.
+
+        None if it is not one: it leaves one out, divides one, or keeps some on the disk.
+        """
+        if any(str(device) in ("disk", "meta") for device in device_map.values()):
+            return None
+        components = {}
+        for name, path in self.paths.items():
+            if any(key.startswith(f"{path}.") for key in device_map):
+                return None
+            prefixes = [
+                key for key in device_map if key == "" or path == key or path.startswith(f"{key}.")
+            ]
+            if not prefixes:
+                return None
+            components[name] = device_map[max(prefixes, key=len)]
+        return components
+
+
+def _cover(
+    path: str, module: nn.Module, placed: Mapping[str, str], home: str
+) -> Iterator[tuple[str, str]]:
+    """Each outermost module that is on one device by its path; the components' are given."""
+    if path in placed:
+        yield path, placed[path]
+    elif path and not any(inside.startswith(f"{path}.") for inside in placed):
+        yield path, home
+    else:
+        prefix = f"{path}." if path else ""
+        own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        for name, _ in own:
+            yield f"{prefix}{name}", home
+        for name, child in module.named_children():
+            yield from _cover(f"{prefix}{name}", child, placed, home)
+
+
+def layout_of(hf_model: nn.Module, adapter: Any) -> Layout:
+    """The layout of a Hugging Face model, on meta or real, not yet wrapped by a Bridge.
+
+    Raises:
+        ValueError: if its modules are not where the adapter looks for them, as with some heads.
+    """
+    paths: dict[str, str] = {}
+    for name, component in adapter.get_component_mapping().items():
+        if not component.name:
+            continue
+        if not getattr(component, "is_list_item", False):
+            paths[name] = component.name
+            continue
+        try:
+            blocks = hf_model.get_submodule(component.name)
+        except AttributeError as error:
+            raise ValueError(
+                f"a {type(hf_model).__name__} has no {component.name!r}, where "
+                f"{type(adapter).__name__} has its {name}: spread it by a device_map of its own "
+                "modules"
+            ) from error
+        indices = [index for index, _ in enumerate(blocks.children())]
+        paths |= {f"{name}.{index}": f"{component.name}.{index}" for index in indices}
+    first = {name: path for name, path in paths.items() if name == "embed"}
+    return Layout({**first, **paths})
+
+
+def weigh_bridge(
+    config_or_model_name: Any, dtype: torch.dtype | str | None
+) -> tuple[tuple[ComponentSize, ...], torch.dtype]:
+    """As `weighing.weigh`, for a Bridge.
+
+    Args:
+        config_or_model_name: a transformers config, or a name or directory that it is read from.
+        dtype: by default float32, as in `boot_transformers`.
+
+    Raises:
+        ValueError: if it is none of these, or the config cannot be had.
+    """
+    wanted = torch_dtype(dtype)
+    config = hf_config(config_or_model_name)
+    name = str(getattr(config, "_name_or_path", None) or config_or_model_name)
+    adapter = adapter_for(config, name, wanted)
+    hf_model = empty_hf_model(hf_model_class(adapter), config, wanted)
+    return layout_of(hf_model, adapter).sizes(hf_model), wanted
+
+
+def empty_hf_model(model_class: Any, config: Any, dtype: torch.dtype, **kwargs: Any) -> nn.Module:
+    """A Hugging Face model whose parameters have shapes but no values."""
+    make = getattr(model_class, "from_config", None) or model_class._from_config
+    with init_empty_weights():
+        return make(config, dtype=dtype, **kwargs)

@@ -1,0 +1,142 @@
+"""The demo: the shipped checkpoint over several devices, and which of its heads do the recall."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from transformers import AutoModelForCausalLM
+
+from tl_devicefix.demo.recall_task import RecallPrompt, recall_prompts
+from tl_devicefix.patching.versions import has_hooked_transformer
+from tl_devicefix.placement.devices import default_device, device_count
+from tl_devicefix.simulation import simulate
+
+CHECKPOINT = Path(__file__).parent / "recall_checkpoint"
+"""The small trained checkpoint that ships with the package; see its README."""
+TOLERANCE = 1e-4
+"""How far float32 log probabilities may be apart, folded and unfolded, or on different devices."""
+N_PROMPTS, N_FACTS, SEED = 64, 8, 0
+
+
+def run_demo(n_devices: int) -> bool:
+    """Load the shipped checkpoint over `n_devices`, compare it, and show what its heads do.
+
+    Returns:
+        Whether the folded model on n devices agrees with the unfolded Hugging Face model.
+    """
+    with devices_for(n_devices) as where:
+        print(where)
+        model = load_checkpoint(n_devices)
+        print(f"\n{model.placement}\n")
+        prompts = recall_prompts(N_PROMPTS, seed=SEED, n_facts=N_FACTS)
+        tokens = model.to_tokens([prompt.text for prompt in prompts])
+        logits, cache = model.run_with_cache(
+            tokens, names_filter=lambda name: name.endswith("hook_pattern")
+        )
+        difference = largest_difference(logits, hf_logits(tokens))
+        print(
+            f"log probabilities, folded on {n_devices} device(s) against the unfolded Hugging "
+            f"Face model on the CPU: largest difference {difference:.1e} "
+            f"({'ok' if difference < TOLERANCE else 'TOO LARGE'}: {TOLERANCE:.0e} is rounding)"
+        )
+        _show_recall(model, prompts, logits)
+        patterns = [cache["pattern", layer] for layer in range(model.cfg.n_layers)]
+        _show_heads(model, prompts, patterns)
+    return difference < TOLERANCE
+
+
+def load_checkpoint(n_devices: int, device: torch.device | None = None) -> Any:
+    """Load the shipped checkpoint, folded: as a HookedTransformer, or a Bridge if there is none.
+
+    Args:
+        n_devices: how many devices it is to lie on.
+        device: the first of them, by default the default device.
+    """
+    if has_hooked_transformer():
+        from transformer_lens import HookedTransformer
+
+        return HookedTransformer.from_pretrained(
+            str(CHECKPOINT), n_devices=n_devices, device=device
+        )
+    from transformer_lens.model_bridge import TransformerBridge
+
+    bridge = TransformerBridge.boot_transformers(
+        str(CHECKPOINT), n_devices=n_devices, device=device
+    )
+    bridge.enable_compatibility_mode()
+    return bridge
+
+
+@contextlib.contextmanager
+def devices_for(n_devices: int) -> Iterator[str]:
+    """Make `n_devices` devices available, real if there are enough; yields a sentence on which."""
+    accelerator = default_device()
+    there = device_count(accelerator.type)
+    if n_devices == 1 or (accelerator.type != "cpu" and there >= n_devices):
+        yield f"Using {n_devices} {accelerator.type} device(s)."
+        return
+    with simulate(n_devices):
+        found = f"{there} {accelerator.type} device(s)" if accelerator.type != "cpu" else "none"
+        yield (
+            f"{n_devices} accelerators are wanted and {found} found: using {n_devices} simulated "
+            "devices on the CPU (exact numbers, real placement)."
+        )
+
+
+def hf_logits(tokens: torch.Tensor) -> Float[torch.Tensor, "batch pos d_vocab"]:
+    """The logits of the shipped checkpoint by transformers alone, in float32 on the CPU."""
+    hf_model = AutoModelForCausalLM.from_pretrained(CHECKPOINT)
+    with torch.no_grad():
+        return hf_model(tokens.cpu()).logits
+
+
+def largest_difference(
+    logits: Float[torch.Tensor, "batch pos d_vocab"],
+    reference: Float[torch.Tensor, "batch pos d_vocab"],
+) -> float:
+    """The largest difference between two models' log probabilities, compared on the CPU.
+
+    Not of the logits: centring the unembedding moves all logits of a position by one amount.
+    """
+    ours = logits.detach().cpu().log_softmax(dim=-1)
+    return (ours - reference.detach().cpu().log_softmax(dim=-1)).abs().max().item()
+
+
+def _show_recall(
+    model: Any,
+    prompts: list[RecallPrompt],
+    logits: Float[torch.Tensor, "batch pos d_vocab"],
+) -> None:
+    predicted = logits[:, -1].argmax(dim=-1).tolist()
+    words = [model.to_string([token]) for token in predicted]
+    right = sum(word == prompt.answer for word, prompt in zip(words, prompts))
+    print(f"\n  {prompts[0].text} -> {words[0]}")
+    print(f"recalled {right} of {len(prompts)} answers that only the context tells\n")
+
+
+def _show_heads(
+    model: Any,
+    prompts: list[RecallPrompt],
+    patterns: list[Float[torch.Tensor, "batch head query key"]],
+) -> None:
+    """Show how much each head attends from the question to the answer in the context."""
+    batch = torch.arange(len(prompts))
+    query = torch.tensor([prompt.query_position for prompt in prompts])
+    answer = torch.tensor([prompt.answer_position for prompt in prompts])
+    print("attention from the question to the answer in the context, mean over the prompts:")
+    by_head = torch.stack([p.cpu()[batch, :, query, answer].mean(dim=0) for p in patterns])
+    for layer, heads in enumerate(by_head.tolist()):
+        shown = "  ".join(f"H{head} {value:4.2f} {_bar(value)}" for head, value in enumerate(heads))
+        device = model.placement.device_map[f"blocks.{layer}"]
+        print(f"  L{layer} on {device}  {shown}".rstrip())
+    layer, head = divmod(int(by_head.argmax()), by_head.shape[1])
+    print(f"L{layer}H{head} attends to the answer most: {by_head[layer, head]:.2f}")
+
+
+def _bar(value: float, width: int = 10) -> str:
+    return ("#" * round(value * width)).ljust(width)

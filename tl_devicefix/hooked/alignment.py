@@ -1,0 +1,225 @@
+"""Carry the residual stream, and what goes with it, across devices during a forward.
+
+A model on several devices gets PyTorch hooks on its components: before a component runs, its
+inputs come to its device; what leaves the model comes home. A model on one device gets none,
+unless blocks of it are offloaded.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tl_devicefix.offload.visiting import let_stay, let_visit
+from tl_devicefix.patching.applying import original
+from tl_devicefix.placement.devices import with_index
+from tl_devicefix.placement.placement import Placement
+from tl_devicefix.running.attached import attach, detach
+from tl_devicefix.running.carrying import bring_home, move
+from tl_devicefix.running.forward import HANDLES, is_aligned
+from tl_devicefix.running.hooking import let_hooks_be, let_hooks_mix
+
+
+def align(model: Any, placement: Placement) -> None:
+    """Make `model` run over the devices of `placement`, replacing any earlier alignment."""
+    unalign(model)
+    if len(placement.memories) == 1:
+        return
+    handles = []
+    for path, before, hook in _hooks(model, placement):
+        module = model.get_submodule(path)
+        add = module.register_forward_pre_hook if before else module.register_forward_hook
+        handles.append(add(hook, with_kwargs=hook is keep_mask or before))
+    model.__dict__[HANDLES] = handles
+    let_visit(model, placement)
+    attach(model, placement)
+    let_hooks_mix(model, placement)
+
+
+def _hooks(model: Any, placement: Placement) -> Iterator[tuple[str, bool, Any]]:
+    """Each hook that a model on several devices has: on which module, and whether before it."""
+    for name, device in placement.device_map.items():
+        if name.startswith("blocks."):
+            yield name, True, CarryToBlock(device)
+            yield name, False, keep_mask
+            if model.cfg.positional_embedding_type == "alibi":
+                yield f"{name}.attn", True, PrepareAlibi(device)
+        else:
+            yield name, True, CarryTo(device)
+            yield name, False, BringHome(placement.home)
+
+
+def not_aligned(model: Any, placement: Placement) -> list[str]:
+    """The modules that lack a hook of `align`, as someone put them in after it."""
+    if len(placement.devices) == 1:
+        return []
+    lacking = []
+    for path, before, hook in _hooks(model, placement):
+        module = model.get_submodule(path)
+        there = module._forward_pre_hooks if before else module._forward_hooks
+        if hook not in there.values():
+            lacking.append(path)
+    return list(dict.fromkeys(lacking))
+
+
+def unalign(model: Any) -> None:
+    """Remove the hooks that `align` added, and ALiBi biases left on an earlier device."""
+    for handle in model.__dict__.pop(HANDLES, ()):
+        handle.remove()
+    detach(model)
+    let_stay(model)
+    let_hooks_be(model)
+    if model.cfg.positional_embedding_type == "alibi":
+        for block in model.blocks:
+            block.attn.alibi = None  # TransformerLens makes it anew
+
+
+def setup(self: Any) -> Any:
+    """`HookedRootModule.setup`, which is called whenever a module has been attached or removed."""
+    result = original(type(self), "setup")(self)
+    if is_aligned(self):
+        align(self, self.placement)
+    return result
+
+
+@dataclass(frozen=True)
+class CarryTo:
+    """Forward pre-hook: bring a component's inputs to its device.
+
+    It holds a device and no module, so that a copied or pickled model keeps working.
+    """
+
+    device: torch.device
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments, on the device."""
+        return (
+            tuple(move(value, self.device) for value in args),
+            {name: move(value, self.device) for name, value in kwargs.items()},
+        )
+
+
+@dataclass(frozen=True)
+class CarryToBlock:
+    """Forward pre-hook: bring a block's residual stream, attention mask and KV cache to it.
+
+    TransformerLens hands every block the mask from home. It is copied once for each device, not
+    for each block: the copy travels with the residual stream that the previous block returned.
+    """
+
+    device: torch.device
+
+    def __call__(
+        self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the block's arguments, on the device."""
+        kwargs = dict(kwargs)
+        mask = kwargs.get("attention_mask")
+        if mask is not None and mask.device != self.device:
+            kwargs["attention_mask"] = self._mask_here(mask, args[0])
+        entry = kwargs.get("past_kv_cache_entry")
+        if entry is not None:
+            entry.past_keys = move(entry.past_keys, self.device)
+            entry.past_values = move(entry.past_values, self.device)
+        if kwargs.get("shortformer_pos_embed") is not None:
+            kwargs["shortformer_pos_embed"] = move(kwargs["shortformer_pos_embed"], self.device)
+        return tuple(move(value, self.device) for value in args), kwargs
+
+    def _mask_here(self, mask: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        carried = getattr(residual, _MASK, None)
+        if carried is not None and getattr(carried, _SOURCE) is mask:
+            return carried
+        carried = mask.to(self.device)
+        setattr(carried, _SOURCE, mask)
+        return carried
+
+
+_MASK, _SOURCE = "_tl_devicefix_mask", "_tl_devicefix_source"
+
+
+def keep_mask(
+    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], residual: torch.Tensor
+) -> None:
+    """Forward hook: let the copied mask travel with the residual stream to the next block."""
+    mask = kwargs.get("attention_mask")
+    if mask is not None and hasattr(mask, _SOURCE):
+        setattr(residual, _MASK, mask)
+
+
+@dataclass(frozen=True)
+class BringHome:
+    """Forward hook: bring what a component returns to the home device."""
+
+    home: torch.device
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Return the output, at home."""
+        return bring_home(output, self.home)
+
+
+@dataclass(frozen=True)
+class PrepareAlibi:
+    """Forward pre-hook: have an attention layer's ALiBi bias on the layer's own device.
+
+    TransformerLens makes it on `cfg.device`, which is home, when it is missing or too short.
+    """
+
+    device: torch.device
+
+    def __call__(self, attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Set the layer's `alibi`, if the one it has is missing, short or elsewhere."""
+        keys = kwargs["key_input"] if "key_input" in kwargs else args[1]
+        length = keys.shape[1]
+        cached = kwargs.get("past_kv_cache_entry")
+        if cached is not None:
+            length += cached.past_keys.shape[1]
+        bias = attention.alibi
+        if bias is None or bias.shape[-1] < length:
+            bias = attention.create_alibi_bias(attention.cfg.n_heads, length, self.device)
+        attention.alibi = move(bias, self.device)
+
+
+# Which placement belongs to a config: TransformerLens asks for a block's device by config alone.
+# Keyed by identity, as configs are not hashable, and forgotten with the config.
+_placements: dict[int, tuple[weakref.ref[Any], Placement]] = {}
+
+
+def remember_placement(cfg: Any, placement: Placement) -> None:
+    """Record that the model with this config object is placed so."""
+    key = id(cfg)
+    _placements[key] = (weakref.ref(cfg, lambda _: _placements.pop(key, None)), placement)
+
+
+def placement_of(cfg: Any) -> Placement | None:
+    """The placement of the model with this config object, if it has been placed."""
+    entry = _placements.get(id(cfg))
+    return entry[1] if entry is not None and entry[0]() is cfg else None
+
+
+def get_device_for_block_index(
+    index: int, cfg: Any, device: torch.device | str | None = None
+) -> torch.device:
+    """Where the residual stream must be for a block, by the model's placement.
+
+    Replaces TransformerLens's, which goes by index even where the block lies elsewhere.
+    TransformerLens also asks for index 0 when it means the device of the tokens, which is home;
+    block 0 fetches its own input if it lies elsewhere.
+    """
+    placement = placement_of(cfg)
+    if placement is None:
+        first = with_index(torch.device(cfg.device if device is None else device))
+        if cfg.n_devices <= 1 or first.index is None:
+            return torch.device(cfg.device if device is None else device)
+        # Not placed yet: equal shares, as TransformerLens would, without running off the end.
+        share = min(index * cfg.n_devices // cfg.n_layers, cfg.n_devices - 1)
+        return torch.device(first.type, first.index + share)
+    if index == 0:
+        return placement.home
+    return placement.device_of(f"blocks.{index}")

@@ -1,0 +1,123 @@
+"""What is replaced for HookedTransformer."""
+
+from __future__ import annotations
+
+from tl_devicefix.hooked import alignment, config, loading, moving, processing, training
+from tl_devicefix.hooked import gathering as hooked_gathering
+from tl_devicefix.patching.patch import Patch
+from tl_devicefix.reading import activations, gathering
+from tl_devicefix.running import forward, interruption
+
+loads = "one component at a time, to its planned device, folded in float32"
+folds = "each component on its own device, in float32 or wider, rounded once"
+gathers = "weights of several devices are read at home, or on the device of `gather_on`"
+state = ("self", "state_dict")
+
+PATCHES = (
+    Patch(
+        "from_pretrained",
+        loading.from_pretrained,
+        ("cls", "model_name", "fold_ln", "hf_model", "device", "n_devices", "dtype"),
+        f"load {loads}; device_map and max_memory",
+    ),
+    Patch("load_and_process_state_dict", processing.load_and_process_state_dict, state, folds),
+    Patch("process_weights_", processing.process_weights_, ("self", "fold_ln"), folds),
+    Patch("fill_missing_keys", processing.fill_missing_keys, state, "never fill in garbage"),
+    Patch("fold_layer_norm", processing.fold_layer_norm, (*state, "fold_biases"), folds),
+    Patch("fold_value_biases", processing.fold_value_biases, state, folds),
+    Patch("center_writing_weights", processing.center_writing_weights, state, folds),
+    Patch("center_unembed", processing.center_unembed, state, folds),
+    Patch(
+        "refactor_factored_attn_matrices",
+        processing.refactor_factored_attn_matrices,
+        state,
+        folds,
+    ),
+    Patch(
+        "move_model_modules_to_device",
+        moving.move_model_modules_to_device,
+        ("self",),
+        "place by the plan, not by whichever device has most free memory",
+    ),
+    Patch(
+        "to",
+        moving.to,
+        ("self", "device_or_dtype"),
+        "keep the device's index; a dtype keeps the placement",
+    ),
+    Patch("_apply", moving._apply, ("self", "fn"), "inputs follow the weights when they move"),
+    Patch(
+        "load_state_dict",
+        interruption.load_state_dict,
+        ("self", "state_dict"),
+        "with all weights, a model whose processing was interrupted can be used again",
+    ),
+    Patch("__setstate__", moving.__setstate__, ("self", "state"), "copies keep the placement"),
+    Patch(
+        "setup",
+        alignment.setup,
+        ("self",),
+        "SAEs and the like run where they are, whatever block they are attached to",
+    ),
+    Patch(
+        "get_caching_hooks",
+        activations.get_caching_hooks,
+        ("self", "names_filter", "incl_bwd", "device"),
+        "cached activations are read at home",
+    ),
+    Patch(
+        "add_caching_hooks",
+        activations.add_caching_hooks,
+        ("self", "names_filter", "incl_bwd", "device"),
+        "cached activations are read at home",
+    ),
+    Patch(
+        "forward",
+        forward.forward,
+        ("self", "input", "return_type", "start_at_layer", "stop_at_layer"),
+        "what leaves the model is at home",
+    ),
+    *(
+        Patch(name, hooked_gathering.stacked(name), (), "stack weights of any devices in one copy")
+        for name in gathering.STACKED
+    ),
+    *(
+        Patch(name, gathering.single(name), (), "read on the device of `gather_on`")
+        for name in ("W_E", "W_U", "b_U", "W_pos")
+    ),
+    Patch("W_E_pos", gathering.get_W_E_pos, (), gathers),
+    Patch("accumulated_bias", gathering.gathered("accumulated_bias"), ("self",), gathers),
+    Patch(
+        "all_composition_scores",
+        gathering.gathered("all_composition_scores"),
+        ("self", "mode"),
+        gathers,
+    ),
+    Patch(
+        "tokens_to_residual_directions",
+        gathering.tokens_to_residual_directions,
+        ("self", "tokens"),
+        gathers,
+    ),
+    Patch(
+        "get_device_for_block_index",
+        alignment.get_device_for_block_index,
+        ("index", "cfg", "device"),
+        "route the residual stream by the placement",
+        owner=None,
+    ),
+    Patch(
+        "train",
+        training.train,
+        ("model", "config", "dataset"),
+        "a spread model is trained where it lies",
+        owner=None,
+    ),
+    Patch(
+        "__post_init__",
+        config.config_post_init,
+        ("self",),
+        "n_devices counts devices of the config's own type",
+        owner="HookedTransformerConfig",
+    ),
+)

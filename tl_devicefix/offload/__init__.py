@@ -1,0 +1,1 @@
+"""Blocks that live in host memory and visit a device while they run."""

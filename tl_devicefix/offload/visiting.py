@@ -1,0 +1,288 @@
+"""Offloaded blocks: their weights live in host memory and visit a device while the block runs.
+
+While one block computes, the weights of the next one are on their way: two blocks at a time are on
+a device. A weight is read where the block runs, and is the host's own parameter again afterwards,
+also after an error; its gradient arrives at the host's parameter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+
+from tl_devicefix.offload.copying import Copies, copies_beside_computing
+from tl_devicefix.offload.kept_weights import keeping_on_host
+from tl_devicefix.placement.devices import HOST
+from tl_devicefix.placement.offloading import VISITING
+from tl_devicefix.placement.placement import Placement
+
+
+def let_visit(model: Any, placement: Placement) -> None:
+    """Have each offloaded block's weights visit its device when it runs."""
+    for block, device in _offloaded_blocks(model, placement):
+        # Not by setattr, which the components of a Bridge hand on to what they wrap.
+        vars(block)["forward"] = ForwardWithVisitors(block, device)
+    pin(model, placement)
+
+
+def let_stay(model: Any) -> None:
+    """Undo `let_visit`."""
+    for block in getattr(model, "blocks", ()):
+        run = vars(block).get("forward")
+        if isinstance(run, ForwardWithVisitors):
+            del vars(block)["forward"]
+            if run.own is not None:
+                vars(block)["forward"] = run.own
+
+
+def pin(model: Any, placement: Placement) -> None:
+    """Pin the weights of offloaded blocks, where that lets them be copied during a computation."""
+    for block, device in _offloaded_blocks(model, placement):
+        if copies_beside_computing(device):
+            for parameter in block.parameters():
+                if parameter.device == HOST and not parameter.is_pinned():
+                    parameter.data = parameter.data.pin_memory()
+
+
+def _offloaded_blocks(model: Any, placement: Placement) -> Iterator[tuple[nn.Module, torch.device]]:
+    for component in placement.components:
+        if component.offloaded:
+            yield model.get_submodule(component.name), component.device
+
+
+class ForwardWithVisitors:
+    """An offloaded block's forward: with its weights on the device where it runs.
+
+    Args:
+        block: the block, whose forward this replaces.
+        device: where it runs.
+    """
+
+    def __init__(self, block: nn.Module, device: torch.device) -> None:
+        self.own = vars(block).get("forward")
+        """The forward of this very block, if that is not its class's."""
+        self.device = device
+        self._block = block
+        self._runs = 0  # a hook, or another thread, may run the block while it runs
+        self._visitors: list[_Visitor] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block's own forward."""
+        block = self._block
+        forward = self.own or type(block).forward.__get__(block)
+        with self._received(_tour.get()), self._keeping_on_host():
+            return forward(*args, **kwargs)
+
+    def _keeping_on_host(self) -> contextlib.AbstractContextManager[Any]:
+        weights = [(visitor.there, visitor.host) for visitor in self._visitors]
+        return keeping_on_host(weights, self.device)
+
+    def send(self) -> Sent:
+        """Send the block's weights on their way, as they are now."""
+        with _coming_and_going, Copies(self.device) as copies:
+            visitors = [
+                _Visitor(module, name, host, copies.start(host))
+                for module, name, host in self._on_host()
+            ]
+        return Sent(visitors, copies)
+
+    def _on_host(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+        """Each parameter that lives on the host, also while the block runs for someone else."""
+        visited = {id(visitor.there): visitor.host for visitor in self._visitors}
+        for module in self._block.modules():
+            for name, parameter in module._parameters.items():
+                host = visited.get(id(parameter), parameter)
+                if host is not None and host.device == HOST:
+                    yield module, name, host
+
+    @contextlib.contextmanager
+    def _received(self, tour: Tour | None) -> Iterator[None]:
+        # In functions of their own, as names in this frame would hold weights that have left.
+        self._receive(tour)
+        try:
+            yield
+        finally:
+            self._see_off()
+            if tour is not None:
+                tour.left(self)
+
+    def _receive(self, tour: Tour | None) -> None:
+        with _coming_and_going:
+            if not self._runs:
+                sent = self.send() if tour is None else tour.arrival_of(self)
+                self._visitors = sent.arrive()
+                for visitor in self._visitors:
+                    visitor.move_in()
+            self._runs += 1
+
+    def _see_off(self) -> None:
+        with _coming_and_going:
+            self._runs -= 1
+            if not self._runs:
+                for visitor in self._visitors:
+                    visitor.move_out()
+                self._visitors = []
+
+
+_coming_and_going = threading.RLock()
+"""Held while a block's parameters are exchanged."""
+
+
+class _Visitor:
+    """One weight on a device, for the parameter that lives on the host.
+
+    Args:
+        module: whose parameter it is.
+        name: its name there.
+        host: the parameter.
+        copy: its values on the device, or on their way.
+    """
+
+    def __init__(
+        self, module: nn.Module, name: str, host: torch.Tensor, copy: torch.Tensor
+    ) -> None:
+        self.host = host
+        self._module, self._name = module, name
+        self._version_sent = _version(host)
+        with torch.enable_grad():  # as a parameter requires its gradient under no_grad too
+            self.there: torch.Tensor = _Visit.apply(host, copy)
+        self._version_there = _version(self.there)
+        self._address = self.there.data_ptr()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the parameter is still the one that was copied, with the same values."""
+        held = self._module._parameters.get(self._name)
+        return held is self.host and _version(self.host) == self._version_sent
+
+    def move_in(self) -> None:
+        """Take the parameter's place in its module."""
+        self._module._parameters[self._name] = self.there  # type: ignore[assignment]
+
+    def move_out(self) -> None:
+        """Give the place back, unless a hook has filled it; what one has changed goes back too."""
+        if self._module._parameters.get(self._name) is not self.there:
+            return
+        self._module._parameters[self._name] = self.host  # type: ignore[assignment]
+        replaced = self.there.data_ptr() != self._address  # by `W.data = ...`
+        if replaced or _version(self.there) != self._version_there:
+            with torch.no_grad():
+                self.host.copy_(self.there)
+
+
+class _Visit(torch.autograd.Function):
+    """A parameter's copy, through which the gradient goes to the parameter."""
+
+    @staticmethod
+    def forward(host: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+        return copy.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0].to(HOST), None
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+class Sent:
+    """The weights of one block, on their way.
+
+    Args:
+        visitors: the weights.
+        copies: of which each is one.
+    """
+
+    def __init__(self, visitors: list[_Visitor], copies: Copies) -> None:
+        self._visitors = visitors
+        self._copies = copies
+
+    @property
+    def is_current(self) -> bool:
+        """Whether no parameter has been changed since."""
+        return all(visitor.is_current for visitor in self._visitors)
+
+    def arrive(self) -> list[_Visitor]:
+        """The weights, for what is computed from now on."""
+        self._copies.wait()
+        return self._visitors
+
+
+class Tour:
+    """The offloaded blocks that one forward will run: each is sent as soon as there is room.
+
+    Args:
+        blocks: their forwards, in the order they run.
+    """
+
+    def __init__(self, blocks: Iterable[ForwardWithVisitors]) -> None:
+        self._to_send: dict[torch.device, deque[ForwardWithVisitors]] = {}
+        for block in blocks:
+            self._to_send.setdefault(block.device, deque()).append(block)
+        self._sent: dict[ForwardWithVisitors, Sent] = {}
+        self._there: set[ForwardWithVisitors] = set()  # on their way or arrived
+
+    def begin(self) -> None:
+        """Send for the first blocks of each device."""
+        for device in self._to_send:
+            self._fill(device)
+
+    def arrival_of(self, block: ForwardWithVisitors) -> Sent:
+        """The block's weights, which were sent before if it is this block's turn."""
+        sent = self._sent.pop(block, None)
+        if sent is not None and sent.is_current:
+            return sent
+        self._there.add(block)
+        if block in self._to_send.get(block.device, ()):
+            self._to_send[block.device].remove(block)
+        return block.send()
+
+    def left(self, block: ForwardWithVisitors) -> None:
+        """Let the next one come, as the weights of this block are gone."""
+        self._sent.pop(block, None)
+        self._there.discard(block)
+        self._fill(block.device)
+
+    def _fill(self, device: torch.device) -> None:
+        to_send = self._to_send.get(device)
+        while to_send and sum(block.device == device for block in self._there) < VISITING:
+            block = to_send.popleft()
+            self._there.add(block)
+            self._sent[block] = block.send()
+
+    def end(self) -> None:
+        """Drop what was sent in vain, as the forward stopped early or failed."""
+        self._to_send.clear()
+        for sent in self._sent.values():
+            sent.arrive()  # before their memory is used for something else
+        self._sent.clear()
+
+
+_tour: ContextVar[Tour | None] = ContextVar("tour", default=None)
+
+
+@contextlib.contextmanager
+def touring(model: Any, start_at_layer: int | None, stop_at_layer: int | None) -> Iterator[None]:
+    """Within it, a forward runs these blocks, the offloaded ones of which are sent for in time."""
+    blocks = list(getattr(model, "blocks", ()))[start_at_layer:stop_at_layer]
+    runs = (vars(block).get("forward") for block in blocks)
+    tour = Tour(run for run in runs if isinstance(run, ForwardWithVisitors))
+    token = _tour.set(tour)
+    try:
+        tour.begin()
+        yield
+    finally:
+        _tour.reset(token)
+        tour.end()

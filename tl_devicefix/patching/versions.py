@@ -1,0 +1,73 @@
+"""Which TransformerLens is installed, and which models it has."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from functools import cache
+from typing import Any
+
+from packaging.version import Version
+
+SUPPORTED = "2.16.1 <= transformer_lens < 5"
+
+
+class UnsupportedTransformerLens(ImportError):
+    """The installed TransformerLens is not one that can be patched; the message says why."""
+
+
+def installed() -> Version:
+    """The version of TransformerLens."""
+    return Version(importlib.metadata.version("transformer_lens"))
+
+
+@cache
+def has_hooked_transformer() -> bool:
+    """Whether it has HookedTransformer, which 4.0 removed."""
+    return importlib.util.find_spec("transformer_lens.HookedTransformer") is not None
+
+
+def has_bridge() -> bool:
+    """Whether it has a TransformerBridge that can be patched: from 3.9 on."""
+    return installed() >= Version("3.9.dev0")
+
+
+def check_version() -> None:
+    """Check that the installed TransformerLens is one that is known.
+
+    Raises:
+        UnsupportedTransformerLens: with one sentence that says what to install.
+    """
+    if installed() >= Version("5.dev0"):
+        raise UnsupportedTransformerLens(
+            f"tl_devicefix needs {SUPPORTED}, but {installed()} is installed, which it does not "
+            "know: install 'transformer_lens<5'"
+        )
+    if installed() < Version("2.16.1"):
+        raise UnsupportedTransformerLens(
+            f"tl_devicefix needs {SUPPORTED}, but {installed()} is installed: upgrade it"
+        )
+
+
+def is_hooked_transformer(model: Any) -> bool:
+    """Whether this is a HookedTransformer."""
+    if not has_hooked_transformer():
+        return False
+    from transformer_lens import HookedTransformer
+
+    return isinstance(model, HookedTransformer)
+
+
+def is_bridge(model: Any) -> bool:
+    """Whether this is a TransformerBridge."""
+    if not has_bridge():
+        return False
+    from transformer_lens.model_bridge import TransformerBridge
+
+    return isinstance(model, TransformerBridge)
+
+
+def class_names() -> str:
+    """The classes that models may be of, for a sentence."""
+    names = [(has_hooked_transformer(), "HookedTransformer"), (has_bridge(), "TransformerBridge")]
+    return " or a ".join(name for there, name in names if there)

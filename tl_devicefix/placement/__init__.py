@@ -1,0 +1,1 @@
+"""Where each component lives: the value `Placement`, deciding it, and what decides it."""

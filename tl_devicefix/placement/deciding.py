@@ -1,0 +1,237 @@
+"""Deciding where each component of a model lives, by what it weighs and what the user asks for.
+
+A pure function of sizes and devices, in accelerate's vocabulary: `device_map`, `max_memory`,
+`n_devices`. What it decides is a `Placement`, which loading, routing and reporting read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from tl_devicefix.placement.balance import balanced, fits, sequential
+from tl_devicefix.placement.components import (
+    ComponentSize,
+    is_block,
+)
+from tl_devicefix.placement.devices import (
+    HOST,
+    DeviceLike,
+    all_from,
+    consecutive,
+    default_device,
+    resolve,
+)
+from tl_devicefix.placement.fitting import check_fit
+from tl_devicefix.placement.memory import (
+    MaxMemory,
+    capacity,
+    check_max_memory,
+)
+from tl_devicefix.placement.offloading import (
+    Share,
+    may_offload,
+    rooms_to_fill,
+    shares,
+)
+from tl_devicefix.placement.placement import PlacedComponent, Placement, in_short, placed_as
+
+DeviceMap = str | int | torch.device | Mapping[str, DeviceLike]
+"""A strategy ("auto", "balanced", "sequential"), one device, or components -> devices."""
+
+STRATEGIES = ("auto", "balanced", "sequential")
+
+
+def decide_fitting(
+    sizes: Sequence[ComponentSize],
+    dtype: torch.dtype,
+    n_devices: int | None = None,
+    device: DeviceLike | None = None,
+    device_map: DeviceMap | None = None,
+    max_memory: MaxMemory | None = None,
+) -> Placement:
+    """As `plan`, for components of these sizes, weighed in `dtype`.
+
+    Raises:
+        ValueError: if the arguments do not fit together, or the weights do not fit.
+    """
+    placement = decide(sizes, n_devices, device, device_map, max_memory)
+    check_fit(placement, max_memory, dtype)
+    return placement
+
+
+def decide(
+    sizes: Sequence[ComponentSize],
+    n_devices: int | None = None,
+    device: DeviceLike | None = None,
+    device_map: DeviceMap | None = None,
+    max_memory: MaxMemory | None = None,
+) -> Placement:
+    """As `plan`, for components of these sizes, whether or not they fit.
+
+    Raises:
+        ValueError: if the arguments do not fit together.
+    """
+    check_max_memory(max_memory)
+    if device_map is not None and n_devices not in (None, 1):
+        raise ValueError(
+            f"both device_map={device_map!r} and n_devices={n_devices} are given: device_map "
+            "already says which devices to use, so leave n_devices out"
+        )
+    if n_devices is not None and not isinstance(n_devices, int):
+        raise ValueError(f"n_devices={n_devices!r} is no number of devices: give an int")
+    if not isinstance(device_map, str | int | torch.device | Mapping | None):
+        raise ValueError(
+            f"device_map={device_map!r} is none of a strategy ({', '.join(STRATEGIES)}), a device "
+            "and a dict from components to devices"
+        )
+    if device_map is not None and device_map not in STRATEGIES:
+        named = device_map if isinstance(device_map, Mapping) else _whole_on(device_map)
+        placement = _from_dict(sizes, named, device)
+        _warn_of_unused(max_memory, placement.memories)
+        return placement
+    home = default_device() if device is None else resolve(device)
+    devices = _devices_to_use(home, n_devices, device_map, max_memory)
+    offloads = may_offload(home, max_memory)
+    _warn_of_unused(max_memory, [*devices, HOST] if offloads else devices)
+    # A device that may hold nothing is left out; home is not, so that what it lacks is reported.
+    devices = [d for d in devices if d == home or capacity(d, max_memory) != 0]
+    capacities = [capacity(d, max_memory) for d in devices]
+    if device_map == "sequential":
+        counts = sequential(sizes, capacities)
+    else:
+        counts = balanced(sizes, capacities)
+    on_each = [Share(count) for count in counts]
+    if offloads and not fits(sizes, counts, capacities):
+        on_each = shares(sizes, rooms_to_fill(devices, max_memory))
+    return _contiguous(sizes, devices, on_each)
+
+
+def _devices_to_use(
+    home: torch.device,
+    n_devices: int | None,
+    strategy: DeviceMap | None,
+    max_memory: MaxMemory | None,
+) -> list[torch.device]:
+    """The devices to spread over: `n_devices` from home on, or all that a strategy may use."""
+    if strategy is None:
+        if n_devices is not None and n_devices < 1:
+            raise ValueError(f"n_devices={n_devices} must be at least 1")
+        return consecutive(home, n_devices or 1)
+    if max_memory is not None:
+        # As accelerate does: only the devices that are named may be used.
+        named = {resolve(key) for key in max_memory if key != "disk"}
+        devices = [d for d in all_from(home) if d in named]
+        if not devices:
+            raise ValueError(f"max_memory={dict(max_memory)!r} names no {home.type!r} device")
+        return devices
+    return all_from(home)
+
+
+def _warn_of_unused(max_memory: MaxMemory | None, devices: Sequence[torch.device]) -> None:
+    named = {key if key == "disk" else str(resolve(key)) for key in max_memory or ()}
+    unused = named - set(map(str, devices))
+    if unused:
+        logging.warning(
+            "max_memory names %s, where nothing is placed: only %s may be used; n_devices or "
+            "device_map='auto' says to use more.",
+            ", ".join(sorted(unused)),
+            ", ".join(map(str, devices)),
+        )
+
+
+def _contiguous(
+    sizes: Sequence[ComponentSize], devices: Sequence[torch.device], on_each: Sequence[Share]
+) -> Placement:
+    of_block = [
+        (device, position in share.offloaded)
+        for device, share in zip(devices, on_each)
+        for position in range(share.blocks)
+    ]
+    placed = []
+    for size in sizes:
+        where = (devices[0], False) if not is_block(size.name) else of_block.pop(0)
+        placed.append(placed_as(size, *where))
+    return Placement(tuple(placed))
+
+
+def _from_dict(
+    sizes: Sequence[ComponentSize], device_map: Mapping[str, DeviceLike], home: DeviceLike | None
+) -> Placement:
+    """The placement that a user's dict asks for: the longest matching prefix decides."""
+    names = [size.name for size in sizes]
+    for key in device_map:
+        if not any(_is_prefix(key, name) for name in names):
+            raise ValueError(
+                f"device_map names {key!r}, which is no component of this model; it has "
+                f"{in_short(names)} (prefixes such as 'blocks', or '' for all, are fine)"
+            )
+    placed, missing = [], []
+    for size in sizes:
+        keys = [key for key in device_map if _is_prefix(key, size.name)]
+        if not keys and not _must_be_named(size.name):
+            keys = ["embed"]
+        if not keys:
+            missing.append(size.name)
+            continue
+        device = resolve(device_map[max(keys, key=len)])
+        if device.type == "meta":
+            raise ValueError(f"device_map puts {size.name} on 'meta', which holds no values")
+        placed.append(placed_as(size, device))
+    if missing:
+        raise ValueError(
+            f"device_map says nothing of {in_short(missing)}: give each component a device, or "
+            "use device_map='balanced'"
+        )
+    placement = Placement(_run_where_others_do(placed))
+    if home is not None and resolve(home) != placement.home:
+        raise ValueError(
+            f"device={str(home)!r} is not where device_map puts embed ({placement.home}): embed "
+            "decides the home device, so leave device out"
+        )
+    return placement
+
+
+def _run_where_others_do(placed: Sequence[PlacedComponent]) -> tuple[PlacedComponent, ...]:
+    """Offload the blocks that are on the CPU, unless home is: each runs where the last block did.
+
+    Before the first block that is on a device, they run where that does.
+    """
+    home = placed[0].device
+    on_device = [c for c in placed if is_block(c.name) and c.device != HOST]
+    device = on_device[0].device if on_device else home
+    running = []
+    for component in placed:
+        if not is_block(component.name) or home == HOST:
+            running.append(component)
+        elif component.device == HOST:
+            running.append(replace(component, device=device, offloaded=True))
+        else:
+            device = component.device
+            running.append(component)
+    return tuple(running)
+
+
+def _whole_on(device: DeviceLike) -> dict[str, DeviceLike]:
+    try:
+        return {"": resolve(device)}
+    except ValueError as error:
+        raise ValueError(
+            f"device_map={device!r} is neither a device ({error}) nor one of "
+            f"{', '.join(map(repr, STRATEGIES))}"
+        ) from error
+
+
+def _must_be_named(name: str) -> bool:
+    """Whether a map has to say where a component is; others are small, and go with `embed`.
+
+    Such as the rotary embedding, which a Bridge has as a component, and HookedTransformer has not.
+    """
+    return is_block(name) or name in ("embed", "pos_embed", "ln_final", "unembed")
+
+
+def _is_prefix(key: str, name: str) -> bool:
+    return key == "" or name == key or name.startswith(f"{key}.")

@@ -1,0 +1,126 @@
+"""The devices of this machine: which exist, their index, and the memory each reports as free."""
+
+from __future__ import annotations
+
+import torch
+
+try:
+    from transformer_lens.utilities import get_device
+except ImportError:  # TransformerLens 2.x
+    from transformer_lens.utils import get_device
+
+DeviceLike = str | int | torch.device
+"""What torch accepts as a device; an int is an index of the default device type."""
+
+HOST = torch.device("cpu")
+"""Where the weights of offloaded blocks live."""
+
+
+def default_device() -> torch.device:
+    """The device TransformerLens would choose, with its index.
+
+    Inside `tl_devicefix.simulate` that is the first simulated device.
+    """
+    return simulated_device() or with_index(torch.device(get_device()))
+
+
+def simulated_device() -> torch.device | None:
+    """The current simulated device, within `tl_devicefix.simulate`."""
+    # torch registers a device type's module under its name; the simulation has devices only while
+    # it runs.
+    simulated = getattr(torch, "sim", None)
+    if simulated is None or simulated.device_count() == 0:
+        return None
+    return torch.device("sim", simulated.current_device())
+
+
+def with_index(device: torch.device) -> torch.device:
+    """Return `device` with an explicit index, so that "cuda" and "cuda:0" compare equal.
+
+    Device types that have no index (cpu, meta) are returned as they are.
+    """
+    if device.type in ("cpu", "meta"):
+        return torch.device(device.type)
+    if device.index is not None:
+        return device
+    module = torch.get_device_module(device.type)
+    current = module.current_device() if hasattr(module, "current_device") else 0
+    return torch.device(device.type, current)
+
+
+def resolve(device: DeviceLike) -> torch.device:
+    """Turn a user's way of naming a device into a `torch.device` that exists here.
+
+    Raises:
+        ValueError: if the name is not a device, or this machine has no such device.
+    """
+    if isinstance(device, int):
+        return with_index(_existing(torch.device(default_device().type, device), repr(device)))
+    try:
+        return _existing(with_index(torch.device(device)), named=str(device))
+    except (RuntimeError, AssertionError) as error:
+        # torch says "Expected one of cpu, cuda, ..." or "Torch not compiled with CUDA enabled".
+        first_line = str(error).splitlines()[0]
+        raise ValueError(f"device {str(device)!r} cannot be used here: {first_line}") from error
+
+
+def _existing(device: torch.device, named: str) -> torch.device:
+    count = device_count(device.type)
+    if (device.index or 0) >= count:
+        raise ValueError(
+            f"device {named!r} does not exist: this machine has {count} device(s) of type "
+            f"{device.type!r}; name one that is there, or use fewer devices"
+        )
+    return device
+
+
+def device_count(device_type: str) -> int:
+    """How many devices of this type there are; 1 for the CPU."""
+    if device_type in ("cpu", "meta"):
+        return 1
+    module = torch.get_device_module(device_type)
+    return int(module.device_count()) if hasattr(module, "device_count") else 1
+
+
+def consecutive(first: torch.device, count: int) -> list[torch.device]:
+    """The devices `first`, `first + 1`, ... (`count` of them).
+
+    Raises:
+        ValueError: if there are not so many.
+    """
+    if count == 1:
+        return [first]
+    start = first.index or 0
+    there = device_count(first.type)
+    if first.type == "cpu" or start + count > there:
+        names = ", ".join(str(torch.device(first.type, i)) for i in range(start, there))
+        raise ValueError(
+            f"n_devices={count} from {str(first)!r} on needs {count} devices of type "
+            f"{first.type!r}, but there are {max(there - start, 0)} "
+            f"({names if first.type != 'cpu' else 'the CPU is one device'}); "
+            "lower n_devices, or rehearse on simulated ones: "
+            f"`with tl_devicefix.simulate({start + count}):`"
+        )
+    return [torch.device(first.type, start + i) for i in range(count)]
+
+
+def all_from(home: torch.device) -> list[torch.device]:
+    """`home` and all devices of its type after it."""
+    return consecutive(home, max(device_count(home.type) - (home.index or 0), 1))
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that the device itself reports as free; None where it does not say.
+
+    What other processes hold counts as used, and what this process's caching allocator holds but
+    does not use counts as free.
+    """
+    if device.type in ("cpu", "meta"):
+        return None
+    module = torch.get_device_module(device.type)
+    if not hasattr(module, "mem_get_info"):
+        return None
+    free, _total = module.mem_get_info(device)
+    if hasattr(module, "memory_reserved"):
+        free += module.memory_reserved(device) - module.memory_allocated(device)
+    return int(free)

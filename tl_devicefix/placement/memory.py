@@ -1,0 +1,60 @@
+"""How much memory each device may use, and memory as people write and read it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from accelerate.utils import convert_file_size_to_int
+
+from tl_devicefix.placement.devices import DeviceLike, free_memory, resolve
+
+MaxMemory = Mapping[DeviceLike, int | str]
+"""Device (or its index) -> most bytes to use there, as accelerate writes it: {0: "20GiB"}."""
+
+
+def capacity(device: torch.device, max_memory: MaxMemory | None) -> int | None:
+    """Bytes that may be used on `device`: what is free, and no more than the user allows.
+
+    Raises:
+        ValueError: if a size in `max_memory` cannot be read.
+    """
+    free = free_memory(device)
+    for key, limit in (max_memory or {}).items():
+        if key != "disk" and resolve(key) == device:
+            try:
+                allowed = int(convert_file_size_to_int(limit))
+            except (ValueError, AttributeError, TypeError) as error:
+                raise ValueError(
+                    f"max_memory[{key!r}]={limit!r} is no size: give bytes as an int, or a text "
+                    "such as '20GiB'"
+                ) from error
+            return allowed if free is None else min(allowed, free)
+    return free
+
+
+def check_max_memory(max_memory: Any) -> None:
+    """Check that it is a mapping.
+
+    Raises:
+        ValueError: if it is not.
+    """
+    if not isinstance(max_memory, Mapping | None):
+        raise ValueError(
+            f"max_memory={max_memory!r} is no dict from devices to sizes: write "
+            "{0: '20GiB', 1: '40GiB'}"
+        )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed: on the CPU, torch says so by an ordinary RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def gib(size: float) -> str:
+    """A size in bytes as people read it: "1.25 GiB", "640.0 KiB"."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
+        if size >= scale:
+            return f"{size / scale:.2f} {unit}"
+    return f"{size / 2**10:.1f} KiB"

@@ -1,0 +1,189 @@
+"""`Placement`, the value: where each component of a model lives, and what it weighs there.
+
+Loading, routing, moving and reporting all read the same one. `deciding.py` computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from tl_devicefix.placement.components import ComponentSize, component_of, is_block, shared_once
+from tl_devicefix.placement.devices import HOST, DeviceLike, with_index
+from tl_devicefix.placement.memory import gib
+from tl_devicefix.placement.offloading import VISITING
+
+
+@dataclass(frozen=True)
+class PlacedComponent:
+    """One component, where it runs and lives, and what it weighs (bytes)."""
+
+    name: str
+    device: torch.device
+    weights: int
+    buffers: int = 0
+    shared: str | None = None
+    """Blocks on one device that name the same here hold their buffers together, in one copy."""
+    offloaded: bool = False
+    """Whether its weights live in host memory, and visit its device while it runs."""
+
+    @property
+    def stored_on(self) -> torch.device:
+        """Where its weights are while it does not run."""
+        return HOST if self.offloaded else self.device
+
+
+@dataclass(frozen=True, repr=False)
+class Placement:
+    """Where each component of a model lives. Immutable; printing it shows a table."""
+
+    components: tuple[PlacedComponent, ...]
+
+    @property
+    def device_map(self) -> dict[str, torch.device]:
+        """Component name -> device, in the order the components run. A fresh dict at each read."""
+        return dict(self._device_by_name)
+
+    @cached_property
+    def _device_by_name(self) -> dict[str, torch.device]:
+        return {component.name: component.device for component in self.components}
+
+    @property
+    def home(self) -> torch.device:
+        """The device of `embed`: tokens, logits, losses and everything gathered are here."""
+        return self.components[0].device
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The devices in use, home first, then in the order that the residual stream visits."""
+        return tuple(dict.fromkeys(component.device for component in self.components))
+
+    @cached_property
+    def memories(self) -> tuple[torch.device, ...]:
+        """The devices in use, and the host if blocks are offloaded to it: where weights live."""
+        stored = (component.stored_on for component in self.components)
+        return tuple(dict.fromkeys((*self.devices, *stored)))
+
+    def device_of(self, name: str) -> torch.device:
+        """The device of a component, parameter or buffer, by name; where it runs, if offloaded.
+
+        Raises:
+            KeyError: if the name belongs to no component of this model.
+        """
+        return self._device_by_name[component_of(name)]
+
+    def device_for(self, name: str, of_weights: bool = False) -> torch.device:
+        """Where anything in the model is, by name: what is in no component is at home.
+
+        Args:
+            name: of a parameter, a buffer or a module.
+            of_weights: where the weights live, which differs for blocks that are offloaded.
+        """
+        devices = self._stored_by_name if of_weights else self._device_by_name
+        return devices.get(component_of(name), self.home)
+
+    def stored_on(self, name: str) -> torch.device:
+        """Where a component's weights are while it does not run, by the name of any of them.
+
+        Raises:
+            KeyError: if the name belongs to no component of this model.
+        """
+        return self._stored_by_name[component_of(name)]
+
+    @cached_property
+    def _stored_by_name(self) -> dict[str, torch.device]:
+        return {component.name: component.stored_on for component in self.components}
+
+    def bytes_on(self, device: DeviceLike) -> int:
+        """Bytes of weights and buffers planned for a device: 1, "cuda:1" or a torch.device.
+
+        With offloaded blocks, this has room for two: the one that computes and the next one.
+        """
+        if isinstance(device, int):
+            device = torch.device(self.home.type, device)
+        device = with_index(torch.device(device))
+        running = [c for c in self.components if c.device == device]
+        stored = sum(c.weights for c in self.components if c.stored_on == device)
+        return stored + sum(self._visiting(device)) + shared_once(running)
+
+    def _visiting(self, device: torch.device) -> list[int]:
+        """Bytes of each offloaded block that may be on a device together with the others."""
+        weights = (c.weights for c in self.components if c.offloaded and c.device == device)
+        return sorted(weights, reverse=True)[:VISITING]
+
+    def gathered_on(self, device: torch.device) -> Placement:
+        """The same components, all on one device, none offloaded."""
+        return Placement(tuple(replace(c, device=device, offloaded=False) for c in self.components))
+
+    def reweighed(self, sizes: Sequence[ComponentSize]) -> Placement:
+        """The same devices, with these sizes of the components."""
+        known = {component.name: component for component in self.components}
+        return Placement(
+            tuple(
+                placed_as(size, known[size.name].device, known[size.name].offloaded)
+                for size in sizes
+            )
+        )
+
+    def __repr__(self) -> str:
+        rows = [("device", "components", "weights", "total")]
+        for memory in self.memories:
+            weights = gib(sum(c.weights for c in self.components if c.stored_on == memory))
+            total = gib(self.bytes_on(memory))
+            rows.append((self._label(memory), self._held_in(memory), weights, total))
+        everything = sum(self.bytes_on(memory) for memory in self.memories)
+        rows.append(("total", "", gib(sum(c.weights for c in self.components)), gib(everything)))
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        return "\n".join(
+            f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:>{widths[2]}}  "
+            f"{row[3]:>{widths[3]}}".rstrip()
+            for row in rows
+        )
+
+    def _label(self, memory: torch.device) -> str:
+        if memory == self.home:
+            return f"{memory} (home)"
+        offloaded = memory == HOST and any(c.offloaded for c in self.components)
+        return f"{memory} (offloaded)" if offloaded else str(memory)
+
+    def _held_in(self, memory: torch.device) -> str:
+        """What lives there, and who visits: "blocks.0-2 + 2 visiting", "blocks.3, 5 -> cuda:0"."""
+        residents = [c.name for c in self.components if not c.offloaded and c.device == memory]
+        visiting = len(self._visiting(memory))
+        held = [in_short(residents) + (f" + {visiting} visiting" if visiting else "")]
+        for device in self.devices if memory == HOST else ():
+            visitors = [c.name for c in self.components if c.offloaded and c.device == device]
+            held.append(f"{in_short(visitors)} -> {device}" if visitors else "")
+        return "; ".join(filter(None, held))
+
+
+def placed_as(
+    size: ComponentSize, device: torch.device, offloaded: bool = False
+) -> PlacedComponent:
+    """A component of this size, on a device."""
+    return PlacedComponent(size.name, device, size.weights, size.buffers, size.shared, offloaded)
+
+
+def in_short(names: Sequence[str]) -> str:
+    """["embed", "blocks.0", "blocks.1", "blocks.2", "blocks.4"] -> "embed, blocks.0-2, 4"."""
+    runs: list[list[str]] = []
+    for name in names:
+        previous = runs[-1][-1] if runs else ""
+        follows = is_block(name) and name.partition(".")[0] == previous.partition(".")[0]
+        if follows and _number(name) == _number(previous) + 1:
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    parts: list[str] = []
+    for before, run in zip([[""], *runs], runs):
+        goes_on = is_block(run[0]) and run[0].partition(".")[0] == before[0].partition(".")[0]
+        first = str(_number(run[0])) if goes_on else run[0]
+        parts.append(first if len(run) == 1 else f"{first}-{_number(run[-1])}")
+    return ", ".join(parts)
+
+
+def _number(block: str) -> int:
+    return int(block.rpartition(".")[2])

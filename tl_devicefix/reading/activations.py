@@ -1,0 +1,182 @@
+"""Methods that make a cache of activations, and those of `ActivationCache` that read one.
+
+A cache of a spread model is a `CacheAtHome`: what is read together is read at home.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformer_lens import ActivationCache
+
+from tl_devicefix.patching.applying import original
+from tl_devicefix.placement.gathering_device import chosen_device, gather_nowhere, gather_on
+from tl_devicefix.placement.placement import Placement
+from tl_devicefix.reading.cache_at_home import CacheAtHome
+from tl_devicefix.reading.gathering import ReadOn, ReadWhereRun
+from tl_devicefix.running.carrying import move
+
+
+def get_caching_hooks(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`HookedTransformer.get_caching_hooks`, with a cache that is read at home."""
+    return _with_cache_at_home(self, "get_caching_hooks", args, kwargs)
+
+
+def add_caching_hooks(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`HookedTransformer.add_caching_hooks`, with a cache that is read at home."""
+    return _with_cache_at_home(self, "add_caching_hooks", args, kwargs)
+
+
+def _with_cache_at_home(
+    model: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call a method that makes a cache, and have it make one that is read at home.
+
+    A model on one device, a cache that the caller brings, and a `device` that the caller names
+    (activations then stay there) are left as they are.
+    """
+    unpatched = original(type(model), method)
+    placement: Placement | None = getattr(model, "placement", None)
+    if placement is None or len(placement.devices) == 1:
+        return unpatched(model, *args, **kwargs)
+    given = inspect.signature(unpatched).bind(model, *args, **kwargs)
+    if given.arguments.get("cache") is None and given.arguments.get("device") is None:
+        given.arguments["cache"] = CacheAtHome(placement.home)
+    return unpatched(*given.args, **given.kwargs)
+
+
+@functools.cache
+def read_where_chosen(name: str) -> Callable[..., Any]:
+    """`ActivationCache.__getitem__` and its like, also of a plain dict within `gather_on`."""
+
+    def method(self: Any, *args: Any) -> Any:
+        chosen = chosen_device()
+        view = self if chosen is None else _read_at(self, chosen)
+        return original(ActivationCache, name)(view, *args)
+
+    return method
+
+
+@functools.cache
+def reading_together(name: str) -> Callable[..., Any]:
+    """A method of ActivationCache that reads activations and weights of several blocks together.
+
+    They come to the device on which the cache is read: home, or that of `gather_on`, or where
+    `cache.to(...)` brought it. The model stays where it is.
+    """
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        there, device = original(ActivationCache, name), _read_on(self)
+        if device is None:
+            return there(self, *args, **kwargs)
+        view = _read_at(self, device)
+        view.model = ReadOn(_model_of(self), device)
+        with gather_on(device):
+            result = there(
+                view,
+                *(move(each, device) for each in args),
+                **{key: move(each, device) for key, each in kwargs.items()},
+            )
+        if view.cache_dict is not self.cache_dict:
+            _keep_head_results(view.cache_dict, self.cache_dict)
+        return result
+
+    return method
+
+
+def _keep_head_results(read: CacheAtHome, cache_dict: dict[str, torch.Tensor]) -> None:
+    """Add what a method has computed for later, where the rest of the plain dict is."""
+    for name in read:
+        if name not in cache_dict:
+            cache_dict[name] = read[name]
+
+
+def compute_head_results(self: Any) -> None:
+    """`ActivationCache.compute_head_results`, each block's on the block's own device.
+
+    The results are larger than what they are computed from, and so stay there until they are read.
+    """
+    placement = getattr(_model_of(self), "placement", None)
+    if not isinstance(self.cache_dict, CacheAtHome) or placement is None:
+        reading_together("compute_head_results")(self)
+        return
+    in_place = _in_place(self)
+    in_place.model = ReadWhereRun(_model_of(self))
+    for name, value in in_place.cache_dict.items():
+        if name.endswith("attn.hook_z"):  # someone may have put it elsewhere
+            in_place.cache_dict[name] = move(value, placement.device_of(name))
+    with gather_nowhere():
+        original(ActivationCache, "compute_head_results")(in_place)
+    self.cache_dict.update(in_place.cache_dict)
+
+
+def remove_batch_dim(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`ActivationCache.remove_batch_dim`, which leaves each activation where it is."""
+    there = original(ActivationCache, "remove_batch_dim")
+    if not isinstance(self.cache_dict, CacheAtHome):
+        return there(self, *args, **kwargs)
+    in_place = _in_place(self)
+    there(in_place, *args, **kwargs)
+    self.cache_dict.update(in_place.cache_dict)
+    self.has_batch_dim = in_place.has_batch_dim
+    return self
+
+
+def apply_slice_to_batch_dim(self: Any, batch_slice: Any) -> Any:
+    """`ActivationCache.apply_slice_to_batch_dim`, which leaves each activation where it is."""
+    there = original(ActivationCache, "apply_slice_to_batch_dim")
+    if not isinstance(self.cache_dict, CacheAtHome):
+        return there(self, batch_slice)
+    sliced = there(_in_place(self), batch_slice)
+    sliced.cache_dict = self.cache_dict.of(sliced.cache_dict)
+    return sliced
+
+
+def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`ActivationCache.to`: each activation goes there from where it is, not by way of home."""
+    there = original(ActivationCache, "to")
+    if not isinstance(self.cache_dict, CacheAtHome):
+        return there(self, *args, **kwargs)
+    self.cache_dict = there(_in_place(self), *args, **kwargs).cache_dict
+    return self
+
+
+def _in_place(cache: Any) -> Any:
+    """The same cache, with each activation read where it was computed."""
+    view = copy.copy(cache)
+    view.cache_dict = cache.cache_dict.stored()
+    return view
+
+
+def _read_at(cache: Any, device: torch.device) -> Any:
+    """The same cache, also one in a plain dict, read on a device."""
+    view = copy.copy(cache)
+    if not isinstance(cache.cache_dict, CacheAtHome):
+        view.cache_dict = CacheAtHome(device).of(cache.cache_dict)
+    return view
+
+
+def _model_of(cache: Any) -> Any:
+    return cache.model.read if isinstance(cache.model, ReadOn) else cache.model
+
+
+def _read_on(cache: Any) -> torch.device | None:
+    """Where a cache is read; None if TransformerLens needs no help there."""
+    if cache.model is None:
+        return None
+    if chosen_device() is not None:
+        return chosen_device()
+    if isinstance(cache.cache_dict, CacheAtHome):
+        return cache.cache_dict.home
+    model = _model_of(cache)
+    placement = getattr(model, "placement", None)
+    lie_on = {tensor.device for tensor in cache.cache_dict.values()}
+    if placement is None:  # it is on one device; the cache may have been moved to another
+        has_moved = len(lie_on) == 1 and next(model.parameters()).device not in lie_on
+        return lie_on.pop() if has_moved else None
+    return lie_on.pop() if len(lie_on) == 1 else placement.home

@@ -1,0 +1,95 @@
+"""Modules that people attach to a component, such as SAEs and probes: run where they are.
+
+Written for one device, they are at home, whichever block they are attached to. What goes into one
+joins its weights, and what comes out is carried back to where its input was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from tl_devicefix.placement.placement import Placement
+from tl_devicefix.running.carrying import bring_home
+from tl_devicefix.running.joining import JoinedAt, tensors_in
+
+_ATTACHED = "_tl_devicefix_attached"
+
+
+def attach(model: Any, placement: Placement) -> None:
+    """Have each attached module run where it is, on a model that runs over several devices."""
+    attached = list(attached_modules(model, placement))
+    for module in attached:
+        module.forward = ForwardWhereItIs(  # type: ignore[method-assign]
+            module, frozenset(placement.memories)
+        )
+    model.__dict__[_ATTACHED] = attached
+
+
+def detach(model: Any) -> None:
+    """Undo `attach`."""
+    for module in model.__dict__.pop(_ATTACHED, ()):
+        run = vars(module).get("forward")
+        if isinstance(run, ForwardWhereItIs):
+            del module.forward
+            if run.own is not None:
+                module.forward = run.own
+
+
+def runs_where_it_is(module: nn.Module) -> bool:
+    """Whether `attach` has been told of this module: where it is, is its owner's business."""
+    return isinstance(vars(module).get("forward"), ForwardWhereItIs)
+
+
+def attached_modules(model: Any, placement: Placement) -> Iterator[nn.Module]:
+    """The outermost modules in the components that are not TransformerLens's.
+
+    It uses some of torch's itself, but where the component runs or its weights live.
+    """
+    inside: set[nn.Module] = set()
+    for name, here in placement.device_map.items():
+        own = (None, here, placement.stored_on(name))
+        for module in model.get_submodule(name).modules():
+            package = type(module).__module__.partition(".")[0]
+            if module in inside or package == "transformer_lens":
+                continue
+            if package != "torch" or device_of_weights(module) not in own:
+                inside.update(module.modules())
+                yield module
+
+
+class ForwardWhereItIs:
+    """An attached module's forward: at its weights, wherever these are when it is called.
+
+    Args:
+        module: the attached module, whose forward this replaces while it is attached.
+        devices: the model's; tensors on these are brought to the weights.
+    """
+
+    def __init__(self, module: nn.Module, devices: frozenset[torch.device]) -> None:
+        self.own = vars(module).get("forward")
+        """The forward of this very module, if that is not its class's."""
+        self._module = module
+        self._devices = devices
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module's own forward, and return what it gives where its input is."""
+        module = self._module
+        forward = self.own or type(module).forward.__get__(module)
+        back = next((tensor.device for tensor in tensors_in((args, kwargs))), None)
+        there = device_of_weights(module) or back
+        if back is None or there is None:
+            return forward(*args, **kwargs)
+        with JoinedAt(there, self._devices):
+            return bring_home(forward(*args, **kwargs), back)
+
+
+def device_of_weights(module: nn.Module) -> torch.device | None:
+    """Where a module's weights are; SAELens's wrapper holds the SAE aside of its submodules."""
+    held = [each for each in vars(module).values() if isinstance(each, nn.Module)]
+    modules = (module, *held)
+    tensors = (t for each in modules for t in (*each.parameters(), *each.buffers()))
+    return next((tensor.device for tensor in tensors), None)

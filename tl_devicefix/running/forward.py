@@ -1,0 +1,34 @@
+"""The forward of a model on several devices: what leaves it is at home."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tl_devicefix.offload.visiting import touring
+from tl_devicefix.patching.applying import original
+from tl_devicefix.running.carrying import bring_home
+from tl_devicefix.running.interruption import refuse_unfinished
+
+HANDLES = "_tl_devicefix_handles"
+
+
+def is_aligned(model: Any) -> bool:
+    """Whether the model runs over several devices, or has offloaded blocks."""
+    return HANDLES in model.__dict__
+
+
+def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`HookedTransformer.forward`, whose results are at home also where it stops at a layer.
+
+    A patch and not a hook, as `generate` and `run_with_hooks` call `forward` and pass hooks by.
+
+    Raises:
+        RuntimeError: if the model's weights are only partly processed.
+    """
+    refuse_unfinished(self)
+    run = original(type(self), "forward")
+    if not is_aligned(self):
+        return run(self, *args, **kwargs)
+    with touring(self, kwargs.get("start_at_layer"), kwargs.get("stop_at_layer")):
+        output = run(self, *args, **kwargs)
+    return bring_home(output, self.placement.home)

@@ -1,0 +1,48 @@
+"""Weights that were left half processed, as that was interrupted: refused from then on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from tl_devicefix.patching.applying import original
+
+_UNFINISHED = "_tl_devicefix_unfinished"
+
+WHY_REFUSED = (
+    "this model's weights are only partly processed, as process_weights_() or "
+    "load_and_process_state_dict(...) was interrupted: call it again with all of the "
+    "unprocessed weights, or load the model again"
+)
+
+
+@contextlib.contextmanager
+def changing_weights(model: Any) -> Iterator[None]:
+    """Within it, the model's weights are replaced one by one: left by an error, they are mixed."""
+    model.__dict__[_UNFINISHED] = True
+    yield
+    del model.__dict__[_UNFINISHED]
+
+
+def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`torch.nn.Module.load_state_dict`: with all the weights, the model can be used again."""
+    result = original(type(self), "load_state_dict")(self, *args, **kwargs)
+    if not result.missing_keys:
+        self.__dict__.pop(_UNFINISHED, None)
+    return result
+
+
+def is_unfinished(model: Any) -> bool:
+    """Whether the model's weights are in part those from before."""
+    return _UNFINISHED in model.__dict__
+
+
+def refuse_unfinished(model: Any) -> None:
+    """Refuse a model whose weights are in part those from before.
+
+    Raises:
+        RuntimeError: saying how to mend it.
+    """
+    if is_unfinished(model):
+        raise RuntimeError(WHY_REFUSED)
