@@ -22,10 +22,11 @@ def install(session: nox.Session, transformer_lens: str, *extra: str) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style and formatting."""
-    session.install("ruff==0.17.5")
+    """Check style, formatting, and which room imports which."""
+    session.install("ruff==0.17.5", "import-linter==2.16")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
+    session.run("lint-imports")
 
 
 @nox.session
