@@ -1,13 +1,17 @@
-"""Hooks of mkdocs: pages that are made from files outside docs/, and links to those.
+"""Hooks of mkdocs: pages that are made from files outside docs/, links to those, named code.
 
 A notebook becomes a page that shows the outputs it was committed with; README of the notebooks,
 CONTRIBUTING and CHANGELOG become pages. In the sources, links are as they work in the repository.
+
+Where a page names a file, or what is in one (`hooked/loading.py:from_pretrained`),
+it has to be there: in the repository, or in the package.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import logging
 import posixpath
 import re
 from pathlib import Path
@@ -32,7 +36,11 @@ PAGES = {
 """A file of the repository, and the page of the site that shows it."""
 
 _LINK = re.compile(r"(?<=\]\()[^)#:\s]+(?=[)#])")
+_CODE = re.compile(r"`((?:[\w.-]+/)+[\w.-]*)(?::(\w+(?:, \w+)*))?`")
 _CONTROL = re.compile(r"\x1b\[[0-9;]*m")
+
+
+_log = logging.getLogger("mkdocs.hooks.pages")  # its warnings fail a strict build
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -66,7 +74,31 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
             return link.group()  # mkdocs says that it does not know it
         return posixpath.relpath(target, posixpath.dirname(page.file.src_uri) or ".")
 
+    if page.file.src_uri != "changelog.md":  # which tells of what was, too
+        for path, names in _CODE.findall(markdown):
+            if missing := _missing(path, names):
+                _log.warning("%s names %s, and there is no such thing", source, missing)
     return _LINK.sub(on_the_site, markdown)
+
+
+def _missing(path: str, names: str) -> str:
+    """A file that is named in a page and is not there, or what is not in it; else nothing."""
+    found = [folder / path for folder in (REPOSITORY, REPOSITORY / "tl_devicefix")]
+    found = [file for file in found if file.exists()]
+    if not found:
+        top = path.split("/")[0]
+        rooms = {
+            each.name
+            for root in (REPOSITORY, REPOSITORY / "tl_devicefix")
+            for each in root.iterdir()
+        }
+        return path if top in rooms else ""
+    for name in filter(None, names.split(", ")):
+        if not re.search(
+            rf"^(?:\s*(?:async )?(?:def|class) )?{name}\b", found[0].read_text(), re.MULTILINE
+        ):
+            return f"{path}:{name}"
+    return ""
 
 
 def notebook_page(notebook: dict[str, Any], stem: str) -> tuple[str, dict[str, bytes]]:

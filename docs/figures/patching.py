@@ -13,7 +13,7 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-CELL, LEFT, TOP = 36, 118, 74
+CELL, LEFT, TOP = 36, 132, 74
 FROM, TO = (255, 255, 255), (30, 64, 175)
 
 
@@ -25,7 +25,7 @@ def draw(values: list[list[float]], words: list[str], devices: list[str]) -> str
         words: of each position.
         devices: of each layer.
     """
-    width, height = LEFT + CELL * len(words) + 20, TOP + CELL * len(values) + 96
+    width, height = LEFT + CELL * len(words) + 20, TOP + CELL * len(values) + 64
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         'font-family="DejaVu Sans, Helvetica, Arial, sans-serif" font-size="12">',
