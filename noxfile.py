@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import configparser
+import tarfile
+import zipfile
+from pathlib import Path
+
 import nox
 
-nox.options.sessions = ["lint", "package", "tests-3.9.0", "tests-4.3.0", "tests-2.18.0"]
+nox.options.sessions = ["lint", "docs", "package", "tests-3.9.0", "tests-4.3.0", "tests-2.18.0"]
 nox.options.default_venv_backend = "venv"
 
 # TransformerLens 2.x was released before numpy 2, pyarrow 20, datasets 4 and transformers 5.
@@ -30,13 +35,73 @@ def lint(session: nox.Session) -> None:
 
 
 @nox.session
-def package(session: nox.Session) -> None:
-    """Check types; run the demo and the self-check of the package as installed, elsewhere."""
-    install(session, "3.9.0", ".", "mypy==2.4.1")
-    session.run("mypy")
+def docs(session: nox.Session) -> None:
+    """Build the documentation into site/: a broken link, anchor or reference fails."""
+    # What the extra asks for and not the package, as nothing is imported: no torch is needed.
+    settings = configparser.ConfigParser()
+    settings.read("setup.cfg")
+    session.install("-c", "constraints.txt", *settings["options.extras_require"]["docs"].split())
+    session.run("mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """The demo, with TransformerLens 3.9.0: `nox -s demo`; or `nox -s demo -- 4.3.0`."""
+    install(session, *(session.posargs or ["3.9.0"]), ".")
     session.chdir(session.create_tmp())
     session.run("python", "-m", "tl_devicefix", "demo")
+
+
+@nox.session
+def package(session: nox.Session) -> None:
+    """Build and check sdist and wheel; check types; use the wheel, as installed, elsewhere."""
+    repository, tmp = Path.cwd(), Path(session.create_tmp()).resolve()
+    dist, tools = tmp / "dist", tmp / "tools"
+    # In an environment of their own: what they need is not there for the package to lean on.
+    session.run("python", "-m", "venv", "--clear", str(tools))
+    python = str(tools / "bin" / "python")
+    session.run(python, "-m", "pip", "install", "-q", "build==1.6.1", "twine==7.0.0", external=True)
+    for old in dist.glob("*"):
+        old.unlink()
+    session.run(python, "-m", "build", "--outdir", str(dist), external=True)
+    (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
+    session.run(python, "-m", "twine", "check", "--strict", str(wheel), str(sdist), external=True)
+    check_contents(session, wheel, sdist)
+
+    install(session, "3.9.0", str(wheel))
+    session.chdir(tmp)
+    session.run("python", "-m", "tl_devicefix", "demo")
     session.run("python", "-m", "tl_devicefix", "selfcheck")
+    session.run(
+        "python", str(repository / "docs/building/readme.py"), str(repository / "README.md")
+    )
+    results = str(tmp / "patched.safetensors")
+    example = str(repository / "examples/llama_70b.py")
+    session.run("python", example, "--shipped", "--output", results)
+    drawn = str(tmp / "patching.svg")
+    session.run("python", str(repository / "docs/figures/patching.py"), results, drawn)
+
+    session.chdir(repository)
+    session.install("mypy==2.4.1")
+    session.run("mypy")
+
+
+def check_contents(session: nox.Session, wheel: Path, sdist: Path) -> None:
+    """Check that the wheel has every file of the package and nothing else, and sdist those too."""
+    files = {str(path) for path in Path("tl_devicefix").rglob("*") if path.is_file()}
+    files = {path for path in files if "__pycache__" not in path}
+    with zipfile.ZipFile(wheel) as archive:
+        inside = {name for name in archive.namelist() if ".dist-info/" not in name}
+    if inside != files:
+        session.error(f"the wheel: {sorted(inside ^ files)} are in it or in the package, not both")
+    with tarfile.open(sdist) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames()}
+    wanted = {"LICENSE", "README.md", "pyproject.toml", "setup.cfg", *files}
+    if not wanted <= inside:
+        session.error(f"the sdist lacks {sorted(wanted - inside)}")
+    for name in ("known_configs.json", "py.typed", "recall_checkpoint/model.safetensors"):
+        if not any(path.endswith(name) for path in files):
+            session.error(f"the package has no {name}")
 
 
 # Those that CI runs; the others are for `nox -s tests-3.5.1`.

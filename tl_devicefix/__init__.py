@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tl_devicefix.placement.placement import Placement
     from tl_devicefix.simulation import simulate
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Estimate",
     "Placement",

@@ -1,0 +1,127 @@
+"""Hooks of mkdocs: pages that are made from files outside docs/, links to those, named code.
+
+A notebook becomes a page that shows the outputs it was committed with; README of the notebooks,
+CONTRIBUTING and CHANGELOG become pages. In the sources, links are as they work in the repository.
+
+Where a page names a file, or what is in one (`hooked/loading.py:from_pretrained`),
+it has to be there: in the repository, or in the package.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+REPOSITORY = Path(__file__).parents[2]
+NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
+
+PAGES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "notebooks/README.md": "notebooks/index.md",
+    **{f"notebooks/{path.name}": f"notebooks/{path.stem}.md" for path in NOTEBOOKS},
+    "examples/llama_70b.py": "real_job.md",
+    "examples/llama_70b.sbatch": "real_job.md",
+}
+"""A file of the repository, and the page of the site that shows it."""
+
+_LINK = re.compile(r"(?<=\]\()[^)#:\s]+(?=[)#])")
+_CODE = re.compile(r"`((?:[\w.-]+/)+[\w.-]*)(?::(\w+(?:, \w+)*))?`")
+_CONTROL = re.compile(r"\x1b\[[0-9;]*m")
+
+
+_log = logging.getLogger("mkdocs.hooks.pages")  # its warnings fail a strict build
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that are made from files elsewhere."""
+    for source in ("CHANGELOG.md", "CONTRIBUTING.md", "notebooks/README.md"):
+        text = (REPOSITORY / source).read_text()
+        files.append(File.generated(config, PAGES[source], content=text))
+    for path in NOTEBOOKS:
+        page = PAGES[f"notebooks/{path.name}"]
+        text, figures = notebook_page(json.loads(path.read_text()), path.stem)
+        files.append(File.generated(config, page, content=text))
+        for name, content in figures.items():
+            files.append(File.generated(config, f"notebooks/{name}", content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Let links lead to the page that shows a file of the repository."""
+    pages = {made: source for source, made in PAGES.items() if made != "index.md"}
+    source = pages.get(page.file.src_uri, f"docs/{page.file.src_uri}")
+    if page.file.src_uri == "real_job.md":
+        source = "docs/real_job.md"
+
+    def on_the_site(link: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(source), link.group()))
+        if target.startswith("docs/"):
+            target = target.removeprefix("docs/")
+        elif target in PAGES:
+            target = PAGES[target]
+        else:
+            return link.group()  # mkdocs says that it does not know it
+        return posixpath.relpath(target, posixpath.dirname(page.file.src_uri) or ".")
+
+    if page.file.src_uri != "changelog.md":  # which tells of what was, too
+        for path, names in _CODE.findall(markdown):
+            if missing := _missing(path, names):
+                _log.warning("%s names %s, and there is no such thing", source, missing)
+    return _LINK.sub(on_the_site, markdown)
+
+
+def _missing(path: str, names: str) -> str:
+    """A file that is named in a page and is not there, or what is not in it; else nothing."""
+    found = [folder / path for folder in (REPOSITORY, REPOSITORY / "tl_devicefix")]
+    found = [file for file in found if file.exists()]
+    if not found:
+        top = path.split("/")[0]
+        rooms = {
+            each.name
+            for root in (REPOSITORY, REPOSITORY / "tl_devicefix")
+            for each in root.iterdir()
+        }
+        return path if top in rooms else ""
+    for name in filter(None, names.split(", ")):
+        if not re.search(
+            rf"^(?:\s*(?:async )?(?:def|class) )?{name}\b", found[0].read_text(), re.MULTILINE
+        ):
+            return f"{path}:{name}"
+    return ""
+
+
+def notebook_page(notebook: dict[str, Any], stem: str) -> tuple[str, dict[str, bytes]]:
+    """A notebook as Markdown, and its figures by their file names."""
+    parts: list[str] = []
+    figures: dict[str, bytes] = {}
+    for cell in notebook["cells"]:
+        text = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(text)
+            continue
+        parts.append(f"```python\n{text}\n```")
+        for output in cell["outputs"]:
+            shown = output.get("data", {})
+            if "image/png" in shown:
+                name = f"{stem}-{len(figures) + 1}.png"
+                figures[name] = base64.b64decode(shown["image/png"])
+                parts.append(f"![{_caption(cell)}]({name})")
+            elif plain := "".join(output.get("text", shown.get("text/plain", ""))).rstrip():
+                parts.append(f"```text\n{_CONTROL.sub('', plain)}\n```")
+    return "\n\n".join(parts) + "\n", figures
+
+
+def _caption(cell: dict[str, Any]) -> str:
+    """What a figure shows, for those who cannot see it: the cell's name."""
+    return "Figure: " + str(cell.get("id", "output")).replace("-", " ")
