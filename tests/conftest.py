@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from covering import left_out
 from hf_models import D_VOCAB, HF_CONFIGS, make_hf_model, make_tokenizer, save_checkpoint
 from hub_cache import HubCache, go_offline
 from on_demand import OnDemand
@@ -52,6 +54,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run only the tests marked fails_unpatched, against TransformerLens without the "
         "patches of tl_devicefix: they fail, which shows what the patches are for",
     )
+    parser.addoption(
+        "--full",
+        action="store_true",
+        help="run every combination of what tests are parametrised over; by default, those marked "
+        "`cover` run for some that have every value between them (see tests/covering.py)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -59,13 +67,21 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         "fails_unpatched: holds with tl_devicefix and fails without; see --unpatched",
     )
+    config.addinivalue_line(
+        "markers",
+        "cover(*groups): without --full, runs for some combinations of its parameters, which have "
+        "every value between them, and every combination of the parameters in a group",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    others: set[pytest.Item] = set()
+    if not config.getoption("--full"):
+        others.update(left_out(items))
     if config.getoption("--unpatched"):
-        others = [item for item in items if item.get_closest_marker("fails_unpatched") is None]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in others]
+        others |= {item for item in items if item.get_closest_marker("fails_unpatched") is None}
+    config.hook.pytest_deselected(items=[item for item in items if item in others])
+    items[:] = [item for item in items if item not in others]
 
 
 @pytest.fixture(scope="session")
@@ -122,6 +138,18 @@ def machine(n_devices: int, request: pytest.FixtureRequest) -> Iterator[Machine]
 def tokens() -> torch.Tensor:
     """A batch of two sequences of tokens, on the CPU."""
     return torch.randint(3, D_VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_garbage_collection() -> Iterator[None]:
+    """Collections need not look at what is there before the tests, which takes a third of a second.
+
+    Tests collect before they measure what a device holds.
+    """
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -27,6 +27,7 @@ def cache_of(bridge: Any, tokens: torch.Tensor, **options: Any) -> ActivationCac
     return bridge.run_with_cache(tokens.to(bridge.cfg.device), **options)[1]
 
 
+@pytest.mark.cover
 @each_stack
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.fails_unpatched
@@ -38,6 +39,7 @@ def test_what_is_stacked_of_several_blocks(
     assert_agrees(stack(cache), stack(cache_of(references(kind), tokens)), machine.devices[0])
 
 
+@pytest.mark.cover
 @each_stack
 @pytest.mark.parametrize("n_devices", [1, 4])
 def test_a_cache_that_was_moved_is_read_where_it_is(

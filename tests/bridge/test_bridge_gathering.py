@@ -15,6 +15,7 @@ CPU = torch.device("cpu")
 WEIGHTS = ("W_Q", "W_K", "W_V", "W_O", "W_in", "W_out", "W_E", "W_U", "b_U")
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("n_devices", [1, 4])
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_weights_are_read_on_the_chosen_device(

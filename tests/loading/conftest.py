@@ -62,15 +62,6 @@ def snapshot() -> type[Snapshot]:
     return Snapshot
 
 
-@pytest.fixture(autouse=True, scope="session")
-def quick_garbage_collection() -> Iterator[None]:
-    """Collections need not look at what is there before the tests, which takes a second."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 def in_use(machine: Machine) -> list[int]:
     gc.collect()
     return [machine.memory_allocated(device) for device in machine.devices]

@@ -196,6 +196,7 @@ def raising(error: BaseException) -> Callable[[], None]:
     return stop
 
 
+@pytest.mark.cover(("stage", "kind"), ("stage", "load"))
 @pytest.mark.parametrize("kind", ERRORS)
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_error_at_any_stage_leaves_nothing_behind(
@@ -295,6 +296,7 @@ def calls_of_a_load() -> dict[Any, int]:
     return {}
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("point", range(N_POINTS))
 def test_an_error_in_any_call_leaves_nothing_behind(
     point: int,

@@ -37,6 +37,7 @@ def component_of(name: str) -> str:
     return ".".join(parts[: 2 if parts[0] == "blocks" else 1])
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize(
     "options",
     [{}, {"n_devices": 2, "device": "sim:2"}, {"n_devices": 4}, {"device_map": "auto"}],
@@ -114,6 +115,7 @@ def test_every_tensor_crosses_to_its_device_and_no_other(load: Any, machine: Any
     assert {transfer.source.type for transfer in machine.transfers} == {"cpu"}
 
 
+@pytest.mark.cover(("name", "options"))
 @pytest.mark.parametrize("options", [{}, NO_PROCESSING], ids=["processed", "not processed"])
 @pytest.mark.parametrize("device", ["cpu", "sim:1"])
 @pytest.mark.parametrize("name", ["gpt2", "qwen2", "gemma-2", "bloom"])
@@ -132,6 +134,7 @@ def test_no_two_parameters_share_memory_not_even_tied_embeddings(
     assert torch.equal(model.W_U.detach(), before)
 
 
+@pytest.mark.cover(("name", "options"))
 @pytest.mark.parametrize("options", [{}, NO_PROCESSING], ids=["processed", "not processed"])
 @pytest.mark.parametrize("device", ["cpu", "sim:1"])
 @pytest.mark.parametrize("name", ["gpt2", "qwen2", "bloom"])

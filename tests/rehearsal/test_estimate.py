@@ -31,6 +31,7 @@ def kept(model: Any, job: Any) -> Any:
         return model.run_with_cache(tokens, names_filter=job.keeps, return_cache_object=False)[1]
 
 
+@pytest.mark.cover(("name", "cache"))
 @pytest.mark.parametrize("n_devices", [1, 3])
 @pytest.mark.parametrize("cache", ["all", "resid_post,z", None])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "pythia"])

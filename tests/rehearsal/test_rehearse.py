@@ -75,6 +75,7 @@ def measured(hf_models: Any, references: Any, tokenizer: Any) -> Callable[..., A
     return measure
 
 
+@pytest.mark.cover(("job", "n_devices"))
 @pytest.mark.parametrize("job", JOBS)
 @pytest.mark.parametrize(
     ("name", "n_devices"), [("llama", 1), ("llama", 3), ("gpt2", 3), ("pythia", 3), ("gemma-2", 3)]

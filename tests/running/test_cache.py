@@ -179,6 +179,7 @@ ANALYSES = {
 }
 
 
+@pytest.mark.cover
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("analysis", ANALYSES.values(), ids=ANALYSES)
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

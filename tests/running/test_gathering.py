@@ -18,6 +18,7 @@ CPU = torch.device("cpu")
 WEIGHTS = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_O", "W_in", "W_out", "W_E", "W_U", "b_U")
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("spread", [1, 4])
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_weights_are_read_on_the_chosen_device(name: str, model: Any, reference: Any) -> None:

@@ -38,7 +38,6 @@ def conftest_of(folder: str) -> Any:
 
 
 _of_loading = conftest_of("loading")
-quick_garbage_collection = _of_loading.quick_garbage_collection
 refused, snapshot = _of_loading.refused, _of_loading.snapshot
 
 

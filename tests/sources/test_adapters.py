@@ -122,6 +122,7 @@ def adapted(hf_models: Any) -> Callable[..., Any]:
     return adapted
 
 
+@pytest.mark.cover
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize(
     ("case", "n_devices"),

@@ -83,6 +83,7 @@ def write_files(kind: str, hf_model: PreTrainedModel, directory: Path) -> None:
     (directory / f"{name}.index.json").write_text(json.dumps(index))
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("kind", FILES)
 @pytest.mark.parametrize("name", ["gpt2", "qwen2"])
 def test_every_kind_of_file_holds_the_same_model(
@@ -118,6 +119,7 @@ def test_safetensors_are_read_where_there_are_pickles_too(
 FORMS = ("hf_model", "checkpoint")
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ALL_ARCHITECTURES)
 def test_bfloat16_weights_loaded_in_float32_lose_nothing(
@@ -150,6 +152,7 @@ STORED = (torch.float32, torch.bfloat16)
 LOADED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+@pytest.mark.cover(("stored", "loaded"))
 @pytest.mark.parametrize(
     ("stored", "loaded"), list(itertools.product(STORED, LOADED)), ids=lambda dtype: str(dtype)[6:]
 )

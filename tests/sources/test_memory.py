@@ -38,6 +38,7 @@ def make(wide_models: Any, quantised: Any, tmp_path: Path) -> Callable[[str, str
     return make
 
 
+@pytest.mark.cover(("name", "how"))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("how", ["LoRA", "DoRA", "nf4", "int8", "LoRA on nf4", "disk"])
 @pytest.mark.parametrize("name", WIDE)

@@ -104,6 +104,7 @@ def offloaded(hf_models: Any, checkpoints: Any, tmp_path: Path) -> Callable[[str
     return offloaded
 
 
+@pytest.mark.cover
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("how", OFFLOAD)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

@@ -29,6 +29,7 @@ def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.mark.cover(("name", "kind"), ("name", "processing"))
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize(
     ("kind", "n_devices"),
@@ -90,6 +91,7 @@ def test_a_model_that_was_run_has_the_values_that_it_ran_with(
     assert_same_model(model, reference, tokens)
 
 
+@pytest.mark.cover(("name", "kind"), ("name", "use_dora"))
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("use_dora", [False, True], ids=["LoRA", "DoRA"])
 def test_adapters_on_a_quantised_model(
@@ -147,6 +149,7 @@ def test_adapters_of_other_methods_on_a_quantised_model(
     assert_same_model(model, reference, tokens)
 
 
+@pytest.mark.cover(("name", "kind"), ("kind", "was_run"))
 @pytest.mark.parametrize(
     ("is_adapted", "was_run"),
     [(False, False), (False, True), (True, True)],

@@ -20,6 +20,7 @@ import tl_devicefix
 from tl_devicefix.alignment import is_aligned
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("device", ["sim:1", "cpu", "sim:0"])
 @every_offload
 def test_a_device_gathers_the_model(
@@ -128,6 +129,7 @@ class Probe(torch.nn.Module):
         return residual * self.scale
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("device", ["sim:0", "sim:3", "cpu"])
 @every_offload
 def test_attached_modules_run_wherever_they_are(

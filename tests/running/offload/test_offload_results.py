@@ -48,6 +48,7 @@ def test_caches_are_the_same_and_where_the_blocks_run(
         assert stored[f"blocks.{layer}.hook_resid_mid"].device == there
 
 
+@pytest.mark.cover
 @every_offload
 @pytest.mark.parametrize("kind", ["mixtral", "pythia", "bloom", "gemma-2"])
 def test_other_architectures_are_the_same_too(
@@ -59,6 +60,7 @@ def test_other_architectures_are_the_same_too(
     assert_at_rest(model)
 
 
+@pytest.mark.cover
 @every_kind
 @every_offload
 def test_generating_is_the_same(
@@ -106,6 +108,7 @@ def test_one_block_may_be_run_by_itself(model: Any, reference: Any, tokens: torc
     assert_at_rest(model)
 
 
+@pytest.mark.cover
 @every_kind
 @every_offload
 def test_analyses_read_weights_and_caches_at_home(
@@ -176,6 +179,7 @@ def test_a_hook_may_run_the_model(model: Any, reference: Any, tokens: torch.Tens
     assert_at_rest(model)
 
 
+@pytest.mark.cover(("offload", "layer"))
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("layer", [1, 3])
 @every_offload
