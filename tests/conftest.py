@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,26 +12,26 @@ import torch
 from covering import left_out
 from hf_models import D_VOCAB, HF_CONFIGS, make_hf_model, make_tokenizer, save_checkpoint
 from hub_cache import HubCache, go_offline
+from machines import machine, n_devices  # noqa: F401
 from on_demand import OnDemand
 from transformers import PreTrainedModel
 
-import tl_devicefix
-from tl_devicefix.simulation.machine import Machine
 from tl_devicefix.versions import has_bridge, has_hooked_transformer, installed
 
 if has_hooked_transformer():
     from hooked_fixtures import references, unprocessed, without_weights  # noqa: F401
-    from unpatched_tl import transformer_lens_alone
 
-OF_BRIDGE = ["bridge", "surface/test_bridge_sweep.py"]
+# What in a room is a Bridge's is in its folder `bridge`, beside what is HookedTransformer's.
+SHARED_ROOMS = ("before_loading", "checking", "offload", "reading", "running")
+OF_BRIDGE = ["bridge", *(f"{room}/bridge" for room in SHARED_ROOMS), "surface/test_bridge_sweep.py"]
 OF_HOOKED_TRANSFORMER = [
-    *("checking", "folding", "libraries", "loading", "parity", "placement"),
-    *("rehearsal", "running", "sources"),
+    *("checkpoints", "folding", "hooked", "libraries", "parity", "placement"),
+    *(f"{room}/test_*.py" for room in SHARED_ROOMS),
     *("simulation/test_models.py", "surface/test_sweep.py"),
 ]
 # Of TransformerLens 3.9 these are HookedTransformer's; a Bridge's are the same code as on 4.
-OF_BRIDGE_ON_4 = ["bridge/test_bridge_plan.py", "bridge/test_bridge_rehearse.py"]
-collect_ignore = [
+OF_BRIDGE_ON_4 = ["before_loading/bridge"]
+collect_ignore_glob = [
     *([] if has_bridge() else OF_BRIDGE),
     *([] if has_hooked_transformer() else OF_HOOKED_TRANSFORMER),
     *(OF_BRIDGE_ON_4 if has_hooked_transformer() else []),
@@ -40,7 +39,7 @@ collect_ignore = [
 
 
 def pytest_report_header() -> str:
-    left_out = ", ".join(collect_ignore) or "nothing"
+    left_out = ", ".join(collect_ignore_glob) or "nothing"
     return f"transformer_lens {installed()}, for which these are not run: {left_out}"
 
 
@@ -112,26 +111,6 @@ def checkpoints(
         return save_checkpoint(hf_models(name, *dtypes), tokenizer, directory)
 
     return OnDemand(save)
-
-
-@pytest.fixture
-def n_devices() -> int:
-    """How many devices `machine` has; parametrise `n_devices` for others."""
-    return 4
-
-
-@pytest.fixture
-def machine(n_devices: int, request: pytest.FixtureRequest) -> Iterator[Machine]:
-    """A simulated machine, on which models load by default."""
-    with tl_devicefix.simulate(n_devices) as machine:
-        if not request.config.getoption("--unpatched"):
-            unpatched: Any = contextlib.nullcontext()
-        elif has_hooked_transformer():
-            unpatched = transformer_lens_alone(machine)
-        else:
-            unpatched = tl_devicefix.unpatched()
-        with unpatched:
-            yield machine
 
 
 @pytest.fixture(scope="session")

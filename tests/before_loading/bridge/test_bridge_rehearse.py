@@ -1,6 +1,6 @@
 """`rehearse` and `estimate` of a Bridge: what a job does at full size, without weights and devices.
 
-What is the same for HookedTransformer is tested in tests/rehearsal.
+What is the same for HookedTransformer is tested in tests/before_loading.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`plan`, `estimate` and `python -m tl_devicefix plan` for a Bridge: nothing is loaded or fetched.
 
-What is the same for HookedTransformer is tested in tests/placement and tests/rehearsal.
+What is the same for HookedTransformer is tested in tests/before_loading and tests/placement.
 """
 
 from __future__ import annotations

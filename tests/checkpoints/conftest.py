@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,27 +17,12 @@ from architectures import (
     load_hooked,
 )
 from hf_models import make_hf_model, save_checkpoint
+from refusals import file_of_fixture, refused, snapshot, tensors, write_checkpoint  # noqa: F401
 from transformer_lens import HookedTransformer
 from transformers import PreTrainedModel
 from wide import WIDE
 
 import tl_devicefix
-
-TESTS = Path(__file__).parents[1]
-
-
-def conftest_of(folder: str) -> Any:
-    """Another folder's conftest.py, which pytest shows to the tests in that folder only."""
-    spec: Any = importlib.util.spec_from_file_location(
-        f"conftest_of_{folder}", TESTS / folder / "conftest.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-_of_loading = conftest_of("loading")
-refused, snapshot = _of_loading.refused, _of_loading.snapshot
 
 
 @pytest.fixture(params=[{}, NO_PROCESSING], ids=["folded", "unfolded"])
