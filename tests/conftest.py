@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from covering import left_out
 from hf_models import D_VOCAB, HF_CONFIGS, make_hf_model, make_tokenizer, save_checkpoint
 from hub_cache import HubCache, go_offline
+from machines import machine, n_devices  # noqa: F401
 from on_demand import OnDemand
 from transformers import PreTrainedModel
 
-import tl_devicefix
 from tl_devicefix.patching.versions import has_bridge, has_hooked_transformer, installed
-from tl_devicefix.simulation.machine import Machine
 
 if has_hooked_transformer():
     from hooked_fixtures import references, unprocessed, without_weights  # noqa: F401
-    from unpatched_tl import transformer_lens_alone
 
-OF_BRIDGE = ["bridge", "surface/test_bridge_sweep.py"]
+# What in a room is a Bridge's is in its folder `bridge`, beside what is HookedTransformer's.
+SHARED_ROOMS = ("before_loading", "checking", "offload", "reading", "running")
+OF_BRIDGE = ["bridge", *(f"{room}/bridge" for room in SHARED_ROOMS), "surface/test_bridge_sweep.py"]
 OF_HOOKED_TRANSFORMER = [
-    *("checking", "folding", "libraries", "loading", "parity", "placement"),
-    *("rehearsal", "running", "sources"),
+    *("checkpoints", "folding", "hooked", "libraries", "parity", "placement"),
+    *(f"{room}/test_*.py" for room in SHARED_ROOMS),
     *("simulation/test_models.py", "surface/test_sweep.py"),
 ]
 # Of TransformerLens 3.9 these are HookedTransformer's; a Bridge's are the same code as on 4.
-OF_BRIDGE_ON_4 = ["bridge/test_bridge_plan.py", "bridge/test_bridge_rehearse.py"]
-collect_ignore = [
+OF_BRIDGE_ON_4 = ["before_loading/bridge"]
+collect_ignore_glob = [
     *([] if has_bridge() else OF_BRIDGE),
     *([] if has_hooked_transformer() else OF_HOOKED_TRANSFORMER),
     *(OF_BRIDGE_ON_4 if has_hooked_transformer() else []),
@@ -38,7 +39,7 @@ collect_ignore = [
 
 
 def pytest_report_header() -> str:
-    left_out = ", ".join(collect_ignore) or "nothing"
+    left_out = ", ".join(collect_ignore_glob) or "nothing"
     return f"transformer_lens {installed()}, for which these are not run: {left_out}"
 
 
@@ -52,6 +53,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run only the tests marked fails_unpatched, against TransformerLens without the "
         "patches of tl_devicefix: they fail, which shows what the patches are for",
     )
+    parser.addoption(
+        "--full",
+        action="store_true",
+        help="run every combination of what tests are parametrised over; by default, those marked "
+        "`cover` run for some that have every value between them (see tests/covering.py)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -59,13 +66,21 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         "fails_unpatched: holds with tl_devicefix and fails without; see --unpatched",
     )
+    config.addinivalue_line(
+        "markers",
+        "cover(*groups): without --full, runs for some combinations of its parameters, which have "
+        "every value between them, and every combination of the parameters in a group",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    others: set[pytest.Item] = set()
+    if not config.getoption("--full"):
+        others.update(left_out(items))
     if config.getoption("--unpatched"):
-        others = [item for item in items if item.get_closest_marker("fails_unpatched") is None]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in others]
+        others |= {item for item in items if item.get_closest_marker("fails_unpatched") is None}
+    config.hook.pytest_deselected(items=[item for item in items if item in others])
+    items[:] = [item for item in items if item not in others]
 
 
 @pytest.fixture(scope="session")
@@ -98,30 +113,22 @@ def checkpoints(
     return OnDemand(save)
 
 
-@pytest.fixture
-def n_devices() -> int:
-    """How many devices `machine` has; parametrise `n_devices` for others."""
-    return 4
-
-
-@pytest.fixture
-def machine(n_devices: int, request: pytest.FixtureRequest) -> Iterator[Machine]:
-    """A simulated machine, on which models load by default."""
-    with tl_devicefix.simulate(n_devices) as machine:
-        if not request.config.getoption("--unpatched"):
-            unpatched: Any = contextlib.nullcontext()
-        elif has_hooked_transformer():
-            unpatched = transformer_lens_alone(machine)
-        else:
-            unpatched = tl_devicefix.unpatched()
-        with unpatched:
-            yield machine
-
-
 @pytest.fixture(scope="session")
 def tokens() -> torch.Tensor:
     """A batch of two sequences of tokens, on the CPU."""
     return torch.randint(3, D_VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_garbage_collection() -> Iterator[None]:
+    """Collections need not look at what is there before the tests, which takes a third of a second.
+
+    Tests collect before they measure what a device holds.
+    """
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -40,6 +40,7 @@ class Interrupted(BaseException):
     """Such as KeyboardInterrupt."""
 
 
+@pytest.mark.cover(("name", "at_block"), ("name", "error"))
 @pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError, Interrupted])
 @pytest.mark.parametrize("at_block", [0, N_LAYERS - 1])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral"])

@@ -97,6 +97,7 @@ def assert_rounded_once(model: HookedTransformer, exact: HookedTransformer) -> N
     assert n_different <= 0.001 * n_entries, f"{n_different} of {n_entries}"
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ALL_ARCHITECTURES)
 def test_every_folded_weight_is_the_exact_one_rounded_once(
@@ -179,6 +180,7 @@ IN_GPT2 = {"attn.W_O": (0, 1, 2), "mlp.W_in": (0, 1), "mlp.W_out": (0, 1)}
 AXES = {"gpt2": IN_GPT2, "qwen2": IN_ROTARY, "llama": IN_ROTARY, "gemma-2": IN_ROTARY}
 
 
+@pytest.mark.cover(("name", "form"), ("options", "form"))
 @pytest.mark.parametrize("form", ["hf_model", "checkpoint"])
 @pytest.mark.parametrize("options", [{}, NO_PROCESSING], ids=["processed", "not processed"])
 @pytest.mark.parametrize("name", AXES)
@@ -236,6 +238,7 @@ def unpickled(model: HookedTransformer) -> HookedTransformer:
     return torch.load(file, weights_only=False)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("done", DONE)
 @pytest.mark.parametrize("name", ["gpt2", "qwen2"])
 def test_values_survive_whatever_is_done_to_the_model(

@@ -53,6 +53,7 @@ def cut_elements(part: Slice, weights: Mapping[str, torch.Tensor]) -> int:
 # What a slice has
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("elements", [1, 100, 500, EVERYTHING])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_weight_is_cut_into_slices_that_make_it_up_once_or_is_whole(
@@ -69,6 +70,7 @@ def test_every_weight_is_cut_into_slices_that_make_it_up_once_or_is_whole(
             assert (here == (key not in whole)).all(), (unit, key)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("elements", [100, 500])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_slice_is_no_larger_than_asked_for_unless_it_cannot_be_cut_further(
@@ -128,13 +130,34 @@ SIZES = (1, 37, 300, 1500)
 IN_FULL = ("gpt2", "qwen2", "mixtral", "gemma-2", "bloom")
 
 
+@pytest.fixture(scope="module")
+def processed_at_once() -> dict[Any, Weights]:
+    """What `load_in_slices` keeps."""
+    return {}
+
+
 @pytest.fixture
 def load_in_slices(
-    hf_models: Any, tokenizer: Any, unprocessed: Any, monkeypatch: pytest.MonkeyPatch
+    hf_models: Any,
+    tokenizer: Any,
+    unprocessed: Any,
+    processed_at_once: dict[Any, Weights],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., Weights]:
-    """`load_in_slices("gpt2", 300)`: the weights in float64, processed so many elements at once."""
+    """`load_in_slices("gpt2", 300)`: the weights in float64, processed so many elements at once.
+
+    Those processed all at once are kept, so not to be changed.
+    """
 
     def load(name: str, elements: int, **options: bool) -> Weights:
+        if elements != EVERYTHING:
+            return load_anew(name, elements, **options)
+        key = (name, *sorted(options.items()))
+        if key not in processed_at_once:
+            processed_at_once[key] = load_anew(name, elements, **options)
+        return processed_at_once[key]
+
+    def load_anew(name: str, elements: int, **options: bool) -> Weights:
         unprocessed(name)  # skips where TransformerLens itself cannot read it
         for kind in ("ELEMENTS_ON_CPU", "ELEMENTS_ON_DEVICE"):
             monkeypatch.setattr(slices_module, kind, elements)
@@ -163,6 +186,7 @@ def cases() -> list[tuple[str, int]]:
     return [(name, elements) for name in IN_FULL for elements in SIZES] + few
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize(("name", "elements"), cases())
 def test_slices_of_any_size_give_what_the_whole_gives(
     name: str, elements: int, load_in_slices: Any, unprocessed: Any
@@ -186,6 +210,7 @@ def test_refactored_in_slices(name: str, elements: int, load_in_slices: Any) -> 
     assert_same_tensors(in_slices, whole, tolerance=1e-12)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("left_out", NO_PROCESSING)
 @pytest.mark.parametrize("name", ["gpt2", "qwen2", "pythia"])
 def test_slices_with_a_step_left_out(name: str, left_out: str, load_in_slices: Any) -> None:

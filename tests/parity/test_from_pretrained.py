@@ -55,6 +55,12 @@ def load(request: pytest.FixtureRequest, hf_models: Any, checkpoints: Any, token
     return load
 
 
+@pytest.mark.cover(
+    ("name", "processing"),
+    ("processing", "n_devices"),
+    ("processing", "load"),
+    ("n_devices", "load"),
+)
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("n_devices", [1, 2, 3, 4])
 @pytest.mark.parametrize("processing", PROCESSING)
@@ -76,6 +82,7 @@ def test_every_processing_option_on_any_number_of_devices(
     assert_same_model(model, reference, tokens)
 
 
+@pytest.mark.cover(("name", "n_devices"), ("name", "load"))
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("n_devices", [1, 4])
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in IN_FULL])
@@ -231,6 +238,7 @@ def test_the_dtype_asked_for_may_differ_from_the_weights(
         torch.testing.assert_close(once_rounded, expected[name], rtol=2**-8, atol=1e-6)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("n_layers", [1, 3])
 @pytest.mark.parametrize("name", ["gpt2", "qwen2", "gemma-2"])
 def test_first_n_layers(

@@ -1,158 +1,22 @@
-"""Pairs of models with the same weights: one over several simulated devices, one on the CPU."""
+"""Models over the devices of a machine that is open for a whole module."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from tl_devicefix.patching.versions import has_hooked_transformer
 
-import pytest
-import torch
-from architectures import ARCHITECTURES, attention_only_config, load_hooked
-from hf_models import randomize
-from kinds import KINDS, Spread, devices_of, where_to
-from transformer_lens import HookedTransformer
-from unpatched_tl import transformer_lens_alone
-
-import tl_devicefix
-from tl_devicefix.simulation.machine import Machine
-
-
-@pytest.fixture(scope="session")
-def simulated(request: pytest.FixtureRequest) -> Callable[..., AbstractContextManager[Machine]]:
-    """`with simulated(4) as machine`: as `tl_devicefix.simulate`, and without it if --unpatched."""
-
-    @contextmanager
-    def simulated(*args: Any, **options: Any) -> Iterator[Machine]:
-        with tl_devicefix.simulate(*args, **options) as machine:
-            unpatched = request.config.getoption("--unpatched")
-            with transformer_lens_alone(machine) if unpatched else nullcontext():
-                yield machine
-
-    return simulated
-
-
-@pytest.fixture(scope="module")
-def machine(simulated: Any) -> Iterator[Machine]:
-    """A simulated machine of four devices, open for a whole module so that models are shared."""
-    with simulated(4) as machine:
-        yield machine
-
-
-@pytest.fixture(scope="session")
-def toys(tokenizer: Any) -> Callable[..., HookedTransformer]:
-    """`toys("sim:0", 4)`: an attention-only model that is built from its config."""
-
-    def build(device: str, n_devices: int) -> HookedTransformer:
-        cfg = attention_only_config(device=device)
-        cfg.n_devices = n_devices  # as an argument, TransformerLens would count CUDA devices
-        model = HookedTransformer(cfg, tokenizer)
-        randomize(model)  # always with the same values
-        return model
-
-    return build
-
-
-@pytest.fixture(scope="session")
-def from_pretrained(
-    hf_models: Any, tokenizer: Any, references: Any
-) -> Callable[..., HookedTransformer]:
-    """`from_pretrained("gpt2", n_devices=4)`: as users load it, on the machine that is entered."""
-
-    def load(name: str, **options: Any) -> HookedTransformer:
-        references(name)  # skips what TransformerLens itself cannot convert
-        return load_hooked(ARCHITECTURES[name], hf_models(name), tokenizer, **options)
-
-    return load
-
-
-@pytest.fixture(scope="module")
-def load(machine: Machine, from_pretrained: Any, toys: Any) -> Callable[..., Any]:
-    """`load("gpt2", 4)`: a model over four devices, for one test to change as it likes."""
-
-    def load(kind: str, spread: Spread = 4, **options: Any) -> HookedTransformer:
-        if kind == "attention-only":
-            model = toys("sim:0", spread)
-        else:
-            options = {**where_to(kind, spread), **KINDS[kind].options, **options}
-            model = from_pretrained(KINDS[kind].name, **options)
-        assert (len(devices_of(model)) > 1) == (spread != 1)
-        return model
-
-    return load
-
-
-@pytest.fixture(scope="module")
-def models(load: Any) -> Callable[..., HookedTransformer]:
-    """As `load`, but loaded once for the tests of a module: not to be changed."""
-    loaded: dict[Any, HookedTransformer] = {}
-
-    def get(kind: str, spread: Spread) -> HookedTransformer:
-        if (kind, spread) not in loaded:
-            loaded[kind, spread] = load(kind, spread)
-        return loaded[kind, spread]
-
-    return get
-
-
-@pytest.fixture
-def kind() -> str:
-    """Which of `KINDS` the model is; parametrise it for others."""
-    return "llama"
-
-
-@pytest.fixture
-def spread() -> Spread:
-    """Over how many devices the model lies; parametrise it for others."""
-    return 4
-
-
-@pytest.fixture
-def model(models: Any, kind: str, spread: Spread) -> HookedTransformer:
-    """The model under test, without traces of earlier tests."""
-    model = models(kind, spread)
-    _clean(model)
-    return model
-
-
-@pytest.fixture
-def on_cpu(references: Any) -> Callable[..., HookedTransformer]:
-    """`on_cpu("gpt2")`: as TransformerLens loads it there, without traces of earlier tests."""
-
-    def get(name: str, **options: Any) -> HookedTransformer:
-        reference = references(name, **options)
-        _clean(reference)
-        return reference
-
-    return get
-
-
-@pytest.fixture
-def reference(on_cpu: Any, toys: Any, kind: str) -> HookedTransformer:
-    """The same weights as `model` has, on the CPU."""
-    if kind == "attention-only":
-        return toys("cpu", 1)
-    return on_cpu(KINDS[kind].name, **KINDS[kind].options)
-
-
-def _clean(model: HookedTransformer) -> None:
-    model.reset_hooks(including_permanent=True)
-    model.zero_grad()
-    for block in model.blocks:
-        # TransformerLens keeps the ALiBi bias of the longest input, and adds a part of it to the
-        # attention scores of a shorter one that differs by a constant for each query.
-        block.attn.alibi = None
-
-
-@pytest.fixture(scope="session")
-def other_tokens(tokens: torch.Tensor) -> torch.Tensor:
-    """A second batch, to patch from."""
-    return tokens.flip(1)
-
-
-@pytest.fixture(scope="session")
-def mask(tokens: torch.Tensor) -> torch.Tensor:
-    """An attention mask for `tokens`, on the CPU: the first sequence has three pads on the left."""
-    mask = torch.ones_like(tokens)
-    mask[0, :3] = 0
-    return mask
+if has_hooked_transformer():
+    from spread_models import (  # noqa: F401
+        from_pretrained,
+        kind,
+        load,
+        machine,
+        mask,
+        model,
+        models,
+        on_cpu,
+        other_tokens,
+        reference,
+        simulated,
+        spread,
+        toys,
+    )

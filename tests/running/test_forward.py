@@ -23,6 +23,7 @@ def test_logits_and_loss(model: Any, reference: Any, tokens: torch.Tensor) -> No
     assert_agrees(actual, expected, home_of(model))
 
 
+@pytest.mark.cover
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("loss_per_token", [False, True])
 @pytest.mark.parametrize("return_type", ["logits", "loss", "both", None])
@@ -58,6 +59,7 @@ def test_a_string(prepend_bos: bool, model: Any, reference: Any) -> None:
     assert_agrees(actual, reference(SENTENCES[0], **options), home_of(model))
 
 
+@pytest.mark.cover
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("padding_side", ["left", "right"])
 @every_kind
@@ -69,6 +71,7 @@ def test_strings_are_padded_on_either_side(padding_side: str, model: Any, refere
     assert_agrees(actual, reference(SENTENCES, **options), home_of(model))
 
 
+@pytest.mark.cover
 @everywhere
 def test_an_attention_mask(
     model: Any, reference: Any, tokens: torch.Tensor, mask: torch.Tensor
@@ -91,6 +94,7 @@ def test_an_attention_mask_may_come_from_any_device(
     assert_agrees(actual, expected, home_of(model))
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("layer", [0, 1, 3, N_LAYERS, -1])
 @pytest.mark.parametrize(("kind", "spread"), [("gpt2", 4), ("bloom", "scattered")])
 def test_stopping_at_a_layer_returns_the_residual_stream_at_home(
@@ -101,6 +105,7 @@ def test_stopping_at_a_layer_returns_the_residual_stream_at_home(
     assert_agrees(model(tokens, stop_at_layer=layer), expected, home_of(model))
 
 
+@pytest.mark.cover
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("where", ["cpu", "sim:0", "sim:3"])
 @pytest.mark.parametrize("layer", [0, 1, 3, -1])
@@ -116,6 +121,7 @@ def test_starting_at_a_layer_takes_a_residual_stream_from_any_device(
     assert_agrees(actual, expected, home_of(model))
 
 
+@pytest.mark.cover
 @everywhere
 def test_running_from_one_layer_to_another_with_a_mask(
     model: Any, reference: Any, tokens: torch.Tensor, mask: torch.Tensor
@@ -130,6 +136,7 @@ def test_running_from_one_layer_to_another_with_a_mask(
     assert_agrees(actual, expected, home)
 
 
+@pytest.mark.cover
 @everywhere
 def test_a_prompt_in_pieces_with_a_kv_cache(
     model: Any, reference: Any, tokens: torch.Tensor

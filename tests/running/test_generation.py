@@ -26,6 +26,7 @@ def generate(model: Any, prompt: Any, **options: Any) -> Any:
     return model.generate(prompt, **{"max_new_tokens": 4, "verbose": False, **options})
 
 
+@pytest.mark.cover(("kind", "use_past_kv_cache"))
 @pytest.mark.parametrize("use_past_kv_cache", [True, False])
 @pytest.mark.parametrize("spread", [3, "scattered"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bloom", "unfolded pythia"])
@@ -49,6 +50,7 @@ def test_a_prompt_from_any_device(
     assert_agrees(actual, generate(reference, tokens, **options), home_of(model))
 
 
+@pytest.mark.cover
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("use_past_kv_cache", [True, False])
 @every_kind
@@ -82,6 +84,7 @@ def test_a_prompt_of_embeddings(model: Any, reference: Any, tokens: torch.Tensor
     assert_agrees(actual, generate(reference, reference.embed(tokens), **options), home_of(model))
 
 
+@pytest.mark.cover
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("sampling", SAMPLING.values(), ids=SAMPLING)

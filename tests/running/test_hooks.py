@@ -27,6 +27,7 @@ def ablate_head(value: torch.Tensor, hook: Any) -> torch.Tensor:
     return value
 
 
+@pytest.mark.cover
 @everywhere
 def test_a_hook_on_each_block(model: Any, reference: Any, tokens: torch.Tensor) -> None:
     hooks = [(name, double) for name in RESIDUALS]
@@ -49,6 +50,7 @@ def test_a_hook_sees_its_activation_where_it_is_computed(model: Any, tokens: tor
     assert seen == {name: model.placement.device_of(name) for name in seen}
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize(
     ("name", "hook"),
     [
@@ -81,6 +83,7 @@ def replace_last_position(value: torch.Tensor, hook: Any, clean: Any) -> torch.T
     return value
 
 
+@pytest.mark.cover
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("patch", [replace, replace_last_position])
 @pytest.mark.parametrize("layer", range(N_LAYERS))
@@ -158,6 +161,7 @@ def test_hooks_in_a_context(model: Any, reference: Any, tokens: torch.Tensor) ->
     assert_agrees(model(tokens), plain, home_of(model))
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("spread", [4, "scattered"])
 @pytest.mark.parametrize(
     "options",

@@ -26,6 +26,7 @@ def assert_runs(model: Any, reference: Any, tokens: torch.Tensor) -> None:
     assert_agrees([logits, in_pieces, cache], [expected, expected, expected_cache], home)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("spread", [1, 4])
 @pytest.mark.parametrize(
     ("move", "device"),

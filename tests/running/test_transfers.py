@@ -34,6 +34,7 @@ def at_home(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return tokens.to(home_of(model))
 
 
+@pytest.mark.cover
 @every_number
 @every_kind
 def test_a_forward_copies_the_residual_stream_once_from_device_to_device(
@@ -64,6 +65,7 @@ def test_tokens_and_strings_add_one_copy(
     assert (with_loss[0].target, with_loss[0].shape) == (home_of(model), tokens.shape)
 
 
+@pytest.mark.cover
 @every_number
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bloom"])
 def test_an_attention_mask_adds_one_copy_for_each_further_device(

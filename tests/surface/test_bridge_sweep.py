@@ -120,7 +120,8 @@ def every_call() -> Iterator[Any]:
                     yield pytest.param(name, case, kind, n)
 
 
-@pytest.mark.parametrize(("name", "case", "kind", "n_devices"), every_call())
+@pytest.mark.cover(("name", "case", "kind"), ("kind", "n_devices"))
+@pytest.mark.parametrize(("name", "case", "kind", "n_devices"), list(every_call()))
 def test_it_is_as_on_one_device(
     name: str, case: str, kind: str, n_devices: int, runs: Any, sweep: Sweep
 ) -> None:

@@ -92,7 +92,8 @@ def every_call() -> Iterator[Any]:
                     yield pytest.param(name, case, kind, n, marks=marks)
 
 
-@pytest.mark.parametrize(("name", "case", "kind", "n_devices"), every_call())
+@pytest.mark.cover(("name", "case", "kind"), ("name", "case", "n_devices"), ("kind", "n_devices"))
+@pytest.mark.parametrize(("name", "case", "kind", "n_devices"), list(every_call()))
 def test_it_is_as_on_one_device(
     name: str,
     case: str,

@@ -1,0 +1,261 @@
+"""`estimate`: what a job takes on each device, and what would fit if it does not."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from ast import literal_eval
+from typing import Any
+
+import pytest
+import torch
+from architectures import ALL_ARCHITECTURES, load_hooked
+from hf_models import N_CTX
+
+import tl_devicefix
+from tl_devicefix import Estimate, estimate
+from tl_devicefix.__main__ import main
+
+GIB = 2**30
+FAMILIES = (
+    *("meta-llama/Llama-2-7b-hf", "meta-llama/Llama-2-70b-hf", "meta-llama/Meta-Llama-3-8B"),
+    *("mistralai/Mistral-7B-v0.1", "Qwen/Qwen2-7B", "google/gemma-7b", "google/gemma-2-9b"),
+    "EleutherAI/pythia-6.9b",
+)
+
+
+def kept(model: Any, job: Any) -> Any:
+    tokens = torch.zeros(job.batch, job.ctx, dtype=torch.long)
+    with torch.no_grad():
+        return model.run_with_cache(tokens, names_filter=job.keeps, return_cache_object=False)[1]
+
+
+@pytest.mark.cover(("name", "cache"))
+@pytest.mark.parametrize("n_devices", [1, 3])
+@pytest.mark.parametrize("cache", ["all", "resid_post,z", None])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "pythia"])
+def test_it_is_what_a_loaded_model_takes(
+    name: str, cache: str | None, n_devices: int, hf_models: Any, references: Any, tokenizer: Any
+) -> None:
+    """Within 5% for weights and caches, and 15% for the peak."""
+    references(name)  # skips where TransformerLens itself cannot read it
+    devices = range(n_devices)
+    with tl_devicefix.simulate(n_devices) as machine:
+        architecture = ALL_ARCHITECTURES[name]
+        model = load_hooked(architecture, hf_models(name), tokenizer, n_devices=n_devices)
+        cfg = copy.deepcopy(model.cfg)
+        found = None
+        weights = [machine.memory_allocated(i) for i in devices]
+        for index in devices:
+            machine.reset_peak_memory_stats(index)
+        job = tl_devicefix.before_loading.usage.Job(batch=4, ctx=N_CTX // 2, cache=cache)
+        cached = kept(model, job)
+        peaks = [machine.max_memory_allocated(i) for i in devices]
+        held = [machine.memory_allocated(i) - weights[i] for i in devices]
+        del cached, model
+
+    found = estimate(cfg, n_devices, batch=job.batch, ctx=job.ctx, cache=cache)
+
+    assert [d.weights + d.buffers for d in found.devices] == pytest.approx(weights, rel=0.05)
+    assert [d.cached for d in found.devices] == pytest.approx(held, rel=0.05)
+    running = [d.weights + d.buffers + d.cached + d.working for d in found.devices]
+    assert running == pytest.approx(peaks, rel=0.15)
+
+
+def test_the_kv_cache_is_that_of_all_tokens() -> None:
+    found = estimate("gpt2", batch=2, ctx=100, generate=29)
+    tokens, width, layers = 128, 768, 12
+    in_blocks = 2 * 2 * tokens * width * 4 * layers
+    attention_mask = 2 * tokens * 8
+    assert found.devices[0].kv_cache == pytest.approx(in_blocks + attention_mask, rel=0.01)
+
+
+def test_gradients_take_those_of_the_weights_and_more() -> None:
+    plain, with_gradients = estimate("gpt2"), estimate("gpt2", gradients=True)
+    weights = plain.devices[0].weights
+    assert plain.devices[0].working < weights < with_gradients.devices[0].working
+
+
+@pytest.mark.parametrize("where", ["cpu", 1])
+def test_gathering_takes_the_largest_stack_there(where: str | int) -> None:
+    found = estimate("gpt2", 2, gather=where, ctx=8)
+    gathered = {each.device: each.gathered for each in found.devices if each.gathered}
+    assert gathered == {str(where): 12 * 768 * 3072 * 4}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_family_is_estimated_without_the_network(name: str) -> None:
+    found = estimate(name, 2, dtype="bfloat16", max_memory="80GiB", ctx=16)
+    assert found.fits == (sum(each.weights for each in found.devices) < 2 * 79 * GIB)
+    assert name in repr(found)
+
+
+def test_unequal_devices_are_used_by_what_they_have() -> None:
+    found = estimate(
+        "meta-llama/Llama-2-70b-hf", dtype="bfloat16", max_memory={0: "70GiB", 1: "100GiB"}, ctx=16
+    )
+    small, large = found.devices
+    assert small.weights < large.weights
+    assert found.fits
+
+
+@pytest.mark.parametrize(
+    ("options", "change"),
+    [
+        ({"max_memory": "4GiB"}, "n_devices"),
+        ({"max_memory": "4GiB"}, "dtype"),
+        ({"batch": 16, "ctx": 512, "max_memory": "7GiB"}, "batch"),
+        ({"batch": 16, "ctx": 512, "max_memory": "7GiB"}, "ctx"),
+        ({"n_devices": 2, "device_map": "sequential", "max_memory": "4.7GiB"}, "device_map"),
+    ],
+)
+def test_what_it_says_would_fit_does(options: dict[str, Any], change: str) -> None:
+    options["first_n_layers"] = 4
+    found = estimate("EleutherAI/pythia-6.9b", **options)
+    assert not found.fits
+    told = re.search(rf"{change}='?(\w+)", found.advice)
+    assert told is not None, found.advice
+    value = int(told[1]) if told[1].isdecimal() else told[1]
+
+    changed = estimate("EleutherAI/pythia-6.9b", **{**options, change: value})
+
+    assert changed.fits
+
+
+def test_it_says_what_to_leave_uncached() -> None:
+    options: Any = {"ctx": 256, "batch": 4, "first_n_layers": 4, "max_memory": "700MiB"}
+    found = estimate("gpt2", cache="all", **options)
+    assert "caching resid_post only" in found.advice
+    assert estimate("gpt2", cache="resid_post", **options).fits
+
+
+def test_where_no_single_change_would_do_it_says_so() -> None:
+    found = estimate("gpt2", n_devices=16, dtype="bfloat16", max_memory="1MiB", ctx=8)
+    assert found.advice.startswith("No single change would do")
+
+
+def test_printing_shows_a_table_and_the_verdict() -> None:
+    lines = repr(estimate("gpt2", 2, cache="resid_post", max_memory="24GiB")).splitlines()
+    assert lines[0] == "gpt2, float32: batch 1, 1024 tokens, caching resid_post"
+    heads = ("device", "components", "weights", "buffers", "cached", "working", "total", "headroom")
+    assert lines[1].split() == list(heads)
+    assert lines[2].startswith("0 (home)  embed, pos_embed, blocks.0, ln_final, unembed")
+    assert lines[-1] == "It fits."
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch": 0}, "batch=0 is no number of sequences: give an int, at least 1"),
+        ({"n_devices": 0}, "n_devices=0 is no number of devices"),
+        ({"cache": "resid_pots"}, "names 'resid_pots', which is no hook .* 'resid_post'"),
+        ({"cache": ""}, "cache='' is no text"),
+        ({"cache": ["z"]}, "is no text such as"),
+        ({"gather": 1}, "gather=1 is no place to gather: give 'cpu' or an index < 1"),
+        ({"ctx": 1000, "generate": 100}, "1100 tokens are more than the model's n_ctx of 1024"),
+        ({"gather": "sim:7"}, "gather='sim:7' is no place"),
+        ({"max_memory": "much"}, "'much' is no size"),
+    ],
+)
+def test_arguments_that_make_no_sense(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        estimate("gpt2", **{"ctx": 8, **options})
+
+
+@pytest.mark.parametrize("model", [None, 3])
+def test_what_is_no_model(model: Any) -> None:
+    with pytest.raises(ValueError, match="is neither a model's name"):
+        estimate(model)
+
+
+def test_an_argument_that_does_not_exist() -> None:
+    with pytest.raises(TypeError, match="no argument 'frist_n_layers'"):
+        estimate("gpt2", frist_n_layers=2)
+
+
+@pytest.mark.parametrize("cache", ["resid_post,z", " resid_post , hook_z"])
+def test_cached_names_are_whole_and_may_have_spaces_between(cache: str) -> None:
+    both = estimate("gpt2", cache=cache, ctx=8).devices[0].cached
+    assert both == 2 * 12 * 8 * 768 * 4
+
+
+def test_devices_may_be_named_as_where_there_are_gpus() -> None:
+    found = estimate("gpt2", device_map={"": "cuda:0", "blocks.3": "cuda:1"}, ctx=8)
+    assert [each.components for each in found.devices][1] == "blocks.3"
+    assert estimate("gpt2", max_memory={"cuda:1": "24GiB"}, ctx=8).devices[0].capacity == 80 * GIB
+
+
+def test_what_runs_on_the_cpu_is_listed() -> None:
+    found = estimate("gpt2", device_map={"": 0, "unembed": "cpu"}, ctx=8)
+    assert [each.components for each in found.devices][1] == "unembed"
+    assert sum(each.weights for each in found.devices) == estimate("gpt2").devices[0].weights
+
+
+def test_generating_is_without_gradients_and_without_the_forward_s_peak() -> None:
+    plain = estimate("gpt2", 2, generate=8, ctx=256)
+    both = estimate("gpt2", 2, generate=8, ctx=256, gradients=True)
+    assert [d.kv_cache for d in plain.devices] == [d.kv_cache for d in both.devices]
+    forward = estimate("gpt2", 2, ctx=256)
+    assert plain.devices[1].working < forward.devices[1].working
+
+
+def test_gradients_of_offloaded_blocks_are_on_the_host() -> None:
+    found = estimate("gpt2", gradients=True, ctx=8, device_map={"": 0, "blocks": "cpu"})
+    assert found.devices[-1].total == 2 * found.devices[-1].weights > 0
+
+
+# --------------------------------------------------------------------------------------------
+# The command line
+
+
+def test_the_command_prints_the_table_and_whether_it_fits(capsys: Any) -> None:
+    status = main(["plan", "gpt2", "--n-devices", "2", "--cache", "resid_post"])
+    assert status == 0
+    assert capsys.readouterr().out.rstrip().endswith("It fits.")
+
+
+def test_the_command_fails_if_it_does_not_fit(capsys: Any) -> None:
+    status = main(["plan", "gpt2", "--max-memory", "0=100MiB,1=100MiB", "--ctx", "8"])
+    assert status == 1
+    assert "It does not fit: device 0 (home) needs" in capsys.readouterr().out
+
+
+def test_the_command_gives_json(capsys: Any) -> None:
+    device_map = '{"": 0, "blocks.3": 1}'
+    main(["plan", "gpt2", "--n-devices", "2", "--device-map", device_map, "--json", "--ctx", "8"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] is True
+    assert [each["components"] for each in found["devices"]][1] == "blocks.3"
+    expected: Estimate = estimate("gpt2", 2, device_map={"": 0, "blocks.3": 1}, ctx=8)
+    assert found == json.loads(json.dumps(expected.to_dict()))
+
+
+def test_the_command_says_what_is_wrong_in_a_sentence(capsys: Any) -> None:
+    assert main(["plan", "nosuchmodel"]) == 1
+    assert "'nosuchmodel' is no model that TransformerLens lists" in capsys.readouterr().err
+
+
+def test_blocks_that_do_not_fit_are_estimated_on_the_host() -> None:
+    limits = {0: "24GiB", 1: "20GiB", "cpu": "200GiB"}
+    found = estimate("meta-llama/Llama-2-70b-hf", dtype="bfloat16", max_memory=limits, ctx=16)
+    on_host = found.devices[-1]
+    assert [each.device for each in found.devices] == ["0 (home)", "1", "cpu"]
+    assert on_host.weights == found.placement.bytes_on("cpu") > 80 * GIB
+    assert on_host.headroom == 200 * GIB - on_host.weights
+
+
+def test_a_limit_with_which_it_would_fit_is_told_and_does() -> None:
+    room = {0: "4GiB", "cpu": "10GiB"}
+    options: Any = {"first_n_layers": 8, "batch": 4, "ctx": 512}
+    found = estimate("EleutherAI/pythia-6.9b", max_memory=room, **options)
+    assert not found.fits
+    told = re.search(r"max_memory=(\{.*?\})", found.advice)
+    assert told is not None, found.advice
+
+    changed = estimate(
+        "EleutherAI/pythia-6.9b", max_memory=literal_eval(told[1]), memory=room, **options
+    )
+
+    assert changed.fits
+    assert changed.devices[-1].weights > 0

@@ -1,0 +1,44 @@
+"""Models to check: spread over the devices of `machine`, for one test to change as it likes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from architectures import ALL_ARCHITECTURES, TOYS, load_hooked
+from hf_models import randomize
+from transformer_lens import HookedTransformer
+
+
+@pytest.fixture
+def load(
+    machine: Any, hf_models: Any, tokenizer: Any, references: Any
+) -> Callable[..., HookedTransformer]:
+    """`load("gpt2", n_devices=3)`: by default over four devices. Toys are built from configs."""
+
+    def load(name: str, n_devices: int = 4, **options: Any) -> HookedTransformer:
+        if name in TOYS:
+            cfg = TOYS[name]()
+            cfg.device, cfg.n_devices = "sim:0", n_devices
+            model = HookedTransformer(cfg)
+            randomize(model)
+            return model
+        references(name)  # skips what TransformerLens itself cannot convert
+        architecture, hf_model = ALL_ARCHITECTURES[name], hf_models(name)
+        return load_hooked(architecture, hf_model, tokenizer, n_devices=n_devices, **options)
+
+    return load
+
+
+@pytest.fixture
+def model(load: Any) -> HookedTransformer:
+    """A Llama over four devices; each version of TransformerLens would spread it otherwise."""
+    blocks = {f"blocks.{layer}": device for layer, device in enumerate((0, 1, 2, 2, 3))}
+    return load("llama", n_devices=1, device_map={"": 0, **blocks})
+
+
+@pytest.fixture
+def reference(references: Any) -> HookedTransformer:
+    """The same weights on the CPU."""
+    return references("llama")

@@ -1,0 +1,77 @@
+"""A cover of a product: some of its combinations, with every value, and every pair that matters.
+
+A test that is parametrised over several things runs once for each combination of them. Marked with
+`cover`, it runs for a few in the default run, and for all with `pytest --full`:
+
+    @pytest.mark.cover                       # every value of every parameter
+    @pytest.mark.cover(("kind", "spread"))   # and every kind on every spread
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+
+import pytest
+
+Combination = Mapping[str, Hashable]
+"""Name of a parameter -> its value."""
+
+
+def covering(
+    product: Sequence[Combination], groups: Iterable[Sequence[str]] = ()
+) -> list[Combination]:
+    """The combinations of a product, in its order, that together have all that it has.
+
+    Args:
+        product: the combinations that exist, which may be fewer than values allow.
+        groups: parameters of which every combination of values is to be there that the product
+            has; of every other parameter, every value.
+    """
+    groups = [tuple(group) for group in groups]
+    has = [_what_it_has(combination, groups) for combination in product]
+    order = list(range(len(product)))
+    random.Random(0).shuffle(order)  # so that no value is chosen more often for being the first
+    seen: set[Hashable] = set()
+    chosen = []
+    for n_new in range(max(map(len, has), default=0), 0, -1):  # first what adds most
+        for index in order:
+            if len(has[index] - seen) == n_new:
+                seen |= has[index]
+                chosen.append(index)
+    return [product[index] for index in sorted(chosen)]
+
+
+def _what_it_has(
+    combination: Combination, groups: Sequence[tuple[str, ...]]
+) -> frozenset[Hashable]:
+    of_groups = [
+        tuple((name, combination[name]) for name in group if name in combination)
+        for group in groups
+    ]
+    return frozenset([*combination.items(), *of_groups])
+
+
+def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """The tests that the default run leaves out, as others of their function cover them."""
+    functions: dict[tuple[pytest.Collector | None, str], list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("cover"):
+            functions.setdefault((item.parent, item.originalname), []).append(item)
+    return [item for tests in functions.values() for item in _left_out_of(tests)]
+
+
+def _left_out_of(tests: Sequence[pytest.Function]) -> list[pytest.Item]:
+    product = [_combination_of(test) for test in tests]
+    groups = [group for mark in tests[0].iter_markers("cover") for group in mark.args]
+    kept = {id(combination) for combination in covering(product, groups)}
+    return [test for test, combination in zip(tests, product) if id(combination) not in kept]
+
+
+def _combination_of(test: pytest.Function) -> Combination:
+    """The test's parameters; whether it fails unpatched is one more, so that some still do."""
+    values: dict[str, Hashable] = {
+        name: value if isinstance(value, (str, int)) else repr(value)
+        for name, value in test.callspec.params.items()
+    }
+    return {**values, "fails_unpatched": test.get_closest_marker("fails_unpatched") is not None}

@@ -1,0 +1,212 @@
+"""What is true of every model that is loaded: where it is, what it holds, what it shares."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import transformers.utils.logging as hf_logging
+from architectures import ARCHITECTURES, load_hooked
+from transformer_lens import HookedTransformer
+
+NO_PROCESSING = {"fold_ln": False, "center_writing_weights": False, "center_unembed": False}
+
+
+@pytest.fixture
+def load(hf_models: Any, tokenizer: Any) -> Any:
+    """`load("gpt2", torch.bfloat16, n_devices=4)`, from a Hugging Face model of that dtype."""
+
+    def load(
+        name: str, dtype: torch.dtype = torch.float32, hf_model: Any = None, **options: Any
+    ) -> HookedTransformer:
+        hf_model = hf_models(name, dtype) if hf_model is None else hf_model
+        return load_hooked(ARCHITECTURES[name], hf_model, tokenizer, dtype=dtype, **options)
+
+    return load
+
+
+def tensors_of(model: HookedTransformer) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def component_of(name: str) -> str:
+    parts = name.split(".")
+    return ".".join(parts[: 2 if parts[0] == "blocks" else 1])
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"n_devices": 2, "device": "sim:2"}, {"n_devices": 4}, {"device_map": "auto"}],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["gpt2", "gemma-2", "bloom", "opt"])
+def test_every_parameter_and_buffer_is_where_the_placement_says(
+    name: str, options: dict[str, Any], load: Any, machine: Any
+) -> None:
+    model = load(name, **options)
+
+    planned = model.placement.device_map
+    assert {component_of(name) for name in tensors_of(model)} <= planned.keys()
+    for name, tensor in tensors_of(model).items():
+        assert tensor.device == planned[component_of(name)], name
+        assert not tensor.is_meta, name
+    assert model.cfg.device == str(model.placement.home)
+    assert model.cfg.n_devices == len(model.placement.devices) == len(set(planned.values()))
+
+
+def test_a_device_map_is_followed(load: Any, machine: Any) -> None:
+    device_map = {"": "sim:1", "blocks.0": 3, "blocks.3": 0}
+
+    model = load("gpt2", device_map=device_map)
+
+    on = {component_of(name): str(tensor.device) for name, tensor in model.named_parameters()}
+    assert on.pop("blocks.0") == "sim:3"
+    assert on.pop("blocks.3") == "sim:0"
+    assert set(on.values()) == {"sim:1"}
+
+
+def test_a_model_may_be_loaded_without_processing_over_several_devices(
+    checkpoints: Any, machine: Any
+) -> None:
+    model = HookedTransformer.from_pretrained_no_processing(
+        checkpoints("gpt2"), device_map="balanced"
+    )
+    assert len(model.placement.devices) == 4
+    assert model.cfg.normalization_type == "LN"
+
+
+def test_max_memory_bounds_what_is_on_a_device(load: Any, machine: Any) -> None:
+    model = load("gpt2", n_devices=2, max_memory={0: "40KB"})
+    del model.placement
+    gc.collect()
+    assert 0 < machine.memory_allocated("sim:0") <= 40_000
+
+
+def test_move_to_device_false_leaves_the_model_on_the_cpu(load: Any, machine: Any) -> None:
+    model = load("gpt2", move_to_device=False)
+    assert {str(tensor.device) for tensor in tensors_of(model).values()} == {"cpu"}
+    assert [machine.max_memory_allocated(i) for i in range(4)] == [0] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["gpt2", "qwen2", "gemma-2", "opt"])
+def test_a_device_holds_its_share_and_while_loading_one_component_more(
+    name: str, dtype: torch.dtype, load: Any, machine: Any
+) -> None:
+    model = load(name, dtype, n_devices=4)
+    gc.collect()
+
+    for device in model.placement.devices:
+        here = [c for c in model.placement.components if c.device == device]
+        share = model.placement.bytes_on(device)
+        in_float32 = max(c.weights for c in here) * 4 // dtype.itemsize
+        assert machine.memory_allocated(device) == share
+        # While it is folded in float32, what the source has of it may lie there too; but then it
+        # is not in the share yet. Together they need at most a quarter more.
+        assert machine.max_memory_allocated(device) <= share + 1.25 * in_float32
+
+
+def test_every_tensor_crosses_to_its_device_and_no_other(load: Any, machine: Any) -> None:
+    load("qwen2", n_devices=4)
+    assert {transfer.source.type for transfer in machine.transfers} == {"cpu"}
+
+
+@pytest.mark.cover(("name", "options"))
+@pytest.mark.parametrize("options", [{}, NO_PROCESSING], ids=["processed", "not processed"])
+@pytest.mark.parametrize("device", ["cpu", "sim:1"])
+@pytest.mark.parametrize("name", ["gpt2", "qwen2", "gemma-2", "bloom"])
+def test_no_two_parameters_share_memory_not_even_tied_embeddings(
+    name: str, device: str, options: dict[str, Any], load: Any, machine: Any
+) -> None:
+    model = load(name, device=device, **options)
+
+    for (one, tensor), (other, another) in itertools.combinations(model.named_parameters(), 2):
+        if tensor.numel() and another.numel():
+            addresses = tensor.untyped_storage().data_ptr(), another.untyped_storage().data_ptr()
+            assert addresses[0] != addresses[1], (one, other)
+    before = model.W_U.detach().clone()
+    with torch.no_grad():
+        model.W_E.zero_()
+    assert torch.equal(model.W_U.detach(), before)
+
+
+@pytest.mark.cover(("name", "options"))
+@pytest.mark.parametrize("options", [{}, NO_PROCESSING], ids=["processed", "not processed"])
+@pytest.mark.parametrize("device", ["cpu", "sim:1"])
+@pytest.mark.parametrize("name", ["gpt2", "qwen2", "bloom"])
+def test_the_model_and_the_hf_model_share_nothing(
+    name: str,
+    device: str,
+    options: dict[str, Any],
+    load: Any,
+    hf_models: Any,
+    snapshot: Any,
+    machine: Any,
+) -> None:
+    before = snapshot(hf_models(name))
+
+    model = load(name, device=device, **options)
+    before.assert_unchanged()
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    before.assert_unchanged()
+
+
+def test_changing_the_hf_model_afterwards_does_not_change_the_model(
+    checkpoints: Any, load: Any
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    hf_model = AutoModelForCausalLM.from_pretrained(checkpoints("gpt2"))
+    model = load("gpt2", hf_model=hf_model, device="cpu", **NO_PROCESSING)
+    before = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
+    with torch.no_grad():
+        for parameter in hf_model.parameters():
+            parameter.zero_()
+
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors_of(model).items())
+
+
+def test_an_hf_model_that_is_on_devices_itself_stays_there(
+    checkpoints: Any, load: Any, snapshot: Any, machine: Any
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    hf_model = AutoModelForCausalLM.from_pretrained(checkpoints("qwen2"))
+    for i, layer in enumerate(hf_model.model.layers):
+        layer.to(f"sim:{3 - i % 4}")
+    before = snapshot(hf_model)
+
+    model = load("qwen2", hf_model=hf_model, n_devices=4)
+
+    before.assert_unchanged()
+    reference = load("qwen2", device="cpu")
+    for name, tensor in model.named_parameters():
+        assert tensor.device == model.placement.device_of(name)
+        assert torch.equal(tensor.detach().cpu(), reference.get_parameter(name).detach()), name
+
+
+def test_a_progress_bar_is_shown_unless_transformers_shows_none(
+    load: Any, capfd: pytest.CaptureFixture[str], machine: Any
+) -> None:
+    were_shown = hf_logging.is_progress_bar_enabled()
+    try:
+        hf_logging.enable_progress_bar()
+        load("gpt2", n_devices=2)
+        shown = capfd.readouterr().err
+        hf_logging.disable_progress_bar()
+        load("gpt2", n_devices=2)
+        hidden = capfd.readouterr().err
+    finally:
+        if were_shown:
+            hf_logging.enable_progress_bar()
+
+    assert "Loading components" in shown
+    assert "100%" in shown
+    assert hidden == ""

@@ -1,0 +1,198 @@
+"""Moving, copying, saving and changing a model with offloaded blocks."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import NO_PROCESSING
+from comparison import assert_agrees, assert_same_weights
+from kinds import devices_of, home_of
+from offloads import HOST, assert_at_rest, every_offload, offloaded_blocks
+from transformer_lens.train import HookedTransformerTrainConfig
+
+import tl_devicefix
+from tl_devicefix.running.forward import is_aligned
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("device", ["sim:1", "cpu", "sim:0"])
+@every_offload
+def test_a_device_gathers_the_model(
+    device: str, offload: str, load: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    model = load("llama", offload)
+
+    model.to(device)
+
+    assert devices_of(model) == {device}
+    assert model.placement.memories == (torch.device(device),)
+    assert not is_aligned(model)
+    assert all("forward" not in vars(module) for module in model.modules())
+    assert_agrees(model(tokens), reference(tokens), torch.device(device))
+
+
+@every_offload
+def test_a_dtype_keeps_the_blocks_on_the_host(
+    offload: str, load: Any, on_cpu: Any, tokens: torch.Tensor
+) -> None:
+    model = load("llama", offload)
+    before = offloaded_blocks(model)
+
+    model.to(torch.float64)
+
+    assert offloaded_blocks(model) == before
+    assert_at_rest(model)
+    assert_agrees(model(tokens), copy.deepcopy(on_cpu("llama")).to(torch.float64)(tokens))
+
+
+@every_offload
+def test_a_copy_runs_by_itself(
+    offload: str, load: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    model = load("llama", offload)
+    model(tokens)
+
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    del model
+    gc.collect()
+
+    assert_at_rest(copied)
+    assert_agrees(copied(tokens), reference(tokens), home_of(copied))
+    assert_at_rest(copied)
+
+
+def test_a_pickled_model_runs_where_it_is_put(
+    load: Any, reference: Any, tokens: torch.Tensor, tmp_path: Path
+) -> None:
+    torch.save(load("llama", "some of three devices"), tmp_path / "model.pt")
+
+    model = torch.load(tmp_path / "model.pt", map_location="cpu", weights_only=False)
+
+    assert devices_of(model) == {"cpu"}
+    assert_agrees(model(tokens), reference(tokens), HOST)
+
+
+def test_a_state_dict_goes_in_and_out(load: Any, reference: Any, tokens: torch.Tensor) -> None:
+    model, other = load("llama", "all of one device"), load("llama", "some of three devices")
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+
+    other.load_state_dict(model.state_dict())
+
+    assert_at_rest(other)
+    assert_agrees(other(tokens), reference(tokens), home_of(other))
+
+
+@every_offload
+def test_weights_are_processed_on_the_device_and_kept_on_the_host(
+    offload: str, load: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    model = load("llama", offload, **NO_PROCESSING)
+
+    model.process_weights_()
+
+    assert_at_rest(model)
+    assert_agrees(model(tokens).log_softmax(-1), reference(tokens).log_softmax(-1), home_of(model))
+
+
+@every_offload
+def test_placing_anew_changes_nothing(
+    offload: str, load: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    model = load("llama", offload)
+    before = model.placement
+
+    model.move_model_modules_to_device()
+    model.setup()
+
+    assert model.placement == before
+    assert_at_rest(model)
+    assert_agrees(model(tokens), reference(tokens), home_of(model))
+
+
+class Probe(torch.nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.linspace(-1, 1, width))
+
+    def forward(self, residual: torch.Tensor) -> torch.Tensor:
+        return residual * self.scale
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("device", ["sim:0", "sim:3", "cpu"])
+@every_offload
+def test_attached_modules_run_wherever_they_are(
+    device: str, offload: str, load: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    model, reference = load("llama", offload), copy.deepcopy(reference)
+    if device == "sim:3":
+        device = str(model.placement.devices[-1])
+    for each, there in ((model, device), (reference, "cpu")):
+        each.blocks[3].mlp = Probe(each.cfg.d_model).to(there)
+        each.setup()
+
+    assert_agrees(model(tokens), reference(tokens), home_of(model))
+    assert model.blocks[3].mlp.scale.device == torch.device(device)
+
+
+@pytest.mark.parametrize("kind", ["mixtral"])
+def test_torch_s_modules_of_transformer_lens_itself_are_left_alone(
+    kind: str, load: Any, on_cpu: Any
+) -> None:
+    on_cpu(kind, **NO_PROCESSING)
+    model = load(kind, "all of one device", **NO_PROCESSING)
+    with_forward = [name for name, module in model.named_modules() if "forward" in vars(module)]
+    assert with_forward == [f"blocks.{layer}" for layer in range(5)]
+
+
+def test_it_runs_without_the_patches_too(model: Any, reference: Any, tokens: torch.Tensor) -> None:
+    at_home = tokens.to(home_of(model))
+    with tl_devicefix.unpatched():
+        assert_agrees(model(at_home), reference(tokens))
+    assert_at_rest(model)
+
+
+def test_several_threads_may_run_it(model: Any, reference: Any, tokens: torch.Tensor) -> None:
+    def run(tokens: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return model(tokens)
+
+    batches = [tokens.roll(i, 1) for i in range(8)]
+    with ThreadPoolExecutor(4) as threads:
+        assert_agrees(list(threads.map(run, batches)), [reference(each) for each in batches])
+    assert_at_rest(model)
+
+
+@pytest.mark.parametrize("offload", ["some of one device", "some of three devices"])
+def test_train_leaves_the_blocks_on_the_host(
+    offload: str, load: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    model, reference = load("llama", offload), copy.deepcopy(reference)
+    data = [{"tokens": row} for row in tokens]
+    options = {
+        "num_epochs": 1,
+        "batch_size": 2,
+        "lr": 1e-2,
+        "optimizer_name": "SGD",
+        "wandb": False,
+    }
+
+    from transformer_lens.train import train  # the patched one
+
+    for each, device in ((model, None), (reference, "cpu")):
+        torch.manual_seed(0)
+        train(each, HookedTransformerTrainConfig(device=device, **options), data)
+
+    assert_at_rest(model)
+    assert_same_weights(model, reference)

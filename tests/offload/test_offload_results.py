@@ -1,0 +1,251 @@
+"""A model with offloaded blocks gives what a model on one device gives."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from architectures import NO_PROCESSING
+from comparison import assert_agrees, assert_same_weights
+from kinds import home_of, new_kv_cache
+from offloads import HOST, assert_at_rest, every_kind, every_offload, offloaded_blocks
+
+import tl_devicefix
+from tl_devicefix.simulation.machine import Machine
+
+
+@pytest.mark.fails_unpatched
+@every_kind
+@every_offload
+def test_a_model_is_loaded_folded_and_stored_on_the_host(
+    offload: str, model: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    assert len(offloaded_blocks(model)) > 1
+    assert_at_rest(model)
+    assert_same_weights(model, reference)
+    assert_agrees(model(tokens), reference(tokens), home_of(model))
+    assert_at_rest(model)
+
+
+@every_kind
+@every_offload
+def test_caches_are_the_same_and_where_the_blocks_run(
+    offload: str, model: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    expected_logits, expected = reference.run_with_cache(tokens)
+
+    logits, cache = model.run_with_cache(tokens)
+
+    assert_agrees([logits, cache], [expected_logits, expected], home_of(model))
+    stored = getattr(cache.cache_dict, "stored", lambda: cache.cache_dict)()
+    for layer in range(model.cfg.n_layers):
+        there = model.placement.device_of(f"blocks.{layer}")
+        assert stored[f"blocks.{layer}.hook_resid_mid"].device == there
+
+
+@pytest.mark.cover
+@every_offload
+@pytest.mark.parametrize("kind", ["mixtral", "pythia", "bloom", "gemma-2"])
+def test_other_architectures_are_the_same_too(
+    kind: str, offload: str, load: Any, on_cpu: Any, tokens: torch.Tensor
+) -> None:
+    model, reference = load(kind, offload, **NO_PROCESSING), on_cpu(kind, **NO_PROCESSING)
+
+    assert_agrees(model(tokens), reference(tokens), home_of(model))
+    assert_at_rest(model)
+
+
+@pytest.mark.cover
+@every_kind
+@every_offload
+def test_generating_is_the_same(
+    offload: str, model: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    options = {"max_new_tokens": 4, "do_sample": False, "stop_at_eos": False, "verbose": False}
+    in_pieces = new_kv_cache(model, len(tokens))
+
+    assert_agrees(
+        model.generate(tokens.to(home_of(model)), **options),
+        reference.generate(tokens, **options),
+        home_of(model),
+    )
+    model(tokens[:, :4], past_kv_cache=in_pieces)
+    assert_agrees(
+        model(tokens[:, 4:], past_kv_cache=in_pieces), reference(tokens)[:, 4:], home_of(model)
+    )
+    keys = [entry.past_keys.device for entry in in_pieces.entries]
+    assert keys == [model.placement.device_of(f"blocks.{i}") for i in range(model.cfg.n_layers)]
+
+
+@every_offload
+def test_a_forward_may_start_and_stop_at_layers(
+    offload: str, model: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    residual = reference(tokens, stop_at_layer=2)
+
+    assert_agrees(model(tokens, stop_at_layer=2), residual, home_of(model))
+    assert_agrees(
+        model(residual, start_at_layer=2), reference(residual, start_at_layer=2), home_of(model)
+    )
+    assert_agrees(
+        model(residual, start_at_layer=2, stop_at_layer=-1),
+        reference(residual, start_at_layer=2, stop_at_layer=-1),
+        home_of(model),
+    )
+
+
+def test_one_block_may_be_run_by_itself(model: Any, reference: Any, tokens: torch.Tensor) -> None:
+    residual = reference(tokens, stop_at_layer=1)
+
+    there = model.blocks[1](residual.to(model.placement.device_of("blocks.1")))
+
+    assert_agrees(there, reference.blocks[1](residual), home_of(model))
+    assert_at_rest(model)
+
+
+@pytest.mark.cover
+@every_kind
+@every_offload
+def test_analyses_read_weights_and_caches_at_home(
+    kind: str, offload: str, model: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    _, cache = model.run_with_cache(tokens)
+    _, expected = reference.run_with_cache(tokens)
+
+    for read in (
+        lambda model, cache: [model.W_Q, model.W_out, model.b_O],
+        lambda model, cache: model.accumulated_bias(4),
+        lambda model, cache: model.all_composition_scores("K"),
+        lambda model, cache: cache.stack_head_results(),
+        lambda model, cache: cache.logit_attrs(cache.decompose_resid(), tokens=3),
+        lambda model, cache: cache.get_full_resid_decomposition(expand_neurons=False),
+    ):
+        assert_agrees(read(model, cache), read(reference, expected), home_of(model))
+    assert model.blocks[1].attn.W_Q.device == HOST
+    with tl_devicefix.gather_on("cpu"):
+        assert_agrees(model.W_in, reference.W_in, HOST)
+
+
+# --------------------------------------------------------------------------------------------
+# Hooks
+
+
+@every_offload
+def test_hooks_see_the_weights_where_the_block_runs_and_may_use_others_from_the_host(
+    offload: str, model: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    here = set()
+
+    def of(model: Any) -> Callable[..., torch.Tensor]:
+        def steer(activation: torch.Tensor, hook: Any) -> torch.Tensor:
+            here.add(model.blocks[4].attn.W_Q.device == activation.device)
+            return activation + model.blocks[1].mlp.W_out.sum(0) + model.blocks[4].mlp.W_out.sum(0)
+
+        return steer
+
+    name = "blocks.4.hook_resid_mid"
+    assert_agrees(
+        model.run_with_hooks(tokens, fwd_hooks=[(name, of(model))]),
+        reference.run_with_hooks(tokens, fwd_hooks=[(name, of(reference))]),
+        home_of(model),
+    )
+    assert here == {True}
+
+
+def test_a_hook_may_run_the_model(model: Any, reference: Any, tokens: torch.Tensor) -> None:
+    def of(model: Any) -> Callable[..., torch.Tensor]:
+        def patch(activation: torch.Tensor, hook: Any) -> torch.Tensor:
+            if torch.is_grad_enabled():  # not in the run that it starts itself
+                with torch.no_grad():
+                    other = model(tokens.flip(1), stop_at_layer=3)
+                return activation + other
+            return activation
+
+        return patch
+
+    hooks = [("blocks.2.hook_resid_mid", of(model))]
+    expected_hooks = [("blocks.2.hook_resid_mid", of(reference))]
+
+    assert_agrees(
+        model.run_with_hooks(tokens, fwd_hooks=hooks),
+        reference.run_with_hooks(tokens, fwd_hooks=expected_hooks),
+        home_of(model),
+    )
+    assert_at_rest(model)
+
+
+@pytest.mark.cover(("offload", "layer"))
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("layer", [1, 3])
+@every_offload
+def test_after_a_hook_that_raises_the_model_is_whole_and_no_memory_stays(
+    offload: str, layer: int, error: Any, model: Any, reference: Any,
+    tokens: torch.Tensor, machine: Machine,
+) -> None:  # fmt: skip
+    def fail(activation: torch.Tensor, hook: Any) -> None:
+        raise error("as it was told")
+
+    gc.collect()
+    before = [machine.memory_allocated(i) for i in range(4)]
+
+    with contextlib.suppress(error):
+        model.run_with_hooks(tokens, fwd_hooks=[(f"blocks.{layer}.attn.hook_z", fail)])
+
+    assert_at_rest(model)
+    gc.collect()
+    assert [machine.memory_allocated(i) for i in range(4)] == before
+    assert_agrees(model(tokens), reference(tokens), home_of(model))
+
+
+def test_what_a_hook_changes_in_its_block_s_weights_stays_changed(
+    load: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    model, reference = load("llama", "all of one device"), copy.deepcopy(reference)
+
+    for each in (model, reference):
+
+        @torch.no_grad()
+        def halve(activation: torch.Tensor, hook: Any, each: Any = each) -> None:
+            each.blocks[2].mlp.W_out.mul_(0.5)
+
+        each.run_with_hooks(tokens, fwd_hooks=[("blocks.2.hook_resid_pre", halve)])
+
+    assert_at_rest(model)
+    assert_same_weights(model, reference)
+    assert_agrees(model(tokens), reference(tokens))
+
+
+def test_a_change_of_a_weight_on_its_way_is_not_missed(
+    load: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    model, reference = load("llama", "all of one device"), copy.deepcopy(reference)
+    results = []
+    for each in (model, reference):
+
+        @torch.no_grad()
+        def halve_next(activation: torch.Tensor, hook: Any, each: Any = each) -> None:
+            each.blocks[3].mlp.W_out.mul_(0.5)
+
+        hooks = [("blocks.2.hook_resid_pre", halve_next)]
+        results.append(each.run_with_hooks(tokens, fwd_hooks=hooks))
+
+    assert_agrees(*results)
+
+
+@every_kind
+def test_a_forward_sees_what_was_changed_in_place_before(
+    load: Any, kind: str, reference: Any, tokens: torch.Tensor
+) -> None:
+    model, reference = load(kind, "some of one device"), copy.deepcopy(reference)
+
+    for each in (model, reference):
+        with torch.no_grad():
+            each.blocks[1].attn.W_O[:, :, 3] += 1
+        each.blocks[2].attn.W_V.data *= 2
+
+    assert_agrees(model(tokens), reference(tokens))
