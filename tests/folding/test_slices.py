@@ -22,9 +22,8 @@ from transformer_lens import HookedTransformer
 from tl_devicefix.folding import Steps, Weights, WorkingCopies, process_component
 from tl_devicefix.folding import slices as slices_module
 from tl_devicefix.folding.slices import Slice, slices
-from tl_devicefix.hooked.components import processing_units
 from tl_devicefix.hooked.conventions import installed_conventions
-from tl_devicefix.hooked.processing import by_component
+from tl_devicefix.hooked.units import by_component, processing_units
 
 pytestmark = pytest.mark.usefixtures("hub")  # so that nothing is fetched
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from tl_devicefix.demo.demo import CHECKPOINT
+from tl_devicefix.demo.demo import CHECKPOINT, devices_for
+from tl_devicefix.demo.recall_task import NAMES, OBJECTS
 
-__all__ = ["CHECKPOINT"]
+__all__ = ["CHECKPOINT", "NAMES", "OBJECTS", "devices_for"]

@@ -114,7 +114,8 @@ def _entered(machine: Machine) -> Iterator[Machine]:
     with ExitStack() as stack:
         stack.callback(backend.deactivate, machine)
         if machine.behind.type == "meta":  # what a mask selects is at most everything
-            stack.enter_context(meta_config.patch(meta_nonzero_assume_all_nonzero=True))
+            all_nonzero = meta_config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
+            stack.enter_context(all_nonzero)
         yield machine
 
 
