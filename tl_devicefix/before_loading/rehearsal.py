@@ -235,7 +235,7 @@ def _naming_what_runs(
 _LIBRARIES = (
     sysconfig.get_paths()["purelib"],
     sysconfig.get_paths()["stdlib"],
-    str(Path(__file__).parent),
+    str(Path(__file__).parents[1]),
 )
 
 
