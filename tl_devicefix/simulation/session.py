@@ -16,6 +16,7 @@ from tl_devicefix.simulation.tensor import TENSOR_DATA, SimTensor, set_data
 # torch's guard and hooks for backends in Python are private, and have changed between versions.
 _OLDEST_TORCH, _FIRST_UNKNOWN_TORCH = (2, 13), (2, 15)
 _MOST_DEVICES = 64
+_meta_setting: Any = meta_config.patch  # type: ignore[attr-defined]  # torch adds it at import
 
 
 @contextmanager
@@ -114,8 +115,7 @@ def _entered(machine: Machine) -> Iterator[Machine]:
     with ExitStack() as stack:
         stack.callback(backend.deactivate, machine)
         if machine.behind.type == "meta":  # what a mask selects is at most everything
-            all_nonzero = meta_config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
-            stack.enter_context(all_nonzero)
+            stack.enter_context(_meta_setting(meta_nonzero_assume_all_nonzero=True))
         yield machine
 
 
