@@ -123,3 +123,23 @@ def add_tests(transformer_lens: str) -> None:
 
 for version in (*IN_CI, "2.16.1", "3.0.0", "3.5.1"):
     add_tests(version)
+
+
+# The ends of torch's range: setup.cfg's minimum, and the newest that the simulation holds for.
+OLDEST_TORCH, NEWEST_TORCH = "2.10.0", "2.15.0"
+
+
+def add_torch(name: str, torch: str) -> None:
+    """Add a session, outside the default run, of what depends most on torch, on one version."""
+
+    @nox.session(name=f"torch-{name}")
+    def tests(session: nox.Session) -> None:
+        """Test an end of torch's range: a CUDA build of several gigabytes, run on the CPU."""
+        install(session, "3.9.0", "-e", ".[test]")
+        session.install(f"torch=={torch}")  # in place of the one in constraints.txt
+        rooms = ("tests/simulation", "tests/placement", "tests/running")
+        session.run("pytest", *(session.posargs or rooms))
+
+
+for name, torch in (("oldest", OLDEST_TORCH), ("newest", NEWEST_TORCH)):
+    add_torch(name, torch)

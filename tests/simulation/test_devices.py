@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 
 import pytest
 import torch
@@ -398,9 +399,11 @@ def test_entering_in_inference_mode_is_refused():
         pass
 
 
-def test_an_unknown_torch_is_refused(monkeypatch):
-    monkeypatch.setattr(torch, "__version__", "9.0.1")
-    with pytest.raises(RuntimeError, match=r"this is torch 9\.0\.1: install"), simulate(2):
+@pytest.mark.parametrize("version", ["2.9.1", "2.16.0+cpu", "9.0.1", "3.0.0a0+git1"])
+def test_an_untested_torch_is_refused(monkeypatch, version):
+    monkeypatch.setattr(torch, "__version__", version)
+    sentence = re.escape(f"of torch 2.10 to 2.15, but this is torch {version}: install a torch")
+    with pytest.raises(RuntimeError, match=sentence), simulate(2):
         pass
 
 

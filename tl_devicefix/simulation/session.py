@@ -9,12 +9,14 @@ from typing import Any
 import torch
 import torch.fx.experimental._config as meta_config
 
-from tl_devicefix.simulation import backend, backward
+from tl_devicefix.simulation import backward
 from tl_devicefix.simulation.machine import Machine, bytes_of
 from tl_devicefix.simulation.tensor import TENSOR_DATA, SimTensor, set_data
 
-# torch's guard and hooks for backends in Python are private, and have changed between versions.
-_OLDEST_TORCH, _FIRST_UNKNOWN_TORCH = (2, 13), (2, 15)
+# torch's guard and hooks for backends in Python are private: 2.9 had none, and the tests pass with
+# these two and with 2.13.
+_OLDEST_TORCH, _NEWEST_TORCH = (2, 10), (2, 15)
+_TESTED_TORCH = f"{_OLDEST_TORCH[0]}.{_OLDEST_TORCH[1]} to {_NEWEST_TORCH[0]}.{_NEWEST_TORCH[1]}"
 _MOST_DEVICES = 64
 _meta_setting: Any = meta_config.patch  # type: ignore[attr-defined]  # torch adds it at import
 
@@ -41,6 +43,8 @@ def simulate(
     torch keeps the name of the device type until the process ends: afterwards
     ``torch.accelerator.current_accelerator()`` is ``sim``, with 0 devices. Real GPUs are better
     used in another process.
+
+    It uses private parts of torch, those of torch 2.10 to 2.15: other versions are refused.
 
     Args:
         n_devices: how many devices, at least 1.
@@ -73,6 +77,8 @@ def simulate(
     """
     capacities = _capacities(n_devices, memory)
     _check_torch()
+    from tl_devicefix.simulation import backend  # What it imports, other torch versions lack.
+
     backend.register()
     with _entered(Machine(capacities, values=values)) as machine, ExitStack() as stack:
         _move_parameters_in_place(stack)
@@ -133,9 +139,9 @@ def _capacities(n_devices: int, memory: int | str | Sequence[int | str]) -> list
 
 def _check_torch() -> None:
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if not _OLDEST_TORCH <= version < _FIRST_UNKNOWN_TORCH:
+    if not _OLDEST_TORCH <= version <= _NEWEST_TORCH:
         raise RuntimeError(
-            "`simulate` uses private parts of torch and knows those of torch 2.13 and 2.14, but"
+            f"`simulate` uses private parts of torch and knows those of torch {_TESTED_TORCH}, but"
             f" this is torch {torch.__version__}:"
             " install a torch that it knows, or run on real devices."
         )
