@@ -21,6 +21,7 @@ from tl_devicefix.placement.placement import Placement
 from tl_devicefix.reading.cache_at_home import CacheAtHome
 from tl_devicefix.reading.gathering import ReadOn, ReadWhereRun
 from tl_devicefix.running.carrying import move
+from tl_devicefix.tracebacks import noting_mixed_devices
 
 
 def get_caching_hooks(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -105,7 +106,7 @@ def reading_together(name: str) -> Callable[..., Any]:
             return there(self, *args, **kwargs)
         view = _read_at(self, device)
         view.model = ReadOn(_model_of(self), device)
-        with gather_on(device):
+        with gather_on(device), noting_mixed_devices():
             result = there(
                 view,
                 *(move(each, device) for each in args),
