@@ -5,9 +5,11 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import torch
 from transformer_lens import ActivationCache
 
 from tl_devicefix.patching.applying import original
+from tl_devicefix.placement.devices import with_index
 from tl_devicefix.reading.cache_at_home import CacheAtHome
 from tl_devicefix.running.carrying import bring_home
 
@@ -25,10 +27,10 @@ def run_with_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
         # TransformerLens says that it ignores `device`, and does not.
         warnings.filterwarnings("ignore", message=r"run_with_cache\(device=.*ignored")
         output, cache = there(self, *args, **kwargs)
-    if kwargs.get("device") is None:
-        at_home = CacheAtHome(placement.home)
-        if isinstance(cache, ActivationCache):
-            cache.cache_dict = at_home.of(cache.cache_dict)
-        else:
-            cache = at_home.of(cache)
+    device = kwargs.get("device")
+    read_on = placement.home if device is None else with_index(torch.device(device))
+    if isinstance(cache, ActivationCache):
+        cache.cache_dict = CacheAtHome(read_on).of(cache.cache_dict)
+    else:
+        cache = CacheAtHome(read_on).of(cache)
     return bring_home(output, placement.home), cache

@@ -15,11 +15,13 @@ import torch
 from transformer_lens import ActivationCache
 
 from tl_devicefix.patching.applying import original
+from tl_devicefix.placement.devices import with_index
 from tl_devicefix.placement.gathering_device import chosen_device, gather_nowhere, gather_on
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.reading.cache_at_home import CacheAtHome
 from tl_devicefix.reading.gathering import ReadOn, ReadWhereRun
 from tl_devicefix.running.carrying import move
+from tl_devicefix.tracebacks import noting_mixed_devices
 
 
 def get_caching_hooks(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -37,29 +39,57 @@ def _with_cache_at_home(
 ) -> Any:
     """Call a method that makes a cache, and have it make one that is read at home.
 
-    A model on one device, a cache that the caller brings, and a `device` that the caller names
-    (activations then stay there) are left as they are.
+    With a `device` that the caller names, activations stay there and are read there. A model on one
+    device, and a dict that the caller brings, are left as they are.
     """
     unpatched = original(type(model), method)
     placement: Placement | None = getattr(model, "placement", None)
     if placement is None or len(placement.devices) == 1:
         return unpatched(model, *args, **kwargs)
     given = inspect.signature(unpatched).bind(model, *args, **kwargs)
-    if given.arguments.get("cache") is None and given.arguments.get("device") is None:
-        given.arguments["cache"] = CacheAtHome(placement.home)
+    if given.arguments.get("cache") is None:
+        device = given.arguments.get("device")
+        read_on = placement.home if device is None else with_index(torch.device(device))
+        given.arguments["cache"] = CacheAtHome(read_on)
     return unpatched(*given.args, **given.kwargs)
 
 
+def read_one(self: Any, *args: Any) -> Any:
+    """`ActivationCache.__getitem__`, also of a plain dict, as hooks have filled it: at home."""
+    device = chosen_device() or _home_of_kept(self)
+    activation = original(ActivationCache, "__getitem__")(self, *args)
+    return activation if device is None else move(activation, device)
+
+
 @functools.cache
-def read_where_chosen(name: str) -> Callable[..., Any]:
-    """`ActivationCache.__getitem__` and its like, also of a plain dict within `gather_on`."""
+def read_all(name: str) -> Callable[..., Any]:
+    """`ActivationCache.items` and `values`, also of a plain dict, as hooks have filled it."""
 
     def method(self: Any, *args: Any) -> Any:
-        chosen = chosen_device()
-        view = self if chosen is None else _read_at(self, chosen)
+        device = chosen_device() or _home_of_kept(self)
+        view = self if device is None else _read_at(self, device)
         return original(ActivationCache, name)(view, *args)
 
     return method
+
+
+def _home_of_kept(cache: Any) -> torch.device | None:
+    """Home, if a cache is of a plain dict whose activations lie where they were computed.
+
+    None if they are read right where they are: they are a `CacheAtHome`, which knows, or were all
+    brought to one device, or the model is on one.
+    """
+    model = _model_of(cache)
+    if isinstance(cache.cache_dict, CacheAtHome) or not _is_of_several_devices(model):
+        return None
+    placement: Placement = model.placement
+    there = {
+        name: each.device for name, each in cache.cache_dict.items() if hasattr(each, "device")
+    }
+    spread = len(set(there.values())) > 1
+    if spread or all(placement.device_for(name) == device for name, device in there.items()):
+        return placement.home
+    return None
 
 
 @functools.cache
@@ -76,7 +106,7 @@ def reading_together(name: str) -> Callable[..., Any]:
             return there(self, *args, **kwargs)
         view = _read_at(self, device)
         view.model = ReadOn(_model_of(self), device)
-        with gather_on(device):
+        with gather_on(device), noting_mixed_devices():
             result = there(
                 view,
                 *(move(each, device) for each in args),
@@ -141,9 +171,24 @@ def to(self: Any, *args: Any, **kwargs: Any) -> Any:
     """`ActivationCache.to`: each activation goes there from where it is, not by way of home."""
     there = original(ActivationCache, "to")
     if not isinstance(self.cache_dict, CacheAtHome):
-        return there(self, *args, **kwargs)
-    self.cache_dict = there(_in_place(self), *args, **kwargs).cache_dict
+        there(self, *args, **kwargs)
+        if _is_of_several_devices(_model_of(self)):
+            self.cache_dict = _staying(self.cache_dict)
+        return self
+    moved = there(_in_place(self), *args, **kwargs).cache_dict
+    self.cache_dict = _staying(moved)
     return self
+
+
+def _staying(moved: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Activations that were brought to one device: they are read there, wherever home is."""
+    device = next((each.device for each in moved.values()), None)
+    return moved if device is None else CacheAtHome(device).of(moved)
+
+
+def _is_of_several_devices(model: Any) -> bool:
+    placement: Placement | None = getattr(model, "placement", None)
+    return placement is not None and len(placement.devices) > 1
 
 
 def _in_place(cache: Any) -> Any:
@@ -173,6 +218,8 @@ def _read_on(cache: Any) -> torch.device | None:
         return chosen_device()
     if isinstance(cache.cache_dict, CacheAtHome):
         return cache.cache_dict.home
+    if (home := _home_of_kept(cache)) is not None:
+        return home
     model = _model_of(cache)
     placement = getattr(model, "placement", None)
     lie_on = {tensor.device for tensor in cache.cache_dict.values()}

@@ -21,6 +21,7 @@ from tl_devicefix.placement.gathering_device import chosen_device, gather_on
 from tl_devicefix.placement.memory import gib
 from tl_devicefix.reading.cache_at_home import CacheAtHome
 from tl_devicefix.running.carrying import move
+from tl_devicefix.tracebacks import noting_mixed_devices
 
 
 def gathering_device(model: Any) -> torch.device | None:
@@ -184,7 +185,7 @@ def gathered(name: str) -> Callable[..., Any]:
         there = original(type(self), name)
         if device is None:
             return there(self, *args, **kwargs)
-        with gather_on(device):
+        with gather_on(device), noting_mixed_devices():
             return there(ReadOn(self, device), *args, **kwargs)
 
     return method

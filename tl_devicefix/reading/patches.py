@@ -69,15 +69,23 @@ PATCHES = (
         owner="ActivationCache",
         until="4",
     ),
+    Patch(
+        "__getitem__",
+        activations.read_one,
+        ("self", "key"),
+        "activations are read at home, or on the device of `gather_on`",
+        owner="ActivationCache",
+        until="4",
+    ),
     *(
         Patch(
             name,
-            activations.read_where_chosen(name),
+            activations.read_all(name),
             ("self",),
-            "activations are read on the device of `gather_on`",
+            "activations are read at home, or on the device of `gather_on`",
             owner="ActivationCache",
             until="4",
         )
-        for name in ("__getitem__", "items", "values")
+        for name in ("items", "values")
     ),
 )

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils import backend_registration
 
 from tl_devicefix.simulation.machine import DEVICE_TYPE, Machine
 from tl_devicefix.simulation.tensor import SimTensor, copy_into, run, wrap
@@ -130,7 +130,11 @@ class DeviceModule:
         return False
 
 
-class _Hooks(torch._C._acc.PrivateUse1Hooks):
+# A torch that has no such class is refused by `simulate` in a sentence of its own.
+_PrivateUse1Hooks: Any = getattr(getattr(torch._C, "_acc", None), "PrivateUse1Hooks", object)
+
+
+class _Hooks(_PrivateUse1Hooks):
     def is_available(self) -> bool:
         return _active is not None
 
@@ -145,7 +149,7 @@ def register() -> None:
     """Register the device type with torch; once for a process, as torch cannot forget it."""
     if _libraries:
         return
-    _setup_privateuseone_for_python_backend(
+    backend_registration._setup_privateuseone_for_python_backend(
         rename=DEVICE_TYPE, backend_module=DeviceModule(), hook=_Hooks()
     )
     library = torch.library.Library("aten", "IMPL")

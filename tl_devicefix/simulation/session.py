@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.fx.experimental._config as meta_config
 
-from tl_devicefix.simulation import backward
+from tl_devicefix.simulation import backend, backward
 from tl_devicefix.simulation.machine import Machine, bytes_of
 from tl_devicefix.simulation.tensor import TENSOR_DATA, SimTensor, set_data
 
@@ -77,8 +77,6 @@ def simulate(
     """
     capacities = _capacities(n_devices, memory)
     _check_torch()
-    from tl_devicefix.simulation import backend  # What it imports, other torch versions lack.
-
     backend.register()
     with _entered(Machine(capacities, values=values)) as machine, ExitStack() as stack:
         _move_parameters_in_place(stack)

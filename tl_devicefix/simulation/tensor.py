@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 from tl_devicefix.simulation.backward import raise_or_keep
 from tl_devicefix.simulation.machine import DEVICE_TYPE, Allocation, Machine
+from tl_devicefix.tracebacks import note_mixed_devices
 
 aten = torch.ops.aten
 
@@ -367,10 +368,13 @@ def _takes_cpu_scalars(func: Operation) -> bool:
 
 
 def _mixed_error(one: torch.device, other: torch.device) -> RuntimeError:
-    return RuntimeError(
+    error = RuntimeError(
         "Expected all tensors to be on the same device, but found at least two devices,"
         f" {one} and {other}!"
     )
+    if one.type == other.type:  # what is on the CPU is so on one device too
+        note_mixed_devices(error)
+    return error
 
 
 def _index_error(indexed: torch.device) -> RuntimeError:
