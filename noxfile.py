@@ -108,21 +108,37 @@ def check_contents(session: nox.Session, wheel: Path, sdist: Path) -> None:
 IN_CI = ("3.9.0", "4.3.0", "2.18.0")
 
 
+def install_tests(session: nox.Session, transformer_lens: str) -> None:
+    """Install what the tests and the notebooks need."""
+    # SAELens subclasses HookedTransformer, which TransformerLens 4 has not.
+    libraries = "" if transformer_lens.startswith("4.") else ",sae-lens"
+    install(session, transformer_lens, "-e", f".[test,notebooks{libraries}]")
+
+
 def add_tests(transformer_lens: str) -> None:
     """Add a session that runs the tests, and the notebooks, on one TransformerLens version."""
 
     @nox.session(name=f"tests-{transformer_lens}")
     def tests(session: nox.Session) -> None:
-        # SAELens subclasses HookedTransformer, which TransformerLens 4 has not.
-        libraries = "" if transformer_lens.startswith("4.") else ",sae-lens"
-        install(session, transformer_lens, "-e", f".[test,notebooks{libraries}]")
-        session.run("pytest", "-n", "2", *session.posargs)
+        install_tests(session, transformer_lens)
+        session.run("pytest", "-n", "2", "--dist", "worksteal", *session.posargs)
         if transformer_lens in IN_CI and not session.posargs:
             session.run("pytest", "--nbmake", "notebooks", "-n", "2")
 
 
+def add_full_tests(transformer_lens: str) -> None:
+    """Add a session that runs every combination; the others take a cover of the large products."""
+
+    @nox.session(name=f"full-{transformer_lens}")
+    def full(session: nox.Session) -> None:
+        install_tests(session, transformer_lens)
+        session.run("pytest", "-n", "2", "--dist", "worksteal", "--full", *session.posargs)
+
+
 for version in (*IN_CI, "2.16.1", "3.0.0", "3.5.1"):
     add_tests(version)
+for version in IN_CI:
+    add_full_tests(version)
 
 
 # The ends of torch's range: setup.cfg's minimum, and the newest that the simulation holds for.

@@ -44,7 +44,7 @@ def last_place(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The distance between neighbours in `dtype` around each of the float64 values."""
     info = torch.finfo(dtype)
     exponent = torch.frexp(values.abs().clamp(min=info.tiny)).exponent - 1
-    return torch.ldexp(torch.tensor(info.eps, dtype=torch.float64), exponent)
+    return torch.ldexp(torch.full_like(values, info.eps, dtype=torch.float64), exponent)
 
 
 def rounded(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
