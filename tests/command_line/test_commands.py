@@ -11,7 +11,7 @@ import transformers.utils.logging as hf_logging
 
 import tl_devicefix
 from tl_devicefix.__main__ import main
-from tl_devicefix.demo.demo import demo, selfcheck
+from tl_devicefix.demo import demo, selfcheck
 from tl_devicefix.demo.recall_task import recall_prompts
 
 ALL_RECALLED = f"recalled {demo.N_PROMPTS} of {demo.N_PROMPTS}"
