@@ -32,7 +32,8 @@ ON_MIXED_DEVICES = (
     "The model is on several devices, and tensors of two of them met: write .to(model.cfg.device) "
     "on a block's weight, or on what a hook kept, to bring it home, or .to(x.device) to bring it "
     "to x. "
-    'Every such case, and what to write: "Coming from one device", docs/coming_from_one_device.md'
+    'Every such case, and what to write: "Coming from single-device code", '
+    "docs/coming_from_one_device.md"
 )
 
 
