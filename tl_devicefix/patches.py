@@ -49,7 +49,8 @@ def table() -> tuple[Patch, ...]:
         from tl_devicefix.bridge.patches import PATCHES as OF_BRIDGE
 
         patches += OF_BRIDGE
-    return tuple(patch for patch in patches if installed() >= Version(patch.since))
+    version = installed()  # which reads a file
+    return tuple(patch for patch in patches if version >= Version(patch.since))
 
 
 def apply() -> None:

@@ -13,7 +13,7 @@ from functools import cache, wraps
 from typing import Any
 
 from tl_devicefix.patching.patch import Patch
-from tl_devicefix.patching.targets import check_target, class_named, modules_with, owners
+from tl_devicefix.patching.targets import check_target, class_named, modules, owners
 
 _MISSING = object()
 # What was replaced: (object, attribute, what was there, or _MISSING if it was inherited).
@@ -56,6 +56,7 @@ def restore() -> None:
     not mix devices.
     """
     _originals.clear()
+    there_now = modules() if _replaced else []
     while _replaced:
         owner, name, there = _replaced.pop()
         replacement = vars(owner).get(name)
@@ -64,8 +65,9 @@ def restore() -> None:
         else:
             setattr(owner, name, there)
         if inspect.ismodule(owner):
-            for module in modules_with(name, replacement):  # which were imported since
-                setattr(module, name, there)
+            for module in there_now:  # also those that were imported since
+                if vars(module).get(name) is replacement:
+                    setattr(module, name, there)
 
 
 @contextlib.contextmanager

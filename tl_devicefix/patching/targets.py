@@ -22,15 +22,16 @@ def owners(patch: Patch) -> list[Any]:
     if patch.owner:
         return [class_named(patch.owner)]
     # TransformerLens 3 imports the name itself into each user; 2 goes through its module.
-    return modules_with(patch.name, function_named(patch.name))
+    function = function_named(patch.name)
+    return [module for module in modules() if vars(module).get(patch.name) is function]
 
 
-def modules_with(name: str, value: Any) -> list[Any]:
-    """TransformerLens's modules in which a name means this."""
+def modules() -> list[Any]:
+    """TransformerLens's modules that are imported."""
     return [
         module
-        for module_name, module in list(sys.modules.items())
-        if module_name.partition(".")[0] == "transformer_lens" and vars(module).get(name) is value
+        for name, module in list(sys.modules.items())  # thousands
+        if name.startswith("transformer_lens") and name.partition(".")[0] == "transformer_lens"
     ]
 
 
