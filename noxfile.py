@@ -84,6 +84,7 @@ def package(session: nox.Session) -> None:
     session.chdir(repository)
     session.install("mypy==2.4.1")
     session.run("mypy")
+    session.run("mypy", "--config-file", "tests/mypy.ini")
 
 
 def check_contents(session: nox.Session, wheel: Path, sdist: Path) -> None:

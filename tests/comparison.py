@@ -49,7 +49,7 @@ def assert_same_tensors(ours: Weights, theirs: Weights, tolerance: float = 1e-5)
             expected,
             rtol=tolerance,
             atol=tolerance,
-            msg=lambda message, name=name: f"{name}: {message}",
+            msg=lambda message, name=name: f"{name}: {message}",  # type: ignore[misc]
         )
 
 

@@ -23,9 +23,11 @@ for _name in (
     *("W_Q", "W_K", "W_V", "W_O", "W_in", "W_gate", "W_out"),
     *("b_Q", "b_K", "b_V", "b_O", "b_in", "b_out"),
 ):
-    call(f"model.{_name}")(lambda run, name=_name: results(getattr(run.model, name)))
+    call(f"model.{_name}")(lambda run, name=_name: results(getattr(run.model, name)))  # type: ignore[misc]
     call(f"model.{_name}", "gradient")(
-        lambda run, name=_name: gradients_of(run, lambda model: weight_sum(model, name))
+        lambda run, name=_name: gradients_of(  # type: ignore[misc]
+            run, lambda model: weight_sum(model, name)
+        )
     )
 
 
@@ -170,7 +172,7 @@ HOOKS: dict[str, Callable[[Run, torch.Tensor], Any]] = {
 }
 for _name, _hook in HOOKS.items():
     call("model.run_with_hooks", _name)(
-        lambda run, hook=_hook: run.model.run_with_hooks(
+        lambda run, hook=_hook: run.model.run_with_hooks(  # type: ignore[misc]
             run.tokens, fwd_hooks=[(RESID, functools.partial(_call_hook, run=run, change=hook))]
         )
     )
@@ -309,7 +311,8 @@ def caching_hooks(run: Run) -> Any:
 
 @call("model.cache_all")
 def cache_all(run: Run) -> Any:
-    model, cache = run.changeable(), {}
+    model = run.changeable()
+    cache: dict[str, torch.Tensor] = {}
     model.cache_all(cache)
     model(run.tokens)
     return {name: value.cpu() for name, value in cache.items()}
@@ -317,7 +320,8 @@ def cache_all(run: Run) -> Any:
 
 @call("model.cache_some")
 def cache_some(run: Run) -> Any:
-    model, cache = run.changeable(), {}
+    model = run.changeable()
+    cache: dict[str, torch.Tensor] = {}
     model.cache_some(cache, lambda name: "resid" in name)
     model(run.tokens)
     return {name: value.cpu() for name, value in cache.items()}

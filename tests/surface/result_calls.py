@@ -186,7 +186,7 @@ calls(
 
 for _kind, _head in (("OV", 1), ("w_in", None), ("w_out", None)):
     call("SVDInterpreter.get_singular_vectors", _kind)(
-        lambda run, kind=_kind, head=_head: (
+        lambda run, kind=_kind, head=_head: (  # type: ignore[misc]
             SVDInterpreter(run.model)
             .get_singular_vectors(kind, layer_index=LAST, num_vectors=2, head_index=head)
             .abs()
