@@ -232,7 +232,7 @@ def save(
             if not torch.equal(saved.get_tensor(name), each):
                 raise SystemExit(f"{options.output}: {name} is not what was written")
             print(f"{name} {list(each.shape)} {each.dtype}")
-    print(f"written to {options.output.name}")
+    print(f"written to {options.output}")
 
 
 if __name__ == "__main__":

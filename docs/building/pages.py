@@ -78,6 +78,8 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         for path, names in _CODE.findall(markdown):
             if missing := _missing(path, names):
                 _log.warning("%s names %s, and there is no such thing", source, missing)
+        if "--8 <" in markdown:  # a formatter has taken it for code
+            _log.warning("%s has an inclusion that is misspelt: write --8<--", source)
     return _LINK.sub(on_the_site, markdown)
 
 
