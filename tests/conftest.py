@@ -119,16 +119,14 @@ def tokens() -> torch.Tensor:
     return torch.randint(3, D_VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def quick_garbage_collection() -> Iterator[None]:
-    """Collections need not look at what is there before the tests, which takes a third of a second.
+@pytest.fixture(scope="module", autouse=True)
+def quick_garbage_collection() -> None:
+    """Collections need not look at what is there before a module's tests: a third of a second.
 
-    Tests collect before they measure what a device holds.
+    A load that fails collects, and so do tests before they measure what a device holds.
     """
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,14 @@ Key = tuple[str, str, str]
 """A public name, a case of it, and a kind of model."""
 AT_ONCE = 24
 """How many references are found out together: removing the patches takes as long as ten calls."""
+
+
+def keys_of(tests: Iterable[Any]) -> Iterator[Key]:
+    """What a session's tests of a sweep are about, in the order they come."""
+    for test in tests:
+        parameters = test.callspec.params if hasattr(test, "callspec") else {}
+        if parameters.keys() >= {"name", "case", "kind"}:
+            yield parameters["name"], parameters["case"], parameters["kind"]
 
 
 class Sweep:

@@ -17,7 +17,8 @@ of the classes and modules below, as found by inspection of the installed
 TransformerLens, is called on several numbers of simulated devices and compared with
 unpatched TransformerLens on one CPU. All agree to 1e-4, or raise the same error, and lie at home,
 or on the CPU where they were moved there. A name that is neither here nor left out
-fails a test.
+fails a test. By default, a cover of it runs: every call with every model and on every number of
+devices (patching with one); `pytest --full` runs all.
 
 ## HookedTransformer
 

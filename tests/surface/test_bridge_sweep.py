@@ -13,7 +13,7 @@ import torch
 from bridge_calls import CALLS, LEFT_OUT, NEW_IN_4
 from public import RESULTS, public_names
 from registry import Run
-from sweeping import Sweep
+from sweeping import Sweep, keys_of
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.tools.analysis import JacobianLens
 
@@ -83,7 +83,7 @@ def runs(checkpoints: Any, tokens: torch.Tensor) -> Iterator[Callable[..., Run]]
 
 
 @pytest.fixture(scope="module")
-def sweep(runs: Callable[..., Run]) -> Sweep:
+def sweep(runs: Callable[..., Run], request: pytest.FixtureRequest) -> Sweep:
     known: dict[str, Run] = {}
 
     def reference(kind: str) -> Run:
@@ -91,7 +91,7 @@ def sweep(runs: Callable[..., Run]) -> Sweep:
             known[kind] = runs(kind)
         return known[kind]
 
-    return Sweep(CALLS, reference, (call.values[:3] for call in EVERY_CALL))
+    return Sweep(CALLS, reference, keys_of(request.session.items))
 
 
 NOT_IN_3 = (
