@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from ast import literal_eval
 from typing import Any
 
 import pytest
@@ -38,6 +40,17 @@ def test_what_cannot_hold_the_weights_is_not_rehearsed(rehearsed: Any) -> None:
     assert told
     assert distinct(rehearsed) <= 4
     assert not any(each.n_devices in (2, 3) for each in rehearsed)
+
+
+def test_more_devices_are_told_as_the_user_named_them() -> None:
+    options: Any = {"first_n_layers": 8, "dtype": "bfloat16", "ctx": 64}
+    found = estimate("meta-llama/Llama-2-70b-hf", max_memory={0: "6GiB", 1: "6GiB"}, **options)
+    told = re.search(r"max_memory=(\{.*?\})", found.advice)
+    assert told is not None, found.advice
+    room = literal_eval(told[1])
+    assert set(room.values()) == {"6GiB"}
+    assert len(room) > 2
+    assert estimate("meta-llama/Llama-2-70b-hf", max_memory=room, **options).fits
 
 
 def test_a_job_that_is_too_large_is_halved_in_few_steps(rehearsed: Any) -> None:

@@ -22,7 +22,7 @@ from tl_devicefix.patching.versions import installed
     "device", ["cuda", "cuda:2", "mps", "cpu", torch.device("cuda", 1)], ids=str
 )
 @pytest.mark.parametrize(
-    ("n_layers", "n_devices"), [(8, 8), (32, 4), (24, 8), (62, 8), (1, 8), (7, 8)]
+    ("n_layers", "n_devices"), [(8, 1), (8, 8), (32, 4), (24, 8), (62, 8), (1, 8), (7, 8)]
 )
 @pytest.mark.parametrize("by_config", [True, False])
 def test_it_is_transformer_lens_own(device, n_layers, n_devices, by_config):

@@ -128,3 +128,11 @@ def test_a_device_map_to_what_is_no_device(
     with pytest.raises(ValueError) as caught:  # noqa: PT011  # the whole sentence is compared
         plan(config(), device_map=device_map)
     assert str(caught.value) == says
+
+
+@pytest.mark.parametrize("device", [-1, True])
+@pytest.mark.parametrize("argument", ["device", "device_map", "max_memory"])
+def test_a_number_that_is_no_index(device: Any, argument: str, config: Any, machine: Any) -> None:
+    given = {"device": device, "device_map": {"": 0, "blocks.3": device}, "max_memory": {device: 1}}
+    with pytest.raises(ValueError, match=rf"{device!r} does not exist"):
+        plan(config(), **{argument: given[argument]})

@@ -68,11 +68,21 @@ def _balanced(asked: Setting) -> Iterator[Change]:
 
 def _more_devices(asked: Setting) -> Iterator[Change]:
     sizes = {size for key, size in asked.memory.items() if key != "cpu"}
-    if len(sizes) > 1 or isinstance(asked.device_map, Mapping) or asked.limits is not None:
+    if len(sizes) > 1 or isinstance(asked.device_map, Mapping) or not _limits_are_all(asked):
         return
     for n in range(asked.n_devices + 1, min(_MOST_DEVICES, asked.model.n_layers) + 1):
         memory = {**asked.memory, **dict.fromkeys(range(n), *sizes)}
-        yield f"n_devices={n}", replace(asked, n_devices=n, memory=memory)
+        more = replace(asked, n_devices=n, memory=memory)
+        if asked.limits is None:
+            yield f"n_devices={n}", more
+        else:  # by which the devices are named
+            yield f"max_memory={memory!r}", replace(more, limits=memory)
+
+
+def _limits_are_all(asked: Setting) -> bool:
+    """Whether weights may take all that each device has."""
+    limits = asked.limits or {}
+    return all(asked.memory.get(key) == size for key, size in limits.items())
 
 
 def _smaller_dtype(asked: Setting) -> Iterator[Change]:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 from transformer_lens.weight_processing import ProcessWeights
 
 from tl_devicefix.folding import (
@@ -160,8 +161,6 @@ def _applicable(steps: Steps, cfg: Any, adapter: Any) -> Steps:
 
 
 def _is_post_norm(cfg: Any) -> bool:
-    from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
-
     return getattr(cfg, "original_architecture", None) in POST_NORM_ARCHITECTURES
 
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from tl_devicefix.checkpoints.live_weights import LiveWeights
 from tl_devicefix.checkpoints.state_dict import of_unit
 from tl_devicefix.folding import Weights
+from tl_devicefix.placement.memory import is_out_of_memory
 
 CONVERTIBLE_NAME = "gpt2"
 """An official name, for calls in which TransformerLens wants one and then does not use it."""
@@ -79,7 +80,7 @@ class HuggingFaceSource:
                 CONVERTIBLE_NAME, cfg, view, dtype=cfg.dtype
             )
         except (AttributeError, RuntimeError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
+            if is_out_of_memory(error):
                 raise
             given = type(self._model).__name__
             if given != cfg.original_architecture:

@@ -224,7 +224,7 @@ def _by_index(index: int, cfg: Any, first: torch.device) -> torch.device:
 
     Unlike TransformerLens 2, it does not run off the end.
     """
-    if cfg.n_devices <= 1 or first.type in ("cpu", "meta"):
+    if first.type in ("cpu", "meta"):
         return first
     share = min(index * cfg.n_devices // cfg.n_layers, cfg.n_devices - 1)
     return torch.device(first.type, (first.index or 0) + share)

@@ -107,10 +107,15 @@ def option_names(config_or_model_name: Any) -> Sequence[str]:
         return ()
     takes = inspect.signature(get_pretrained_model_config).parameters
     of_config = [name for name in takes if name not in _SAID_OTHERWISE]
-    return (*of_config, *HUB_ARGUMENTS, "trust_remote_code")
+    return (*of_config, *HUB_ARGUMENTS, "trust_remote_code", *_OF_NO_SIZE)
 
 
 _SAID_OTHERWISE = ("model_name", "device", "n_devices", "dtype", "kwargs")
+_OF_NO_SIZE = (
+    *("center_writing_weights", "center_unembed", "fold_value_biases"),
+    *("refactor_factored_attn_matrices", "default_padding_side", "checkpoint_label"),
+)
+"""Arguments of `from_pretrained` that may be given as there, and change nothing here."""
 
 
 def _config_at_full_size(
@@ -119,7 +124,8 @@ def _config_at_full_size(
     """The config that `from_pretrained` would make with these options; a copy of a given one."""
     if isinstance(config_or_model_name, str | Path):
         wanted = torch.float32 if dtype is None else torch_dtype(dtype)
-        options = {"fold_ln": True, **options}
+        sized = {name: value for name, value in options.items() if name not in _OF_NO_SIZE}
+        options = {"fold_ln": True, **sized}
         name = str(config_or_model_name)
         return model_config(name, prefer_known=True, dtype=wanted, device="cpu", **options)
     if not hasattr(config_or_model_name, "n_layers"):

@@ -7,6 +7,7 @@ config.json decides.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
 import logging
@@ -14,6 +15,7 @@ import os
 import re
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -137,7 +139,11 @@ def _config_by_name(name: str, known: Any = None, token: Any = None, **kwargs: A
     """TransformerLens's own; `known` is what transformers would read for this name."""
     readable = _ReadableAutoConfig(known, token)
     try:
-        with _reading, mock.patch.object(tl_loading, "AutoConfig", readable):
+        with (
+            _reading,
+            _no_new_root_handler(),
+            mock.patch.object(tl_loading, "AutoConfig", readable),
+        ):
             return tl_loading.get_pretrained_model_config(name, **kwargs)
     except OSError as error:
         reason = " ".join(str(error).split())
@@ -145,6 +151,23 @@ def _config_by_name(name: str, known: Any = None, token: Any = None, **kwargs: A
             f"the config of {name!r} must be fetched, or be given as a local directory with its "
             f"config.json, and cannot be fetched: {reason}"
         ) from error
+
+
+@contextlib.contextmanager
+def _no_new_root_handler() -> Iterator[None]:
+    """Keep TransformerLens's `logging.info(...)` from installing a handler for the whole process.
+
+    logging does so where the root logger has none; meanwhile it has logging's own last resort.
+    """
+    root, last_resort = logging.getLogger(), logging.lastResort
+    if root.handlers or last_resort is None:
+        yield
+        return
+    root.addHandler(last_resort)
+    try:
+        yield
+    finally:
+        root.removeHandler(last_resort)
 
 
 # TransformerLens's name for AutoConfig is replaced for a moment; one thread at a time.

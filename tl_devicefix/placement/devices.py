@@ -69,6 +69,10 @@ def resolve(device: DeviceLike) -> torch.device:
     Raises:
         ValueError: if the name is not a device, or this machine has no such device.
     """
+    if isinstance(device, bool) or (isinstance(device, int) and device < 0):
+        raise ValueError(
+            f"device {device!r} does not exist: give an index from 0 on, or a name such as 'cuda:1'"
+        )
     if isinstance(device, int):
         return with_index(_existing(torch.device(default_device().type, device), repr(device)))
     try:
