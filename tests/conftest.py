@@ -22,11 +22,23 @@ if has_hooked_transformer():
     from hooked_fixtures import references, unprocessed, without_weights  # noqa: F401
 
 # What in a room is a Bridge's is in its folder `bridge`, beside what is HookedTransformer's.
+HERE = Path(__file__).parent
 SHARED_ROOMS = ("before_loading", "checking", "offload", "reading", "running")
+# What is written once for both classes.
+OF_EITHER = (
+    *("test_misspelt_arguments", "test_within_simulate", "test_logging", "test_caches_of_users"),
+    *("test_cache_of_either_class", "test_gathering_of_either_class"),
+    "test_hooks_of_either_class",
+)
 OF_BRIDGE = ["bridge", *(f"{room}/bridge" for room in SHARED_ROOMS), "surface/test_bridge_sweep.py"]
 OF_HOOKED_TRANSFORMER = [
     *("checkpoints", "folding", "hooked", "libraries", "parity", "placement"),
-    *(f"{room}/test_*.py" for room in SHARED_ROOMS),
+    *(
+        str(path.relative_to(HERE))
+        for room in SHARED_ROOMS
+        for path in sorted((HERE / room).glob("test_*.py"))
+        if path.stem not in OF_EITHER
+    ),
     *("simulation/test_models.py", "surface/test_sweep.py"),
 ]
 # Of TransformerLens 3.9 these are HookedTransformer's; a Bridge's are the same code as on 4.

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from tl_devicefix.patching.versions import has_hooked_transformer
+from either_class import cls, folded, folded_on_one, on_one, over_devices  # noqa: F401
+
+from tl_devicefix.patching.versions import has_bridge, has_hooked_transformer
+
+if has_bridge():
+    from bridges import boot, dispatched  # noqa: F401
+    from bridges import references as bridge_references  # noqa: F401
 
 if has_hooked_transformer():
     from spread_models import (  # noqa: F401
@@ -20,3 +26,5 @@ if has_hooked_transformer():
         spread,
         toys,
     )
+else:
+    from machines import machine  # noqa: F401
