@@ -121,7 +121,7 @@ def layout_of(hf_model: nn.Module, adapter: Any) -> Layout:
 def weigh_bridge(
     config_or_model_name: Any, dtype: torch.dtype | str | None
 ) -> tuple[tuple[ComponentSize, ...], torch.dtype]:
-    """As `weighing.weigh`, for a Bridge.
+    """What each component of a Bridge weighs, and the dtype it is weighed in, for `plan`.
 
     Args:
         config_or_model_name: a transformers config, or a name or directory that it is read from.

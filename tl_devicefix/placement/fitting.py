@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,9 +17,7 @@ from tl_devicefix.placement.devices import (
     free_memory,
 )
 from tl_devicefix.placement.memory import MaxMemory, capacity, gib, is_out_of_memory
-
-if TYPE_CHECKING:
-    from tl_devicefix.placement.placement import Placement
+from tl_devicefix.placement.placement import Placement
 
 
 def working_room(placement: Placement, dtype: torch.dtype) -> int:
