@@ -71,7 +71,7 @@ def resolve(device: DeviceLike) -> torch.device:
     """
     if isinstance(device, bool) or (isinstance(device, int) and device < 0):
         raise ValueError(
-            f"device {device!r} does not exist: give an index from 0 on, or a name such as 'cuda:1'"
+            f"device {device!r} does not exist: give an index from 0 on, or a device's name"
         )
     if isinstance(device, int):
         return with_index(_existing(torch.device(default_device().type, device), repr(device)))
