@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -65,13 +64,3 @@ def test_gradients_are_cached_and_read_at_home(
     expected = cache_of(reference, tokens, incl_bwd=True, return_type="loss")
 
     assert_agrees(dict(cache.items()), dict(expected.items()), machine.devices[0])
-
-
-@pytest.mark.fails_unpatched
-def test_a_deep_copy_changes_alone(over_devices: Any) -> None:
-    """Hugging Face's `to` of a model over devices is bound to the model that was copied."""
-    model = over_devices("llama")
-
-    copy.deepcopy(model).to(torch.float64)
-
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
