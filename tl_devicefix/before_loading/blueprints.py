@@ -31,7 +31,7 @@ def blueprint(
     Raises:
         ValueError: if the config cannot be had, or the class is another.
     """
-    if _is_of_bridge(config_or_model_name, cls):
+    if is_of_bridge(config_or_model_name, cls):
         from tl_devicefix.bridge.blueprint import BridgeBlueprint
 
         return BridgeBlueprint.read(config_or_model_name, dtype, options)
@@ -58,7 +58,7 @@ def check_options(
         TypeError: naming the first that does not exist, and what may be meant.
         ValueError: if the class is no class of models.
     """
-    of_bridge = _is_of_bridge(config_or_model_name, cls)
+    of_bridge = is_of_bridge(config_or_model_name, cls)
     known = _option_names(config_or_model_name, of_bridge)
     own = [name for name in inspect.signature(function).parameters if name != "options"]
     where = "" if known else " beside a config, which says all"
@@ -77,7 +77,16 @@ def _option_names(config_or_model_name: Any, of_bridge: bool) -> Sequence[str]:
     return option_names(config_or_model_name)
 
 
-def _is_of_bridge(config_or_model_name: Any, cls: Any) -> bool:
+def is_of_bridge(config_or_model_name: Any, cls: Any = None) -> bool:
+    """Whether a model is a TransformerBridge's.
+
+    Args:
+        config_or_model_name: as for `plan`.
+        cls: its class, as for `blueprint`.
+
+    Raises:
+        ValueError: if the class is no class of models.
+    """
     if cls is None:
         return not has_hooked_transformer() or hasattr(config_or_model_name, "model_type")
     if has_bridge():

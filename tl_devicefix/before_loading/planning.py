@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tl_devicefix.patching.versions import has_hooked_transformer
+from tl_devicefix.before_loading.blueprints import is_of_bridge
 from tl_devicefix.placement.components import ComponentSize
 from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
 from tl_devicefix.placement.devices import DeviceLike
@@ -69,7 +69,7 @@ def weigh(
     Raises:
         ValueError: if the config cannot be had.
     """
-    if has_hooked_transformer() and not hasattr(config_or_model_name, "model_type"):
+    if not is_of_bridge(config_or_model_name):
         return _weigh_hooked(config_or_model_name, dtype)
     from tl_devicefix.bridge.components import weigh_bridge
 
