@@ -12,6 +12,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from tl_devicefix.simulation.backward import raise_or_keep
+from tl_devicefix.simulation.known_shapes import call_without_values
 from tl_devicefix.simulation.machine import DEVICE_TYPE, Allocation, Machine
 from tl_devicefix.tracebacks import note_mixed_devices
 
@@ -237,12 +238,17 @@ def _run_on_one_device(func: Operation, args: tuple[Any, ...], kwargs: dict[str,
         if target.type != DEVICE_TYPE:
             return func(*cpu_args, **cpu_kwargs, device=target)
         device = machine.devices[machine.index_of(target)]
-    return _label(_call(func, cpu_args, cpu_kwargs), simulated, machine, device)
+    call = _call_without_values if machine.behind.type == "meta" else _call
+    return _label(call(func, cpu_args, cpu_kwargs), simulated, machine, device)
 
 
 def _call(func: Operation, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
+
+def _call_without_values(func: Operation, args: list[Any], kwargs: dict[str, Any]) -> Any:
     try:
-        return func(*args, **kwargs)
+        return call_without_values(func, args, kwargs)
     except RuntimeError as error:  # NotImplementedError is one
         if re.search(r"meta tensor|with Meta|register_meta", str(error)):
             raise NotImplementedError(
