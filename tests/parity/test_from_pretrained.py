@@ -96,6 +96,7 @@ def test_every_architecture(
     assert_same_model(model, reference, tokens)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("n_devices", [3])
 @pytest.mark.parametrize("name", OTHER_ARCHITECTURES)
 def test_every_other_architecture(
@@ -108,6 +109,7 @@ def test_every_other_architecture(
     assert_same_model(model, reference, tokens)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("n_devices", [3])
 @pytest.mark.parametrize("processing", [p for p in PROCESSING if p != "default"])
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in IN_FULL])

@@ -26,6 +26,7 @@ def used(sizes: dict[Any, Any]) -> list[str]:
     return [f"sim:{key}" for key in sorted(key for key in sizes if key != "cpu")] or ["sim:0"]
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("n_devices", [None, 2])
 @pytest.mark.parametrize("case", SIZES)
 def test_planning_estimating_and_rehearsing_place_alike(case: str, n_devices: int | None) -> None:

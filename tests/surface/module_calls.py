@@ -31,7 +31,8 @@ PATCHES = (
 
 
 def patch_each(run: Run, name: str) -> Any:
-    length = 1 if name.endswith("every") else 2  # a forward for each head and pair of positions
+    # A forward for each head and pair of positions.
+    length = 1 if "attn_head" in name or name.endswith("every") else 2
     with torch.no_grad():
         return getattr(patching, name)(
             run.model,

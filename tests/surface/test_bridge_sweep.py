@@ -121,9 +121,12 @@ def every_call() -> Iterator[Any]:
 
 
 EVERY_CALL = list(every_call())
+DEFAULT = [("name", "case", "kind"), ("kind", "n_devices")]
+if has_hooked_transformer():
+    DEFAULT = [("name", "kind")]
 
 
-@pytest.mark.cover(("name", "case", "kind"), ("kind", "n_devices"))
+@pytest.mark.cover(*DEFAULT)
 @pytest.mark.parametrize(("name", "case", "kind", "n_devices"), EVERY_CALL)
 def test_it_is_as_on_one_device(
     name: str, case: str, kind: str, n_devices: int, runs: Any, sweep: Sweep
