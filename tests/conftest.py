@@ -28,7 +28,8 @@ SHARED_ROOMS = ("before_loading", "checking", "offload", "reading", "running")
 OF_EITHER = (
     *("test_misspelt_arguments", "test_within_simulate", "test_logging", "test_caches_of_users"),
     *("test_cache_of_either_class", "test_gathering_of_either_class"),
-    "test_hooks_of_either_class",
+    *("test_hooks_of_either_class", "test_check_of_either_class"),
+    "test_estimate_of_either_class",
 )
 OF_BRIDGE = ["bridge", *(f"{room}/bridge" for room in SHARED_ROOMS), "surface/test_bridge_sweep.py"]
 OF_HOOKED_TRANSFORMER = [
@@ -78,6 +79,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         "fails_unpatched: holds with tl_devicefix and fails without; see --unpatched",
     )
+    config.addinivalue_line("markers", "full: runs with --full only; its reason says what else runs")
     config.addinivalue_line(
         "markers",
         "cover(*groups): without --full, runs for some combinations of its parameters, which have "
@@ -89,6 +91,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     others: set[pytest.Item] = set()
     if not config.getoption("--full"):
         others.update(left_out(items))
+        others |= {item for item in items if item.get_closest_marker("full") is not None}
     if config.getoption("--unpatched"):
         others |= {item for item in items if item.get_closest_marker("fails_unpatched") is None}
     config.hook.pytest_deselected(items=[item for item in items if item in others])

@@ -1,10 +1,8 @@
-"""`tl_devicefix.check`: each fault is found and named, and the line that is given mends it."""
+"""`tl_devicefix.check` of a HookedTransformer: what is its own, and what is put into it."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,18 @@ from architectures import (
     attention_only_config,
 )
 from comparison import assert_agrees
+from faults import block_moved, identity
 from hf_models import D_MODEL, randomize
+from hooked_faults import (
+    MISPLACED,
+    block_replaced,
+    hook_left,
+    not_finite,
+    on_meta,
+    some_parameters_moved,
+)
 from torch import nn
 from transformer_lens import HookedTransformer
-from transformer_lens.components import LayerNormPre, TransformerBlock
 
 import tl_devicefix
 from tl_devicefix import check
@@ -75,184 +81,8 @@ def test_a_model_that_is_processed_after_loading_is_well(n: int, load: Any) -> N
     assert check(model), check(model)
 
 
-def test_a_model_of_unpatched_transformer_lens_is_well(references: Any) -> None:
-    report = check(references("bloom"))  # of which no one has set W_pos
-
-    assert report, report
-    assert "all is well" in repr(report)
-    assert repr(report).endswith("on cpu")
-
-
 # --------------------------------------------------------------------------------------------
 # Something is
-
-
-@dataclass(frozen=True)
-class Fault:
-    """How a model is broken, and what is found.
-
-    The fix is run with `values`, which are those that the reference has under the name.
-    """
-
-    breaks: Callable[[Any], Any]
-    kind: str
-    name: str
-    says: tuple[str, ...]
-    fix: str | None
-
-
-def block_moved(model: Any) -> None:
-    model.blocks[2].to("sim:0")
-
-
-def parameter_replaced(model: Any) -> None:
-    model.unembed.W_U = nn.Parameter(model.unembed.W_U.detach().to("sim:2"))
-
-
-def some_parameters_moved(model: Any) -> None:
-    for name in ("_W_K", "W_Q"):
-        parameter = getattr(model.blocks[4].attn, name)
-        parameter.data = parameter.data.to("cpu")
-
-
-def block_replaced(model: Any) -> None:
-    weights = model.blocks[2].state_dict()
-    model.blocks[2] = TransformerBlock(model.cfg, 2).to("sim:2")
-    model.blocks[2].load_state_dict(weights, strict=False)
-
-
-def on_meta(model: Any) -> None:
-    model.blocks[2].mlp.W_in = nn.Parameter(model.blocks[2].mlp.W_in.detach().to("meta"))
-
-
-def not_finite(model: Any) -> None:
-    values = model.blocks[2].attn.W_Q.data
-    values[0, 0, :3], values[1, 2, 3] = float("nan"), -float("inf")
-
-
-def tied(model: Any) -> None:
-    model.unembed.W_U.data = model.embed.W_E.data.T
-
-
-def hook_left(model: Any) -> None:
-    model.blocks[2].hook_resid_post.add_hook(identity)
-
-
-def backward_hook_left(model: Any) -> None:
-    model.blocks[2].hook_resid_post.add_hook(identity, dir="bwd")
-
-
-def identity(activation: Any, hook: Any) -> None:
-    pass
-
-
-def pytorch_hook_left(model: Any) -> None:
-    model.blocks[2].register_forward_hook(lambda *args: None)
-
-
-def config_says_otherwise(model: Any) -> None:
-    model.cfg.normalization_type = "RMS"
-
-
-def a_norm_is_another(model: Any) -> None:
-    model.blocks[2].ln2 = LayerNormPre(model.cfg)
-    model.setup()
-
-
-def home_renamed(model: Any) -> None:
-    model.cfg.device = "sim:1"
-
-
-FAULTS = {
-    "a block moved by hand": Fault(
-        block_moved, "device", "blocks.2",
-        ("is on sim:0", "placement puts it on sim:2"), 'model.blocks[2].to("sim:2")',
-    ),
-    "a parameter replaced": Fault(
-        parameter_replaced, "device", "unembed.W_U",
-        ("is on sim:2", "puts it on sim:0", "2.5 KiB"), 'model.unembed.to("sim:0")',
-    ),
-    "some parameters moved": Fault(
-        some_parameters_moved, "device", "W_Q, _W_K of blocks.4.attn",
-        ("is on cpu", "puts it on sim:3"), 'model.blocks[4].attn.to("sim:3")',
-    ),
-    "a block replaced": Fault(
-        block_replaced, "setup", "blocks.2", ("has changed since",), "model.setup()"
-    ),
-    "a weight on meta": Fault(
-        on_meta, "meta", "blocks.2.mlp.W_in", ("[16, 24]", "no values"),
-        'model.load_state_dict({"blocks.2.mlp.W_in": values}, strict=False, assign=True)',
-    ),
-    "values that are not finite": Fault(
-        not_finite, "values", "blocks.2.attn.W_Q", ("3 NaN and 1 infinite of 256 values",),
-        'model.load_state_dict({"blocks.2.attn.W_Q": values}, strict=False)',
-    ),
-    "tied embeddings": Fault(
-        tied, "storage", "unembed.W_U", ("shares its memory with embed.W_E",),
-        "model.unembed.W_U = torch.nn.Parameter(model.unembed.W_U.detach().clone())",
-    ),
-    "a hook": Fault(
-        hook_left, "hooks", "blocks.2.hook_resid_post", ("identity",), "model.reset_hooks()"
-    ),
-    "a backward hook": Fault(
-        backward_hook_left, "hooks", "blocks.2.hook_resid_post", ("identity",),
-        "model.reset_hooks()",
-    ),
-    "a PyTorch hook": Fault(
-        pytorch_hook_left, "hooks", "blocks.2", ("PyTorch forward hook", "lambda"),
-        "del model.blocks[2]._forward_hooks[",
-    ),
-    "a config of unfolded norms": Fault(
-        config_says_otherwise, "norms", "cfg.normalization_type", ("'RMS'", "those of 'RMSPre'"),
-        'model.cfg.normalization_type = "RMSPre"',
-    ),
-    "a norm of another class": Fault(
-        a_norm_is_another, "norms", "blocks.2.ln2", ("is a LayerNormPre", "RMSNormPre"), None
-    ),
-    "a config of another device": Fault(
-        home_renamed, "config", "cfg.device", ("'sim:1'", "home is sim:0"),
-        'model.cfg.device = "sim:0"',
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
-def test_each_fault_is_found_alone_and_named(fault: Fault, model: Any) -> None:
-    fault.breaks(model)
-
-    report = check(model)
-
-    (finding,) = report.findings
-    assert (finding.kind, finding.name) == (fault.kind, fault.name)
-    assert all(part in finding.message for part in fault.says), finding.message
-    assert not report
-    assert str(finding) in repr(report)
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [pytest.param(fault, id=name) for name, fault in FAULTS.items() if fault.fix],
-)
-def test_the_line_that_is_given_mends_it(
-    fault: Fault, model: Any, reference: Any, tokens: torch.Tensor
-) -> None:
-    before = reference(tokens)
-    if fault.breaks is tied:
-        for each in (model, copied := copy.deepcopy(reference)):
-            each.unembed.W_U.data = each.embed.W_E.detach().T.clone()
-        before = copied(tokens)
-    fault.breaks(model)
-    (finding,) = check(model).findings
-    assert finding.fix is not None
-    assert finding.fix.startswith(str(fault.fix))
-
-    values = reference.state_dict().get(finding.name)
-    if finding.kind == "meta":  # is assigned, so it has to be there already
-        values = values.to("sim:2")
-    exec(finding.fix, {"model": model, "torch": torch, "values": values})
-
-    assert check(model), check(model)
-    assert_agrees(model(tokens), before, model.placement.home)
 
 
 def test_interrupted_processing_is_found(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,11 +130,6 @@ def test_a_permanent_hook_is_noted_only(model: Any) -> None:
 
     assert report
     assert [each.name for each in report.notes] == ["blocks.2.hook_resid_post"]
-
-
-def test_what_is_no_model_is_refused() -> None:
-    with pytest.raises(TypeError, match="this is a Linear"):
-        check(nn.Linear(2, 2))
 
 
 # --------------------------------------------------------------------------------------------
@@ -454,33 +279,6 @@ def test_a_check_allocates_next_to_nothing(model: Any, machine: Any) -> None:
     for device, bytes_before in zip(machine.devices, before):
         assert machine.max_memory_allocated(device) - bytes_before < 16 * n_tensors + 16
     assert held() == before
-
-
-MISPLACED = (block_moved, parameter_replaced, some_parameters_moved, home_renamed)
-
-
-@pytest.mark.parametrize("fault", MISPLACED)
-def test_repair_brings_it_back_and_the_placement_is_the_truth_again(
-    fault: Any, model: Any, reference: Any, tokens: torch.Tensor, machine: Any
-) -> None:
-    printed = repr(model.placement)
-    held = [machine.memory_allocated(device) for device in machine.devices]
-    parameters = dict(model.named_parameters())
-    fault(model)
-    (broken,) = check(model).findings
-
-    report = check(model, repair=True)
-
-    assert (report.findings, report.repaired) == ((), (broken,))
-    assert "repaired (1)" in repr(report)
-    assert repr(model.placement) == printed
-    for each in report.memory:
-        assert each.held == each.planned == model.placement.bytes_on(each.device)
-    if fault is not parameter_replaced:
-        assert all(parameters[name] is each for name, each in model.named_parameters())
-        assert [machine.memory_allocated(device) for device in machine.devices] == held
-    assert_agrees(model(tokens), reference(tokens), model.placement.home)
-    assert_agrees(model.run_with_cache(tokens)[1], reference.run_with_cache(tokens)[1])
 
 
 def test_repair_of_everything_at_once_leaves_what_it_cannot_mend(

@@ -94,6 +94,9 @@ def sweep(runs: Callable[..., Run], request: pytest.FixtureRequest) -> Sweep:
     return Sweep(CALLS, reference, keys_of(request.session.items))
 
 
+LEFT_TO_4 = [pytest.mark.full("dozens of forwards each; the same code is swept on 4")]
+if not has_hooked_transformer():
+    LEFT_TO_4 = []
 NOT_IN_3 = (
     # Makes a random generator on the device, and simulated ones have none.
     ("JacobianLens.occupancy", AS_BOOTED),
@@ -117,7 +120,8 @@ def every_call() -> Iterator[Any]:
                         continue
                     if name in NEEDS_SEVERAL and n == 1:
                         continue
-                    yield pytest.param(name, case, kind, n)
+                    marks = LEFT_TO_4 if name.startswith("patching.") else []
+                    yield pytest.param(name, case, kind, n, marks=marks)
 
 
 EVERY_CALL = list(every_call())

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tl_devicefix.before_loading.blueprints import is_of_bridge
+from tl_devicefix.checkpoints.dtypes import torch_dtype
 from tl_devicefix.placement.components import ComponentSize
 from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
 from tl_devicefix.placement.devices import DeviceLike
@@ -80,7 +81,7 @@ def _weigh_hooked(
     config_or_model_name: Any, dtype: torch.dtype | str | None
 ) -> tuple[tuple[ComponentSize, ...], torch.dtype]:
     from tl_devicefix.hooked.components import component_sizes
-    from tl_devicefix.hooked.config import model_config, torch_dtype
+    from tl_devicefix.hooked.config import model_config
 
     if isinstance(config_or_model_name, str | os.PathLike):
         wanted = torch.float32 if dtype is None else torch_dtype(dtype)

@@ -14,8 +14,9 @@ from transformers import AutoTokenizer, DynamicCache
 
 from tl_devicefix.bridge.alignment import settle_bridge
 from tl_devicefix.bridge.components import Layout, empty_hf_model, layout_of
-from tl_devicefix.bridge.config import hf_config, torch_dtype
+from tl_devicefix.bridge.config import hf_config
 from tl_devicefix.bridge.upstream import adapter_for, hf_model_class
+from tl_devicefix.checkpoints.dtypes import torch_dtype
 from tl_devicefix.checkpoints.hub import TOKENIZER_FILES
 from tl_devicefix.placement.blueprint import Blueprint, Generation
 from tl_devicefix.placement.components import ComponentSize
@@ -61,7 +62,7 @@ class BridgeBlueprint(Blueprint):
             name = getattr(config, "_name_or_path", None) or config.model_type
         else:
             name = str(config_or_model_name)
-        return cls(name, config, torch_dtype(dtype))
+        return cls(name, config, torch.float32 if dtype is None else torch_dtype(dtype))
 
     def in_dtype(self, dtype: torch.dtype) -> BridgeBlueprint:
         """The same model with weights of another dtype."""

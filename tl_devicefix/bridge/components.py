@@ -10,8 +10,9 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 
-from tl_devicefix.bridge.config import hf_config, torch_dtype
+from tl_devicefix.bridge.config import hf_config
 from tl_devicefix.bridge.upstream import adapter_for, hf_model_class
+from tl_devicefix.checkpoints.dtypes import torch_dtype
 from tl_devicefix.placement.components import ComponentSize
 from tl_devicefix.placement.placement import Placement
 
@@ -130,7 +131,7 @@ def weigh_bridge(
     Raises:
         ValueError: if it is none of these, or the config cannot be had.
     """
-    wanted = torch_dtype(dtype)
+    wanted = torch.float32 if dtype is None else torch_dtype(dtype)
     config = hf_config(config_or_model_name)
     name = str(getattr(config, "_name_or_path", None) or config_or_model_name)
     adapter = adapter_for(config, name, wanted)

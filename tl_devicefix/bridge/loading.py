@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 
 from tl_devicefix.bridge.alignment import settle_bridge, take_inputs_at
 from tl_devicefix.bridge.components import empty_hf_model, layout_of
-from tl_devicefix.bridge.config import torch_dtype
 from tl_devicefix.bridge.moving import place_bridge, placement_as_it_lies
 from tl_devicefix.bridge.upstream import ArchitectureAdapterFactory, hf_model_class
+from tl_devicefix.checkpoints.dtypes import torch_dtype
 from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.patching.applying import original
 from tl_devicefix.placement.deciding import decide

@@ -5,7 +5,8 @@ from __future__ import annotations
 from tl_devicefix.bridge import analysis, caching, loading, moving, processing
 from tl_devicefix.bridge import gathering as bridge_gathering
 from tl_devicefix.patching.patch import Patch
-from tl_devicefix.reading import activations, gathering
+from tl_devicefix.reading import gathering
+from tl_devicefix.reading.patches import CACHING, GATHERED, gathers
 from tl_devicefix.running import forward
 
 BRIDGE = {"owner": "TransformerBridge", "since": "3.9", "until": "4"}
@@ -13,7 +14,6 @@ IN_4 = {**BRIDGE, "since": "4.0"}
 STEPS = {"owner": "ProcessWeights", "since": "3.9", "until": "4"}
 
 folds = "each component where it lies, in float32 or wider, rounded once; all or nothing"
-gathers = "weights of several devices are read at home, or on the device of `gather_on`"
 called = "called to process one block"
 flags = ("fold_ln", "center_writing_weights", "center_unembed", "fold_value_biases")
 
@@ -70,31 +70,13 @@ PATCHES = (
         for name in ("W_E", "W_U", "b_U")
     ),
     Patch("W_pos", gathering.single("W_pos"), (), gathers, **IN_4),
-    Patch("W_E_pos", gathering.get_W_E_pos, (), gathers, **IN_4),
-    Patch("accumulated_bias", gathering.gathered("accumulated_bias"), ("self",), gathers, **BRIDGE),
-    Patch(
-        "all_composition_scores",
-        gathering.gathered("all_composition_scores"),
-        ("self", "mode"),
-        gathers,
-        **BRIDGE,
-    ),
-    Patch(
-        "tokens_to_residual_directions",
-        gathering.tokens_to_residual_directions,
-        ("self", "tokens"),
-        gathers,
-        **BRIDGE,
+    *(
+        Patch(name, replacement, takes, why, **(IN_4 if name == "W_E_pos" else BRIDGE))
+        for name, (replacement, takes, why) in GATHERED.items()
     ),
     *(
-        Patch(
-            name,
-            getattr(activations, name),
-            ("self", "names_filter", "incl_bwd", "device"),
-            "cached activations are read at home",
-            **IN_4,
-        )
-        for name in ("get_caching_hooks", "add_caching_hooks")
+        Patch(name, replacement, takes, why, **IN_4)
+        for name, (replacement, takes, why) in CACHING.items()
     ),
     Patch(
         "get_act_patch_direct_path",

@@ -13,9 +13,10 @@ import transformer_lens
 from transformer_lens import HookedTransformer
 from transformer_lens.loading_from_pretrained import get_pretrained_model_config
 
+from tl_devicefix.checkpoints.dtypes import torch_dtype
 from tl_devicefix.checkpoints.hub import HUB_ARGUMENTS
 from tl_devicefix.hooked.components import component_sizes
-from tl_devicefix.hooked.config import model_config, torch_dtype
+from tl_devicefix.hooked.config import model_config
 from tl_devicefix.hooked.layout import empty_as_loaded
 from tl_devicefix.hooked.loading import empty_model
 from tl_devicefix.hooked.moving import place

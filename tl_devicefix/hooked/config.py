@@ -20,9 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
 import transformer_lens.loading_from_pretrained as tl_loading
-from transformer_lens.HookedTransformer import DTYPE_FROM_STRING
 from transformers import AutoConfig
 
 from tl_devicefix.checkpoints.directories import _has_tokenizer, is_checkpoint_directory
@@ -37,23 +35,6 @@ from tl_devicefix.patching.applying import original
 from tl_devicefix.placement.devices import consecutive, resolve
 
 _log = logging.getLogger(__name__)
-
-
-def torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """A dtype, or its name as TransformerLens writes it ("bfloat16", "bf16", "torch.bfloat16").
-
-    Raises:
-        ValueError: if there is no such dtype.
-    """
-    named: Any = dtype
-    if isinstance(dtype, str):
-        named = DTYPE_FROM_STRING.get(dtype, getattr(torch, dtype.removeprefix("torch."), None))
-    if not isinstance(named, torch.dtype) or not named.is_floating_point:
-        raise ValueError(
-            f"dtype={dtype!r} is no floating-point dtype: give one of "
-            f"{', '.join(sorted(DTYPE_FROM_STRING))}, or a torch.dtype"
-        )
-    return named
 
 
 def model_config(model_name: str, prefer_known: bool = False, **kwargs: Any) -> Any:

@@ -20,6 +20,7 @@ from transformer_lens import HookedTransformer
 
 from tl_devicefix.checkpoints.checkpoint import load_hf_model
 from tl_devicefix.checkpoints.directories import is_checkpoint_directory, load_tokenizer
+from tl_devicefix.checkpoints.dtypes import torch_dtype
 from tl_devicefix.checkpoints.hub import tokenizers_fetched_with
 from tl_devicefix.checkpoints.huggingface import HuggingFaceSource
 from tl_devicefix.checkpoints.source import Source
@@ -30,7 +31,6 @@ from tl_devicefix.hooked.config import (
     is_listed,
     model_config,
     official_name,
-    torch_dtype,
 )
 from tl_devicefix.hooked.conventions import installed_conventions
 from tl_devicefix.hooked.filling import fill

@@ -13,12 +13,12 @@ from tl_devicefix.hooked import (
 )
 from tl_devicefix.hooked import gathering as hooked_gathering
 from tl_devicefix.patching.patch import Patch
-from tl_devicefix.reading import activations, gathering
+from tl_devicefix.reading import gathering
+from tl_devicefix.reading.patches import CACHING, GATHERED
 from tl_devicefix.running import forward, interruption
 
 loads = "one component at a time, to its planned device, folded in float32"
 folds = "each component on its own device, in float32 or wider, rounded once"
-gathers = "weights of several devices are read at home, or on the device of `gather_on`"
 state = ("self", "state_dict")
 
 PATCHES = (
@@ -67,18 +67,7 @@ PATCHES = (
         ("self",),
         "SAEs and the like run where they are, whatever block they are attached to",
     ),
-    Patch(
-        "get_caching_hooks",
-        activations.get_caching_hooks,
-        ("self", "names_filter", "incl_bwd", "device"),
-        "cached activations are read at home",
-    ),
-    Patch(
-        "add_caching_hooks",
-        activations.add_caching_hooks,
-        ("self", "names_filter", "incl_bwd", "device"),
-        "cached activations are read at home",
-    ),
+    *(Patch(name, *row) for name, row in CACHING.items()),
     Patch(
         "forward",
         forward.forward,
@@ -93,20 +82,7 @@ PATCHES = (
         Patch(name, gathering.single(name), (), "read on the device of `gather_on`")
         for name in ("W_E", "W_U", "b_U", "W_pos")
     ),
-    Patch("W_E_pos", gathering.get_W_E_pos, (), gathers),
-    Patch("accumulated_bias", gathering.gathered("accumulated_bias"), ("self",), gathers),
-    Patch(
-        "all_composition_scores",
-        gathering.gathered("all_composition_scores"),
-        ("self", "mode"),
-        gathers,
-    ),
-    Patch(
-        "tokens_to_residual_directions",
-        gathering.tokens_to_residual_directions,
-        ("self", "tokens"),
-        gathers,
-    ),
+    *(Patch(name, *row) for name, row in GATHERED.items()),
     *(
         Patch(
             name,

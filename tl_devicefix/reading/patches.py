@@ -2,10 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from tl_devicefix.patching.patch import Patch
 from tl_devicefix.reading import activations, gathering
 
 gathers = "weights of several devices are read at home, or on the device of `gather_on`"
+at_home = "cached activations are read at home"
+hook_names = ("self", "names_filter", "incl_bwd", "device")
+
+Row = tuple[Callable[..., Any], tuple[str, ...], str]
+"""What replaces something, its parameters, and why."""
+
+GATHERED: dict[str, Row] = {
+    "W_E_pos": (gathering.get_W_E_pos, (), gathers),
+    "accumulated_bias": (gathering.gathered("accumulated_bias"), ("self",), gathers),
+    "all_composition_scores": (
+        gathering.gathered("all_composition_scores"),
+        ("self", "mode"),
+        gathers,
+    ),
+    "tokens_to_residual_directions": (
+        gathering.tokens_to_residual_directions,
+        ("self", "tokens"),
+        gathers,
+    ),
+}
+"""What reads weights together, in both classes."""
+
+CACHING: dict[str, Row] = {
+    "get_caching_hooks": (activations.get_caching_hooks, hook_names, at_home),
+    "add_caching_hooks": (activations.add_caching_hooks, hook_names, at_home),
+}
+"""What makes hooks that fill a cache, in both classes."""
 
 PATCHES = (
     Patch(

@@ -1,0 +1,74 @@
+"""How Bridges are broken, and what a check finds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from faults import OF_EITHER, Fault, block_moved, home_renamed, identity
+from hf_models import D_MODEL
+from torch import nn
+
+
+def mlp_replaced_in_the_wrapped_model(model: Any) -> None:
+    model.original_model.model.layers[2].mlp = nn.Linear(D_MODEL, D_MODEL).to("sim:0")
+
+
+def weight_moved(model: Any) -> None:
+    weight = model.blocks[4].attn.q._original_component.weight
+    weight.data = weight.data.to("cpu")
+
+
+def on_meta(model: Any) -> None:
+    linear = model.blocks[2].attn.q._original_component
+    linear.weight = nn.Parameter(linear.weight.detach().to("meta"))
+
+
+def not_finite(model: Any) -> None:
+    values = model.blocks[2].attn.q._original_component.weight.data
+    values[0, :3], values[1, 3] = float("nan"), -float("inf")
+
+
+def tied(model: Any) -> None:
+    model.unembed._original_component.weight.data = model.embed._original_component.weight.data
+
+
+def norm_not_folded(model: Any) -> None:
+    model.blocks[2].ln1._original_component.weight.data.fill_(2.0)
+
+
+def hook_left(model: Any) -> None:
+    model.add_hook("blocks.2.hook_resid_post", identity)
+
+
+FAULTS = {
+    **OF_EITHER,
+    "a module of the wrapped model replaced": Fault(
+        mlp_replaced_in_the_wrapped_model, "device", "blocks.2._original_component.mlp",
+        ("is on sim:0", "puts it on sim:2"), 'model.blocks[2]._original_component.mlp.to("sim:2")',
+        mends=False,
+    ),
+    "a weight moved": Fault(
+        weight_moved, "device", "blocks.4.attn.q",
+        ("is on cpu", "puts it on sim:3"), 'model.blocks[4].attn.q.to("sim:3")',
+    ),
+    "a weight on meta": Fault(
+        on_meta, "meta", "blocks.2.attn.q.weight", ("[16, 16]", "no values"),
+        'model.load_state_dict({"blocks.2.attn.q.weight": values}, strict=False, assign=True)',
+    ),
+    "values that are not finite": Fault(
+        not_finite, "values", "blocks.2.attn.q.weight", ("3 NaN and 1 infinite of 256 values",),
+        'model.load_state_dict({"blocks.2.attn.q.weight": values}, strict=False)',
+    ),
+    "embeddings tied after folding": Fault(
+        tied, "storage", "unembed.weight", ("shares its memory with embed.weight",), None
+    ),
+    "a norm that is not folded": Fault(
+        norm_not_folded, "norms", "blocks.2.ln1", ("blocks.2.ln1 still scales", "boot"), None
+    ),
+    "a hook": Fault(
+        hook_left, "hooks", "blocks.2.hook_out", ("identity",), "model.reset_hooks()"
+    ),
+}  # fmt: skip
+
+MISPLACED = (block_moved, weight_moved, home_renamed)
+"""What a repair brings back."""

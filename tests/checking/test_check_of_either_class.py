@@ -1,0 +1,168 @@
+"""`tl_devicefix.check` of either class: each fault is found and named, the given line mends it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from comparison import assert_agrees
+from either_class import BRIDGE, CLASSES, HOOKED
+from faults import Fault
+from torch import nn
+
+from tl_devicefix import check
+from tl_devicefix.patching.versions import has_hooked_transformer
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not support:UserWarning")
+
+FAULTS: dict[str, dict[str, Fault]] = {}
+MISPLACED: dict[str, tuple[Any, ...]] = {}
+if HOOKED in CLASSES:
+    import hooked_faults
+
+    FAULTS[HOOKED], MISPLACED[HOOKED] = hooked_faults.FAULTS, hooked_faults.MISPLACED
+if BRIDGE in CLASSES:
+    import bridge_faults
+
+    FAULTS[BRIDGE], MISPLACED[BRIDGE] = bridge_faults.FAULTS, bridge_faults.MISPLACED
+
+LIES = {"": 0, **{f"blocks.{layer}": device for layer, device in enumerate((0, 1, 2, 2, 3))}}
+UNPATCHED: dict[str, list[tuple[str, dict[str, bool]]]] = {
+    HOOKED: [("bloom", {})],  # of which no one has set W_pos
+    BRIDGE: [("gpt2", {"compatible": False}), ("gpt2", {"compatible": True})],
+}
+
+
+@pytest.fixture
+def model(cls: str, machine: Any, request: pytest.FixtureRequest) -> Any:
+    """A folded Llama over four devices; each version of TransformerLens would spread it otherwise.
+
+    Block 2 is on sim:2.
+    """
+    if cls == BRIDGE:
+        return request.getfixturevalue("boot")("llama", compatible=True, device_map=LIES)
+    return request.getfixturevalue("load")("llama", n_devices=1, device_map=LIES)
+
+
+@pytest.fixture
+def unpatched(cls: str, request: pytest.FixtureRequest) -> Any:
+    """`unpatched("gpt2", ...)`: as TransformerLens alone loads it, on the CPU."""
+    return request.getfixturevalue("bridge_references" if cls == BRIDGE else "references")
+
+
+@pytest.fixture
+def reference(cls: str, unpatched: Any) -> Any:
+    """The same weights on the CPU."""
+    return unpatched("llama", compatible=True) if cls == BRIDGE else unpatched("llama")
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "options"), [(cls, *each) for cls in CLASSES for each in UNPATCHED[cls]]
+)
+def test_a_model_of_unpatched_transformer_lens_is_well(
+    name: str, options: dict[str, bool], unpatched: Any
+) -> None:
+    report = check(unpatched(name, **options))
+
+    assert report, report
+    assert "all is well" in repr(report)
+    assert repr(report).endswith("on cpu")
+
+
+@pytest.mark.parametrize(
+    ("cls", "fault"),
+    [
+        pytest.param(cls, fault, id=f"{cls}, {name}")
+        for cls, faults in FAULTS.items()
+        for name, fault in faults.items()
+    ],
+)
+def test_each_fault_is_found_alone_and_named(fault: Fault, model: Any) -> None:
+    fault.breaks(model)
+
+    report = check(model)
+
+    (finding,) = report.findings
+    assert (finding.kind, finding.name) == (fault.kind, fault.name)
+    assert all(part in finding.message for part in fault.says), finding.message
+    assert not report
+    assert str(finding) in repr(report)
+
+
+@pytest.mark.parametrize(
+    ("cls", "fault"),
+    [
+        pytest.param(cls, fault, id=f"{cls}, {name}")
+        for cls, faults in FAULTS.items()
+        for name, fault in faults.items()
+        if fault.fix
+    ],
+)
+def test_the_line_that_is_given_mends_it(
+    fault: Fault, model: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    if fault.first is not None:
+        reference = copy.deepcopy(reference)
+        for each in (model, reference):
+            fault.first(each)
+    fault.breaks(model)
+    (finding,) = check(model).findings
+    assert finding.fix is not None
+    assert finding.fix.startswith(str(fault.fix))
+
+    values = reference.state_dict().get(finding.name)
+    if finding.kind == "meta":  # is assigned, so it has to be there already
+        values = values.clone().to("sim:2")
+    exec(finding.fix, {"model": model, "torch": torch, "values": values})
+
+    assert check(model), check(model)
+    if fault.mends:
+        assert_agrees(model(tokens), reference(tokens), model.placement.home)
+
+
+@pytest.mark.parametrize(
+    ("cls", "breaks"),
+    [
+        pytest.param(cls, breaks, id=f"{cls}, {breaks.__name__}")
+        for cls, faults in MISPLACED.items()
+        for breaks in faults
+    ],
+)
+def test_repair_brings_it_back_and_the_placement_is_the_truth_again(
+    cls: str, breaks: Any, model: Any, reference: Any, tokens: torch.Tensor, machine: Any
+) -> None:
+    printed, memory = repr(model.placement), check(model).memory
+    held = [machine.memory_allocated(device) for device in machine.devices]
+    parameters = dict(model.named_parameters())
+    breaks(model)
+    (broken,) = check(model).findings
+    replaced = breaks.__name__ == "parameter_replaced"
+
+    report = check(model, repair=True)
+
+    assert (report.findings, report.repaired) == ((), (broken,))
+    assert "repaired (1)" in repr(report)
+    assert check(model), check(model)
+    assert repr(model.placement) == printed
+    assert report.memory == memory
+    for each in report.memory:
+        assert each.planned == model.placement.bytes_on(each.device)
+        # Folding gives a Bridge a bias of the unembedding, which no plan knows.
+        assert each.held == each.planned or cls == BRIDGE
+    if not replaced:
+        assert all(parameters[name] is each for name, each in model.named_parameters())
+    # A Bridge's block of TransformerLens 3.9 takes more once it has been moved.
+    if not replaced and not (cls == BRIDGE and has_hooked_transformer()):
+        assert [machine.memory_allocated(device) for device in machine.devices] == held
+    assert_agrees(model(tokens), reference(tokens), model.placement.home)
+    assert_agrees(model.run_with_cache(tokens)[1], reference.run_with_cache(tokens)[1])
+
+
+def test_what_is_no_model_is_refused(cls: str, unpatched: Any) -> None:
+    with pytest.raises(TypeError, match=f"{cls}.*, but this is a Linear: give the model itself"):
+        check(nn.Linear(2, 2))
+    if cls == BRIDGE:
+        with pytest.raises(TypeError, match=r"TransformerBridge, but this is a GPT2LMHeadModel"):
+            check(unpatched("gpt2").original_model)
