@@ -79,7 +79,9 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         "fails_unpatched: holds with tl_devicefix and fails without; see --unpatched",
     )
-    config.addinivalue_line("markers", "full: runs with --full only; its reason says what else runs")
+    config.addinivalue_line(
+        "markers", "full: runs with --full only; its reason says what else runs"
+    )
     config.addinivalue_line(
         "markers",
         "cover(*groups): without --full, runs for some combinations of its parameters, which have "
