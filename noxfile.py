@@ -17,7 +17,11 @@ BESIDE_2X = ("numpy<2", "pyarrow<20", "datasets<4", "transformers<5")
 
 
 def install(session: nox.Session, transformer_lens: str, *extra: str) -> None:
-    """Install torch (first: others would choose another build), TransformerLens and this."""
+    """Install torch (first: others would choose another build), TransformerLens and this.
+
+    Modules are compiled when they are imported, as most never are.
+    """
+    session.env["PIP_NO_COMPILE"] = "1"
     session.install("torch==2.13.0")
     beside = BESIDE_2X if transformer_lens.startswith("2.") else ()
     session.install(
