@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tl_devicefix.offload.visiting import let_stay, let_visit
+from tl_devicefix.placement.in_use import use
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.running.carrying import move
 from tl_devicefix.running.forward import HANDLES
@@ -23,6 +24,7 @@ from tl_devicefix.running.hooking import let_hooks_be, let_hooks_mix
 def settle_bridge(bridge: Any, placement: Placement) -> None:
     """Record a placement that the weights have already, and make the Bridge run over it."""
     bridge.__dict__["placement"] = placement
+    use(placement)
     bridge.cfg.device = str(placement.home)
     bridge.cfg.n_devices = len(placement.devices)
     _drop_bound_methods(bridge.original_model)
