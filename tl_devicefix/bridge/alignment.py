@@ -16,9 +16,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tl_devicefix.offload.visiting import let_stay, let_visit
 from tl_devicefix.placement.in_use import use
 from tl_devicefix.placement.placement import Placement
+from tl_devicefix.running.attached import detach
 from tl_devicefix.running.carrying import move
 from tl_devicefix.running.forward import HANDLES
 from tl_devicefix.running.hooking import let_hooks_be, let_hooks_mix
+from tl_devicefix.running.put_in import watch
 
 
 def settle_bridge(bridge: Any, placement: Placement) -> None:
@@ -59,6 +61,7 @@ def align_bridge(bridge: Any, placement: Placement) -> None:
     take_inputs_at(bridge.original_model, placement.home)
     _forget_tied_weights(bridge.original_model)
     let_visit(bridge, placement)
+    bridge.__dict__[HANDLES] += watch(bridge, placement)
     let_hooks_mix(bridge, placement)
 
 
@@ -87,6 +90,7 @@ def unalign_bridge(bridge: Any) -> None:
     """Remove the hooks that `align_bridge` added."""
     for handle in bridge.__dict__.pop(HANDLES, ()):
         handle.remove()
+    detach(bridge)
     let_stay(bridge)
     let_hooks_be(bridge)
 

@@ -10,7 +10,7 @@ from torch import nn
 from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.bridge.alignment import CarryAllTo, register_hooks, settle_bridge
-from tl_devicefix.checking.naming import listed
+from tl_devicefix.running.naming import listed
 from tl_devicefix.checking.report import Finding
 from tl_devicefix.checking.tensors import placement_of_model, tensors
 from tl_devicefix.running.module_names import named_modules

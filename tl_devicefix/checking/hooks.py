@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from transformer_lens.hook_points import HookPoint
 
-from tl_devicefix.checking.naming import expression
+from tl_devicefix.running.naming import expression
 from tl_devicefix.checking.report import Finding
 from tl_devicefix.running.module_names import named_modules
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tl_devicefix.checking.by_class import of_class
-from tl_devicefix.checking.naming import expression, joined, listed
+from tl_devicefix.running.naming import expression, joined, listed
 from tl_devicefix.checking.report import Finding, Memory
 from tl_devicefix.checking.tensors import (
     Tensor,

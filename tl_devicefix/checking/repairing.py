@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tl_devicefix.checking.naming import joined
+from tl_devicefix.running.naming import joined
 from tl_devicefix.checking.tensors import Tensor, is_unspread, placement_of_model, tensors
 from tl_devicefix.hooked.moving import settle
 from tl_devicefix.hooked.shared_buffers import ConvertedOnce, share_buffers

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tl_devicefix.checking.naming import joined
+from tl_devicefix.running.naming import joined
 from tl_devicefix.patching.versions import is_bridge
 from tl_devicefix.placement.components import component_of
 from tl_devicefix.placement.devices import resolve

@@ -22,6 +22,7 @@ from tl_devicefix.running.attached import attach, detach
 from tl_devicefix.running.carrying import bring_home, move
 from tl_devicefix.running.forward import HANDLES, is_aligned
 from tl_devicefix.running.hooking import let_hooks_be, let_hooks_mix
+from tl_devicefix.running.put_in import watch
 
 
 def align(model: Any, placement: Placement) -> None:
@@ -36,7 +37,7 @@ def align(model: Any, placement: Placement) -> None:
         handles.append(add(hook, with_kwargs=hook is keep_mask or before))
     model.__dict__[HANDLES] = handles
     let_visit(model, placement)
-    attach(model, placement)
+    handles += watch(model, placement, attach)
     let_hooks_mix(model, placement)
 
 

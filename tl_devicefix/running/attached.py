@@ -21,12 +21,17 @@ _ATTACHED = "_tl_devicefix_attached"
 
 def attach(model: Any, placement: Placement) -> None:
     """Have each attached module run where it is, on a model that runs over several devices."""
-    attached = list(attached_modules(model, placement))
-    for module in attached:
-        module.forward = ForwardWhereItIs(  # type: ignore[method-assign]
-            module, frozenset(placement.memories)
-        )
-    model.__dict__[_ATTACHED] = attached
+    detach(model)
+    for module in list(attached_modules(model, placement)):
+        run_where_it_is(model, placement, module)
+
+
+def run_where_it_is(model: Any, placement: Placement, module: nn.Module) -> None:
+    """Have one module of a model run where its weights are, until `detach`."""
+    if not runs_where_it_is(module):
+        # Not by setattr, which the components of a Bridge hand on to what they wrap.
+        vars(module)["forward"] = ForwardWhereItIs(module, frozenset(placement.memories))
+        model.__dict__.setdefault(_ATTACHED, []).append(module)
 
 
 def detach(model: Any) -> None:
@@ -34,9 +39,9 @@ def detach(model: Any) -> None:
     for module in model.__dict__.pop(_ATTACHED, ()):
         run = vars(module).get("forward")
         if isinstance(run, ForwardWhereItIs):
-            del module.forward
+            del vars(module)["forward"]
             if run.own is not None:
-                module.forward = run.own
+                vars(module)["forward"] = run.own
 
 
 def runs_where_it_is(module: nn.Module) -> bool:
