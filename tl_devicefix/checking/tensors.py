@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from tl_devicefix.running.naming import joined
 from tl_devicefix.patching.versions import is_bridge
 from tl_devicefix.placement.components import component_of
 from tl_devicefix.placement.devices import resolve
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.running.attached import runs_where_it_is
 from tl_devicefix.running.module_names import named_modules
+from tl_devicefix.running.naming import joined
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ _devices: frozenset[torch.device] | None = frozenset()
 
 def use(placement: Placement) -> None:
     """Count a placement's devices as in use, as long as a model (or anyone) holds it."""
-    _forget(id(placement))
-    _placements[id(placement)] = weakref.ref(placement, lambda _, key=id(placement): _forget(key))
+    key = id(placement)
+    _forget(key)
+    _placements[key] = weakref.ref(placement, lambda _: _forget(key))
 
 
 def _forget(key: int) -> None:

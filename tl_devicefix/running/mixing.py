@@ -35,19 +35,18 @@ class mix_devices:
     does; ``tl_devicefix.mix_devices(False)`` ends it. With ``with``, it is as before at the end.
 
     A function that torch refuses, as its tensors are on several devices, gets them brought
-    together: what is changed in place (or by ``out=``), and what is indexed, stays where it is; other
-    results lie at home, unless one operand is larger than all the others together and on another
-    device (not the host): then there. Gradients go back to where each operand is.
+    together: what is changed in place (or by ``out=``), and what is indexed, stays where it is;
+    other results lie at home, unless one operand is larger than all the others together and on
+    another device (not the host): then there. Gradients go back to where each operand is.
 
-    The devices in use are those of the models that are placed (on one device or several; the host
-    if blocks are offloaded), and that of `gather_on`, which is then home. A tensor of any other
-    device, such as the CPU, is left alone, and torch says so. Hooks of PyTorch's own that compute
-    gradients (`Tensor.register_hook`, `register_full_backward_hook`, ...) mix if they are registered
-    within it, in whichever thread autograd runs them; `torch.testing.assert_close` compares values
-    wherever they are.
+    The devices in use are those of the models that are placed (the host if blocks are offloaded),
+    and that of `gather_on`, which is then home. A tensor of any other device, such as the CPU, is
+    left alone, and torch says so. PyTorch's own hooks on gradients (`Tensor.register_hook`,
+    `register_full_backward_hook`, ...) mix if they were registered within it, in whichever thread
+    autograd runs them. `torch.testing.assert_close` compares values wherever they are.
 
-    It holds in this thread only: enter it in each thread that mixes. (In a task of asyncio, it
-    holds for all tasks of the thread.) Code that torch compiles is left as it is.
+    It holds in this thread: enter it in each thread that mixes. Code that torch compiles is left
+    as it is.
 
     Args:
         mode: False switches it off, also within a `with` of its own.
@@ -82,12 +81,10 @@ class mix_devices:
         return sorted(lines, key=lambda each: each.nbytes, reverse=True)
 
     def __repr__(self) -> str:
-        copied = self.copied
-        rows = [(gib(sum(each.nbytes for each in copied)), sum(each.times for each in copied), "all")]
-        rows += [(gib(nbytes), times, line) for line, nbytes, times in copied]
-        return "\n".join(
-            ["mix_devices copied", *(f"{size:>12} {times:>7} x  {line}" for size, times, line in rows)]
-        )
+        lines = self.copied
+        everything = Copied("all", sum(c.nbytes for c in lines), sum(c.times for c in lines))
+        rows = [f"{gib(c.nbytes):>12} {c.times:>7} x  {c.line}" for c in (everything, *lines)]
+        return "\n".join(["mix_devices copied", *rows])
 
     def _count(self, line: str, nbytes: int) -> None:
         counts = self._lines.setdefault(line, [0, 0])

@@ -149,7 +149,7 @@ class Look:
 
     def see(self, module: nn.Module) -> None:
         """Remember what is there, as it is right."""
-        children, tensors = [], []
+        children, tensors = [], list[tuple[dict[str, Any], tuple[torch.device, ...]]]()
         for each in _own_modules(module):
             children.append((each._modules, list(each._modules.values())))
             tensors.append((each._parameters, _places(self._component, True)))

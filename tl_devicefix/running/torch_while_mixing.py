@@ -23,6 +23,7 @@ _REGISTERING = (
     (torch.nn.Module, "register_full_backward_hook"),
     (torch.nn.Module, "register_full_backward_pre_hook"),
 )
+_DEFAULTS: dict[str, Any] = torch.testing.assert_close.__kwdefaults__ or {}
 _lock = threading.Lock()
 _threads = 0
 _replaced: list[tuple[Any, str, Any, Any]] = []
@@ -44,7 +45,7 @@ def change_torch(is_mixing: Callable[[], bool]) -> None:
             ours = _registering(own, is_mixing)
             _replaced.append((owner, name, own, ours))
             setattr(owner, name, ours)
-        torch.testing.assert_close.__kwdefaults__["check_device"] = False
+        _DEFAULTS["check_device"] = False
 
 
 def restore_torch() -> None:
@@ -58,7 +59,7 @@ def restore_torch() -> None:
             if vars(owner)[name] is ours:  # or else someone has replaced it since, or put it back
                 setattr(owner, name, own)
         _replaced.clear()
-        torch.testing.assert_close.__kwdefaults__["check_device"] = True
+        _DEFAULTS["check_device"] = True
 
 
 def _registering(own: Callable[..., Any], is_mixing: Callable[[], bool]) -> Callable[..., Any]:
