@@ -96,6 +96,8 @@ class Watch:
             copies: dict[tuple[int, torch.device], torch.Tensor] = {}
             moved, left = [], []
             for each in list(_put_in(model, placement)):
+                if shared(each.module) and not each.module._parameters:
+                    continue  # as some Hugging Face models have one rotary table for all blocks
                 if shared(each.module) or (each.is_weight and shared(each.value)):
                     run_where_it_is(model, placement, each.module)
                     left.append(each)
@@ -129,7 +131,7 @@ class Look:
         self._component = component
         self._watching = watching
         self._children: list[tuple[dict[str, Any], list[Any]]] | None = None
-        self._tensors: list[tuple[dict[str, Any], tuple[torch.device, ...]]] = []
+        self._tensors: list[tuple[dict[str, Any], set[torch.device]]] = []
 
     def __reduce__(self) -> Any:
         return Look, (self._component, self._watching)
@@ -149,11 +151,12 @@ class Look:
 
     def see(self, module: nn.Module) -> None:
         """Remember what is there, as it is right."""
-        children, tensors = [], list[tuple[dict[str, Any], tuple[torch.device, ...]]]()
+        children, tensors = [], list[tuple[dict[str, Any], set[torch.device]]]()
         for each in _own_modules(module):
             children.append((each._modules, list(each._modules.values())))
-            tensors.append((each._parameters, _places(self._component, True)))
-            tensors.append((each._buffers, _places(self._component, False)))
+            for held, is_weight in ((each._parameters, True), (each._buffers, False)):
+                there = {tensor.device for tensor in held.values() if tensor is not None}
+                tensors.append((held, there.union(_places(self._component, is_weight))))
         self._children, self._tensors = children, tensors
 
     def _is_as_seen(self) -> bool:
