@@ -108,7 +108,6 @@ def pytorch_s_hooks_of_gradients(model: Any, tokens: torch.Tensor) -> Any:
     mlp.register_full_backward_hook(lambda m, grad_in, grad_out: (grad_in[0] * whole + whole,))
     mlp.register_full_backward_pre_hook(lambda m, grad_out: (whole.clone(),))
     weight.register_hook(lambda gradient: gradient * of_weight)
-    weight.register_post_accumulate_grad_hook(lambda p: print(p.grad.add_(of_weight).shape))
     loss = model(tokens, return_type="loss")
     loss.backward()
     return [weight.grad, *(p.grad for p in mlp.parameters())]

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode, _len_torch_function_stack, _pop_mode, _push_mode
-from torch.utils._device import DeviceContext
 
 from tl_devicefix.placement.devices import HOST
 from tl_devicefix.placement.in_use import devices_in_use, home_of
@@ -184,10 +183,10 @@ def _line_of_user(frame: FrameType | None) -> str:
 def _push_at_bottom(mode: TorchFunctionMode) -> None:
     """Put a mode under those that are on: leaving one of these takes the topmost off.
 
-    Above torch's own of the default device, which is at the very bottom for the same reason.
+    Above that of `torch.set_default_device`, which has to be at the very bottom, for this reason.
     """
     above = _popped()
-    while above and isinstance(above[-1], DeviceContext):
+    if above and above[-1] is getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None):
         _push_mode(above.pop())
     _push_mode(mode)
     _push_all(above)
