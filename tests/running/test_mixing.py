@@ -103,6 +103,17 @@ def test_many_calls_are_one_mode(model: Any) -> None:
     assert _len_torch_function_stack() == 1
 
 
+def test_it_does_nothing_until_several_devices_are_in_use(machine: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(in_use, "_placements", {})
+        patch.setattr(in_use, "_devices", frozenset())
+        with tl_devicefix.mix_devices():
+            assert _len_torch_function_stack() == 0
+            placement = tl_devicefix.plan("gpt2", n_devices=2)
+            in_use.use(placement)
+            assert _len_torch_function_stack() == 1
+
+
 def test_it_holds_in_the_thread_that_entered_it_only(model: Any) -> None:
     def of_thread() -> list[bool]:
         without = mixes(model)

@@ -6,7 +6,7 @@ import weakref
 
 import torch
 
-from tl_devicefix.placement.gathering_device import chosen_device
+from tl_devicefix.placement.gathering_device import chosen_device, tell_listeners
 from tl_devicefix.placement.placement import Placement
 
 # By identity, as equal placements of two models are two; in the order they were placed.
@@ -19,6 +19,7 @@ def use(placement: Placement) -> None:
     key = id(placement)
     _forget(key)
     _placements[key] = weakref.ref(placement, lambda _: _forget(key))
+    tell_listeners()
 
 
 def _forget(key: int) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode, _len_torch_function_stack, _pop_mode, _push_mode
 
 from tl_devicefix.placement.devices import HOST
+from tl_devicefix.placement.gathering_device import listen
 from tl_devicefix.placement.in_use import devices_in_use, home_of
 from tl_devicefix.placement.memory import gib
 from tl_devicefix.running.joining import Joining, bytes_of
@@ -44,8 +45,9 @@ class mix_devices:
     `register_full_backward_hook`, ...) mix if they were registered within it, in whichever thread
     autograd runs them. `torch.testing.assert_close` compares values wherever they are.
 
-    It holds in this thread: enter it in each thread that mixes. Code that torch compiles is left
-    as it is.
+    It holds in this thread: enter it in each thread that mixes (and again where another thread has
+    placed the first model since). Code that torch compiles is left as it is. While one device is in
+    use, it does nothing, and costs nothing.
 
     Args:
         mode: False switches it off, also within a `with` of its own.
@@ -120,19 +122,21 @@ class _Thread(threading.local):
         while len(self._stack) > 1 and not any(reference() for _, reference in self._stack[-2:]):
             del self._stack[-2]
         self._stack.append((each.mode, weakref.ref(each)))
-        self._follow()
+        self.follow()
 
     def remove(self, each: mix_devices) -> None:
         """Remove one, wherever it is: a generator may leave its own late."""
         self._stack = [entry for entry in self._stack if entry[1]() is not each]
-        self._follow()
+        self.follow()
 
-    def _follow(self) -> None:
-        if self.is_mixing and self._mode is None:
+    def follow(self) -> None:
+        """Have the mode on if there is something to mix: it costs time at each torch function."""
+        wanted = self.is_mixing and len(devices_in_use()) > 1
+        if wanted and self._mode is None:
             self._mode = _Mixing()
             change_torch(lambda: _thread.is_mixing)
             _push_at_bottom(self._mode)
-        elif not self.is_mixing and self._mode is not None:
+        elif not wanted and self._mode is not None:
             _take_out(self._mode)
             restore_torch()
             self._mode = None
@@ -162,6 +166,7 @@ class _Mixing(Joining):
 
 
 _thread = _Thread()
+listen(lambda: _thread.follow())
 
 _NOT_THE_USERS = {
     *("torch", "transformer_lens", "tl_devicefix", "transformers", "accelerate"),
