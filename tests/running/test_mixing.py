@@ -177,7 +177,9 @@ def test_gather_on_s_device_is_in_use_and_home(model: Any) -> None:
         assert (torch.ones(3) + torch.ones(3, device="sim:2")).device == torch.device("cpu")
 
 
-def test_a_model_s_devices_are_in_use_as_long_as_it_lives(machine: Any, from_pretrained: Any) -> None:
+def test_a_model_s_devices_are_in_use_as_long_as_it_lives(
+    machine: Any, from_pretrained: Any
+) -> None:
     before = in_use.devices_in_use()
     model = from_pretrained("gpt2", device_map={"": 0, "blocks.4": "cpu"})
     twin = copy.deepcopy(model)
@@ -204,7 +206,7 @@ def test_on_one_device_nothing_is_copied_and_nothing_changes(
 
 
 def test_an_error_that_is_not_about_devices_is_torch_s(model: Any) -> None:
-    with tl_devicefix.mix_devices(), pytest.raises(RuntimeError, match="shapes|size"):
+    with tl_devicefix.mix_devices(), pytest.raises(RuntimeError, match=r"shapes|size"):
         torch.ones(2, 3, device="sim:0") @ torch.ones(2, 3, device="sim:1")
 
 
@@ -224,9 +226,7 @@ def test_within_modes_of_gradients(mode: Any, model: Any, tokens: torch.Tensor) 
         model(tokens)
 
 
-def test_kv_caches_of_several_blocks(
-    model: Any, reference: Any, tokens: torch.Tensor
-) -> None:
+def test_kv_caches_of_several_blocks(model: Any, reference: Any, tokens: torch.Tensor) -> None:
     def keys(model: Any) -> torch.Tensor:
         cache = new_kv_cache(model, len(tokens))
         model(tokens, past_kv_cache=cache)
@@ -301,4 +301,8 @@ def test_what_is_copied_is_counted_by_line(model: Any, capsys: Any) -> None:
 def test_a_call_that_stays_reports_at_the_end_of_the_program() -> None:
     script = "import tl_devicefix; tl_devicefix.mix_devices(report=True); print('ran')"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert result.stdout.splitlines() == ["ran", "mix_devices copied", "     0.0 KiB       0 x  all"]
+    assert result.stdout.splitlines() == [
+        "ran",
+        "mix_devices copied",
+        "     0.0 KiB       0 x  all",
+    ]

@@ -15,6 +15,7 @@ from either_class import BRIDGE
 from torch import nn
 
 from tl_devicefix.checking import check
+from tl_devicefix.patching.versions import has_hooked_transformer
 
 Put = Callable[[Any], Any]
 
@@ -77,7 +78,7 @@ def logits_and_gradients(model: Any, tokens: torch.Tensor) -> list[Any]:
 
 
 @pytest.mark.fails_unpatched
-@pytest.mark.parametrize("put", (*MOVED, *SHARED), **by_name)
+@pytest.mark.parametrize("put", [*MOVED, *SHARED], **by_name)
 def test_it_runs_as_on_one_device(
     put: Put, cls: str, over_devices: Any, on_one: Any, machine: Any, tokens: torch.Tensor
 ) -> None:
@@ -131,6 +132,27 @@ def test_check_finds_it_until_then(
         model(tokens.to("sim:0"))
 
     assert "device" not in {finding.kind for finding in check(model).findings}
+
+
+@pytest.mark.skipif(not has_hooked_transformer(), reason="of a HookedTransformer")
+def test_what_is_put_into_an_offloaded_block_goes_to_the_host(
+    machine: Any, request: pytest.FixtureRequest, tokens: torch.Tensor
+) -> None:
+    from_pretrained, on_cpu = map(request.getfixturevalue, ("from_pretrained", "on_cpu"))
+    model = from_pretrained("llama", device_map={"": 0, "blocks.3": "cpu", "blocks.4": 3})
+    reference = copy.deepcopy(on_cpu("llama"))
+    for each in (model, reference):
+        each.blocks[3].mlp.W_in.data = 2 * each.blocks[4].mlp.W_in.data
+        each.blocks[3].attn.mask = each.blocks[4].attn.mask
+        each.blocks[4].mlp.W_out = nn.Parameter(2 * each.blocks[3].mlp.W_out.detach())
+
+    with pytest.warns(UserWarning, match="put in from another device"):
+        actual = model(tokens)
+
+    assert_agrees(actual, reference(tokens))
+    assert {str(each.device) for each in model.blocks[3].parameters()} == {"cpu"}
+    assert {str(each.device) for each in model.blocks[3].buffers()} == {"sim:0"}
+    assert {str(each.device) for each in model.blocks[4].parameters()} == {"sim:3"}
 
 
 def test_copies_of_a_model_see_to_it_too(

@@ -19,6 +19,7 @@ from torch import nn
 from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.offload.visiting import pin
+from tl_devicefix.placement.devices import HOST
 from tl_devicefix.placement.memory import gib
 from tl_devicefix.placement.placement import PlacedComponent, Placement
 from tl_devicefix.running.attached import run_where_it_is, runs_where_it_is
@@ -52,11 +53,23 @@ def watch(
     return handles
 
 
-def bind_watch(model: Any) -> None:
-    """Let a copied or unpickled model's hooks know which model they are of."""
-    watching = model.__dict__.get(_WATCH)
-    if watching is not None:
-        watching.bind(model)
+def look_early(model: Any, placement: Placement) -> None:
+    """At the start of a forward: know the model, and look at offloaded blocks, which are sent for.
+
+    It may be a copied or unpickled model, whose hooks do not know yet which model they are of.
+    """
+    watching: Watch | None = model.__dict__.get(_WATCH)
+    if watching is None:
+        return
+    watching.bind(model)
+    if not watching.has_looked:
+        watching.bring_in(model)
+    for component in placement.components if HOST in placement.memories else ():
+        if component.offloaded:
+            block = model.get_submodule(component.name)
+            for hook in list(block._forward_pre_hooks.values()):
+                if isinstance(hook, Look):
+                    hook(block, ())
 
 
 class Watch:
