@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tl_devicefix.checking import check
     from tl_devicefix.placement.gathering_device import gather_on
     from tl_devicefix.placement.placement import Placement
+    from tl_devicefix.running.mixing import mix_devices
     from tl_devicefix.simulation import simulate
 
 __version__ = "0.2.0"
@@ -29,6 +30,7 @@ __all__ = [
     "check",
     "estimate",
     "gather_on",
+    "mix_devices",
     "patched",
     "plan",
     "rehearse",
@@ -43,6 +45,7 @@ _LAZY = {
     "Estimate": "tl_devicefix.before_loading.estimation",
     "estimate": "tl_devicefix.before_loading.estimation",
     "gather_on": "tl_devicefix.placement.gathering_device",
+    "mix_devices": "tl_devicefix.running.mixing",
     "Placement": "tl_devicefix.placement.placement",
     "plan": "tl_devicefix.before_loading.planning",
     "Rehearsal": "tl_devicefix.before_loading.rehearsal",

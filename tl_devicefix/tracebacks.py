@@ -29,9 +29,10 @@ def let_go(error: BaseException, but_not: Collection[int] = ()) -> None:
 
 
 ON_MIXED_DEVICES = (
-    "The model is on several devices, and tensors of two of them met: write .to(model.cfg.device) "
-    "on a block's weight, or on what a hook kept, to bring it home, or .to(x.device) to bring it "
-    "to x. "
+    "The model is on several devices, and tensors of two of them met: work within "
+    "`with tl_devicefix.mix_devices():`, which brings them together; or write "
+    ".to(model.cfg.device) on a block's weight, or on what a hook kept, to bring it home, or "
+    ".to(x.device) to bring it to x. "
     'Every such case, and what to write: "Coming from single-device code", '
     "docs/coming_from_one_device.md"
 )

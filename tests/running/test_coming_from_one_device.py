@@ -1,4 +1,4 @@
-"""docs/coming_from_one_device.md: what fails on several devices, and what to write instead."""
+"""docs/coming_from_one_device.md: what works within `mix_devices`, and what to write without."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pytest
 import torch
 from comparison import assert_agrees
 from transformer_lens import ActivationCache
+
+import tl_devicefix
 
 Call = Callable[[Any, torch.Tensor], Any]
 
@@ -93,13 +95,16 @@ ROWS: dict[str, tuple[Call, Call]] = {
 
 @pytest.mark.parametrize("kind", ["gpt2"])
 @pytest.mark.parametrize("row", ROWS)
-def test_what_fails_and_what_to_write(
+def test_what_fails_works_within_mix_devices_and_what_to_write_without(
     row: str, model: Any, reference: Any, tokens: torch.Tensor
 ) -> None:
     on_one_device, instead = ROWS[row]
     with pytest.raises(RuntimeError, match="same device"):
         on_one_device(model, tokens)
-    assert_agrees(instead(model, tokens), on_one_device(reference, tokens))
+    expected = on_one_device(reference, tokens)
+    with tl_devicefix.mix_devices():
+        assert_agrees(on_one_device(model, tokens), expected)
+    assert_agrees(instead(model, tokens), expected)
 
 
 def test_a_whole_block_fetches_what_it_is_called_with(

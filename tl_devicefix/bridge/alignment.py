@@ -14,15 +14,19 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tl_devicefix.offload.visiting import let_stay, let_visit
+from tl_devicefix.placement.in_use import use
 from tl_devicefix.placement.placement import Placement
+from tl_devicefix.running.attached import detach
 from tl_devicefix.running.carrying import move
 from tl_devicefix.running.forward import HANDLES
 from tl_devicefix.running.hooking import let_hooks_be, let_hooks_mix
+from tl_devicefix.running.put_in import watch
 
 
 def settle_bridge(bridge: Any, placement: Placement) -> None:
     """Record a placement that the weights have already, and make the Bridge run over it."""
     bridge.__dict__["placement"] = placement
+    use(placement)
     bridge.cfg.device = str(placement.home)
     bridge.cfg.n_devices = len(placement.devices)
     _drop_bound_methods(bridge.original_model)
@@ -57,6 +61,7 @@ def align_bridge(bridge: Any, placement: Placement) -> None:
     take_inputs_at(bridge.original_model, placement.home)
     _forget_tied_weights(bridge.original_model)
     let_visit(bridge, placement)
+    bridge.__dict__[HANDLES] += watch(bridge, placement)
     let_hooks_mix(bridge, placement)
 
 
@@ -85,6 +90,7 @@ def unalign_bridge(bridge: Any) -> None:
     """Remove the hooks that `align_bridge` added."""
     for handle in bridge.__dict__.pop(HANDLES, ()):
         handle.remove()
+    detach(bridge)
     let_stay(bridge)
     let_hooks_be(bridge)
 

@@ -16,7 +16,11 @@ from transformers import PreTrainedModel
 
 from tl_devicefix.bridge.alignment import settle_bridge, take_inputs_at
 from tl_devicefix.bridge.components import empty_hf_model, layout_of
-from tl_devicefix.bridge.moving import place_bridge, placement_as_it_lies
+from tl_devicefix.bridge.moving import (
+    place_bridge,
+    placement_as_it_lies,
+    record_one_device,
+)
 from tl_devicefix.bridge.upstream import ArchitectureAdapterFactory, hf_model_class
 from tl_devicefix.checkpoints.dtypes import torch_dtype
 from tl_devicefix.misspelt import refuse_unknown
@@ -205,4 +209,4 @@ def _settle_where_it_is(bridge: Any) -> None:
     if len(placement.devices) > 1:
         settle_bridge(bridge, placement)
     else:
-        bridge.__dict__["placement"] = placement
+        record_one_device(bridge, placement)

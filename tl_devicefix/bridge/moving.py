@@ -11,6 +11,7 @@ from tl_devicefix.bridge.units import bridge_components
 from tl_devicefix.patching.applying import original
 from tl_devicefix.placement.components import ComponentSize
 from tl_devicefix.placement.devices import with_index
+from tl_devicefix.placement.in_use import use
 from tl_devicefix.placement.placement import PlacedComponent, Placement
 
 
@@ -29,8 +30,15 @@ def to(self: Any, *args: Any, **kwargs: Any) -> Any:
             placement = placement.gathered_on(lie_on.pop())
         settle_bridge(self, placement)
     elif placement is not None:
-        self.__dict__["placement"] = placement_as_it_lies(self)
+        record_one_device(self, placement_as_it_lies(self))
     return moved
+
+
+def record_one_device(bridge: Any, placement: Placement | None) -> None:
+    """Record where a Bridge lies that is on one device; None if that is not known."""
+    bridge.__dict__["placement"] = placement
+    if placement is not None:
+        use(placement)
 
 
 def sizes_now(bridge: Any, placement: Placement) -> list[ComponentSize]:

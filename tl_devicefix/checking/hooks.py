@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 from transformer_lens.hook_points import HookPoint
 
-from tl_devicefix.checking.naming import expression
 from tl_devicefix.checking.report import Finding
 from tl_devicefix.running.module_names import named_modules
+from tl_devicefix.running.naming import expression
 
 _PYTORCH = {
     "_forward_pre_hooks": "forward pre-hook",

@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 from transformer_lens.components import LayerNorm, LayerNormPre, RMSNorm, RMSNormPre
 
-from tl_devicefix.checking.naming import joined, listed
 from tl_devicefix.checking.report import Finding
 from tl_devicefix.hooked.components import attention_kind, component_names, empty_component
+from tl_devicefix.running.naming import joined, listed
 
 _NORMS = (LayerNorm, LayerNormPre, RMSNorm, RMSNormPre)
 

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from tl_devicefix.checking.by_class import of_class
-from tl_devicefix.checking.naming import expression, joined, listed
 from tl_devicefix.checking.report import Finding, Memory
 from tl_devicefix.checking.tensors import (
     Tensor,
@@ -26,6 +25,7 @@ from tl_devicefix.placement.devices import HOST
 from tl_devicefix.placement.memory import gib
 from tl_devicefix.running.attached import attached_modules, device_of_weights
 from tl_devicefix.running.module_names import WRAPPED
+from tl_devicefix.running.naming import expression, joined, listed
 
 
 def memory(model: Any) -> tuple[Memory, ...]:

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from tl_devicefix.checking.naming import joined
 from tl_devicefix.patching.versions import is_bridge
-from tl_devicefix.placement.components import component_of
 from tl_devicefix.placement.devices import resolve
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.running.attached import runs_where_it_is
 from tl_devicefix.running.module_names import named_modules
+from tl_devicefix.running.naming import joined
 
 
 @dataclass(frozen=True)
@@ -89,11 +88,6 @@ def attached(model: Any) -> Iterator[tuple[str, nn.Module]]:
 
 def is_own(model: Any, path: str, module: nn.Module) -> bool:
     """Whether TransformerLens has a module of this class there itself."""
-    from tl_devicefix.hooked.components import empty_component
+    from tl_devicefix.hooked import components
 
-    component = component_of(path)
-    try:
-        own = empty_component(component, model.cfg).get_submodule(path[len(component) + 1 :])
-    except (AttributeError, KeyError):  # no such module, or no such component
-        return False
-    return type(own) is type(module)
+    return components.is_own(model, path, module)

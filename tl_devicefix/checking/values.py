@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from tl_devicefix.checking.by_class import of_class
-from tl_devicefix.checking.naming import expression, joined
 from tl_devicefix.checking.report import Finding
 from tl_devicefix.running.attached import runs_where_it_is
 from tl_devicefix.running.module_names import named_modules
+from tl_devicefix.running.naming import expression, joined
 
 _INFINITE_BY_DESIGN = "IGNORE"
 """The buffer that attention scores are masked with."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tl_devicefix.hooked.components import is_own
 from tl_devicefix.offload.visiting import let_stay, let_visit
 from tl_devicefix.patching.applying import original
 from tl_devicefix.placement.placement import Placement
@@ -22,6 +23,7 @@ from tl_devicefix.running.attached import attach, detach
 from tl_devicefix.running.carrying import bring_home, move
 from tl_devicefix.running.forward import HANDLES, is_aligned
 from tl_devicefix.running.hooking import let_hooks_be, let_hooks_mix
+from tl_devicefix.running.put_in import watch
 
 
 def align(model: Any, placement: Placement) -> None:
@@ -36,8 +38,12 @@ def align(model: Any, placement: Placement) -> None:
         handles.append(add(hook, with_kwargs=hook is keep_mask or before))
     model.__dict__[HANDLES] = handles
     let_visit(model, placement)
-    attach(model, placement)
+    handles += watch(model, placement, _attach)
     let_hooks_mix(model, placement)
+
+
+def _attach(model: Any, placement: Placement) -> None:
+    attach(model, placement, is_own)
 
 
 def _hooks(model: Any, placement: Placement) -> Iterator[tuple[str, bool, Any]]:

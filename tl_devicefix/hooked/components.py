@@ -17,7 +17,7 @@ from transformer_lens.components import (
     Unembed,
 )
 
-from tl_devicefix.placement.components import ComponentSize
+from tl_devicefix.placement.components import ComponentSize, component_of
 
 
 def component_names(cfg: Any) -> tuple[str, ...]:
@@ -68,6 +68,16 @@ def empty_component(name: str, cfg: Any) -> nn.Module:
     """TransformerLens's module of this name, on meta: as it is before anyone changes it."""
     with torch.device("meta"):
         return _build(name, cfg)
+
+
+def is_own(model: Any, path: str, module: nn.Module) -> bool:
+    """Whether TransformerLens has a module of this class there itself."""
+    component = component_of(path)
+    try:
+        own = empty_component(component, model.cfg).get_submodule(path[len(component) + 1 :])
+    except (AttributeError, KeyError):  # no such module, or no such component
+        return False
+    return type(own) is type(module)
 
 
 def _build(name: str, cfg: Any) -> nn.Module:

@@ -17,6 +17,7 @@ from tl_devicefix.placement.components import component_of
 from tl_devicefix.placement.deciding import decide_fitting
 from tl_devicefix.placement.devices import HOST, resolve
 from tl_devicefix.placement.fitting import naming_full_devices
+from tl_devicefix.placement.in_use import use
 from tl_devicefix.placement.placement import Placement
 
 
@@ -58,6 +59,7 @@ class _BuffersOnly:
 def settle(model: Any, placement: Placement) -> None:
     """Record a placement that the weights have already, and align the model with it."""
     model.placement = placement
+    use(placement)
     model.cfg.device = str(placement.home)
     model.cfg.n_devices = len(placement.devices)
     remember_placement(model.cfg, placement)
@@ -181,6 +183,7 @@ def __setstate__(self: Any, state: dict[str, Any]) -> None:
     placement: Placement | None = self.__dict__.get("placement")
     if placement is None:
         return
+    use(placement)
     remember_placement(self.cfg, placement)
     if _devices(self) != {c.stored_on for c in placement.components if c.weights}:
         _follow_weights(self)

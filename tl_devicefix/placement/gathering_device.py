@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from tl_devicefix.placement.devices import DeviceLike, resolve
 
 _chosen: ContextVar[torch.device | None] = ContextVar("gather_on", default=None)
+_listeners: list[Callable[[], None]] = []
 
 
 @contextlib.contextmanager
@@ -44,11 +45,24 @@ def gather_nowhere() -> contextlib.AbstractContextManager[None]:
 def _choosing(device: torch.device | None) -> Iterator[None]:
     token = _chosen.set(device)
     try:
+        tell_listeners()
         yield
     finally:
         _chosen.reset(token)
+        tell_listeners()
 
 
 def chosen_device() -> torch.device | None:
     """The device of the innermost `gather_on`, if any."""
     return _chosen.get()
+
+
+def listen(listener: Callable[[], None]) -> None:
+    """Have a function called when devices come in use, or leave it, in the thread where they do."""
+    _listeners.append(listener)
+
+
+def tell_listeners() -> None:
+    """Call those that listen."""
+    for listener in _listeners:
+        listener()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -54,6 +55,9 @@ class Placement:
     """Where each component of a model lives. Immutable; printing it shows a table."""
 
     components: tuple[PlacedComponent, ...]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Placement:
+        return self  # it never changes, and a copied model has it in use
 
     @property
     def device_map(self) -> dict[str, torch.device]:

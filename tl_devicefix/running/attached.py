@@ -6,7 +6,7 @@ joins its weights, and what comes out is carried back to where its input was.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,14 +19,23 @@ from tl_devicefix.running.joining import JoinedAt, tensors_in
 _ATTACHED = "_tl_devicefix_attached"
 
 
-def attach(model: Any, placement: Placement) -> None:
+IsOwn = Callable[[Any, str, nn.Module], bool]
+"""Whether a model's own class has such a module there: of (model, its path, module)."""
+
+
+def attach(model: Any, placement: Placement, is_own: IsOwn = lambda *_: False) -> None:
     """Have each attached module run where it is, on a model that runs over several devices."""
-    attached = list(attached_modules(model, placement))
-    for module in attached:
-        module.forward = ForwardWhereItIs(  # type: ignore[method-assign]
-            module, frozenset(placement.memories)
-        )
-    model.__dict__[_ATTACHED] = attached
+    detach(model)
+    for module in list(attached_modules(model, placement, is_own)):
+        run_where_it_is(model, placement, module)
+
+
+def run_where_it_is(model: Any, placement: Placement, module: nn.Module) -> None:
+    """Have one module of a model run where its weights are, until `detach`."""
+    if not runs_where_it_is(module):
+        # Not by setattr, which the components of a Bridge hand on to what they wrap.
+        vars(module)["forward"] = ForwardWhereItIs(module, frozenset(placement.memories))
+        model.__dict__.setdefault(_ATTACHED, []).append(module)
 
 
 def detach(model: Any) -> None:
@@ -34,9 +43,9 @@ def detach(model: Any) -> None:
     for module in model.__dict__.pop(_ATTACHED, ()):
         run = vars(module).get("forward")
         if isinstance(run, ForwardWhereItIs):
-            del module.forward
+            del vars(module)["forward"]
             if run.own is not None:
-                module.forward = run.own
+                vars(module)["forward"] = run.own
 
 
 def runs_where_it_is(module: nn.Module) -> bool:
@@ -44,19 +53,23 @@ def runs_where_it_is(module: nn.Module) -> bool:
     return isinstance(vars(module).get("forward"), ForwardWhereItIs)
 
 
-def attached_modules(model: Any, placement: Placement) -> Iterator[nn.Module]:
+def attached_modules(
+    model: Any, placement: Placement, is_own: IsOwn = lambda *_: False
+) -> Iterator[nn.Module]:
     """The outermost modules in the components that are not TransformerLens's.
 
-    It uses some of torch's itself, but where the component runs or its weights live.
+    It uses some of torch's itself, but where the component runs or its weights live; or elsewhere,
+    if someone moved them, which `is_own` knows.
     """
     inside: set[nn.Module] = set()
     for name, here in placement.device_map.items():
         own = (None, here, placement.stored_on(name))
-        for module in model.get_submodule(name).modules():
+        for path, module in model.get_submodule(name).named_modules(prefix=name):
             package = type(module).__module__.partition(".")[0]
             if module in inside or package == "transformer_lens":
                 continue
-            if package != "torch" or device_of_weights(module) not in own:
+            elsewhere = device_of_weights(module) not in own
+            if package != "torch" or (elsewhere and not is_own(model, path, module)):
                 inside.update(module.modules())
                 yield module
 

@@ -7,20 +7,84 @@ and what it changed there is written back.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-_Copies = dict[int, tuple[torch.Tensor, torch.Tensor, int | None]]
+Copies = dict[int, tuple[torch.Tensor, torch.Tensor, int | None]]
 
 
-class JoinedAt(TorchFunctionMode):
-    """Within it, torch functions that mix the model's devices bring their arguments together.
+class Joining(TorchFunctionMode):
+    """Within it, torch functions that mix devices bring their arguments together.
 
     What is changed in place, or by `out=`, stays where it is, and what is indexed does too: the
-    others come to it. A tensor is copied once, however often it is mixed in unchanged.
+    others come to it. Where to otherwise, and which devices, is a subclass's to say.
+    """
+
+    def devices(self) -> frozenset[torch.device]:
+        """Those that may be mixed; a tensor of another is left alone, and torch says so."""
+        raise NotImplementedError
+
+    def target(self, tensors: list[torch.Tensor], devices: frozenset[torch.device]) -> torch.device:
+        """Where to bring tensors of these devices, if none is changed in place or indexed."""
+        raise NotImplementedError
+
+    def known(self) -> Copies:
+        """Copies that earlier calls have made."""
+        return {}
+
+    def copied(self, nbytes: int) -> None:
+        """Be told what a call has copied."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not on_several_devices(args, kwargs) or _thread.trying or func in _OF_AUTOGRAD:
+            return func(*args, **kwargs)
+        tensors = list(tensors_in((args, kwargs)))
+        devices = self.devices() & {tensor.device for tensor in tensors}
+        if len(devices) < 2:
+            return func(*args, **kwargs)
+        versions = [_version(tensor) for tensor in tensors]
+        changed = list(_changed_in_place(func, args, kwargs))
+        try:
+            _thread.trying = True
+            return func(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            uncounted = len(changed) > 1 and None in versions
+            if uncounted or versions != [_version(tensor) for tensor in tensors]:
+                raise  # it may have changed something already, and would change it twice
+        finally:
+            _thread.trying = False
+        stays = changed or list(_indexed(func, args, kwargs))
+        target = stays[0].device if stays else self.target(tensors, devices)
+        call = _Call(target, self.devices() - {target}, self.known(), changed)
+        result = call(func, args, kwargs)
+        self.copied(call.nbytes)
+        return result
+
+
+class _Thread(threading.local):
+    trying = False
+    """Whether torch is tried first, by the innermost mode: it is for that one to join."""
+
+
+_thread = _Thread()
+
+_OF_AUTOGRAD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+"""They take tensors of several devices, and copies of these would not be in the graph."""
+
+
+class JoinedAt(Joining):
+    """Within it, torch functions that mix the model's devices are called with all on one device.
+
+    A tensor is copied once, however often it is mixed in unchanged.
 
     Args:
         device: where to, if nothing is changed in place or indexed.
@@ -31,26 +95,19 @@ class JoinedAt(TorchFunctionMode):
         super().__init__()
         self._device = device
         self._devices = devices
-        self._known: _Copies = {}
+        self._known: Copies = {}
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        tensors = list(tensors_in((args, kwargs)))
-        if len({tensor.device for tensor in tensors} & self._devices) < 2:
-            return func(*args, **kwargs)
-        versions = [_version(tensor) for tensor in tensors]
-        changed = list(_changed_in_place(func, args, kwargs))
-        try:
-            return func(*args, **kwargs)
-        except RuntimeError:
-            uncounted = len(changed) > 1 and None in versions
-            if uncounted or versions != [_version(tensor) for tensor in tensors]:
-                raise  # it may have changed something already, and would change it twice
-        stays = changed or list(_indexed(func, args, kwargs))
-        target = stays[0].device if stays else self._device
-        return _Call(target, self._devices - {target}, self._known, changed)(func, args, kwargs)
+    def devices(self) -> frozenset[torch.device]:
+        """The model's."""
+        return self._devices
+
+    def target(self, tensors: list[torch.Tensor], devices: frozenset[torch.device]) -> torch.device:
+        """The one device."""
+        return self._device
+
+    def known(self) -> Copies:
+        """Those of this mode's time."""
+        return self._known
 
 
 class _Call:
@@ -67,14 +124,16 @@ class _Call:
         self,
         target: torch.device,
         others: frozenset[torch.device],
-        known: _Copies,
+        known: Copies,
         changed: list[torch.Tensor],
     ) -> None:
         self._target = target
         self._others = others
         self._known = known
         self._changed = {id(tensor) for tensor in changed}
-        self._copies: _Copies = {}
+        self.nbytes = 0
+        """What has been copied."""
+        self._copies: Copies = {}
 
     def __call__(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call the function, and write back what it changed in copies.
@@ -86,6 +145,7 @@ class _Call:
         for original, copy, version in self._copies.values():
             if id(original) in self._changed or _version(copy) != version:
                 original.copy_(copy)
+                self.nbytes += bytes_of(copy)
                 self._known.pop(id(original), None)
             originals[id(copy)] = original
         return originals.get(id(result), result)
@@ -105,7 +165,8 @@ class _Call:
         known = original is tensor and version == _version(tensor) and version is not None
         if not known or copy.device != self._target or graph != copy.requires_grad:
             copy = tensor.to(self._target)
-            if copy.nbytes <= _SMALL:
+            self.nbytes += bytes_of(copy)
+            if bytes_of(copy) <= _SMALL:
                 self._known[id(tensor)] = tensor, copy, _version(tensor)
         return tensor, copy, _version(copy)
 
@@ -121,6 +182,33 @@ def _map(value: Any, change: Callable[[Any], Any]) -> Any:
     if type(value) is dict:
         return {key: change(each) for key, each in value.items()}
     return value
+
+
+def on_several_devices(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether there are tensors of several devices in arguments; quick, as it is always asked."""
+    first = None
+    for each in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(each, torch.Tensor):
+            if first is None:
+                first = each.device
+            elif each.device != first:
+                return True
+        elif isinstance(each, (tuple, list, dict)):
+            for tensor in tensors_in(each):
+                if first is None:
+                    first = tensor.device
+                elif tensor.device != first:
+                    return True
+    return False
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    """What a tensor holds, also if it is sparse, of which torch does not say it."""
+    if tensor.layout is torch.strided:
+        return tensor.nbytes
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    return tensor.values().nbytes
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -1,0 +1,136 @@
+"""What `mix_devices` costs, and looking for what was put in by hand: ratios.
+
+    python benchmarks/mix_devices.py [--rounds 30] [--json FILE]
+
+With it on and off alternate in one process, so that noise on the machine hits both. The smallest of
+each is taken for torch calls, the median of ratios for forwards. What mixes is timed on simulated
+devices, beside the same with `.to(...)` written by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tl_devicefix
+from tl_devicefix.demo.demo import CHECKPOINT
+from tl_devicefix.running.put_in import Look
+
+
+def seconds(call: Callable[[], Any], times: int) -> float:
+    """Seconds a call, over so many."""
+    start = time.perf_counter()
+    for _ in range(times):
+        call()
+    return (time.perf_counter() - start) / times
+
+
+def in_turns(
+    one: Callable[[], Any],
+    other: Callable[[], Any],
+    rounds: int,
+    times: int,
+    within: Callable[[], AbstractContextManager[Any]] = tl_devicefix.mix_devices,
+) -> tuple[list[float], list[float]]:
+    """Seconds of one call within `mix_devices`, and of another without, in alternating rounds."""
+    on, off = [], []
+    for _ in range(rounds):
+        with within():
+            on.append(seconds(one, times))
+        off.append(seconds(other, times))
+    return on, off
+
+
+def load(**options: Any) -> Any:
+    """The model that ships with the package."""
+    from transformer_lens import HookedTransformer
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        return HookedTransformer.from_pretrained(str(CHECKPOINT), **options)
+
+
+def median_ratio(pair: tuple[list[float], list[float]]) -> float:
+    """The median of the ratios of each round."""
+    return statistics.median(one / other for one, other in zip(*pair))
+
+
+def of_torch(rounds: int) -> dict[str, float]:
+    """A small add, and a forward, on the CPU, while one device is in use."""
+    x, y = torch.ones(8), torch.ones(8)
+    add = in_turns(lambda: x + y, lambda: x + y, rounds, 2000)
+    model, tokens = load(device="cpu"), torch.randint(0, 30, (4, 32))
+    forward = in_turns(lambda: model(tokens), lambda: model(tokens), rounds, 5)
+    return {
+        "an add, on / off": min(add[0]) / min(add[1]),
+        "a forward, on / off": median_ratio(forward),
+    }
+
+
+def on_four_devices(rounds: int) -> dict[str, float]:
+    """An add that mixes and a forward, on simulated devices; what a block's look costs."""
+    model, one = load(n_devices=4), load(device="cpu")
+    tokens, residual = torch.randint(0, 30, (4, 32)), torch.zeros(4, 32, one.cfg.d_model)
+    forward = in_turns(lambda: model(tokens), lambda: model(tokens), rounds, 2)
+    x, y = torch.ones(8, device="sim:0"), torch.ones(8, device="sim:3")
+    mixed = in_turns(lambda: x + y, lambda: x + y.to("sim:0"), rounds, 200)
+    block = model.blocks[4]
+    look = next(h for h in block._forward_pre_hooks.values() if isinstance(h, Look))
+    looks = in_turns(
+        lambda: look(block, ()),
+        lambda: one.blocks[4](residual),
+        rounds,
+        20,
+        within=contextlib.nullcontext,
+    )
+    return {
+        "a forward over four simulated devices, on / off": median_ratio(forward),
+        "an add that mixes, on / with .to(...)": min(mixed[0]) / min(mixed[1]),
+        "looking for what was put in / a block": min(looks[0]) / min(looks[1]),
+    }
+
+
+def measure(rounds: int) -> dict[str, float]:
+    """All of it."""
+    with torch.no_grad():
+        idle = of_torch(rounds)
+        with tl_devicefix.simulate(4):
+            keep = load(n_devices=4)
+            busy = of_torch(rounds)
+            del keep
+            over_four = on_four_devices(rounds)
+    return {
+        **{f"one device in use: {name}": value for name, value in idle.items()},
+        **{f"four devices in use: {name}": value for name, value in busy.items()},
+        **over_four,
+    }
+
+
+def main() -> None:
+    """Measure and print a table; write JSON if asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    torch.set_num_threads(1)
+
+    results = measure(arguments.rounds)
+    for name, value in results.items():
+        print(f"{name:<50}{value:8.4f}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
