@@ -33,7 +33,8 @@ OF_EITHER = (
 )
 OF_BRIDGE = ["bridge", *(f"{room}/bridge" for room in SHARED_ROOMS), "surface/test_bridge_sweep.py"]
 OF_HOOKED_TRANSFORMER = [
-    *("checkpoints", "folding", "hooked", "libraries", "parity", "placement"),
+    *("checkpoints", "folding", "hooked", "parity", "placement"),
+    "libraries/test_sae_lens*.py",
     *(
         str(path.relative_to(HERE))
         for room in SHARED_ROOMS

@@ -10,6 +10,7 @@ import pytest
 import torch
 from comparison import assert_agrees
 from hf_models import D_MODEL
+from machines import machine  # noqa: F401
 from sae_lens import SAE, HookedSAETransformer, StandardSAE, StandardSAEConfig
 from sae_lens.load_model import load_model
 from sae_lens.saes.sae import SAEMetadata

@@ -34,7 +34,7 @@ def test_sparse_tensors_compute_and_move(machine: Machine) -> None:
     for moved in (sparse.to("sim:0"), sparse.cpu(), copy.deepcopy(sparse)):
         assert moved.layout == sparse.layout
         assert torch.equal(moved.to_dense().cpu(), dense())
-    assert [each.bytes for each in machine.transfers] == [60, 24, 60, 24]  # 3 values, 6 indices
+    assert [each.bytes for each in machine.transfers] == [60, 60, 24, 24]  # 3 values, 6 indices
     with pytest.raises(RuntimeError, match=r"same device.*sim:1 and sim:0"):
         sparse @ torch.ones(3, 2, device="sim:0")
 

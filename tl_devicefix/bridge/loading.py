@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from tl_devicefix.bridge.alignment import settle_bridge, take_inputs_at
 from tl_devicefix.bridge.components import empty_hf_model, layout_of
 from tl_devicefix.bridge.moving import (
+    let_pieces_mix,
     place_bridge,
     placement_as_it_lies,
     record_one_device,
@@ -205,6 +206,7 @@ def _settle_where_it_is(bridge: Any) -> None:
     """Record where a Bridge's model lies; on several devices, have it run over them as it lies."""
     placement = placement_as_it_lies(bridge)
     if placement is None:
+        let_pieces_mix(bridge)
         return
     if len(placement.devices) > 1:
         settle_bridge(bridge, placement)

@@ -63,7 +63,18 @@ def settle(model: Any, placement: Placement) -> None:
     model.cfg.device = str(placement.home)
     model.cfg.n_devices = len(placement.devices)
     remember_placement(model.cfg, placement)
+    _tell_accelerate(model, placement)
     align(model, placement)
+
+
+def _tell_accelerate(model: Any, placement: Placement) -> None:
+    """Say of a spread model, as transformers does of its own, where it lies.
+
+    `accelerate.Accelerator().prepare`, and transformers' Trainer, leave it there then.
+    """
+    vars(model).pop("hf_device_map", None)
+    if len(placement.memories) > 1:
+        model.hf_device_map = {each.name: each.stored_on for each in placement.components}
 
 
 def _bring_rest_home(model: Any, placement: Placement) -> None:

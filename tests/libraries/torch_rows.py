@@ -1,0 +1,344 @@
+"""What torch offers for a whole model: each a function of a model and tokens.
+
+Its name is that of its row in docs/with_torch.md; what it returns is compared.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import multiprocessing
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, jacrev, jvp, vmap
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.checkpoint import checkpoint
+
+Call = Callable[[Any, torch.Tensor], Any]
+
+ROWS: dict[str, Call] = {}
+"""The name of a row -> what is called."""
+
+OF_NEW_MODELS = {
+    *("`functional_call`", "`torch.func.grad`", "`safetensors.torch.save_model`"),
+    *("`torch.optim.swa_utils.AveragedModel`", "`share_memory`"),
+}
+"""Those that copy a model, as a Bridge cannot be that has run, or that leave something in it."""
+
+
+def row(name: str) -> Callable[[Call], Call]:
+    """Put a function into `ROWS`."""
+
+    def put(call: Call) -> Call:
+        ROWS[name] = call
+        return call
+
+    return put
+
+
+def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    return model(tokens, return_type="loss")
+
+
+def gradients(model: Any) -> list[torch.Tensor]:
+    return [each.grad for each in model.parameters() if each.grad is not None]
+
+
+def trained(
+    make: Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer],
+) -> Call:
+    """Two steps; the losses before, between and after them."""
+
+    def run(model: Any, tokens: torch.Tensor) -> list[torch.Tensor]:
+        optimizer = make(model.parameters())
+        losses = []
+        for _ in range(3):
+            loss = loss_of(model, tokens)
+            losses.append(loss.detach())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    return run
+
+
+ROWS["`SGD`"] = trained(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+ROWS["`AdamW`"] = trained(lambda parameters: torch.optim.AdamW(parameters, lr=0.01))
+ROWS["`AdamW(foreach=True)`"] = trained(
+    lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=True)
+)
+ROWS["`AdamW(fused=True)`"] = trained(
+    lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True)
+)
+
+
+def step_of_lbfgs(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=2)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, tokens)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return loss_of(model, tokens)
+
+
+ROWS["`LBFGS`"] = step_of_lbfgs
+
+
+@row("`LBFGS`, weights made contiguous")
+def lbfgs_of_contiguous(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.contiguous()
+    return step_of_lbfgs(model, tokens)
+
+
+@row("`torch.amp.GradScaler`")
+def scaled(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    scaler = torch.amp.GradScaler(torch.device(model.cfg.device).type)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler.scale(loss_of(model, tokens)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    return loss_of(model, tokens)
+
+
+@row("`clip_grad_norm_`")
+def clipped(model: Any, tokens: torch.Tensor) -> Any:
+    loss_of(model, tokens).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    return [norm, *gradients(model)]
+
+
+@row("`parameters_to_vector`")
+def as_a_vector(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    return torch.nn.utils.parameters_to_vector(model.parameters())
+
+
+@row("`torch.cat([p.flatten() for p in model.parameters()])`")
+def flattened(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    return torch.cat([each.flatten() for each in model.parameters()])
+
+
+@row("`torch.optim.swa_utils.AveragedModel`")
+def averaged(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    average = torch.optim.swa_utils.AveragedModel(model)
+    average.update_parameters(model)
+    return average(tokens)
+
+
+@row("`torch.utils.checkpoint`")
+def recomputed(model: Any, tokens: torch.Tensor) -> Any:
+    loss = checkpoint(loss_of, model, tokens, use_reentrant=False)
+    loss.backward()
+    return [loss, *gradients(model)]
+
+
+@row("`torch.utils.checkpoint`, block by block")
+def blocks_recomputed(model: Any, tokens: torch.Tensor) -> Any:
+    stream = model(tokens, stop_at_layer=0)
+    for block in model.blocks:
+        stream = checkpoint(block, stream, use_reentrant=True)
+    stream.square().mean().backward()
+    return [stream, *gradients(model)]
+
+
+@row("`functional_call`")
+def with_other_weights(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    weights = {name: 1.1 * each for name, each in model.named_parameters()}
+    return functional_call(model, weights, (tokens,))
+
+
+@row("`torch.func.grad`")
+def gradients_of_weights(model: Any, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    def loss(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+        return functional_call(model, weights, (tokens,), {"return_type": "loss"})
+
+    return grad(loss)({name: each.detach() for name, each in model.named_parameters()})
+
+
+def steered(model: Any, tokens: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The logits of a vector at home that is added to the residual stream of the second block."""
+
+    def logits(vector: torch.Tensor) -> torch.Tensor:
+        hook = ("blocks.1.hook_resid_pre", lambda stream, hook: stream + vector)
+        return model.run_with_hooks(tokens, fwd_hooks=[hook])
+
+    return logits
+
+
+def vectors(model: Any) -> torch.Tensor:
+    """Three vectors at home."""
+    ones = torch.ones(3, model.cfg.d_model, device=model.cfg.device)
+    return torch.tensor([[0.5], [1.0], [2.0]], device=ones.device) * ones
+
+
+@row("`vmap`")
+def mapped(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    return vmap(steered(model, tokens))(vectors(model))
+
+
+@row("`jacrev`")
+def jacobian(model: Any, tokens: torch.Tensor) -> Any:
+    logits = steered(model, tokens)
+    return jacrev(lambda vector: logits(vector)[0, -1, :3])(vectors(model)[0])
+
+
+@row("`jvp`")
+def directional_derivative(model: Any, tokens: torch.Tensor) -> Any:
+    return jvp(steered(model, tokens), (vectors(model)[0],), (vectors(model)[1],))
+
+
+@row("forward-mode AD")
+def tangent(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(*vectors(model)[:2])
+        return forward_ad.unpack_dual(steered(model, tokens)(dual)).tangent
+
+
+@row("`torch.autocast`")
+def autocast(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.autocast(torch.device(model.cfg.device).type, dtype=torch.bfloat16):
+        return model(tokens)
+
+
+@row("`torch.inference_mode`")
+def inference(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(tokens)
+
+
+def saved(model: Any, **options: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False, **options)
+
+
+@row("`torch.save(model)`")
+def saved_and_loaded(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    return saved(model)(tokens)
+
+
+@row('`torch.load(..., map_location="cpu")`')
+def loaded_to_the_host(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    return saved(model, map_location="cpu")(tokens)
+
+
+def emptied_copy(model: Any) -> Any:
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    return twin
+
+
+@row("`safetensors.torch.save_model`")
+def in_safetensors(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    twin = emptied_copy(model)
+    with TemporaryDirectory() as directory:
+        path = str(Path(directory) / "model.safetensors")
+        safetensors.torch.save_model(model, path)
+        safetensors.torch.load_model(twin, path)
+    return twin(tokens)
+
+
+@row("`share_memory`")
+def shared(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    return model.share_memory()(tokens)
+
+
+class Losses(torch.utils.data.Dataset[list[float]]):
+    """A data set that holds a model: the loss of each sequence."""
+
+    def __init__(self, model: Any, tokens: torch.Tensor) -> None:
+        self._model, self._tokens = model, tokens
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index: int) -> list[float]:
+        with torch.no_grad():
+            return [loss_of(self._model, self._tokens[index : index + 1]).item()]
+
+
+@row("`DataLoader` workers that hold the model")
+def in_workers(model: Any, tokens: torch.Tensor) -> Any:
+    # Plain numbers come back: torch would send tensors through sockets.
+    loader = torch.utils.data.DataLoader(
+        Losses(model, tokens),
+        num_workers=1,
+        batch_size=1,
+        collate_fn=list,
+        multiprocessing_context=multiprocessing.get_context("fork"),
+    )
+    return list(loader)
+
+
+@row("`register_module_forward_hook`, which reads")
+def global_hook(model: Any, tokens: torch.Tensor) -> Any:
+    seen: list[str] = []
+    handle = register_module_forward_hook(lambda module, *_: seen.append(type(module).__name__))
+    try:
+        return [model(tokens), seen]
+    finally:
+        handle.remove()
+
+
+@row("`register_module_forward_hook`, which adds a vector from home")
+def global_hook_that_adds(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    vector = torch.ones(model.cfg.d_model, device=model.cfg.device)
+    mlps = [block.mlp for block in model.blocks]
+    handle = register_module_forward_hook(
+        lambda module, _, output: output + vector if module in mlps else None
+    )
+    try:
+        return model(tokens)
+    finally:
+        handle.remove()
+
+
+@row("`Tensor.to_sparse`")
+def sparse_weight(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    weight = next(model.blocks[4].mlp.parameters()).detach()
+    sparse = (weight * (weight > 0)).to_sparse()
+    return sparse @ torch.ones(weight.shape[1], 2, device=weight.device)
+
+
+@row("`torch.Generator` on a device")
+def random_numbers(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    device = torch.device(model.cfg.device)
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.randn(3, device=device, generator=generator)
+
+
+def compiled(model: Any, tokens: torch.Tensor, backend: str) -> Any:
+    torch._dynamo.reset()
+    loss = torch.compile(model, backend=backend)(tokens, return_type="loss")
+    loss.backward()
+    return [loss, *gradients(model)]
+
+
+@row("`torch.compile(model)`")
+def compiled_model(model: Any, tokens: torch.Tensor) -> Any:
+    return compiled(model, tokens, "eager")
+
+
+@row("`model.blocks[i].mlp.compile()`")
+def compiled_mlps(model: Any, tokens: torch.Tensor) -> Any:
+    torch._dynamo.reset()
+    mlp = model.blocks[4].mlp
+    mlp.compile(backend="aot_eager")
+    try:
+        return model(tokens)
+    finally:
+        mlp._compiled_call_impl = None
