@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 from comparison import assert_agrees
 from hf_models import D_MODEL
-from machines import machine  # noqa: F401
 from sae_lens import SAE, HookedSAETransformer, StandardSAE, StandardSAEConfig
 from sae_lens.load_model import load_model
 from sae_lens.saes.sae import SAEMetadata
@@ -20,6 +19,13 @@ import tl_devicefix
 
 HOOK = "blocks.2.hook_resid_post"
 """A hook point on the third of four devices."""
+
+
+@pytest.fixture
+def machine() -> Iterator[Any]:
+    """For one test, as other models on it would change which device a block is on."""
+    with tl_devicefix.simulate(4) as machine:
+        yield machine
 
 
 @pytest.fixture
