@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator, dispatch_model
 from accelerate.state import AcceleratorState
 from comparison import assert_agrees
-from either_class import HOOKED
+from either_class import CLASSES, HOOKED
 from hf_models import N_LAYERS
 
 import tl_devicefix
@@ -56,7 +56,7 @@ def test_prepare_leaves_a_spread_model_where_it_lies_and_trains_it(
     assert devices_of(model) == before
 
 
-@pytest.mark.parametrize("cls", [HOOKED])
+@pytest.mark.parametrize("cls", [cls for cls in CLASSES if cls == HOOKED])
 def test_a_model_that_was_gathered_goes_where_accelerate_works(
     cls: str, over_devices: Any, accelerator: Accelerator, tokens: torch.Tensor
 ) -> None:

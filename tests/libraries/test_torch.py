@@ -44,6 +44,13 @@ def cls(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
+def machine() -> Iterator[Any]:
+    """Four devices, on which models are shared."""
+    with tl_devicefix.simulate(4) as machine:
+        yield machine
+
+
+@pytest.fixture(scope="module")
 def of_either_class(
     cls: str, machine: Any, checkpoints: Any, request: pytest.FixtureRequest
 ) -> Callable[[str], Any]:
