@@ -9,7 +9,17 @@ runs), ``backend`` (how torch learns of the device type), ``session`` (entering 
 """
 
 from tl_devicefix.simulation.machine import Machine
+from tl_devicefix.simulation.ordering import RaceError
 from tl_devicefix.simulation.session import simulate, simulate_apart
 from tl_devicefix.simulation.transfers import Moved, Transfer, Transfers, by_pair
 
-__all__ = ["Machine", "Moved", "Transfer", "Transfers", "by_pair", "simulate", "simulate_apart"]
+__all__ = [
+    "Machine",
+    "Moved",
+    "RaceError",
+    "Transfer",
+    "Transfers",
+    "by_pair",
+    "simulate",
+    "simulate_apart",
+]

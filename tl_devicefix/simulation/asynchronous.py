@@ -12,7 +12,6 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from tl_devicefix.simulation.ordering import (
     Clocks,
     Memory,
     Operation,
+    RaceError,
     StreamKey,
     race,
 )
@@ -98,6 +98,7 @@ class Asynchronous:
     def order(self, stream: StreamKey, after: tuple[Task | None, Clock]) -> None:
         """Have a stream wait for what was recorded."""
         task, clock = after
+        self._collect()  # what was freed before is not ordered after
         with self._lock:
             self._clocks.order(stream, clock)
             if task is not None and not task.done:
@@ -107,7 +108,8 @@ class Asynchronous:
         """Have the host wait for what was recorded, and raise what has failed.
 
         Raises:
-            RuntimeError: what failed on a device's thread, or when memory was freed.
+            RuntimeError: what failed on a device's thread.
+            RaceError: if memory was freed too early.
         """
         task, clock = after
         self._collect()
@@ -148,7 +150,7 @@ class Asynchronous:
             return self._change_view(func, args, kwargs, device)
         tensors = Tensors(args, kwargs)
         stream = self.current(device)
-        if _must_wait(func) and not _is_plain_index(func, tensors):
+        if _must_wait(func, tensors):
             return self._run_waiting(func, tensors, stream)
         try:
             expected = outcome(func, tensors)
@@ -395,7 +397,7 @@ class Asynchronous:
         """Check that what the host reads and writes itself is ordered.
 
         Raises:
-            RuntimeError: if an operation that was given to a device may still use it.
+            RaceError: if an operation that was given to a device may still use it.
         """
         with self._lock:
             operation = Operation(name, HOST, _line())
@@ -431,7 +433,7 @@ class Asynchronous:
         if other is not None:
             raise_or_keep(race(operation, writes, other, wrote=other is memory.written))
         if memory.torn and not writes:
-            raise_or_keep(RuntimeError(f"{operation} reads what is wrong: {memory.torn}"))
+            raise_or_keep(RaceError(f"{operation} reads what is wrong: {memory.torn}"))
 
     def _memories(self, tensors: Iterable[torch.Tensor]) -> list[Memory]:
         memories = []
@@ -497,35 +499,28 @@ def _address(tensor: torch.Tensor) -> int:
 def _line() -> str:
     """The line that the user's program, or the package, is at."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith(_NOT_THE_USERS)
+        or frame.f_code.co_name == "__torch_function__"
+    ):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def _freed_too_early(block: Block, other: Access) -> RuntimeError:
+def _freed_too_early(block: Block, other: Access) -> RaceError:
     device, stream = block.stream
-    return RuntimeError(
+    return RaceError(
         f"{other.operation} uses memory that was freed, and may be handed out again, before it has "
         f"run; it was taken by {block.allocated}: have stream {stream} of sim:{device} wait for it "
         "before the tensor goes, or call record_stream."
     )
 
 
-@cache
-def _must_wait(func: Any) -> bool:
+def _must_wait(func: Any, tensors: Tensors) -> bool:
     """Whether an operation's result is a number, or its shape depends on values."""
-    returns = func._schema.returns
-    return bool(_WAITING_TAGS & set(func.tags)) or any(
-        "Tensor" not in str(each.type) and str(each.type) not in ("int", "SymInt")
-        for each in returns
-    )
-
-
-def _is_plain_index(func: Any, tensors: Tensors) -> bool:
-    """Whether it indexes with numbers only, which give a shape without being known."""
-    return func is aten.index.Tensor and all(
-        tensor.dtype not in (torch.bool, torch.uint8) for tensor in tensors.all[1:]
-    )
+    if func is aten.index.Tensor:  # numbers give a shape without being known
+        return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors.all[1:])
+    return bool(_WAITING_TAGS & set(func.tags))
 
 
 def _tensors_made(result: Any, given: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -97,10 +97,17 @@ class Clocks:
                 clock[other] = count
 
 
-def race(operation: Operation, writes: bool, other: Access, wrote: bool) -> RuntimeError:
+class RaceError(Exception):
+    """Two operations use a memory, and nothing orders them.
+
+    It is no RuntimeError, so that what handles errors of torch leaves it alone.
+    """
+
+
+def race(operation: Operation, writes: bool, other: Access, wrote: bool) -> RaceError:
     """The error for two operations on one memory that nothing orders."""
     verb, did = ("writes" if writes else "reads"), ("writes" if wrote else "reads")
-    return RuntimeError(
+    return RaceError(
         f"{operation} {verb} memory that {other.operation} {did}, and nothing orders it after "
         "that: have its stream wait (wait_stream, wait_event), or synchronize, before it."
     )
