@@ -342,7 +342,7 @@ class Asynchronous:
             block = self._pool.take(nbytes, stream)
             block.allocated = Operation("an allocation", stream, _line())
             count = self._clocks.of(stream).get(stream, 0)
-            block.memory.use(Access(block.allocated, count), writes=True)
+            block.memory.use(Access(block.allocated, count), writes=True, host=self._clocks.host)
             base = block.hand_out(nbytes)
             tensor = torch.empty(0, dtype=geometry.dtype)
             tensor.set_(base.untyped_storage(), 0, geometry.shape, geometry.stride)
@@ -380,7 +380,7 @@ class Asynchronous:
             block.recorded = set()
             return
         clock = self._clocks.of(block.stream)
-        self._clocks.order(block.stream, self._clocks.of(HOST))
+        self._clocks.order(block.stream, self._clocks.host)
         other = block.memory.unordered(clock, writes=True)
         if other is not None:
             self._errors.append(_freed_too_early(block, other))
@@ -401,32 +401,34 @@ class Asynchronous:
         """
         with self._lock:
             operation = Operation(name, HOST, _line())
-            clock = self._clocks.of(HOST)
+            clock = self._clocks.host
             access = Access(operation, clock[HOST])
             for memory in self._memories(reads):
                 self._check(operation, memory, clock, writes=False)
-                memory.use(access, writes=False)
+                memory.use(access, writes=False, host=clock)
             for memory in self._memories(writes):
                 if not self._tears(operation, memory, clock):
                     self._check(operation, memory, clock, writes=True)
-                memory.use(access, writes=True)
+                memory.use(access, writes=True, host=clock)
 
     def _tears(self, operation: Operation, memory: Memory, clock: Clock) -> bool:
         """Whether a write of the host changes only what is on its way to where none reads it yet.
 
         Who has sent for it may see that it has been changed, and send for it again.
         """
-        reads = [read for read in memory.reads.values() if not read.is_before(clock)]
-        copies = [read.copied_to for read in reads]
-        for read, copied in zip(reads, copies):
-            if copied is None or copied.reads or copied.written is None:
+        if any(not read.is_before(clock) for read in memory.reads.values()):
+            return False
+        copies = [copy for copy in memory.copies if not copy.is_before(clock)]
+        for copy in copies:
+            there = copy.copied_to
+            assert there is not None
+            is_last = there.written is not None and there.written.operation is copy.operation
+            if not is_last or there.reads or there.copies:
                 return False
-            if copied.written.operation is not read.operation:
-                return False
-        for read, copied in zip(reads, copies):
-            assert copied is not None
-            copied.torn = str(race(operation, True, read, wrote=False))
-        return bool(reads)
+        for copy in copies:
+            assert copy.copied_to is not None
+            copy.copied_to.torn = str(race(operation, True, copy, wrote=False))
+        return bool(copies)
 
     def _check(self, operation: Operation, memory: Memory, clock: Clock, writes: bool) -> None:
         other = memory.unordered(clock, writes)
@@ -477,7 +479,7 @@ class Asynchronous:
             *((memory, True) for memory in writes),
         ]:
             self._check(operation, memory, clock, changes)
-            memory.use(access, changes)
+            memory.use(access, changes, self._clocks.host)
 
         def checked() -> None:
             try:

@@ -45,10 +45,11 @@ class Access(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Memory:
-    """Who used the bytes of one storage: the last write, and the reads since."""
+    """Who used the bytes of one storage: the last write, and since then reads, and copies of it."""
 
     written: Access | None = None
     reads: dict[StreamKey, Access] = field(default_factory=dict)
+    copies: list[Access] = field(default_factory=list)
     torn: str = ""
     """Why its values are not to be read, if its copy's source was changed meanwhile."""
 
@@ -57,16 +58,20 @@ class Memory:
         if self.written is not None and not self.written.is_before(clock):
             return self.written
         if writes:
-            for read in self.reads.values():
+            for read in (*self.reads.values(), *self.copies):
                 if not read.is_before(clock):
                     return read
         return None
 
-    def use(self, access: Access, writes: bool) -> None:
-        """Remember a use."""
+    def use(self, access: Access, writes: bool, host: Clock) -> None:
+        """Remember a use, and forget copies that the host is ordered after."""
         if writes:
             self.written, self.torn = access, ""
             self.reads.clear()
+            self.copies.clear()
+        elif access.copied_to is not None:
+            self.copies = [copy for copy in self.copies if not copy.is_before(host)]
+            self.copies.append(access)
         else:
             self.reads[access.operation.where] = access
 
@@ -88,6 +93,11 @@ class Clocks:
         clock[stream] = clock.get(stream, 0) + 1
         host[HOST] += 1  # what the host does from now on is not ordered before the operation
         return clock[stream]
+
+    @property
+    def host(self) -> Clock:
+        """The host's clock."""
+        return self._of[HOST]
 
     def order(self, who: StreamKey, after: Clock) -> None:
         """Have what ``who`` does from now on be ordered after what a clock has."""
