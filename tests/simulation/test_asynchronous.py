@@ -87,6 +87,14 @@ def test_what_depends_on_values_waits_for_them(sim: Any, held: Any) -> None:
     assert torch.equal(x, x.clone())
 
 
+def test_an_operation_that_the_simulation_makes_of_others_waits_for_them(held: Any) -> None:
+    x = torch.tensor([0, 1, 1], device="sim:0")
+    gate = held("sim:0")
+    counts = torch.histc(x * 2, bins=3, min=0, max=2)  # of floats on the CPU
+    gate.set()
+    assert counts.tolist() == [1, 0, 2]
+
+
 def train(device: str, other: str) -> list[torch.Tensor]:
     torch.manual_seed(0)
     layers = torch.nn.Sequential(
@@ -194,8 +202,9 @@ def test_reading_what_another_stream_writes_is_refused(sim: Any) -> None:
 
 def test_devices_that_are_not_asynchronous_have_no_streams(sim: Any) -> None:
     assert hasattr(sim, "Stream")
-    with pytest.raises(ValueError, match="asynchronous devices compute values"), simulate(
-        2, asynchronous=True, values=False
+    with (
+        pytest.raises(ValueError, match="asynchronous devices compute values"),
+        simulate(2, asynchronous=True, values=False),
     ):
         pass
 

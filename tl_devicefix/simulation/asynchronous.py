@@ -48,6 +48,7 @@ _NOT_THE_USERS = tuple(
     str(Path(file).parent)
     for file in (torch.__file__, __file__)  # whose lines tell a user nothing
 )
+_WITHOUT_VALUES = {aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default}
 _WAITING_TAGS = {
     torch.Tag.data_dependent_output,
     torch.Tag.dynamic_output_shape,
@@ -156,11 +157,11 @@ class Asynchronous:
             expected = outcome(func, tensors)
         except Exception:  # noqa: BLE001  # of zeros, or of any values: the values tell
             return self._run_waiting(func, tensors, stream)
+        if func in _WITHOUT_VALUES:
+            return self.empty(expected.result, stream)
         return self._run_behind(func, tensors, expected, stream)
 
-    def _run_behind(
-        self, func: Any, tensors: Tensors, expected: Outcome, stream: StreamKey
-    ) -> Any:
+    def _run_behind(self, func: Any, tensors: Tensors, expected: Outcome, stream: StreamKey) -> Any:
         for index, geometry in expected.resized.items():
             self._give_room(tensors.all[index], geometry, stream)
         given = self._with_host_values(tensors)
@@ -171,7 +172,7 @@ class Asynchronous:
                 made.append(self.empty(result, stream))
                 return made[-1]
             if isinstance(result, Given):
-                return tensors.all[result.index]
+                return tensors.all[result.number]
             if isinstance(result, (list, tuple)):
                 return type(result)(make(each) for each in result)
             return result
@@ -241,7 +242,7 @@ class Asynchronous:
         for task in list(self._last.values()):
             self._queues.wait(task)  # those that were given have the tensor as it was
         old = tensor.detach()
-        tensor.set_(self.empty(geometry, stream))
+        tensor.set_(self.empty(geometry, stream))  # type: ignore[call-overload]
         if keep:
             size = old.untyped_storage().nbytes() // old.element_size()
             there = tensor.as_strided((size,), (1,), 0)
@@ -249,9 +250,7 @@ class Asynchronous:
 
     def _with_host_values(self, tensors: Tensors) -> list[torch.Tensor]:
         """The tensors; those of the host as they are now, as the host goes on."""
-        return [
-            tensor if self.is_on_device(tensor) else tensor.clone() for tensor in tensors.all
-        ]
+        return [tensor if self.is_on_device(tensor) else tensor.clone() for tensor in tensors.all]
 
     # Copies
 
@@ -280,9 +279,7 @@ class Asynchronous:
             source = source.clone()
         if to is not None and to != device:
             self.order(stream, self.record(self.current(to)))
-        self._give(
-            "copy_", lambda: target.copy_(source), stream, [source], [target], is_copy=True
-        )
+        self._give("copy_", lambda: target.copy_(source), stream, [source], [target], is_copy=True)
         if to is not None and to != device:
             self.order(self.current(to), self.record(stream))
         if waits:

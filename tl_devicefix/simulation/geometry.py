@@ -71,7 +71,7 @@ class Geometry(NamedTuple):
 class Given(NamedTuple):
     """A result that is one of the tensors given, by its index among them."""
 
-    index: int
+    number: int
 
 
 class Outcome(NamedTuple):

@@ -35,12 +35,12 @@ class Access(NamedTuple):
     """A use of a memory: by which operation, and how many there had been on its stream."""
 
     operation: Operation
-    count: int
+    number: int
     copied_to: Memory | None = None
 
     def is_before(self, clock: Clock) -> bool:
         """Whether who has this clock is ordered after this."""
-        return clock.get(self.operation.where, 0) >= self.count
+        return clock.get(self.operation.where, 0) >= self.number
 
 
 @dataclass(eq=False, slots=True)

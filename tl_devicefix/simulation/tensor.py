@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -256,6 +257,8 @@ def _run_on_one_device(func: Operation, args: tuple[Any, ...], kwargs: dict[str,
         device = machine.devices[machine.index_of(target)]
     if machine.asynchronous is None:
         result = _call(func, cpu_args, cpu_kwargs)
+    elif _is_composite(func):  # as called from here: `.to` may be a copy, a view, or nothing
+        return func.decompose(*args, **kwargs)
     else:
         result = machine.asynchronous.run(func, cpu_args, cpu_kwargs, device.index)
     return _label(result, simulated, machine, device)
@@ -286,6 +289,11 @@ def _unwrap(arg: Any, simulated: list[SimTensor], others: list[torch.Tensor]) ->
     if isinstance(arg, torch.Tensor):
         others.append(arg)
     return arg
+
+
+@functools.cache
+def _is_composite(func: Operation) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 def _only_reads(func: Operation) -> bool:
