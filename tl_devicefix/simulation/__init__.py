@@ -6,6 +6,10 @@ transfers are recorded, and memory is accounted for on each device.
 
 Read in this order: ``machine`` and ``transfers`` (what is measured), ``tensor`` (how an operation
 runs), ``backend`` (how torch learns of the device type), ``session`` (entering and leaving).
+With ``asynchronous=True``, devices run behind the host: ``asynchronous`` (how an operation is given
+to a device), ``queues`` (the threads that run them), ``geometry`` (what the host knows before),
+``ordering`` (what is ordered after what, and races), ``pool`` (memory), ``pinned`` (the host's),
+``streams`` (what torch code sees of it).
 """
 
 from tl_devicefix.simulation.machine import Machine

@@ -59,6 +59,17 @@ def simulate(
             so that nothing is computed and models of any size find room. A number that is read
             from one is 0, and so is a tensor that is copied to the CPU; a mask selects all. See
             `tl_devicefix.rehearse`.
+        asynchronous: True for devices that run behind the host, as real ones do: each on a thread
+            of its own, with the streams, events and memory of CUDA's devices, offered by
+            ``torch.get_device_module("sim")`` under CUDA's names. The numbers stay the CPU's. A
+            read or a write that nothing orders after another's, and memory that is freed before
+            an operation of another stream has used it, raise a `RaceError` that names both
+            operations, whichever happened to be first: at once where the host gives the second
+            one, else when it waits next, and at the latest on leaving. An operation that fails on
+            its device raises a RuntimeError there. Pinned memory is read when the queue gets to
+            it, and watched in the thread that entered. Small
+            operations take longer, as each is given to a thread.
+        seed: of the delays of asynchronous devices: which operations and copies are late.
 
     Yields:
         The machine, which tells transfers and memory.
@@ -66,8 +77,10 @@ def simulate(
     Raises:
         RuntimeError: if torch is a version whose private parts are not known here, if the
             process has another backend of this kind, or inside another `simulate` or
-            ``torch.inference_mode``.
-        ValueError: if ``n_devices`` or ``memory`` make no sense.
+            ``torch.inference_mode``; on leaving, if an operation failed on an asynchronous device.
+        ValueError: if ``n_devices`` or ``memory`` make no sense, or ``asynchronous`` devices are
+            to have no values.
+        RaceError: on leaving, from asynchronous devices, if one was found and not yet raised.
 
     >>> with simulate(2) as machine:
     ...     x = torch.ones(3, device="sim:1")
