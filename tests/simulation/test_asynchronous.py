@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import re
 import threading
@@ -127,6 +128,18 @@ def test_results_are_exactly_those_of_the_cpu_and_of_devices_that_are_not_behind
     for one, another, third in zip(behind, others, expected):
         assert torch.equal(one, another)
         assert torch.equal(one, third)
+
+
+def test_a_deep_copy_may_be_changed_in_place(machine: Machine) -> None:
+    layer = torch.nn.Linear(3, 3).to("sim:0")
+    twin = copy.deepcopy(layer)
+    with torch.no_grad():
+        twin.weight.zero_()
+    assert not twin.weight.any()
+    assert layer.weight.any()
+    with torch.no_grad():
+        twin.weight.copy_(layer.weight)
+    assert torch.equal(twin.weight, layer.weight)
 
 
 # --------------------------------------------------------------------------------------------

@@ -346,9 +346,13 @@ class Asynchronous:
             self._blocks[_address(tensor)] = block
         return tensor
 
-    def block_of(self, tensor: torch.Tensor) -> Block | None:
-        """The memory of a tensor, if it is a device's."""
-        return self._blocks.get(_address(tensor))
+    def block_of(self, tensor: torch.Tensor, device: int) -> Block:
+        """The memory of a tensor that is on a device from now on."""
+        block = self._blocks.get(_address(tensor))
+        if block is None:  # of a copy that was made on the host
+            block = self._blocks[_address(tensor)] = Block(0, self.current(device))
+            block.base = tensor.detach()
+        return block
 
     def free(self, block: Block) -> None:
         """Let memory be handed out again. This may be called in the middle of anything."""
@@ -370,6 +374,8 @@ class Asynchronous:
         assert block.base is not None
         del self._blocks[_address(block.base)]
         block.base = None
+        if not block.nbytes:  # what is queued holds it
+            return
         if block.recorded:
             streams = {*block.recorded, block.stream}
             tasks = [self._last[stream] for stream in streams if stream in self._last]

@@ -194,7 +194,7 @@ class Machine:
         self.check_room(device, nbytes)
         allocation = Allocation(self, device, address, nbytes)
         if self.asynchronous is not None:
-            allocation.block = self.asynchronous.block_of(tensor)
+            allocation.block = self.asynchronous.block_of(tensor, device.index)
         self._allocations[address] = weakref.ref(allocation)
         self._add(device.index, nbytes)
         return allocation

@@ -16,7 +16,7 @@ _POISON = 0xFF
 
 
 class Block:
-    """A piece of memory, and the storage that has it now.
+    """A piece of memory, and the storage that has it now; of 0 bytes, if that has its own.
 
     Attributes:
         stream: on which it is allocated, and handed out again.

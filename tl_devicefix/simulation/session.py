@@ -67,8 +67,8 @@ def simulate(
             operations, whichever happened to be first: at once where the host gives the second
             one, else when it waits next, and at the latest on leaving. An operation that fails on
             its device raises a RuntimeError there. Pinned memory is read when the queue gets to
-            it, and watched in the thread that entered. Small
-            operations take longer, as each is given to a thread.
+            it, and watched in the thread that entered. Small operations take longer, as each is
+            given to a thread.
         seed: of the delays of asynchronous devices: which operations and copies are late.
 
     Yields:
