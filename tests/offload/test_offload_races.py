@@ -162,3 +162,31 @@ def test_several_threads_may_run_one_model(
     assert_agrees(results, [reference(each) for each in inputs], home_of(model))
     assert_at_rest(model)
     assert model.blocks[0].mlp.W_out.device == HOST
+
+
+def test_several_threads_may_run_one_model_each_on_a_stream_of_its_own(
+    model: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    sim = torch.get_device_module("sim")
+    sim.synchronize(DEVICE)
+    results: list[Any] = [None] * 4
+    within = threading.Barrier(len(results), timeout=60)
+
+    def meet(activation: torch.Tensor, hook: Any) -> None:
+        within.wait()  # so that all of them run block 0 with the same weights
+
+    def run(index: int) -> None:
+        with torch.no_grad(), sim.stream(sim.Stream(DEVICE)):
+            logits = model(tokens.roll(index, 1).to(DEVICE))
+            results[index] = logits.cpu()
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(results))]
+    with model.hooks(fwd_hooks=[("blocks.0.hook_resid_mid", meet)]):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    sim.synchronize(DEVICE)
+
+    assert_agrees(results, [reference(tokens.roll(i, 1)) for i in range(len(results))])
+    assert_at_rest(model)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
@@ -69,6 +70,17 @@ class Copies:
         """Have what is computed from now on wait for the copies."""
         if self._done is not None:
             self._streams.current_stream(self._device).wait_event(self._done)
+
+    def share(self, there: Iterable[torch.Tensor]) -> None:
+        """Have what this thread computes use copies that another thread has waited for.
+
+        Args:
+            there: the copies, whose memory is kept until that has been computed.
+        """
+        if self._streams is not None:
+            self.wait()
+            for each in there:
+                each.record_stream(self._streams.current_stream(self._device))
 
     def _on_copy_stream(self) -> contextlib.AbstractContextManager[Any]:
         if self._streams is None:

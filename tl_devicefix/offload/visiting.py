@@ -72,6 +72,7 @@ class ForwardWithVisitors:
         self._block = block
         self._runs = 0  # a hook, or another thread, may run the block while it runs
         self._visitors: list[_Visitor] = []
+        self._sent: Sent | None = None  # what they came with
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block's own forward."""
@@ -118,10 +119,12 @@ class ForwardWithVisitors:
     def _receive(self, tour: Tour | None) -> None:
         with _coming_and_going:
             if not self._runs:
-                sent = self.send() if tour is None else tour.arrival_of(self)
-                self._visitors = sent.arrive()
+                self._sent = self.send() if tour is None else tour.arrival_of(self)
+                self._visitors = self._sent.arrive()
                 for visitor in self._visitors:
                     visitor.move_in()
+            elif self._sent is not None:
+                self._sent.share()
             self._runs += 1
 
     def _see_off(self) -> None:
@@ -130,7 +133,7 @@ class ForwardWithVisitors:
             if not self._runs:
                 for visitor in self._visitors:
                     visitor.move_out()
-                self._visitors = []
+                self._visitors, self._sent = [], None
 
 
 _coming_and_going = threading.RLock()
@@ -223,6 +226,10 @@ class Sent:
         """
         self._copies.wait()
         return self._visitors
+
+    def share(self) -> None:
+        """Have them stay for what this thread computes too, on whichever stream."""
+        self._copies.share(visitor.there for visitor in self._visitors)
 
 
 class Tour:

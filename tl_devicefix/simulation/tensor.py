@@ -118,8 +118,9 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
 
     def record_stream(self, stream: Any) -> None:
         """Keep the memory from being handed out before what a stream has been given has run."""
-        if self._allocation.block is not None:
-            self._allocation.block.recorded.add((self.device.index, stream.stream_id))
+        block, key = self._allocation.block, (self.device.index, stream.stream_id)
+        if block is not None and block.stream != key:
+            block.recorded.add(key)
 
     def new_tensor(  # type: ignore[override]
         self,
