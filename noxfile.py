@@ -146,6 +146,15 @@ for version in IN_CI:
     add_full_tests(version)
 
 
+@nox.session
+def asynchronous(session: nox.Session) -> None:
+    """Test running and offloading on simulated devices that run behind the host, seed by seed."""
+    install_tests(session, "3.9.0")
+    rooms = ("tests/running", "tests/offload")
+    for seed in ("0", "1", "2"):
+        session.run("pytest", "-n", "2", "--asynchronous", seed, *(session.posargs or rooms))
+
+
 # The ends of torch's range: setup.cfg's minimum, and the newest that the simulation holds for.
 OLDEST_TORCH, NEWEST_TORCH = "2.10.0", "2.15.0"
 

@@ -67,6 +67,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "patches of tl_devicefix: they fail, which shows what the patches are for",
     )
     parser.addoption(
+        "--asynchronous",
+        type=int,
+        metavar="SEED",
+        help="run tests of simulated devices on devices that run behind the host, with delays of "
+        "this seed",
+    )
+    parser.addoption(
         "--full",
         action="store_true",
         help="run every combination of what tests are parametrised over; by default, those marked "
