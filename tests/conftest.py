@@ -29,7 +29,7 @@ OF_EITHER = (
     *("test_misspelt_arguments", "test_within_simulate", "test_logging", "test_caches_of_users"),
     *("test_cache_of_either_class", "test_gathering_of_either_class"),
     *("test_hooks_of_either_class", "test_check_of_either_class"),
-    "test_estimate_of_either_class",
+    *("test_estimate_of_either_class", "test_rehearse_of_either_class"),
 )
 OF_BRIDGE = ["bridge", *(f"{room}/bridge" for room in SHARED_ROOMS), "surface/test_bridge_sweep.py"]
 OF_HOOKED_TRANSFORMER = [
