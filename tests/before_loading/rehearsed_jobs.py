@@ -57,12 +57,12 @@ CASES: list[tuple[str, int, Job]]
 if has_hooked_transformer():
     spread = [("llama", 1), ("llama", 3), ("gpt2", 3), ("pythia", 3), ("gemma-2", 3)]
     CASES = [(*each, job) for each, job in product(spread, (*OF_EITHER, analyse))]
-    CASES_OF = ("job", "n_devices")
+    COVERED: tuple[str, ...] = ("job", "n_devices")
 else:
     CASES = [("llama", 1, generate), *(("llama", 3, job) for job in (*OF_EITHER, fold))]
     families = ("qwen2", "gpt2", "gemma-2", "pythia")
     CASES += [(name, 3, job) for name, job in product(families, (keep_all, fold))]
-    CASES_OF = ("name", "n_devices", "job")
+    COVERED = ("name", "n_devices", "job")
 
 
 def n_transfers(transfers: Iterable[Any]) -> int:

@@ -10,22 +10,21 @@ from typing import Any
 import pytest
 import torch
 from packaging.version import Version
-from rehearsed_jobs import CASES, CASES_OF, TOKENS, Job, forward, n_transfers
+from rehearsed_jobs import CASES, COVERED, TOKENS, Job, forward, n_transfers
 
-import tl_devicefix
-from tl_devicefix import rehearse
+from tl_devicefix import estimate, plan, rehearse, simulate
 from tl_devicefix.patching.versions import has_hooked_transformer, installed
 
 LLAMA_70B = "meta-llama/Llama-2-70b-hf"
 
 
-@pytest.mark.cover(CASES_OF)
+@pytest.mark.cover(COVERED)
 @pytest.mark.parametrize(("name", "n_devices", "job"), CASES)
 def test_it_takes_what_the_job_takes(
     name: str, n_devices: int, job: Job, loaded: Any, tokenizer: Any
 ) -> None:
     devices = range(n_devices)
-    with tl_devicefix.simulate(n_devices) as machine:
+    with simulate(n_devices) as machine:
         model, config = loaded(name, n_devices)
         weights = [machine.memory_allocated(index) for index in devices]
         for index in devices:
@@ -146,6 +145,32 @@ def test_offloaded_blocks_visit_their_device() -> None:
     offloaded = sum(each.weights for each in components if each.offloaded)
     copied = sum(each.bytes for each in rehearsed.transfers if each.source.type == "cpu")
     assert copied == offloaded + TOKENS.nbytes
+
+
+def test_transfers_are_printed_by_pair_as_a_machine_s_are() -> None:
+    transfers = rehearse("gpt2", forward, n_devices=2).transfers
+
+    *pairs, together = repr(transfers).splitlines()
+    expected = [f"{source} -> {target}" for source, target in transfers.by_pair()]
+    assert "sim:0 -> sim:1" in expected
+    assert [line.split("  ")[0] for line in pairs] == expected
+    assert together.split()[:2] == ["all", str(len(transfers))]
+
+
+def test_devices_that_only_max_memory_names_are_not_used_and_the_log_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    limits = dict.fromkeys(range(3), "1GiB")
+    with simulate(3):
+        planned = plan("gpt2", 2, max_memory=limits).device_map
+    (told,) = caplog.messages
+
+    rehearsed = rehearse("gpt2", type, 2, max_memory=limits)
+    estimated = estimate("gpt2", 2, max_memory=limits, ctx=8)
+
+    assert rehearsed.placement.device_map == estimated.placement.device_map == planned
+    assert caplog.messages == [told] * 3
+    assert "max_memory names sim:2, where nothing is placed" in told
 
 
 def test_what_is_no_function_is_refused() -> None:
