@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -37,16 +38,22 @@ def folded(cls: str) -> bool:
 
 
 @pytest.fixture
-def model(cls: str, kind: str, offload: str, folded: bool, request: Any) -> Any:
-    """The model under test; a HookedTransformer is not to be changed."""
-    if cls == HOOKED:
-        model = request.getfixturevalue("models")(kind, offload)
+def offloaded(
+    cls: str, kind: str, offload: str, folded: bool, machine: Any, request: Any
+) -> Callable[[], Any]:
+    """`offloaded()`: the model under test; a HookedTransformer is not to be changed."""
+    if cls == BRIDGE:
+        boot = request.getfixturevalue("boot")
+        return lambda: boot(kind, device_map=OFFLOADED[offload], compatible=folded)
+    models = request.getfixturevalue("models")
+
+    def clean() -> Any:
+        model = models(kind, offload)
         model.reset_hooks(including_permanent=True)
         model.zero_grad()
         return model
-    request.getfixturevalue("machine")
-    boot = request.getfixturevalue("boot")
-    return boot(kind, device_map=OFFLOADED[offload], compatible=folded)
+
+    return clean
 
 
 @pytest.fixture
@@ -68,8 +75,9 @@ def reference(cls: str, kind: str, folded: bool, request: Any) -> Any:
     ),
 )
 def test_results_and_caches_are_the_same_and_are_made_where_the_blocks_run(
-    model: Any, reference: Any, tokens: torch.Tensor
+    offloaded: Any, reference: Any, tokens: torch.Tensor
 ) -> None:
+    model = offloaded()
     assert len(offloaded_blocks(model)) > 1
     assert_at_rest(model)
     assert_same_weights(model, reference)
@@ -96,8 +104,9 @@ def test_results_and_caches_are_the_same_and_are_made_where_the_blocks_run(
     of_each(HookedTransformer=EVERY, TransformerBridge=OF_BRIDGE[:1]),
 )
 def test_gradients_arrive_at_the_parameters(
-    model: Any, reference: Any, tokens: torch.Tensor
+    offloaded: Any, reference: Any, tokens: torch.Tensor
 ) -> None:
+    model = offloaded()
     for each in (model, reference):
         each(tokens, return_type="loss").backward()
 
@@ -122,7 +131,7 @@ def test_a_device_gathers_the_model(
     cls: str, device: str, offload: str, reference: Any, tokens: torch.Tensor, request: Any
 ) -> None:
     if cls == BRIDGE:
-        model = request.getfixturevalue("model")
+        model = request.getfixturevalue("offloaded")()
     else:
         model = request.getfixturevalue("load")("llama", offload)
 
