@@ -30,6 +30,7 @@ OF_EITHER = (
     *("test_cache_of_either_class", "test_gathering_of_either_class"),
     *("test_hooks_of_either_class", "test_mixing_of_either_class", "test_put_in_by_hand"),
     *("test_check_of_either_class", "test_estimate_of_either_class"),
+    *("test_rehearse_of_either_class", "test_offload_of_either_class"),
 )
 OF_BRIDGE = ["bridge", *(f"{room}/bridge" for room in SHARED_ROOMS), "surface/test_bridge_sweep.py"]
 OF_HOOKED_TRANSFORMER = [

@@ -26,6 +26,7 @@ class Job:
     """What is to be done with a model."""
 
     batch: int = 1
+    """Sequences."""
     ctx: int = 1024
     """Tokens in each sequence."""
     cache: str | None = None
@@ -66,11 +67,15 @@ class OnDevice:
     """What one device holds, in bytes."""
 
     device: str
+    """Its index ("0 (home)", "1"), or "cpu"."""
     components: str
+    """Which live there, in short: "embed, blocks.0-3"."""
     weights: int
     """Those that live there: not offloaded blocks that visit."""
     buffers: int = 0
+    """Masks, rotary tables, and the like."""
     kv_cache: int = 0
+    """Keys and values of all tokens, as generating ends."""
     cached: int = 0
     """Activations that `run_with_cache` keeps."""
     gathered: int = 0

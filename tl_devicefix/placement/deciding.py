@@ -7,7 +7,7 @@ A pure function of sizes and devices, in accelerate's vocabulary: `device_map`, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -154,12 +154,17 @@ def _from(home: torch.device, devices: Sequence[torch.device]) -> list[torch.dev
 
 def _warn_of_unused(max_memory: MaxMemory | None, devices: Sequence[torch.device]) -> None:
     named = {key if key == "disk" else str(resolve(key)) for key in max_memory or ()}
-    unused = named - set(map(str, devices))
+    used = [str(device) for device in devices]
+    tell_of_unused(named - set(used), used)
+
+
+def tell_of_unused(unused: Collection[str], used: Sequence[str]) -> None:
+    """Warn that `max_memory` names devices where nothing is placed, if it does."""
     if unused:
         _log.warning(
             "max_memory names %s, where nothing is placed: only %s may be used.",
             ", ".join(sorted(unused)),
-            ", ".join(map(str, devices)),
+            ", ".join(used),
         )
 
 
