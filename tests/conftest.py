@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from covering import left_out
+from covering import fails_unpatched, left_out
 from hf_models import D_VOCAB, HF_CONFIGS, make_hf_model, make_tokenizer, save_checkpoint
 from hub_cache import HubCache, go_offline
 from machines import machine, n_devices  # noqa: F401
@@ -85,7 +85,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
-        "fails_unpatched: holds with tl_devicefix and fails without; see --unpatched",
+        "fails_unpatched: holds with tl_devicefix and fails without, unless n_devices is 1; see "
+        "--unpatched",
     )
     config.addinivalue_line(
         "markers", "full: runs with --full only; its reason says what else runs"
@@ -103,7 +104,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others.update(left_out(items))
         others |= {item for item in items if item.get_closest_marker("full") is not None}
     if config.getoption("--unpatched"):
-        others |= {item for item in items if item.get_closest_marker("fails_unpatched") is None}
+        others |= {item for item in items if not fails_unpatched(item)}
     config.hook.pytest_deselected(items=[item for item in items if item in others])
     items[:] = [item for item in items if item not in others]
 
