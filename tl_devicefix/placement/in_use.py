@@ -32,12 +32,13 @@ def _forget(key: int) -> None:
 def devices_in_use() -> frozenset[torch.device]:
     """Those of every placed model, the host if blocks are offloaded, and that of `gather_on`."""
     global _devices, _latest_home
-    if _devices is None:
+    devices = _devices  # which is forgotten at any time, as a model may go in any thread
+    if devices is None:
         placements = _in_use()
-        _devices = frozenset(device for each in placements for device in each.memories)
+        _devices = devices = frozenset(device for each in placements for device in each.memories)
         _latest_home = placements[-1].home if placements else None
     chosen = chosen_device(_latest_home)
-    return _devices if chosen is None else _devices | {chosen}
+    return devices if chosen is None else devices | {chosen}
 
 
 def home_of(devices: frozenset[torch.device]) -> torch.device:
