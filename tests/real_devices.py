@@ -178,7 +178,8 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 def assert_close(actual: Any, expected: Any, **options: Any) -> None:
     """In place of `torch.testing.assert_close`."""
-    least = _OF_DTYPE.get(getattr(actual, "dtype", None), LEAST)
+    dtype = actual.dtype if isinstance(actual, torch.Tensor) else torch.float32
+    least = _OF_DTYPE.get(dtype, LEAST)
     for name in ("rtol", "atol"):
         options[name] = max(options.get(name) or 0.0, least)
     _assert_close(actual, expected, **options)
@@ -192,7 +193,7 @@ if TYPE == "sim":  # in the place of real ones, to try this module
 
 if TYPE:
     sys.meta_path.insert(0, _Finder())
-    tl_devicefix.simulate = simulate
+    tl_devicefix.simulate = simulate  # type: ignore[assignment]
     torch.testing.assert_close = assert_close
     # Sums in one order, and in float32 where that is asked for.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import real_devices
 import torch
 
 from tl_devicefix import plan
 from tl_devicefix.placement.devices import free_memory
 from tl_devicefix.placement.memory import is_out_of_memory
+
+if real_devices.TYPE:
+    pytest.skip("asks a simulated device, which answers as told", allow_module_level=True)
 
 GIB = 2**30
 
