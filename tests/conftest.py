@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+import real_devices  # isort: skip  # before what names devices
 import torch
 from covering import fails_unpatched, left_out
 from hf_models import D_VOCAB, HF_CONFIGS, make_hf_model, make_tokenizer, save_checkpoint
@@ -49,12 +51,14 @@ collect_ignore_glob = [
     *([] if has_bridge() else OF_BRIDGE),
     *([] if has_hooked_transformer() else OF_HOOKED_TRANSFORMER),
     *(OF_BRIDGE_ON_4 if has_hooked_transformer() else []),
+    *real_devices.NOT_RUN,
 ]
 
 
 def pytest_report_header() -> str:
     left_out = ", ".join(collect_ignore_glob) or "nothing"
-    return f"transformer_lens {installed()}, for which these are not run: {left_out}"
+    on = f"{real_devices.here()} {real_devices.TYPE}" if real_devices.TYPE else "simulated"
+    return f"transformer_lens {installed()}, {on} devices; these are not run: {left_out}"
 
 
 torch.set_num_threads(1)  # the models are tiny, and threads that wait cost more than they save
@@ -83,6 +87,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if real_devices.TYPE and config.getoption("--unpatched"):
+        raise pytest.UsageError(
+            "--unpatched is for simulated devices: leave TL_DEVICEFIX_TEST_DEVICE out"
+        )
     config.addinivalue_line(
         "markers",
         "fails_unpatched: holds with tl_devicefix and fails without, unless n_devices is 1; see "
@@ -99,6 +107,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if real_devices.TYPE:
+        real_devices.skip_what_names_others(items)
     others: set[pytest.Item] = set()
     if not config.getoption("--full"):
         others.update(left_out(items))

@@ -170,14 +170,22 @@ def free_memory(device: torch.device) -> int | None:
     """Bytes that the device itself reports as free; None where it does not say.
 
     What other processes hold counts as used, and what this process's caching allocator holds but
-    does not use counts as free.
+    does not use counts as free. What `set_per_process_memory_fraction` forbids does not.
     """
     if device.type in ("cpu", "meta"):
         return None
     module = torch.get_device_module(device.type)
     if not hasattr(module, "mem_get_info"):
         return None
-    free, _total = module.mem_get_info(device)
-    if hasattr(module, "memory_reserved"):
-        free += module.memory_reserved(device) - module.memory_allocated(device)
+    try:
+        free, total = module.mem_get_info(device)
+    except RuntimeError:  # some XPUs have no such query
+        return None
+    if not hasattr(module, "memory_reserved"):
+        return int(free)
+    allocated = module.memory_allocated(device)
+    free += module.memory_reserved(device) - allocated
+    if hasattr(module, "get_per_process_memory_fraction"):
+        allowed = module.get_per_process_memory_fraction(device) * total - allocated
+        free = min(free, allowed)
     return int(free)

@@ -67,8 +67,12 @@ def check_max_memory(max_memory: Any) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed: on the CPU, torch says so by an ordinary RuntimeError."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    """Whether an allocation failed: not everywhere does torch raise an error of a type of its own.
+
+    On the CPU, and where host memory cannot be pinned, it is a RuntimeError by its type.
+    """
+    said = ("can't allocate memory", "out of memory")
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in said)
 
 
 def gib(size: float) -> str:
