@@ -504,9 +504,3 @@ def test_a_hook_s_own_handling_of_an_error_is_its_own(machine: Machine) -> None:
 
     doubled_with_hook(recover).sum().backward()
     assert len(seen) == 1
-
-
-def test_forward_mode_is_refused(machine: Machine) -> None:
-    x = torch.ones(3, device="sim:0")
-    with pytest.raises(NotImplementedError, match="no forward-mode"):
-        torch.func.jvp(torch.sin, (x,), (x,))

@@ -305,7 +305,16 @@ class Asynchronous:
         return there
 
     def upload(self, values: torch.Tensor, device: int) -> torch.Tensor:
-        """Values that no one else has, put into memory of a device."""
+        """Values that no one else has, put into memory of a device.
+
+        Raises:
+            NotImplementedError: if they are sparse.
+        """
+        if values.layout is not torch.strided:
+            raise NotImplementedError(
+                "asynchronous simulated devices have no sparse tensors: enter `simulate` without "
+                "asynchronous=True"
+            )
         stream = self.current(device)
         values = values.resolve_conj().resolve_neg()
         there = self.empty(geometry_of(values), stream)

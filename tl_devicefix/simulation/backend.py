@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import backend_registration
 
-from tl_devicefix.simulation import streams
+from tl_devicefix.simulation import autocasting, streams
 from tl_devicefix.simulation.geometry import geometry_of
 from tl_devicefix.simulation.machine import DEVICE_TYPE, Machine
 from tl_devicefix.simulation.tensor import SimTensor, copy_into, run, wrap
@@ -171,8 +171,10 @@ def register() -> None:
     library.impl("empty_strided", _empty_strided, "PrivateUse1")
     library.impl("_copy_from", _copy_from, "PrivateUse1")
     library.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
+    library.impl("_efficientzerotensor", _zeros, "PrivateUse1")
     everything_else = torch.library.Library("_", "IMPL")
     everything_else.fallback(_make, "PrivateUse1")
+    autocasting.register(library, everything_else)
     _libraries.extend((library, everything_else))
 
 
@@ -215,6 +217,14 @@ def _make(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     if machine.asynchronous is not None:
         made = machine.asynchronous.upload(made, device.index)
     return wrap(made, machine, device)
+
+
+def _zeros(size: Any, *, device: Any = None, pin_memory: Any = None, **options: Any) -> Any:
+    """Give zeros for a tensor without memory that stands for them, in forward-mode autograd.
+
+    A wrapper cannot carry what says that it is one, so a kernel would read from it.
+    """
+    return _allocate(aten.zeros.default, (size,), device, options)
 
 
 def _attention(

@@ -110,14 +110,3 @@ def registering(register: Callable[..., Any]) -> Callable[..., Any]:
         return register(self, KeptErrors(hook), *args, **kwargs)
 
     return register_kept
-
-
-def refuse_forward_mode(*_: Any, **__: Any) -> Any:
-    """Stand in for `make_dual`, which would end the process.
-
-    Raises:
-        NotImplementedError: always.
-    """
-    raise NotImplementedError(
-        "simulated devices have no forward-mode differentiation: take gradients, or work on the CPU"
-    )

@@ -13,6 +13,7 @@ import torch
 from tl_devicefix.simulation.asynchronous import Asynchronous
 from tl_devicefix.simulation.backward import raise_or_keep
 from tl_devicefix.simulation.pool import Block
+from tl_devicefix.simulation.sparse import bytes_in
 from tl_devicefix.simulation.transfers import Transfer, Transfers, readable
 
 DEVICE_TYPE = "sim"
@@ -186,8 +187,9 @@ class Machine:
 
         A copy of nothing is none: transformers' KV cache begins with empty tensors.
         """
-        if source != target and copy.nbytes:
-            self.transfers.append(Transfer(source, target, copy.nbytes, copy.shape))
+        nbytes = bytes_in(copy)
+        if source != target and nbytes:
+            self.transfers.append(Transfer(source, target, nbytes, copy.shape))
 
     def _allocate(self, tensor: torch.Tensor, device: torch.device, address: int) -> Allocation:
         nbytes = tensor.untyped_storage().nbytes()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.fx.experimental._config as meta_config
 
-from tl_devicefix.simulation import backend, backward
+from tl_devicefix.simulation import backend, backward, generators
 from tl_devicefix.simulation.asynchronous import Asynchronous
 from tl_devicefix.simulation.machine import Machine, bytes_of
 from tl_devicefix.simulation.pinned import WatchingHost
@@ -44,6 +44,11 @@ def simulate(
     others use the cores too: `torch.set_num_threads(1)` before entering made forwards of 8 layers
     5 to 7 times as fast on a busy machine of 2 cores. It is not set here, as the number of threads
     may change the last bits of sums, and then the numbers would not be the CPU's.
+
+    Refused, in one sentence: tensors of other sparse layouts than ``to_sparse()`` gives, and what
+    depends on values where there are none. Other than on CUDA: autocast casts what it casts on the
+    CPU; a ``torch.Generator`` gives the CPU's numbers; a tensor that is pickled, or is sent to a
+    process that was not forked, arrives on the CPU.
 
     torch keeps the name of the device type until the process ends: afterwards
     ``torch.accelerator.current_accelerator()`` is ``sim``, with 0 devices. Real GPUs are better
@@ -104,6 +109,7 @@ def simulate(
         _move_parameters_in_place(stack)
         _avoid_inference_mode(stack)
         _keep_errors_of_backwards(stack)
+        _replace(stack, torch, "Generator", generators.Generator)
         # The engine would want one worker thread per device, but knows of one device only.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         if behind is not None:
@@ -225,7 +231,6 @@ def _keep_errors_of_backwards(stack: ExitStack) -> None:
         (torch.nn.Module, "register_full_backward_pre_hook"),
     ):
         _replace(stack, owner, name, backward.registering(getattr(owner, name)))
-    _replace(stack, torch.autograd.forward_ad, "make_dual", backward.refuse_forward_mode)
 
 
 def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 from tl_devicefix.simulation.backward import raise_or_keep
 from tl_devicefix.simulation.known_shapes import call_without_values
 from tl_devicefix.simulation.machine import DEVICE_TYPE, Allocation, Machine
+from tl_devicefix.simulation.sparse import parts
 from tl_devicefix.tracebacks import note_mixed_devices
 
 aten = torch.ops.aten
@@ -41,6 +42,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
 
     _cpu: torch.Tensor
     _allocation: Allocation
+    _allocations_of_indices: list[Allocation]  # of a sparse tensor; `_allocation` is its values'
 
     # Without this, torch would call Python once more for each operation.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -84,7 +86,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         if self.grad is not None:
             twin.grad = copy.deepcopy(self.grad, memo)
         for name, value in self.__dict__.items():
-            if name not in ("_cpu", "_allocation"):
+            if name not in ("_cpu", "_allocation", "_allocations_of_indices"):
                 twin.__dict__[name] = copy.deepcopy(value, memo)
         return twin
 
@@ -173,6 +175,8 @@ def wrap(cpu: torch.Tensor, machine: Machine, device: torch.device) -> SimTensor
             cpu = cpu.resolve_conj().resolve_neg()
         else:
             cpu = machine.asynchronous.resolved(cpu, device.index)
+    if cpu.layout is not torch.strided:
+        return _wrap_sparse(cpu, machine, device)
     allocation = machine.allocation_of(cpu, device)
     tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
         SimTensor,
@@ -185,6 +189,16 @@ def wrap(cpu: torch.Tensor, machine: Machine, device: torch.device) -> SimTensor
     )
     tensor._cpu = cpu
     tensor._allocation = allocation
+    return tensor
+
+
+def _wrap_sparse(cpu: torch.Tensor, machine: Machine, device: torch.device) -> SimTensor:
+    tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        SimTensor, cpu.size(), dtype=cpu.dtype, layout=cpu.layout, device=device
+    )
+    tensor._cpu = cpu
+    tensor._allocation, *indices = (machine.allocation_of(part, device) for part in parts(cpu))
+    tensor._allocations_of_indices = indices
     return tensor
 
 
@@ -370,6 +384,8 @@ def _label(result: Any, simulated: list[SimTensor], machine: Machine, device: to
 def _refresh(tensor: SimTensor) -> None:
     """Make ``tensor`` say the shape its CPU tensor has got in place (``out=``, ``resize_``)."""
     cpu, old = tensor._cpu, tensor._allocation
+    if cpu.layout is not torch.strided:
+        return
     if (
         tensor.size() == cpu.size()
         and tensor.stride() == cpu.stride()

@@ -1,0 +1,132 @@
+"""What torch has beside plain tensors and gradients, on simulated devices."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tl_devicefix
+from tl_devicefix.simulation.machine import Machine
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    with tl_devicefix.simulate(2) as machine:
+        yield machine
+
+
+def dense() -> torch.Tensor:
+    return torch.tensor([[0.0, 2.0, 0.0], [3.0, 0.0, 4.0]])
+
+
+def test_sparse_tensors_compute_and_move(machine: Machine) -> None:
+    sparse = dense().to("sim:1").to_sparse()
+
+    assert (sparse.device, sparse._nnz()) == (torch.device("sim:1"), 3)
+    product = sparse @ torch.ones(3, 2, device="sim:1")
+    assert product.device == sparse.device
+    assert torch.equal(product.cpu(), dense() @ torch.ones(3, 2))
+    machine.reset_transfers()
+    for moved in (sparse.to("sim:0"), sparse.cpu(), copy.deepcopy(sparse)):
+        assert moved.layout == sparse.layout
+        assert torch.equal(moved.to_dense().cpu(), dense())
+    assert [each.bytes for each in machine.transfers] == [60, 60, 24, 24]  # 3 values, 6 indices
+    with pytest.raises(RuntimeError, match=r"same device.*sim:1 and sim:0"):
+        sparse @ torch.ones(3, 2, device="sim:0")
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_other_sparse_layouts_are_refused(machine: Machine) -> None:
+    with pytest.raises(NotImplementedError, match=r"no tensors of layout torch.sparse_csr: use to"):
+        dense().to("sim:1").to_sparse_csr()
+
+
+def test_a_sparse_tensor_takes_memory_for_indices_and_values(machine: Machine) -> None:
+    sparse = dense().to("sim:1").to_sparse()
+    assert machine.memory_allocated("sim:1") == 3 * 4 + 6 * 8
+    del sparse
+    assert machine.memory_allocated("sim:1") == 0
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant")
+def test_sparse_tensors_of_parts_that_are_on_the_device(machine: Machine) -> None:
+    sparse = dense().to("sim:1").to_sparse()
+    again = torch.sparse_coo_tensor(sparse.indices(), sparse.values(), sparse.shape)
+    assert again.device == torch.device("sim:1")
+    assert torch.equal(again.to_dense().cpu(), dense())
+
+
+def test_gradients_through_a_sparse_tensor(machine: Machine) -> None:
+    def gradient(x: torch.Tensor) -> torch.Tensor:
+        x.requires_grad_()
+        (x.to_sparse() @ torch.ones(3, 2, device=x.device)).square().sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    assert torch.equal(gradient(dense().to("sim:1")).cpu(), gradient(dense()))
+
+
+def test_forward_mode_differentiation(machine: Machine) -> None:
+    def derivative(x: torch.Tensor) -> torch.Tensor:
+        def function(x: torch.Tensor) -> torch.Tensor:
+            return (2 * x @ x.T).sin().softmax(-1).to("sim:0" if x.device.type == "sim" else "cpu")
+
+        return torch.func.jvp(function, (x,), (torch.ones_like(x),))[1]
+
+    actual = derivative(dense().to("sim:1"))
+    assert actual.device == torch.device("sim:0")
+    assert torch.equal(actual.cpu(), derivative(dense()))
+
+
+def test_a_generator_on_a_device_gives_the_cpu_s_numbers(machine: Machine) -> None:
+    generator = torch.Generator("sim:1").manual_seed(3)
+    assert generator.device == torch.device("sim:1")
+    assert torch.Generator("sim").device == torch.device("sim:0")
+    actual = torch.randn(4, device="sim:1", generator=generator)
+    assert torch.equal(actual.cpu(), torch.randn(4, generator=torch.Generator().manual_seed(3)))
+
+
+def test_other_generators_are_torch_s_own() -> None:
+    own = torch.Generator
+    with tl_devicefix.simulate(2):
+        assert type(torch.Generator()) is own
+        assert isinstance(own(), torch.Generator)
+        assert isinstance(torch.Generator("sim:1"), own)
+    assert torch.Generator is own
+
+
+OPERATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mm": lambda x: x @ x.T,
+    "einsum": lambda x: torch.einsum("ij,kj->ik", x, x),
+    "linear": lambda x: F.linear(x, x, x[:, 0]),
+    "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
+    "softmax": lambda x: x.softmax(-1),
+    "layer_norm": lambda x: F.layer_norm(x, (3,)),
+    "cat": lambda x: torch.cat([x, x.bfloat16()]),
+    "cross_entropy": lambda x: F.cross_entropy(x.bfloat16(), x.long()[:, 0] * 0),
+    "float64": lambda x: x.double() @ x.double().T,
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_autocast_casts_as_on_the_cpu(name: str, machine: Machine) -> None:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, dtype=torch.bfloat16):
+            return OPERATIONS[name](x)
+
+    actual, expected = run(dense().to("sim:1")), run(dense())
+    assert (actual.device, actual.dtype) == (torch.device("sim:1"), expected.dtype)
+    assert torch.equal(actual.cpu(), expected)
+
+
+def test_gradients_with_autocast_have_the_weights_dtype(machine: Machine) -> None:
+    weight = dense().to("sim:1").requires_grad_()
+    with torch.autocast("sim", dtype=torch.bfloat16):
+        loss = (weight @ weight.T).sum()
+    loss.backward()
+    assert weight.grad is not None
+    assert weight.grad.dtype == torch.float32
