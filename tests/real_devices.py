@@ -36,8 +36,19 @@ LEAST = 1e-4 if TYPE else 0.0
 
 _OF_DTYPE = {torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
-NOT_RUN = ("simulation",) if TYPE else ()
-"""Folders of tests that are of simulated devices themselves."""
+NOT_RUN = (("simulation",) if TYPE else ()) + (("offload",) if TYPE == "cpu" else ())
+"""Folders of tests that are of simulated devices themselves, or of devices beside the host."""
+
+_OF_A_MACHINE_THAT_WAS_LEFT = "test_bytes_on_the_devices_of_a_machine_that_was_left"
+_BESIDE_THE_HOST = (
+    "test_a_device_has_room_for_two_visiting_blocks_and_the_shared_buffers",
+    "test_a_device_map_to_what_is_no_device",
+    "test_a_device_without_an_index_gets_the_index_of_the_current_one",
+    "test_a_model_on_one_device_is_left_to_torch",
+    "test_offloaded_blocks_are_where_they_should_be",
+    "test_other_components_on_the_cpu_run_there",
+)
+"""Others, for which the CPU is not the device."""
 
 
 def here() -> int:
@@ -90,6 +101,9 @@ def simulate(n_devices: int, memory: Any = None, **options: Any) -> Iterator[Rea
     """In place of `tl_devicefix.simulate`: the machine has as many devices, and is the default."""
     if memory is not None or options:
         pytest.skip("devices of a given size, or without values, are simulated only")
+    module = torch.get_device_module(TYPE)
+    if hasattr(module, "set_device"):  # which an earlier test may have done
+        module.set_device(0)
     with ExitStack() as stack:
         home = devices.with_index(torch.device(TYPE, 0))
         for owner in (devices, sys.modules.get("tl_devicefix.bridge.loading")):
@@ -130,6 +144,11 @@ class _Counting:
 def skip_what_names_others(items: list[pytest.Item]) -> None:
     """Mark tests that name a device that is not here, in their code or their parameters."""
     for item in items:
+        name = getattr(item, "originalname", "")
+        if TYPE == "cpu" and name in _BESIDE_THE_HOST:
+            item.add_marker(pytest.mark.skip(reason="needs a device beside the host"))
+        if name == _OF_A_MACHINE_THAT_WAS_LEFT:
+            item.add_marker(pytest.mark.skip(reason="real devices are not left"))
         texts = list(_texts(getattr(getattr(item, "function", None), "__code__", None)))
         texts += map(repr, getattr(getattr(item, "callspec", None), "params", {}).values())
         indices = [int(i) for text in texts for i in re.findall(rf"\b{TYPE}:(\d+)", text)]

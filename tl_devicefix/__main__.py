@@ -148,7 +148,11 @@ def _run_demo(chosen: argparse.Namespace) -> bool:
 def _run_selfcheck(chosen: argparse.Namespace) -> bool:
     from tl_devicefix.demo.selfcheck import run_selfcheck
 
-    return run_selfcheck(chosen.device)
+    try:
+        return run_selfcheck(chosen.device)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return False
 
 
 _COMMANDS = {"estimate": _run_estimate, "demo": _run_demo, "selfcheck": _run_selfcheck}
