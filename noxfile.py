@@ -146,6 +146,26 @@ for version in IN_CI:
     add_full_tests(version)
 
 
+@nox.session
+def asynchronous(session: nox.Session) -> None:
+    """Test running and offloading on simulated devices that run behind the host, seed by seed."""
+    install_tests(session, "3.9.0")
+    rooms = ("tests/running", "tests/offload")
+    for seed in ("0", "1", "2"):
+        session.run("pytest", "-n", "2", "--asynchronous", seed, *(session.posargs or rooms))
+
+
+@nox.session(name="circuit-tracer")
+def circuit_tracer(session: nox.Session) -> None:
+    """circuit-tracer over four simulated devices, as on one CPU; outside the default run."""
+    session.install("torch==2.13.0")
+    session.install(
+        *("-c", "constraints.txt", "circuit-tracer==0.5.0", "transformer_lens==3.2.1"),
+        *("transformers<5", "-e", ".[test]"),
+    )
+    session.run("pytest", *(session.posargs or ["tests/libraries/test_circuit_tracer.py", "-v"]))
+
+
 # The ends of torch's range: setup.cfg's minimum, and the newest that the simulation holds for.
 OLDEST_TORCH, NEWEST_TORCH = "2.10.0", "2.15.0"
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import real_devices
 import torch
 from transformer_lens import ActivationCache
 
@@ -107,6 +108,7 @@ def assert_agrees(
         for one, other in zip(actual, expected):
             assert_agrees(one, other, home, tolerance)
     elif isinstance(expected, float):
+        tolerance = max(tolerance, real_devices.LEAST)
         assert actual == pytest.approx(expected, rel=tolerance, abs=tolerance)
     else:
         assert actual == expected

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+import real_devices  # isort: skip  # before what names devices
 import torch
-from covering import left_out
+from covering import fails_unpatched, left_out
 from hf_models import D_VOCAB, HF_CONFIGS, make_hf_model, make_tokenizer, save_checkpoint
 from hub_cache import HubCache, go_offline
 from machines import machine, n_devices  # noqa: F401
@@ -30,6 +32,7 @@ OF_EITHER = (
     *("test_cache_of_either_class", "test_gathering_of_either_class"),
     *("test_hooks_of_either_class", "test_mixing_of_either_class", "test_put_in_by_hand"),
     *("test_check_of_either_class", "test_estimate_of_either_class"),
+    *("test_rehearse_of_either_class", "test_offload_of_either_class"),
 )
 OF_BRIDGE = ["bridge", *(f"{room}/bridge" for room in SHARED_ROOMS), "surface/test_bridge_sweep.py"]
 OF_HOOKED_TRANSFORMER = [
@@ -49,12 +52,14 @@ collect_ignore_glob = [
     *([] if has_bridge() else OF_BRIDGE),
     *([] if has_hooked_transformer() else OF_HOOKED_TRANSFORMER),
     *(OF_BRIDGE_ON_4 if has_hooked_transformer() else []),
+    *real_devices.NOT_RUN,
 ]
 
 
 def pytest_report_header() -> str:
     left_out = ", ".join(collect_ignore_glob) or "nothing"
-    return f"transformer_lens {installed()}, for which these are not run: {left_out}"
+    on = f"{real_devices.here()} {real_devices.TYPE}" if real_devices.TYPE else "simulated"
+    return f"transformer_lens {installed()}, {on} devices; these are not run: {left_out}"
 
 
 torch.set_num_threads(1)  # the models are tiny, and threads that wait cost more than they save
@@ -68,6 +73,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "patches of tl_devicefix: they fail, which shows what the patches are for",
     )
     parser.addoption(
+        "--asynchronous",
+        type=int,
+        metavar="SEED",
+        help="run tests of simulated devices on devices that run behind the host, with delays of "
+        "this seed",
+    )
+    parser.addoption(
         "--full",
         action="store_true",
         help="run every combination of what tests are parametrised over; by default, those marked "
@@ -76,9 +88,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if real_devices.TYPE and config.getoption("--unpatched"):
+        raise pytest.UsageError(
+            "--unpatched is for simulated devices: leave TL_DEVICEFIX_TEST_DEVICE out"
+        )
     config.addinivalue_line(
         "markers",
-        "fails_unpatched: holds with tl_devicefix and fails without; see --unpatched",
+        "fails_unpatched: holds with tl_devicefix and fails without, unless n_devices is 1; see "
+        "--unpatched",
     )
     config.addinivalue_line(
         "markers", "full: runs with --full only; its reason says what else runs"
@@ -91,12 +108,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if real_devices.TYPE:
+        real_devices.skip_what_names_others(items)
     others: set[pytest.Item] = set()
     if not config.getoption("--full"):
         others.update(left_out(items))
         others |= {item for item in items if item.get_closest_marker("full") is not None}
     if config.getoption("--unpatched"):
-        others |= {item for item in items if item.get_closest_marker("fails_unpatched") is None}
+        others |= {item for item in items if not fails_unpatched(item)}
     config.hook.pytest_deselected(items=[item for item in items if item in others])
     items[:] = [item for item in items if item not in others]
 

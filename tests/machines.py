@@ -22,10 +22,16 @@ def n_devices() -> int:
     return 4
 
 
+def how_devices_run(config: pytest.Config) -> dict[str, Any]:
+    """What `simulate` is given: with `--asynchronous SEED`, devices that run behind the host."""
+    seed = config.getoption("--asynchronous")
+    return {} if seed is None else {"asynchronous": True, "seed": seed}
+
+
 @pytest.fixture
 def machine(n_devices: int, request: pytest.FixtureRequest) -> Iterator[Machine]:
     """A simulated machine, on which models load by default."""
-    with tl_devicefix.simulate(n_devices) as machine:
+    with tl_devicefix.simulate(n_devices, **how_devices_run(request.config)) as machine:
         if not request.config.getoption("--unpatched"):
             unpatched: Any = contextlib.nullcontext()
         elif has_hooked_transformer():

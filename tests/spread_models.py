@@ -11,6 +11,7 @@ import torch
 from architectures import ARCHITECTURES, attention_only_config, load_hooked
 from hf_models import randomize
 from kinds import KINDS, Spread, devices_of, where_to
+from machines import how_devices_run
 from transformer_lens import HookedTransformer
 from unpatched_tl import transformer_lens_alone
 
@@ -24,6 +25,7 @@ def simulated(request: pytest.FixtureRequest) -> Callable[..., AbstractContextMa
 
     @contextmanager
     def simulated(*args: Any, **options: Any) -> Iterator[Machine]:
+        options = {**how_devices_run(request.config), **options}
         with tl_devicefix.simulate(*args, **options) as machine:
             unpatched = request.config.getoption("--unpatched")
             with transformer_lens_alone(machine) if unpatched else nullcontext():

@@ -54,8 +54,11 @@ def _parser() -> argparse.ArgumentParser:
         "demo", help="load the shipped checkpoint over several devices and look at its heads"
     )
     demo.add_argument("--n-devices", type=int, default=4, help="default: %(default)s")
-    commands.add_parser(
+    selfcheck = commands.add_parser(
         "selfcheck", help="check this machine's devices; exit status 1 if they cannot be trusted"
+    )
+    selfcheck.add_argument(
+        "--device", help='their type, such as "xpu"; default: what TransformerLens would choose'
     )
     _add_estimate(commands)
     return parser
@@ -142,10 +145,14 @@ def _run_demo(chosen: argparse.Namespace) -> bool:
     return run_demo(chosen.n_devices)
 
 
-def _run_selfcheck(_: argparse.Namespace) -> bool:
+def _run_selfcheck(chosen: argparse.Namespace) -> bool:
     from tl_devicefix.demo.selfcheck import run_selfcheck
 
-    return run_selfcheck()
+    try:
+        return run_selfcheck(chosen.device)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return False
 
 
 _COMMANDS = {"estimate": _run_estimate, "demo": _run_demo, "selfcheck": _run_selfcheck}

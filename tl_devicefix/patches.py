@@ -78,13 +78,13 @@ def patched() -> Iterator[None]:
 class PatchReport(tuple[Patch, ...]):
     """What is replaced in the installed TransformerLens: a tuple of patches, one for each target.
 
-    Attributes:
-        version: of TransformerLens.
-        is_applied: whether the patches were in place when the report was made.
+    Printing it shows a line; `report()` has printed the table.
     """
 
     version: Version
+    """That of TransformerLens."""
     is_applied: bool
+    """Whether the patches were in place when the report was made."""
 
     def __repr__(self) -> str:
         # One line, so that a notebook does not show the table twice.

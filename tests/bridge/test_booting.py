@@ -226,6 +226,7 @@ def test_a_copy_runs_over_the_same_devices(machine: Any, boot: Any, tokens: torc
 
 
 def test_a_dtype_may_be_named(machine: Any, boot: Any) -> None:
-    assert boot("llama", n_devices=2, dtype="bfloat16").embed.W_E.dtype == torch.bfloat16
+    for dtype in ("bfloat16", "bf16"):
+        assert boot("llama", n_devices=2, dtype=dtype).embed.W_E.dtype == torch.bfloat16
     with pytest.raises(ValueError, match="bf17"):
         boot("llama", dtype="bf17")

@@ -153,7 +153,9 @@ def test_repair_brings_it_back_and_the_placement_is_the_truth_again(
         assert each.held == each.planned or cls == BRIDGE
     if not replaced:
         assert all(parameters[name] is each for name, each in model.named_parameters())
-    # A Bridge's block of TransformerLens 3.9 takes more once it has been moved.
+    # TransformerLens 3.9 runs a gated MLP of a folded Bridge by plain tensors beside its parameters
+    # (`_processed_W_in` and the like). They share memory until a parameter is moved, which they
+    # are not.
     if not replaced and not (cls == BRIDGE and has_hooked_transformer()):
         assert [machine.memory_allocated(device) for device in machine.devices] == held
     assert_agrees(model(tokens), reference(tokens), model.placement.home)

@@ -13,6 +13,7 @@ import tl_devicefix
 from tl_devicefix.__main__ import main
 from tl_devicefix.demo import demo, selfcheck
 from tl_devicefix.demo.recall_task import recall_prompts
+from tl_devicefix.placement import devices
 
 ALL_RECALLED = f"recalled {demo.N_PROMPTS} of {demo.N_PROMPTS}"
 
@@ -53,6 +54,17 @@ def test_the_selfcheck_trusts_a_machine_that_computes_right(capsys: Any) -> None
     assert "copy sim:1 -> cpu: ok" in said
     assert "parity on sim:0, sim:1: ok" in said
     assert "can be trusted" in said
+
+
+def test_the_selfcheck_is_told_of_devices_that_are_not_the_default(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    with tl_devicefix.simulate(2):
+        monkeypatch.setattr(devices, "simulated_device", lambda: None)
+        assert main(["selfcheck", "--device", "sim"]) == 0
+    said = capsys.readouterr().out
+    assert "copy sim:0 -> sim:1: ok" in said
+    assert "parity on sim:0, sim:1: ok" in said
 
 
 def test_the_selfcheck_distrusts_a_machine_that_computes_wrong(

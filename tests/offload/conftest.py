@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from tl_devicefix.patching.versions import has_hooked_transformer
+import pytest
+from either_class import cls  # noqa: F401
+
+from tl_devicefix.patching.versions import has_bridge, has_hooked_transformer
+
+if has_bridge():
+    from bridges import boot  # noqa: F401
+    from bridges import references as bridge_references  # noqa: F401
 
 if has_hooked_transformer():
     from offloaded_models import load, model, models, offload  # noqa: F401
@@ -15,3 +22,10 @@ if has_hooked_transformer():
         simulated,
         toys,
     )
+else:
+    from machines import machine  # noqa: F401
+
+    @pytest.fixture
+    def kind() -> str:
+        """Which architecture the model has; parametrise it for others."""
+        return "llama"

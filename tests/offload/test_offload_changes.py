@@ -17,24 +17,6 @@ from offloads import HOST, assert_at_rest, every_offload, offloaded_blocks
 from transformer_lens.train import HookedTransformerTrainConfig
 
 import tl_devicefix
-from tl_devicefix.running.forward import is_aligned
-
-
-@pytest.mark.cover
-@pytest.mark.parametrize("device", ["sim:1", "cpu", "sim:0"])
-@every_offload
-def test_a_device_gathers_the_model(
-    device: str, offload: str, load: Any, reference: Any, tokens: torch.Tensor
-) -> None:
-    model = load("llama", offload)
-
-    model.to(device)
-
-    assert devices_of(model) == {device}
-    assert model.placement.memories == (torch.device(device),)
-    assert not is_aligned(model)
-    assert all("forward" not in vars(module) for module in model.modules())
-    assert_agrees(model(tokens), reference(tokens), torch.device(device))
 
 
 @every_offload

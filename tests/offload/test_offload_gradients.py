@@ -15,21 +15,6 @@ from tl_devicefix.offload.kept_weights import keeping_on_host
 from tl_devicefix.simulation.machine import Machine
 
 
-@pytest.mark.fails_unpatched
-@every_kind
-@every_offload
-def test_gradients_arrive_at_the_parameters(
-    offload: str, model: Any, reference: Any, tokens: torch.Tensor
-) -> None:
-    for each in (model, reference):
-        each(tokens, return_type="loss").backward()
-
-    expected = dict(reference.named_parameters())
-    for name, parameter in model.named_parameters():
-        assert_agrees(parameter.grad, expected[name].grad, parameter.device)
-    assert_at_rest(model)
-
-
 def test_second_derivatives_are_the_same(model: Any, reference: Any, tokens: torch.Tensor) -> None:
     results = []
     for each in (model, reference):

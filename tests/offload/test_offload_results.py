@@ -13,39 +13,10 @@ import torch
 from architectures import NO_PROCESSING
 from comparison import assert_agrees, assert_same_weights
 from kinds import home_of, new_kv_cache
-from offloads import HOST, assert_at_rest, every_kind, every_offload, offloaded_blocks
+from offloads import HOST, assert_at_rest, every_kind, every_offload
 
 import tl_devicefix
 from tl_devicefix.simulation.machine import Machine
-
-
-@pytest.mark.fails_unpatched
-@every_kind
-@every_offload
-def test_a_model_is_loaded_folded_and_stored_on_the_host(
-    offload: str, model: Any, reference: Any, tokens: torch.Tensor
-) -> None:
-    assert len(offloaded_blocks(model)) > 1
-    assert_at_rest(model)
-    assert_same_weights(model, reference)
-    assert_agrees(model(tokens), reference(tokens), home_of(model))
-    assert_at_rest(model)
-
-
-@every_kind
-@every_offload
-def test_caches_are_the_same_and_where_the_blocks_run(
-    offload: str, model: Any, reference: Any, tokens: torch.Tensor
-) -> None:
-    expected_logits, expected = reference.run_with_cache(tokens)
-
-    logits, cache = model.run_with_cache(tokens)
-
-    assert_agrees([logits, cache], [expected_logits, expected], home_of(model))
-    stored = getattr(cache.cache_dict, "stored", lambda: cache.cache_dict)()
-    for layer in range(model.cfg.n_layers):
-        there = model.placement.device_of(f"blocks.{layer}")
-        assert stored[f"blocks.{layer}.hook_resid_mid"].device == there
 
 
 @pytest.mark.cover

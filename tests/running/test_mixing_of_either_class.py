@@ -140,8 +140,16 @@ def mixing(machine: Any) -> Iterator[Any]:
         yield mixing
 
 
-@pytest.mark.fails_unpatched
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+NOT_BY_A_PATCH = (weights_of_two_blocks, a_weight_and_a_cached_activation, modules_called_by_hand)
+"""Those that may work without patches: unpatched, tensors may lie together by chance."""
+
+
+def marked(script: Callable[..., Any]) -> Any:
+    marks = () if script in NOT_BY_A_PATCH else pytest.mark.fails_unpatched
+    return pytest.param(script, marks=marks, id=script.__name__)
+
+
+@pytest.mark.parametrize("script", [marked(script) for script in SCRIPTS])
 def test_a_script_for_one_device(
     script: Callable[..., Any], over_devices: Any, on_one: Any, tokens: torch.Tensor
 ) -> None:

@@ -31,6 +31,11 @@ def test_transfers_are_summed_by_pair():
         "all              6  5.01 KiB",
     ]
     assert isinstance(machine.transfers[0], Transfer)
+    assert repr(machine.transfers[-2:]).splitlines() == [
+        "cpu -> sim:1    1   8 bytes",
+        "sim:1 -> sim:2  1  1.00 KiB",
+        "all             2  1.01 KiB",
+    ]
 
 
 def test_nothing_moved():

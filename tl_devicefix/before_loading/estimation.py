@@ -9,7 +9,7 @@ import torch
 
 from tl_devicefix.before_loading.advice import what_would_fit
 from tl_devicefix.before_loading.blueprints import blueprint, check_options
-from tl_devicefix.before_loading.machines import by_index, how_many, names_devices, rooms
+from tl_devicefix.before_loading.machines import by_index, how_many, names_devices, rooms, within
 from tl_devicefix.before_loading.usage import Job, OnDevice, Setting
 from tl_devicefix.patches import patched
 from tl_devicefix.placement.blueprint import Blueprint
@@ -23,10 +23,15 @@ class Estimate:
     """What a job takes. Printing it shows a table, and whether it fits."""
 
     model: str
+    """Its name."""
     dtype: str
+    """That of the weights, by its name: "bfloat16"."""
     job: Job
+    """What is to be done with the model: `batch`, `ctx`, `cache`, `generate`, ..."""
     devices: tuple[OnDevice, ...]
+    """What each device holds, in bytes; home first, and host memory last if blocks live there."""
     placement: Placement
+    """Where each component would live."""
     advice: str = ""
     """What would fit, if this does not."""
 
@@ -133,10 +138,11 @@ def estimate(
         model = blueprint(config_or_model_name, dtype, options)
         ctx = min(1024, model.n_ctx) if ctx is None else ctx
         job = Job(batch, ctx, cache, generate, gradients, gather)
-        device_map, limits = by_index(device_map), by_index(max_memory)
-        has = limits if memory is None else by_index(memory)
+        device_map, limits, has = by_index(device_map), by_index(max_memory), by_index(memory)
         there = how_many(n_devices, device_map, limits, has)
         _check(job, model, there)
+        limits = within(limits, there)
+        has = limits if memory is None else has
         asked = Setting(model, there, device_map, rooms(has, there), job)
         if n_devices is None and names_devices(limits):
             asked = replace(asked, limits=limits)  # those that are named are used

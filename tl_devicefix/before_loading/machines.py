@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tl_devicefix.placement.deciding import tell_of_unused
+from tl_devicefix.simulation.machine import DEVICE_TYPE
+
 
 def by_index(named: Any) -> Any:
     """A `device_map` or `max_memory` with "cuda:1" called 1, as the machine may have none."""
@@ -36,6 +39,20 @@ def how_many(n_devices: int | None, device_map: Any, *sizes: Any) -> int:
 def names_devices(max_memory: Any) -> bool:
     """Whether it says which devices to use, and not only what is offloaded, or one size for all."""
     return isinstance(max_memory, Mapping) and any(type(key) is int for key in max_memory)
+
+
+def within(max_memory: Any, n_devices: int) -> Any:
+    """`max_memory`, by index, without devices that there are not; the log says so, as `plan`'s."""
+    if not isinstance(max_memory, Mapping):
+        return max_memory
+    beyond = [key for key in max_memory if type(key) is int and key >= n_devices]
+    used = [*range(n_devices), *(key for key in max_memory if key == "cpu")]
+    tell_of_unused(*([_called(key) for key in keys] for keys in (beyond, used)))
+    return {key: size for key, size in max_memory.items() if key not in beyond}
+
+
+def _called(key: int | str) -> str:
+    return key if isinstance(key, str) else f"{DEVICE_TYPE}:{key}"
 
 
 def rooms(memory: Any, n_devices: int) -> dict[Any, Any]:

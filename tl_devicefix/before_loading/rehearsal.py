@@ -18,14 +18,14 @@ from typing import Any
 import torch
 
 from tl_devicefix.before_loading.blueprints import blueprint, check_options
-from tl_devicefix.before_loading.machines import by_index, how_many, names_devices
+from tl_devicefix.before_loading.machines import by_index, how_many, names_devices, within
 from tl_devicefix.patches import patched
 from tl_devicefix.placement.deciding import DeviceMap, decide
 from tl_devicefix.placement.fitting import check_fit
 from tl_devicefix.placement.memory import MaxMemory, gib
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.running.module_names import named_modules
-from tl_devicefix.simulation import Machine, Transfer, by_pair, simulate_apart
+from tl_devicefix.simulation import Machine, Transfers, simulate_apart
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,9 @@ class Peak:
     """The most that was allocated on a device, in bytes, and the module that was running then."""
 
     bytes: int
+    """All that was allocated, the weights among it."""
     module: str
+    """Its name; "the weights" if nothing took more, "outside the model" if none was running."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,9 @@ class Moment:
     """What was allocated on each device, in bytes, when a component had run."""
 
     component: str
+    """Its name: "embed", "blocks.3"."""
     allocated: tuple[int, ...]
+    """Bytes on each device, in their order."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -49,13 +53,17 @@ class Rehearsal:
     """What a rehearsed job did. Printing it shows a table."""
 
     placement: Placement
+    """Where each component is."""
     weights: tuple[int, ...]
     """Bytes of weights and buffers on each device, before the job."""
     memory: tuple[int, ...]
     """Bytes that each device has."""
     peaks: tuple[Peak, ...]
+    """The most that each device held during the job, and in which module."""
     timeline: tuple[Moment, ...]
-    transfers: tuple[Transfer, ...]
+    """What each device held when a component had run, in the order they ran."""
+    transfers: Transfers
+    """Every copy between devices, in order. Printing them shows a line for each pair."""
     result: Any
     """What the job returned."""
     error: BaseException | None = None
@@ -82,7 +90,7 @@ class Rehearsal:
     def _of_transfers(self) -> str:
         pairs = ", ".join(
             f"{_short(source)} -> {_short(target)} {gib(moved.bytes)}"
-            for (source, target), moved in by_pair(self.transfers).items()
+            for (source, target), moved in self.transfers.by_pair().items()
         )
         return f"{len(self.transfers)} transfers: {pairs or 'none'}"
 
@@ -148,6 +156,7 @@ def rehearse(
     there = how_many(n_devices, device_map, max_memory, listed)
     says_which = device_map is not None or (n_devices is None and names_devices(max_memory))
     with patched(), simulate_apart(there, memory) as machine, grad_mode:
+        max_memory = within(max_memory, there)
         spread = None if says_which else there
         wanted = blueprint(config_or_model_name, dtype, options, cls)
         placement = decide(wanted.sizes(), spread, None, device_map, max_memory)
@@ -192,7 +201,7 @@ def _watch(
         memory=tuple(machine.mem_get_info(index)[1] for index in devices),
         peaks=tuple(Peak(machine.max_memory_allocated(i), at_peak[i]) for i in devices),
         timeline=tuple(timeline),
-        transfers=tuple(machine.transfers),
+        transfers=Transfers(machine.transfers),
         result=result,
         error=error,
         stopped_at=stopped_at,

@@ -16,7 +16,7 @@ from tl_devicefix.placement.blueprint import Blueprint, Generation
 from tl_devicefix.placement.components import shared_once
 from tl_devicefix.placement.deciding import DeviceMap, decide
 from tl_devicefix.placement.devices import HOST
-from tl_devicefix.placement.memory import capacity
+from tl_devicefix.placement.memory import by_device, capacity
 from tl_devicefix.placement.placement import Placement, in_short
 from tl_devicefix.simulation import Machine, simulate_apart
 
@@ -26,6 +26,7 @@ class Job:
     """What is to be done with a model."""
 
     batch: int = 1
+    """Sequences."""
     ctx: int = 1024
     """Tokens in each sequence."""
     cache: str | None = None
@@ -66,11 +67,15 @@ class OnDevice:
     """What one device holds, in bytes."""
 
     device: str
+    """Its index ("0 (home)", "1"), or "cpu"."""
     components: str
+    """Which live there, in short: "embed, blocks.0-3"."""
     weights: int
     """Those that live there: not offloaded blocks that visit."""
     buffers: int = 0
+    """Masks, rotary tables, and the like."""
     kv_cache: int = 0
+    """Keys and values of all tokens, as generating ends."""
     cached: int = 0
     """Activations that `run_with_cache` keeps."""
     gathered: int = 0
@@ -125,17 +130,18 @@ class Setting:
         """Whether there is room for the weights, which is found without a rehearsal."""
         with simulate_apart(self.n_devices, _UNLIMITED):
             placement = self._place()
+            rooms = by_device(self.memory, placement.home)
             return all(
                 room is None or _stored(placement, memory) <= room
                 for memory in placement.memories
-                for room in [capacity(memory, self.memory)]
+                for room in [capacity(memory, rooms)]
             )
 
     @cached_property
     def _measured(self) -> tuple[tuple[OnDevice, ...], Placement]:
-        rooms = self.memory
         with simulate_apart(self.n_devices, _UNLIMITED) as machine:
             placement = self._place()
+            rooms = by_device(self.memory, placement.home)
             model = self.model.make(placement)
             _check_cache(self.job, model)
             made = [machine.memory_allocated(index) for index in range(self.n_devices)]

@@ -10,9 +10,10 @@ from tl_devicefix.bridge.alignment import settle_bridge
 from tl_devicefix.bridge.units import bridge_components
 from tl_devicefix.patching.applying import original
 from tl_devicefix.placement.components import ComponentSize
-from tl_devicefix.placement.devices import with_index
+from tl_devicefix.placement.devices import HOST, resolve_to_move, with_index
 from tl_devicefix.placement.in_use import use
 from tl_devicefix.placement.placement import PlacedComponent, Placement
+from tl_devicefix.reading.gathering import home_of
 
 
 def to(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -20,7 +21,16 @@ def to(self: Any, *args: Any, **kwargs: Any) -> Any:
 
     As in TransformerLens, a Bridge over several devices is not moved to one, with a warning. One
     that runs on one device, with offloaded blocks, is moved whole, and nothing is offloaded then.
+    A number is an index of a device of home's type.
+
+    Raises:
+        ValueError: if a number is of no device.
     """
+    # TransformerLens takes no number for a device: it would move a spread Bridge, and say nothing.
+    if args and type(args[0]) is int:
+        args = (resolve_to_move(args[0], home_of(self) or HOST), *args[1:])
+    if type(kwargs.get("device")) is int:
+        kwargs["device"] = resolve_to_move(kwargs["device"], home_of(self) or HOST)
     moved = original(type(self), "to")(self, *args, **kwargs)
     placement: Placement | None = getattr(self, "placement", None)
     if placement is not None and len(placement.memories) > 1:

@@ -23,7 +23,7 @@ from tl_devicefix.demo.demo import (
     load_checkpoint,
 )
 from tl_devicefix.demo.recall_task import recall_prompts
-from tl_devicefix.placement.devices import consecutive, default_device, device_count
+from tl_devicefix.placement.devices import consecutive, default_device, device_count, resolve
 from tl_devicefix.simulation import simulate
 
 _COPY_ELEMENTS = 4_000_003
@@ -32,24 +32,31 @@ _SIMULATED = 4
 _PACKAGES = ("transformer_lens", "torch", "transformers", "accelerate", "tl_devicefix")
 
 
-def run_selfcheck() -> bool:
+def run_selfcheck(device_type: str | None = None) -> bool:
     """Check copies between all devices, and the demo's parity on 1 to n of them.
+
+    Args:
+        device_type: of the devices; by default the one that TransformerLens would choose.
 
     Returns:
         Whether everything agreed, so that this machine can be trusted.
+
+    Raises:
+        ValueError: if there is no device of this type.
     """
     _show_versions()
-    accelerator = default_device()
+    accelerator = default_device() if device_type is None else resolve(device_type)
     if accelerator.type == "cpu":
         print(f"\nno accelerator here: checking the CPU, and {_SIMULATED} simulated devices")
-        checks = [_check_parity(1)]
-        with simulate(_SIMULATED):
-            checks += [_check_parity(n) for n in range(2, _SIMULATED + 1)]
+        checks = [_check_parity(1, accelerator)]
+        with simulate(_SIMULATED) as machine:
+            home = machine.devices[0]
+            checks += [_check_parity(n, home) for n in range(2, _SIMULATED + 1)]
         return _verdict(checks, "The package works here; there is no accelerator to distrust.")
     n_devices = device_count(accelerator.type)
     devices = consecutive(torch.device(accelerator.type, 0), n_devices)
     checks = [_check_copy(*pair) for pair in permutations([torch.device("cpu"), *devices], 2)]
-    checks += [_check_parity(n) for n in range(1, n_devices + 1)]
+    checks += [_check_parity(n, devices[0]) for n in range(1, n_devices + 1)]
     return _verdict(checks, "This machine can be trusted.")
 
 
@@ -72,10 +79,10 @@ def _check_copy(source: torch.device, target: torch.device) -> bool:
     return wrong == 0
 
 
-def _check_parity(n_devices: int) -> bool:
+def _check_parity(n_devices: int, home: torch.device) -> bool:
     """Whether the shipped checkpoint gives on n devices what transformers gives on the CPU."""
     with contextlib.redirect_stdout(io.StringIO()):
-        model = load_checkpoint(n_devices, default_device())
+        model = load_checkpoint(n_devices, home)
     tokens = model.to_tokens([p.text for p in recall_prompts(8, seed=SEED, n_facts=N_FACTS)])
     difference = largest_difference(model(tokens), hf_logits(tokens))
     names = ", ".join(str(device) for device in model.placement.devices)

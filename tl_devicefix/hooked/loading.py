@@ -40,7 +40,7 @@ from tl_devicefix.hooked.tokenizing import warn_without_tokenizer
 from tl_devicefix.misspelt import refuse_misspelt
 from tl_devicefix.patching.applying import original
 from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
-from tl_devicefix.placement.devices import default_device
+from tl_devicefix.placement.devices import default_device, resolve
 from tl_devicefix.placement.memory import MaxMemory
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.tracebacks import let_go
@@ -131,7 +131,9 @@ def _load(
     place(model, placement)  # the weights are there already; the buffers are not
     check_placed(model)
     if not wanted["move_to_device"]:
-        model.cfg.device = str(wanted["device"] or default_device())
+        device = wanted["device"]
+        device = resolve(device) if isinstance(device, int) else device or default_device()
+        model.cfg.device = str(device)
     warn_without_tokenizer(model, wanted["model_name"])
     print(f"Loaded pretrained model {wanted['model_name']} into HookedTransformer")
     return model

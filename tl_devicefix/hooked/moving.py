@@ -15,7 +15,7 @@ from tl_devicefix.offload.visiting import pin
 from tl_devicefix.patching.applying import original
 from tl_devicefix.placement.components import component_of
 from tl_devicefix.placement.deciding import decide_fitting
-from tl_devicefix.placement.devices import HOST, resolve
+from tl_devicefix.placement.devices import HOST, resolve, resolve_to_move
 from tl_devicefix.placement.fitting import naming_full_devices
 from tl_devicefix.placement.in_use import use
 from tl_devicefix.placement.placement import Placement
@@ -110,7 +110,7 @@ def to(
     """Move the model to one device, or change its dtype where it lies.
 
     A dtype keeps the placement. A device gathers the whole model there and updates the placement;
-    its index is kept in `cfg.device`.
+    its index is kept in `cfg.device`. A number is an index of a device of home's type.
 
     Raises:
         ValueError: if the device does not exist.
@@ -123,7 +123,7 @@ def to(
         if getattr(self, "placement", None) is not None:
             settle(self, self.placement.reweighed(component_sizes(self.cfg)))
         return self
-    device = resolve(device_or_dtype)
+    device = resolve_to_move(device_or_dtype, torch.device(self.cfg.device))
     if print_details:
         print("Moving model to device: ", device)
     nn.Module.to(self, device)

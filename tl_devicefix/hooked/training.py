@@ -24,7 +24,7 @@ def train(model: Any, config: Any, dataset: Any) -> Any:
     placement = getattr(model, "placement", None)
     if placement is None or len(placement.memories) == 1:
         return transformer_lens_train(model, config, dataset)
-    if config.device is not None and resolve(config.device) != placement.home:
+    if config.device is not None and resolve(config.device, placement.home) != placement.home:
         return transformer_lens_train(model, config, dataset)
     config = copy.copy(config)
     config.device = str(placement.home)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
@@ -40,15 +41,16 @@ class Copies:
         self._done: Any = None
 
     def __enter__(self) -> Copies:
-        if self._streams is not None:
-            # The memory of the copies is free when what is computed until now has been computed.
-            _copy_stream(self._device).wait_stream(self._streams.current_stream(self._device))
         return self
 
     @torch.no_grad()
     def start(self, host: torch.Tensor) -> torch.Tensor:
         """Start to copy a tensor; the copy is laid out as the tensor is."""
         there = torch.empty_like(host, device=self._device, requires_grad=False)
+        if self._streams is not None:
+            # The memory is free when what is queued by now has been computed, by any thread: one
+            # may have queued something, and freed what it used, since the copy before.
+            _copy_stream(self._device).wait_stream(self._streams.current_stream(self._device))
         with self._on_copy_stream():
             there.copy_(host, non_blocking=True)
         return there
@@ -69,10 +71,30 @@ class Copies:
         if self._done is not None:
             self._streams.current_stream(self._device).wait_event(self._done)
 
+    def share(self, there: Iterable[torch.Tensor]) -> None:
+        """Have what this thread computes use copies that another thread has waited for.
+
+        Args:
+            there: the copies, whose memory is kept until that has been computed.
+        """
+        if self._streams is not None:
+            self.wait()
+            for each in there:
+                each.record_stream(self._streams.current_stream(self._device))
+
     def _on_copy_stream(self) -> contextlib.AbstractContextManager[Any]:
         if self._streams is None:
             return contextlib.nullcontext()
         return self._streams.stream(_copy_stream(self._device))
+
+
+def wait_until_copied(device: torch.device) -> None:
+    """Return when all copies to a device that were started have read the host's memory.
+
+    Until then, what the host writes there may be what is copied.
+    """
+    if _streams(device) is not None:
+        _copy_stream(device).synchronize()
 
 
 def _streams(device: torch.device) -> Any:

@@ -88,7 +88,8 @@ class _KeptWeight:
         """A copy on the device, if the weight has not been changed."""
         _check(self.host, self.version)
         there = torch.empty_like(self.host, device=self.device, requires_grad=False)
-        return there.copy_(self.host, non_blocking=True).as_strided(*self.part)
+        # Not non_blocking: the weight may be changed as soon as backward has returned.
+        return there.copy_(self.host).as_strided(*self.part)
 
 
 def _restore(kept: _Kept | _KeptWeight) -> torch.Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tl_devicefix.offload.copying import Copies, copies_beside_computing
+from tl_devicefix.offload.copying import Copies, copies_beside_computing, wait_until_copied
 from tl_devicefix.offload.kept_weights import keeping_on_host
 from tl_devicefix.placement.devices import HOST
 from tl_devicefix.placement.offloading import VISITING
@@ -72,6 +72,7 @@ class ForwardWithVisitors:
         self._block = block
         self._runs = 0  # a hook, or another thread, may run the block while it runs
         self._visitors: list[_Visitor] = []
+        self._sent: Sent | None = None  # what they came with
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block's own forward."""
@@ -110,16 +111,20 @@ class ForwardWithVisitors:
             yield
         finally:
             self._see_off()
-            if tour is not None:
+            if tour is None:
+                wait_until_copied(self.device)
+            else:
                 tour.left(self)
 
     def _receive(self, tour: Tour | None) -> None:
         with _coming_and_going:
             if not self._runs:
-                sent = self.send() if tour is None else tour.arrival_of(self)
-                self._visitors = sent.arrive()
+                self._sent = self.send() if tour is None else tour.arrival_of(self)
+                self._visitors = self._sent.arrive()
                 for visitor in self._visitors:
                     visitor.move_in()
+            elif self._sent is not None:
+                self._sent.share()
             self._runs += 1
 
     def _see_off(self) -> None:
@@ -128,7 +133,7 @@ class ForwardWithVisitors:
             if not self._runs:
                 for visitor in self._visitors:
                     visitor.move_out()
-                self._visitors = []
+                self._visitors, self._sent = [], None
 
 
 _coming_and_going = threading.RLock()
@@ -215,9 +220,16 @@ class Sent:
         return all(visitor.is_current for visitor in self._visitors)
 
     def arrive(self) -> list[_Visitor]:
-        """The weights, for what is computed from now on."""
+        """The weights, for what is computed from now on.
+
+        Those that no one wants have to arrive too, before their memory is used for something else.
+        """
         self._copies.wait()
         return self._visitors
+
+    def share(self) -> None:
+        """Have them stay for what this thread computes too, on whichever stream."""
+        self._copies.share(visitor.there for visitor in self._visitors)
 
 
 class Tour:
@@ -233,6 +245,7 @@ class Tour:
             self._to_send.setdefault(block.device, deque()).append(block)
         self._sent: dict[ForwardWithVisitors, Sent] = {}
         self._there: set[ForwardWithVisitors] = set()  # on their way or arrived
+        self._devices: set[torch.device] = set()
 
     def begin(self) -> None:
         """Send for the first blocks of each device."""
@@ -241,17 +254,16 @@ class Tour:
 
     def arrival_of(self, block: ForwardWithVisitors) -> Sent:
         """The block's weights, which were sent before if it is this block's turn."""
-        sent = self._sent.pop(block, None)
-        if sent is not None and sent.is_current:
-            return sent
-        self._there.add(block)
+        if block in self._sent and self._sent[block].is_current:
+            return self._sent.pop(block)
+        self._drop(block)
         if block in self._to_send.get(block.device, ()):
             self._to_send[block.device].remove(block)
-        return block.send()
+        return self._send(block)
 
     def left(self, block: ForwardWithVisitors) -> None:
         """Let the next one come, as the weights of this block are gone."""
-        self._sent.pop(block, None)
+        self._drop(block)
         self._there.discard(block)
         self._fill(block.device)
 
@@ -259,15 +271,25 @@ class Tour:
         to_send = self._to_send.get(device)
         while to_send and sum(block.device == device for block in self._there) < VISITING:
             block = to_send.popleft()
-            self._there.add(block)
-            self._sent[block] = block.send()
+            self._sent[block] = self._send(block)
+
+    def _send(self, block: ForwardWithVisitors) -> Sent:
+        self._there.add(block)
+        self._devices.add(block.device)
+        return block.send()
+
+    def _drop(self, block: ForwardWithVisitors) -> None:
+        """Let go of what was sent in vain, as the block ran already, or was changed since."""
+        if block in self._sent:
+            self._sent.pop(block).arrive()
 
     def end(self) -> None:
-        """Drop what was sent in vain, as the forward stopped early or failed."""
+        """Drop what was sent in vain, and wait until weights on the host may be changed."""
         self._to_send.clear()
-        for sent in self._sent.values():
-            sent.arrive()  # before their memory is used for something else
-        self._sent.clear()
+        for block in list(self._sent):
+            self._drop(block)
+        for device in self._devices:
+            wait_until_copied(device)
 
 
 _tour: ContextVar[Tour | None] = ContextVar("tour", default=None)

@@ -7,7 +7,7 @@ A pure function of sizes and devices, in accelerate's vocabulary: `device_map`, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -30,7 +30,9 @@ from tl_devicefix.placement.devices import (
 )
 from tl_devicefix.placement.fitting import check_fit
 from tl_devicefix.placement.memory import (
+    Limits,
     MaxMemory,
+    by_device,
     capacity,
     check_max_memory,
 )
@@ -94,24 +96,25 @@ def decide(
             "and a dict from components to devices"
         )
     if device_map is not None and device_map not in STRATEGIES:
-        named = device_map if isinstance(device_map, Mapping) else _whole_on(device_map)
+        named = device_map if isinstance(device_map, Mapping) else _whole_on(device_map, device)
         placement = _from_dict(sizes, named, device)
-        _warn_of_unused(max_memory, placement.memories)
+        _warn_of_unused(by_device(max_memory, placement.home), placement.memories)
         return placement
-    devices = _devices_to_use(device, n_devices, device_map, max_memory)
+    limits = by_device(max_memory, default_device() if device is None else resolve(device))
+    devices = _devices_to_use(device, n_devices, device_map, limits)
     home = devices[0]
-    offloads = may_offload(home, max_memory)
-    _warn_of_unused(max_memory, [*devices, HOST] if offloads else devices)
+    offloads = may_offload(home, limits)
+    _warn_of_unused(limits, [*devices, HOST] if offloads else devices)
     # A device that may hold nothing is left out; home is not, so that what it lacks is reported.
-    devices = [d for d in devices if d == home or capacity(d, max_memory) != 0]
-    capacities = [capacity(d, max_memory) for d in devices]
+    devices = [d for d in devices if d == home or capacity(d, limits) != 0]
+    capacities = [capacity(d, limits) for d in devices]
     if device_map == "sequential":
         counts = sequential(sizes, capacities)
     else:
         counts = balanced(sizes, capacities)
     on_each = [Share(count) for count in counts]
     if offloads and not fits(sizes, counts, capacities):
-        on_each = shares(sizes, rooms_to_fill(devices, max_memory))
+        on_each = shares(sizes, rooms_to_fill(devices, limits))
     return _contiguous(sizes, devices, on_each)
 
 
@@ -119,7 +122,7 @@ def _devices_to_use(
     device: DeviceLike | None,
     n_devices: int | None,
     strategy: DeviceMap | None,
-    max_memory: MaxMemory | None,
+    limits: Limits | None,
 ) -> list[torch.device]:
     """The devices to spread over, home first.
 
@@ -130,19 +133,21 @@ def _devices_to_use(
         if n_devices < 1:
             raise ValueError(f"n_devices={n_devices} must be at least 1")
         return consecutive(home, n_devices)
-    named = _named(home.type, max_memory)
+    named = _named(home.type, limits)
     if named:
         return named if device is None else _from(home, named)
     if strategy is None:
         return [home]
-    if max_memory is not None:
-        raise ValueError(f"max_memory={dict(max_memory)!r} names no {home.type!r} device")
+    if limits is not None:
+        raise ValueError(
+            f"max_memory names no {home.type!r} device, but {', '.join(map(str, limits)) or 'none'}"
+        )
     return all_from(home)
 
 
-def _named(device_type: str, max_memory: MaxMemory | None) -> list[torch.device]:
+def _named(device_type: str, limits: Limits | None) -> list[torch.device]:
     """The devices of a type that `max_memory` names, in order."""
-    named = {resolve(key) for key in max_memory or () if key != "disk"}
+    named = [key for key in limits or () if isinstance(key, torch.device)]
     return sorted((d for d in named if d.type == device_type), key=lambda d: d.index or 0)
 
 
@@ -152,14 +157,18 @@ def _from(home: torch.device, devices: Sequence[torch.device]) -> list[torch.dev
     return [home, *sorted(others, key=lambda d: ((d.index or 0) < (home.index or 0), d.index or 0))]
 
 
-def _warn_of_unused(max_memory: MaxMemory | None, devices: Sequence[torch.device]) -> None:
-    named = {key if key == "disk" else str(resolve(key)) for key in max_memory or ()}
-    unused = named - set(map(str, devices))
+def _warn_of_unused(limits: Limits | None, devices: Sequence[torch.device]) -> None:
+    used = [str(device) for device in devices]
+    tell_of_unused(set(map(str, limits or ())) - set(used), used)
+
+
+def tell_of_unused(unused: Collection[str], used: Sequence[str]) -> None:
+    """Warn that `max_memory` names devices where nothing is placed, if it does."""
     if unused:
         _log.warning(
             "max_memory names %s, where nothing is placed: only %s may be used.",
             ", ".join(sorted(unused)),
-            ", ".join(map(str, devices)),
+            ", ".join(used),
         )
 
 
@@ -190,6 +199,7 @@ def _from_dict(
                 f"{in_short(names)} (prefixes such as 'blocks', or '' for all, are fine)"
             )
     placed, missing = [], []
+    like = _like_home(device_map, home)
     for size in sizes:
         keys = [key for key in device_map if _is_prefix(key, size.name)]
         if not keys and not _must_be_named(size.name):
@@ -197,7 +207,7 @@ def _from_dict(
         if not keys:
             missing.append(size.name)
             continue
-        device = _device_for(size.name, device_map[max(keys, key=len)])
+        device = _device_for(size.name, device_map[max(keys, key=len)], like)
         placed.append(placed_as(size, device))
     if missing:
         raise ValueError(
@@ -233,15 +243,28 @@ def _run_where_others_do(placed: Sequence[PlacedComponent]) -> tuple[PlacedCompo
     return tuple(running)
 
 
-def _device_for(component: str, named: DeviceLike) -> torch.device:
-    """The device that a map gives for a component."""
+def _like_home(
+    device_map: Mapping[str, DeviceLike], home: DeviceLike | None
+) -> torch.device | None:
+    """A device of the type that home will have, of which indices are; None if nothing says so."""
+    if home is not None:
+        return resolve(home)
+    key = max((key for key in device_map if _is_prefix(key, "embed")), key=len, default=None)
+    named = None if key is None else device_map[key]
+    return (
+        torch.device(named) if isinstance(named, str | torch.device) and is_device(named) else None
+    )
+
+
+def _device_for(component: str, named: DeviceLike, home: torch.device | None) -> torch.device:
+    """The device that a map gives for a component, an index being that of home's type."""
     if not is_device(named):
         raise ValueError(
             f"device_map puts {component} on {named!r}, which is no device: give an index, or a "
             f"name such as {str(default_device())!r}{_instead(named)}"
         )
     try:
-        device = resolve(named)
+        device = resolve(named, home)
     except ValueError as error:
         raise ValueError(f"device_map puts {component} on {named!r}, but {error}") from error
     if device.type == "meta":
@@ -255,14 +278,14 @@ def _instead(named: object) -> str:
     return did_you_mean(str(named).partition(":")[0], known_types())
 
 
-def _whole_on(device: DeviceLike) -> dict[str, DeviceLike]:
+def _whole_on(device: DeviceLike, home: DeviceLike | None) -> dict[str, DeviceLike]:
     if not is_device(device):
         raise ValueError(
             f"device_map={device!r} is neither a device nor one of "
             f"{', '.join(map(repr, STRATEGIES))}{did_you_mean(device, STRATEGIES)}"
         )
     try:
-        return {"": resolve(device)}
+        return {"": resolve(device, None if home is None else resolve(home))}
     except ValueError as error:
         raise ValueError(f"device_map={device!r}, but {error}") from error
 

@@ -10,7 +10,7 @@ except ImportError:  # TransformerLens 2.x
     from transformer_lens.utils import get_device
 
 DeviceLike = str | int | torch.device
-"""What torch accepts as a device; an int is an index of the default device type."""
+"""What torch accepts as a device; an int is an index of the home device's type: see `resolve`."""
 
 HOST = torch.device("cpu")
 """Where the weights of offloaded blocks live."""
@@ -39,13 +39,18 @@ def with_index(device: torch.device) -> torch.device:
 
     Device types that have no index (cpu, meta) are returned as they are.
     """
-    if device.type in ("cpu", "meta"):
+    if not has_index(device):
         return torch.device(device.type)
     if device.index is not None:
         return device
     module = torch.get_device_module(device.type)
     current = module.current_device() if hasattr(module, "current_device") else 0
     return torch.device(device.type, current)
+
+
+def has_index(device: torch.device) -> bool:
+    """Whether there may be several devices of this type."""
+    return device.type not in ("cpu", "meta")
 
 
 def is_device(named: object) -> bool:
@@ -59,12 +64,19 @@ def is_device(named: object) -> bool:
 
 
 def known_types() -> tuple[str, ...]:
-    """The types of device that there are here."""
-    return tuple(dict.fromkeys((default_device().type, HOST.type)))
+    """The types of device that there are here: TransformerLens's default, torch's, and the CPU."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    types = (default_device().type, accelerator.type if accelerator else HOST.type, HOST.type)
+    return tuple(dict.fromkeys(types))
 
 
-def resolve(device: DeviceLike) -> torch.device:
+def resolve(device: DeviceLike, home: torch.device | None = None) -> torch.device:
     """Turn a user's way of naming a device into a `torch.device` that exists here.
+
+    Args:
+        device: a name, or an index of a device of home's type.
+        home: where the model is at home, or will be. Without, or if its type has no index (the
+            CPU), an index is of the type that TransformerLens would choose.
 
     Raises:
         ValueError: if the name is not a device, or this machine has no such device.
@@ -74,13 +86,39 @@ def resolve(device: DeviceLike) -> torch.device:
             f"device {device!r} does not exist: give an index from 0 on, or a device's name"
         )
     if isinstance(device, int):
-        return with_index(_existing(torch.device(default_device().type, device), repr(device)))
+        numbered = home if home is not None and has_index(home) else default_device()
+        return with_index(_existing(torch.device(numbered.type, device), repr(device)))
     try:
         return _existing(with_index(torch.device(device)), named=str(device))
     except (RuntimeError, AssertionError) as error:
         # torch says "Expected one of cpu, cuda, ..." or "Torch not compiled with CUDA enabled".
         first_line = str(error).splitlines()[0]
         raise ValueError(f"device {str(device)!r} cannot be used here: {first_line}") from error
+
+
+def numbered_or_resolved(device: DeviceLike) -> DeviceLike:
+    """A device that exists here, as `resolve` gives it; an index stays one, as home is not known.
+
+    Raises:
+        ValueError: as for `resolve`; for an index, if no type of device here has so many.
+    """
+    if not isinstance(device, int):
+        return resolve(device)
+    if isinstance(device, bool) or device not in range(max(map(device_count, known_types()))):
+        resolve(device)  # raises
+    return device
+
+
+def resolve_to_move(device: DeviceLike, home: torch.device) -> torch.device:
+    """As `resolve`, for a model to be moved: from the CPU, an index is torch's own if it has any.
+
+    Raises:
+        ValueError: as for `resolve`.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None and not has_index(home) and not has_index(default_device()):
+        home = accelerator
+    return resolve(device, home)
 
 
 def _existing(device: torch.device, named: str) -> torch.device:
@@ -132,14 +170,22 @@ def free_memory(device: torch.device) -> int | None:
     """Bytes that the device itself reports as free; None where it does not say.
 
     What other processes hold counts as used, and what this process's caching allocator holds but
-    does not use counts as free.
+    does not use counts as free. What `set_per_process_memory_fraction` forbids does not.
     """
     if device.type in ("cpu", "meta"):
         return None
     module = torch.get_device_module(device.type)
     if not hasattr(module, "mem_get_info"):
         return None
-    free, _total = module.mem_get_info(device)
-    if hasattr(module, "memory_reserved"):
-        free += module.memory_reserved(device) - module.memory_allocated(device)
+    try:
+        free, total = module.mem_get_info(device)
+    except RuntimeError:  # some XPUs have no such query
+        return None
+    if not hasattr(module, "memory_reserved"):
+        return int(free)
+    allocated = module.memory_allocated(device)
+    free += module.memory_reserved(device) - allocated
+    if hasattr(module, "get_per_process_memory_fraction"):
+        allowed = module.get_per_process_memory_fraction(device) * total - allocated
+        free = min(free, allowed)
     return int(free)

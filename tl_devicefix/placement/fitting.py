@@ -16,7 +16,14 @@ from tl_devicefix.placement.devices import (
     all_from,
     free_memory,
 )
-from tl_devicefix.placement.memory import MaxMemory, capacity, gib, is_out_of_memory
+from tl_devicefix.placement.memory import (
+    Limits,
+    MaxMemory,
+    by_device,
+    capacity,
+    gib,
+    is_out_of_memory,
+)
 from tl_devicefix.placement.placement import Placement
 
 
@@ -37,8 +44,9 @@ def check_fit(placement: Placement, max_memory: MaxMemory | None, dtype: torch.d
     Raises:
         ValueError: naming the device, what it would hold and has, and what would fit.
     """
+    limits = by_device(max_memory, placement.home)
     for device in placement.memories:
-        needed, room = placement.bytes_on(device), capacity(device, max_memory)
+        needed, room = placement.bytes_on(device), capacity(device, limits)
         if room is not None and needed > room:
             if device == HOST != placement.home:
                 raise ValueError(
@@ -48,13 +56,13 @@ def check_fit(placement: Placement, max_memory: MaxMemory | None, dtype: torch.d
                 )
             raise ValueError(
                 f"the weights do not fit: {device} would hold {gib(needed)} but has {gib(room)} to "
-                f"use; {remedy(placement, max_memory, dtype, working_room(placement, dtype))}"
+                f"use; {remedy(placement, limits, dtype, working_room(placement, dtype))}"
             )
 
 
 def remedy(
     placement: Placement,
-    max_memory: MaxMemory | None,
+    limits: Limits | None,
     dtype: torch.dtype,
     headroom: int = 0,
     given_back: Mapping[torch.device, int] | None = None,
@@ -63,14 +71,14 @@ def remedy(
 
     Args:
         placement: the one that does not fit.
-        max_memory: as given to `plan`.
+        limits: the user's `max_memory`, by device.
         dtype: the dtype that the placement's weights are weighed in.
         headroom: bytes to leave on each device.
         given_back: bytes on each device that are in use now, and will not be.
     """
     home, sizes = placement.home, placement.components
     free_now = {device: free_memory(device) for device in placement.devices}
-    if max_memory and all(
+    if limits and all(
         room is not None and placement.bytes_on(device) + headroom <= room
         for device, room in free_now.items()
     ):
@@ -78,7 +86,7 @@ def remedy(
         return f"more is free: a larger max_memory would fit ({', '.join(needed)})"
 
     def room_on(device: torch.device) -> int | None:
-        room = capacity(device, max_memory)
+        room = capacity(device, limits)
         return None if room is None else room + (given_back or {}).get(device, 0)
 
     halved = [replace(c, weights=c.weights // 2) for c in sizes]

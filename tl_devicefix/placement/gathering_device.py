@@ -8,9 +8,9 @@ from contextvars import ContextVar
 
 import torch
 
-from tl_devicefix.placement.devices import DeviceLike, resolve
+from tl_devicefix.placement.devices import DeviceLike, numbered_or_resolved, resolve
 
-_chosen: ContextVar[torch.device | None] = ContextVar("gather_on", default=None)
+_chosen: ContextVar[DeviceLike | None] = ContextVar("gather_on", default=None)
 _listeners: list[Callable[[], None]] = []
 
 
@@ -24,7 +24,7 @@ def gather_on(device: DeviceLike) -> Iterator[None]:
     model. A model on one device is read there too. It holds in this thread (or task) only.
 
     Args:
-        device: usually "cpu".
+        device: usually "cpu". An index is that of a device of the type that a model's home has.
 
     Raises:
         ValueError: if there is no such device.
@@ -32,7 +32,7 @@ def gather_on(device: DeviceLike) -> Iterator[None]:
     >>> with gather_on("cpu"):  # doctest: +SKIP
     ...     norms = model.W_in.norm(dim=(1, 2))
     """
-    with _choosing(resolve(device)):
+    with _choosing(numbered_or_resolved(device)):
         yield
 
 
@@ -42,7 +42,7 @@ def gather_nowhere() -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def _choosing(device: torch.device | None) -> Iterator[None]:
+def _choosing(device: DeviceLike | None) -> Iterator[None]:
     token = _chosen.set(device)
     try:
         tell_listeners()
@@ -52,9 +52,17 @@ def _choosing(device: torch.device | None) -> Iterator[None]:
         tell_listeners()
 
 
-def chosen_device() -> torch.device | None:
-    """The device of the innermost `gather_on`, if any."""
-    return _chosen.get()
+def chosen_device(home: torch.device | None) -> torch.device | None:
+    """The device of the innermost `gather_on`, if any.
+
+    Args:
+        home: of what is gathered, whose type an index has.
+
+    Raises:
+        ValueError: if there is no such device of that type.
+    """
+    device = _chosen.get()
+    return None if device is None else resolve(device, home)
 
 
 def listen(listener: Callable[[], None]) -> None:

@@ -12,6 +12,7 @@ from tl_devicefix.placement.placement import Placement
 # By identity, as equal placements of two models are two; in the order they were placed.
 _placements: dict[int, weakref.ref[Placement]] = {}
 _devices: frozenset[torch.device] | None = frozenset()
+_latest_home: torch.device | None = None  # whose type an index has that `gather_on` is given
 
 
 def use(placement: Placement) -> None:
@@ -30,11 +31,14 @@ def _forget(key: int) -> None:
 
 def devices_in_use() -> frozenset[torch.device]:
     """Those of every placed model, the host if blocks are offloaded, and that of `gather_on`."""
-    global _devices
-    if _devices is None:
-        _devices = frozenset(device for each in _in_use() for device in each.memories)
-    chosen = chosen_device()
-    return _devices if chosen is None else _devices | {chosen}
+    global _devices, _latest_home
+    devices = _devices  # which is forgotten at any time, as a model may go in any thread
+    if devices is None:
+        placements = _in_use()
+        _devices = devices = frozenset(device for each in placements for device in each.memories)
+        _latest_home = placements[-1].home if placements else None
+    chosen = chosen_device(_latest_home)
+    return devices if chosen is None else devices | {chosen}
 
 
 def home_of(devices: frozenset[torch.device]) -> torch.device:
@@ -43,7 +47,7 @@ def home_of(devices: frozenset[torch.device]) -> torch.device:
     That of `gather_on`; else the home of the model that was placed last, of those that are on all
     of the devices, or, where none is, on one of them.
     """
-    chosen = chosen_device()
+    chosen = chosen_device(_latest_home)
     if chosen is not None:
         return chosen
     latest = [each for each in reversed(_in_use()) if devices & set(each.memories)]

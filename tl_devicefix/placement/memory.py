@@ -14,24 +14,43 @@ MaxMemory = Mapping[DeviceLike, int | str]
 """Device (or its index) -> most bytes to use there, as accelerate writes it: {0: "20GiB"}."""
 
 
-def capacity(device: torch.device, max_memory: MaxMemory | None) -> int | None:
-    """Bytes that may be used on `device`: what is free, and no more than the user allows.
+Limits = Mapping[torch.device | str, int]
+"""The same with each device by its full name, and sizes in bytes; "disk" has none."""
+
+
+def by_device(max_memory: MaxMemory | Limits | None, home: torch.device) -> Limits | None:
+    """`max_memory` so that it may be read without a home.
+
+    Args:
+        max_memory: as the user gives it.
+        home: an index is that of a device of its type.
 
     Raises:
-        ValueError: if a size in `max_memory` cannot be read.
+        ValueError: if there is no such device, or a size cannot be read.
     """
-    free = free_memory(device)
-    for key, limit in (max_memory or {}).items():
-        if key != "disk" and resolve(key) == device:
-            try:
-                allowed = int(convert_file_size_to_int(limit))
-            except (ValueError, AttributeError, TypeError) as error:
-                raise ValueError(
-                    f"max_memory[{key!r}]={limit!r} is no size: give bytes as an int, or a text "
-                    "such as '20GiB'"
-                ) from error
-            return allowed if free is None else min(allowed, free)
-    return free
+    if max_memory is None:
+        return None
+    limits: dict[torch.device | str, int] = {}
+    for key, limit in max_memory.items():
+        if key == "disk":
+            limits["disk"] = 0
+            continue
+        named = resolve(key, home)
+        try:
+            allowed = int(convert_file_size_to_int(limit))
+        except (ValueError, AttributeError, TypeError) as error:
+            raise ValueError(
+                f"max_memory[{key!r}]={limit!r} is no size: give bytes as an int, or a text "
+                "such as '20GiB'"
+            ) from error
+        limits.setdefault(named, allowed)
+    return limits
+
+
+def capacity(device: torch.device, limits: Limits | None) -> int | None:
+    """Bytes that may be used on `device`: what is free, and no more than the user allows."""
+    free, allowed = free_memory(device), (limits or {}).get(device)
+    return allowed if free is None else free if allowed is None else min(allowed, free)
 
 
 def check_max_memory(max_memory: Any) -> None:
@@ -48,8 +67,12 @@ def check_max_memory(max_memory: Any) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed: on the CPU, torch says so by an ordinary RuntimeError."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    """Whether an allocation failed: not everywhere does torch raise an error of a type of its own.
+
+    On the CPU, and where host memory cannot be pinned, it is a RuntimeError by its type.
+    """
+    said = ("can't allocate memory", "out of memory")
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in said)
 
 
 def gib(size: float) -> str:

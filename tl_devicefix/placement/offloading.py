@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from tl_devicefix.placement.balance import block_weights, blocks_share, home_load
-from tl_devicefix.placement.devices import HOST, resolve
-from tl_devicefix.placement.memory import MaxMemory, capacity
+from tl_devicefix.placement.devices import HOST
+from tl_devicefix.placement.memory import Limits, capacity
 
 VISITING = 2
 """Offloaded blocks on a device at a time: the one that computes, and the next on its way."""
@@ -28,21 +28,18 @@ class Share:
     """Which of them are offloaded, by their position among these blocks."""
 
 
-def may_offload(home: torch.device, max_memory: MaxMemory | None) -> bool:
+def may_offload(home: torch.device, limits: Limits | None) -> bool:
     """Whether blocks may live in host memory: if `max_memory` names it, and home is elsewhere."""
-    named = (resolve(key) for key in max_memory or () if key != "disk")
-    return home != HOST and HOST in named
+    return home != HOST and HOST in (limits or {})
 
 
-def rooms_to_fill(
-    devices: Sequence[torch.device], max_memory: MaxMemory | None
-) -> list[int | None]:
+def rooms_to_fill(devices: Sequence[torch.device], limits: Limits | None) -> list[int | None]:
     """Bytes of each device that weights may fill, when there are more of them than room."""
-    limited = {resolve(key) for key in max_memory or () if key != "disk"}
     rooms = []
     for device in devices:
-        room = capacity(device, max_memory)
-        rooms.append(room if room is None or device in limited else int(_FILLED * room))
+        room = capacity(device, limits)
+        limited = device in (limits or {})
+        rooms.append(room if room is None or limited else int(_FILLED * room))
     return rooms
 
 

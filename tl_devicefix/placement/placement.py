@@ -160,7 +160,7 @@ class Placement:
             device = torch.device(device)
             if device in self.memories:  # also where there is no such device any more
                 return device
-            return resolve(named if isinstance(named, int) else with_index(device))
+            return resolve(named if isinstance(named, int) else with_index(device), self.home)
         except (RuntimeError, TypeError, ValueError, AssertionError) as error:
             used = ", ".join(map(str, self.memories))
             raise ValueError(

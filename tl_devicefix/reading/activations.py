@@ -19,7 +19,7 @@ from tl_devicefix.placement.devices import with_index
 from tl_devicefix.placement.gathering_device import chosen_device, gather_nowhere, gather_on
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.reading.cache_at_home import CacheAtHome
-from tl_devicefix.reading.gathering import ReadOn, ReadWhereRun
+from tl_devicefix.reading.gathering import ReadOn, ReadWhereRun, home_of
 from tl_devicefix.running.carrying import move
 from tl_devicefix.tracebacks import noting_mixed_devices
 
@@ -56,7 +56,7 @@ def _with_cache_at_home(
 
 def read_one(self: Any, *args: Any) -> Any:
     """`ActivationCache.__getitem__`, also of a plain dict, as hooks have filled it: at home."""
-    device = chosen_device() or _home_of_kept(self)
+    device = chosen_device(home_of(_model_of(self))) or _home_of_kept(self)
     activation = original(ActivationCache, "__getitem__")(self, *args)
     return activation if device is None else move(activation, device)
 
@@ -66,7 +66,7 @@ def read_all(name: str) -> Callable[..., Any]:
     """`ActivationCache.items` and `values`, also of a plain dict, as hooks have filled it."""
 
     def method(self: Any, *args: Any) -> Any:
-        device = chosen_device() or _home_of_kept(self)
+        device = chosen_device(home_of(_model_of(self))) or _home_of_kept(self)
         view = self if device is None else _read_at(self, device)
         return original(ActivationCache, name)(view, *args)
 
@@ -214,8 +214,9 @@ def _read_on(cache: Any) -> torch.device | None:
     """Where a cache is read; None if TransformerLens needs no help there."""
     if cache.model is None:
         return None
-    if chosen_device() is not None:
-        return chosen_device()
+    chosen = chosen_device(home_of(_model_of(cache)))
+    if chosen is not None:
+        return chosen
     if isinstance(cache.cache_dict, CacheAtHome):
         return cache.cache_dict.home
     if (home := _home_of_kept(cache)) is not None:

@@ -31,7 +31,7 @@ class CacheAtHome(dict[str, torch.Tensor]):
     @property
     def home(self) -> torch.device:
         """The device that every read brings the tensor to."""
-        return chosen_device() or self._home
+        return chosen_device(self._home) or self._home
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return move(super().__getitem__(name), self.home)

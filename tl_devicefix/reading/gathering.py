@@ -27,9 +27,16 @@ from tl_devicefix.tracebacks import noting_mixed_devices
 def gathering_device(model: Any) -> torch.device | None:
     """Where a model's weights are read together; None if they are where they should be."""
     placement = getattr(model, "placement", None)
-    if chosen_device() is None and placement is not None and len(placement.memories) > 1:
+    chosen = chosen_device(home_of(model))
+    if chosen is None and placement is not None and len(placement.memories) > 1:
         return placement.home
-    return chosen_device()
+    return chosen
+
+
+def home_of(model: Any) -> torch.device | None:
+    """Where a model is at home; None if it does not say."""
+    device = getattr(getattr(model, "cfg", None), "device", None)
+    return None if device is None else torch.device(device)
 
 
 STACKED = {

@@ -70,7 +70,8 @@ class HookAcrossDevices:
         point = getattr(hook, "_target", hook)
         devices: frozenset[torch.device] = getattr(point, _DEVICES, frozenset())
         # A Bridge's hook points may hand out tuples, or None.
-        chosen, here = chosen_device(), getattr(activation, "device", None)
+        here = getattr(activation, "device", None)
+        chosen = chosen_device(here)
         if chosen is not None and here is not None:
             devices |= {here, chosen}
         if not devices or here is None:

@@ -11,7 +11,7 @@ import threading
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -133,7 +133,8 @@ class Look:
     """Forward pre-hook of a component: has something been put in from another device?
 
     It asks for the device of each tensor and compares each module's children with those that were
-    there, as that is quick. It holds no module, so that a copied or pickled model keeps working.
+    there, as that is quick. It holds no module: modules hold it, and weights that are replaced are
+    to be gone at once.
 
     Args:
         component: the component's place.
@@ -143,8 +144,7 @@ class Look:
     def __init__(self, component: PlacedComponent, watching: Watch) -> None:
         self._component = component
         self._watching = watching
-        self._children: list[tuple[dict[str, Any], list[Any]]] | None = None
-        self._tensors: list[tuple[dict[str, Any], set[torch.device]]] = []
+        self._seen: list[_Seen] | None = None
 
     def __reduce__(self) -> Any:
         return Look, (self._component, self._watching)
@@ -153,7 +153,7 @@ class Look:
         """Look, and mend."""
         if torch.compiler.is_compiling():
             return
-        if self._children is None and self._watching.has_looked:
+        if self._seen is None and self._watching.has_looked:
             self.see(module)
         if self._is_as_seen():
             return
@@ -164,25 +164,58 @@ class Look:
 
     def see(self, module: nn.Module) -> None:
         """Remember what is there, as it is right."""
-        children, tensors = [], list[tuple[dict[str, Any], set[torch.device]]]()
-        for each in _own_modules(module):
-            children.append((each._modules, list(each._modules.values())))
-            for held, is_weight in ((each._parameters, True), (each._buffers, False)):
-                there = {tensor.device for tensor in held.values() if tensor is not None}
-                tensors.append((held, there.union(_places(self._component, is_weight))))
-        self._children, self._tensors = children, tensors
+        self._seen = [_Seen.of(each, self._component) for each in _own_modules(module)]
 
     def _is_as_seen(self) -> bool:
-        if self._children is None:
+        return self._seen is not None and all(map(_Seen.is_so, self._seen))
+
+
+class _Seen(NamedTuple):
+    """A module as it was when all was right: its children, and where its tensors may be."""
+
+    module: weakref.ref[nn.Module]
+    children: list[Callable[[], nn.Module | None]]
+    places_of_weights: set[torch.device]
+    places_of_buffers: set[torch.device]
+
+    @classmethod
+    def of(cls, module: nn.Module, component: PlacedComponent) -> _Seen:
+        """As it is now."""
+        children = [_reference(child) for child in module._modules.values()]
+        places = [
+            {tensor.device for tensor in held.values() if tensor is not None}.union(
+                _places(component, is_weight)
+            )
+            for held, is_weight in ((module._parameters, True), (module._buffers, False))
+        ]
+        return cls(weakref.ref(module), children, *places)
+
+    def is_so(self) -> bool:
+        """Whether it is still so."""
+        module = self.module()
+        if module is None or len(module._modules) != len(self.children):
             return False
-        for modules, known in self._children:
-            if modules and list(modules.values()) != known:
+        for known, child in zip(self.children, module._modules.values()):
+            if known() is not child:
                 return False
-        for held, places in self._tensors:
-            for tensor in held.values():
-                if tensor is not None and tensor.device not in places and not tensor.is_meta:
-                    return False
-        return True
+        return _all_are_on(module._parameters, self.places_of_weights) and _all_are_on(
+            module._buffers, self.places_of_buffers
+        )
+
+
+def _reference(child: nn.Module | None) -> Callable[[], nn.Module | None]:
+    return _no_module if child is None else weakref.ref(child)
+
+
+def _no_module() -> None:
+    return None
+
+
+def _all_are_on(held: Mapping[str, torch.Tensor | None], places: set[torch.device]) -> bool:
+    for tensor in held.values():
+        if tensor is not None and tensor.device not in places and not tensor.is_meta:
+            return False
+    return True
 
 
 class _PutIn(NamedTuple):

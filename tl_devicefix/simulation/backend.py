@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.utils import backend_registration
 
-from tl_devicefix.simulation import autocasting
+from tl_devicefix.simulation import autocasting, streams
+from tl_devicefix.simulation.geometry import geometry_of
 from tl_devicefix.simulation.machine import DEVICE_TYPE, Machine
 from tl_devicefix.simulation.tensor import SimTensor, copy_into, run, wrap
 
@@ -74,6 +75,9 @@ def deactivate(machine: Machine) -> None:
     _active = None
 
 
+_OF_STREAMS = {"Event", "Stream", "current_stream", "default_stream", "set_stream", "stream"}
+
+
 class DeviceModule:
     """What ``torch.get_device_module("sim")`` offers, named as ``torch.cuda`` names it."""
 
@@ -115,7 +119,16 @@ class DeviceModule:
         active_machine().reset_peak_memory_stats(device)
 
     def synchronize(self, device: int | str | torch.device | None = None) -> None:
-        """Do nothing: an operation is done when it returns."""
+        """Wait for a device, if it is asynchronous; else an operation is done when it returns."""
+        machine = active_machine()
+        if machine.asynchronous is not None:
+            machine.asynchronous.synchronize(machine.index_of(device))
+
+    def __getattr__(self, name: str) -> Any:
+        """Offer streams and events, if the devices are asynchronous."""
+        if name in _OF_STREAMS and _active is not None and _active.asynchronous is not None:
+            return getattr(streams, name)
+        raise AttributeError(f"simulated devices that are not asynchronous have no {name!r}")
 
     def empty_cache(self) -> None:
         """Do nothing: there is no cache."""
@@ -179,12 +192,16 @@ def _allocate(make: Any, geometry: tuple[Any, ...], device: Any, options: dict[s
     machine = active_machine()
     device = machine.devices[machine.index_of(device)]
     # Before the CPU allocates what the simulated device has no room for.
-    machine.check_room(device, make(*geometry, **options, device="meta").untyped_storage().nbytes())
+    without = make(*geometry, **options, device="meta")
+    machine.check_room(device, without.untyped_storage().nbytes())
+    if machine.asynchronous is not None:
+        stream = machine.asynchronous.current(device.index)
+        return wrap(machine.asynchronous.empty(geometry_of(without), stream), machine, device)
     return wrap(make(*geometry, **options, device=machine.behind), machine, device)
 
 
 def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> Any:
-    copy_into(target, source)
+    copy_into(target, source, non_blocking)
     return target
 
 
@@ -195,7 +212,11 @@ def _make(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
         return run(func, args, kwargs)
     machine = active_machine()
     kwargs["device"] = machine.behind
-    return wrap(func(*args, **kwargs), machine, machine.devices[machine.index_of(device)])
+    device = machine.devices[machine.index_of(device)]
+    made = func(*args, **kwargs)
+    if machine.asynchronous is not None:
+        made = machine.asynchronous.upload(made, device.index)
+    return wrap(made, machine, device)
 
 
 def _zeros(size: Any, *, device: Any = None, pin_memory: Any = None, **options: Any) -> Any:

@@ -10,7 +10,9 @@ from contextlib import contextmanager
 
 import torch
 
+from tl_devicefix.simulation.asynchronous import Asynchronous
 from tl_devicefix.simulation.backward import raise_or_keep
+from tl_devicefix.simulation.pool import Block
 from tl_devicefix.simulation.sparse import bytes_in
 from tl_devicefix.simulation.transfers import Transfer, Transfers, readable
 
@@ -31,13 +33,14 @@ _UNITS = {
 class Allocation:
     """The bytes of one storage on one simulated device; freed with the last tensor on it."""
 
-    __slots__ = ("__weakref__", "address", "device", "machine", "nbytes")
+    __slots__ = ("__weakref__", "address", "block", "device", "machine", "nbytes")
 
     def __init__(self, machine: Machine, device: torch.device, address: int, nbytes: int) -> None:
         self.machine = machine
         self.device = device
         self.address = address
         self.nbytes = nbytes
+        self.block: Block | None = None
 
     def __del__(self) -> None:
         self.machine._free(self)
@@ -58,12 +61,20 @@ class Machine:
             devices, which ``transfers.by_pair()`` gives to programs.
         is_open: False once the ``with`` block is left.
         is_aside: True while another machine is entered instead of this one.
+        asynchronous: what runs its devices behind the host, while it does.
         on_peak: called with a device's index whenever more is allocated there than ever before.
     """
 
-    def __init__(self, capacities: Sequence[int], *, values: bool = True) -> None:
+    def __init__(
+        self,
+        capacities: Sequence[int],
+        *,
+        values: bool = True,
+        asynchronous: Asynchronous | None = None,
+    ) -> None:
         self.devices = [torch.device(DEVICE_TYPE, index) for index in range(len(capacities))]
         self.behind = torch.device("cpu" if values else "meta")
+        self.asynchronous = asynchronous
         self.on_peak: Callable[[int], None] | None = None
         self.transfers = Transfers()
         self.current_index = 0
@@ -184,6 +195,8 @@ class Machine:
         nbytes = tensor.untyped_storage().nbytes()
         self.check_room(device, nbytes)
         allocation = Allocation(self, device, address, nbytes)
+        if self.asynchronous is not None:
+            allocation.block = self.asynchronous.block_of(tensor, device.index)
         self._allocations[address] = weakref.ref(allocation)
         self._add(device.index, nbytes)
         return allocation
@@ -198,6 +211,8 @@ class Machine:
 
     def _free(self, allocation: Allocation) -> None:
         self._add(allocation.device.index, -allocation.nbytes)
+        if self.asynchronous is not None and allocation.block is not None:
+            self.asynchronous.free(allocation.block)
         # The address may be in use again: remove the entry only if it is a dead one.
         reference = self._allocations.get(allocation.address)
         if reference is not None and reference() is None:

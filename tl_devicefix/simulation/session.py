@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -10,7 +10,10 @@ import torch
 import torch.fx.experimental._config as meta_config
 
 from tl_devicefix.simulation import backend, backward, generators
+from tl_devicefix.simulation.asynchronous import Asynchronous
 from tl_devicefix.simulation.machine import Machine, bytes_of
+from tl_devicefix.simulation.pinned import WatchingHost
+from tl_devicefix.simulation.streams import streams_of
 from tl_devicefix.simulation.tensor import TENSOR_DATA, SimTensor, set_data
 
 # torch's guard and hooks for backends in Python are private: 2.9 had none, and the tests pass with
@@ -27,6 +30,8 @@ def simulate(
     memory: int | str | Sequence[int | str] = "80GiB",
     *,
     values: bool = True,
+    asynchronous: bool = False,
+    seed: int = 0,
 ) -> Iterator[Machine]:
     """Simulate a machine with devices ``sim:0`` to ``sim:{n_devices - 1}`` on the CPU.
 
@@ -59,6 +64,17 @@ def simulate(
             so that nothing is computed and models of any size find room. A number that is read
             from one is 0, and so is a tensor that is copied to the CPU; a mask selects all. See
             `tl_devicefix.rehearse`.
+        asynchronous: True for devices that run behind the host, as real ones do: each on a thread
+            of its own, with the streams, events and memory of CUDA's devices, offered by
+            ``torch.get_device_module("sim")`` under CUDA's names. The numbers stay the CPU's. A
+            read or a write that nothing orders after another's, and memory that is freed before
+            an operation of another stream has used it, raise a `RaceError` that names both
+            operations, whichever happened to be first: at once where the host gives the second
+            one, else when it waits next, and at the latest on leaving. An operation that fails on
+            its device raises a RuntimeError there. Pinned memory is read when the queue gets to
+            it, and watched in the thread that entered. Small operations take longer, as each is
+            given to a thread.
+        seed: of the delays of asynchronous devices: which operations and copies are late.
 
     Yields:
         The machine, which tells transfers and memory.
@@ -66,8 +82,10 @@ def simulate(
     Raises:
         RuntimeError: if torch is a version whose private parts are not known here, if the
             process has another backend of this kind, or inside another `simulate` or
-            ``torch.inference_mode``.
-        ValueError: if ``n_devices`` or ``memory`` make no sense.
+            ``torch.inference_mode``; on leaving, if an operation failed on an asynchronous device.
+        ValueError: if ``n_devices`` or ``memory`` make no sense, or ``asynchronous`` devices are
+            to have no values.
+        RaceError: on leaving, from asynchronous devices, if one was found and not yet raised.
 
     >>> with simulate(2) as machine:
     ...     x = torch.ones(3, device="sim:1")
@@ -83,14 +101,40 @@ def simulate(
     capacities = _capacities(n_devices, memory)
     _check_torch()
     backend.register()
-    with _entered(Machine(capacities, values=values)) as machine, ExitStack() as stack:
+    if asynchronous and not values:
+        raise ValueError("asynchronous devices compute values: give values=False to others only.")
+    behind = Asynchronous(len(capacities), seed) if asynchronous else None
+    machine = Machine(capacities, values=values, asynchronous=behind)
+    with _entered(machine), ExitStack() as stack:
         _move_parameters_in_place(stack)
         _avoid_inference_mode(stack)
         _keep_errors_of_backwards(stack)
         _replace(stack, torch, "Generator", generators.Generator)
         # The engine would want one worker thread per device, but knows of one device only.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        if behind is not None:
+            stack.enter_context(_running_behind(machine, behind))
         yield machine
+
+
+@contextmanager
+def _running_behind(machine: Machine, asynchronous: Asynchronous) -> Iterator[None]:
+    """Have its devices run behind the host; on leaving, wait for them, and raise what failed."""
+    pinned = asynchronous.pinned
+    watching = WatchingHost(pinned, asynchronous.host_uses)
+    with ExitStack() as stack:
+        stack.callback(setattr, machine, "asynchronous", None)
+        stack.callback(asynchronous.finish)
+        for name, replacement in (("pin_memory", pinned.pin), ("is_pinned", pinned.is_pinned)):
+            _replace(stack, torch.Tensor, name, _as_method(replacement))
+        stack.enter_context(streams_of(machine))
+        stack.enter_context(watching)
+        yield
+    asynchronous.raise_errors()
+
+
+def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *args, **kwargs: function(self, *args, **kwargs)
 
 
 @contextmanager

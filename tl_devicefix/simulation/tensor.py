@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -59,7 +60,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Print as torch prints a tensor of another device."""
-        text = repr(self._cpu).replace(", device='meta'", "")
+        text = repr(_read(self)).replace(", device='meta'", "")
         grad_fn = self.grad_fn
         extras = f", device='{self.device}'"
         if grad_fn is not None:
@@ -79,7 +80,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
                 " protocol at the moment."
             )
         machine, device = self._allocation.machine, self._allocation.device
-        twin = wrap(copy.deepcopy(self._cpu, memo), machine, device)
+        twin = wrap(copy.deepcopy(_read(self), memo), machine, device)
         memo[id(self)] = twin
         twin.requires_grad_(self.requires_grad)
         if self.grad is not None:
@@ -95,7 +96,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Be saved as a CPU tensor, as a simulated device does not outlive its machine."""
-        values = self._cpu.detach()
+        values = _read(self).detach()
         if getattr(self, "_is_param", False):
             values = torch.nn.Parameter(values, requires_grad=self.requires_grad)
         return values.__reduce_ex__(protocol)
@@ -106,7 +107,8 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
 
     def tolist(self) -> Any:
         """Return the values as nested lists; torch refuses subclasses."""
-        return without_values(self._cpu).tolist() if self._cpu.is_meta else self._cpu.tolist()
+        values = _read(self)
+        return without_values(values).tolist() if values.is_meta else values.tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
         """Refuse as for CUDA, unless forced; torch blames subclasses, which tells users nothing."""
@@ -116,6 +118,12 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
             f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy"
             " the tensor to host memory first."
         )
+
+    def record_stream(self, stream: Any) -> None:
+        """Keep the memory from being handed out before what a stream has been given has run."""
+        block, key = self._allocation.block, (self.device.index, stream.stream_id)
+        if block is not None and block.stream != key:
+            block.recorded.add(key)
 
     def new_tensor(  # type: ignore[override]
         self,
@@ -147,6 +155,14 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         return self._cpu.untyped_storage()
 
 
+def _read(tensor: SimTensor) -> torch.Tensor:
+    """The CPU tensor behind, whose values are about to be read."""
+    asynchronous = tensor._allocation.machine.asynchronous
+    if asynchronous is None:
+        return tensor._cpu
+    return asynchronous.read(tensor._cpu, tensor.device.index)
+
+
 def wrap(cpu: torch.Tensor, machine: Machine, device: torch.device) -> SimTensor:
     """Return ``cpu`` as a tensor on ``device``, which must have an index.
 
@@ -155,7 +171,10 @@ def wrap(cpu: torch.Tensor, machine: Machine, device: torch.device) -> SimTensor
     """
     if cpu.is_conj() or cpu.is_neg():
         # A wrapper cannot carry these lazy bits, so torch would not resolve them.
-        cpu = cpu.resolve_conj().resolve_neg()
+        if machine.asynchronous is None:
+            cpu = cpu.resolve_conj().resolve_neg()
+        else:
+            cpu = machine.asynchronous.resolved(cpu, device.index)
     if cpu.layout is not torch.strided:
         return _wrap_sparse(cpu, machine, device)
     allocation = machine.allocation_of(cpu, device)
@@ -252,12 +271,15 @@ def _run_on_one_device(func: Operation, args: tuple[Any, ...], kwargs: dict[str,
         if target.type != DEVICE_TYPE:
             return func(*cpu_args, **cpu_kwargs, device=target)
         device = machine.devices[machine.index_of(target)]
-    call = _call_without_values if machine.behind.type == "meta" else _call
-    return _label(call(func, cpu_args, cpu_kwargs), simulated, machine, device)
-
-
-def _call(func: Operation, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    return func(*args, **kwargs)
+    if machine.behind.type == "meta":
+        result = _call_without_values(func, cpu_args, cpu_kwargs)
+    elif machine.asynchronous is None:
+        result = func(*cpu_args, **cpu_kwargs)
+    elif _is_composite(func):  # as called from here: `.to` may be a copy, a view, or nothing
+        return func.decompose(*args, **kwargs)
+    else:
+        result = machine.asynchronous.run(func, cpu_args, cpu_kwargs, device.index)
+    return _label(result, simulated, machine, device)
 
 
 def _call_without_values(func: Operation, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -285,6 +307,11 @@ def _unwrap(arg: Any, simulated: list[SimTensor], others: list[torch.Tensor]) ->
     if isinstance(arg, torch.Tensor):
         others.append(arg)
     return arg
+
+
+@functools.cache
+def _is_composite(func: Operation) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 def _only_reads(func: Operation) -> bool:
@@ -365,7 +392,8 @@ def _refresh(tensor: SimTensor) -> None:
         and old.address == torch._C._storage_address(cpu)  # type: ignore[attr-defined]
     ):
         return
-    old.machine.resize(old.machine.allocation_of(cpu, old.device), cpu)
+    allocation = old.machine.allocation_of(cpu, old.device)  # held, or it would be freed here
+    old.machine.resize(allocation, cpu)
     tensor.data = wrap(cpu.detach(), old.machine, old.device)
     tensor._cpu = cpu
 
@@ -419,8 +447,11 @@ def _to_copy(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     machine = allocation.machine
     kwargs = dict(kwargs)
     target = kwargs.pop("device", None) or allocation.device
+    asynchronous = machine.asynchronous
     if target.type != DEVICE_TYPE:
-        if source._cpu.is_meta and target.type == "cpu":  # not copied, as that takes memory
+        if asynchronous is not None and target.type == "cpu":
+            result = _converted(source, None, kwargs)
+        elif source._cpu.is_meta and target.type == "cpu":  # not copied, as that takes memory
             result = without_values(func(source._cpu, **kwargs))
         else:
             result = func(source._cpu, **kwargs, device=target)
@@ -430,18 +461,29 @@ def _to_copy(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if not machine.is_open:
         raise _left_error(allocation.device)
     target = machine.devices[machine.index_of(target)]
-    result = func(source._cpu, **kwargs)
+    if asynchronous is None:
+        result = func(source._cpu, **kwargs)
+    else:
+        result = _converted(source, target.index, kwargs)
     machine.record_transfer(allocation.device, target, result)
     return wrap(result, machine, target)
 
 
+def _converted(source: SimTensor, target: int | None, options: dict[str, Any]) -> torch.Tensor:
+    asynchronous = source._allocation.machine.asynchronous
+    assert asynchronous is not None
+    non_blocking = options.pop("non_blocking", False)
+    options.pop("pin_memory", None)
+    return asynchronous.converted(source._cpu, source.device.index, target, options, non_blocking)
+
+
 def _copy_(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Copy between any two devices, in place."""
-    copy_into(args[0], args[1])
+    copy_into(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
     return args[0]
 
 
-def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+def copy_into(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> None:
     """Copy ``source`` into ``target``, one of them simulated at least; record the transfer."""
     simulated = target if isinstance(target, SimTensor) else source
     assert isinstance(simulated, SimTensor)
@@ -449,7 +491,11 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
         tensor._cpu if isinstance(tensor, SimTensor) else tensor for tensor in (target, source)
     )
     without = simulated._allocation.machine.behind.type == "meta"
-    if without and cpu_source.is_meta and not cpu_target.is_meta:
+    asynchronous = simulated._allocation.machine.asynchronous
+    if asynchronous is not None and not cpu_source.is_meta:
+        to, of = (t.device.index if type(t) is SimTensor else None for t in (target, source))
+        asynchronous.copy(cpu_target, cpu_source, to, of, non_blocking)
+    elif without and cpu_source.is_meta and not cpu_target.is_meta:
         if not cpu_target.is_floating_point():
             cpu_target.zero_()  # may be indices; floats are left, as writing takes memory
     else:
@@ -467,7 +513,7 @@ def without_values(meta: torch.Tensor) -> torch.Tensor:
 
 def _read_number(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``.item()``, and with it ``if tensor:``; 0 where there are no values."""
-    cpu = args[0]._cpu
+    cpu = _read(args[0])
     return func(without_values(cpu) if cpu.is_meta else cpu)
 
 

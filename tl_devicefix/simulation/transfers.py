@@ -4,25 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import SupportsIndex, overload
 
 import torch
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """One copy of a tensor from a device to another.
-
-    Attributes:
-        source: the device the tensor was on.
-        target: the device it was copied to.
-        bytes: the size of the copy, in bytes.
-        shape: the shape of the copy.
-    """
+    """One copy of a tensor from a device to another."""
 
     source: torch.device
+    """The device the tensor was on."""
     target: torch.device
+    """The device it was copied to."""
     bytes: int
+    """The size of the copy, in bytes."""
     shape: torch.Size
+    """The shape of the copy."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,9 @@ class Moved:
     """What went from a device to another: how many copies, and their bytes."""
 
     count: int
+    """How many copies."""
     bytes: int
+    """Their sum."""
 
 
 def by_pair(transfers: Iterable[Transfer]) -> dict[tuple[torch.device, torch.device], Moved]:
@@ -49,6 +49,17 @@ def _order(device: torch.device) -> tuple[str, int]:
 
 class Transfers(list[Transfer]):
     """A list of transfers, in the order they were made. Printing it shows a line for each pair."""
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> Transfer: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Transfers: ...
+
+    def __getitem__(self, index: SupportsIndex | slice) -> Transfer | Transfers:
+        """One of them, or those of a slice, which are `Transfers` too."""
+        found = super().__getitem__(index)
+        return Transfers(found) if isinstance(found, list) else found
 
     def by_pair(self) -> dict[tuple[torch.device, torch.device], Moved]:
         """What went between each two devices: ``(source, target)`` -> count and bytes, in order."""

@@ -9,11 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import N_CTX
 
-import tl_devicefix
 from tl_devicefix import estimate, plan
-from tl_devicefix.before_loading.estimation import Job
 from tl_devicefix.checkpoints.known_configs import known_config
 from tl_devicefix.patching.versions import has_hooked_transformer
 
@@ -61,38 +58,6 @@ def test_a_dtype_that_does_not_exist_is_refused(machine: Any) -> None:
 
 # --------------------------------------------------------------------------------------------
 # Estimates
-
-
-def kept(bridge: Any, job: Job) -> Any:
-    tokens = torch.zeros(job.batch, job.ctx, dtype=torch.long, device=bridge.cfg.device)
-    with torch.no_grad():
-        return bridge.run_with_cache(
-            tokens, names_filter=job.keeps, return_type="logits", return_cache_object=False
-        )[1]
-
-
-@pytest.mark.parametrize("cache", ["all", "resid_post,z", None])
-@pytest.mark.parametrize("name", ["llama", "pythia"])
-def test_it_is_what_a_booted_bridge_takes(
-    name: str, cache: str | None, hf_models: Any, boot: Any
-) -> None:
-    job = Job(batch=4, ctx=N_CTX // 2, cache=cache)
-    with tl_devicefix.simulate(3) as machine:
-        bridge = boot(name, n_devices=3)
-        weights = [machine.memory_allocated(index) for index in range(3)]
-        for index in range(3):
-            machine.reset_peak_memory_stats(index)
-        cached = kept(bridge, job)
-        peaks = [machine.max_memory_allocated(index) for index in range(3)]
-        held = [machine.memory_allocated(i) - weights[i] for i in range(3)]
-        del cached, bridge
-
-    found = estimate(hf_models(name).config, 3, batch=job.batch, ctx=job.ctx, cache=cache)
-
-    assert [d.weights + d.buffers for d in found.devices] == pytest.approx(weights, rel=0.05)
-    assert [d.cached for d in found.devices] == pytest.approx(held, rel=0.05)
-    running = [d.weights + d.buffers + d.cached + d.working for d in found.devices]
-    assert running == pytest.approx(peaks, rel=0.15)
 
 
 def test_the_kv_cache_is_that_of_all_tokens() -> None:

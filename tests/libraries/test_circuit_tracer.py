@@ -1,0 +1,155 @@
+"""circuit-tracer over four devices gives what it gives on one CPU, without a change to its code.
+
+It takes a TransformerLens of its own, so `nox -s circuit-tracer` runs this and nothing else does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from architectures import ALL_ARCHITECTURES, configs_without_hub
+from hf_models import D_MODEL, D_VOCAB, N_LAYERS
+
+import tl_devicefix
+
+MISSING = "circuit-tracer is not installed here: nox -s circuit-tracer"
+circuit_tracer = pytest.importorskip("circuit_tracer", reason=MISSING)
+replacing = pytest.importorskip(
+    "circuit_tracer.replacement_model.replacement_model_transformerlens", reason=MISSING
+)
+transcoding = pytest.importorskip(
+    "circuit_tracer.transcoder.single_layer_transcoder", reason=MISSING
+)
+
+pytestmark = pytest.mark.fails_unpatched
+
+D_TRANSCODER = 24
+PROMPT = torch.randint(3, D_VOCAB, (7,), generator=torch.Generator().manual_seed(3))
+FEATURES = [(1, 3, 5, 2.0), (3, 4, 7, 1.5)]
+"""Layer, position, feature, and what it is set to."""
+
+
+def transcoders() -> Any:
+    """One for each layer, always the same."""
+    chance = torch.Generator().manual_seed(0)
+    made = {}
+    for layer in range(N_LAYERS):
+        made[layer] = transcoding.SingleLayerTranscoder(
+            D_MODEL,
+            D_TRANSCODER,
+            torch.nn.functional.relu,
+            layer,
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+        )
+        with torch.no_grad():
+            for parameter in made[layer].parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=chance) * 0.3)
+    return transcoding.TranscoderSet(made, "mlp.hook_in", "mlp.hook_out")
+
+
+def graph(model: Any, **options: Any) -> tuple[Any, ...]:
+    found = circuit_tracer.attribute(PROMPT.to(model.cfg.device), model, verbose=False, **options)
+    return found.adjacency_matrix, found.active_features, found.activation_values
+
+
+def context(model: Any) -> tuple[Any, ...]:
+    found = model.setup_attribution(PROMPT.to(model.cfg.device))
+    vectors = (found.error_vectors, found.token_vectors, found.decoder_vecs, found.encoder_vecs)
+    return found.logits, found.activation_matrix, *vectors
+
+
+def after_offloading(model: Any) -> Any:
+    graph(model, offload="cpu", max_n_logits=2)
+    return model(PROMPT.to(model.cfg.device))
+
+
+def intervene(model: Any, **options: Any) -> Any:
+    return model.feature_intervention(PROMPT.to(model.cfg.device), FEATURES, **options)
+
+
+def generate(model: Any) -> Any:
+    features = [(1, slice(2, None), 5, 2.0)]
+    options = {"max_new_tokens": 3, "do_sample": False, "verbose": False}
+    return model.feature_intervention_generate("w5 w7 w9", features, **options)
+
+
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "forward": lambda model: model(PROMPT.to(model.cfg.device)),
+    "get_activations": lambda model: model.get_activations(PROMPT.to(model.cfg.device)),
+    "get_activations, sparse": lambda model: model.get_activations(
+        PROMPT.to(model.cfg.device), sparse=True
+    ),
+    "setup_attribution": context,
+    "attribute": graph,
+    "attribute, 20 features": lambda model: graph(model, max_feature_nodes=20, batch_size=4),
+    "attribute, offloaded": lambda model: graph(model, offload="cpu", max_n_logits=3),
+    "forward after offload": after_offloading,
+    "feature_intervention": intervene,
+    "feature_intervention, constrained": lambda model: intervene(
+        model, constrained_layers=range(N_LAYERS)
+    ),
+    "feature_intervention, sparse": lambda model: intervene(
+        model, sparse=True, freeze_attention=False
+    ),
+    "feature_intervention_generate": generate,
+}
+
+
+@pytest.fixture(scope="module")
+def load(hf_models: Any, tokenizer: Any) -> Callable[..., Any]:
+    """`load(n_devices=4)`: circuit-tracer's own class, and its own loader."""
+
+    def load(**options: Any) -> Any:
+        llama = ALL_ARCHITECTURES["llama"]
+        with configs_without_hub(llama):
+            return replacing.TransformerLensReplacementModel.from_pretrained_and_transcoders(
+                llama.official_name,
+                transcoders(),
+                hf_model=hf_models("llama"),
+                tokenizer=tokenizer,
+                **options,
+            )
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def on_one(load: Any) -> Any:
+    """The model on one CPU."""
+    with tl_devicefix.unpatched():
+        return load(device="cpu")
+
+
+@pytest.fixture
+def over_four(load: Any, machine: Any) -> Iterator[Any]:
+    """The model over four devices that mix."""
+    with tl_devicefix.mix_devices():
+        yield load(n_devices=4)
+
+
+def tensors(value: Any) -> Any:
+    """What is compared: dense tensors on the CPU, and text."""
+    if isinstance(value, tuple):
+        return [tensors(each) for each in value]
+    if isinstance(value, torch.Tensor):
+        return (value.to_dense() if value.is_sparse else value).detach().cpu()
+    return value
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_it_is_as_on_one_device(call: str, on_one: Any, over_four: Any) -> None:
+    with tl_devicefix.unpatched():
+        expected = tensors(CALLS[call](on_one))
+
+    assert len({parameter.device for parameter in over_four.parameters()}) == 4
+    found = tensors(CALLS[call](over_four))
+
+    for one, other in zip(*(v if isinstance(v, list) else [v] for v in (found, expected))):
+        if isinstance(one, torch.Tensor):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+        else:
+            assert one == other

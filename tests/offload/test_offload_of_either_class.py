@@ -1,0 +1,145 @@
+"""Blocks that live in host memory visit a device while they run, in either class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from comparison import assert_agrees, assert_same_weights
+from either_class import BRIDGE, CLASSES, HOOKED
+from offloads import OFFLOADED, assert_at_rest, offloaded_blocks
+from packaging.version import Version
+
+from tl_devicefix.patching.versions import installed
+from tl_devicefix.running.forward import is_aligned
+
+# TransformerLens 3 cannot fold a Bridge's offloaded blocks.
+FOLDED = (False, True) if installed() >= Version("4.0") else (False,)
+EVERY = list(product(["llama", "gpt2"], OFFLOADED))
+OF_BRIDGE = [
+    *(("llama", "some of three devices"), ("gpt2", "all but one of two devices")),
+    *(("gemma-2", "some of three devices"), ("mixtral", "some of one device")),
+    ("pythia", "all but one of two devices"),
+]
+
+
+def of_each(**cases: list[Any]) -> list[Any]:
+    """The cases of each class that there is, with the class before them."""
+    return [(cls, *each) for cls in CLASSES for each in cases[cls]]
+
+
+@pytest.fixture
+def folded(cls: str) -> bool:
+    """Whether the weights are; parametrise it for others."""
+    return cls == HOOKED
+
+
+@pytest.fixture
+def offloaded(
+    cls: str, kind: str, offload: str, folded: bool, machine: Any, request: Any
+) -> Callable[[], Any]:
+    """`offloaded()`: the model under test; a HookedTransformer is not to be changed."""
+    if cls == BRIDGE:
+        boot = request.getfixturevalue("boot")
+        return lambda: boot(kind, device_map=OFFLOADED[offload], compatible=folded)
+    models = request.getfixturevalue("models")
+
+    def clean() -> Any:
+        model = models(kind, offload)
+        model.reset_hooks(including_permanent=True)
+        model.zero_grad()
+        return model
+
+    return clean
+
+
+@pytest.fixture
+def reference(cls: str, kind: str, folded: bool, request: Any) -> Any:
+    """The same weights, as TransformerLens alone has them on one CPU."""
+    if cls == HOOKED:
+        return request.getfixturevalue("on_cpu")(kind)
+    reference = request.getfixturevalue("bridge_references")(kind, compatible=folded)
+    reference.zero_grad()
+    return reference
+
+
+@pytest.mark.fails_unpatched
+@pytest.mark.parametrize(
+    ("cls", "kind", "offload", "folded"),
+    of_each(
+        HookedTransformer=[(*each, True) for each in EVERY],
+        TransformerBridge=[(*each, folded) for each in OF_BRIDGE for folded in FOLDED],
+    ),
+)
+def test_results_and_caches_are_the_same_and_are_made_where_the_blocks_run(
+    offloaded: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    model = offloaded()
+    assert len(offloaded_blocks(model)) > 1
+    assert_at_rest(model)
+    assert_same_weights(model, reference)
+    expected, expected_cache = reference.run_with_cache(tokens)
+
+    logits, cache = model.run_with_cache(tokens)
+
+    home = torch.device(model.cfg.device)
+    assert_agrees(model(tokens), expected, home)
+    assert_agrees([logits, cache], [expected, expected_cache], home)
+    assert_agrees(cache.accumulated_resid(), expected_cache.accumulated_resid(), home)
+    assert_at_rest(model)
+    stored = getattr(cache.cache_dict, "stored", lambda: cache.cache_dict)()
+    of_blocks = [(name, each) for name, each in stored.items() if name.startswith("blocks.")]
+    assert len(of_blocks) > 5 * model.cfg.n_layers
+    for name, activation in of_blocks:
+        block = ".".join(name.split(".")[:2])
+        assert activation.device == model.placement.device_of(block), name
+
+
+@pytest.mark.fails_unpatched
+@pytest.mark.parametrize(
+    ("cls", "kind", "offload"),
+    of_each(HookedTransformer=EVERY, TransformerBridge=OF_BRIDGE[:1]),
+)
+def test_gradients_arrive_at_the_parameters(
+    offloaded: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    model = offloaded()
+    for each in (model, reference):
+        each(tokens, return_type="loss").backward()
+
+    expected = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert_agrees(parameter.grad, expected[name].grad, parameter.device)
+    assert_at_rest(model)
+    reference.zero_grad()
+
+
+@pytest.mark.cover(("cls", "device"), ("cls", "offload"))
+@pytest.mark.parametrize("device", ["sim:1", "cpu", "sim:0"])
+@pytest.mark.parametrize(
+    ("cls", "offload"),
+    # A Bridge over several devices is not moved to one, by TransformerLens.
+    of_each(
+        HookedTransformer=[(each,) for each in OFFLOADED],
+        TransformerBridge=[("some of one device",)],
+    ),
+)
+def test_a_device_gathers_the_model(
+    cls: str, device: str, offload: str, reference: Any, tokens: torch.Tensor, request: Any
+) -> None:
+    if cls == BRIDGE:
+        model = request.getfixturevalue("offloaded")()
+    else:
+        model = request.getfixturevalue("load")("llama", offload)
+
+    model.to(device)
+
+    there = torch.device(device)
+    assert {tensor.device for tensor in [*model.parameters(), *model.buffers()]} == {there}
+    assert model.placement.memories == (there,)
+    assert not is_aligned(model)
+    assert all("forward" not in vars(module) for module in model.modules())
+    assert_agrees(model(tokens.to(there)), reference(tokens), there)

@@ -1,0 +1,192 @@
+"""Offloaded blocks on devices that run behind the host: nothing is changed or freed too early.
+
+The devices here find a race in every run; see `simulate(asynchronous=True)`.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from comparison import assert_agrees, assert_same_weights
+from kinds import home_of
+from offloads import HOST, assert_at_rest
+
+from tl_devicefix.offload.copying import Copies
+from tl_devicefix.simulation.machine import Machine
+
+DEVICE = "sim:0"
+
+
+@pytest.fixture(scope="module")
+def machine(simulated: Any) -> Iterator[Machine]:
+    with simulated(4, asynchronous=True, seed=5) as machine:
+        yield machine
+
+
+@pytest.fixture
+def offload() -> str:
+    return "all of one device"
+
+
+def zero_the_last(model: Any) -> None:
+    with torch.no_grad():
+        model.blocks[-1].mlp.W_out.mul_(0)
+
+
+def load_zeros(model: Any) -> None:
+    model.load_state_dict({n: torch.zeros_like(p) for n, p in model.state_dict().items()})
+
+
+def zero_data(model: Any) -> None:
+    model.blocks[-1].mlp.W_out.data.zero_()
+
+
+CHANGES = [zero_the_last, load_zeros, zero_data]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_weight_may_be_changed_once_a_forward_has_returned(
+    load: Any, change: Callable[[Any], None], reference: Any, tokens: torch.Tensor
+) -> None:
+    model = load("llama", "all of one device")
+
+    with torch.no_grad():
+        logits = model(tokens)
+    change(model)
+
+    assert_agrees(logits, reference(tokens), home_of(model))
+
+
+def test_a_weight_may_be_changed_once_a_block_has_returned(
+    load: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    model, residual = load("llama", "all of one device"), reference(tokens, stop_at_layer=1)
+
+    with torch.no_grad():
+        there = model.blocks[-1](residual.to(DEVICE))
+    zero_the_last(model)
+
+    assert_agrees(there, reference.blocks[-1](residual), home_of(model))
+
+
+def test_a_weight_may_be_changed_once_a_backward_has_returned(
+    load: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    model, reference = load("llama", "all of one device"), copy.deepcopy(reference)
+    gradients = []
+    for each in (model, reference):
+        each.requires_grad_(False)
+        residual = each(tokens, stop_at_layer=0).detach().requires_grad_()
+        each(residual, start_at_layer=0).square().sum().backward()
+        with torch.no_grad():
+            for parameter in each.blocks.parameters():
+                parameter.mul_(0)
+        gradients.append(residual.grad)
+
+    assert_agrees(*gradients)
+
+
+def test_copies_that_are_not_needed_arrive_before_their_memory_is_someone_else_s(
+    model: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    def of(model: Any) -> Callable[..., torch.Tensor]:
+        def add_another(activation: torch.Tensor, hook: Any) -> torch.Tensor:
+            if torch.is_grad_enabled():  # not in the run that it starts itself
+                with torch.no_grad():
+                    return activation + model(tokens, stop_at_layer=1)
+            return activation
+
+        return add_another
+
+    results = [
+        each.run_with_hooks(tokens, fwd_hooks=[("blocks.0.hook_resid_mid", of(each))])
+        for each in (model, reference)
+    ]
+
+    assert_agrees(*results, home_of(model))
+    assert_at_rest(model)
+
+
+def test_copies_that_are_out_of_date_arrive_before_their_memory_is_someone_else_s(
+    load: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    model, reference = load("llama", "all of one device"), copy.deepcopy(reference)
+    results = []
+    for each in (model, reference):
+
+        @torch.no_grad()
+        def halve_next(activation: torch.Tensor, hook: Any, each: Any = each) -> None:
+            each.blocks[3].mlp.W_out.mul_(0.5)
+
+        hooks = [("blocks.2.hook_resid_pre", halve_next)]
+        results.append(each.run_with_hooks(tokens, fwd_hooks=hooks))
+
+    assert_agrees(*results)
+    assert_same_weights(model, reference)
+
+
+def test_a_copy_waits_for_what_another_thread_has_queued_since_the_last(machine: Machine) -> None:
+    weights = [torch.full((64,), float(i)).pin_memory() for i in range(3)]
+    there = []
+    with Copies(torch.device(DEVICE)) as copies:
+        for weight in weights:
+            temporary = torch.ones(64, device=DEVICE) * 2  # as another thread may do meanwhile
+            del temporary
+            there.append(copies.start(weight))
+    copies.wait()
+
+    assert_agrees([each + 1 for each in there], [weight + 1 for weight in weights])
+
+
+def test_several_threads_may_run_one_model(
+    model: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    inputs = [tokens, tokens.flip(0), tokens.flip(1), tokens[:1]]
+    results: list[Any] = [None] * len(inputs)
+
+    def run(index: int) -> None:
+        with torch.no_grad():
+            results[index] = model(inputs[index].to(DEVICE))
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(inputs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert_agrees(results, [reference(each) for each in inputs], home_of(model))
+    assert_at_rest(model)
+    assert model.blocks[0].mlp.W_out.device == HOST
+
+
+def test_several_threads_may_run_one_model_each_on_a_stream_of_its_own(
+    model: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    sim = torch.get_device_module("sim")
+    sim.synchronize(DEVICE)
+    results: list[Any] = [None] * 4
+    within = threading.Barrier(len(results), timeout=60)
+
+    def meet(activation: torch.Tensor, hook: Any) -> None:
+        within.wait()  # so that all of them run block 0 with the same weights
+
+    def run(index: int) -> None:
+        with torch.no_grad(), sim.stream(sim.Stream(DEVICE)):
+            logits = model(tokens.roll(index, 1).to(DEVICE))
+            results[index] = logits.cpu()
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(results))]
+    with model.hooks(fwd_hooks=[("blocks.0.hook_resid_mid", meet)]):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    sim.synchronize(DEVICE)
+
+    assert_agrees(results, [reference(tokens.roll(i, 1)) for i in range(len(results))])
+    assert_at_rest(model)

@@ -1,0 +1,72 @@
+"""What a device is taken to have free, by what torch's module of its type can tell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import real_devices
+import torch
+
+from tl_devicefix import plan
+from tl_devicefix.placement.devices import free_memory
+from tl_devicefix.placement.memory import is_out_of_memory
+
+if real_devices.TYPE:
+    pytest.skip("asks a simulated device, which answers as told", allow_module_level=True)
+
+GIB = 2**30
+
+
+@pytest.fixture
+def module(machine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`module(memory_reserved=...)`: torch's module of the device type, with other answers."""
+
+    def answer(**answers: Any) -> None:
+        for name, value in answers.items():
+            monkeypatch.setattr(
+                type(torch.get_device_module("sim")), name, lambda *_, v=value: v, raising=False
+            )
+
+    return answer
+
+
+def test_what_other_processes_hold_is_not_free(module: Any) -> None:
+    module(mem_get_info=(3 * GIB, 80 * GIB))
+    assert free_memory(torch.device("sim:0")) == 3 * GIB
+
+
+def test_what_the_caching_allocator_holds_in_reserve_is_free(module: Any) -> None:
+    module(mem_get_info=(3 * GIB, 80 * GIB), memory_reserved=2 * GIB, memory_allocated=GIB)
+    assert free_memory(torch.device("sim:0")) == 4 * GIB
+
+
+def test_what_this_process_may_not_use_is_not_free(module: Any) -> None:
+    module(mem_get_info=(70 * GIB, 80 * GIB), memory_reserved=2 * GIB, memory_allocated=GIB)
+    module(get_per_process_memory_fraction=0.25)
+    assert free_memory(torch.device("sim:0")) == 19 * GIB
+
+
+def test_a_device_that_cannot_tell_has_no_limit(
+    machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError("The device doesn't support querying the available free memory.")
+
+    monkeypatch.setattr(type(torch.get_device_module("sim")), "mem_get_info", refuse)
+    assert free_memory(torch.device("sim:0")) is None
+    assert len(plan("gpt2", n_devices=4).devices) == 4
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError("CUDA error: out of memory"),  # pinned memory of the host
+        RuntimeError("MPS backend out of memory (MPS allocated: 18.00 GB)."),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+    ],
+)
+def test_running_out_of_memory_is_known_whatever_its_type(error: RuntimeError) -> None:
+    assert is_out_of_memory(error)
+    assert not is_out_of_memory(RuntimeError("CUDA error: invalid device ordinal"))

@@ -1,0 +1,154 @@
+"""A number is an index of the home device's type, also where TransformerLens would choose another.
+
+As on a machine with XPUs, or with both kinds: TransformerLens's default is the CPU, or CUDA.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from spread_of_either_class import *  # noqa: F403
+
+import tl_devicefix
+from tl_devicefix import gather_on, plan, simulate
+from tl_devicefix.patching.versions import has_hooked_transformer
+from tl_devicefix.placement import devices
+from tl_devicefix.placement.devices import default_device, resolve
+from tl_devicefix.simulation.machine import Machine
+
+Load = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def machine() -> Iterator[Machine]:
+    """Four devices of a type that is not TransformerLens's default."""
+    with simulate(4) as machine, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(devices, "simulated_device", lambda: None)
+        patch.setattr(devices, "get_device", lambda: "cpu")
+        assert default_device() == torch.device("cpu")
+        yield machine
+
+
+@pytest.fixture
+def load(cls: str, request: pytest.FixtureRequest, machine: Machine) -> Load:
+    """`load(device="sim:0", ...)`: a new GPT-2 of either class."""
+    if cls == "TransformerBridge":
+        boot = request.getfixturevalue("boot")
+        return lambda **options: boot("gpt2", **options)
+    from_pretrained = request.getfixturevalue("from_pretrained")
+    return lambda **options: from_pretrained("gpt2", **options)
+
+
+def where(model: Any) -> list[str]:
+    return [str(device) for device in model.placement.devices]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"device": "sim", "max_memory": {0: "1GiB", 1: "1GiB"}}, ["sim:0", "sim:1"]),
+        ({"device": "sim:2", "max_memory": {0: "1GiB", 2: "1GiB"}}, ["sim:2", "sim:0"]),
+        ({"device": "sim:1", "device_map": {"": 1, "blocks": 2}}, ["sim:1", "sim:2"]),
+        ({"device_map": {"": "sim:0", "blocks": 1}}, ["sim:0", "sim:1"]),
+        ({"device_map": {"": "sim:3", "blocks": 0}}, ["sim:3", "sim:0"]),
+        ({"device": "sim:3", "device_map": 3}, ["sim:3"]),
+    ],
+)
+def test_a_number_is_of_homes_type(load: Load, options: Any, expected: list[str]) -> None:
+    assert where(load(**options)) == expected
+
+
+def test_a_limit_by_number_holds(load: Load, caplog: Any) -> None:
+    weights = load(device="sim:0", max_memory={0: "1GiB"}).placement.bytes_on(0)
+    limits = {0: weights - 1, "cpu": "1GiB"}
+    with caplog.at_level(logging.WARNING, logger="tl_devicefix"):
+        model = load(device="sim:0", max_memory=limits)
+    assert any(component.offloaded for component in model.placement.components)
+    assert "nothing is placed" not in caplog.text
+    with pytest.raises(ValueError, match="sim:0 would hold"):
+        load(device="sim:0", n_devices=1, max_memory={0: weights - 1})
+
+
+def test_a_placement_is_asked_by_number(load: Load) -> None:
+    placement = load(device="sim:0", n_devices=2).placement
+    assert placement.bytes_on(1) == placement.bytes_on("sim:1") > 0
+    assert placement.bytes_on(3) == 0
+    with pytest.raises(ValueError, match="'4' is neither a device of this model"):
+        placement.bytes_on(4)
+
+
+def test_what_is_gathered_on_a_number(load: Load, tokens: torch.Tensor) -> None:
+    model = load(device="sim:0", n_devices=2)
+    _, cache = model.run_with_cache(tokens.to("sim:0"))
+    seen = []
+    with gather_on(3):
+        assert model.W_in.device == torch.device("sim:3")
+        assert cache["resid_post", 0].device == torch.device("sim:3")
+        steered = torch.ones((), device="sim:3")
+        model.run_with_hooks(
+            tokens.to("sim:0"),
+            fwd_hooks=[("blocks.0.hook_resid_post", lambda act, hook: seen.append(act + steered))],
+        )
+    assert seen[0].device == torch.device("sim:0")
+    assert model.W_in.device == torch.device("sim:0")
+    with pytest.raises(ValueError, match="device '4' does not exist"), gather_on(4):
+        pass
+
+
+def test_a_model_on_one_device_is_moved_to_a_number(load: Load, tokens: torch.Tensor) -> None:
+    model = load(device="sim:0")
+    assert model.to(2) is model
+    assert where(model) == ["sim:2"]
+    assert {str(parameter.device) for parameter in model.parameters()} == {"sim:2"}
+    assert model(tokens.to("sim:2")).device == torch.device("sim:2")
+    with pytest.raises(ValueError, match="device '4' does not exist"):
+        model.to(4)
+    assert where(model) == ["sim:2"]
+
+
+def test_a_model_on_several_devices_is_moved_to_a_number_as_to_its_name(
+    load: Load, cls: str
+) -> None:
+    model = load(device="sim:0", n_devices=2)
+    if cls == "TransformerBridge":
+        with pytest.warns(UserWarning, match="ignored: model is dispatched"):
+            model.to(2)
+        assert where(model) == ["sim:0", "sim:1"]
+    else:
+        assert where(model.to(2)) == ["sim:2"]
+
+
+def test_a_model_leaves_the_cpu_for_torchs_device_of_that_number(load: Load) -> None:
+    model = load(device="cpu")
+    assert next(model.to(1).parameters()).device == torch.device("sim:1")
+
+
+@pytest.mark.skipif(not has_hooked_transformer(), reason="of configs of HookedTransformers")
+def test_a_model_that_is_not_moved_says_where_it_would_be(
+    from_pretrained: Any, machine: Any
+) -> None:
+    for device, told in (("sim:1", "sim:1"), (0, "cpu")):
+        model = from_pretrained("gpt2", device=device, move_to_device=False)
+        assert model.cfg.device == told
+
+
+def test_a_plan_counts_by_homes_type(machine: Machine) -> None:
+    planned = plan("gpt2", device="sim:0", max_memory={0: "300MiB", 1: "1GiB"})
+    assert [str(device) for device in planned.devices] == ["sim:0", "sim:1"]
+    with pytest.raises(ValueError, match=r"device '1' does not exist: this machine has 1 .* 'cpu'"):
+        plan("gpt2", max_memory={0: "1GiB", 1: "1GiB"})
+
+
+def test_without_a_home_a_number_is_of_the_default_type(machine: Machine) -> None:
+    assert resolve(0) == torch.device("cpu")
+    assert resolve(1, torch.device("sim:0")) == torch.device("sim:1")
+    assert tl_devicefix.placement.devices.known_types() == ("cpu", "sim")
+
+
+def test_home_is_where_a_map_says_most_closely_that_embed_is(machine: Machine) -> None:
+    planned = plan("gpt2", device_map={"": 0, "embed": "sim:3", "blocks": 1})
+    assert [str(device) for device in planned.devices] == ["sim:3", "sim:0", "sim:1"]

@@ -1,0 +1,222 @@
+"""The tests on real devices: `TL_DEVICEFIX_TEST_DEVICE=cuda pytest` (docs/on_real_devices.md).
+
+`simulate(n)` then gives the first n real devices of that type, and "sim:1" in a test means the
+second. What only a simulation has (transfers, memory to the byte, devices of a given size, more
+devices than there are) skips the test that asks for it, and says why. Tolerances are those that a
+GPU can meet.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.abc
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.machinery import PathFinder, SourceFileLoader
+from pathlib import Path
+from types import CodeType
+from typing import Any, NoReturn
+from unittest import mock
+
+import pytest
+import torch
+
+import tl_devicefix
+from tl_devicefix.placement import devices
+
+TYPE = os.environ.get("TL_DEVICEFIX_TEST_DEVICE", "")
+"""The type of the devices; empty for simulated ones."""
+
+LEAST = 1e-4 if TYPE else 0.0
+"""No tolerance is smaller: a GPU sums in another order than the CPU."""
+
+_OF_DTYPE = {torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+NOT_RUN = (("simulation",) if TYPE else ()) + (("offload",) if TYPE == "cpu" else ())
+"""Folders of tests that are of simulated devices themselves, or of devices beside the host."""
+
+_OF_A_MACHINE_THAT_WAS_LEFT = "test_bytes_on_the_devices_of_a_machine_that_was_left"
+_BESIDE_THE_HOST = (
+    "test_a_device_has_room_for_two_visiting_blocks_and_the_shared_buffers",
+    "test_a_device_map_to_what_is_no_device",
+    "test_a_device_without_an_index_gets_the_index_of_the_current_one",
+    "test_a_model_on_one_device_is_left_to_torch",
+    "test_offloaded_blocks_are_where_they_should_be",
+    "test_other_components_on_the_cpu_run_there",
+)
+"""Others, for which the CPU is not the device."""
+
+
+def here() -> int:
+    """How many devices of the type there are."""
+    return 1 if TYPE == "cpu" else int(torch.get_device_module(TYPE).device_count())
+
+
+def _skip_as_too_few(wanted: int) -> NoReturn:
+    pytest.skip(f"needs {wanted} devices of type {TYPE!r}, of which there are {here()}")
+
+
+class _Devices(list[torch.device]):
+    """The devices that a simulated machine would have; to use one that is not here skips."""
+
+    def __init__(self, count: int) -> None:
+        there = range(min(count, here()))
+        super().__init__(devices.with_index(torch.device(TYPE, i)) for i in there)
+        self._count = count
+
+    def _check(self) -> None:
+        if self._count > here():
+            _skip_as_too_few(self._count)
+
+    def __getitem__(self, index: Any) -> Any:
+        if not isinstance(index, int) or not 0 <= index < here():
+            self._check()
+        return super().__getitem__(index)
+
+    def __iter__(self) -> Iterator[torch.device]:
+        self._check()
+        return super().__iter__()
+
+    def __len__(self) -> int:
+        self._check()
+        return super().__len__()
+
+
+class RealMachine:
+    """What tests use of `tl_devicefix.simulation.Machine`, as far as real devices have it."""
+
+    def __init__(self, n_devices: int) -> None:
+        self.devices = _Devices(n_devices)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        pytest.skip(f"machine.{name} is exact on simulated devices only")
+
+
+@contextmanager
+def simulate(n_devices: int, memory: Any = None, **options: Any) -> Iterator[RealMachine]:
+    """In place of `tl_devicefix.simulate`: the machine has as many devices, and is the default."""
+    if memory is not None or options:
+        pytest.skip("devices of a given size, or without values, are simulated only")
+    module = torch.get_device_module(TYPE)
+    if hasattr(module, "set_device"):  # which an earlier test may have done
+        module.set_device(0)
+    with ExitStack() as stack:
+        home = devices.with_index(torch.device(TYPE, 0))
+        for owner in (devices, sys.modules.get("tl_devicefix.bridge.loading")):
+            if owner is not None:
+                stack.enter_context(mock.patch.object(owner, "simulated_device", return_value=home))
+        counting = _Counting(n_devices)
+        stack.enter_context(mock.patch.object(devices, "_existing", counting.existing))
+        stack.enter_context(mock.patch.object(devices, "device_count", counting.device_count))
+        stack.enter_context(mock.patch.object(devices, "with_index", counting.with_index))
+        yield RealMachine(n_devices)
+
+
+class _Counting:
+    """What the package is told of devices: there are so many, and to use one not here skips."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._existing, self._device_count = devices._existing, devices.device_count
+        self._with_index = devices.with_index
+
+    def existing(self, device: torch.device, named: str) -> torch.device:
+        index = device.index or 0
+        if device.type == TYPE and index < self._count:
+            return device if index < here() else _skip_as_too_few(index + 1)
+        return self._existing(device, named)
+
+    def device_count(self, device_type: str) -> int:
+        if device_type != TYPE:
+            return self._device_count(device_type)
+        return self._count if self._count <= here() else _skip_as_too_few(self._count)
+
+    def with_index(self, device: torch.device) -> torch.device:
+        if device.type == TYPE == "cpu" and (device.index or 0) in range(1, self._count):
+            _skip_as_too_few(device.index + 1)  # torch takes cpu:1 for the CPU
+        return self._with_index(device)
+
+
+def skip_what_names_others(items: list[pytest.Item]) -> None:
+    """Mark tests that name a device that is not here, in their code or their parameters."""
+    for item in items:
+        name = getattr(item, "originalname", "")
+        if TYPE == "cpu" and name in _BESIDE_THE_HOST:
+            item.add_marker(pytest.mark.skip(reason="needs a device beside the host"))
+        if name == _OF_A_MACHINE_THAT_WAS_LEFT:
+            item.add_marker(pytest.mark.skip(reason="real devices are not left"))
+        texts = list(_texts(getattr(getattr(item, "function", None), "__code__", None)))
+        texts += map(repr, getattr(getattr(item, "callspec", None), "params", {}).values())
+        indices = [int(i) for text in texts for i in re.findall(rf"\b{TYPE}:(\d+)", text)]
+        if max(indices, default=0) >= here():
+            reason = f"names {TYPE}:{max(indices)}; there are {here()} devices of type {TYPE!r}"
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, CodeType | tuple):
+        for each in value.co_consts if isinstance(value, CodeType) else value:
+            yield from _texts(each)
+
+
+class _Named(ast.NodeTransformer):
+    """Text that names a simulated device names a real one; not code for another process."""
+
+    def visit_Constant(self, node: ast.Constant) -> ast.Constant:
+        if isinstance(node.value, str) and "simulate" not in node.value:
+            first = TYPE if TYPE == "cpu" else f"{TYPE}:0"
+            text = re.sub(r"\bsim:0\b", first, node.value)
+            text = re.sub(r"\bsim:|^sim$", lambda found: found[0].replace("sim", TYPE), text)
+            return ast.copy_location(ast.Constant(text), node)
+        return node
+
+
+class _Loader(SourceFileLoader):
+    def get_code(self, fullname: str) -> CodeType:
+        tree = ast.parse(self.get_data(self.path), self.path)
+        return compile(_Named().visit(tree), self.path, "exec", dont_inherit=True)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Loads the modules in this folder with the names of real devices in them."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        spec = PathFinder.find_spec(fullname, path)
+        origin = None if spec is None else spec.origin
+        if origin is None or Path(__file__).parent not in Path(origin).parents:
+            return None
+        loader = _Loader(fullname, origin)
+        return importlib.util.spec_from_file_location(fullname, origin, loader=loader)
+
+
+def assert_close(actual: Any, expected: Any, **options: Any) -> None:
+    """In place of `torch.testing.assert_close`."""
+    dtype = actual.dtype if isinstance(actual, torch.Tensor) else torch.float32
+    least = _OF_DTYPE.get(dtype, LEAST)
+    for name in ("rtol", "atol"):
+        options[name] = max(options.get(name) or 0.0, least)
+    _assert_close(actual, expected, **options)
+
+
+_assert_close = torch.testing.assert_close
+
+if TYPE == "sim":  # in the place of real ones, to try this module
+    _in_their_place = tl_devicefix.simulate(4)
+    _in_their_place.__enter__()
+
+if TYPE:
+    sys.meta_path.insert(0, _Finder())
+    tl_devicefix.simulate = simulate  # type: ignore[assignment]
+    torch.testing.assert_close = assert_close
+    # Sums in one order, and in float32 where that is asked for.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False

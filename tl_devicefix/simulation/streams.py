@@ -1,0 +1,152 @@
+"""Streams and events of asynchronous devices, named as ``torch.cuda`` names them.
+
+They are attributes of ``torch.get_device_module("sim")`` while an asynchronous machine is entered.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tl_devicefix.simulation.machine import DEVICE_TYPE, Machine
+from tl_devicefix.simulation.ordering import Clock
+from tl_devicefix.simulation.queues import Task
+
+_numbers = itertools.count(1)
+_machine: Machine | None = None
+
+
+@contextmanager
+def streams_of(machine: Machine) -> Iterator[None]:
+    """Within it, streams are those of this machine."""
+    global _machine
+    _machine = machine
+    try:
+        yield
+    finally:
+        _machine = None
+
+
+def _entered() -> Any:
+    if _machine is None or _machine.asynchronous is None:
+        raise RuntimeError(
+            f"There are no streams of {DEVICE_TYPE} devices here: enter "
+            "`with tl_devicefix.simulate(n, asynchronous=True):` first."
+        )
+    return _machine.asynchronous
+
+
+def _index(device: Any) -> int:
+    _entered()
+    assert _machine is not None
+    return _machine.index_of(device)
+
+
+class Stream:
+    """A stream of a device: what is given to it runs in order.
+
+    Args:
+        device: of which device; the current one by default.
+        priority: says nothing here.
+    """
+
+    def __init__(self, device: Any = None, priority: int = 0, *, stream_id: Any = None) -> None:
+        self.device = torch.device(DEVICE_TYPE, _index(device))
+        self.stream_id: int = next(_numbers) if stream_id is None else stream_id
+
+    @property
+    def _key(self) -> tuple[int, int]:
+        return self.device.index, self.stream_id
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Have what is given to this stream from now on wait for what another has been given."""
+        _entered().order(self._key, _entered().record(stream._key))
+
+    def wait_event(self, event: Event) -> None:
+        """Have what is given to this stream from now on wait for an event."""
+        event.wait(self)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """Return an event that is there when what was given to this stream has run."""
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        """Have the host wait for what was given to this stream."""
+        _entered().wait(_entered().record(self._key))
+
+    def query(self) -> bool:
+        """Tell whether all that was given to this stream has run."""
+        return self.record_event().query()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        return f"Stream({self.stream_id} of {self.device})"
+
+
+class Event:
+    """A point in a stream, that other streams and the host can wait for. It takes no times."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+        self._recorded: tuple[Task | None, Clock] | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Be where a stream is now, the current one by default."""
+        self._recorded = _entered().record((stream or current_stream())._key)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Have a stream, the current one by default, wait for this; at once if never recorded."""
+        if self._recorded is not None:
+            _entered().order((stream or current_stream())._key, self._recorded)
+
+    def synchronize(self) -> None:
+        """Have the host wait for this."""
+        if self._recorded is not None:
+            _entered().wait(self._recorded)
+
+    def query(self) -> bool:
+        """Tell whether the stream has got here."""
+        return self._recorded is None or self._recorded[0] is None or self._recorded[0].done
+
+
+def current_stream(device: Any = None) -> Stream:
+    """Return the stream of a device that this thread gives operations to."""
+    index = _index(device)
+    return Stream(index, stream_id=_entered().current(index)[1])
+
+
+def default_stream(device: Any = None) -> Stream:
+    """Return the stream of a device that a thread gives operations to at first."""
+    return Stream(device, stream_id=0)
+
+
+def set_stream(stream: Stream) -> None:
+    """Have this thread give operations for a stream's device to that stream."""
+    _entered().set_current(stream._key)
+
+
+@contextmanager
+def stream(stream: Stream | None) -> Iterator[None]:
+    """Within it, this thread gives operations to a stream, whose device is the current one."""
+    if stream is None:
+        yield
+        return
+    assert _machine is not None
+    before, device = current_stream(stream.device), _machine.current_index
+    set_stream(stream)
+    _machine.current_index = stream.device.index
+    try:
+        yield
+    finally:
+        set_stream(before)
+        _machine.current_index = device
