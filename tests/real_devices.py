@@ -41,6 +41,7 @@ NOT_RUN = (("simulation",) if TYPE else ()) + (("offload",) if TYPE == "cpu" els
 
 _OF_SIMULATED_ONES = {
     "test_bytes_on_the_devices_of_a_machine_that_was_left": "real devices are not left",
+    "test_the_demo_loads_compares_and_shows_the_heads": "names the demo's simulated devices",
     "test_what_does_not_fit_at_all_is_refused_as_by_a_plan": "names a rehearsal's devices",
 }
 _BESIDE_THE_HOST = (
