@@ -39,7 +39,11 @@ _OF_DTYPE = {torch.bfloat16: 2e-2, torch.float16: 2e-3}
 NOT_RUN = (("simulation",) if TYPE else ()) + (("offload",) if TYPE == "cpu" else ())
 """Folders of tests that are of simulated devices themselves, or of devices beside the host."""
 
-_OF_A_MACHINE_THAT_WAS_LEFT = "test_bytes_on_the_devices_of_a_machine_that_was_left"
+_OF_SIMULATED_ONES = {
+    "test_bytes_on_the_devices_of_a_machine_that_was_left": "real devices are not left",
+    "test_the_demo_loads_compares_and_shows_the_heads": "names the demo's simulated devices",
+    "test_what_does_not_fit_at_all_is_refused_as_by_a_plan": "names a rehearsal's devices",
+}
 _BESIDE_THE_HOST = (
     "test_a_device_has_room_for_two_visiting_blocks_and_the_shared_buffers",
     "test_a_device_map_to_what_is_no_device",
@@ -147,8 +151,8 @@ def skip_what_names_others(items: list[pytest.Item]) -> None:
         name = getattr(item, "originalname", "")
         if TYPE == "cpu" and name in _BESIDE_THE_HOST:
             item.add_marker(pytest.mark.skip(reason="needs a device beside the host"))
-        if name == _OF_A_MACHINE_THAT_WAS_LEFT:
-            item.add_marker(pytest.mark.skip(reason="real devices are not left"))
+        if name in _OF_SIMULATED_ONES:
+            item.add_marker(pytest.mark.skip(reason=_OF_SIMULATED_ONES[name]))
         texts = list(_texts(getattr(getattr(item, "function", None), "__code__", None)))
         texts += map(repr, getattr(getattr(item, "callspec", None), "params", {}).values())
         indices = [int(i) for text in texts for i in re.findall(rf"\b{TYPE}:(\d+)", text)]
@@ -217,6 +221,8 @@ if TYPE:
     # Sums in one order, and in float32 where that is asked for.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
+    # Models at their full size without values are of memory that is never touched.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
