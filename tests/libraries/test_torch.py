@@ -96,6 +96,7 @@ def both(name: str, of_either_class: Any, shared: Any) -> Iterator[tuple[Any, An
         each.requires_grad_(required)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=OUT_OF_TIME if "compile(model)" in n else ()) for n in ROWS]
 )
