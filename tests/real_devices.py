@@ -27,6 +27,7 @@ import torch
 
 import tl_devicefix
 from tl_devicefix.placement import devices
+from tl_devicefix.simulation import Machine
 
 TYPE = os.environ.get("TL_DEVICEFIX_TEST_DEVICE", "")
 """The type of the devices; empty for simulated ones."""
@@ -44,6 +45,12 @@ _OF_SIMULATED_ONES = {
     "test_the_demo_loads_compares_and_shows_the_heads": "names the demo's simulated devices",
     "test_what_does_not_fit_at_all_is_refused_as_by_a_plan": "names a rehearsal's devices",
 }
+_ROWS_OF_SIMULATED_ONES = {
+    "`DataLoader` workers that hold the model": "a forked process cannot use real devices",
+    "`torch.Generator` on a device": "a real device draws other numbers than the CPU",
+}
+"""Rows of docs/with_torch.md; on the CPU, they hold."""
+
 _BESIDE_THE_HOST = (
     "test_a_device_has_room_for_two_visiting_blocks_and_the_shared_buffers",
     "test_a_device_map_to_what_is_no_device",
@@ -90,6 +97,9 @@ class _Devices(list[torch.device]):
         return super().__len__()
 
 
+_OF_MACHINES = frozenset(dir(Machine([])))
+
+
 class RealMachine:
     """What tests use of `tl_devicefix.simulation.Machine`, as far as real devices have it."""
 
@@ -97,6 +107,8 @@ class RealMachine:
         self.devices = _Devices(n_devices)
 
     def __getattr__(self, name: str) -> NoReturn:
+        if name not in _OF_MACHINES:
+            raise AttributeError(f"no machine has {name!r}")
         pytest.skip(f"machine.{name} is exact on simulated devices only")
 
 
@@ -154,7 +166,11 @@ def skip_what_names_others(items: list[pytest.Item]) -> None:
         if name in _OF_SIMULATED_ONES:
             item.add_marker(pytest.mark.skip(reason=_OF_SIMULATED_ONES[name]))
         texts = list(_texts(getattr(getattr(item, "function", None), "__code__", None)))
-        texts += map(repr, getattr(getattr(item, "callspec", None), "params", {}).values())
+        params = list(getattr(getattr(item, "callspec", None), "params", {}).values())
+        for row in _ROWS_OF_SIMULATED_ONES if TYPE not in ("cpu", "sim") else ():
+            if any(isinstance(each, str) and each == row for each in params):
+                item.add_marker(pytest.mark.skip(reason=_ROWS_OF_SIMULATED_ONES[row]))
+        texts += map(repr, params)
         indices = [int(i) for text in texts for i in re.findall(rf"\b{TYPE}:(\d+)", text)]
         if max(indices, default=0) >= here():
             reason = f"names {TYPE}:{max(indices)}; there are {here()} devices of type {TYPE!r}"

@@ -148,7 +148,8 @@ def test_it_is_as_on_one_device(call: str, on_one: Any, over_four: Any) -> None:
     assert len({parameter.device for parameter in over_four.parameters()}) == 4
     found = tensors(CALLS[call](over_four))
 
-    for one, other in zip(*(v if isinstance(v, list) else [v] for v in (found, expected))):
+    pair = (v if isinstance(v, list) else [v] for v in (found, expected))
+    for one, other in zip(*pair, strict=True):
         if isinstance(one, torch.Tensor):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
         else:

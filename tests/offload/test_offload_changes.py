@@ -102,6 +102,24 @@ def test_placing_anew_changes_nothing(
     assert_agrees(model(tokens), reference(tokens), home_of(model))
 
 
+@every_offload
+def test_a_hook_may_replace_the_data_of_the_block_that_is_on_its_way(
+    offload: str, load: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    def run(model: Any) -> torch.Tensor:
+        weight = model.blocks[3].mlp.W_out
+
+        def double(residual: torch.Tensor, hook: Any) -> None:
+            weight.data = 2 * weight.data
+
+        return model.run_with_hooks(tokens, fwd_hooks=[("blocks.2.hook_resid_post", double)])
+
+    model, reference = load("llama", offload), copy.deepcopy(reference)
+    assert_agrees(run(model), run(reference), home_of(model))
+    assert_agrees(model(tokens), reference(tokens), home_of(model))
+    assert_at_rest(model)
+
+
 class Probe(torch.nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()

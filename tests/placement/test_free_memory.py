@@ -47,11 +47,35 @@ def test_what_this_process_may_not_use_is_not_free(module: Any) -> None:
     assert free_memory(torch.device("sim:0")) == 19 * GIB
 
 
-def test_a_device_that_cannot_tell_has_no_limit(
+def test_a_process_that_holds_more_than_it_may_has_nothing_free(module: Any) -> None:
+    module(mem_get_info=(10 * GIB, 80 * GIB), memory_reserved=60 * GIB, memory_allocated=60 * GIB)
+    module(get_per_process_memory_fraction=0.5)
+    assert free_memory(torch.device("sim:0")) == 0
+
+
+def test_a_device_that_has_failed_is_no_device_without_a_limit(
     machine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable")
+
+    monkeypatch.setattr(type(torch.get_device_module("sim")), "mem_get_info", fail)
+    with pytest.raises(RuntimeError, match="busy or unavailable"):
+        free_memory(torch.device("sim:0"))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("The device (GPU) doesn't support querying the available free memory."),
+        NotImplementedError("torch.xpu.mem_get_info requires PyTorch to be built with SYCL 2025."),
+    ],
+)
+def test_a_device_that_cannot_tell_has_no_limit(
+    error: RuntimeError, machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: Any) -> Any:
-        raise RuntimeError("The device doesn't support querying the available free memory.")
+        raise error
 
     monkeypatch.setattr(type(torch.get_device_module("sim")), "mem_get_info", refuse)
     assert free_memory(torch.device("sim:0")) is None

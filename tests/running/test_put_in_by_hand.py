@@ -93,7 +93,7 @@ def test_it_runs_as_on_one_device(
     with pytest.warns(UserWarning, match=how) as warned:
         actual = logits_and_gradients(model, tokens.to("sim:0"))
 
-    assert len([each for each in warned if "put in" in str(each.message)]) == 1
+    assert len([each for each in warned if how in str(each.message)]) == 1
     assert_agrees(actual, expected)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -117,6 +117,51 @@ def test_a_parameter_stays_the_same_object_with_its_gradient(
     assert module._parameters[name] is parameter
     assert parameter.device == parameter.grad.device == machine.devices[3]
     assert parameter.grad.sum() == parameter.numel()
+
+
+@pytest.mark.parametrize("put", [a_parameter, data, masks], **by_name)
+def test_the_line_that_the_warning_says_does_without_it(
+    put: Put, cls: str, over_devices: Any, on_one: Any, machine: Any, tokens: torch.Tensor
+) -> None:
+    if cls == BRIDGE and put in OF_HOOKED_TRANSFORMER:
+        pytest.skip("a HookedTransformer's")
+    model, (own, name) = over_devices("llama"), weight(on_one("llama"), 0)
+    put(model)
+    with pytest.warns(UserWarning, match="put in one that is there") as warned:
+        model(tokens.to("sim:0"))
+    told = next(each for each in warned if "one that is there" in str(each.message))
+    assert told.filename == __file__
+
+    line = str(told.message).partition("one that is there, ")[2]
+    of_one = on_one("llama")
+    value = of_one.blocks[0].attn.mask if put is masks else 2 * own._parameters[name].detach()
+    exec(line, {"model": model, "value": value})
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        actual = model(tokens.to("sim:0"))
+    reference = copy.deepcopy(of_one)
+    put(reference)
+    assert_agrees(actual, reference(tokens))
+
+
+@pytest.mark.skipif(not has_hooked_transformer(), reason="of a HookedTransformer")
+def test_a_copy_of_a_module_that_was_shared_is_brought_too(
+    machine: Any, request: pytest.FixtureRequest, tokens: torch.Tensor
+) -> None:
+    from_pretrained, on_cpu = map(request.getfixturevalue, ("from_pretrained", "on_cpu"))
+    model, reference = from_pretrained("llama", n_devices=4), copy.deepcopy(on_cpu("llama"))
+    a_module_that_two_blocks_share(model)
+    with pytest.warns(UserWarning, match="is shared"):
+        model(tokens)
+    a_module(model)
+    a_module(reference)
+
+    with pytest.warns(UserWarning, match="was put in from another device"):
+        actual = model(tokens)
+
+    assert_agrees(actual, reference(tokens))
+    assert {each.device for each in model.blocks[4].parameters()} == {machine.devices[3]}
 
 
 @pytest.mark.parametrize("put", [a_parameter, data], **by_name)

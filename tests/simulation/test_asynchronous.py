@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tl_devicefix.simulation import Machine, RaceError, simulate
+from tl_devicefix.simulation import Machine, RaceError, geometry, simulate
 from tl_devicefix.simulation.queues import Queues
 
 
@@ -455,3 +455,40 @@ def test_the_same_seed_delays_the_same_operations() -> None:
 
     assert delays(1) == delays(1) != delays(2)
     assert re.search(r"0\.0", str(delays(1)))
+
+
+def test_forward_mode_differentiation_starts_from_zeros(machine: Machine) -> None:
+    def derivative(x: torch.Tensor) -> torch.Tensor:
+        def function(x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([(2 * x @ x.T).sin().softmax(-1), torch.ones_like(x)], -1)
+
+        return torch.func.jvp(function, (x,), (torch.ones_like(x),))[1]
+
+    x = torch.arange(6.0).view(2, 3)
+    assert torch.equal(derivative(x.to("sim:1")).cpu(), derivative(x))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.ones(3, device="sim:1").to_sparse(),
+        lambda: torch.ones(3, 3, device="sim:1").to_sparse_csr(),
+        lambda: torch.ones(3).to_sparse().to("sim:1"),
+        lambda: torch.sparse_coo_tensor([[0, 1]], [1.0, 2.0], (3,), device="sim:1"),
+    ],
+)
+def test_sparse_tensors_are_refused_at_once(machine: Machine, make: Callable[[], Any]) -> None:
+    with pytest.raises(NotImplementedError, match="asynchronous simulated devices have no sparse"):
+        make()
+
+
+def test_what_operations_give_is_not_remembered_without_end(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(geometry, "_MOST", 8)
+    monkeypatch.setattr(geometry, "_known", {})
+    for size in range(20):
+        assert (torch.ones(size, device="sim:0") + 1).shape == (size,)
+        assert len(geometry._known) <= 8
+    assert geometry._known

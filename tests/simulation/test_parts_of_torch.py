@@ -52,6 +52,16 @@ def test_a_sparse_tensor_takes_memory_for_indices_and_values(machine: Machine) -
     assert machine.memory_allocated("sim:1") == 0
 
 
+@pytest.mark.parametrize("before", ["sim:0", "sim:1", "cpu"])
+def test_data_of_a_sparse_tensor_takes_its_indices_along(machine: Machine, before: str) -> None:
+    tensor, sparse = dense().to(before).to_sparse(), dense().to("sim:1").to_sparse()
+    tensor.data = sparse
+    del sparse
+    assert machine.memory_allocated("sim:0") == 0
+    assert machine.memory_allocated("sim:1") == 3 * 4 + 6 * 8
+    assert torch.equal(tensor.to_dense().cpu(), dense())
+
+
 @pytest.mark.filterwarnings("ignore:Sparse invariant")
 def test_sparse_tensors_of_parts_that_are_on_the_device(machine: Machine) -> None:
     sparse = dense().to("sim:1").to_sparse()
@@ -86,6 +96,8 @@ def test_a_generator_on_a_device_gives_the_cpu_s_numbers(machine: Machine) -> No
     generator = torch.Generator("sim:1").manual_seed(3)
     assert generator.device == torch.device("sim:1")
     assert torch.Generator("sim").device == torch.device("sim:0")
+    with pytest.raises(RuntimeError, match=r"Invalid device sim:7: .* 2 device"):
+        torch.Generator("sim:7")
     actual = torch.randn(4, device="sim:1", generator=generator)
     assert torch.equal(actual.cpu(), torch.randn(4, generator=torch.Generator().manual_seed(3)))
 

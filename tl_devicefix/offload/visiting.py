@@ -155,7 +155,7 @@ class _Visitor:
     ) -> None:
         self.host = host
         self._module, self._name = module, name
-        self._version_sent = _version(host)
+        self._version_sent, self._address_sent = _version(host), host.data_ptr()
         with torch.enable_grad():  # as a parameter requires its gradient under no_grad too
             self.there: torch.Tensor = _Visit.apply(host, copy)
         self._version_there = _version(self.there)
@@ -164,8 +164,10 @@ class _Visitor:
     @property
     def is_current(self) -> bool:
         """Whether the parameter is still the one that was copied, with the same values."""
-        held = self._module._parameters.get(self._name)
-        return held is self.host and _version(self.host) == self._version_sent
+        if self._module._parameters.get(self._name) is not self.host:
+            return False
+        replaced = self.host.data_ptr() != self._address_sent  # by `W.data = ...`
+        return not replaced and _version(self.host) == self._version_sent
 
     def move_in(self) -> None:
         """Take the parameter's place in its module."""

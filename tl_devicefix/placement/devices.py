@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 try:
@@ -171,6 +173,9 @@ def free_memory(device: torch.device) -> int | None:
 
     What other processes hold counts as used, and what this process's caching allocator holds but
     does not use counts as free. What `set_per_process_memory_fraction` forbids does not.
+
+    Raises:
+        RuntimeError: if the device has failed, as torch says it.
     """
     if device.type in ("cpu", "meta"):
         return None
@@ -179,13 +184,20 @@ def free_memory(device: torch.device) -> int | None:
         return None
     try:
         free, total = module.mem_get_info(device)
-    except RuntimeError:  # some XPUs have no such query
-        return None
+    except RuntimeError as error:
+        if _says_not_supported(error):  # some XPUs have no such query
+            return None
+        raise
     if not hasattr(module, "memory_reserved"):
         return int(free)
     allocated = module.memory_allocated(device)
     free += module.memory_reserved(device) - allocated
     if hasattr(module, "get_per_process_memory_fraction"):
         allowed = module.get_per_process_memory_fraction(device) * total - allocated
-        free = min(free, allowed)
-    return int(free)
+        free = min(free, allowed)  # less than nothing, if more was allocated before it was set
+    return max(int(free), 0)
+
+
+def _says_not_supported(error: RuntimeError) -> bool:
+    """Whether torch says that the device, or torch as it was built, has no such query."""
+    return isinstance(error, NotImplementedError) or bool(re.search("n[o']t support", str(error)))

@@ -41,11 +41,27 @@ def run_where_it_is(model: Any, placement: Placement, module: nn.Module) -> None
 def detach(model: Any) -> None:
     """Undo `attach`."""
     for module in model.__dict__.pop(_ATTACHED, ()):
-        run = vars(module).get("forward")
-        if isinstance(run, ForwardWhereItIs):
-            del vars(module)["forward"]
-            if run.own is not None:
-                vars(module)["forward"] = run.own
+        _detach(module)
+
+
+def detach_copies(model: Any) -> None:
+    """Undo `attach` for copies of TransformerLens's modules: only what they are of is attached."""
+    attached = set(model.__dict__.get(_ATTACHED, ()))
+    for module in model.modules():
+        if module not in attached and _package(module) == "transformer_lens":
+            _detach(module)
+
+
+def _detach(module: nn.Module) -> None:
+    run = vars(module).get("forward")
+    if isinstance(run, ForwardWhereItIs):
+        del vars(module)["forward"]
+        if run.own is not None:
+            vars(module)["forward"] = run.own
+
+
+def _package(module: nn.Module) -> str:
+    return type(module).__module__.partition(".")[0]
 
 
 def runs_where_it_is(module: nn.Module) -> bool:
@@ -65,7 +81,7 @@ def attached_modules(
     for name, here in placement.device_map.items():
         own = (None, here, placement.stored_on(name))
         for path, module in model.get_submodule(name).named_modules(prefix=name):
-            package = type(module).__module__.partition(".")[0]
+            package = _package(module)
             if module in inside or package == "transformer_lens":
                 continue
             elsewhere = device_of_weights(module) not in own

@@ -6,7 +6,6 @@ import atexit
 import sys
 import threading
 import weakref
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from tl_devicefix.placement.in_use import devices_in_use, home_of
 from tl_devicefix.placement.memory import gib
 from tl_devicefix.running.joining import Joining, bytes_of
 from tl_devicefix.running.torch_while_mixing import change_torch, restore_torch
+from tl_devicefix.running.users_lines import line_of_user
 
 
 class Copied(NamedTuple):
@@ -160,29 +160,13 @@ class _Mixing(Joining):
 
     def copied(self, nbytes: int) -> None:
         """Count it for the line that mixes."""
-        line = _line_of_user(sys._getframe(1))
+        line = line_of_user(sys._getframe(1))
         for each in _thread.held():
             each._count(line, nbytes)
 
 
 _thread = _Thread()
 listen(lambda: _thread.follow())
-
-_NOT_THE_USERS = {
-    *("torch", "transformer_lens", "tl_devicefix", "transformers", "accelerate"),
-    *("einops", "fancy_einsum", "jaxtyping", "contextlib", "functools"),
-}
-
-
-def _line_of_user(frame: FrameType | None) -> str:
-    """The innermost line that is not of these libraries: "script.py:12"."""
-    innermost = frame
-    while frame is not None:
-        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_THE_USERS:
-            break
-        frame = frame.f_back
-    found = frame or innermost
-    return f"{found.f_code.co_filename}:{found.f_lineno}" if found is not None else "?"
 
 
 def _push_at_bottom(mode: TorchFunctionMode) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from keyword import iskeyword
 
 
 def expression(path: str) -> str:
@@ -11,6 +12,8 @@ def expression(path: str) -> str:
     for part in path.split(".") if path else ():
         if part.isdigit():
             written += f"[{part}]"
+        elif iskeyword(part):  # as a Bridge's `mlp.in`
+            written = f"getattr({written}, {part!r})"
         elif part.isidentifier():
             written += f".{part}"
         else:  # a key of an nn.ModuleDict

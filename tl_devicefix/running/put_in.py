@@ -7,6 +7,7 @@ run where they are (`attached.py`), and so does what components on several devic
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 import weakref
@@ -22,9 +23,10 @@ from tl_devicefix.offload.visiting import pin
 from tl_devicefix.placement.devices import HOST
 from tl_devicefix.placement.memory import gib
 from tl_devicefix.placement.placement import PlacedComponent, Placement
-from tl_devicefix.running.attached import run_where_it_is, runs_where_it_is
+from tl_devicefix.running.attached import detach_copies, run_where_it_is, runs_where_it_is
 from tl_devicefix.running.joining import bytes_of
 from tl_devicefix.running.naming import expression, joined, listed
+from tl_devicefix.running.users_lines import stacklevel_of_user
 
 _WATCH = "_tl_devicefix_watch"
 
@@ -103,6 +105,7 @@ class Watch:
         """Bring all that is elsewhere to its component, and warn of it once."""
         with self._lock, torch.inference_mode(False), torch.no_grad():
             placement = model.placement
+            detach_copies(model)
             if self._attach is not None:
                 self._attach(model, placement)
             shared = _shared(model, placement)
@@ -232,6 +235,12 @@ class _PutIn(NamedTuple):
     def full_name(self) -> str:
         return joined(self.path, self.name)
 
+    @property
+    def line(self) -> str:
+        """The line that puts in one that is where it belongs."""
+        put = ".data" if self.is_weight else ""  # torch takes no tensor for a parameter
+        return f'{expression(self.full_name)}{put} = value.to("{self.belongs}")'
+
 
 def _components(model: Any, placement: Placement) -> Iterator[tuple[PlacedComponent, nn.Module]]:
     modules = dict(model.named_modules())
@@ -290,17 +299,19 @@ def _move(parameter: torch.Tensor, device: torch.device) -> None:
 
 def _warn(moved: list[_PutIn], left: list[_PutIn]) -> None:
     """One warning for all."""
-    said = [
-        f"{_named(found)} {what}: put in one that is there, "
-        f'{expression(found[0].full_name)} = value.to("{found[0].belongs}")'
-        for found, what in (
-            (moved, "was put in from another device, and brought to its component's"),
-            (left, "is shared by components on several devices, and copied at each run"),
+    said = []
+    if moved:
+        said.append(
+            f"{_named(moved)} was put in from another device, and brought to its component's: "
+            f"put in one that is there, {moved[0].line}"
         )
-        if found
-    ]
+    if left:
+        said.append(
+            f"{_named(left)} is shared by components on several devices, and copied at each run: "
+            "if they need not share it, put a copy in each"
+        )
     if said:
-        warnings.warn("; ".join(said), stacklevel=2)
+        warnings.warn("; ".join(said), stacklevel=stacklevel_of_user(sys._getframe()))
 
 
 def _named(found: list[_PutIn]) -> str:

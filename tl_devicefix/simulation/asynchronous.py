@@ -21,6 +21,7 @@ from tl_devicefix.simulation.backward import raise_or_keep
 from tl_devicefix.simulation.geometry import (
     Geometry,
     Given,
+    NoSparseTensors,
     Outcome,
     Tensors,
     geometry_of,
@@ -155,6 +156,8 @@ class Asynchronous:
             return self._run_waiting(func, tensors, stream)
         try:
             expected = outcome(func, tensors)
+        except NoSparseTensors:
+            raise
         except Exception:  # noqa: BLE001  # of zeros, or of any values: the values tell
             return self._run_waiting(func, tensors, stream)
         if func in _WITHOUT_VALUES:
@@ -308,13 +311,8 @@ class Asynchronous:
         """Values that no one else has, put into memory of a device.
 
         Raises:
-            NotImplementedError: if they are sparse.
+            NoSparseTensors: if they are sparse.
         """
-        if values.layout is not torch.strided:
-            raise NotImplementedError(
-                "asynchronous simulated devices have no sparse tensors: enter `simulate` without "
-                "asynchronous=True"
-            )
         stream = self.current(device)
         values = values.resolve_conj().resolve_neg()
         there = self.empty(geometry_of(values), stream)

@@ -224,7 +224,7 @@ def _zeros(size: Any, *, device: Any = None, pin_memory: Any = None, **options: 
 
     A wrapper cannot carry what says that it is one, so a kernel would read from it.
     """
-    return _allocate(aten.zeros.default, (size,), device, options)
+    return _allocate(aten.empty.memory_format, (size,), device, options).zero_()
 
 
 def _attention(

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tl_devicefix.simulation.backend import active_machine
 from tl_devicefix.simulation.machine import DEVICE_TYPE
 
 _CPU_GENERATOR = torch.Generator
@@ -24,14 +25,18 @@ class Generator(_CPU_GENERATOR, metaclass=_AlsoTorchs):
     _device: torch.device
 
     def __new__(cls, device: Any = "cpu") -> Any:
-        """Make one, or torch's own for any other type of device."""
+        """Make one, or torch's own for any other type of device.
+
+        Raises:
+            RuntimeError: if the machine has no such device.
+        """
         device = torch.device(device)
         if device.type != DEVICE_TYPE:
             return _CPU_GENERATOR(device)
         generator: Any = super().__new__(cls, "cpu")  # type: ignore[call-arg]
         # As on CUDA, without an index it is the current device's.
-        index = torch.get_device_module(DEVICE_TYPE).current_device()
-        generator._device = device if device.index is not None else torch.device(device.type, index)
+        machine = active_machine()
+        generator._device = machine.devices[machine.index_of(device)]
         return generator
 
     @property

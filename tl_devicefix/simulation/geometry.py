@@ -68,6 +68,10 @@ class Geometry(NamedTuple):
         return (last + 1) * self.dtype.itemsize
 
 
+class NoSparseTensors(NotImplementedError):
+    """An operation gives a tensor that is not strided."""
+
+
 class Given(NamedTuple):
     """A result that is one of the tensors given, by its index among them."""
 
@@ -85,22 +89,28 @@ class Outcome(NamedTuple):
 
 
 _known: dict[Any, Outcome] = {}
+_MOST = 10_000  # of several models; then they are forgotten
 
 
 def outcome(func: Callable[..., Any], tensors: Tensors) -> Outcome:
     """Tell what an operation gives.
 
     Raises:
+        NoSparseTensors: if it gives a sparse tensor.
         Exception: what the operation raises on zeros.
     """
     key = (func, tensors.key, torch.get_default_dtype())
     try:
-        if key in _known:
-            return _known[key]
+        known = _known.get(key)  # once, as another thread may forget them
     except TypeError:  # an argument that has no hash
         return _try(func, tensors)
-    _known[key] = _try(func, tensors)
-    return _known[key]
+    if known is not None:
+        return known
+    found = _try(func, tensors)
+    if len(_known) >= _MOST:
+        _known.clear()
+    _known[key] = found
+    return found
 
 
 def _try(func: Callable[..., Any], tensors: Tensors) -> Outcome:
@@ -126,7 +136,16 @@ def _try(func: Callable[..., Any], tensors: Tensors) -> Outcome:
 
 
 def geometry_of(tensor: torch.Tensor) -> Geometry:
-    """The geometry of a tensor."""
+    """The geometry of a tensor.
+
+    Raises:
+        NoSparseTensors: if it is sparse.
+    """
+    if tensor.layout is not torch.strided:
+        raise NoSparseTensors(
+            "asynchronous simulated devices have no sparse tensors: enter `simulate` without "
+            "asynchronous=True"
+        )
     return Geometry(tensor.shape, tensor.stride(), tensor.dtype)
 
 

@@ -46,9 +46,11 @@ def simulate(
     may change the last bits of sums, and then the numbers would not be the CPU's.
 
     Refused, in one sentence: tensors of other sparse layouts than ``to_sparse()`` gives, and what
-    depends on values where there are none. Other than on CUDA: autocast casts what it casts on the
-    CPU; a ``torch.Generator`` gives the CPU's numbers; a tensor that is pickled, or is sent to a
-    process that was not forked, arrives on the CPU.
+    depends on values where there are none; all sparse tensors, if ``asynchronous``. torch itself
+    fails at ``torch.tensor([x.sum(), y.sum()])`` of simulated scalars: write ``torch.stack``. Other
+    than on CUDA: autocast casts what it casts on the CPU; a ``torch.Generator`` gives the CPU's
+    numbers; a tensor that is pickled, or is sent to a process that was not forked, arrives on the
+    CPU.
 
     torch keeps the name of the device type until the process ends: afterwards
     ``torch.accelerator.current_accelerator()`` is ``sim``, with 0 devices. Real GPUs are better

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy
@@ -42,7 +42,8 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
 
     _cpu: torch.Tensor
     _allocation: Allocation
-    _allocations_of_indices: list[Allocation]  # of a sparse tensor; `_allocation` is its values'
+    # Of a sparse tensor; `_allocation` is its values'.
+    _allocations_of_indices: Sequence[Allocation] = ()
 
     # Without this, torch would call Python once more for each operation.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -211,6 +212,7 @@ def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
         # torch exchanges the metadata below Python, so the values must follow here.
         TENSOR_DATA.__set__(tensor, value)
         tensor._cpu, tensor._allocation = value._cpu, value._allocation
+        tensor._allocations_of_indices = value._allocations_of_indices
     elif type(tensor) is SimTensor or type(value) is SimTensor:
         _change_kind(tensor, value)
     else:
@@ -230,7 +232,7 @@ def _change_kind(tensor: torch.Tensor, value: torch.Tensor) -> None:
         twin.requires_grad_(tensor.requires_grad)
     grad, tensor.grad = tensor.grad, None
     tensor.__class__, twin.__class__ = twin.__class__, tensor.__class__
-    for name in ("_cpu", "_allocation", "_is_param"):
+    for name in ("_cpu", "_allocation", "_allocations_of_indices", "_is_param"):
         _swap_attribute(tensor.__dict__, twin.__dict__, name)
     torch._C._swap_tensor_impl(tensor, twin)  # type: ignore[attr-defined]
     if grad is not None:
