@@ -14,7 +14,9 @@ import pytest
 import torch
 from comparison import assert_agrees
 from kinds import new_kv_cache
+from torch.nn import Linear
 from torch.overrides import _len_torch_function_stack
+from torch.testing import assert_close
 
 import tl_devicefix
 from tl_devicefix.placement import in_use
@@ -26,7 +28,7 @@ def of_this_module_only() -> Iterator[None]:
     """Models of other modules' tests may live on, and their devices be in use."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(in_use, "_placements", {})
-        patch.setattr(in_use, "_devices", frozenset())
+        patch.setattr(in_use, "_found", [])
         yield
 
 
@@ -106,7 +108,7 @@ def test_many_calls_are_one_mode(model: Any) -> None:
 def test_it_does_nothing_until_several_devices_are_in_use(machine: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(in_use, "_placements", {})
-        patch.setattr(in_use, "_devices", frozenset())
+        patch.setattr(in_use, "_found", [])
         with tl_devicefix.mix_devices():
             assert _len_torch_function_stack() == 0
             placement = tl_devicefix.plan("gpt2", n_devices=2)
@@ -137,6 +139,52 @@ def test_torch_is_as_it_was_afterwards(model: Any) -> None:
     assert [vars(torch.Tensor)[name] for name in names] == before
     with pytest.raises(AssertionError, match="device"):
         torch.testing.assert_close(torch.ones(1, device="sim:1"), torch.ones(1, device="sim:0"))
+
+
+def test_torch_is_as_it_was_after_a_thread_that_ended_while_it_mixed(model: Any) -> None:
+    before = vars(torch.Tensor)["register_hook"]
+    thread = threading.Thread(target=tl_devicefix.mix_devices)
+    thread.start()
+    thread.join()
+    gc.collect()
+    assert vars(torch.Tensor)["register_hook"] is before
+    with pytest.raises(AssertionError, match="device"):
+        assert_close(torch.ones(1, device="sim:1"), torch.ones(1, device="sim:0"))
+
+
+def test_assert_close_compares_devices_in_threads_that_do_not_mix(model: Any) -> None:
+    failed = []
+
+    def compare() -> None:
+        try:
+            assert_close(torch.ones(1, device="sim:1"), torch.ones(1, device="sim:0"))
+        except AssertionError as error:
+            failed.append("device" in str(error))
+
+    with tl_devicefix.mix_devices():
+        thread = threading.Thread(target=compare)
+        thread.start()
+        thread.join()
+        compare()
+        one, other = (torch.ones(1, device=f"sim:{i}") for i in (1, 0))
+        with pytest.raises(AssertionError, match="device"):
+            assert_close(one, other, check_device=True)
+    assert failed == [True]
+
+
+def test_a_hook_of_a_module_whose_input_has_no_gradient_mixes_in_any_thread(model: Any) -> None:
+    seen = []
+    module, whole = Linear(2, 2), torch.ones(2, device="sim:0")
+    with tl_devicefix.mix_devices():
+        module.register_full_backward_hook(
+            lambda m, inputs, outputs: seen.append(outputs[0] * whole)
+        )
+    hook = next(iter(module._backward_hooks.values()))
+    gradient = torch.ones(2, device="sim:2")
+    thread = threading.Thread(target=hook, args=(module, (None,), (gradient,)))
+    thread.start()
+    thread.join()
+    assert [each.device for each in seen] == [gradient.device]
 
 
 # --------------------------------------------------------------------------------------------
@@ -189,6 +237,36 @@ def test_a_model_s_devices_are_in_use_as_long_as_it_lives(
     del twin
     gc.collect()
     assert in_use.devices_in_use() == before
+
+
+def test_a_model_that_is_placed_while_a_thread_asks_for_the_devices_is_found(
+    machine: Any, monkeypatch: Any
+) -> None:
+    first, second = (tl_devicefix.plan("gpt2", n_devices=n) for n in (1, 2))
+    monkeypatch.setattr(in_use, "_placements", {})
+    monkeypatch.setattr(in_use, "_found", [])
+    in_use.use(first)
+    found = in_use._in_use
+
+    def interrupted() -> Any:
+        placements = found()
+        monkeypatch.setattr(in_use, "_in_use", found)
+        in_use.use(second)
+        return placements
+
+    monkeypatch.setattr(in_use, "_found", [])
+    monkeypatch.setattr(in_use, "_in_use", interrupted)
+    in_use.devices_in_use()
+    assert in_use.devices_in_use() == {torch.device("sim:0"), torch.device("sim:1")}
+
+
+def test_where_the_last_model_goes_in_between_results_lie_on_one_of_the_devices(
+    machine: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(in_use, "_placements", {})
+    monkeypatch.setattr(in_use, "_found", [])
+    both = frozenset({torch.device("sim:0"), torch.device("sim:1")})
+    assert in_use.home_of(both) in both
 
 
 # --------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from tl_devicefix.placement.gathering_device import listen
 from tl_devicefix.placement.in_use import devices_in_use, home_of
 from tl_devicefix.placement.memory import gib
 from tl_devicefix.running.joining import Joining, bytes_of
-from tl_devicefix.running.torch_while_mixing import change_torch, restore_torch
+from tl_devicefix.running.torch_while_mixing import ChangedTorch
 
 
 class Copied(NamedTuple):
@@ -106,6 +106,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self._stack: list[tuple[bool, weakref.ref[mix_devices]]] = []
         self._mode: _Mixing | None = None
+        self._torch: ChangedTorch | None = None
 
     @property
     def is_mixing(self) -> bool:
@@ -134,12 +135,11 @@ class _Thread(threading.local):
         wanted = self.is_mixing and len(devices_in_use()) > 1
         if wanted and self._mode is None:
             self._mode = _Mixing()
-            change_torch(lambda: _thread.is_mixing)
+            self._torch = ChangedTorch(lambda: _thread.is_mixing)
             _push_at_bottom(self._mode)
         elif not wanted and self._mode is not None:
             _take_out(self._mode)
-            restore_torch()
-            self._mode = None
+            self._mode = self._torch = None
 
 
 class _Mixing(Joining):
