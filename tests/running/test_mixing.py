@@ -17,6 +17,7 @@ from kinds import new_kv_cache
 from torch.nn import Linear
 from torch.overrides import _len_torch_function_stack
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 import tl_devicefix
 from tl_devicefix.placement import in_use
@@ -70,6 +71,32 @@ def test_after_a_with_it_is_as_before(model: Any) -> None:
     with tl_devicefix.mix_devices(False):
         assert not mixes(model)
     assert mixes(model)
+
+
+def test_one_object_may_be_entered_again(model: Any, capsys: Any) -> None:
+    with tl_devicefix.mix_devices(report=True) as mixing:
+        with mixing:
+            assert mixes(model)
+        assert mixes(model)
+        assert not capsys.readouterr().out
+    assert not mixes(model)
+    for _ in range(2):
+        assert len(capsys.readouterr().out.splitlines()) == 3
+        with mixing:
+            assert mixes(model)
+
+
+def test_a_call_within_a_with_ends_with_it(model: Any) -> None:
+    tl_devicefix.mix_devices()
+    with tl_devicefix.mix_devices():
+        tl_devicefix.mix_devices(False)
+        assert not mixes(model)
+    assert mixes(model)
+    tl_devicefix.mix_devices(False)
+    with tl_devicefix.mix_devices(False):
+        tl_devicefix.mix_devices()
+        assert mixes(model)
+    assert not mixes(model)
 
 
 def test_after_an_error_it_is_as_before(model: Any) -> None:
@@ -295,6 +322,46 @@ def test_gradients_of_a_graph_that_is_gone(model: Any) -> None:
         torch.autograd.grad(product, [one, other])
         with pytest.raises(RuntimeError, match="second time"):
             torch.autograd.grad(product, [one, other])
+
+
+def test_a_gradient_that_is_given_goes_to_its_output(model: Any) -> None:
+    leaf, gradient = (
+        torch.ones(2, device="sim:0", requires_grad=True),
+        torch.ones(2, device="sim:1"),
+    )
+    with tl_devicefix.mix_devices() as mixing:
+        (leaf * 2).backward(gradient)
+        torch.autograd.backward([leaf * 2], [gradient])
+        (last,) = torch.autograd.grad(leaf * 2, leaf, grad_outputs=gradient)
+    assert leaf.grad is not None
+    assert (leaf.grad.tolist(), last.tolist()) == ([4, 4], [2, 2])
+    assert [copied.times for copied in mixing.copied] == [1, 1, 1]
+
+
+def test_what_is_computed_again_in_a_backward_mixes(model: Any) -> None:
+    one, other = (torch.full((2,), 3.0, device=f"sim:{i}", requires_grad=True) for i in (0, 1))
+    with tl_devicefix.mix_devices():
+        checkpoint(torch.mul, one, other, use_reentrant=False).sum().backward()
+    assert other.grad is not None
+    assert (other.grad.device, other.grad.tolist()) == (other.device, [3, 3])
+
+
+class MixingInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient + torch.ones(2, device="sim:1")
+
+
+def test_a_backward_of_one_s_own_mixes(model: Any) -> None:
+    leaf = torch.ones(2, device="sim:0", requires_grad=True)
+    with tl_devicefix.mix_devices():
+        MixingInBackward.apply(leaf).sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [2, 2]
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
