@@ -120,7 +120,7 @@ _OF_AUTOGRAD = {
 With what they call the gradients of their outputs.
 """
 
-# Calls a function within a mode that it has just left; torch 2.10 does not have it.
+# Calls a function within a mode that it has just left; not every supported torch has it.
 _redispatch = getattr(torch.overrides, "redispatch_function", None)
 
 
