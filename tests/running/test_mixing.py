@@ -14,7 +14,10 @@ import pytest
 import torch
 from comparison import assert_agrees
 from kinds import new_kv_cache
+from torch.nn import Linear
 from torch.overrides import _len_torch_function_stack
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 import tl_devicefix
 from tl_devicefix.placement import in_use
@@ -26,7 +29,7 @@ def of_this_module_only() -> Iterator[None]:
     """Models of other modules' tests may live on, and their devices be in use."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(in_use, "_placements", {})
-        patch.setattr(in_use, "_devices", frozenset())
+        patch.setattr(in_use, "_found", [])
         yield
 
 
@@ -70,6 +73,32 @@ def test_after_a_with_it_is_as_before(model: Any) -> None:
     assert mixes(model)
 
 
+def test_one_object_may_be_entered_again(model: Any, capsys: Any) -> None:
+    with tl_devicefix.mix_devices(report=True) as mixing:
+        with mixing:
+            assert mixes(model)
+        assert mixes(model)
+        assert not capsys.readouterr().out
+    assert not mixes(model)
+    for _ in range(2):
+        assert len(capsys.readouterr().out.splitlines()) == 3
+        with mixing:
+            assert mixes(model)
+
+
+def test_a_call_within_a_with_ends_with_it(model: Any) -> None:
+    tl_devicefix.mix_devices()
+    with tl_devicefix.mix_devices():
+        tl_devicefix.mix_devices(False)
+        assert not mixes(model)
+    assert mixes(model)
+    tl_devicefix.mix_devices(False)
+    with tl_devicefix.mix_devices(False):
+        tl_devicefix.mix_devices()
+        assert mixes(model)
+    assert not mixes(model)
+
+
 def test_after_an_error_it_is_as_before(model: Any) -> None:
     with pytest.raises(ZeroDivisionError), tl_devicefix.mix_devices():
         raise ZeroDivisionError
@@ -106,7 +135,7 @@ def test_many_calls_are_one_mode(model: Any) -> None:
 def test_it_does_nothing_until_several_devices_are_in_use(machine: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(in_use, "_placements", {})
-        patch.setattr(in_use, "_devices", frozenset())
+        patch.setattr(in_use, "_found", [])
         with tl_devicefix.mix_devices():
             assert _len_torch_function_stack() == 0
             placement = tl_devicefix.plan("gpt2", n_devices=2)
@@ -137,6 +166,52 @@ def test_torch_is_as_it_was_afterwards(model: Any) -> None:
     assert [vars(torch.Tensor)[name] for name in names] == before
     with pytest.raises(AssertionError, match="device"):
         torch.testing.assert_close(torch.ones(1, device="sim:1"), torch.ones(1, device="sim:0"))
+
+
+def test_torch_is_as_it_was_after_a_thread_that_ended_while_it_mixed(model: Any) -> None:
+    before = vars(torch.Tensor)["register_hook"]
+    thread = threading.Thread(target=tl_devicefix.mix_devices)
+    thread.start()
+    thread.join()
+    gc.collect()
+    assert vars(torch.Tensor)["register_hook"] is before
+    with pytest.raises(AssertionError, match="device"):
+        assert_close(torch.ones(1, device="sim:1"), torch.ones(1, device="sim:0"))
+
+
+def test_assert_close_compares_devices_in_threads_that_do_not_mix(model: Any) -> None:
+    failed = []
+
+    def compare() -> None:
+        try:
+            assert_close(torch.ones(1, device="sim:1"), torch.ones(1, device="sim:0"))
+        except AssertionError as error:
+            failed.append("device" in str(error))
+
+    with tl_devicefix.mix_devices():
+        thread = threading.Thread(target=compare)
+        thread.start()
+        thread.join()
+        compare()
+        one, other = (torch.ones(1, device=f"sim:{i}") for i in (1, 0))
+        with pytest.raises(AssertionError, match="device"):
+            assert_close(one, other, check_device=True)
+    assert failed == [True]
+
+
+def test_a_hook_of_a_module_whose_input_has_no_gradient_mixes_in_any_thread(model: Any) -> None:
+    seen = []
+    module, whole = Linear(2, 2), torch.ones(2, device="sim:0")
+    with tl_devicefix.mix_devices():
+        module.register_full_backward_hook(
+            lambda m, inputs, outputs: seen.append(outputs[0] * whole)
+        )
+    hook = next(iter(module._backward_hooks.values()))
+    gradient = torch.ones(2, device="sim:2")
+    thread = threading.Thread(target=hook, args=(module, (None,), (gradient,)))
+    thread.start()
+    thread.join()
+    assert [each.device for each in seen] == [gradient.device]
 
 
 # --------------------------------------------------------------------------------------------
@@ -191,6 +266,36 @@ def test_a_model_s_devices_are_in_use_as_long_as_it_lives(
     assert in_use.devices_in_use() == before
 
 
+def test_a_model_that_is_placed_while_a_thread_asks_for_the_devices_is_found(
+    machine: Any, monkeypatch: Any
+) -> None:
+    first, second = (tl_devicefix.plan("gpt2", n_devices=n) for n in (1, 2))
+    monkeypatch.setattr(in_use, "_placements", {})
+    monkeypatch.setattr(in_use, "_found", [])
+    in_use.use(first)
+    found = in_use._in_use
+
+    def interrupted() -> Any:
+        placements = found()
+        monkeypatch.setattr(in_use, "_in_use", found)
+        in_use.use(second)
+        return placements
+
+    monkeypatch.setattr(in_use, "_found", [])
+    monkeypatch.setattr(in_use, "_in_use", interrupted)
+    in_use.devices_in_use()
+    assert in_use.devices_in_use() == {torch.device("sim:0"), torch.device("sim:1")}
+
+
+def test_where_the_last_model_goes_in_between_results_lie_on_one_of_the_devices(
+    machine: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(in_use, "_placements", {})
+    monkeypatch.setattr(in_use, "_found", [])
+    both = frozenset({torch.device("sim:0"), torch.device("sim:1")})
+    assert in_use.home_of(both) in both
+
+
 # --------------------------------------------------------------------------------------------
 # What it does not change, and what goes through it
 
@@ -217,6 +322,53 @@ def test_gradients_of_a_graph_that_is_gone(model: Any) -> None:
         torch.autograd.grad(product, [one, other])
         with pytest.raises(RuntimeError, match="second time"):
             torch.autograd.grad(product, [one, other])
+
+
+def test_a_gradient_that_is_given_goes_to_its_output(model: Any) -> None:
+    leaf, gradient = (
+        torch.ones(2, device="sim:0", requires_grad=True),
+        torch.ones(2, device="sim:1"),
+    )
+    with tl_devicefix.mix_devices() as mixing:
+        (leaf * 2).backward(gradient)
+        torch.autograd.backward([leaf * 2], [gradient])
+        (last,) = torch.autograd.grad(leaf * 2, leaf, grad_outputs=gradient)
+    assert leaf.grad is not None
+    assert (leaf.grad.tolist(), last.tolist()) == ([4, 4], [2, 2])
+    assert [copied.times for copied in mixing.copied] == [1, 1, 1]
+
+
+within_backwards = pytest.mark.skipif(
+    not hasattr(torch.overrides, "redispatch_function"), reason="of newer torch"
+)
+
+
+@within_backwards
+def test_what_is_computed_again_in_a_backward_mixes(model: Any) -> None:
+    one, other = (torch.full((2,), 3.0, device=f"sim:{i}", requires_grad=True) for i in (0, 1))
+    with tl_devicefix.mix_devices():
+        checkpoint(torch.mul, one, other, use_reentrant=False).sum().backward()
+    assert other.grad is not None
+    assert (other.grad.device, other.grad.tolist()) == (other.device, [3, 3])
+
+
+class MixingInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient + torch.ones(2, device="sim:1")
+
+
+@within_backwards
+def test_a_backward_of_one_s_own_mixes(model: Any) -> None:
+    leaf = torch.ones(2, device="sim:0", requires_grad=True)
+    with tl_devicefix.mix_devices():
+        MixingInBackward.apply(leaf).sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [2, 2]
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])

@@ -9,6 +9,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from tl_devicefix.simulation import simulate
 
@@ -474,6 +475,39 @@ def test_a_gradient_that_is_given_on_another_device(machine: Machine) -> None:
     y = torch.ones(3, device="sim:0", requires_grad=True) * 2
     with pytest.raises(RuntimeError, match=r"invalid gradient at index 0.*sim:0 but got sim:1"):
         y.backward(torch.ones(3, device="sim:1"))
+
+
+class FailingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient + torch.ones(3, device="sim:1")
+
+
+def test_a_backward_of_one_s_own_that_fails(machine: Machine) -> None:
+    leaf = torch.ones(3, device="sim:0", requires_grad=True)
+    with pytest.raises(RuntimeError, match="same device"):
+        FailingBackward.apply(leaf).sum().backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_what_is_computed_again_in_a_backward_and_fails(
+    machine: Machine, use_reentrant: bool
+) -> None:
+    runs = []
+
+    def squared(x: torch.Tensor) -> torch.Tensor:
+        runs.append(x)
+        return x.sin() * (x if len(runs) == 1 else torch.ones(3, device="sim:1"))
+
+    leaf = torch.ones(3, device="sim:0", requires_grad=True)
+    y = checkpoint(squared, leaf, use_reentrant=use_reentrant).sum()
+    with pytest.raises(RuntimeError, match="same device"):
+        y.backward()
+    assert len(runs) == 2
 
 
 def test_a_backward_without_room(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,46 +11,55 @@ from tl_devicefix.placement.placement import Placement
 
 # By identity, as equal placements of two models are two; in the order they were placed.
 _placements: dict[int, weakref.ref[Placement]] = {}
-_devices: frozenset[torch.device] | None = frozenset()
-_latest_home: torch.device | None = None  # whose type an index has that `gather_on` is given
+# Their devices, and the home of the latest, once asked for. At each change it is a fresh list, as
+# models come and go in any thread: what was found out meanwhile stays in the old one.
+_found: list[tuple[frozenset[torch.device], torch.device | None]] = []
 
 
 def use(placement: Placement) -> None:
     """Count a placement's devices as in use, as long as a model (or anyone) holds it."""
+    global _found
     key = id(placement)
-    _forget(key)
+    _placements.pop(key, None)
     _placements[key] = weakref.ref(placement, lambda _: _forget(key))
+    _found = []
     tell_listeners()
 
 
 def _forget(key: int) -> None:
-    global _devices
+    global _found
     _placements.pop(key, None)
-    _devices = None
+    _found = []
 
 
 def devices_in_use() -> frozenset[torch.device]:
     """Those of every placed model, the host if blocks are offloaded, and that of `gather_on`."""
-    global _devices, _latest_home
-    devices = _devices  # which is forgotten at any time, as a model may go in any thread
-    if devices is None:
-        placements = _in_use()
-        _devices = devices = frozenset(device for each in placements for device in each.memories)
-        _latest_home = placements[-1].home if placements else None
-    chosen = chosen_device(_latest_home)
+    devices, latest_home = _find()
+    chosen = chosen_device(latest_home)
     return devices if chosen is None else devices | {chosen}
+
+
+def _find() -> tuple[frozenset[torch.device], torch.device | None]:
+    found = _found
+    if not found:
+        placements = _in_use()
+        devices = frozenset(device for each in placements for device in each.memories)
+        found.append((devices, placements[-1].home if placements else None))
+    return found[0]
 
 
 def home_of(devices: frozenset[torch.device]) -> torch.device:
     """Where the results of mixing some devices in use belong.
 
     That of `gather_on`; else the home of the model that was placed last, of those that are on all
-    of the devices, or, where none is, on one of them.
+    of the devices, or, where none is, on one of them; else, where all have just gone, one of them.
     """
-    chosen = chosen_device(_latest_home)
+    chosen = chosen_device(_find()[1])
     if chosen is not None:
         return chosen
     latest = [each for each in reversed(_in_use()) if devices & set(each.memories)]
+    if not latest:
+        return min(devices, key=str)
     return next((each for each in latest if devices <= set(each.memories)), latest[0]).home
 
 

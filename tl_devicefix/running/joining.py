@@ -43,7 +43,9 @@ class Joining(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not on_several_devices(args, kwargs) or _thread.trying or func in _OF_AUTOGRAD:
+        if func in _OF_AUTOGRAD:
+            return self._run_backward(func, types, args, kwargs)
+        if not on_several_devices(args, kwargs) or _thread.trying:
             return func(*args, **kwargs)
         tensors = list(tensors_in((args, kwargs)))
         devices = self.devices() & {tensor.device for tensor in tensors}
@@ -69,6 +71,37 @@ class Joining(TorchFunctionMode):
         self.copied(call.nbytes)
         return result
 
+    def _run_backward(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """One of autograd's, whose given gradients go to their outputs.
+
+        What it runs in this thread mixes too: a block's recomputation, a `Function.backward`.
+        """
+        kwargs = dict(kwargs)
+        name = _OF_AUTOGRAD[func]
+        kwargs[name] = self._at_outputs(args[0], kwargs.get(name))
+        if _redispatch is None:
+            return func(*args, **kwargs)
+        with self:
+            return _redispatch(func, types, args, kwargs)
+
+    def _at_outputs(self, outputs: Any, gradients: Any) -> Any:
+        """Gradients, each on the device of its output."""
+        if isinstance(gradients, tuple | list):
+            several = outputs if isinstance(outputs, tuple | list) else (outputs,)
+            if len(gradients) != len(several):
+                return gradients  # which torch refuses
+            return tuple(self._at_outputs(*each) for each in zip(several, gradients))
+        if isinstance(outputs, tuple | list) and len(outputs) == 1:
+            outputs = outputs[0]
+        if not isinstance(outputs, torch.Tensor) or not isinstance(gradients, torch.Tensor):
+            return gradients
+        if gradients.device == outputs.device:
+            return gradients
+        if not {gradients.device, outputs.device} <= self.devices():
+            return gradients
+        self.copied(bytes_of(gradients))
+        return gradients.to(outputs.device)
+
 
 class _Thread(threading.local):
     trying = False
@@ -77,8 +110,18 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 
-_OF_AUTOGRAD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
-"""They take tensors of several devices, and copies of these would not be in the graph."""
+_OF_AUTOGRAD = {
+    torch.Tensor.backward: "gradient",
+    torch.autograd.backward: "grad_tensors",
+    torch.autograd.grad: "grad_outputs",
+}
+"""They take tensors of several devices, and copies of these would not be in the graph.
+
+With what they call the gradients of their outputs.
+"""
+
+# Calls a function within a mode that it has just left; not every supported torch has it.
+_redispatch = getattr(torch.overrides, "redispatch_function", None)
 
 
 class JoinedAt(Joining):

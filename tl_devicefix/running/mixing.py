@@ -16,7 +16,7 @@ from tl_devicefix.placement.gathering_device import listen
 from tl_devicefix.placement.in_use import devices_in_use, home_of
 from tl_devicefix.placement.memory import gib
 from tl_devicefix.running.joining import Joining, bytes_of
-from tl_devicefix.running.torch_while_mixing import change_torch, restore_torch
+from tl_devicefix.running.torch_while_mixing import ChangedTorch
 from tl_devicefix.running.users_lines import line_of_user
 
 
@@ -32,7 +32,8 @@ class mix_devices:
     """Let torch functions mix tensors of the devices in use: from now on, or within a `with`.
 
     ``tl_devicefix.mix_devices()`` takes effect at once and stays, as ``torch.set_grad_enabled``
-    does; ``tl_devicefix.mix_devices(False)`` ends it. With ``with``, it is as before at the end.
+    does; ``tl_devicefix.mix_devices(False)`` ends it. With ``with``, it is as before at the end,
+    whatever calls were made within.
 
     A function that torch refuses, as its tensors are on several devices, gets them brought
     together: what is changed in place (or by ``out=``), and what is indexed, stays where it is;
@@ -41,13 +42,14 @@ class mix_devices:
 
     The devices in use are those of the models that are placed (the host if blocks are offloaded),
     and that of `gather_on`, which is then home. A tensor of any other device, such as the CPU, is
-    left alone, and torch says so. PyTorch's own hooks on gradients (`Tensor.register_hook`,
+    left alone, and torch says so. A gradient given to `backward` or `torch.autograd.grad` goes to
+    its output's device. PyTorch's own hooks on gradients (`Tensor.register_hook`,
     `register_full_backward_hook`, ...) mix if they were registered within it, in whichever thread
     autograd runs them. `torch.testing.assert_close` compares values wherever they are.
 
     It holds in this thread: enter it in each thread that mixes (and again where another thread has
-    placed the first model since). Code that torch compiles is left as it is. While one device is in
-    use, it does nothing, and costs nothing.
+    placed the first model since). Code that torch compiles is left as it is. Until a second device
+    comes in use, it does nothing, and costs nothing.
 
     Args:
         mode: False switches it off, also within a `with` of its own.
@@ -67,13 +69,13 @@ class mix_devices:
             atexit.register(self._end)
 
     def __enter__(self) -> mix_devices:
-        if self not in _thread.held():
-            _thread.add(self)
+        _thread.enter(self)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        _thread.remove(self)
-        self._end()
+        _thread.leave(self)
+        if self not in _thread.held():
+            self._end()
 
     @property
     def copied(self) -> list[Copied]:
@@ -93,40 +95,61 @@ class mix_devices:
         counts[1] += 1
 
     def _end(self) -> None:
-        """Print the report, once."""
+        """Print the report."""
         if self._report:
-            self._report = False
             atexit.unregister(self._end)
             print(self)
+
+
+class _Entry(NamedTuple):
+    """One that is on in a thread: by a call, or entered by a `with`."""
+
+    mode: bool
+    reference: weakref.ref[mix_devices]
+    entered: bool
 
 
 class _Thread(threading.local):
     """What is on in a thread: the last says whether devices mix."""
 
     def __init__(self) -> None:
-        self._stack: list[tuple[bool, weakref.ref[mix_devices]]] = []
+        self._stack: list[_Entry] = []
         self._mode: _Mixing | None = None
+        self._torch: ChangedTorch | None = None
 
     @property
     def is_mixing(self) -> bool:
         """Whether devices mix in this thread."""
-        return bool(self._stack) and self._stack[-1][0]
+        return bool(self._stack) and self._stack[-1].mode
 
     def held(self) -> list[mix_devices]:
         """Those that someone holds, as every `with` does: they count what is copied."""
-        return [each for _, reference in self._stack if (each := reference()) is not None]
+        held = (entry.reference() for entry in self._stack)
+        return list(dict.fromkeys(each for each in held if each is not None))
 
     def add(self, each: mix_devices) -> None:
-        """Let one be the last."""
+        """Let a call be the last."""
         # Of calls that nobody can take back any more, one after the other, the last is enough.
-        while len(self._stack) > 1 and not any(reference() for _, reference in self._stack[-2:]):
+        while len(self._stack) > 1 and not any(entry.reference() for entry in self._stack[-2:]):
             del self._stack[-2]
-        self._stack.append((each.mode, weakref.ref(each)))
+        self._push(each, entered=False)
+
+    def enter(self, each: mix_devices) -> None:
+        """Let one be the last until it is left, and no longer by its call."""
+        self._stack = [e for e in self._stack if e.entered or e.reference() is not each]
+        self._push(each, entered=True)
+
+    def leave(self, each: mix_devices) -> None:
+        """Remove one, wherever it is (a generator may leave its own late), and calls within it."""
+        entered = [i for i, e in enumerate(self._stack) if e.reference() is each and e.entered]
+        if entered:
+            del self._stack[entered[-1]]
+            while entered[-1] < len(self._stack) and not self._stack[entered[-1]].entered:
+                del self._stack[entered[-1]]
         self.follow()
 
-    def remove(self, each: mix_devices) -> None:
-        """Remove one, wherever it is: a generator may leave its own late."""
-        self._stack = [entry for entry in self._stack if entry[1]() is not each]
+    def _push(self, each: mix_devices, entered: bool) -> None:
+        self._stack.append(_Entry(each.mode, weakref.ref(each), entered))
         self.follow()
 
     def follow(self) -> None:
@@ -134,12 +157,11 @@ class _Thread(threading.local):
         wanted = self.is_mixing and len(devices_in_use()) > 1
         if wanted and self._mode is None:
             self._mode = _Mixing()
-            change_torch(lambda: _thread.is_mixing)
+            self._torch = ChangedTorch(lambda: _thread.is_mixing)
             _push_at_bottom(self._mode)
         elif not wanted and self._mode is not None:
             _take_out(self._mode)
-            restore_torch()
-            self._mode = None
+            self._mode = self._torch = None
 
 
 class _Mixing(Joining):

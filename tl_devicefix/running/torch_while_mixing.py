@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -24,17 +25,38 @@ _REGISTERING = (
     (torch.nn.Module, "register_full_backward_pre_hook"),
 )
 _DEFAULTS: dict[str, Any] = torch.testing.assert_close.__kwdefaults__ or {}
-_lock = threading.Lock()
+_lock = threading.RLock()  # a thread's end may be noticed within it
 _threads = 0
 _replaced: list[tuple[Any, str, Any, Any]] = []
 
 
-def change_torch(is_mixing: Callable[[], bool]) -> None:
-    """Do it, once for all threads in which devices mix.
+class ChangedTorch:
+    """Torch, changed once for all threads in which devices mix, as long as one of them holds this.
 
     Args:
-        is_mixing: whether they do in the thread that asks.
+        is_mixing: whether they do in the thread that asks. In others, torch does as ever.
     """
+
+    def __init__(self, is_mixing: Callable[[], bool]) -> None:
+        _change(is_mixing)
+        # Nobody restores it in a thread that ends while devices mix in it.
+        weakref.finalize(self, _restore).atexit = False
+
+
+class _UnlessMixing:
+    """What `check_device` is by default: true in threads in which devices do not mix.
+
+    So it also holds where a script has imported the name `assert_close`.
+    """
+
+    def __init__(self, is_mixing: Callable[[], bool]) -> None:
+        self._is_mixing = is_mixing
+
+    def __bool__(self) -> bool:
+        return not self._is_mixing()
+
+
+def _change(is_mixing: Callable[[], bool]) -> None:
     global _threads
     with _lock:
         _threads += 1
@@ -45,11 +67,10 @@ def change_torch(is_mixing: Callable[[], bool]) -> None:
             ours = _registering(own, is_mixing)
             _replaced.append((owner, name, own, ours))
             setattr(owner, name, ours)
-        _DEFAULTS["check_device"] = False
+        _DEFAULTS["check_device"] = _UnlessMixing(is_mixing)
 
 
-def restore_torch() -> None:
-    """Undo it, when devices mix in no thread any more."""
+def _restore() -> None:
     global _threads
     with _lock:
         _threads -= 1
@@ -88,7 +109,8 @@ class _HookOfGradients:
     def __call__(self, *args: Any) -> Any:
         """Call the hook."""
         given = args[min(1, len(args) - 1)]
-        here = next((tensor.device for tensor in tensors_in(given)), None)
+        # A module's first gradients may all be None: those of an embedding's input are.
+        here = next((tensor.device for tensor in tensors_in(args)), None)
         if here is None:
             return self._of_user(*args)
         with JoinedAt(here, devices_in_use()):

@@ -1,8 +1,8 @@
 """A backward that fails on simulated devices: it raises, where torch would end the process.
 
 torch's autograd engine restores the stream of a device while an error passes through it, and for a
-backend in Python that ends the process. So errors of hooks, and of operations, are kept until the
-engine is done, and the first is raised then.
+backend in Python that ends the process. So errors of hooks, of a `Function.backward`, and of
+operations, are kept until the engine is done, and the first is raised then.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ def run_backward(engine: Engine) -> Engine:
     """torch's `_engine_run_backward`, which raises what was kept while it ran."""
 
     def run(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        global _engines
+        global _engines, _hooks
         _check_devices(t_outputs, args[0] if args else ())
         _engines += 1
+        hooks, _hooks = _hooks, 0  # of an engine around this one
         try:
             result = engine(t_outputs, *args, **kwargs)
         finally:
             _engines -= 1
+            _hooks = hooks
             errors, _errors[:] = list(_errors), []
         if errors:
             raise errors[0]
@@ -68,6 +70,21 @@ def raise_or_keep(error: Exception) -> None:
         del error  # or it and its traceback would hold each other, and what was allocated
 
 
+def _kept(call: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
+    """Call what is the user's within an engine: its error is kept, and there is something else."""
+    global _hooks
+    if _errors:
+        return otherwise()
+    _hooks += 1
+    try:
+        return call()
+    except Exception as error:  # noqa: BLE001  # whatever it is, it is raised later
+        _errors.append(error)
+    finally:
+        _hooks -= 1
+    return otherwise()
+
+
 class KeptErrors:
     """A hook of a backward, whose error is kept and which then changes nothing.
 
@@ -81,19 +98,13 @@ class KeptErrors:
 
     def __call__(self, *args: Any) -> Any:
         """Call the hook, and check where the gradient is that it returns."""
-        global _hooks
-        if _errors:
-            return None
-        _hooks += 1
-        try:
+
+        def checked() -> Any:
             result = self._hook(*args)
             self._check(args[-1], result)
-        except Exception as error:  # noqa: BLE001  # whatever it is, it is raised later
-            _errors.append(error)
-            return None
-        finally:
-            _hooks -= 1
-        return result
+            return result
+
+        return _kept(checked, lambda: None)
 
     def _check(self, given: Any, returned: Any) -> None:
         pairs = zip(*(v if isinstance(v, tuple) else (v,) for v in (given, returned)))
@@ -110,3 +121,31 @@ def registering(register: Callable[..., Any]) -> Callable[..., Any]:
         return register(self, KeptErrors(hook), *args, **kwargs)
 
     return register_kept
+
+
+def applying(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """The call of a `torch.autograd.Function.backward`, which keeps its errors."""
+
+    def apply_kept(self: Any, *args: Any) -> Any:
+        return _kept(lambda: apply(self, *args), lambda: (None,) * len(self.needs_input_grad))
+
+    return apply_kept
+
+
+def saving(init: Callable[..., None]) -> Callable[..., None]:
+    """`saved_tensors_hooks.__init__`: the hook that unpacks keeps its errors."""
+
+    def init_kept(self: Any, pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
+        def pack_with_kind(tensor: torch.Tensor) -> Any:
+            return pack(tensor), (tensor.shape, tensor.dtype, tensor.device)
+
+        def unpack_kept(packed: Any) -> Any:
+            value, (shape, dtype, device) = packed
+            if not _engines:
+                return unpack(value)
+            otherwise = functools.partial(torch.zeros, shape, dtype=dtype, device=device)
+            return _kept(lambda: unpack(value), otherwise)
+
+        init(self, pack_with_kind, unpack_kept)
+
+    return init_kept

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.fx.experimental._config as meta_config
+from torch.autograd.graph import saved_tensors_hooks
 
 from tl_devicefix.simulation import backend, backward, generators
 from tl_devicefix.simulation.asynchronous import Asynchronous
@@ -233,6 +234,9 @@ def _keep_errors_of_backwards(stack: ExitStack) -> None:
         (torch.nn.Module, "register_full_backward_pre_hook"),
     ):
         _replace(stack, owner, name, backward.registering(getattr(owner, name)))
+    function, saved = torch.autograd.function.BackwardCFunction, saved_tensors_hooks
+    _replace(stack, function, "apply", backward.applying(function.apply))
+    _replace(stack, saved, "__init__", backward.saving(saved.__init__))
 
 
 def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
