@@ -70,6 +70,13 @@ def test_devices_do_not_wait_for_each_other(sim: Any, held: Any) -> None:
     assert (torch.ones(3, device="sim:1") + 1).tolist() == [2, 2, 2]
 
 
+@pytest.mark.parametrize("like", [torch.zeros_like, torch.ones_like, torch.rand_like])
+def test_what_reads_a_shape_only_waits_for_nothing_of_another_device(like: Any, held: Any) -> None:
+    x = torch.ones(3, device="sim:0")
+    held("sim:0")
+    assert like(x, device="sim:1").cpu().shape == x.shape
+
+
 def test_a_copy_between_devices_waits_for_its_source(sim: Any, held: Any) -> None:
     x = torch.ones(3, device="sim:0")
     gate = held("sim:0")

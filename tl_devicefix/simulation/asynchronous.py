@@ -50,6 +50,12 @@ _NOT_THE_USERS = tuple(
     for file in (torch.__file__, __file__)  # whose lines tell a user nothing
 )
 _WITHOUT_VALUES = {aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default}
+_OF_A_SHAPE = {
+    *(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default),
+    *(aten.rand_like.default, aten.randn_like.default),
+    *(aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
+}
+"""What reads no value of the tensor that it is given, which may be on another device."""
 _WAITING_TAGS = {
     torch.Tag.data_dependent_output,
     torch.Tag.dynamic_output_shape,
@@ -189,7 +195,8 @@ class Asynchronous:
                     there.copy_(value)
 
             changed = written(func, args, kwargs)
-            self._give(str(func), run, stream, given, [*changed, *made])
+            reads = () if func in _OF_A_SHAPE else given
+            self._give(str(func), run, stream, reads, [*changed, *made])
         return result
 
     def _run_waiting(self, func: Any, tensors: Tensors, stream: StreamKey) -> Any:
@@ -203,7 +210,8 @@ class Asynchronous:
             except Exception as error:  # noqa: BLE001  # it is raised where the host waits
                 results.append(error)
 
-        task = self._give(str(func), run, stream, given, written(func, args, kwargs))
+        reads = () if func in _OF_A_SHAPE else given
+        task = self._give(str(func), run, stream, reads, written(func, args, kwargs))
         self._queues.wait(task)
         # Random numbers are drawn in order, for which a real device would not wait.
         if torch.Tag.nondeterministic_seeded not in func.tags:
