@@ -37,7 +37,7 @@ OF_EITHER = (
 OF_BRIDGE = ["bridge", *(f"{room}/bridge" for room in SHARED_ROOMS), "surface/test_bridge_sweep.py"]
 OF_HOOKED_TRANSFORMER = [
     *("checkpoints", "folding", "hooked", "parity", "placement"),
-    "libraries/test_sae_lens*.py",
+    *("libraries/test_sae_lens*.py", "libraries/test_circuit_tracer.py"),
     *(
         str(path.relative_to(HERE))
         for room in SHARED_ROOMS
