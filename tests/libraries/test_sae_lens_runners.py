@@ -28,6 +28,17 @@ HOOK = "blocks.3.hook_resid_post"
 N_CTX = 8
 
 
+BATCHES: dict[str, Any] = {
+    "streaming": False,
+    "context_size": N_CTX,
+    "prepend_bos": False,
+    "n_batches_in_buffer": 4,
+    "store_batch_size_prompts": 2,
+    "train_batch_size_tokens": 16,
+}
+"""How a store reads the data, by itself and in training."""
+
+
 @pytest.fixture
 def both(model: Any, reference: Any) -> tuple[Any, Any]:
     """A Llama over four devices, and as TransformerLens alone has it on one CPU."""
@@ -47,16 +58,11 @@ def store_of(model: Any, data: Dataset, device: str) -> ActivationsStore:
     return ActivationsStore(
         model,
         data,
-        streaming=False,
+        **BATCHES,
         hook_name=HOOK,
         hook_head_index=None,
-        context_size=N_CTX,
         d_in=D_MODEL,
-        n_batches_in_buffer=4,
         total_training_tokens=128,
-        store_batch_size_prompts=2,
-        train_batch_size_tokens=16,
-        prepend_bos=False,
         normalize_activations="none",
         device=torch.device(device),
         dtype="float32",
@@ -122,12 +128,7 @@ def train(data: Dataset, tmp_path: Path) -> Callable[..., dict[str, torch.Tensor
             hook_name=HOOK,
             dataset_path="in memory",
             is_dataset_tokenized=True,
-            streaming=False,
-            context_size=N_CTX,
-            prepend_bos=False,
-            n_batches_in_buffer=4,
-            store_batch_size_prompts=2,
-            train_batch_size_tokens=16,
+            **BATCHES,
             training_tokens=64,
             lr=1e-2,
             device=device,

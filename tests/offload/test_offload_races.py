@@ -14,7 +14,7 @@ import pytest
 import torch
 from comparison import assert_agrees, assert_same_weights
 from kinds import home_of
-from offloads import HOST, assert_at_rest
+from offloads import HOST, assert_at_rest, run_while_a_hook_halves_the_next_block
 
 from tl_devicefix.offload.copying import Copies
 from tl_devicefix.simulation.machine import Machine
@@ -116,15 +116,8 @@ def test_copies_that_are_out_of_date_arrive_before_their_memory_is_someone_else_
     load: Any, reference: Any, tokens: torch.Tensor
 ) -> None:
     model, reference = load("llama", "all of one device"), copy.deepcopy(reference)
-    results = []
-    for each in (model, reference):
 
-        @torch.no_grad()
-        def halve_next(activation: torch.Tensor, hook: Any, each: Any = each) -> None:
-            each.blocks[3].mlp.W_out.mul_(0.5)
-
-        hooks = [("blocks.2.hook_resid_pre", halve_next)]
-        results.append(each.run_with_hooks(tokens, fwd_hooks=hooks))
+    results = [run_while_a_hook_halves_the_next_block(each, tokens) for each in (model, reference)]
 
     assert_agrees(*results)
     assert_same_weights(model, reference)

@@ -13,7 +13,13 @@ import torch
 from architectures import NO_PROCESSING
 from comparison import assert_agrees, assert_same_weights
 from kinds import home_of, new_kv_cache
-from offloads import HOST, assert_at_rest, every_kind, every_offload
+from offloads import (
+    HOST,
+    assert_at_rest,
+    every_kind,
+    every_offload,
+    run_while_a_hook_halves_the_next_block,
+)
 
 import tl_devicefix
 from tl_devicefix.simulation.machine import Machine
@@ -195,15 +201,8 @@ def test_a_change_of_a_weight_on_its_way_is_not_missed(
     load: Any, reference: Any, tokens: torch.Tensor
 ) -> None:
     model, reference = load("llama", "all of one device"), copy.deepcopy(reference)
-    results = []
-    for each in (model, reference):
 
-        @torch.no_grad()
-        def halve_next(activation: torch.Tensor, hook: Any, each: Any = each) -> None:
-            each.blocks[3].mlp.W_out.mul_(0.5)
-
-        hooks = [("blocks.2.hook_resid_pre", halve_next)]
-        results.append(each.run_with_hooks(tokens, fwd_hooks=hooks))
+    results = [run_while_a_hook_halves_the_next_block(each, tokens) for each in (model, reference)]
 
     assert_agrees(*results)
 

@@ -195,8 +195,7 @@ class Asynchronous:
                     there.copy_(value)
 
             changed = written(func, args, kwargs)
-            reads = () if func in _OF_A_SHAPE else given
-            self._give(str(func), run, stream, reads, [*changed, *made])
+            self._give(str(func), run, stream, _read(func, given), [*changed, *made])
         return result
 
     def _run_waiting(self, func: Any, tensors: Tensors, stream: StreamKey) -> Any:
@@ -210,8 +209,8 @@ class Asynchronous:
             except Exception as error:  # noqa: BLE001  # it is raised where the host waits
                 results.append(error)
 
-        reads = () if func in _OF_A_SHAPE else given
-        task = self._give(str(func), run, stream, reads, written(func, args, kwargs))
+        changed = written(func, args, kwargs)
+        task = self._give(str(func), run, stream, _read(func, given), changed)
         self._queues.wait(task)
         # Random numbers are drawn in order, for which a real device would not wait.
         if torch.Tag.nondeterministic_seeded not in func.tags:
@@ -534,6 +533,11 @@ def _freed_too_early(block: Block, other: Access) -> RaceError:
         f"run; it was taken by {block.allocated}: have stream {stream} of sim:{device} wait for it "
         "before the tensor goes, or call record_stream."
     )
+
+
+def _read(func: Any, given: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors given to an operation whose values it reads."""
+    return [] if func in _OF_A_SHAPE else given
 
 
 def _must_wait(func: Any, tensors: Tensors) -> bool:

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-_Operation = torch._ops.OpOverload
-_Geometry = tuple[torch.Size, tuple[int, ...], torch.dtype]
+from tl_devicefix.simulation.geometry import Geometry, geometry_of
 
-_known: dict[Hashable, list[_Geometry]] = {}
+_Operation = torch._ops.OpOverload
+
+_known: dict[Hashable, list[Geometry]] = {}
 _MOST = 10_000  # of several models; then they are forgotten
 _PLAIN = (int, float, bool, str, torch.dtype, torch.layout, torch.memory_format, torch.device)
 
@@ -39,7 +40,7 @@ def call_without_values(func: _Operation, args: list[Any], kwargs: dict[str, Any
     if all(_is_new(each, args, kwargs) for each in found):
         if len(_known) >= _MOST:
             _known.clear()
-        _known[key] = [(each.size(), each.stride(), each.dtype) for each in found]
+        _known[key] = [geometry_of(each) for each in found]
     return result
 
 
@@ -62,11 +63,10 @@ def _is_new(result: Any, args: list[Any], kwargs: dict[str, Any]) -> bool:
     """Whether a result is a strided tensor with memory of its own, all of which it uses."""
     if type(result) is not torch.Tensor or result.layout is not torch.strided:
         return False
-    like = torch.empty_strided(result.size(), result.stride(), dtype=result.dtype, device="meta")
     storage = result.untyped_storage()
     given = (each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
     return (
         not (result.storage_offset() or result.is_conj() or result.is_neg())
-        and storage.nbytes() == like.untyped_storage().nbytes()
+        and storage.nbytes() == geometry_of(result).nbytes
         and all(each.untyped_storage()._cdata != storage._cdata for each in given)
     )
