@@ -86,7 +86,7 @@ def package(session: nox.Session) -> None:
     session.run("python", str(repository / "docs/figures/patching.py"), results, drawn)
 
     session.chdir(repository)
-    session.install("mypy==2.4.1")
+    session.install("-c", "constraints.txt", "mypy==2.4.1", "pytest")
     session.run("mypy")
     session.run("mypy", "--config-file", "tests/mypy.ini")
 
