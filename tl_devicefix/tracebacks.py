@@ -38,6 +38,12 @@ ON_MIXED_DEVICES = (
 )
 
 
+def note(error: BaseException, text: str) -> None:
+    """Add a note to an error."""
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+
+
 @contextlib.contextmanager
 def noting_mixed_devices() -> Iterator[None]:
     """Within it, an error about tensors of several devices gets a note that says what to write."""
@@ -51,8 +57,8 @@ def noting_mixed_devices() -> Iterator[None]:
 def note_mixed_devices(error: RuntimeError) -> None:
     """Add the note to an error, if it is about several devices and has not got it yet."""
     about_devices = "same device" in str(error) or "expected device" in str(error)
-    if about_devices and hasattr(error, "add_note") and not _is_noted(error):
-        error.add_note(ON_MIXED_DEVICES)
+    if about_devices and not _is_noted(error):
+        note(error, ON_MIXED_DEVICES)
 
 
 def _is_noted(error: BaseException | None) -> bool:

@@ -21,6 +21,7 @@ from tl_devicefix.running.carrying import move
 from tl_devicefix.running.forward import HANDLES
 from tl_devicefix.running.hooking import let_hooks_be, let_hooks_mix
 from tl_devicefix.running.put_in import watch
+from tl_devicefix.running.turns import going_to
 
 
 def settle_bridge(bridge: Any, placement: Placement) -> None:
@@ -122,6 +123,12 @@ class CarryAllTo:
         self, component: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments, on the device."""
+        with going_to(self.device):
+            return self._carried(component, args, kwargs)
+
+    def _carried(
+        self, component: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         residual = vars(component).get("_start_residual")  # of `start_at_layer`
         if residual is not None:
             component._start_residual = move(residual, self.device)
@@ -143,10 +150,10 @@ class CarryAllTo:
         if tensor.device == self.device:
             return tensor
         if tensor.requires_grad or tensor.is_inference():  # in a graph, or without a version
-            return tensor.to(self.device)
+            return move(tensor, self.device)
         copy, version = self._copies.get(tensor, (None, None))
         if copy is None or version != tensor._version:
-            copy, version = tensor.to(self.device), tensor._version
+            copy, version = move(tensor, self.device), tensor._version
             self._copies[tensor] = copy, version
         return copy
 

@@ -24,6 +24,7 @@ from tl_devicefix.running.carrying import bring_home, move
 from tl_devicefix.running.forward import HANDLES, is_aligned
 from tl_devicefix.running.hooking import let_hooks_be, let_hooks_mix
 from tl_devicefix.running.put_in import watch
+from tl_devicefix.running.turns import going_to
 
 
 def align(model: Any, placement: Placement) -> None:
@@ -105,10 +106,11 @@ class CarryTo:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments, on the device."""
-        return (
-            tuple(move(value, self.device) for value in args),
-            {name: move(value, self.device) for name, value in kwargs.items()},
-        )
+        with going_to(self.device):
+            return (
+                tuple(move(value, self.device) for value in args),
+                {name: move(value, self.device) for name, value in kwargs.items()},
+            )
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,12 @@ class CarryToBlock:
         self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the block's arguments, on the device."""
-        kwargs = dict(kwargs)
+        with going_to(self.device):
+            return self._carried(args, dict(kwargs))
+
+    def _carried(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         mask = kwargs.get("attention_mask")
         if mask is not None and mask.device != self.device:
             kwargs["attention_mask"] = self._mask_here(mask, args[0])
@@ -141,7 +148,7 @@ class CarryToBlock:
         carried = getattr(residual, _MASK, None)
         if carried is not None and getattr(carried, _SOURCE) is mask:
             return carried
-        carried = mask.to(self.device)
+        carried = move(mask, self.device)
         setattr(carried, _SOURCE, mask)
         return carried
 
@@ -166,7 +173,8 @@ class BringHome:
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Return the output, at home."""
-        return bring_home(output, self.home)
+        with going_to(self.home):
+            return bring_home(output, self.home)
 
 
 @dataclass(frozen=True)

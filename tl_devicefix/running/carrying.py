@@ -6,11 +6,14 @@ from typing import Any
 
 import torch
 
+from tl_devicefix.running.turns import current_run
+
 
 def move(value: Any, device: torch.device) -> Any:
     """Bring a tensor to a device; leave anything else alone."""
     if isinstance(value, torch.Tensor) and value.device != device:
-        return value.to(device)
+        run = current_run()
+        return value.to(device) if run is None else run.send(value, device)
     return value
 
 

@@ -9,6 +9,7 @@ from tl_devicefix.patching.applying import original
 from tl_devicefix.running.carrying import bring_home
 from tl_devicefix.running.interruption import refuse_unfinished
 from tl_devicefix.running.put_in import look_early
+from tl_devicefix.running.turns import going_to, rest
 from tl_devicefix.tracebacks import noting_mixed_devices
 
 HANDLES = "_tl_devicefix_handles"
@@ -32,9 +33,13 @@ def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if not is_aligned(self):
         return run(self, *args, **kwargs)
     look_early(self, self.placement)
-    with (
-        noting_mixed_devices(),
-        touring(self, kwargs.get("start_at_layer"), kwargs.get("stop_at_layer")),
-    ):
-        output = run(self, *args, **kwargs)
-    return bring_home(output, self.placement.home)
+    try:
+        with (
+            noting_mixed_devices(),
+            touring(self, kwargs.get("start_at_layer"), kwargs.get("stop_at_layer")),
+        ):
+            output = run(self, *args, **kwargs)
+        with going_to(self.placement.home):
+            return bring_home(output, self.placement.home)
+    finally:
+        rest()

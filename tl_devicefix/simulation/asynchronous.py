@@ -249,9 +249,10 @@ class Asynchronous:
         self, tensor: torch.Tensor, geometry: Geometry, stream: StreamKey, keep: bool = False
     ) -> None:
         """Give a tensor a storage of another size."""
-        for task in list(self._last.values()):
-            self._queues.wait(task)  # those that were given have the tensor as it was
         old = tensor.detach()
+        if old.untyped_storage().nbytes():  # else it was made to be given room: nothing has it
+            for task in list(self._last.values()):
+                self._queues.wait(task)  # those that were given have the tensor as it was
         tensor.set_(self.empty(geometry, stream))  # type: ignore[call-overload]
         if keep:
             size = old.untyped_storage().nbytes() // old.element_size()

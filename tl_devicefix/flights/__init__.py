@@ -1,0 +1,1 @@
+"""Many runs of one model in flight: each device computes for another run."""

@@ -1,0 +1,231 @@
+"""`in_flight`: many runs of one model, each device computing for another of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sized
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+import transformers.utils.logging as hf_logging
+
+from tl_devicefix.flights.callers_state import CallersState
+from tl_devicefix.flights.in_order import InOrder, seeding_in_order
+from tl_devicefix.flights.viewing import restore, view_of
+from tl_devicefix.running.turns import Run, Streams, Turns, running
+from tl_devicefix.tracebacks import note
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def in_flight(
+    model: Any,
+    run: Callable[[Any, Item], Result],
+    items: Iterable[Item],
+    at_once: int | None = None,
+    *,
+    progress: bool = False,
+    report: bool = False,
+) -> Iterator[Result]:
+    """Yield ``run(model, item)`` for each item, in order, with several runs under way at a time.
+
+    A model over n devices computes on one of them at a time: here, while one run is on the second
+    device, the next one is on the first. Each run is a thread, and is given a view of the model:
+    the same class, parameters, config and placement, and hooks of its own. So hooks that a run
+    adds are seen by no other, and are gone with it; what a run sets on the model is gone too.
+
+    Results are those of ``[run(model, item) for item in items]``, bit for bit. What the runs of a
+    loop would do to something shared in a certain order, they do in that order: a run that draws
+    random numbers of torch's (or seeds it), or calls ``backward``, waits there until the runs
+    before it have finished, and the rest of it is in flight with no earlier one. For gradients
+    that are in flight too, take ``torch.autograd.grad``. Python's and numpy's random numbers are
+    not put in order: draw them for the items. Weights are not to be changed.
+
+    Within a run, what is in force in the caller's thread is in force: ``torch.no_grad``,
+    ``inference_mode``, autocast, `mix_devices`, `gather_on`, torch's modes, current devices and
+    streams.
+
+    Args:
+        model: a HookedTransformer or TransformerBridge, on any number of devices.
+        run: what to do with a view of the model and an item. It may be called in several threads
+            at once.
+        items: may be endless: it is read in this thread, and no further than `at_once` ahead.
+        at_once: the most runs that are under way or finished and not fetched, each of which holds
+            its activations. By default one more than the model has devices: as many as can compute
+            at once, and one that is there as soon as the first device is free. On one device, 1.
+        progress: show a bar.
+        report: print at the end how long it took, each device's busy share, and what waited.
+
+    Yields:
+        What `run` returned, in the items' order. The next run begins when a result is fetched.
+
+    Raises:
+        ValueError: if `at_once` is less than 1.
+        RuntimeError: if a run changed a parameter of the model, when its turn comes.
+        Exception: what a run raised, when its turn comes, with a note that names the item's index.
+            Then, on KeyboardInterrupt, and when the generator is closed, runs that are under way
+            end at the next thing that they do with torch.
+
+    >>> def run(model, tokens):
+    ...     return model(tokens).mean().item()
+    >>> means = list(in_flight(model, run, batches))  # doctest: +SKIP
+    """
+    n_devices = len(_devices_of(model))
+    if at_once is None:
+        at_once = n_devices + 1 if n_devices > 1 else 1
+    if isinstance(at_once, bool) or not isinstance(at_once, int) or at_once < 1:
+        raise ValueError(f"at_once must be 1 or more runs, but is {at_once!r}")
+    source = _Items(items)
+    if at_once == 1:
+        return _one_by_one(model, run, source, progress)
+    return _fetched(_Flight(model, run, at_once), source, at_once, progress)
+
+
+class _Items:
+    """Items with their numbers. An error of theirs is kept until the runs before it are fetched."""
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self.count = len(items) if isinstance(items, Sized) else None
+        self._rest = enumerate(items)
+        self._error: Exception | None = None
+
+    def next(self) -> tuple[int, Any] | None:
+        """The next one; None at the end."""
+        try:
+            return None if self._error else next(self._rest, None)
+        except Exception as error:  # noqa: BLE001  # whatever it is, it is raised later
+            self._error = error
+            return None
+
+    def end(self) -> None:
+        """Raise what was kept."""
+        if self._error is not None:
+            raise self._error
+
+
+def _one_by_one(
+    model: Any, run: Callable[[Any, Any], Result], items: _Items, progress: bool
+) -> Iterator[Result]:
+    """Each run when it is fetched, in the caller's thread."""
+    view = view_of(model)
+    with _bar(items, progress) as bar:
+        while (found := items.next()) is not None:
+            yield _run_on(view, run, *found)
+            bar.update()
+    items.end()
+
+
+def _fetched(flight: _Flight, items: _Items, at_once: int, progress: bool) -> Iterator[Any]:
+    """Results as they are fetched, while later runs are under way."""
+    under_way = deque[Future[Any]]()
+
+    def fill(most: int) -> None:
+        while len(under_way) < most and (found := items.next()) is not None:
+            under_way.append(flight.start(*found))
+
+    with flight, _bar(items, progress) as bar:
+        fill(at_once)
+        while under_way:
+            if under_way[0].exception() is None:  # which waits
+                fill(at_once + 1)
+            # By no name of this frame, which would hold the result for the next run's time.
+            yield under_way.popleft().result()
+            bar.update()
+    items.end()
+
+
+def _run_on(view: Any, run: Callable[[Any, Any], Result], number: int, item: Any) -> Result:
+    """One run, after which the view is as before; an error says which item it is of."""
+    try:
+        return run(view, item)
+    except Exception as error:
+        note(error, f"in_flight: this is of the run of item {number}")
+        raise
+    finally:
+        restore(view)
+
+
+def _bar(items: _Items, progress: bool) -> Any:
+    return hf_logging.tqdm(total=items.count, desc="Runs in flight", disable=not progress)
+
+
+class _Flight:
+    """The threads and views of runs that are under way together.
+
+    Args:
+        model: whose views they get.
+        run: what each does.
+        at_once: how many there are.
+    """
+
+    def __init__(self, model: Any, run: Callable[[Any, Any], Any], at_once: int) -> None:
+        self._model = model
+        self._run = run
+        self._devices = _devices_of(model)
+        self._turns = Turns()
+        self._pool = ThreadPoolExecutor(at_once, thread_name_prefix="in_flight")
+        self._seats: list[tuple[Any, Streams]] = []
+        self._weights = _Weights(model)
+        self._seeding = seeding_in_order(dict.fromkeys(each.type for each in self._devices))
+
+    def __enter__(self) -> _Flight:
+        self._seeding.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self._turns.end()
+            self._pool.shutdown(cancel_futures=True)
+        finally:
+            self._seeding.__exit__(None, None, None)
+
+    def start(self, number: int, item: Any) -> Future[Any]:
+        """Have a run begin, with what is in force in this thread."""
+        self._turns.begin(number)
+        seat = self._seats.pop() if self._seats else (view_of(self._model), Streams())
+        state = CallersState(self._devices)
+        return self._pool.submit(state.run, self._fly, number, item, seat)
+
+    def _fly(self, number: int, item: Any, seat: tuple[Any, Streams]) -> Any:
+        view, streams = seat
+        run = Run(number, self._turns, streams)
+        try:
+            with running(run), InOrder(run):
+                result = _run_on(view, self._run, number, item)
+            self._weights.check(number)
+            return result
+        finally:
+            self._seats.append(seat)
+            self._turns.finish(number)
+
+
+def _devices_of(model: Any) -> tuple[torch.device, ...]:
+    if hasattr(model, "placement"):
+        return tuple(model.placement.devices)
+    return tuple(dict.fromkeys(parameter.device for parameter in model.parameters()))
+
+
+class _Weights:
+    """The weights of a model, that no run may change, as others use them at the same time."""
+
+    def __init__(self, model: Any) -> None:
+        self._versions = [
+            (name, weight, weight._version)
+            for name, weight in model.named_parameters()
+            if not weight.is_inference()
+        ]
+
+    def check(self, number: int) -> None:
+        """Check that they are as they were.
+
+        Raises:
+            RuntimeError: naming one that is not.
+        """
+        for name, weight, version in self._versions:
+            if weight._version != version:
+                raise RuntimeError(
+                    f"{name} was changed during the run of item {number}, while others in flight "
+                    "use it too: change a copy of it in a hook, or pass at_once=1"
+                )

@@ -1,0 +1,145 @@
+"""What has to happen in the order of the runs: a run in flight waits for all earlier ones first.
+
+Random numbers are drawn from generators that all runs share, and `backward` adds gradients up in
+parameters that all runs share. In a plain loop the runs come to these one after the other: so a
+run that comes to its first waits until the runs before it have finished, and goes on as the oldest
+one; those after it will wait for it. What it has done before was in flight with the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tl_devicefix.running.turns import Run, current_run
+
+Condition = Callable[[Any, dict[str, Any]], bool]
+
+
+def _always(args: Any, kwargs: dict[str, Any]) -> bool:
+    return True
+
+
+def _switched_on(position: int, name: str, default: Any) -> Condition:
+    """Whether the argument that has a function draw is there, and not zero."""
+
+    def is_on(args: Any, kwargs: dict[str, Any]) -> bool:
+        return bool(args[position] if len(args) > position else kwargs.get(name, default))
+
+    return is_on
+
+
+_DRAWING = (
+    *("bernoulli", "bernoulli_", "binomial", "cauchy_", "exponential_", "geometric_"),
+    *("gumbel_softmax", "log_normal_", "multinomial", "normal", "normal_", "poisson", "rand"),
+    *("rand_like", "randint", "randint_like", "randn", "randn_like", "random_", "randperm"),
+    *("uniform_", "_sample_dirichlet", "_standard_gamma"),
+    *("fractional_max_pool2d", "fractional_max_pool3d", "multi_head_attention_forward"),
+    *("fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices"),
+    *("gru", "lstm", "rnn_relu", "rnn_tanh", "lobpcg", "pca_lowrank", "svd_lowrank"),
+    *("kaiming_normal_", "kaiming_uniform_", "orthogonal_", "sparse_", "trunc_normal_"),
+    *("xavier_normal_", "xavier_uniform_"),
+)
+_IN_TRAINING = {
+    **dict.fromkeys(("dropout", "feature_dropout", "native_dropout"), True),
+    **dict.fromkeys(("dropout1d", "dropout2d", "dropout3d"), True),
+    **dict.fromkeys(("dropout_", "feature_dropout_", "alpha_dropout_"), True),
+    **dict.fromkeys(("alpha_dropout", "feature_alpha_dropout", "feature_alpha_dropout_"), False),
+}
+IN_ORDER: dict[str, Condition] = {
+    **dict.fromkeys(_DRAWING, _always),
+    **{name: _switched_on(2, "training", default) for name, default in _IN_TRAINING.items()},
+    **dict.fromkeys(("rrelu", "rrelu_"), _switched_on(3, "training", False)),
+    "scaled_dot_product_attention": _switched_on(4, "dropout_p", 0.0),
+    "backward": _always,
+}
+"""Functions of torch, by name, and whether a call is to be in order."""
+
+# Calls a function within a mode that it has just left; not every supported torch has it.
+_redispatch = getattr(torch.overrides, "redispatch_function", None)
+
+
+class InOrder(TorchFunctionMode):
+    """Within it, a run in flight comes to what is to be in order when the earlier ones are done.
+
+    Args:
+        run: this thread's.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self._run = run
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self._run.turns.check()
+        is_in_order = IN_ORDER.get(getattr(func, "__name__", ""))
+        if is_in_order is not None and is_in_order(args, kwargs):
+            self._run.wait_for_earlier()
+        if func is torch.autograd.grad:  # whose hooks may draw
+            if _redispatch is not None:
+                with self:
+                    return _redispatch(func, types, args, kwargs)
+            self._run.wait_for_earlier()
+        return func(*args, **kwargs)
+
+
+_SEEDS = (
+    *("manual_seed", "manual_seed_all", "seed", "seed_all", "initial_seed"),
+    *("get_rng_state", "get_rng_state_all", "set_rng_state", "set_rng_state_all"),
+)
+"""Functions of torch's that read or set the state of a generator that all runs share."""
+
+_lock = threading.Lock()
+_flights = 0
+_replaced: list[tuple[Any, str, Any]] = []
+
+
+@contextlib.contextmanager
+def seeding_in_order(kinds: Iterable[str]) -> Iterator[None]:
+    """Within it, runs in flight come to torch's seeds in order too; other threads as ever.
+
+    Args:
+        kinds: the types of the model's devices.
+    """
+    global _flights
+    with _lock:
+        _flights += 1
+        if _flights == 1:
+            for owner in (torch, torch.random, *map(torch.get_device_module, kinds)):
+                _replace_seeds(owner)
+    try:
+        yield
+    finally:
+        with _lock:
+            _flights -= 1
+            if not _flights:
+                while _replaced:
+                    setattr(*_replaced.pop())
+
+
+def _replace_seeds(owner: Any) -> None:
+    for name in _SEEDS:
+        own = vars(owner).get(name)
+        if own is not None and not isinstance(own, functools.partial):
+            _replaced.append((owner, name, own))
+            setattr(owner, name, _after_earlier(own))
+
+
+def _after_earlier(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def in_order(*args: Any, **kwargs: Any) -> Any:
+        run = current_run()
+        if run is not None:
+            run.wait_for_earlier()
+        return own(*args, **kwargs)
+
+    return in_order
