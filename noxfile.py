@@ -134,12 +134,14 @@ def add_tests(transformer_lens: str) -> None:
 
 
 def add_full_tests(transformer_lens: str) -> None:
-    """Add a session that runs every combination; the others take a cover of the large products."""
+    """Add a session that runs all: each combination, where the others take a cover; notebooks."""
 
     @nox.session(name=f"full-{transformer_lens}")
     def full(session: nox.Session) -> None:
         install_tests(session, transformer_lens)
         session.run("pytest", "-n", "2", "--dist", "worksteal", "--full", *session.posargs)
+        if not session.posargs:
+            session.run("pytest", "--nbmake", "notebooks", "-n", "2")
 
 
 for version in (*IN_CI, "2.16.1", "3.0.0", "3.5.1"):
