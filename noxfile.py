@@ -111,6 +111,8 @@ def check_contents(session: nox.Session, wheel: Path, sdist: Path) -> None:
 
 # Those that CI runs; the others are for `nox -s tests-3.5.1`.
 IN_CI = ("3.9.0", "4.3.0", "2.18.0")
+WITH_NOTEBOOKS = ("3.9.0", "4.3.0")
+"""The newest with each class, which the notebooks are for."""
 
 
 def install_tests(session: nox.Session, transformer_lens: str) -> None:
@@ -127,17 +129,19 @@ def add_tests(transformer_lens: str) -> None:
     def tests(session: nox.Session) -> None:
         install_tests(session, transformer_lens)
         session.run("pytest", "-n", "2", "--dist", "worksteal", *session.posargs)
-        if transformer_lens in IN_CI and not session.posargs:
+        if transformer_lens in WITH_NOTEBOOKS and not session.posargs:
             session.run("pytest", "--nbmake", "notebooks", "-n", "2")
 
 
 def add_full_tests(transformer_lens: str) -> None:
-    """Add a session that runs every combination; the others take a cover of the large products."""
+    """Add a session that runs all: each combination, where the others take a cover; notebooks."""
 
     @nox.session(name=f"full-{transformer_lens}")
     def full(session: nox.Session) -> None:
         install_tests(session, transformer_lens)
         session.run("pytest", "-n", "2", "--dist", "worksteal", "--full", *session.posargs)
+        if not session.posargs:
+            session.run("pytest", "--nbmake", "notebooks", "-n", "2")
 
 
 for version in (*IN_CI, "2.16.1", "3.0.0", "3.5.1"):
