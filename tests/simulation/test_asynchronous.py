@@ -36,8 +36,8 @@ def held(machine: Machine) -> Iterator[Callable[[str], threading.Event]]:
     def hold(device: str) -> threading.Event:
         assert machine.asynchronous is not None
         gates.append(threading.Event())
-        stream = machine.asynchronous.current(machine.index_of(device))
-        machine.asynchronous._give("a hold", gates[-1].wait, stream, (), ())
+        stream = machine.asynchronous.giving.current(machine.index_of(device))
+        machine.asynchronous.giving.give("a hold", gates[-1].wait, stream)
         return gates[-1]
 
     yield hold
@@ -432,7 +432,7 @@ def test_an_interrupt_while_the_host_waits_ends_the_devices(
     def wait() -> None:
         with simulate(1, asynchronous=True) as machine:
             assert machine.asynchronous is not None
-            machine.asynchronous._give("a hold", gate.wait, (0, 0), (), ())
+            machine.asynchronous.giving.give("a hold", gate.wait, (0, 0))
             x = torch.ones(3, device="sim:0")
             monkeypatch.setattr(Queues, "wait", interrupted)
             threading.Timer(0.05, gate.set).start()

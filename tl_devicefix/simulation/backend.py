@@ -94,11 +94,11 @@ class DeviceModule:
         return 0 if _active is None else len(_active.devices)
 
     def current_device(self) -> int:
-        """Return the index of the current device."""
+        """Return the index of the current device of this thread."""
         return active_machine().current_index
 
     def set_device(self, device: int | str | torch.device) -> None:
-        """Make a device the one that factories put tensors on for ``sim``."""
+        """Make a device the one that factories put tensors on for ``sim``, in this thread."""
         machine = active_machine()
         machine.current_index = machine.index_of(device)
 
@@ -122,7 +122,7 @@ class DeviceModule:
         """Wait for a device, if it is asynchronous; else an operation is done when it returns."""
         machine = active_machine()
         if machine.asynchronous is not None:
-            machine.asynchronous.synchronize(machine.index_of(device))
+            machine.asynchronous.giving.synchronize(machine.index_of(device))
 
     def __getattr__(self, name: str) -> Any:
         """Offer streams and events, if the devices are asynchronous."""
@@ -195,8 +195,9 @@ def _allocate(make: Any, geometry: tuple[Any, ...], device: Any, options: dict[s
     without = make(*geometry, **options, device="meta")
     machine.check_room(device, without.untyped_storage().nbytes())
     if machine.asynchronous is not None:
-        stream = machine.asynchronous.current(device.index)
-        return wrap(machine.asynchronous.empty(geometry_of(without), stream), machine, device)
+        stream = machine.asynchronous.giving.current(device.index)
+        made = machine.asynchronous.memory.empty(geometry_of(without), stream)
+        return wrap(made, machine, device)
     return wrap(make(*geometry, **options, device=machine.behind), machine, device)
 
 

@@ -8,6 +8,7 @@ operations, are kept until the engine is done, and the first is raised then.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,26 +16,37 @@ import torch
 
 Engine = Callable[..., Any]
 
-_errors: list[Exception] = []
-_engines = 0
-_hooks = 0
-"""How many engines run, and how many hooks of users."""
+
+class _Running(threading.local):
+    """What runs in a thread: how many engines, and hooks of users; and what they raised."""
+
+    def __init__(self) -> None:
+        self.engines = 0
+        self.hooks = 0
+        self.errors: list[Exception] = []
+
+
+_here = _Running()
 
 
 def run_backward(engine: Engine) -> Engine:
-    """torch's `_engine_run_backward`, which raises what was kept while it ran."""
+    """torch's `_engine_run_backward`, which raises what was kept while it ran.
+
+    It runs in the thread that calls it: for others it would want one worker a device, but knows of
+    one device only.
+    """
 
     def run(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        global _engines, _hooks
         _check_devices(t_outputs, args[0] if args else ())
-        _engines += 1
-        hooks, _hooks = _hooks, 0  # of an engine around this one
+        _here.engines += 1
+        hooks, _here.hooks = _here.hooks, 0  # of an engine around this one
         try:
-            result = engine(t_outputs, *args, **kwargs)
+            with torch.autograd.set_multithreading_enabled(False):
+                result = engine(t_outputs, *args, **kwargs)
         finally:
-            _engines -= 1
-            _hooks = hooks
-            errors, _errors[:] = list(_errors), []
+            _here.engines -= 1
+            _here.hooks = hooks
+            errors, _here.errors = _here.errors, []
         if errors:
             raise errors[0]
         return result
@@ -61,8 +73,8 @@ def raise_or_keep(error: Exception) -> None:
     Raises:
         Exception: the error.
     """
-    if _engines and not _hooks:
-        _errors.append(error)
+    if _here.engines and not _here.hooks:
+        _here.errors.append(error)
         return
     try:
         raise error
@@ -72,16 +84,15 @@ def raise_or_keep(error: Exception) -> None:
 
 def _kept(call: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
     """Call what is the user's within an engine: its error is kept, and there is something else."""
-    global _hooks
-    if _errors:
+    if _here.errors:
         return otherwise()
-    _hooks += 1
+    _here.hooks += 1
     try:
         return call()
     except Exception as error:  # noqa: BLE001  # whatever it is, it is raised later
-        _errors.append(error)
+        _here.errors.append(error)
     finally:
-        _hooks -= 1
+        _here.hooks -= 1
     return otherwise()
 
 
@@ -141,7 +152,7 @@ def saving(init: Callable[..., None]) -> Callable[..., None]:
 
         def unpack_kept(packed: Any) -> Any:
             value, (shape, dtype, device) = packed
-            if not _engines:
+            if not _here.engines:
                 return unpack(value)
             otherwise = functools.partial(torch.zeros, shape, dtype=dtype, device=device)
             return _kept(lambda: unpack(value), otherwise)

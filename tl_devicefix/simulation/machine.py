@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import weakref
@@ -14,6 +15,7 @@ from tl_devicefix.simulation.asynchronous import Asynchronous
 from tl_devicefix.simulation.backward import raise_or_keep
 from tl_devicefix.simulation.pool import Block
 from tl_devicefix.simulation.sparse import bytes_in
+from tl_devicefix.simulation.timeline import Timeline
 from tl_devicefix.simulation.transfers import Transfer, Transfers, readable
 
 DEVICE_TYPE = "sim"
@@ -59,6 +61,7 @@ class Machine:
             since the start or the last :meth:`reset_transfers`. A number that is read (``item``)
             and CPU tensors that index are not counted. Printing it shows one line for each pair of
             devices, which ``transfers.by_pair()`` gives to programs.
+        timeline: what took time on asynchronous devices, and when; empty if nothing was to.
         is_open: False once the ``with`` block is left.
         is_aside: True while another machine is entered instead of this one.
         asynchronous: what runs its devices behind the host, while it does.
@@ -77,7 +80,8 @@ class Machine:
         self.asynchronous = asynchronous
         self.on_peak: Callable[[int], None] | None = None
         self.transfers = Transfers()
-        self.current_index = 0
+        self.timeline = Timeline() if asynchronous is None else asynchronous.giving.timeline
+        self._current = threading.local()
         self.is_open = True
         self.is_aside = False
         self._capacities = list(capacities)
@@ -85,6 +89,7 @@ class Machine:
         self._peak = [0] * len(capacities)
         # Keyed by the address of torch's storage object, which views share.
         self._allocations: dict[int, weakref.ref[Allocation]] = {}
+        # Freeing takes it, which may happen anywhere: no other lock is taken while it is held.
         self._adding = threading.RLock()
 
     def __repr__(self) -> str:
@@ -108,6 +113,40 @@ class Machine:
         """Return the free and the total bytes of ``device``."""
         index = self.index_of(device)
         return self._capacities[index] - self._allocated[index], self._capacities[index]
+
+    @property
+    def current_index(self) -> int:
+        """The index of the current device: that of this thread, as on CUDA, and 0 at first."""
+        return getattr(self._current, "index", 0)
+
+    @current_index.setter
+    def current_index(self, index: int) -> None:
+        self._current.index = index
+
+    def keep_busy(self, device: int | str | torch.device | None, seconds: float) -> None:
+        """Give an asynchronous device something that takes so long.
+
+        It goes to the device's current stream of this thread, so it begins after what that was
+        given before, and the host goes on at once. A forward pre-hook on each block gives blocks a
+        time, whatever they compute. From the first call on, no operation is late any more: see
+        `tl_devicefix.simulate`.
+
+        Args:
+            device: which one; None for the current one.
+            seconds: how long.
+
+        Raises:
+            RuntimeError: if the machine is not asynchronous, or has been left.
+            ValueError: if ``seconds`` are negative, or have no end.
+        """
+        if not 0 <= seconds < math.inf:
+            raise ValueError(f"A device is kept busy for some seconds, but not for {seconds!r}.")
+        if self.asynchronous is None:
+            raise RuntimeError(
+                "Only asynchronous devices take time: enter `with tl_devicefix.simulate(n, "
+                "asynchronous=True) as machine:`, and keep them busy within it."
+            )
+        self.asynchronous.keep_busy(self.index_of(device), seconds)
 
     def reset_transfers(self) -> None:
         """Forget the recorded transfers."""
@@ -165,13 +204,14 @@ class Machine:
     def allocation_of(self, tensor: torch.Tensor, device: torch.device) -> Allocation:
         """Return the allocation on ``device`` of the storage of the CPU tensor ``tensor``."""
         address = torch._C._storage_address(tensor)  # type: ignore[attr-defined]
-        reference = self._allocations.get(address)
-        allocation = None if reference is None else reference()
-        # One on another device is of a storage that another thread has just freed, and whose
-        # address is used again.
-        if allocation is None or allocation.device != device:
-            allocation = self._allocate(tensor, device, address)
-        return allocation
+        with self._adding:
+            reference = self._allocations.get(address)
+            allocation = None if reference is None else reference()
+            # One on another device is of a storage that another thread has just freed, and whose
+            # address is used again.
+            if allocation is None or allocation.device != device:
+                allocation = self._allocate(tensor, device, address)
+            return allocation
 
     def resize(self, allocation: Allocation, tensor: torch.Tensor) -> None:
         """Account for the storage of the CPU tensor ``tensor`` having been resized in place."""
@@ -196,7 +236,7 @@ class Machine:
         self.check_room(device, nbytes)
         allocation = Allocation(self, device, address, nbytes)
         if self.asynchronous is not None:
-            allocation.block = self.asynchronous.block_of(tensor, device.index)
+            allocation.block = self.asynchronous.memory.block_of(tensor, device.index)
         self._allocations[address] = weakref.ref(allocation)
         self._add(device.index, nbytes)
         return allocation
@@ -212,11 +252,12 @@ class Machine:
     def _free(self, allocation: Allocation) -> None:
         self._add(allocation.device.index, -allocation.nbytes)
         if self.asynchronous is not None and allocation.block is not None:
-            self.asynchronous.free(allocation.block)
+            self.asynchronous.memory.free(allocation.block)
         # The address may be in use again: remove the entry only if it is a dead one.
-        reference = self._allocations.get(allocation.address)
-        if reference is not None and reference() is None:
-            del self._allocations[allocation.address]
+        with self._adding:
+            reference = self._allocations.get(allocation.address)
+            if reference is not None and reference() is None:
+                del self._allocations[allocation.address]
 
 
 def bytes_of(size: int | str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,6 +20,7 @@ class Pinned:
     def __init__(self) -> None:
         # By the address of the storage, which a weak reference keeps from being used again.
         self._memories: dict[int, tuple[StorageWeakRef, Memory]] = {}
+        self._adding = threading.Lock()
 
     def __bool__(self) -> bool:
         return bool(self._memories)
@@ -34,11 +36,12 @@ class Pinned:
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
         """Say that a tensor's memory is pinned."""
-        for address, (reference, _) in list(self._memories.items()):
-            if reference.expired():
-                del self._memories[address]
-        reference = StorageWeakRef(tensor.untyped_storage())
-        self._memories[reference.cdata] = reference, Memory()
+        with self._adding:
+            for address, (reference, _) in list(self._memories.items()):
+                if reference.expired():
+                    del self._memories[address]
+            reference = StorageWeakRef(tensor.untyped_storage())
+            self._memories[reference.cdata] = reference, Memory()
         return tensor
 
     def pin(self, tensor: torch.Tensor, device: Any = None) -> torch.Tensor:

@@ -3,6 +3,11 @@
 What is on one stream runs in order. Of the streams that could go on, chance takes one, and an
 operation may be late, so that what nothing orders happens in one order with one seed and in
 another with another.
+
+Where tasks take time, chance is left out: nothing is late, and of the streams that could go on the
+one whose task was given first does. A device then computes one thing, and copies one thing, at a
+time. Times are those of the device's own clock: a task ends so many seconds after it could begin,
+and the thread waits until then. What it wakes up late is not added to what comes next.
 """
 
 from __future__ import annotations
@@ -12,8 +17,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
+
+from tl_devicefix.simulation.timeline import Busy, Timeline
 
 _LATE, _COPIES_LATE = 1 / 16, 1 / 2
 """The chance of an operation to be late."""
@@ -21,30 +29,66 @@ _LONGEST = 0.002
 """Seconds that it may be late."""
 
 
+class Work(NamedTuple):
+    """What keeps a device busy for a time."""
+
+    name: str
+    label: str
+    seconds: float
+
+
 class Task:
     """Something to run on a stream.
 
     Args:
+        stream: a device's index and the stream's number.
         run: what to do.
         after: tasks of any device which are to be done before.
+        is_copy: whether it is to run beside what the device computes.
         late: seconds to wait before.
+        work: what it keeps the device busy with.
+
+    Attributes:
+        end: when it was done, by the clock of its device; `time.monotonic` reads the same clock.
+        awaited_by: what is told when it is done.
     """
 
-    __slots__ = ("_start", "after", "awaited", "done", "late", "run")
+    __slots__ = (
+        *("_may_start", "after", "awaited_by", "done", "end", "given", "is_copy", "late"),
+        *("run", "start", "stream", "work"),
+    )
 
     def __init__(
-        self, run: Callable[[], object], after: Sequence[Task] = (), late: float = 0.0
+        self,
+        stream: tuple[int, int],
+        run: Callable[[], object],
+        after: Sequence[Task] = (),
+        is_copy: bool = False,
+        late: float = 0.0,
+        work: Work | None = None,
     ) -> None:
+        self.stream = stream
         self.run = run
         self.after = after
+        self.is_copy = is_copy
         self.late = late
+        self.work = work
         self.done = False
-        self.awaited = False
-        self._start: float | None = None
+        self.awaited_by: list[threading.Condition] = []
+        self.given = self.start = self.end = time.monotonic()
+        self._may_start: float | None = None
+
+    def begin(self, *free: float) -> None:
+        """Say when it starts: once it was given, all that it waits for is done, and is free."""
+        self.start = max(self.given, *free, *(task.end for task in self.after))
+        self.end = self.start + (0.0 if self.work is None else self.work.seconds)
 
     def finish(self) -> None:
-        """Be done, and let go of what it had."""
+        """Be done, let go of what it had, and tell who waits. The lock is held."""
         self.done, self.run, self.after = True, _nothing, ()
+        for waiting in self.awaited_by:
+            waiting.notify_all()
+        self.awaited_by.clear()
 
     def starts_in(self, hurry: bool) -> float | None:
         """Seconds until it may run; None where it waits for another task."""
@@ -53,9 +97,9 @@ class Task:
         if hurry or not self.late:
             return 0.0
         now = time.monotonic()
-        if self._start is None:
-            self._start = now + self.late
-        return max(0.0, self._start - now)
+        if self._may_start is None:
+            self._may_start = now + self.late
+        return max(0.0, self._may_start - now)
 
 
 def _nothing() -> None:
@@ -68,15 +112,22 @@ class Queues:
     Args:
         n_devices: how many.
         seed: of what chance decides.
+        takes_time: whether tasks take time.
+
+    Attributes:
+        takes_time: whether they do; so it is from the first one on that does.
+        entered: when they began, as `time.monotonic` tells it.
+        timeline: what took time.
     """
 
-    def __init__(self, n_devices: int, seed: int) -> None:
-        self._lock = threading.Lock()
-        self._host = threading.Condition(self._lock)
+    def __init__(self, n_devices: int, seed: int, takes_time: bool = False) -> None:
+        self.takes_time = takes_time
+        self.entered = time.monotonic()
+        self.timeline = Timeline()
+        self.lock = threading.Lock()
         self._chance = random.Random(seed)
         self._queues = [
-            _Queue(index, self._lock, random.Random(f"{seed} {index}"), self._tell_all)
-            for index in range(n_devices)
+            _Queue(index, self, random.Random(f"{seed} {index}")) for index in range(n_devices)
         ]
 
     def submit(
@@ -85,22 +136,32 @@ class Queues:
         run: Callable[[], object],
         after: Sequence[Task] = (),
         is_copy: bool = False,
+        work: Work | None = None,
     ) -> Task:
         """Put a task at the end of a stream, a device's index and a number."""
-        with self._lock:
-            is_late = self._chance.random() < (_COPIES_LATE if is_copy else _LATE)
-            task = Task(run, after, self._chance.uniform(0, _LONGEST) if is_late else 0.0)
+        queue = self._queues[stream[0]]
+        with self.lock:
+            self.takes_time = self.takes_time or work is not None
+            late = 0.0 if self.takes_time else self._lateness(is_copy)
+            task = Task(stream, run, after, is_copy, late, work)
             for other in after:
-                other.awaited = True
-            self._queues[stream[0]].add(stream[1], task)
+                if not other.done:
+                    other.awaited_by.append(queue.wake)
+            queue.add(task)
         return task
+
+    def _lateness(self, is_copy: bool) -> float:
+        is_late = self._chance.random() < (_COPIES_LATE if is_copy else _LATE)
+        return self._chance.uniform(0, _LONGEST) if is_late else 0.0
 
     def wait(self, task: Task) -> None:
         """Return when a task is done."""
-        with self._lock:
-            task.awaited = True
-            while not task.done:
-                self._host.wait()
+        with self.lock:
+            if not task.done:
+                there = threading.Condition(self.lock)
+                task.awaited_by.append(there)
+                while not task.done:
+                    there.wait()
 
     def finish(self) -> None:
         """Run all there is, without delays, and end the threads; drop it if that is interrupted."""
@@ -111,40 +172,32 @@ class Queues:
             raise
 
     def _end(self, drop: bool) -> None:
-        with self._lock:
+        with self.lock:
             for queue in self._queues:
                 queue.close(drop)
         for queue in self._queues:
             queue.thread.join()
 
-    def _tell_all(self) -> None:
-        self._host.notify_all()
-        for queue in self._queues:
-            queue.wake.notify()
-
 
 class _Queue:
     """One device's thread, and the tasks on its streams."""
 
-    def __init__(
-        self,
-        index: int,
-        lock: threading.Lock,
-        chance: random.Random,
-        tell_all: Callable[[], None],
-    ) -> None:
-        self.wake = threading.Condition(lock)
-        self._lock = lock
+    def __init__(self, index: int, queues: Queues, chance: random.Random) -> None:
+        self.wake = threading.Condition(queues.lock)
+        self._queues = queues
         self._chance = chance
-        self._tell_all = tell_all
         self._streams: dict[int, deque[Task]] = {}
+        self._ends: dict[int, float] = {}
+        # What it computes, and what it copies, and when it was through with the one before.
+        self._running: list[Task | None] = [None, None]
+        self._free = [0.0, 0.0]
         self._closing = False
         self.thread = threading.Thread(target=self._work, name=f"sim:{index}", daemon=True)
         self.thread.start()
 
-    def add(self, stream: int, task: Task) -> None:
-        """Put a task at the end of a stream. The lock is held."""
-        self._streams.setdefault(stream, deque()).append(task)
+    def add(self, task: Task) -> None:
+        """Put a task at the end of its stream. The lock is held."""
+        self._streams.setdefault(task.stream[1], deque()).append(task)
         self.wake.notify()
 
     def close(self, drop: bool) -> None:
@@ -154,32 +207,67 @@ class _Queue:
             for stream in self._streams.values():
                 while stream:
                     stream.popleft().finish()
-            self._tell_all()
         self.wake.notify()
 
     def _work(self) -> None:
         torch.set_num_threads(torch.get_num_threads())  # a thread's own default may be another
-        while (found := self._next()) is not None:
-            stream, task = found
+        while (task := self._next()) is not None:
             task.run()
-            with self._lock:
-                if stream:  # else all was dropped meanwhile
-                    stream.popleft()
-                task.finish()
-                if task.awaited:
-                    self._tell_all()
-            del found, stream, task  # or what it has would live until the next one comes
+            if not self._queues.takes_time:
+                task.end = time.monotonic()
+            del task  # or what it has would live until the next one comes
 
-    def _next(self) -> tuple[deque[Task], Task] | None:
+    def _next(self) -> Task | None:
         """A task that may run now; None at the end."""
-        with self._lock:
+        with self._queues.lock:
             while True:
-                waiting = [stream for stream in self._streams.values() if stream]
-                if self._closing and not waiting:
+                self._finish_what_is_over()
+                first = [stream[0] for stream in self._streams.values() if stream]
+                if self._closing and not first:
                     return None
-                times = [(stream[0].starts_in(self._closing), stream) for stream in waiting]
-                ready = [stream for seconds, stream in times if seconds == 0]
+                waiting = [task for task in first if self._running[task.is_copy] is None]
+                times = [(task.starts_in(self._closing), task) for task in waiting]
+                ready = [task for seconds, task in times if seconds == 0]
                 if ready:
-                    stream = ready[0] if len(ready) == 1 else self._chance.choice(ready)
-                    return stream, stream[0]
-                self.wake.wait(min((s for s, _ in times if s is not None), default=None))
+                    return self._begin(self._choose(ready))
+                now = time.monotonic()
+                ends = [task.end - now for task in self._running if task is not None]
+                until = min((*ends, *(s for s, _ in times if s is not None)), default=None)
+                self.wake.wait(until if until is None else max(0.0, until))
+
+    def _choose(self, ready: list[Task]) -> Task:
+        if self._queues.takes_time:
+            return min(ready, key=lambda task: task.given)
+        return ready[0] if len(ready) == 1 else self._chance.choice(ready)
+
+    def _begin(self, task: Task) -> Task:
+        self._running[task.is_copy] = task
+        task.begin(self._free[task.is_copy], self._ends.get(task.stream[1], 0.0))
+        return task
+
+    def _finish_what_is_over(self) -> None:
+        """Finish the tasks that have run, and whose time is over."""
+        now = time.monotonic()
+        for is_copy, task in enumerate(self._running):
+            if task is None or (task.end > now and not task.done):
+                continue
+            self._running[is_copy] = None
+            if task.done:  # all was dropped meanwhile
+                continue
+            self._streams[task.stream[1]].popleft()
+            self._free[is_copy] = self._ends[task.stream[1]] = task.end
+            if task.work is not None:
+                self._queues.timeline.append(self._busy(task, task.work, now))
+            task.finish()
+
+    def _busy(self, task: Task, work: Work, now: float) -> Busy:
+        return Busy(
+            name=work.name,
+            device=torch.device("sim", task.stream[0]),
+            stream=task.stream[1],
+            start=task.start - self._queues.entered,
+            end=task.end - self._queues.entered,
+            is_copy=task.is_copy,
+            label=work.label,
+            late=now - task.end,
+        )

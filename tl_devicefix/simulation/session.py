@@ -14,6 +14,7 @@ from tl_devicefix.simulation import backend, backward, generators
 from tl_devicefix.simulation.asynchronous import Asynchronous
 from tl_devicefix.simulation.machine import Machine, bytes_of
 from tl_devicefix.simulation.pinned import WatchingHost
+from tl_devicefix.simulation.speed import NO_TIME, speed
 from tl_devicefix.simulation.streams import streams_of
 from tl_devicefix.simulation.tensor import TENSOR_DATA, SimTensor, set_data
 
@@ -32,14 +33,16 @@ def simulate(
     *,
     values: bool = True,
     asynchronous: bool = False,
+    flops_per_second: float | None = None,
+    bytes_per_second: float | None = None,
     seed: int = 0,
 ) -> Iterator[Machine]:
     """Simulate a machine with devices ``sim:0`` to ``sim:{n_devices - 1}`` on the CPU.
 
     Numbers are exactly the CPU's, random ones too; operands on different devices raise what
     torch raises; backward works. ``torch.inference_mode`` runs as ``torch.no_grad`` meanwhile,
-    and backward on the calling thread, so call it from the thread that entered. ``"sim"`` without
-    an index is ``sim:0`` for ``.to``, and the current device for factories.
+    and backward on the thread that calls it, whichever that is. ``"sim"`` without an index is
+    ``sim:0`` for ``.to``, and the current device for factories, which each thread has its own of.
 
     With small models, most of the time goes into starting and waiting for torch's threads where
     others use the cores too: `torch.set_num_threads(1)` before entering made forwards of 8 layers
@@ -75,9 +78,23 @@ def simulate(
             operations, whichever happened to be first: at once where the host gives the second
             one, else when it waits next, and at the latest on leaving. An operation that fails on
             its device raises a RuntimeError there. Pinned memory is read when the queue gets to
-            it, and watched in the thread that entered. Small operations take longer, as each is
+            it, and watched in the thread that entered only, where alone factories take
+            ``pin_memory=True``: elsewhere, call ``.pin_memory()``. Several threads may give
+            operations at once, and count as one host: what one has waited for, all have; and the
+            first that waits is told what has failed. Small operations take longer, as each is
             given to a thread.
-        seed: of the delays of asynchronous devices: which operations and copies are late.
+        flops_per_second: how fast an asynchronous device computes: an operation keeps it busy for
+            its floating point operations by `torch.utils.flop_counter`, and one that has no
+            formula there for no time. By default, and with ``math.inf``, none takes any.
+        bytes_per_second: how fast an asynchronous device copies, to another one or between it and
+            the host. A copy takes the time of its source, or of the only device, which copies one
+            thing at a time, beside what it computes on another stream.
+        seed: of the delays of asynchronous devices: which operations and copies are late. Where
+            devices take time (by these arguments, or `Machine.keep_busy`), nothing is late, and of
+            the streams of a device that could go on, the one whose operation was given first does.
+            Time passes without work for the CPU, on a clock of each device's own, which is exact:
+            what the CPU needs itself is part of it, and it is behind only where it needs more
+            (``machine.timeline.late``).
 
     Yields:
         The machine, which tells transfers and memory.
@@ -86,8 +103,8 @@ def simulate(
         RuntimeError: if torch is a version whose private parts are not known here, if the
             process has another backend of this kind, or inside another `simulate` or
             ``torch.inference_mode``; on leaving, if an operation failed on an asynchronous device.
-        ValueError: if ``n_devices`` or ``memory`` make no sense, or ``asynchronous`` devices are
-            to have no values.
+        ValueError: if ``n_devices`` or ``memory`` make no sense, ``asynchronous`` devices are to
+            have no values, a speed is not above 0, or one is given to others than these.
         RaceError: on leaving, from asynchronous devices, if one was found and not yet raised.
 
     >>> with simulate(2) as machine:
@@ -106,15 +123,19 @@ def simulate(
     backend.register()
     if asynchronous and not values:
         raise ValueError("asynchronous devices compute values: give values=False to others only.")
-    behind = Asynchronous(len(capacities), seed) if asynchronous else None
+    taking = speed(flops_per_second, bytes_per_second)
+    if taking != NO_TIME and not asynchronous:
+        raise ValueError(
+            "flops_per_second and bytes_per_second are for devices that run behind the host: give "
+            "asynchronous=True too."
+        )
+    behind = Asynchronous(len(capacities), seed, taking) if asynchronous else None
     machine = Machine(capacities, values=values, asynchronous=behind)
     with _entered(machine), ExitStack() as stack:
         _move_parameters_in_place(stack)
         _avoid_inference_mode(stack)
         _keep_errors_of_backwards(stack)
         _replace(stack, torch, "Generator", generators.Generator)
-        # The engine would want one worker thread per device, but knows of one device only.
-        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         if behind is not None:
             stack.enter_context(_running_behind(machine, behind))
         yield machine
@@ -127,13 +148,13 @@ def _running_behind(machine: Machine, asynchronous: Asynchronous) -> Iterator[No
     watching = WatchingHost(pinned, asynchronous.host_uses)
     with ExitStack() as stack:
         stack.callback(setattr, machine, "asynchronous", None)
-        stack.callback(asynchronous.finish)
+        stack.callback(asynchronous.giving.finish)
         for name, replacement in (("pin_memory", pinned.pin), ("is_pinned", pinned.is_pinned)):
             _replace(stack, torch.Tensor, name, _as_method(replacement))
         stack.enter_context(streams_of(machine))
         stack.enter_context(watching)
         yield
-    asynchronous.raise_errors()
+    asynchronous.giving.raise_errors()
 
 
 def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,12 +6,14 @@ They are attributes of ``torch.get_device_module("sim")`` while an asynchronous 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from tl_devicefix.simulation.giving import Giving
 from tl_devicefix.simulation.machine import DEVICE_TYPE, Machine
 from tl_devicefix.simulation.ordering import Clock
 from tl_devicefix.simulation.queues import Task
@@ -31,13 +33,13 @@ def streams_of(machine: Machine) -> Iterator[None]:
         _machine = None
 
 
-def _entered() -> Any:
+def _entered() -> Giving:
     if _machine is None or _machine.asynchronous is None:
         raise RuntimeError(
             f"There are no streams of {DEVICE_TYPE} devices here: enter "
             "`with tl_devicefix.simulate(n, asynchronous=True):` first."
         )
-    return _machine.asynchronous
+    return _machine.asynchronous.giving
 
 
 def _index(device: Any) -> int:
@@ -95,14 +97,22 @@ class Stream:
 
 
 class Event:
-    """A point in a stream, that other streams and the host can wait for. It takes no times."""
+    """A point in a stream, that other streams and the host can wait for.
+
+    Args:
+        enable_timing: whether it takes the time at which the stream gets to it.
+        blocking: says nothing here.
+    """
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+        self._enable_timing = enable_timing
         self._recorded: tuple[Task | None, Clock] | None = None
+        self._recorded_at = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
         """Be where a stream is now, the current one by default."""
         self._recorded = _entered().record((stream or current_stream())._key)
+        self._recorded_at = time.monotonic()
 
     def wait(self, stream: Stream | None = None) -> None:
         """Have a stream, the current one by default, wait for this; at once if never recorded."""
@@ -117,6 +127,30 @@ class Event:
     def query(self) -> bool:
         """Tell whether the stream has got here."""
         return self._recorded is None or self._recorded[0] is None or self._recorded[0].done
+
+    def elapsed_time(self, end_event: Event) -> float:
+        """Milliseconds from when a stream got here until one got to another event.
+
+        They are those of the devices' clocks, as in ``machine.timeline``.
+
+        Raises:
+            RuntimeError: if one of them takes no times, was not recorded, or is still to come.
+        """
+        for event in (self, end_event):
+            if not event._enable_timing:
+                raise RuntimeError("Both events must be made with Event(enable_timing=True).")
+            if event._recorded is None:
+                raise RuntimeError("Both events must be recorded before elapsed_time.")
+            if not event.query():
+                raise RuntimeError(
+                    "Both events must have been reached: synchronize them before elapsed_time."
+                )
+        return 1000 * (end_event._reached_at - self._reached_at)
+
+    @property
+    def _reached_at(self) -> float:
+        task = None if self._recorded is None else self._recorded[0]
+        return self._recorded_at if task is None else max(task.end, self._recorded_at)
 
 
 def current_stream(device: Any = None) -> Stream:
