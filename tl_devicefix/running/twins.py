@@ -48,6 +48,7 @@ _OF_MODULES = frozenset(
     name for name, value in vars(nn.Module()).items() if type(value) in _CONTAINERS
 )
 _OF_HOOK_POINTS = frozenset(("fwd_hooks", "bwd_hooks", "ctx"))
+_OF_ANY = _OF_MODULES | _OF_HOOK_POINTS
 
 
 class Twins:
@@ -129,7 +130,11 @@ class Twins:
             if its_kind in _PLAIN:
                 continue
             if its_kind in _CONTAINERS and own[name]:
-                held[name] = self._own(value)
+                if value or name not in _OF_ANY:
+                    held[name] = self._own(value)
+                else:  # as most are, and there are many
+                    held[name] = twin = its_kind()
+                    self.containers.append(twin)
                 if name == "_modules" and value:
                     self._fill_container(*self._contents.pop())
             elif its_kind in _CALLABLES:

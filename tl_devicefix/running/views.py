@@ -5,13 +5,16 @@ Runs that are in flight together each have a view, so that no hook of one is see
 
 from __future__ import annotations
 
-from collections import deque
 from operator import is_
 from typing import Any
+
+import torch
+from torch import nn
 
 from tl_devicefix.running.twins import Twins, contents_of, refill
 
 _AS_MADE = "_tl_devicefix_as_made"
+_TENSORS = frozenset((torch.Tensor, nn.Parameter))
 
 
 def view_of(model: Any, twins: Twins) -> Any:
@@ -60,28 +63,38 @@ class _AsMade:
     def __init__(self, view: Any, twins: Twins) -> None:
         self._of_view = dict(vars(view))
         self._held = [vars(holder) for holder in twins.holders if holder is not view]
-        self._as_made = list(map(dict, self._held))
+        self._as_made = [dict(held) for held in self._held]
         self._empty = [each for each in twins.containers if not each]
         self._filled = [(each, contents_of(each)) for each in twins.containers if each]
 
     def restore(self, view: Any) -> None:
         """Bring it back."""
-        held = vars(view)
-        held.update(self._of_view)
-        for name in held.keys() - self._of_view.keys() - {_AS_MADE}:
-            del held[name]
-        deque(map(dict.update, self._held, self._as_made), maxlen=0)
-        for held, as_made in zip(self._held, self._as_made):
-            if len(held) != len(as_made):
-                for name in held.keys() - as_made.keys():
-                    del held[name]
         for container in filter(None, self._empty):
             container.clear()
         for container, contents in self._filled:
             now = contents_of(container)
             if len(now) != len(contents) or not all(map(is_, now, contents)):
                 refill(container, contents)
+        _put_back(vars(view), self._of_view)
+        for held, as_made in zip(self._held, self._as_made):
+            if not _is_as_made(held, as_made):
+                _put_back(held, as_made)
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of a view is a model
 
+
+def _is_as_made(held: dict[str, Any], as_made: dict[str, Any]) -> bool:
+    """Whether attributes are the same objects, or equal, such as another empty list of hooks."""
+    if as_made.get("ctx") or not _TENSORS.isdisjoint(map(type, as_made.values())):
+        return False  # to compare tensors is to compute, and to wait
+    try:
+        return held == as_made
+    except (RuntimeError, ValueError):  # tensors and arrays do not say whether they are equal
+        return False
+
+
+def _put_back(held: dict[str, Any], as_made: dict[str, Any]) -> None:
+    held.update(as_made)
+    for name in held.keys() - as_made.keys() - {_AS_MADE}:
+        del held[name]
