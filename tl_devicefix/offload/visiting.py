@@ -94,6 +94,14 @@ class ForwardWithVisitors:
             ]
         return Sent(visitors, copies)
 
+    def leave_to(self, view: ForwardWithVisitors) -> None:
+        """Have the forward of a view's block begin at rest, though this one may be running."""
+        with _coming_and_going:
+            modules = dict(zip(self._block.modules(), view._block.modules()))
+            for module, name, host in self._on_host():
+                modules[module]._parameters[name] = host  # type: ignore[assignment]
+            view._runs, view._visitors, view._sent = 0, [], None
+
     def _on_host(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
         """Each parameter that lives on the host, also while the block runs for someone else."""
         visited = {id(visitor.there): visitor.host for visitor in self._visitors}
