@@ -12,8 +12,9 @@ import transformers.utils.logging as hf_logging
 
 from tl_devicefix.flights.callers_state import CallersState
 from tl_devicefix.flights.in_order import InOrder, seeding_in_order
-from tl_devicefix.flights.viewing import restore, view_of
+from tl_devicefix.flights.viewing import view_of
 from tl_devicefix.running.turns import Run, Streams, Turns, running
+from tl_devicefix.running.views import restore
 from tl_devicefix.tracebacks import note
 
 Item = TypeVar("Item")

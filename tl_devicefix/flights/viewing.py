@@ -1,4 +1,4 @@
-"""Views of a model of either class: modules and hooks of their own, around the same weights."""
+"""A view of a model of either class: modules and hooks of its own, around the same weights."""
 
 from __future__ import annotations
 
@@ -13,22 +13,13 @@ def view_of(model: Any) -> Any:
     Raises:
         TypeError: if it is of neither class.
     """
-    return _of_class(model).view_of(model)
-
-
-def restore(view: Any) -> None:
-    """Have a view be again what it was when it was made, whatever a run has set or added."""
-    _of_class(view).restore(view)
-
-
-def _of_class(model: Any) -> Any:
     # Imported here, as TransformerLens may lack the one class or the other.
     if is_bridge(model):
-        from tl_devicefix.bridge import views
+        from tl_devicefix.bridge.views import view_of as view_of_bridge
 
-        return views
+        return view_of_bridge(model)
     if is_hooked_transformer(model):
-        from tl_devicefix.hooked import views as hooked_views
+        from tl_devicefix.hooked.views import view_of as view_of_hooked_transformer
 
-        return hooked_views
+        return view_of_hooked_transformer(model)
     raise TypeError(f"the model must be a {class_names()}, but is a {type(model).__name__}")
