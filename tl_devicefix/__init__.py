@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tl_devicefix.before_loading.planning import plan
     from tl_devicefix.before_loading.rehearsal import Rehearsal, rehearse
     from tl_devicefix.checking import check
+    from tl_devicefix.flights.flying import in_flight
     from tl_devicefix.placement.gathering_device import gather_on
     from tl_devicefix.placement.placement import Placement
     from tl_devicefix.running.mixing import mix_devices
@@ -30,6 +31,7 @@ __all__ = [
     "check",
     "estimate",
     "gather_on",
+    "in_flight",
     "mix_devices",
     "patched",
     "plan",
@@ -45,6 +47,7 @@ _LAZY = {
     "Estimate": "tl_devicefix.before_loading.estimation",
     "estimate": "tl_devicefix.before_loading.estimation",
     "gather_on": "tl_devicefix.placement.gathering_device",
+    "in_flight": "tl_devicefix.flights.flying",
     "mix_devices": "tl_devicefix.running.mixing",
     "Placement": "tl_devicefix.placement.placement",
     "plan": "tl_devicefix.before_loading.planning",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,7 +13,8 @@ import transformers.utils.logging as hf_logging
 
 from tl_devicefix.flights.callers_state import CallersState
 from tl_devicefix.flights.in_order import InOrder, seeding_in_order
-from tl_devicefix.flights.viewing import view_of
+from tl_devicefix.flights.reporting import NotingWaits, WatchedTurns
+from tl_devicefix.flights.viewing import viewing
 from tl_devicefix.running.turns import Run, Streams, Turns, running
 from tl_devicefix.running.views import restore
 from tl_devicefix.tracebacks import note
@@ -63,6 +65,7 @@ def in_flight(
         What `run` returned, in the items' order. The next run begins when a result is fetched.
 
     Raises:
+        TypeError: if `model` is of neither class.
         ValueError: if `at_once` is less than 1.
         RuntimeError: if a run changed a parameter of the model, when its turn comes.
         Exception: what a run raised, when its turn comes, with a note that names the item's index.
@@ -73,15 +76,15 @@ def in_flight(
     ...     return model(tokens).mean().item()
     >>> means = list(in_flight(model, run, batches))  # doctest: +SKIP
     """
-    n_devices = len(_devices_of(model))
+    make_view, n_devices = viewing(model), len(_devices_of(model))
     if at_once is None:
         at_once = n_devices + 1 if n_devices > 1 else 1
     if isinstance(at_once, bool) or not isinstance(at_once, int) or at_once < 1:
         raise ValueError(f"at_once must be 1 or more runs, but is {at_once!r}")
     source = _Items(items)
-    if at_once == 1:
-        return _one_by_one(model, run, source, progress)
-    return _fetched(_Flight(model, run, at_once), source, at_once, progress)
+    if at_once == 1 and not report:
+        return _one_by_one(make_view, run, source, progress)
+    return _fetched(_Flight(model, run, at_once, report), source, at_once, progress)
 
 
 class _Items:
@@ -107,10 +110,10 @@ class _Items:
 
 
 def _one_by_one(
-    model: Any, run: Callable[[Any, Any], Result], items: _Items, progress: bool
+    make_view: Callable[[], Any], run: Callable[[Any, Any], Result], items: _Items, progress: bool
 ) -> Iterator[Result]:
     """Each run when it is fetched, in the caller's thread."""
-    view = view_of(model)
+    view = make_view()
     with _bar(items, progress) as bar:
         while (found := items.next()) is not None:
             yield _run_on(view, run, *found)
@@ -134,6 +137,7 @@ def _fetched(flight: _Flight, items: _Items, at_once: int, progress: bool) -> It
             # By no name of this frame, which would hold the result for the next run's time.
             yield under_way.popleft().result()
             bar.update()
+        flight.tell()
     items.end()
 
 
@@ -159,13 +163,16 @@ class _Flight:
         model: whose views they get.
         run: what each does.
         at_once: how many there are.
+        report: whether to watch where the time goes.
     """
 
-    def __init__(self, model: Any, run: Callable[[Any, Any], Any], at_once: int) -> None:
-        self._model = model
+    def __init__(
+        self, model: Any, run: Callable[[Any, Any], Any], at_once: int, report: bool
+    ) -> None:
+        self._make_view = viewing(model)
         self._run = run
         self._devices = _devices_of(model)
-        self._turns = Turns()
+        self._turns = WatchedTurns(self._devices) if report else Turns()
         self._pool = ThreadPoolExecutor(at_once, thread_name_prefix="in_flight")
         self._seats: list[tuple[Any, Streams]] = []
         self._weights = _Weights(model)
@@ -182,10 +189,19 @@ class _Flight:
         finally:
             self._seeding.__exit__(None, None, None)
 
+    def tell(self) -> None:
+        """Print where the time went, if that was watched."""
+        if isinstance(self._turns, WatchedTurns):
+            print(self._turns.report())
+
+    def _noting_waits(self) -> contextlib.AbstractContextManager[Any]:
+        turns = self._turns
+        return NotingWaits(turns) if isinstance(turns, WatchedTurns) else contextlib.nullcontext()
+
     def start(self, number: int, item: Any) -> Future[Any]:
         """Have a run begin, with what is in force in this thread."""
         self._turns.begin(number)
-        seat = self._seats.pop() if self._seats else (view_of(self._model), Streams())
+        seat = self._seats.pop() if self._seats else (self._make_view(), Streams())
         state = CallersState(self._devices)
         return self._pool.submit(state.run, self._fly, number, item, seat)
 
@@ -193,7 +209,7 @@ class _Flight:
         view, streams = seat
         run = Run(number, self._turns, streams)
         try:
-            with running(run), InOrder(run):
+            with running(run), InOrder(run), self._noting_waits():
                 result = _run_on(view, self._run, number, item)
             self._weights.check(number)
             return result

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from tl_devicefix.patching.versions import class_names, is_bridge, is_hooked_transformer
 
 
-def view_of(model: Any) -> Any:
-    """A view of a model.
+def viewing(model: Any) -> Callable[[], Any]:
+    """What makes views of a model.
 
     Raises:
         TypeError: if it is of neither class.
@@ -17,9 +19,9 @@ def view_of(model: Any) -> Any:
     if is_bridge(model):
         from tl_devicefix.bridge.views import view_of as view_of_bridge
 
-        return view_of_bridge(model)
+        return functools.partial(view_of_bridge, model)
     if is_hooked_transformer(model):
-        from tl_devicefix.hooked.views import view_of as view_of_hooked_transformer
+        from tl_devicefix.hooked.views import view_of
 
-        return view_of_hooked_transformer(model)
+        return functools.partial(view_of, model)
     raise TypeError(f"the model must be a {class_names()}, but is a {type(model).__name__}")

@@ -153,7 +153,7 @@ class Run:
 
     def send(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Copy a tensor to a device, within `going_to`; at once where there are no streams."""
-        module = _with_streams(device)
+        module = module_with_streams(device)
         if self._sent is None or module is None:
             return tensor.to(device)
         with contextlib.ExitStack() as stack:
@@ -195,7 +195,7 @@ class Run:
             self._at = at
 
 
-def _with_streams(device: torch.device) -> Any:
+def module_with_streams(device: torch.device) -> Any:
     """torch's module of a device, if that has streams."""
     module = torch.get_device_module(device.type)
     return module if device.type != "cpu" and hasattr(module, "Stream") else None

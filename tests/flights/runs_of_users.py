@@ -1,0 +1,87 @@
+"""What people do in runs, and what it means that two results are the same, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+LAST = "blocks.4.hook_resid_post"
+Run = Callable[[Any, torch.Tensor], Any]
+
+
+def logits(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch)
+
+
+def some_of_the_cache(model: Any, batch: torch.Tensor) -> Any:
+    _, cache = model.run_with_cache(batch, names_filter=lambda name: "resid_post" in name)
+    return {name: cache[name] for name in cache}
+
+
+def steered_at_a_block_elsewhere(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    vector = torch.linspace(-1, 1, model.cfg.d_model, device=model.cfg.device)
+    return model.run_with_hooks(batch, fwd_hooks=[(LAST, lambda a, hook: a + vector)])
+
+
+def generated(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    options = {"max_new_tokens": 3, "do_sample": False, "verbose": False}
+    return model.generate(batch[:1], stop_at_eos=False, **options)
+
+
+def with_a_mask(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    mask = torch.ones_like(batch)
+    mask[0, :2] = 0
+    return model(batch, attention_mask=mask)
+
+
+def a_number_that_is_waited_for(model: Any, batch: torch.Tensor) -> list[float]:
+    seen: list[float] = []
+
+    def look(activation: torch.Tensor, hook: Any) -> None:
+        seen.append(activation.sum().item())
+
+    model.run_with_hooks(batch, fwd_hooks=[(f"blocks.{i}.hook_resid_pre", look) for i in (1, 4)])
+    return seen
+
+
+def gradients_of_activations(model: Any, batch: torch.Tensor) -> Any:
+    found: dict[str, torch.Tensor] = {}
+
+    def keep(gradient: torch.Tensor, hook: Any) -> None:
+        found[hook.name] = gradient.clone()
+
+    names = ("blocks.0.hook_resid_pre", LAST)
+    with torch.enable_grad(), model.hooks(bwd_hooks=[(name, keep) for name in names]):
+        model(batch).square().mean().backward()
+    return found
+
+
+def gradients_without_backward(model: Any, batch: torch.Tensor) -> Any:
+    with torch.enable_grad():
+        vector = torch.zeros(model.cfg.d_model, device=model.cfg.device, requires_grad=True)
+        hook = lambda activation, hook: activation + vector  # noqa: E731
+        out = model.run_with_hooks(batch, fwd_hooks=[(LAST, hook)])
+        return torch.autograd.grad(out.square().mean(), vector)
+
+
+RUNS = (
+    *(logits, some_of_the_cache, steered_at_a_block_elsewhere, generated, with_a_mask),
+    *(a_number_that_is_waited_for, gradients_of_activations, gradients_without_backward),
+)
+
+
+def assert_bit_equal(actual: Any, expected: Any) -> None:
+    if isinstance(expected, torch.Tensor):
+        assert actual.device == expected.device
+        assert torch.equal(actual, expected)
+    elif isinstance(expected, dict):
+        assert actual.keys() == expected.keys()
+        assert_bit_equal(list(actual.values()), list(expected.values()))
+    elif isinstance(expected, (list, tuple)):
+        assert len(actual) == len(expected)
+        for one, other in zip(actual, expected):
+            assert_bit_equal(one, other)
+    else:
+        assert actual == expected

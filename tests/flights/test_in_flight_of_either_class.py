@@ -1,0 +1,350 @@
+"""`in_flight`: runs that are under way together give what they give one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import random
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import runs_of_users
+import torch
+from runs_of_users import LAST, RUNS, Run, a_number_that_is_waited_for, assert_bit_equal, logits
+
+import tl_devicefix
+from tl_devicefix import in_flight
+
+
+@pytest.fixture
+def batches(tokens: torch.Tensor) -> list[torch.Tensor]:
+    """Seven batches of tokens, each different."""
+    return [tokens.roll(shift, 1) for shift in range(7)]
+
+
+def assert_nothing_is_left(model: Any) -> None:
+    assert not [thread for thread in threading.enumerate() if "in_flight" in thread.name]
+    for point in model.hook_dict.values():
+        assert not point.fwd_hooks
+        assert not point.bwd_hooks
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
+def test_results_are_those_of_a_loop_bit_for_bit(
+    machine: Any, over_devices: Any, batches: Any, run: Run
+) -> None:
+    model = over_devices("llama")
+    expected = [run(model, batch) for batch in batches]
+
+    assert_bit_equal(list(in_flight(model, run, batches)), expected)
+
+    assert_nothing_is_left(model)
+
+
+def test_hooks_that_a_run_leaves_behind_are_seen_by_no_other(
+    machine: Any, over_devices: Any, batches: Any
+) -> None:
+    model = over_devices("llama")
+
+    def run(view: Any, batch: torch.Tensor) -> tuple[bool, bool]:
+        point = view.hook_dict[LAST]
+        before, context = len(point.fwd_hooks), dict(point.ctx)
+        point.add_hook(lambda activation, hook: activation * 0)
+        point.ctx["mine"] = batch
+        view(batch)
+        return before, context
+
+    assert list(in_flight(model, run, batches)) == [(0, {})] * len(batches)
+    assert_nothing_is_left(model)
+    assert not model.hook_dict[LAST].ctx
+
+
+def test_hooks_of_the_model_are_there_and_a_run_may_remove_them_for_itself(
+    machine: Any, over_devices: Any, batches: Any
+) -> None:
+    model = over_devices("llama")
+    model.hook_dict[LAST].add_hook(lambda activation, hook: activation * 2)
+
+    def run(view: Any, batch: torch.Tensor) -> Any:
+        with_it = view(batch)
+        view.reset_hooks()
+        return with_it, view(batch)
+
+    results = list(in_flight(model, run, batches))
+
+    for (with_it, without), batch in zip(results, batches):
+        assert_bit_equal(with_it, model(batch))
+        model.reset_hooks()
+        assert_bit_equal(without, model(batch))
+        model.hook_dict[LAST].add_hook(lambda activation, hook: activation * 2)
+
+
+def draws_after_a_seed_of_its_own(model: Any, batch: torch.Tensor) -> Any:
+    torch.manual_seed(int(batch.sum()))
+    return model(batch), torch.rand(3), torch.randn(2, device=model.cfg.device)
+
+
+def draws_from_what_runs_before_it_left(model: Any, batch: torch.Tensor) -> Any:
+    out = model(batch)
+    return out + torch.nn.functional.dropout(torch.ones_like(out), training=True)
+
+
+def samples_tokens(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    return model.generate(batch[:1], max_new_tokens=2, stop_at_eos=False, verbose=False)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [draws_after_a_seed_of_its_own, draws_from_what_runs_before_it_left, samples_tokens],
+    ids=lambda run: run.__name__,
+)
+def test_random_numbers_are_those_of_a_loop(
+    machine: Any, over_devices: Any, batches: Any, run: Run
+) -> None:
+    model = over_devices("llama")
+    torch.manual_seed(3)
+    expected = [run(model, batch) for batch in batches]
+    left = torch.get_rng_state()
+
+    torch.manual_seed(3)
+    actual = list(in_flight(model, run, batches, 4))
+
+    assert_bit_equal(actual, expected)
+    assert torch.equal(torch.get_rng_state(), left)
+
+
+def test_gradients_add_up_in_the_parameters_as_in_a_loop(
+    machine: Any, over_devices: Any, batches: Any
+) -> None:
+    model = over_devices("llama")
+
+    def run(model: Any, batch: torch.Tensor) -> float:
+        loss = model(batch).square().mean() * (1 + batch.sum())
+        loss.backward()
+        return loss.item()
+
+    def gradients_after(runs: Callable[[], Any]) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        runs()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    expected = gradients_after(lambda: [run(model, batch) for batch in batches])
+    actual = gradients_after(lambda: list(in_flight(model, run, batches)))
+
+    assert expected
+    assert_bit_equal(actual, expected)
+
+
+STATES: dict[str, Callable[[], Any]] = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "enable_grad": torch.enable_grad,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "default device": lambda: torch.device("sim:2"),
+    "gather_on": lambda: tl_devicefix.gather_on("cpu"),
+    "mix_devices": tl_devicefix.mix_devices,
+    "saved tensors": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+}
+
+
+def what_is_in_force(model: Any, batch: Any) -> Any:
+    mixed: Any = None
+    with contextlib.suppress(RuntimeError):
+        mixed = str((torch.ones(1, device="sim:0") + torch.ones(1, device="sim:3")).device)
+    return (
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        str(torch.ones(1).device),
+        mixed,
+        str(model.W_in.device),
+        torch._C._autograd._top_saved_tensors_default_hooks(True) is None,
+        torch.get_num_threads(),
+    )
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_what_is_in_force_for_the_caller_is_in_force_in_a_run(
+    machine: Any, over_devices: Any, name: str
+) -> None:
+    model = over_devices("llama")
+    outside = what_is_in_force(model, None)
+    with STATES[name]():
+        expected = what_is_in_force(model, None)
+        assert list(in_flight(model, what_is_in_force, [0, 1])) == [expected] * 2
+    assert list(in_flight(model, what_is_in_force, [0])) == [outside]
+
+
+class Failed(Exception):
+    pass
+
+
+def test_an_error_is_raised_when_its_turn_comes_and_names_the_item(
+    machine: Any, over_devices: Any, batches: Any
+) -> None:
+    model = over_devices("llama")
+
+    def run(view: Any, item: tuple[int, torch.Tensor]) -> int:
+        number, batch = item
+
+        def fail(activation: torch.Tensor, hook: Any) -> None:
+            if number == 3:
+                raise Failed
+
+        view.run_with_hooks(batch, fwd_hooks=[(LAST, fail)])
+        return number
+
+    results = in_flight(model, run, enumerate(batches), 4)
+
+    assert list(itertools.islice(results, 3)) == [0, 1, 2]
+    with pytest.raises(Failed) as raised:
+        next(results)
+    assert "item 3" in "".join(getattr(raised.value, "__notes__", ["item 3"]))
+    assert_nothing_is_left(model)
+    assert next(results, "no more") == "no more"
+    assert torch.equal(model(batches[0]), model(batches[0]))
+
+
+def test_of_an_endless_iterator_no_more_is_read_than_needed(
+    machine: Any, over_devices: Any, batches: Any
+) -> None:
+    model, read = over_devices("llama"), []
+
+    def endless() -> Iterator[torch.Tensor]:
+        for number in itertools.count():
+            read.append(number)
+            yield batches[0]
+
+    results = in_flight(model, logits, endless(), at_once=3)
+    assert not read
+    next(results)
+    assert len(read) == 4
+    next(results)
+    assert len(read) == 5
+    results.close()
+    assert len(read) == 5
+    assert_nothing_is_left(model)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, Failed])
+def test_an_error_of_the_items_comes_after_the_results_before_it(
+    machine: Any, over_devices: Any, batches: Any, error: type[BaseException]
+) -> None:
+    model, fetched = over_devices("llama"), []
+
+    def items() -> Iterator[torch.Tensor]:
+        yield from batches[:2]
+        raise error
+
+    with pytest.raises(error):
+        fetched.extend(0 for _ in in_flight(model, logits, items(), at_once=2))
+    assert_nothing_is_left(model)
+
+
+@pytest.mark.usefixtures("machine")
+def test_runs_that_nobody_waits_for_end_and_give_their_memory_back(
+    machine: Any, over_devices: Any, batches: Any
+) -> None:
+    model, waits, goes_on = over_devices("llama"), threading.Event(), threading.Event()
+
+    def run(view: Any, number: int) -> int:
+        if number:
+            kept = view(batches[0])
+            alive.append(weakref.ref(kept))
+            waits.set()
+            goes_on.wait(10)
+            while True:  # until it is ended
+                kept = kept + 0
+        return number
+
+    alive: list[Any] = []
+    results = in_flight(model, run, range(5), at_once=3)
+    assert next(results) == 0
+    assert waits.wait(10)
+    goes_on.set()
+    results.close()
+
+    assert_nothing_is_left(model)
+    gc.collect()
+    assert not [each for each in alive if each() is not None]
+
+
+def test_no_more_runs_than_asked_for_hold_activations(
+    machine: Any, over_devices: Any, batches: Any
+) -> None:
+    model, alive, most = over_devices("llama"), weakref.WeakSet(), []
+
+    class Kept:
+        pass
+
+    def run(view: Any, batch: torch.Tensor) -> Kept:
+        kept = Kept()
+        alive.add(kept)
+        most.append(len(alive))
+        view(batch)
+        return kept
+
+    for kept in in_flight(model, run, batches * 2, at_once=3):
+        del kept
+    assert max(most) <= 3
+    del most[:]
+    results = in_flight(model, run, batches * 2, at_once=1)
+    for kept in results:
+        del kept
+    assert max(most) == 1
+
+
+def test_a_run_that_changes_a_weight_is_refused(
+    machine: Any, over_devices: Any, batches: Any
+) -> None:
+    model = over_devices("llama")
+
+    @torch.no_grad()
+    def run(view: Any, batch: torch.Tensor) -> None:
+        next(iter(view.blocks[2].parameters())).mul_(1)
+
+    with pytest.raises(RuntimeError, match=r"\.2\..* was changed .*item 0"):
+        list(in_flight(model, run, batches))
+
+
+@pytest.mark.parametrize("at_once", [0, -1, 1.5, True, "2"])
+def test_a_number_of_runs_that_makes_no_sense_is_refused_at_once(
+    machine: Any, over_devices: Any, at_once: Any
+) -> None:
+    with pytest.raises(ValueError, match="at_once"):
+        in_flight(over_devices("llama"), logits, [], at_once)
+
+
+def test_what_is_no_model_is_refused_at_once() -> None:
+    with pytest.raises(TypeError, match="Linear"):
+        in_flight(torch.nn.Linear(2, 2), logits, [])  # type: ignore[arg-type]
+
+
+def test_runs_on_one_device(on_one: Any, batches: Any) -> None:
+    model = on_one("llama")
+    expected = [logits(model, batch) for batch in batches]
+    assert_bit_equal(list(in_flight(model, logits, batches)), expected)
+    assert_bit_equal(list(in_flight(model, logits, batches, at_once=2)), expected)
+
+
+def test_progress_and_report(
+    machine: Any, over_devices: Any, batches: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = over_devices("llama")
+    list(in_flight(model, a_number_that_is_waited_for, batches, progress=True, report=True))
+    said = capsys.readouterr()
+    assert "7/7" in said.err
+    assert "7 runs in" in said.out
+    assert "sim:3 busy" in said.out
+    assert "waited in" in said.out
+    assert runs_of_users.__file__ in said.out
+
+
+def test_pythons_own_random_numbers_are_left_alone(machine: Any, over_devices: Any) -> None:
+    random.seed(1)
+    state = random.getstate()
+    list(in_flight(over_devices("llama"), lambda view, item: item, range(3)))
+    assert random.getstate() == state

@@ -1,0 +1,155 @@
+"""Where the time of runs in flight went: each device's busy share, and what waited for a device."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tl_devicefix.running.turns import Run, Turns, module_with_streams
+from tl_devicefix.running.users_lines import line_of_user
+
+
+class Waited(NamedTuple):
+    """How long one line of a script had Python wait for devices, in how many calls."""
+
+    line: str
+    seconds: float
+    times: int
+
+
+@dataclass(frozen=True)
+class FlightReport:
+    """What runs in flight took. Printing it shows a table."""
+
+    n_runs: int
+    wall: float
+    """Seconds from the first run's beginning until the last result was there."""
+    busy: dict[torch.device, float]
+    """Seconds that each device worked on some run's blocks, by its own clock where it has one."""
+    waited: list[Waited]
+    """The lines that had Python wait, the longest first; each held up its own run only."""
+
+    @property
+    def ideal(self) -> float:
+        """Seconds that so many runs take at best, if a device never waits for the one before it.
+
+        The first run passes through all devices; then the slowest one sets the pace.
+        """
+        shares = [seconds / max(self.n_runs, 1) for seconds in self.busy.values()]
+        return sum(shares) + max(self.n_runs - 1, 0) * max(shares, default=0.0)
+
+    def __repr__(self) -> str:
+        rows = [f"{self.n_runs} runs in {self.wall:.2f} s, at best {self.ideal:.2f} s"]
+        rows += [
+            f"{device!s:>12} busy {seconds:8.2f} s  {seconds / self.wall:4.0%}"
+            for device, seconds in self.busy.items()
+        ]
+        rows += [
+            f"{each.seconds:8.2f} s waited in {each.times} calls at {each.line}"
+            for each in self.waited[:_MOST_LINES]
+        ]
+        return "\n".join(rows)
+
+
+_MOST_LINES = 3
+
+
+class WatchedTurns(Turns):
+    """Turns of devices, and how long each has worked during them.
+
+    Args:
+        devices: the model's.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        super().__init__()
+        self._began = time.perf_counter()
+        self._started: dict[torch.device, Any] = {}
+        self._marks: dict[torch.device, list[tuple[Any, Any]]] = {each: [] for each in devices}
+        self._waited: dict[str, list[float]] = defaultdict(list)
+        self._lock = threading.Lock()
+        self.n_runs = 0
+
+    def begin(self, number: int) -> None:
+        """Count a run."""
+        self.n_runs += 1
+        super().begin(number)
+
+    def take(self, run: Run, device: torch.device) -> None:
+        """Wait for a device's turn, which begins now."""
+        super().take(run, device)
+        self._started[device] = _mark(device)
+
+    def give_back(self, device: torch.device) -> None:
+        """End a device's turn."""
+        self._marks.setdefault(device, []).append((self._started.pop(device), _mark(device)))
+        super().give_back(device)
+
+    def add_wait(self, line: str, seconds: float) -> None:
+        """Count how long a line waited."""
+        with self._lock:
+            self._waited[line].append(seconds)
+
+    def report(self) -> FlightReport:
+        """All of it, up to now."""
+        busy = {}
+        for device, marks in self._marks.items():
+            module = module_with_streams(device)
+            if module is not None:
+                module.synchronize(device)
+            busy[device] = sum(_seconds(*pair) for pair in marks)
+        waited = [Waited(line, sum(each), len(each)) for line, each in self._waited.items()]
+        waited.sort(key=lambda each: each.seconds, reverse=True)
+        return FlightReport(self.n_runs, time.perf_counter() - self._began, busy, waited)
+
+
+def _mark(device: torch.device) -> Any:
+    """Now: where the device's stream is, if it has one."""
+    module = module_with_streams(device)
+    if module is None:
+        return time.perf_counter()
+    return module.current_stream(device).record_event(module.Event(enable_timing=True))
+
+
+def _seconds(start: Any, end: Any) -> float:
+    if isinstance(start, float):
+        return end - start
+    return start.elapsed_time(end) / 1000
+
+
+_WAITING = {
+    *("item", "cpu", "tolist", "numpy", "to", "nonzero", "equal", "allclose", "unique"),
+    *("__bool__", "__float__", "__int__", "__index__", "__repr__", "masked_select", "__getitem__"),
+}
+"""Functions of torch at which Python may wait until a device has got there."""
+
+
+class NotingWaits(TorchFunctionMode):
+    """Within it, the lines are noted at which Python waits for devices.
+
+    Args:
+        turns: which are told.
+    """
+
+    def __init__(self, turns: WatchedTurns) -> None:
+        super().__init__()
+        self._turns = turns
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") not in _WAITING:
+            return func(*args, **kwargs or {})
+        start = time.perf_counter()
+        try:
+            return func(*args, **kwargs or {})
+        finally:
+            self._turns.add_wait(line_of_user(sys._getframe(1)), time.perf_counter() - start)
