@@ -45,6 +45,30 @@ def test_results_are_those_of_a_loop_bit_for_bit(
     assert_nothing_is_left(model)
 
 
+@pytest.mark.parametrize(("at_once", "together"), [(1, False), (2, True)])
+def test_a_run_computes_on_one_device_while_another_is_on_the_next(
+    machine: Any, over_devices: Any, batches: Any, at_once: int, together: bool
+) -> None:
+    model, begun = over_devices("llama"), threading.Event()
+
+    def run(view: Any, number: int) -> bool | None:
+        found = []
+
+        def first(activation: torch.Tensor, hook: Any) -> None:
+            if number == 1:
+                begun.set()
+
+        def last(activation: torch.Tensor, hook: Any) -> None:
+            if number == 0:
+                found.append(begun.wait(30 if together else 0.1))
+
+        hooks = [("blocks.0.hook_resid_pre", first), (LAST, last)]
+        view.run_with_hooks(batches[number], fwd_hooks=hooks)
+        return found[0] if found else None
+
+    assert next(in_flight(model, run, [0, 1], at_once)) is together
+
+
 def test_hooks_that_a_run_leaves_behind_are_seen_by_no_other(
     machine: Any, over_devices: Any, batches: Any
 ) -> None:
