@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
@@ -14,6 +14,7 @@ import transformers.utils.logging as hf_logging
 from tl_devicefix.checkpoints.source import Source
 from tl_devicefix.folding import Steps
 from tl_devicefix.hooked.units import complete_unit, load_component, processing_units
+from tl_devicefix.offload.staging import Staging
 from tl_devicefix.placement.fitting import naming_full_devices
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.placement.workers import each_on_its_device, sharing_cores
@@ -35,11 +36,13 @@ def fill(model: Any, source: Source, placement: Placement, steps: Steps) -> None
     model.placement = placement
     units = processing_units(model.cfg)
 
-    with hf_logging.tqdm(total=len(units), desc="Loading components") as progress:
-        # No closure: a traceback would hold it, and it the model.
-        fill_one = functools.partial(_fill_one, model, source, placement, steps)
+    bar = hf_logging.tqdm(total=len(units), desc="Loading components")
+    with bar as progress, contextlib.ExitStack() as stack:
         # An offloaded block is folded where it runs.
         devices = [placement.device_of(unit) for unit in units]
+        staging = {d: stack.enter_context(Staging(d)) for d in placement.devices}
+        # No closure: a traceback would hold it, and it the model.
+        fill_one = functools.partial(_fill_one, model, source, placement, steps, staging)
         at_once = min(torch.get_num_threads(), _MOST_AT_ONCE)
         if source.computes:
             for unit in units:
@@ -51,11 +54,18 @@ def fill(model: Any, source: Source, placement: Placement, steps: Steps) -> None
             each_on_its_device(fill_one, units, devices, progress.update)
 
 
-def _fill_one(model: Any, source: Source, placement: Placement, steps: Steps, unit: str) -> None:
+def _fill_one(
+    model: Any,
+    source: Source,
+    placement: Placement,
+    steps: Steps,
+    staging: Mapping[torch.device, Staging],
+    unit: str,
+) -> None:
     device = placement.device_of(unit)
     with naming_full_devices(model, placement, unit):
         weights = complete_unit(model, unit, source.read(unit, device))
-        load_component(model, unit, weights, steps)
+        load_component(model, unit, weights, steps, staging[device])
 
 
 def _on_one_core_each(
