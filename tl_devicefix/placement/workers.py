@@ -18,7 +18,7 @@ def each_on_its_device(
     do: Callable[[Any], None],
     units: Sequence[Any],
     devices: Sequence[torch.device],
-    done: Callable[[], Any],
+    done: Callable[[], Any] = lambda: None,
 ) -> None:
     """Do something to each unit, with a thread for each of several devices.
 
