@@ -169,12 +169,14 @@ def stopped_at(stage: str, stop: Callable[[], Any]) -> Iterator[list[int]]:
     target, which = STAGES[stage]
     path, _, name = target.rpartition(".")
     owner: Any = resolve(path)
-    there, calls = getattr(owner, name), [0]
+    there, calls, counting = getattr(owner, name), [0], threading.Lock()
 
     def stopping(*args: Any, **kwargs: Any) -> Any:
         result = there(*args, **kwargs)
-        calls[0] += 1
-        if calls[0] == which:
+        with counting:
+            calls[0] += 1
+            is_it = calls[0] == which
+        if is_it:
             stop()
         return result
 
@@ -210,7 +212,7 @@ def test_an_error_at_any_stage_leaves_nothing_behind(
     with stopped_at(stage, raising(error)) as calls, pytest.raises(type(error)) as caught:
         load()
 
-    assert calls == [STAGES[stage][1]]
+    assert calls[0] >= STAGES[stage][1]  # workers of other devices finish what they have begun
     as_before.assert_is()
     assert caught.value is not None  # it is alive, with all of its traceback
     assert_the_next_load_is_right(load, references)
@@ -287,10 +289,12 @@ class StopAtCall:
 def profiled(profiler: StopAtCall) -> Iterator[None]:
     before = sys.getprofile()
     sys.setprofile(profiler)
+    threading.setprofile(profiler)  # in threads that begin meanwhile
     try:
         yield
     finally:
         sys.setprofile(before)
+        threading.setprofile(before)
 
 
 @pytest.fixture(scope="module")

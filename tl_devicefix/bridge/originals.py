@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import sys
 import tempfile
 import weakref
@@ -38,6 +39,7 @@ class Originals:
         self._directory = Path(spill_to)
         self._states: list[tuple[Any, dict[str, Any]]] = []
         self._copies: dict[int, _Copied] = {}
+        self._files = itertools.count()
 
     def keep(self, *owners: Any) -> None:
         """Keep what modules, or any objects, hold now; deeper modules have to be named too."""
@@ -76,7 +78,7 @@ class Originals:
     def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         if psutil.virtual_memory().available > _ROOM_LEFT + tensor.nbytes:
             return tensor.to(HOST)
-        file = self._directory / f"{len(self._copies)}.pt"
+        file = self._directory / f"{next(self._files)}.pt"
         torch.save(tensor.to(HOST), file)
         return torch.load(file, mmap=True, weights_only=True)
 

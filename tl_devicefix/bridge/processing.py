@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +30,9 @@ from tl_devicefix.folding import Steps, Weights, WorkingCopies
 from tl_devicefix.offload.visiting import pin
 from tl_devicefix.patching.applying import original
 from tl_devicefix.patching.versions import installed
+from tl_devicefix.placement.devices import HOST
 from tl_devicefix.placement.placement import Placement, in_short
+from tl_devicefix.placement.workers import each_on_its_device
 
 _log = logging.getLogger(__name__)
 
@@ -124,21 +127,29 @@ def _refuse_offloaded(bridge: Any) -> None:
 def _process(bridge: Any, processing: Processing, originals: Originals, verbose: bool) -> None:
     originals.keep(bridge, bridge.adapter, bridge.original_model)
     todo = units(bridge)
+    process = partial(_process_and_keep, bridge, processing, originals, verbose)
+    devices = [_device_of_unit(bridge, unit) for unit in todo]
     with hf_logging.tqdm(total=len(todo), desc="Processing components") as progress:
-        while todo:
-            unit = todo.pop(0)
-            if verbose:
-                print(f"Processing {unit.name}")
-            modules = list(unit.modules())
-            originals.keep(*modules)
-            with _naming(unit.name):
-                _process_unit(bridge, unit, processing)
-            originals.make_room(modules, _in_use(bridge))
-            progress.update()
+        each_on_its_device(process, todo[:-1], devices[:-1], progress.update)
+        # The unembedding after all others, as some adapters remember that they have seen it.
+        each_on_its_device(process, todo[-1:], devices[-1:], progress.update)
     bridge.adapter.postprocess_weights(bridge)
     if getattr(bridge, "placement", None) is not None:
         pin(bridge, bridge.placement)  # the weights are other tensors now
     bridge._weights_processed = True
+
+
+def _process_and_keep(
+    bridge: Any, processing: Processing, originals: Originals, verbose: bool, unit: Unit
+) -> None:
+    """Process a unit; what its modules held is kept."""
+    if verbose:
+        print(f"Processing {unit.name}")
+    modules = list(unit.modules())
+    originals.keep(*modules)
+    with _naming(unit.name):
+        _process_unit(bridge, unit, processing)
+    originals.make_room(modules, _in_use(bridge))
 
 
 @contextlib.contextmanager
@@ -156,13 +167,10 @@ def _naming(unit: str) -> Iterator[None]:
 
 
 def _process_unit(bridge: Any, unit: Unit, processing: Processing) -> None:
-    given, device = unit.weights, device_of(unit.weights)
+    given, device = unit.weights, _device_of_unit(bridge, unit)
     unit.weights = {}
-    if device is None:
+    if not given:
         return
-    placement: Placement | None = getattr(bridge, "placement", None)
-    if placement is not None:
-        device = placement.device_for(unit.name)  # where it runs, if it is offloaded
     with torch.no_grad():
         processed = private_copies(_named_for_steps(unit.name, given), device)
         if unit.name in ("embed", "pos_embed"):
@@ -179,6 +187,15 @@ def _process_unit(bridge: Any, unit: Unit, processing: Processing) -> None:
         _replace(unit, given, processed)
         if isinstance(mlp, MoEBridge) and has_batched_experts(mlp) and processing.asked.fold_ln:
             _fold_into_batched_experts(bridge, unit)
+
+
+def _device_of_unit(bridge: Any, unit: Unit) -> torch.device:
+    """Where a unit is processed: where most of it lies, or, if it is offloaded, where it runs."""
+    placement: Placement | None = getattr(bridge, "placement", None)
+    lies_on = device_of(unit.weights)
+    if placement is None or lies_on is None:
+        return lies_on or HOST
+    return placement.device_for(unit.name)
 
 
 def _named_for_steps(unit: str, weights: Weights) -> Weights:
@@ -215,9 +232,12 @@ def _popped(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, dict.pop(weights, name)
 
 
-def _in_use(bridge: Any) -> list[torch.Tensor]:
-    model = bridge.original_model
-    return [*model.parameters(), *model.buffers()]
+def _in_use(bridge: Any) -> Iterator[torch.Tensor]:
+    """What the model holds now; no list, as that would keep what others replace meanwhile."""
+    for module in bridge.original_model.modules():
+        for tensors in (module._parameters, module._buffers):
+            # A module's at once, as one on another device may get a bias meanwhile.
+            yield from (tensor for tensor in list(tensors.values()) if tensor is not None)
 
 
 def _fold_into_batched_experts(bridge: Any, unit: Unit) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -13,6 +16,7 @@ def write(
     like: torch.Tensor,
     device: torch.device,
     index: tuple[slice, ...] = (),
+    copy: Callable[[torch.Tensor, torch.Tensor], Any] = torch.Tensor.copy_,
 ) -> None:
     """Write a value, or a part of one, into the parameter or buffer of this name.
 
@@ -28,12 +32,13 @@ def write(
         like: the whole weight as it was given, for its layout.
         device: where the parameter belongs.
         index: which part of the parameter the value is; all of it by default.
+        copy: what copies into a part of the parameter, its first argument.
     """
     held = _held(model, name, like, device)
     if held is not None:
         part = held[index]
         # One element may fill a scalar.
-        part.copy_(value if value.shape == part.shape else value.reshape(part.shape))
+        copy(part, value if value.shape == part.shape else value.reshape(part.shape))
 
 
 def _held(

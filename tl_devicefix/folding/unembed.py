@@ -7,9 +7,11 @@ may be removed from W_U and b_U. It changes the logits, not the log probabilitie
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
-from tl_devicefix.folding.weights import Weights
+from tl_devicefix.folding.weights import ToDevice, Weights
 
 _OVER_VOCABULARY = ("unembed.W_U", "unembed.b_U")
 
@@ -28,7 +30,11 @@ def center_unembed_weights(head: Weights, means: Weights | None = None) -> None:
 
 
 def vocabulary_means(
-    head: Weights, dtype: torch.dtype, device: torch.device, tokens_at_once: int
+    head: Weights,
+    dtype: torch.dtype,
+    device: torch.device,
+    tokens_at_once: int,
+    to_device: ToDevice | None = None,
 ) -> Weights:
     """The means over the vocabulary of "unembed.W_U" (as [d_model, 1]) and "unembed.b_U" (as [1]).
 
@@ -37,11 +43,13 @@ def vocabulary_means(
         dtype: the dtype to sum in.
         device: where the means are wanted, and are computed.
         tokens_at_once: how much of the vocabulary is copied to `device` at a time.
+        to_device: what copies to `device`; `Tensor.to` by default.
     """
+    to_device = to_device or partial(torch.Tensor.to, device=device)
     means = {}
     for name in _OVER_VOCABULARY:
         if name in head:
             parts = head[name].detach().split(tokens_at_once, dim=-1)
-            sums = [p.to(device=device, dtype=dtype).sum(dim=-1, keepdim=True) for p in parts]
+            sums = [to_device(p).to(dtype).sum(dim=-1, keepdim=True) for p in parts]
             means[name] = sum(sums[1:], sums[0]) / head[name].shape[-1]
     return means

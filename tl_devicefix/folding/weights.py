@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 Weights = dict[str, torch.Tensor]
 """One component's weights, by name, all on one device. A step may change it and its tensors."""
+
+ToDevice = Callable[[torch.Tensor], torch.Tensor]
+"""What copies a tensor to a device, if it is not there yet."""
 
 
 def working_dtype(weights: Mapping[str, torch.Tensor], wanted: torch.dtype) -> torch.dtype:
@@ -33,13 +37,18 @@ class WorkingCopies(dict[str, torch.Tensor]):
         given: one component's weights, on any devices and in any dtypes; never changed.
         device: where to fold them.
         dtype: the dtype to fold in (`working_dtype`).
+        to_device: what copies them to `device`; `Tensor.to` by default.
     """
 
     def __init__(
-        self, given: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype
+        self,
+        given: Mapping[str, torch.Tensor],
+        device: torch.device,
+        dtype: torch.dtype,
+        to_device: ToDevice | None = None,
     ) -> None:
         super().__init__(given)
-        self._device = device
+        self._to_device = to_device or partial(torch.Tensor.to, device=device)
         self._dtype = dtype
         self.as_given = set(given)
 
@@ -47,7 +56,7 @@ class WorkingCopies(dict[str, torch.Tensor]):
         tensor = super().__getitem__(name)
         if name in self.as_given:
             dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
-            there = tensor.detach().to(self._device)  # before it is widened: fewer bytes to carry
+            there = self._to_device(tensor.detach())  # before it is widened: fewer bytes to carry
             tensor = there.to(dtype, copy=there.device == tensor.device)
             self[name] = tensor
         return tensor

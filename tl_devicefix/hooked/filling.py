@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import torch
@@ -15,8 +14,10 @@ import transformers.utils.logging as hf_logging
 from tl_devicefix.checkpoints.source import Source
 from tl_devicefix.folding import Steps
 from tl_devicefix.hooked.units import complete_unit, load_component, processing_units
+from tl_devicefix.offload.staging import Staging
 from tl_devicefix.placement.fitting import naming_full_devices
 from tl_devicefix.placement.placement import Placement
+from tl_devicefix.placement.workers import each_on_its_device, sharing_cores
 
 
 def fill(model: Any, source: Source, placement: Placement, steps: Steps) -> None:
@@ -35,57 +36,58 @@ def fill(model: Any, source: Source, placement: Placement, steps: Steps) -> None
     model.placement = placement
     units = processing_units(model.cfg)
 
-    with hf_logging.tqdm(total=len(units), desc="Loading components") as progress:
+    bar = hf_logging.tqdm(total=len(units), desc="Loading components")
+    with bar as progress, contextlib.ExitStack() as stack:
+        # An offloaded block is folded where it runs.
+        devices = [placement.device_of(unit) for unit in units]
+        staging = {d: stack.enter_context(Staging(d)) for d in placement.devices}
         # No closure: a traceback would hold it, and it the model.
-        fill_one = functools.partial(_fill_one, model, source, placement, steps, progress)
-        all_on_cpu = {device.type for device in placement.devices} == {"cpu"}
-        at_once = min(torch.get_num_threads(), _MOST_AT_ONCE) if all_on_cpu else 1
-        if at_once > 1 and not source.computes:
-            _on_one_core_each(fill_one, units, at_once)
-        else:
+        fill_one = functools.partial(_fill_one, model, source, placement, steps, staging)
+        at_once = min(torch.get_num_threads(), _MOST_AT_ONCE)
+        if source.computes:
             for unit in units:
                 fill_one(unit)
+                progress.update()
+        elif at_once > 1 and {device.type for device in devices} == {"cpu"}:
+            _on_one_core_each(fill_one, units, at_once, progress.update)
+        else:
+            each_on_its_device(fill_one, units, devices, progress.update)
 
 
 def _fill_one(
-    model: Any, source: Source, placement: Placement, steps: Steps, progress: Any, unit: str
+    model: Any,
+    source: Source,
+    placement: Placement,
+    steps: Steps,
+    staging: Mapping[torch.device, Staging],
+    unit: str,
 ) -> None:
     device = placement.device_of(unit)
     with naming_full_devices(model, placement, unit):
         weights = complete_unit(model, unit, source.read(unit, device))
-        load_component(model, unit, weights, steps)
-    progress.update()
+        load_component(model, unit, weights, steps, staging[device])
 
 
-def _on_one_core_each(fill_one: Callable[[str], None], units: list[str], at_once: int) -> None:
-    """Fill several components at once, the operations of each on one core.
-
-    torch would split each of many small operations over all cores, and wait for the slowest every
-    time: ten times as long on a machine that does something else as well.
-    """
-    with _setting_threads, _workers(at_once) as workers:
+def _on_one_core_each(
+    fill_one: Callable[[str], None], units: list[str], at_once: int, done: Callable[[], Any]
+) -> None:
+    """Fill several components of the CPU at once, the operations of each on one core."""
+    with sharing_cores(at_once), _workers(at_once) as workers:
         # The unembedding is the largest, so not the one to wait for at the end.
         futures = [workers.submit(fill_one, unit) for unit in reversed(units)]
-        wait(futures, return_when=FIRST_EXCEPTION)
-        for future in futures:
-            if future.done():
-                future.result()
+        for future in as_completed(futures):
+            future.result()
+            done()
 
 
 _MOST_AT_ONCE = 8
 """More do not copy faster: memory is the limit."""
 
 
-# torch.set_num_threads also sets what new threads begin with: one load at a time.
-_setting_threads = threading.Lock()
-
-
 @contextlib.contextmanager
 def _workers(count: int) -> Iterator[ThreadPoolExecutor]:
-    threads = torch.get_num_threads()
     pool = ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,))
     try:
         yield pool
     finally:
         pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(threads)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ from tl_devicefix.hooked.units import (
 )
 from tl_devicefix.placement.fitting import naming_full_devices
 from tl_devicefix.placement.placement import Placement
+from tl_devicefix.placement.workers import each_on_its_device
 from tl_devicefix.running.interruption import changing_weights, is_unfinished, refuse_unfinished
 
 _log = logging.getLogger(__name__)
@@ -205,9 +207,15 @@ def load_and_process_state_dict(
             if placement is not None:
                 # The norms are other modules now.
                 settle(self, placement.reweighed(component_sizes(self.cfg)))
-        for component, weights in by_component(filled, self.cfg):
-            with naming_full_devices(self, placement, component):
-                load_component(self, component, weights, steps)
+        units = list(by_component(filled, self.cfg))
+        devices = [device_of_unit(self, unit, weights) for unit, weights in units]
+        each_on_its_device(partial(_load_unit, self, steps), units, devices)
+
+
+def _load_unit(model: Any, steps: Steps, named: tuple[str, Weights]) -> None:
+    unit, weights = named
+    with naming_full_devices(model, getattr(model, "placement", None), unit):
+        load_component(model, unit, weights, steps)
 
 
 def _refuse_incomplete(model: Any, state_dict: Mapping[str, torch.Tensor]) -> None:

@@ -17,6 +17,7 @@ from tl_devicefix.folding.unembed import vocabulary_means
 from tl_devicefix.folding.weights import Weights, WorkingCopies, working_dtype
 from tl_devicefix.hooked.components import component_names
 from tl_devicefix.hooked.conventions import installed_conventions
+from tl_devicefix.offload.staging import Staging
 from tl_devicefix.placement.placement import Placement
 
 _log = logging.getLogger(__name__)
@@ -40,7 +41,9 @@ def by_component(state_dict: Mapping[str, torch.Tensor], cfg: Any) -> Iterator[t
     yield from groups.items()
 
 
-def load_component(model: Any, unit: str, weights: Weights, steps: Steps) -> None:
+def load_component(
+    model: Any, unit: str, weights: Weights, steps: Steps, staging: Staging | None = None
+) -> None:
     """Process one unit's weights where they run and store them where they live, rounded once.
 
     It is done slice by slice, so that what is held beyond the model and the source is one slice.
@@ -48,31 +51,35 @@ def load_component(model: Any, unit: str, weights: Weights, steps: Steps) -> Non
     Args:
         weights: on any devices; left unchanged and not aliased.
         steps: which steps to apply.
+        staging: what copies to the device where the unit runs; by default, torch alone.
     """
     device, stored_on = device_of_unit(model, unit, weights), storage_of_unit(model, unit, weights)
     weights = {name: tensor for name, tensor in weights.items() if not _is_own_buffer(name)}
     dtype = working_dtype(weights, model.cfg.dtype)
+    to_device = None if staging is None else staging.to_device
+    copy = torch.Tensor.copy_ if staging is None else staging.copy
     elements = slicing.ELEMENTS_ON_CPU if device.type == "cpu" else slicing.ELEMENTS_ON_DEVICE
     means = None
     if steps.center_unembed and unit == "unembed":
-        means = vocabulary_means(weights, dtype, device, elements // model.cfg.d_model + 1)
+        tokens_at_once = elements // model.cfg.d_model + 1
+        means = vocabulary_means(weights, dtype, device, tokens_at_once, to_device)
     left = dict(weights)  # what is stored when all slices are done, or was never read by a step
     carried: Weights = {}
     for part in slicing.slices(weights, elements):
-        copies = WorkingCopies(part.of(weights, carried), device, dtype)
+        copies = WorkingCopies(part.of(weights, carried), device, dtype, to_device)
         process_component(unit, copies, model.cfg, steps, installed_conventions(), means)
         for name, index in part.cut.items():
             if name not in copies.as_given:
                 left.pop(name, None)
                 value, path = copies.pop(name), full_name(unit, name)
-                write(model, path, value, weights[name], stored_on, index)
+                write(model, path, value, weights[name], stored_on, index, copy)
         for name in part.whole:
             left.pop(name, None)
             if name in copies:  # a folded norm may be gone
                 left[name] = copies.pop(name)
         carried = part.to_carry(left)
     for name, value in left.items():
-        write(model, full_name(unit, name), value, weights[name], stored_on)
+        write(model, full_name(unit, name), value, weights[name], stored_on, copy=copy)
 
 
 def complete_unit(model: Any, unit: str, weights: Weights) -> Weights:

@@ -1,0 +1,195 @@
+"""What is done to components on different devices is done at once, and ends as a loop would."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import tl_devicefix
+from tl_devicefix.placement.workers import each_on_its_device
+
+UNITS = [0, 1, 2, 3, 4]
+SOON = 30.0  # seconds, within which threads that run at once have met
+
+
+@pytest.fixture
+def devices(machine: Any) -> list[torch.device]:
+    """Where the units are done."""
+    return [machine.devices[index] for index in (0, 0, 1, 1, 2)]
+
+
+class Doing:
+    """What is done to units, with what is called at each: `Doing({2: fail})`."""
+
+    def __init__(self, at: dict[int, Callable[[], Any]] | None = None) -> None:
+        self.begun: list[int] = []
+        self.ended: list[int] = []
+        self.threads: dict[int, threading.Thread] = {}
+        self._at = at or {}
+
+    def __call__(self, unit: int) -> None:
+        self.begun.append(unit)
+        self.threads[unit] = threading.current_thread()
+        self._at.get(unit, bool)()
+        self.ended.append(unit)
+
+
+def raising(error: BaseException, when: threading.Event | None = None) -> Callable[[], None]:
+    def fail() -> None:
+        assert when is None or when.wait(SOON)
+        raise error
+
+    return fail
+
+
+def no_thread_is_left(doing: Doing) -> bool:
+    others = set(doing.threads.values()) - {threading.current_thread()}
+    return not any(thread.is_alive() for thread in others)
+
+
+def test_the_first_units_of_all_devices_are_in_flight_at_once(devices: Any) -> None:
+    together = threading.Barrier(3)
+    doing = Doing({unit: lambda: together.wait(SOON) for unit in (0, 2, 4)})
+
+    each_on_its_device(doing, UNITS, devices)
+
+    assert sorted(doing.ended) == UNITS
+
+
+def test_those_of_one_device_are_done_in_order_by_one_thread(devices: Any) -> None:
+    doing = Doing()
+
+    each_on_its_device(doing, UNITS, devices)
+
+    for one, next_one in ((0, 1), (2, 3)):
+        assert doing.begun.index(one) < doing.begun.index(next_one)
+        assert doing.threads[one] is doing.threads[next_one]
+    assert len(set(doing.threads.values())) == 3
+    assert no_thread_is_left(doing)
+
+
+def test_one_device_needs_no_other_thread(devices: Any) -> None:
+    doing = Doing()
+
+    each_on_its_device(doing, UNITS, devices[:1] * 5)
+
+    assert doing.ended == UNITS
+    assert set(doing.threads.values()) == {threading.current_thread()}
+
+
+def test_the_caller_is_told_of_each_unit_in_its_own_thread(devices: Any) -> None:
+    told: list[threading.Thread] = []
+
+    each_on_its_device(Doing(), UNITS, devices, lambda: told.append(threading.current_thread()))
+
+    assert told == [threading.current_thread()] * 5
+
+
+def test_the_first_error_in_order_is_raised_whichever_comes_first(devices: Any) -> None:
+    later_one_has_failed = threading.Event()
+
+    def fail_first() -> None:
+        later_one_has_failed.set()
+        raise ValueError("of unit 2")
+
+    doing = Doing({1: raising(ValueError("of unit 1"), later_one_has_failed), 2: fail_first})
+
+    with pytest.raises(ValueError, match="of unit 1"):
+        each_on_its_device(doing, UNITS, devices)
+
+    assert no_thread_is_left(doing)
+
+
+def test_units_before_the_failed_one_are_finished_and_later_ones_not_begun(devices: Any) -> None:
+    one_has_failed = threading.Event()
+
+    def fail() -> None:
+        one_has_failed.set()
+        raise ValueError("of unit 2")
+
+    doing = Doing({0: lambda: one_has_failed.wait(SOON), 2: fail})
+    told: list[int] = []
+
+    with pytest.raises(ValueError, match="of unit 2"):
+        each_on_its_device(doing, UNITS, devices, lambda: told.append(0))
+
+    assert {0, 1} <= set(doing.ended) <= {0, 1, 4}  # 4 may have been begun before
+    assert 3 not in doing.begun
+    assert len(told) == len(doing.ended)
+
+
+def test_an_interrupt_where_the_caller_waits_ends_all(devices: Any) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    many = list(range(1000))
+    doing = Doing(dict.fromkeys(many, lambda: time.sleep(0.01)))
+
+    with pytest.raises(KeyboardInterrupt):
+        each_on_its_device(doing, many, devices * 200, interrupt)
+
+    assert sorted(doing.ended) == sorted(doing.begun) != many
+    assert no_thread_is_left(doing)
+
+
+def test_an_interrupt_in_a_worker_goes_before_any_error(devices: Any) -> None:
+    interrupted = threading.Event()
+
+    def interrupt() -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    doing = Doing({0: raising(ValueError("of unit 0"), interrupted), 2: interrupt})
+
+    with pytest.raises(KeyboardInterrupt):
+        each_on_its_device(doing, UNITS, devices)
+
+    assert not {1, 3} & set(doing.begun)
+    assert no_thread_is_left(doing)
+
+
+def test_workers_share_the_cores_that_the_caller_uses(devices: Any) -> None:
+    before = torch.get_num_threads()
+    used: list[int] = []
+    try:
+        torch.set_num_threads(7)
+        each_on_its_device(lambda _: used.append(torch.get_num_threads()), UNITS, devices)
+        assert used == [2] * 5
+        assert torch.get_num_threads() == 7
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_workers_are_in_the_caller_s_mode(mode: Any, devices: Any) -> None:
+    def modes(_: Any = None) -> None:
+        seen.add((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+
+    seen: set[tuple[bool, bool]] = set()
+    with mode():
+        modes()
+        each_on_its_device(modes, UNITS, devices)
+
+    assert len(seen) == 1
+
+
+def test_workers_use_the_caller_s_streams() -> None:
+    with tl_devicefix.simulate(3, asynchronous=True) as machine:
+        module: Any = torch.get_device_module("sim")
+        streams = [module.Stream(device) for device in machine.devices]
+        used: list[Any] = []
+        for stream in streams:
+            module.set_stream(stream)
+
+        each_on_its_device(
+            lambda device: used.append(module.current_stream(device)),
+            machine.devices,
+            machine.devices,
+        )
+
+        assert set(used) == set(streams)
