@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tl_devicefix.before_loading.rehearsal import Rehearsal, rehearse
     from tl_devicefix.checking import check
     from tl_devicefix.flights.flying import in_flight
+    from tl_devicefix.flights.sweeping import one_by_one, sweep
     from tl_devicefix.placement.gathering_device import gather_on
     from tl_devicefix.placement.placement import Placement
     from tl_devicefix.running.mixing import mix_devices
@@ -33,12 +34,14 @@ __all__ = [
     "gather_on",
     "in_flight",
     "mix_devices",
+    "one_by_one",
     "patched",
     "plan",
     "rehearse",
     "report",
     "restore",
     "simulate",
+    "sweep",
     "unpatched",
 ]
 
@@ -49,11 +52,13 @@ _LAZY = {
     "gather_on": "tl_devicefix.placement.gathering_device",
     "in_flight": "tl_devicefix.flights.flying",
     "mix_devices": "tl_devicefix.running.mixing",
+    "one_by_one": "tl_devicefix.flights.sweeping",
     "Placement": "tl_devicefix.placement.placement",
     "plan": "tl_devicefix.before_loading.planning",
     "Rehearsal": "tl_devicefix.before_loading.rehearsal",
     "rehearse": "tl_devicefix.before_loading.rehearsal",
     "simulate": "tl_devicefix.simulation",
+    "sweep": "tl_devicefix.flights.sweeping",
 }
 
 

@@ -37,10 +37,11 @@ def table() -> tuple[Patch, ...]:
     """
     check_version()
     # Imported here, as they import what only a TransformerLens that is known has.
+    from tl_devicefix.flights.patches import PATCHES as OF_FLIGHTS
     from tl_devicefix.reading.patches import PATCHES as OF_READING
     from tl_devicefix.running.patches import PATCHES as OF_RUNNING
 
-    patches = [*OF_READING, *OF_RUNNING]
+    patches = [*OF_READING, *OF_RUNNING, *OF_FLIGHTS]
     if has_hooked_transformer():
         from tl_devicefix.hooked.patches import PATCHES as OF_HOOKED_TRANSFORMER
 

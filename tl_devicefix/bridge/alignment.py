@@ -21,6 +21,7 @@ from tl_devicefix.running.carrying import move
 from tl_devicefix.running.forward import HANDLES
 from tl_devicefix.running.hooking import let_hooks_be, let_hooks_mix
 from tl_devicefix.running.put_in import watch
+from tl_devicefix.running.skipping import is_skipped
 from tl_devicefix.running.turns import going_to
 
 
@@ -123,6 +124,8 @@ class CarryAllTo:
         self, component: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments, on the device."""
+        if is_skipped(component):
+            return args, kwargs
         with going_to(self.device):
             return self._carried(component, args, kwargs)
 

@@ -24,6 +24,7 @@ from tl_devicefix.running.carrying import bring_home, move
 from tl_devicefix.running.forward import HANDLES, is_aligned
 from tl_devicefix.running.hooking import let_hooks_be, let_hooks_mix
 from tl_devicefix.running.put_in import watch
+from tl_devicefix.running.skipping import first_block, is_skipped
 from tl_devicefix.running.turns import going_to
 
 
@@ -127,6 +128,8 @@ class CarryToBlock:
         self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the block's arguments, on the device."""
+        if is_skipped(block):
+            return args, kwargs
         with going_to(self.device):
             return self._carried(args, dict(kwargs))
 
@@ -230,6 +233,7 @@ def get_device_for_block_index(
         return _by_index(index, cfg, torch.device(cfg.device if device is None else device))
     if index == 0:
         return placement.home
+    index = max(index, min(first_block(), cfg.n_layers - 1))  # none is skipped by way of others
     return placement.device_of(f"blocks.{index}")
 
 

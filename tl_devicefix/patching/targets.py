@@ -54,9 +54,8 @@ def class_named(name: str) -> Any:
 def function_named(name: str) -> Any:
     """The module-level function, wherever it is in this TransformerLens; None if nowhere."""
     modules = ["transformer_lens.utilities.multi_gpu", "transformer_lens.utilities.devices"]
-    modules += ["transformer_lens.train"]
+    modules += ["transformer_lens.train", "transformer_lens.patching"]
     if has_bridge():
-        modules += ["transformer_lens.patching"]
         modules += ["transformer_lens.tools.analysis.direct_path_patching"]
         modules += ["transformer_lens.tools.analysis.attribution_patching"]
     for module_name in modules:

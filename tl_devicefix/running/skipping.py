@@ -1,0 +1,111 @@
+"""Blocks that a forward skips, as another has computed already what they return.
+
+All else is as ever: tokens are embedded, masks and positions are made, and the first block that is
+not skipped gets the residual stream as if those below it had run. TransformerLens's own
+`start_at_layer` is not used: a Bridge's runs the blocks below all the same, and a
+HookedTransformer's wants the masks made by hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+
+# The first block that the forward of this thread runs.
+_first: ContextVar[int] = ContextVar("first", default=0)
+
+
+def first_block() -> int:
+    """The index of the first block that is not skipped."""
+    return _first.get()
+
+
+def is_skipped(block: nn.Module) -> bool:
+    """Whether a block is being skipped: nothing needs to be brought to it."""
+    return isinstance(vars(block).get("forward"), _Skipped)
+
+
+@contextlib.contextmanager
+def skipping(blocks: Sequence[nn.Module], first: int, output: Any) -> Iterator[None]:
+    """Within it, a forward begins at block `first` of `blocks`.
+
+    Args:
+        blocks: all of the model's.
+        first: 0 skips none; the number of blocks skips all.
+        output: what the block before has returned, in whatever form it does; left as it is.
+    """
+    token = _first.set(first)
+    try:
+        with contextlib.ExitStack() as stack:
+            for block in blocks[:first]:
+                stack.enter_context(_running(block, _Skipped(output, block is blocks[first - 1])))
+            yield
+    finally:
+        _first.reset(token)
+
+
+def output_of(block: nn.Module, run: Callable[[], Any]) -> Any:
+    """What a block returns in a forward, which ends there.
+
+    Args:
+        block: a block that the forward runs; nobody may have a hook on it.
+        run: calls the forward.
+    """
+    returned: list[Any] = []
+    own = vars(block).get("forward") or type(block).forward.__get__(block)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        returned.append(own(*args, **kwargs))
+        raise _Reached
+
+    with _running(block, forward), contextlib.suppress(_Reached):
+        run()
+    return returned[0]
+
+
+class _Reached(Exception):  # noqa: N818 # no error
+    """A forward has come as far as it was wanted."""
+
+
+class _Skipped:
+    """The forward of a block that is skipped.
+
+    Args:
+        output: what is returned.
+        is_last: whether a block that is not skipped comes next, which gets a copy: hooks may
+            change it in place.
+    """
+
+    def __init__(self, output: Any, is_last: bool) -> None:
+        self._output = output
+        self._is_last = is_last
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return copied(self._output) if self._is_last else self._output
+
+
+def copied(output: Any) -> Any:
+    """What a block returns, with a residual stream of its own: a tensor, or a tuple's first."""
+    if isinstance(output, torch.Tensor):
+        return output.clone()
+    return type(output)((output[0].clone(), *output[1:]))
+
+
+@contextlib.contextmanager
+def _running(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Within it, the module runs `forward`; its hooks run as ever."""
+    # Not by setattr, which the components of a Bridge hand on to what they wrap.
+    own = vars(module).get("forward")
+    vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del vars(module)["forward"]
+        else:
+            vars(module)["forward"] = own
