@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import torch
 import transformers.utils.logging as hf_logging
 
-from tl_devicefix.flights.callers_state import CallersState
 from tl_devicefix.flights.in_order import InOrder, seeding_in_order
 from tl_devicefix.flights.reporting import NotingWaits, WatchedTurns
 from tl_devicefix.flights.viewing import viewing
+from tl_devicefix.placement.callers_state import CallersState
 from tl_devicefix.running.turns import Run, Streams, Turns, running
 from tl_devicefix.running.views import restore
 from tl_devicefix.tracebacks import note

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from tl_devicefix.placement.callers_state import CallersState
+
 
 def each_on_its_device(
     do: Callable[[Any], None],
@@ -41,11 +43,11 @@ def each_on_its_device(
     begun: list[Future[bool]] = []
     with contextlib.ExitStack() as stack:
         order = _Order(do, len(units), stack.enter_context(sharing_cores(len(of_each))))
-        caller = {device: _CallersState(device) for device in of_each}
+        caller = CallersState(of_each)
         workers = {device: stack.enter_context(ThreadPoolExecutor(1)) for device in of_each}
         stack.callback(order.stop)  # before the workers are waited for
         for index, (unit, device) in enumerate(zip(units, devices)):
-            begun.append(workers[device].submit(order.do, index, unit, caller[device]))
+            begun.append(workers[device].submit(order.do, index, unit, caller))
         for future in as_completed(begun):
             if future.exception() is None and future.result():
                 done()
@@ -76,50 +78,25 @@ class _Order:
         self._end = count
         self._ending = threading.Lock()
 
-    def do(self, index: int, unit: Any, caller: _CallersState) -> bool:
+    def do(self, index: int, unit: Any, caller: CallersState) -> bool:
         """Do it to one unit, in a worker; say whether it was begun."""
         if index >= self._end:
             return False
         try:
-            torch.set_num_threads(self._cores)
-            with caller.carried():
-                self._do(unit)
+            caller.run(self._on_its_cores, unit)
         except BaseException as error:
             self.stop(index if isinstance(error, Exception) else 0)
             raise
         return True
 
+    def _on_its_cores(self, unit: Any) -> None:
+        torch.set_num_threads(self._cores)
+        self._do(unit)
+
     def stop(self, before: int = 0) -> None:
         """Have no unit be begun from this one on."""
         with self._ending:
             self._end = min(self._end, before)
-
-
-class _CallersState:
-    """What torch keeps by thread, and loading depends on, as the calling thread has it.
-
-    Inference mode makes other tensors. What a device is given goes to the stream that the caller
-    uses, so that it is in order with what the caller does before and after.
-
-    Args:
-        device: the device of a worker.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._inference = torch.is_inference_mode_enabled()
-        self._grad = torch.is_grad_enabled()
-        self._streams = torch.get_device_module(device) if device.type != "cpu" else None
-        if not hasattr(self._streams, "set_stream"):
-            self._streams = None
-        self._stream = self._streams.current_stream(device) if self._streams else None
-
-    @contextlib.contextmanager
-    def carried(self) -> Iterator[None]:
-        """Within it, this thread has it too."""
-        if self._streams is not None:
-            self._streams.set_stream(self._stream)
-        with torch.inference_mode(self._inference), torch.set_grad_enabled(self._grad):
-            yield
 
 
 # torch.set_num_threads also sets what new threads begin with: one load at a time.

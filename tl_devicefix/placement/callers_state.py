@@ -1,4 +1,4 @@
-"""What torch keeps for each thread, taken from the caller's thread into that of a run.
+"""What torch keeps for each thread, taken from the caller's thread into another.
 
 Gradient and inference mode, autocast, the modes of torch functions and operations
 (`torch.set_default_device`, `mix_devices`), hooks of saved tensors, the current devices and
