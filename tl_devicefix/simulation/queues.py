@@ -197,8 +197,10 @@ class _Queue:
 
     def add(self, task: Task) -> None:
         """Put a task at the end of its stream. The lock is held."""
-        self._streams.setdefault(task.stream[1], deque()).append(task)
-        self.wake.notify()
+        stream = self._streams.setdefault(task.stream[1], deque())
+        stream.append(task)
+        if len(stream) == 1 and self._running[task.is_copy] is None:  # else it wakes up anyway
+            self.wake.notify()
 
     def close(self, drop: bool) -> None:
         """Have the thread end when there is nothing left. The lock is held."""
