@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tl_devicefix.simulation import Busy, Machine, Timeline, draw, labelled, simulate
-from tl_devicefix.simulation.queues import Task, Work
+from tl_devicefix.simulation.queues import Queues, Task, Work
 
 SHORT, LONG = 0.01, 0.5
 """Seconds; long enough for the host to do something meanwhile, however busy it is."""
@@ -345,6 +345,31 @@ def test_leaving_waits_for_what_devices_are_busy_with() -> None:
         machine.keep_busy(0, 0.02)
         machine.keep_busy(1, 0.01)
     assert sorted(map(seconds, machine.timeline)) == pytest.approx([0.01, 0.02])
+
+
+def test_leaving_by_an_error_runs_what_there_is_and_takes_no_time() -> None:
+    kept: list[Any] = []
+
+    def leave() -> None:
+        with simulate(2, asynchronous=True) as machine:
+            machine.keep_busy(0, 100)
+            machine.keep_busy(0, 100)
+            kept.extend((machine, torch.ones(3, device="sim:0") * 2))
+            raise ValueError("of the user")
+
+    with pytest.raises(ValueError, match="of the user"):
+        leave()
+    machine, values = kept
+    assert [each.late < 0 for each in machine.timeline] == [True, True]
+    assert values.tolist() == [2, 2, 2]
+
+
+def test_an_interrupt_drops_what_devices_are_busy_with() -> None:
+    queues = Queues(1, seed=0)
+    tasks = [queues.submit((0, 0), int, work=Work("a block", "", 100.0)) for _ in range(2)]
+    queues._end(drop=True)
+    assert all(task.done for task in tasks)
+    assert not queues.timeline
 
 
 @pytest.mark.parametrize("name", ["flops_per_second", "bytes_per_second"])
