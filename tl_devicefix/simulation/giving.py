@@ -136,10 +136,10 @@ class Giving:
         if error is not None:
             raise_or_keep(error)
 
-    def finish(self) -> None:
-        """Run all that was given to devices, and end their threads."""
+    def finish(self, hurry: bool) -> None:
+        """Run all that was given to devices, in a hurry without taking time; end their threads."""
         self.free_first()
-        self._queues.finish()
+        self._queues.finish(hurry)
 
     # Giving
 

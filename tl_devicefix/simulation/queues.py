@@ -116,12 +116,14 @@ class Queues:
 
     Attributes:
         takes_time: whether they do; so it is from the first one on that does.
+        hurries: whether none is waited for, however long it takes.
         entered: when they began, as `time.monotonic` tells it.
         timeline: what took time.
     """
 
     def __init__(self, n_devices: int, seed: int, takes_time: bool = False) -> None:
         self.takes_time = takes_time
+        self.hurries = False
         self.entered = time.monotonic()
         self.timeline = Timeline()
         self.lock = threading.Lock()
@@ -163,8 +165,13 @@ class Queues:
                 while not task.done:
                     there.wait()
 
-    def finish(self) -> None:
-        """Run all there is, without delays, and end the threads; drop it if that is interrupted."""
+    def finish(self, hurry: bool = False) -> None:
+        """Run all there is, without delays, and end the threads; drop it if that is interrupted.
+
+        Args:
+            hurry: True not to wait for what takes time either.
+        """
+        self.hurries = hurry
         try:
             self._end(drop=False)
         except BaseException:
@@ -197,8 +204,10 @@ class _Queue:
 
     def add(self, task: Task) -> None:
         """Put a task at the end of its stream. The lock is held."""
-        self._streams.setdefault(task.stream[1], deque()).append(task)
-        self.wake.notify()
+        stream = self._streams.setdefault(task.stream[1], deque())
+        stream.append(task)
+        if len(stream) == 1 and self._running[task.is_copy] is None:  # else it wakes up anyway
+            self.wake.notify()
 
     def close(self, drop: bool) -> None:
         """Have the thread end when there is nothing left. The lock is held."""
@@ -249,7 +258,7 @@ class _Queue:
         """Finish the tasks that have run, and whose time is over."""
         now = time.monotonic()
         for is_copy, task in enumerate(self._running):
-            if task is None or (task.end > now and not task.done):
+            if task is None or not (task.end <= now or task.done or self._queues.hurries):
                 continue
             self._running[is_copy] = None
             if task.done:  # all was dropped meanwhile

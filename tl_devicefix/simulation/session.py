@@ -94,7 +94,8 @@ def simulate(
             the streams of a device that could go on, the one whose operation was given first does.
             Time passes without work for the CPU, on a clock of each device's own, which is exact:
             what the CPU needs itself is part of it, and it is behind only where it needs more
-            (``machine.timeline.late``).
+            (``machine.timeline.late``). Leaving waits for what devices are busy with, unless it is
+            by an error.
 
     Yields:
         The machine, which tells transfers and memory.
@@ -148,7 +149,7 @@ def _running_behind(machine: Machine, asynchronous: Asynchronous) -> Iterator[No
     watching = WatchingHost(pinned, asynchronous.host_uses)
     with ExitStack() as stack:
         stack.callback(setattr, machine, "asynchronous", None)
-        stack.callback(asynchronous.giving.finish)
+        stack.push(lambda kind, *_: asynchronous.giving.finish(hurry=kind is not None))
         for name, replacement in (("pin_memory", pinned.pin), ("is_pinned", pinned.is_pinned)):
             _replace(stack, torch.Tensor, name, _as_method(replacement))
         stack.enter_context(streams_of(machine))
