@@ -372,3 +372,30 @@ def test_pythons_own_random_numbers_are_left_alone(machine: Any, over_devices: A
     state = random.getstate()
     list(in_flight(over_devices("llama"), lambda view, item: item, range(3)))
     assert random.getstate() == state
+
+
+def test_how_one_run_reads_text_is_seen_by_no_other(machine: Any, over_devices: Any) -> None:
+    model, texts = over_devices("llama"), ["t1 t2", "t3 t4 t5"]
+    reading, has_read = threading.Event(), threading.Event()
+
+    def meanwhile(activation: torch.Tensor, hook: Any) -> None:
+        reading.set()
+        assert has_read.wait(30)
+
+    def run(view: Any, number: int) -> torch.Tensor:
+        if number == 0:
+            options = {"prepend_bos": not view.cfg.default_prepend_bos, "padding_side": "left"}
+            with view.hooks(fwd_hooks=[("blocks.0.hook_resid_pre", meanwhile)]):
+                return view(texts, **options)
+        assert reading.wait(30)
+        tokens = view.to_tokens(texts)
+        has_read.set()
+        return tokens
+
+    before = model.cfg.default_prepend_bos, model.tokenizer.padding_side
+    expected = model.to_tokens(texts)
+
+    _, tokens = in_flight(model, run, range(2))
+
+    assert torch.equal(tokens, expected)
+    assert (model.cfg.default_prepend_bos, model.tokenizer.padding_side) == before

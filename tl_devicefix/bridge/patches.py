@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tl_devicefix.bridge import analysis, caching, loading, moving, processing
+from tl_devicefix.bridge import analysis, caching, loading, moving, processing, tokenizing
 from tl_devicefix.bridge import gathering as bridge_gathering
 from tl_devicefix.patching.patch import Patch
 from tl_devicefix.reading import gathering
@@ -41,6 +41,16 @@ PATCHES = (
         ("self", "input", "return_type"),
         "what leaves the model is at home",
         **BRIDGE,
+    ),
+    *(
+        Patch(
+            name,
+            tokenizing.with_own_tokenizer(name),
+            ("self", "input"),
+            "runs in flight do not change what others read",
+            **BRIDGE,
+        )
+        for name in ("generate", "generate_stream")
     ),
     Patch("to", moving.to, ("self",), "a dtype keeps the placement", **BRIDGE),
     Patch(

@@ -99,6 +99,13 @@ PATCHES = (
         )
     ),
     Patch(
+        "__enter__",
+        tokenizing.override_defaults,
+        ("self",),
+        "runs in flight do not change what others read",
+        owner="LocallyOverridenDefaults",
+    ),
+    Patch(
         "get_device_for_block_index",
         alignment.get_device_for_block_index,
         ("index", "cfg", "device"),

@@ -1,14 +1,18 @@
-"""Text given to a HookedTransformer that has no tokenizer: an error that says what to do."""
+"""Text given to a HookedTransformer: without a tokenizer, and in runs that are in flight."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from collections.abc import Callable
 from typing import Any
 
 from tl_devicefix.checkpoints.hub import TOKENIZER_FILES
+from tl_devicefix.hooked.alignment import placement_of, remember_placement
 from tl_devicefix.patching.applying import original
+from tl_devicefix.running.own_tokenizer import take_own_tokenizer
+from tl_devicefix.running.turns import current_run
 
 _logger = logging.getLogger("tl_devicefix")
 
@@ -50,3 +54,25 @@ _REMEDY = (
     "this model has no tokenizer, so it takes and gives tokens and no text; call "
     "model.set_tokenizer(AutoTokenizer.from_pretrained(...)), or load it with tokenizer=..."
 )
+
+
+def override_defaults(self: Any) -> Any:
+    """`LocallyOverridenDefaults.__enter__`, which changes the config and the tokenizer of a model.
+
+    A run in flight changes copies of its own, as other runs read these meanwhile.
+    """
+    model, overrides = self.model, self.overrides
+    if current_run() is not None:
+        if _differs(overrides.get("padding_side"), getattr(model.tokenizer, "padding_side", None)):
+            take_own_tokenizer(model)
+        if _differs(overrides.get("prepend_bos"), model.cfg.default_prepend_bos):
+            placement = placement_of(model.cfg)
+            model.cfg = copy.copy(model.cfg)
+            if placement is not None:
+                remember_placement(model.cfg, placement)
+    return original(type(self), "__enter__")(self)
+
+
+def _differs(given: Any, default: Any) -> bool:
+    # Without an argument it is None, or in TransformerLens 2 a string that says so.
+    return given in (True, False, "left", "right") and given != default

@@ -42,6 +42,8 @@ def class_named(name: str) -> Any:
         "transformer_lens.hook_points",
         "transformer_lens.model_bridge",
         "transformer_lens.weight_processing",
+        "transformer_lens.utilities",
+        "transformer_lens.utils",  # of 2.x
     ):
         if importlib.util.find_spec(module_name) is not None:
             # TransformerLens 4 raises ImportError at the names that it has dropped.
