@@ -27,7 +27,7 @@ def steered_at_a_block_elsewhere(model: Any, batch: torch.Tensor) -> torch.Tenso
 
 def generated(model: Any, batch: torch.Tensor) -> torch.Tensor:
     options = {"max_new_tokens": 3, "do_sample": False, "verbose": False}
-    return model.generate(batch[:1], stop_at_eos=False, **options)
+    return model.generate(batch[:1].to(model.cfg.device), stop_at_eos=False, **options)
 
 
 def with_a_mask(model: Any, batch: torch.Tensor) -> torch.Tensor:

@@ -118,7 +118,9 @@ def draws_from_what_runs_before_it_left(model: Any, batch: torch.Tensor) -> Any:
 
 
 def samples_tokens(model: Any, batch: torch.Tensor) -> torch.Tensor:
-    return model.generate(batch[:1], max_new_tokens=2, stop_at_eos=False, verbose=False)
+    return model.generate(
+        batch[:1].to(model.cfg.device), max_new_tokens=2, stop_at_eos=False, verbose=False
+    )
 
 
 @pytest.mark.parametrize(
