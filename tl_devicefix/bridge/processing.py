@@ -1,4 +1,4 @@
-"""`TransformerBridge.process_weights` and compatibility mode, one component at a time.
+"""`TransformerBridge.process_weights` and compatibility mode, one component of a device at a time.
 
 Each component's weights are processed where they lie, in float32 (or wider), rounded once, and
 take the place of the old ones; if anything fails on the way, all weights are what they were.

@@ -13,7 +13,10 @@ class Source(Protocol):
     """Anything that weights can be read from, one processing unit at a time."""
 
     computes: bool
-    """Whether reading makes tensors the size of a component, so that one is read at a time."""
+    """Whether reading makes tensors the size of a component, so that one is read at a time.
+
+    If not, several threads read at once.
+    """
 
     def read(self, unit: str, device: torch.device) -> Weights:
         """The weights of one unit, by their names within it, wherever they lie.

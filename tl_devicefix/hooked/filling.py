@@ -1,4 +1,4 @@
-"""Stream weights from a source into an empty model, component by component."""
+"""Stream weights from a source into an empty model, component by component on each device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`HookedTransformer.from_pretrained` over n devices, holding one component beyond the model.
+"""`HookedTransformer.from_pretrained` over n devices, holding one component a device beyond it.
 
 source -> one component -> its device -> fold in float32 -> round once -> the model's parameter.
 """

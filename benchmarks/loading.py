@@ -1,0 +1,134 @@
+"""Loading over several devices: a worker a device against one component after the other.
+
+    python benchmarks/loading.py [--devices 4] [--bytes-per-second 5e6] [--rounds 3] [--json FILE]
+
+A Llama-shaped bfloat16 checkpoint of 12 blocks is loaded, folded, over simulated devices that take
+time to copy (`bytes_per_second`), which they do at once if they are told to. Three ways take turns
+in one process, so that noise on the machine hits all; medians are shown:
+
+    before          one component after the other, from pageable memory, waiting for each copy
+    staged          one component after the other, through pinned memory
+    at once         a worker a device, as `from_pretrained` does it
+
+`--bytes-per-second 0` is for devices that take no time: all is work for the CPU's cores then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import logging
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from transformer_lens import HookedTransformer
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging as hf_logging
+
+import tl_devicefix
+from tl_devicefix.hooked import filling
+
+CONFIG = LlamaConfig(
+    hidden_size=384, intermediate_size=1056, num_hidden_layers=12, num_attention_heads=8,
+    num_key_value_heads=2, vocab_size=1024, tie_word_embeddings=False,
+)  # fmt: skip
+
+
+class Unstaged:
+    """In the place of `Staging`: torch alone copies."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __enter__(self) -> Unstaged:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor on the device."""
+        return tensor.to(self.device)
+
+    copy = staticmethod(torch.Tensor.copy_)
+
+
+def one_after_the_other(do: Any, units: Any, devices: Any, done: Any) -> None:
+    """In the place of `each_on_its_device`."""
+    for unit in units:
+        do(unit)
+        done()
+
+
+@contextlib.contextmanager
+def loading(how: str) -> Iterator[None]:
+    """Within it, a model is loaded in one of the ways compared."""
+    with contextlib.ExitStack() as stack:
+        if how != "at once":
+            loop = mock.patch.object(filling, "each_on_its_device", one_after_the_other)
+            stack.enter_context(loop)
+        if how == "before":
+            stack.enter_context(mock.patch.object(filling, "Staging", Unstaged))
+        yield
+
+
+def seconds_to_load(checkpoint: Path, n_devices: int, how: str) -> tuple[float, float]:
+    """How long it takes until all is on its device, and how many times its largest share all is."""
+    with loading(how), contextlib.redirect_stdout(io.StringIO()):
+        begun = time.perf_counter()
+        model = HookedTransformer.from_pretrained(
+            checkpoint, n_devices=n_devices, dtype=torch.bfloat16
+        )
+        for parameter in model.parameters():  # waits for what is still on its way
+            parameter.detach().flatten()[0].item()
+        seconds = time.perf_counter() - begun
+    shares = [model.placement.bytes_on(device) for device in model.placement.devices]
+    return seconds, sum(shares) / max(shares)
+
+
+def main() -> None:
+    """Measure and print; write JSON if asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--devices", type=int, default=4)
+    parser.add_argument("--bytes-per-second", type=float, default=5e6)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    logging.disable(logging.WARNING)  # that there is no tokenizer
+    busy: dict[str, Any] = {}
+    if arguments.bytes_per_second:
+        busy = {"asynchronous": True, "bytes_per_second": arguments.bytes_per_second}
+    runs: dict[str, list[float]] = {"before": [], "staged": [], "at once": []}
+    with tempfile.TemporaryDirectory() as directory:
+        checkpoint = Path(directory)
+        torch.manual_seed(0)
+        LlamaForCausalLM(CONFIG).to(torch.bfloat16).save_pretrained(checkpoint)
+        with tl_devicefix.simulate(arguments.devices, **busy):
+            # Once, for what is made once.
+            _, ideal = seconds_to_load(checkpoint, arguments.devices, "at once")
+            for _ in range(arguments.rounds):
+                for how, times in runs.items():
+                    times.append(seconds_to_load(checkpoint, arguments.devices, how)[0])
+    medians = {how: statistics.median(times) for how, times in runs.items()}
+    print(f"{arguments.devices} devices, {os.cpu_count()} cores, torch {torch.__version__}")
+    for how, median in medians.items():
+        print(f"{how:<8} {median:6.2f} s   {medians['before'] / median:5.2f} x")
+    print(f"ideal, as the largest share is copied by one device: {ideal:.2f} x")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(medians, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
