@@ -25,7 +25,7 @@ if has_hooked_transformer():
 
 # What in a room is a Bridge's is in its folder `bridge`, beside what is HookedTransformer's.
 HERE = Path(__file__).parent
-SHARED_ROOMS = ("before_loading", "checking", "offload", "reading", "running")
+SHARED_ROOMS = ("before_loading", "checking", "flights", "offload", "reading", "running")
 # What is written once for both classes.
 OF_EITHER = (
     *("test_misspelt_arguments", "test_within_simulate", "test_logging", "test_caches_of_users"),
@@ -33,6 +33,7 @@ OF_EITHER = (
     *("test_hooks_of_either_class", "test_mixing_of_either_class", "test_put_in_by_hand"),
     *("test_check_of_either_class", "test_estimate_of_either_class"),
     *("test_rehearse_of_either_class", "test_offload_of_either_class"),
+    *("test_sweep_of_either_class", "test_patching_loops_of_either_class"),
 )
 OF_BRIDGE = ["bridge", *(f"{room}/bridge" for room in SHARED_ROOMS), "surface/test_bridge_sweep.py"]
 OF_HOOKED_TRANSFORMER = [
