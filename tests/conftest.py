@@ -35,6 +35,7 @@ OF_EITHER = (
     *("test_rehearse_of_either_class", "test_offload_of_either_class"),
     *("test_in_flight_of_either_class", "test_in_flight_behind_the_host_of_either_class"),
     "test_views_of_either_class",
+    *("test_sweep_of_either_class", "test_patching_loops_of_either_class"),
 )
 OF_BRIDGE = ["bridge", *(f"{room}/bridge" for room in SHARED_ROOMS), "surface/test_bridge_sweep.py"]
 OF_HOOKED_TRANSFORMER = [
