@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from either_class import BRIDGE
+from either_class import BRIDGE, CLASSES, HOOKED
 from torch import nn
 from transformer_lens.hook_points import HookPoint
 
@@ -25,6 +25,11 @@ WHERE: dict[str, Any] = {
     "two devices": 2,
     "with offloaded blocks": {"": 0, "blocks.1": "cpu", "blocks.2": 1, "blocks.3": "cpu"},
 }
+OTHERS = [
+    (cls, kind)
+    for cls, kind in [(HOOKED, "gpt2"), (HOOKED, "bloom"), (BRIDGE, "gpt2"), (BRIDGE, "mixtral")]
+    if cls in CLASSES
+]
 everywhere = pytest.mark.parametrize("where", WHERE)
 
 
@@ -100,7 +105,7 @@ def test_it_gives_the_same_bits(model: Any, view_of: Any, tokens: torch.Tensor) 
     assert_equal(results(model, tokens), expected)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "mixtral"])
+@pytest.mark.parametrize(("cls", "kind"), OTHERS)
 def test_so_do_other_architectures(
     kind: str, folded: Any, machine: Any, view_of: Any, tokens: torch.Tensor
 ) -> None:
@@ -154,9 +159,11 @@ def test_two_views_run_at_once(model: Any, view_of: Any, tokens: torch.Tensor) -
 
     def run_in_view(factor: float) -> None:
         view = view_of(model)
-        for _ in range(2):
-            actual[factor] = run(view, factor)
-            restore(view)
+        # As in the thread that simulates devices.
+        with torch.autograd.set_multithreading_enabled(False):
+            for _ in range(2):
+                actual[factor] = run(view, factor)
+                restore(view)
 
     threads = [threading.Thread(target=run_in_view, args=(factor,)) for factor in factors]
     for thread in threads:
@@ -208,18 +215,15 @@ def monkeypatch_a_forward(model: Any) -> None:
     """As notebooks do."""
     mlp = model.blocks[1].mlp
     before = mlp.forward
-    mlp.forward = lambda *args, **kwargs: before(*args, **kwargs)
+    vars(mlp)["forward"] = lambda *args, **kwargs: before(*args, **kwargs)
 
 
 @everywhere
 @pytest.mark.parametrize("hooked", [False, True])
-def test_it_leads_to_no_module_of_the_model(
-    hooked: bool, model: Any, view_of: Any, tokens: torch.Tensor
-) -> None:
+def test_it_leads_to_no_module_of_the_model(hooked: bool, model: Any, view_of: Any) -> None:
     if hooked:
         monkeypatch_a_forward(model)
         add_all_kinds_of_hooks(model, [])
-        model(tokens.to(model.cfg.device))
     originals = {id(module) for module in model.modules()}
     if hasattr(model, "original_model"):
         originals |= {id(module) for module in model.original_model.modules()}
@@ -269,7 +273,7 @@ def test_what_a_user_s_class_adds_is_the_model_s(
     assert view.results is model.results
     [(recorded_by, name)] = model.results
     assert recorded_by is view
-    assert name == RESIDUAL
+    assert name == view.hook_dict[RESIDUAL].name
 
 
 # --------------------------------------------------------------------------------------------
@@ -312,7 +316,8 @@ def add_all_kinds_of_hooks(model: Any, calls: list[Any]) -> None:
     """Hooks that note what they are called with, in the order in which they are called."""
 
     def note(text: str, activation: Any, hook: Any) -> None:
-        calls.append((text, hook.name, hook))
+        # In compatibility mode, a Bridge hands hooks something with an older name for the point.
+        calls.append((text, hook.name, getattr(hook, "_target", hook)))
 
     def noted(text: str) -> Any:
         return partial(note, text)
@@ -325,7 +330,7 @@ def add_all_kinds_of_hooks(model: Any, calls: list[Any]) -> None:
     point.register_forward_hook(of_torch)
     model.add_perma_hook(RESIDUAL, noted("permanent"))
     point.add_hook(noted("first"), prepend=True)
-    model.add_hook(RESIDUAL, noted("within a context"), level=1)
+    point.add_hook(noted("within a context"), level=1)
     model.add_hook(RESIDUAL, noted("backward"), dir="bwd")
 
 
@@ -353,7 +358,7 @@ def test_all_hooks_of_the_model_are_there_and_get_its_hook_points(
 
     point, own = view.hook_dict[RESIDUAL], model.hook_dict[RESIDUAL]
     assert [call[:2] for call in calls] == expected
-    assert all(call[2] is point for call in calls)
+    assert [call[0] for call in calls if call[2] is not point] == []
     assert described(point.fwd_hooks) == described(own.fwd_hooks)
     assert described(point.bwd_hooks) == described(own.bwd_hooks)
 
@@ -517,8 +522,9 @@ def test_a_view_of_a_view_and_a_copy_of_one(
 
 
 def test_what_is_put_in_by_hand_is_brought_to_its_block(
-    model: Any, view_of: Any, tokens: torch.Tensor
+    over_devices: Any, machine: Any, view_of: Any, tokens: torch.Tensor
 ) -> None:
+    model = over_devices("llama")
     at_home = tokens.to(model.cfg.device)
     expected = model(at_home)
     view = view_of(model)

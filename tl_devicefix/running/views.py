@@ -36,7 +36,7 @@ def view_of(model: Any, twins: Twins) -> Any:
 
 def is_view(model: Any) -> bool:
     """Whether the model is a view of another."""
-    return _AS_MADE in vars(model)
+    return vars(model).get(_AS_MADE) is not None  # it is None in a copy
 
 
 def restore(view: Any) -> None:
