@@ -1,4 +1,4 @@
-"""A view of a model is the model, with hooks of its own: of either class, wherever the weights are."""
+"""A view of a model is the model, with hooks of its own: of either class, wherever it is."""
 
 from __future__ import annotations
 
@@ -150,20 +150,18 @@ def test_two_views_run_at_once(model: Any, view_of: Any, tokens: torch.Tensor) -
 
         with model.hooks(fwd_hooks=[(RESIDUAL, scale)]):
             found = gradients(model, tokens)
-        logits, cache = model.run_with_cache(tokens.to(model.cfg.device))
-        return [found, logits, dict(cache.items())]
+        name = "blocks.4.hook_resid_post"
+        logits, cache = model.run_with_cache(tokens.to(model.cfg.device), names_filter=name)
+        return [found, logits, cache[name]]
 
-    factors = [0.5, 2.0, 3.0]
+    factors = [0.5, 2.0]
     expected = [run(model, factor) for factor in factors]
     actual: dict[float, Any] = {}
 
     def run_in_view(factor: float) -> None:
-        view = view_of(model)
         # As in the thread that simulates devices.
         with torch.autograd.set_multithreading_enabled(False):
-            for _ in range(2):
-                actual[factor] = run(view, factor)
-                restore(view)
+            actual[factor] = run(view_of(model), factor)
 
     threads = [threading.Thread(target=run_in_view, args=(factor,)) for factor in factors]
     for thread in threads:
@@ -336,8 +334,7 @@ def add_all_kinds_of_hooks(model: Any, calls: list[Any]) -> None:
 
 def described(handles: list[Any]) -> list[Any]:
     return [
-        (h.is_permanent, h.context_level, getattr(h, "user_hook", None), h.hook.id)
-        for h in handles
+        (h.is_permanent, h.context_level, getattr(h, "user_hook", None), h.hook.id) for h in handles
     ]
 
 
@@ -440,7 +437,9 @@ def state_of(model: Any) -> dict[str, Any]:
             known = (
                 list(value.items())
                 if isinstance(value, dict)
-                else list(value) if isinstance(value, (list, set)) else value
+                else list(value)
+                if isinstance(value, (list, set))
+                else value
             )
             state[f"{name}: {attribute}"] = known
     state.pop(": _tl_devicefix_as_made", None)
@@ -499,9 +498,7 @@ def test_restoring_what_is_no_view_is_refused(model: Any) -> None:
         restore(model)
 
 
-def test_a_view_of_a_view_and_a_copy_of_one(
-    model: Any, view_of: Any, tokens: torch.Tensor
-) -> None:
+def test_a_view_of_a_view_and_a_copy_of_one(model: Any, view_of: Any, tokens: torch.Tensor) -> None:
     at_home = tokens.to(model.cfg.device)
     view = view_of(model)
     view.add_hook(RESIDUAL, halve)

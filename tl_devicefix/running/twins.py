@@ -88,8 +88,8 @@ class Twins:
                 self._fill_container(*self._contents.pop())
         for handle, its_twin in self._handles:
             its_twin.__setstate__(self._state(handle))
-        for visit, its_twin in self._visits:
-            visit.leave_to(its_twin)
+        for visits, in_view in self._visits:
+            visits.leave_to(in_view)
         return twin
 
     def known(self, value: Any) -> Any:

@@ -29,7 +29,7 @@ def view_of(model: Any, twins: Twins) -> Any:
         twins: new; afterwards, what belongs to the view.
     """
     view = twins.of(model)
-    vars(view).pop(_AS_MADE, None)
+    vars(view).pop(_AS_MADE, None)  # of a model that is a view
     vars(view)[_AS_MADE] = _AsMade(view, twins)
     return view
 
@@ -80,8 +80,13 @@ class _AsMade:
             if not _is_as_made(held, as_made):
                 _put_back(held, as_made)
 
+    # A copy of a view, and a view of one, has nothing to be restored to.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
     def __reduce__(self) -> Any:
-        return type(None), ()  # a copy of a view is a model
+        return type(None), ()
 
 
 def _is_as_made(held: dict[str, Any], as_made: dict[str, Any]) -> bool:
