@@ -16,6 +16,8 @@ from sae_lens.saes.sae import SAEMetadata
 from transformer_lens import HookedTransformer
 
 import tl_devicefix
+from tl_devicefix.hooked.views import view_of
+from tl_devicefix.running.views import restore
 
 HOOK = "blocks.2.hook_resid_post"
 """A hook point on the third of four devices."""
@@ -199,3 +201,26 @@ def test_gradients_of_an_sae_s_features(models: Any, make_sae: Any, tokens: torc
 
     model, reference = models
     assert_agrees(run(model, make_sae("sim:0")), run(reference, make_sae("cpu")))
+
+
+def test_a_view_of_a_model_with_an_sae(models: Any, make_sae: Any, tokens: torch.Tensor) -> None:
+    model, reference = models
+    model.add_sae(make_sae("sim:0"))
+    expected = model(tokens)
+    without = reference(tokens)
+
+    view, other = view_of(model), view_of(model)
+
+    acts = f"{HOOK}.hook_sae_acts_post"
+    assert all(one is two for one, two in zip(view.parameters(), model.parameters()))
+    assert torch.equal(view(tokens).cpu(), expected.cpu())
+    assert view.hook_dict[acts] is not model.hook_dict[acts]
+    view.add_hook(acts, lambda activation, hook: activation * 0)
+    assert not torch.equal(view(tokens).cpu(), expected.cpu())
+    view.reset_saes()
+    assert_agrees(view(tokens), without, model.placement.home)
+    assert list(model.acts_to_saes) == list(other.acts_to_saes) == [HOOK]
+    assert torch.equal(other(tokens).cpu(), expected.cpu())
+    restore(view)
+    for each in (view, model):
+        assert torch.equal(each(tokens).cpu(), expected.cpu())

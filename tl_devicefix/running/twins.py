@@ -24,6 +24,7 @@ from transformer_lens.hook_points import HookPoint, LensHandle
 
 from tl_devicefix.offload.visiting import ForwardWithVisitors
 from tl_devicefix.running.hooking import HookAcrossDevices
+from tl_devicefix.simulation.backward import KeptErrors
 
 _PLAIN = frozenset(
     (
@@ -40,9 +41,10 @@ _WITH_STATE = (
     *("transformer_lens.hook_points", "transformer_lens.model_bridge"),
     *("transformer_lens.conversion_utils", "accelerate.hooks", "torch.nn.modules.module"),
     *("tl_devicefix.running", "tl_devicefix.offload", "tl_devicefix.hooked", "tl_devicefix.bridge"),
+    "tl_devicefix.simulation.backward",
 )
 """Where the classes are of which a model's modules hold objects that know modules or the run."""
-_OF_USERS = (LensHandle, HookAcrossDevices)
+_OF_USERS = (LensHandle, HookAcrossDevices, KeptErrors)
 """What holds a user's hook."""
 _OF_MODULES = frozenset(
     name for name, value in vars(nn.Module()).items() if type(value) in _CONTAINERS
@@ -86,8 +88,8 @@ class Twins:
                 self._fill_container(*self._contents.pop())
         for handle, its_twin in self._handles:
             its_twin.__setstate__(self._state(handle))
-        for visit, its_twin in self._visits:
-            visit.leave_to(its_twin)
+        for visits, in_view in self._visits:
+            visits.leave_to(in_view)
         return twin
 
     def known(self, value: Any) -> Any:

@@ -5,6 +5,7 @@ Runs that are in flight together each have a view, so that no hook of one is see
 
 from __future__ import annotations
 
+import copy
 from operator import is_
 from typing import Any
 
@@ -29,14 +30,14 @@ def view_of(model: Any, twins: Twins) -> Any:
         twins: new; afterwards, what belongs to the view.
     """
     view = twins.of(model)
-    vars(view).pop(_AS_MADE, None)
+    vars(view).pop(_AS_MADE, None)  # of a model that is a view
     vars(view)[_AS_MADE] = _AsMade(view, twins)
     return view
 
 
 def is_view(model: Any) -> bool:
     """Whether the model is a view of another."""
-    return _AS_MADE in vars(model)
+    return vars(model).get(_AS_MADE) is not None  # it is None in a copy
 
 
 def restore(view: Any) -> None:
@@ -62,36 +63,67 @@ class _AsMade:
 
     def __init__(self, view: Any, twins: Twins) -> None:
         self._of_view = dict(vars(view))
-        self._held = [vars(holder) for holder in twins.holders if holder is not view]
-        self._as_made = [dict(held) for held in self._held]
+        held = [vars(holder) for holder in twins.holders if holder is not view]
         self._empty = [each for each in twins.containers if not each]
-        self._filled = [(each, contents_of(each)) for each in twins.containers if each]
+        filled = [each for each in twins.containers if each]
+        self._comparable = _Together([each for each in [*held, *filled] if not _has_tensors(each)])
+        self._held = [(each, dict(each)) for each in held if _has_tensors(each)]
+        self._filled = [(each, contents_of(each)) for each in filled if _has_tensors(each)]
 
     def restore(self, view: Any) -> None:
         """Bring it back."""
         for container in filter(None, self._empty):
             container.clear()
+        self._comparable.restore()
         for container, contents in self._filled:
             now = contents_of(container)
             if len(now) != len(contents) or not all(map(is_, now, contents)):
                 refill(container, contents)
         _put_back(vars(view), self._of_view)
-        for held, as_made in zip(self._held, self._as_made):
-            if not _is_as_made(held, as_made):
-                _put_back(held, as_made)
+        for held, as_made in self._held:
+            _put_back(held, as_made)
+
+    # A copy of a view, and a view of one, has nothing to be restored to.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # a copy of a view is a model
+        return type(None), ()
 
 
-def _is_as_made(held: dict[str, Any], as_made: dict[str, Any]) -> bool:
-    """Whether attributes are the same objects, or equal, such as another empty list of hooks."""
-    if as_made.get("ctx") or not _TENSORS.isdisjoint(map(type, as_made.values())):
-        return False  # to compare tensors is to compute, and to wait
+class _Together:
+    """Many dicts, lists and sets, and what they were: compared all at once, as that is quick.
+
+    Another empty list of hooks, as TransformerLens makes when it removes hooks, is no difference.
+
+    Args:
+        containers: without tensors, as to compare these is to compute, and to wait.
+    """
+
+    def __init__(self, containers: list[Any]) -> None:
+        self._containers = containers
+        self._as_made = list(map(copy.copy, containers))
+
+    def restore(self) -> None:
+        """Bring back those that have been changed."""
+        if _equal(self._containers, self._as_made):
+            return
+        for container, as_made in zip(self._containers, self._as_made):
+            if not _equal(container, as_made):
+                refill(container, contents_of(as_made))
+
+
+def _equal(now: Any, as_made: Any) -> bool:
     try:
-        return held == as_made
+        return bool(now == as_made)
     except (RuntimeError, ValueError):  # tensors and arrays do not say whether they are equal
         return False
+
+
+def _has_tensors(container: Any) -> bool:
+    values = container.values() if isinstance(container, dict) else container
+    return not _TENSORS.isdisjoint(map(type, values))
 
 
 def _put_back(held: dict[str, Any], as_made: dict[str, Any]) -> None:
