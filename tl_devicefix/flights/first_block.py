@@ -7,7 +7,7 @@ doubt, it is the first block.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -163,7 +163,7 @@ def _is_of_user(module: nn.Module, hook: Any) -> bool:
 
 
 def _has_forward_of_user(module: nn.Module) -> bool:
-    """Whether this very module has been given a forward, other than by this package or accelerate."""
+    """Whether someone has given this very module a forward: not this package, not accelerate."""
     forward = vars(module).get("forward")
     return (
         forward is not None
