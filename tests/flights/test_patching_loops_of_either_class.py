@@ -53,7 +53,7 @@ def few(tokens: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.cover()
+@pytest.mark.cover
 def test_each_function_gives_what_it_gives_unpatched(
     name: str, kind: str, on_one: Any, few: torch.Tensor
 ) -> None:
@@ -139,9 +139,9 @@ def test_an_error_in_a_metric_is_raised_and_leaves_no_hook(on_one: Any, few: tor
 def test_errors_are_transformer_lenss(on_one: Any, few: torch.Tensor) -> None:
     model = on_one("llama")
     clean = model.run_with_cache(few, names_filter="blocks.0.hook_resid_pre")[1]
-    with pytest.raises(KeyError, match="blocks.1.hook_resid_pre"):
+    with pytest.raises(KeyError, match=r"blocks\.1\.hook_resid_pre"):
         patching.get_act_patch_resid_pre(model, few, clean, metric)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError):  # no indices
         patching.generic_activation_patch(model, few, clean, metric, SETTER, "resid_pre")
     assert traces(model) == []
 

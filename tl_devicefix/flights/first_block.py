@@ -163,7 +163,7 @@ def _is_of_user(module: nn.Module, hook: Any) -> bool:
 
 
 def _has_forward_of_user(module: nn.Module) -> bool:
-    """Whether a module has a forward of its own, and not from this package or accelerate."""
+    """Whether someone has given this very module a forward: not this package, not accelerate."""
     forward = vars(module).get("forward")
     return (
         forward is not None

@@ -101,8 +101,8 @@ class _Swept:
         self._model = model
         self._results: Any = sweep(model, tokens, runs)
 
-    @property
-    def __class__(self) -> type:  # TransformerLens asks whether it is a module
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # TransformerLens asks whether it is a module
         return type(self._model)
 
     def __getattr__(self, name: str) -> Any:

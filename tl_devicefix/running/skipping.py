@@ -68,7 +68,7 @@ def output_of(block: nn.Module, run: Callable[[], Any]) -> Any:
     return returned[0]
 
 
-class _Reached(Exception):  # no error
+class _Reached(Exception):
     """A forward has come as far as it was wanted."""
 
 
