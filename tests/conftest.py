@@ -34,6 +34,7 @@ OF_EITHER = (
     *("test_check_of_either_class", "test_estimate_of_either_class"),
     *("test_rehearse_of_either_class", "test_offload_of_either_class"),
     *("test_in_flight_of_either_class", "test_in_flight_behind_the_host_of_either_class"),
+    "test_offloaded_in_flight_of_either_class",
     "test_views_of_either_class",
 )
 OF_BRIDGE = ["bridge", *(f"{room}/bridge" for room in SHARED_ROOMS), "surface/test_bridge_sweep.py"]
