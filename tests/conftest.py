@@ -35,6 +35,7 @@ OF_EITHER = (
     *("test_check_of_either_class", "test_estimate_of_either_class"),
     *("test_rehearse_of_either_class", "test_offload_of_either_class"),
     *("test_in_flight_of_either_class", "test_in_flight_behind_the_host_of_either_class"),
+    "test_offloaded_in_flight_of_either_class",
     "test_views_of_either_class",
     *("test_sweep_of_either_class", "test_patching_loops_of_either_class"),
 )

@@ -126,7 +126,7 @@ class CarryAllTo:
         """Return the arguments, on the device."""
         if is_skipped(component):
             return args, kwargs
-        with going_to(self.device):
+        with going_to(self.device, component):
             return self._carried(component, args, kwargs)
 
     def _carried(

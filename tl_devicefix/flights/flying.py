@@ -130,6 +130,7 @@ def _fetched(flight: _Flight, items: _Items, at_once: int, progress: bool) -> It
             under_way.append(flight.start(*found))
 
     with flight, _bar(items, progress) as bar:
+        flight.make_ready(at_once if items.count is None else min(at_once, items.count))
         fill(at_once)
         while under_way:
             if under_way[0].exception() is None:  # which waits
@@ -172,6 +173,8 @@ class _Flight:
         self._make_view = viewing(model)
         self._run = run
         self._devices = _devices_of(model)
+        placement = getattr(model, "placement", None)
+        self._offloads = placement and any(each.offloaded for each in placement.components)
         self._turns = WatchedTurns(self._devices) if report else Turns()
         self._pool = ThreadPoolExecutor(at_once, thread_name_prefix="in_flight")
         self._seats: list[tuple[Any, Streams]] = []
@@ -186,8 +189,14 @@ class _Flight:
         try:
             self._turns.end()
             self._pool.shutdown(cancel_futures=True)
+            self._turns.visits.clear()
         finally:
             self._seeding.__exit__(None, None, None)
+
+    def make_ready(self, count: int) -> None:
+        """Have so many runs begin together, where they may have visits of blocks in common."""
+        if self._offloads:
+            self._seats = [(self._make_view(), Streams()) for _ in range(count)]
 
     def tell(self) -> None:
         """Print where the time went, if that was watched."""

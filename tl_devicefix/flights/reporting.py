@@ -83,15 +83,22 @@ class WatchedTurns(Turns):
         self.n_runs += 1
         super().begin(number)
 
-    def take(self, run: Run, device: torch.device) -> None:
+    def take(
+        self, run: Run, device: torch.device, weights: object | None = None, arriving: Any = None
+    ) -> None:
         """Wait for a device's turn, which begins now."""
-        super().take(run, device)
+        self._end_turn(run, device)
+        super().take(run, device, weights, arriving)
         self._started[device] = _mark(device)
 
-    def give_back(self, device: torch.device) -> None:
+    def give_back(self, run: Run, device: torch.device) -> None:
         """End a device's turn."""
-        self._marks.setdefault(device, []).append((self._started.pop(device), _mark(device)))
-        super().give_back(device)
+        self._end_turn(run, device)
+        super().give_back(run, device)
+
+    def _end_turn(self, run: Run, device: torch.device) -> None:
+        if self.has(run, device):
+            self._marks.setdefault(device, []).append((self._started.pop(device), _mark(device)))
 
     def add_wait(self, line: str, seconds: float) -> None:
         """Count how long a line waited."""

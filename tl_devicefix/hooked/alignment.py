@@ -130,7 +130,7 @@ class CarryToBlock:
         """Return the block's arguments, on the device."""
         if is_skipped(block):
             return args, kwargs
-        with going_to(self.device):
+        with going_to(self.device, block):
             return self._carried(args, dict(kwargs))
 
     def _carried(

@@ -39,6 +39,8 @@ class Copies:
         self._device = device
         self._streams = _streams(device)
         self._done: Any = None
+        # The stream on which memory is taken, and for which it is free again when it is let go.
+        self._taken_on = self._streams.current_stream(device) if self._streams else None
 
     def __enter__(self) -> Copies:
         return self
@@ -70,6 +72,11 @@ class Copies:
         """Have what is computed from now on wait for the copies."""
         if self._done is not None:
             self._streams.current_stream(self._device).wait_event(self._done)
+
+    def let_go(self) -> None:
+        """Have what uses the copies' memory next wait for the copies, which nobody may need."""
+        if self._done is not None:
+            self._taken_on.wait_event(self._done)
 
     def share(self, there: Iterable[torch.Tensor]) -> None:
         """Have what this thread computes use copies that another thread has waited for.

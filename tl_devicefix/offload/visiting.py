@@ -8,7 +8,6 @@ also after an error; its gradient arrives at the host's parameter.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
@@ -17,8 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from tl_devicefix.offload.copying import Copies, copies_beside_computing, wait_until_copied
+from tl_devicefix.offload.copying import copies_beside_computing, wait_until_copied
+from tl_devicefix.offload.in_common import TourInCommon, Visits, coming_and_going
 from tl_devicefix.offload.kept_weights import keeping_on_host
+from tl_devicefix.offload.sent import Sent, Visitor
 from tl_devicefix.placement.devices import HOST
 from tl_devicefix.placement.offloading import VISITING
 from tl_devicefix.placement.placement import Placement
@@ -70,15 +71,17 @@ class ForwardWithVisitors:
         """The forward of this very block, if that is not its class's."""
         self.device = device
         self._block = block
+        self.weights = object()
+        """Stands for the block's weights, also in the forwards of views' blocks."""
         self._runs = 0  # a hook, or another thread, may run the block while it runs
-        self._visitors: list[_Visitor] = []
+        self._visitors: list[Visitor] = []
         self._sent: Sent | None = None  # what they came with
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block's own forward."""
         block = self._block
         forward = self.own or type(block).forward.__get__(block)
-        with self._received(_tour.get()), self._keeping_on_host():
+        with self._received(_current_tour()), self._keeping_on_host():
             return forward(*args, **kwargs)
 
     def _keeping_on_host(self) -> contextlib.AbstractContextManager[Any]:
@@ -87,16 +90,17 @@ class ForwardWithVisitors:
 
     def send(self) -> Sent:
         """Send the block's weights on their way, as they are now."""
-        with _coming_and_going, Copies(self.device) as copies:
-            visitors = [
-                _Visitor(module, name, host, copies.start(host))
-                for module, name, host in self._on_host()
-            ]
-        return Sent(visitors, copies)
+        with coming_and_going:
+            return Sent((host for *_, host in self._on_host()), self.device)
+
+    def is_current(self, sent: Sent) -> bool:
+        """Whether these weights are still the block's, as they are now."""
+        with coming_and_going:
+            return sent.is_current([host for *_, host in self._on_host()])
 
     def leave_to(self, view: ForwardWithVisitors) -> None:
         """Have the forward of a view's block begin at rest, though this one may be running."""
-        with _coming_and_going:
+        with coming_and_going:
             modules = dict(zip(self._block.modules(), view._block.modules()))
             for module, name, host in self._on_host():
                 modules[module]._parameters[name] = host  # type: ignore[assignment]
@@ -112,134 +116,38 @@ class ForwardWithVisitors:
                     yield module, name, host
 
     @contextlib.contextmanager
-    def _received(self, tour: Tour | None) -> Iterator[None]:
+    def _received(self, tour: Tour | TourInCommon | None) -> Iterator[None]:
         # In functions of their own, as names in this frame would hold weights that have left.
         self._receive(tour)
         try:
             yield
         finally:
-            self._see_off()
+            has_left = self._see_off()
             if tour is None:
                 wait_until_copied(self.device)
-            else:
+            elif has_left or isinstance(tour, Tour):
                 tour.left(self)
 
-    def _receive(self, tour: Tour | None) -> None:
-        with _coming_and_going:
+    def _receive(self, tour: Tour | TourInCommon | None) -> None:
+        with coming_and_going:
             if not self._runs:
                 self._sent = self.send() if tour is None else tour.arrival_of(self)
-                self._visitors = self._sent.arrive()
+                self._visitors = self._sent.arrive(self._on_host())
                 for visitor in self._visitors:
                     visitor.move_in()
             elif self._sent is not None:
                 self._sent.share()
             self._runs += 1
 
-    def _see_off(self) -> None:
-        with _coming_and_going:
+    def _see_off(self) -> bool:
+        """Have the weights leave, unless the block still runs for someone else."""
+        with coming_and_going:
             self._runs -= 1
             if not self._runs:
                 for visitor in self._visitors:
                     visitor.move_out()
                 self._visitors, self._sent = [], None
-
-
-_coming_and_going = threading.RLock()
-"""Held while a block's parameters are exchanged."""
-
-
-class _Visitor:
-    """One weight on a device, for the parameter that lives on the host.
-
-    Args:
-        module: whose parameter it is.
-        name: its name there.
-        host: the parameter.
-        copy: its values on the device, or on their way.
-    """
-
-    def __init__(
-        self, module: nn.Module, name: str, host: torch.Tensor, copy: torch.Tensor
-    ) -> None:
-        self.host = host
-        self._module, self._name = module, name
-        self._version_sent, self._address_sent = _version(host), host.data_ptr()
-        with torch.enable_grad():  # as a parameter requires its gradient under no_grad too
-            self.there: torch.Tensor = _Visit.apply(host, copy)
-        self._version_there = _version(self.there)
-        self._address = self.there.data_ptr()
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the parameter is still the one that was copied, with the same values."""
-        if self._module._parameters.get(self._name) is not self.host:
-            return False
-        replaced = self.host.data_ptr() != self._address_sent  # by `W.data = ...`
-        return not replaced and _version(self.host) == self._version_sent
-
-    def move_in(self) -> None:
-        """Take the parameter's place in its module."""
-        self._module._parameters[self._name] = self.there  # type: ignore[assignment]
-
-    def move_out(self) -> None:
-        """Give the place back, unless a hook has filled it; what one has changed goes back too."""
-        if self._module._parameters.get(self._name) is not self.there:
-            return
-        self._module._parameters[self._name] = self.host  # type: ignore[assignment]
-        replaced = self.there.data_ptr() != self._address  # by `W.data = ...`
-        if replaced or _version(self.there) != self._version_there:
-            with torch.no_grad():
-                self.host.copy_(self.there)
-
-
-class _Visit(torch.autograd.Function):
-    """A parameter's copy, through which the gradient goes to the parameter."""
-
-    @staticmethod
-    def forward(host: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
-        return copy.detach()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return gradients[0].to(HOST), None
-
-
-def _version(tensor: torch.Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
-
-
-class Sent:
-    """The weights of one block, on their way.
-
-    Args:
-        visitors: the weights.
-        copies: of which each is one.
-    """
-
-    def __init__(self, visitors: list[_Visitor], copies: Copies) -> None:
-        self._visitors = visitors
-        self._copies = copies
-
-    @property
-    def is_current(self) -> bool:
-        """Whether no parameter has been changed since."""
-        return all(visitor.is_current for visitor in self._visitors)
-
-    def arrive(self) -> list[_Visitor]:
-        """The weights, for what is computed from now on.
-
-        Those that no one wants have to arrive too, before their memory is used for something else.
-        """
-        self._copies.wait()
-        return self._visitors
-
-    def share(self) -> None:
-        """Have them stay for what this thread computes too, on whichever stream."""
-        self._copies.share(visitor.there for visitor in self._visitors)
+            return not self._runs
 
 
 class Tour:
@@ -264,7 +172,7 @@ class Tour:
 
     def arrival_of(self, block: ForwardWithVisitors) -> Sent:
         """The block's weights, which were sent before if it is this block's turn."""
-        if block in self._sent and self._sent[block].is_current:
+        if block in self._sent and block.is_current(self._sent[block]):
             return self._sent.pop(block)
         self._drop(block)
         if block in self._to_send.get(block.device, ()):
@@ -291,7 +199,7 @@ class Tour:
     def _drop(self, block: ForwardWithVisitors) -> None:
         """Let go of what was sent in vain, as the block ran already, or was changed since."""
         if block in self._sent:
-            self._sent.pop(block).arrive()
+            self._sent.pop(block).let_go()
 
     def end(self) -> None:
         """Drop what was sent in vain, and wait until weights on the host may be changed."""
@@ -302,7 +210,31 @@ class Tour:
             wait_until_copied(device)
 
 
-_tour: ContextVar[Tour | None] = ContextVar("tour", default=None)
+_tour: ContextVar[Tour | TourInCommon | None] = ContextVar("tour", default=None)
+_visits: ContextVar[Visits | None] = ContextVar("visits", default=None)
+
+
+def _current_tour() -> Tour | TourInCommon | None:
+    """That of the forward that this thread runs; of a block by itself, the one of no other."""
+    tour, visits = _tour.get(), _visits.get()
+    return tour if tour is not None or visits is None else TourInCommon((), visits)
+
+
+@contextlib.contextmanager
+def visiting_in_common(visits: Visits) -> Iterator[None]:
+    """Within it, blocks of this thread's forwards use what others have sent, and they its."""
+    tokens = _visits.set(visits), _tour.set(None)
+    try:
+        yield
+    finally:
+        _visits.reset(tokens[0])
+        _tour.reset(tokens[1])
+
+
+def visiting_weights(block: nn.Module) -> object | None:
+    """What stands for the weights of an offloaded block; None for any other module."""
+    run = vars(block).get("forward")
+    return run.weights if isinstance(run, ForwardWithVisitors) else None
 
 
 @contextlib.contextmanager
@@ -310,7 +242,13 @@ def touring(model: Any, start_at_layer: int | None, stop_at_layer: int | None) -
     """Within it, a forward runs these blocks, the offloaded ones of which are sent for in time."""
     blocks = list(getattr(model, "blocks", ()))[start_at_layer:stop_at_layer]
     runs = (vars(block).get("forward") for block in blocks)
-    tour = Tour(run for run in runs if isinstance(run, ForwardWithVisitors))
+    offloaded = [run for run in runs if isinstance(run, ForwardWithVisitors)]
+    visits, outer = _visits.get(), _tour.get()
+    tour: Tour | TourInCommon
+    if visits is None:
+        tour = Tour(offloaded)
+    else:
+        tour = TourInCommon(offloaded, visits, outer if isinstance(outer, TourInCommon) else None)
     token = _tour.set(tour)
     try:
         tour.begin()

@@ -3,7 +3,8 @@
 Each run is a thread, and holds the turn of the device where it computes. Where its residual stream
 leaves for another device, it gives the turn back, waits until what it takes along has arrived, and
 takes the other's turn. So a device gets the blocks of one run after those of another, and the
-first is done in half the time that both together would take.
+first is done in half the time that both together would take. Before an offloaded block it offers
+its turn to the runs that need what is on the device, so that a block visits for all of them.
 """
 
 from __future__ import annotations
@@ -13,10 +14,15 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
+
+from tl_devicefix.offload.in_common import NOT_THERE, Visits
+from tl_devicefix.offload.visiting import visiting_in_common, visiting_weights
 
 
 class Abandoned(BaseException):
@@ -24,12 +30,17 @@ class Abandoned(BaseException):
 
 
 class Turns:
-    """The turns of the devices, among the runs of one `in_flight`. The oldest run goes first."""
+    """The turns of the devices, among the runs of one `in_flight`.
+
+    Of the runs that ask for a device, those go first that need the offloaded block which was last
+    used there, or none; then those that need another one that is there; then the oldest.
+    """
 
     def __init__(self) -> None:
+        self.visits = Visits()
         self._changed = threading.Condition()
         self._holders: dict[torch.device, Run] = {}
-        self._waiting: dict[torch.device, list[Run]] = defaultdict(list)
+        self._asking: dict[torch.device, list[_Asking]] = defaultdict(list)
         self._unfinished: set[int] = set()
         self._is_over = False
 
@@ -59,29 +70,71 @@ class Turns:
         if self._is_over:
             raise Abandoned
 
-    def take(self, run: Run, device: torch.device) -> None:
-        """Wait until a device is free, and no older run waits for it.
+    def take(
+        self, run: Run, device: torch.device, weights: object | None = None, arriving: Any = None
+    ) -> None:
+        """Wait until it is a run's turn on a device. Who has the turn offers it to others.
+
+        Args:
+            run: this thread's.
+            device: which.
+            weights: what stands for those of the offloaded block that it comes to.
+            arriving: the event of what it takes along having arrived there.
 
         Raises:
             Abandoned: if nobody waits for the run any more.
         """
+        asking = _Asking(run, weights, arriving is None)
         with self._changed:
-            waiting = self._waiting[device]
-            waiting.append(run)
-            try:
-                while device in self._holders or run.number != min(each.number for each in waiting):
+            self._asking[device].append(asking)
+            self._free(device, run)
+        try:
+            if arriving is not None:
+                arriving.synchronize()
+            with self._changed:
+                asking.is_here = True
+                self._grant(device)
+                while self._holders.get(device) is not run:
                     self.check()
                     self._changed.wait()
                 self.check()
-                self._holders[device] = run
-            finally:
-                waiting.remove(run)
+        except BaseException:
+            with self._changed:
+                if asking in self._asking[device]:
+                    self._asking[device].remove(asking)
+                self._free(device, run)
+            raise
 
-    def give_back(self, device: torch.device) -> None:
+    def give_back(self, run: Run, device: torch.device) -> None:
         """Let the next run have a device."""
         with self._changed:
+            self._free(device, run)
+
+    def has(self, run: Run, device: torch.device) -> bool:
+        """Whether it is a run's turn on a device."""
+        return self._holders.get(device) is run
+
+    def _free(self, device: torch.device, run: Run) -> None:
+        if self._holders.get(device) is run:
             del self._holders[device]
-            self._changed.notify_all()
+        self._grant(device)
+
+    def _grant(self, device: torch.device) -> None:
+        """Give a free device's turn to the first that asks for it."""
+        asking = self._asking[device]
+        here = [each for each in asking if each.is_here]
+        if device in self._holders or not here:
+            return
+
+        def rank(each: _Asking) -> tuple[int, int]:
+            return self.visits.rank(device, each.weights), each.run.number
+
+        first = min(here, key=rank)
+        if rank(first)[0] == NOT_THERE > min(map(rank, asking))[0]:
+            return  # before the block leaves, it serves the run that is about to be here
+        asking.remove(first)
+        self._holders[device] = first.run
+        self._changed.notify_all()
 
     def wait_for_earlier(self, number: int) -> None:
         """Wait until all runs before one have finished.
@@ -93,6 +146,16 @@ class Turns:
             while min(self._unfinished) < number:
                 self.check()
                 self._changed.wait()
+
+
+@dataclass(eq=False)
+class _Asking:
+    """A run that wants a device's turn."""
+
+    run: Run
+    weights: object | None
+    is_here: bool
+    """Whether all that it takes along is."""
 
 
 class Streams:
@@ -127,10 +190,17 @@ class Run:
         self._computed = WeakIdKeyDictionary()
 
     @contextlib.contextmanager
-    def going_to(self, device: torch.device) -> Iterator[None]:
-        """Within it, `move` sends tensors to a device; at its end, they and the turn are there."""
+    def going_to(self, device: torch.device, weights: object | None = None) -> Iterator[None]:
+        """Within it, `move` sends tensors to a device; at its end, they and the turn are there.
+
+        Args:
+            device: where to.
+            weights: what stands for those of the offloaded block that it comes to.
+        """
         if device == self._at:
             yield
+            if weights is not None:
+                self._take(device, weights)
             return
         self.turns.check()
         self._sent = []
@@ -141,15 +211,19 @@ class Run:
         finally:
             self._sent = None
             self.rest()
-        if arrived is not None:
-            arrived.synchronize()
-        self.turns.take(self, device)
-        self._at = device
+        self._take(device, weights, arrived)
         if arrived is not None:
             computing = torch.get_device_module(device.type).current_stream(device)
             computing.wait_event(arrived)
             for tensor in sent:
                 tensor.record_stream(computing)
+
+    def _take(
+        self, device: torch.device, weights: object | None = None, arriving: Any = None
+    ) -> None:
+        self._at = None  # if it fails
+        self.turns.take(self, device, weights, arriving)
+        self._at = device
 
     def send(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Copy a tensor to a device, within `going_to`; at once where there are no streams."""
@@ -183,7 +257,7 @@ class Run:
         """Give the turn back, if it holds one."""
         at, self._at = self._at, None
         if at is not None:
-            self.turns.give_back(at)
+            self.turns.give_back(self, at)
 
     def wait_for_earlier(self) -> None:
         """Go on when all earlier runs have finished; they may have this one's turn meanwhile."""
@@ -191,8 +265,7 @@ class Run:
         self.rest()
         self.turns.wait_for_earlier(self.number)
         if at is not None:
-            self.turns.take(self, at)
-            self._at = at
+            self._take(at)
 
 
 def module_with_streams(device: torch.device) -> Any:
@@ -214,7 +287,8 @@ def running(run: Run) -> Iterator[None]:
     """Within it, this thread is a run in flight."""
     token = _run.set(run)
     try:
-        yield
+        with visiting_in_common(run.turns.visits):
+            yield
     finally:
         run.rest()
         _run.reset(token)
@@ -223,10 +297,19 @@ def running(run: Run) -> Iterator[None]:
 _STAYS = contextlib.nullcontext()
 
 
-def going_to(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Within it, a run in flight goes on to a device, and takes along what is moved there."""
+def going_to(
+    device: torch.device, module: nn.Module | None = None
+) -> contextlib.AbstractContextManager[None]:
+    """Within it, a run in flight goes on to a device, and takes along what is moved there.
+
+    Args:
+        device: where to.
+        module: what it comes to; before an offloaded block, other runs may be let by.
+    """
     run = _run.get()
-    return _STAYS if run is None else run.going_to(device)
+    if run is None:
+        return _STAYS
+    return run.going_to(device, None if module is None else visiting_weights(module))
 
 
 def rest() -> None:
