@@ -1,8 +1,8 @@
-"""What `in_flight` gains on several devices, and costs on one.
+"""What `in_flight`, and sweeps by it, gain on several devices, and cost on one.
 
     python benchmarks/in_flight.py [PART ...] [--n 2 4 8] [--m 1 4 16] [--seconds 0.3] [--json FILE]
 
-Parts: `busy`, `waits`, `clock`, `overhead`, `views`; all by default.
+Parts: `busy`, `waits`, `sweep`, `clock`, `overhead`, `views`; all by default.
 
 `busy`: m runs of the shipped model over n simulated devices, each of which is kept busy for
 `--seconds` by its share of the blocks. m runs pass n such stages in m + n - 1 stages at best; the
@@ -10,6 +10,10 @@ wall time is that of the devices' own clocks. `waits`: the same, and each run ha
 for its device (`.item()`). For the table of docs/in_flight.md, --m 1 2 4 8 16 32 64.
 Python gives the devices their work one operation after the other: a stage has to be longer than
 it needs for a run, which is printed.
+
+`sweep`: `transformer_lens.patching.get_act_patch_resid_pre` on four such devices, and the same
+within `one_by_one()`, which is TransformerLens's loop. What a sweep saves on one device:
+benchmarks/sweeps.py.
 
 `clock`: a Llama-shaped model over two simulated devices that compute what they compute, a core
 each; a loop and `in_flight` alternate. `overhead`: `in_flight` with one run at a time on one
@@ -32,7 +36,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+os.environ["TQDM_DISABLE"] = "1"  # before tqdm is imported
+
 import torch
+from transformer_lens import patching
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tl_devicefix
@@ -143,6 +150,43 @@ def show_busy(rows: Rows) -> None:
         )
 
 
+def sweep(arguments: argparse.Namespace) -> dict[str, Any]:
+    """A patching sweep by TransformerLens's loop over the same in flight, by the devices' clocks.
+
+    Raises:
+        RuntimeError: if the results are not equal, bit for bit.
+    """
+    tokens = torch.arange(1, 5)[None]
+    with tl_devicefix.simulate(4, asynchronous=True) as machine:
+        model = shipped(4)
+        _, clean = model.run_with_cache(tokens.flip(1))
+        keep_busy(model, machine, arguments.seconds * 4 / len(model.blocks))
+
+        def call() -> tuple[torch.Tensor, float]:
+            synchronize(4)
+            machine.timeline.clear()
+            found = patching.get_act_patch_resid_pre(
+                model, tokens, clean, lambda logits: logits[0, -1, 5] - logits[0, -1, 7]
+            )
+            synchronize(4)
+            return found, machine.timeline.end - machine.timeline.start
+
+        found, wall = call()
+        late = machine.timeline.late
+        with tl_devicefix.one_by_one():
+            expected, of_loop = call()
+        del model, clean
+    if not torch.equal(found, expected):
+        raise RuntimeError("the results are not equal, bit for bit: report it")
+    return {
+        "loop_over_sweep": of_loop / wall,
+        "runs": found.numel(),
+        "wall_s": wall,
+        "loop_s": of_loop,
+        "late_s": late,
+    }
+
+
 # By the real clock
 
 
@@ -238,6 +282,7 @@ def views(arguments: argparse.Namespace) -> dict[str, Any]:
 PARTS: dict[str, Callable[[argparse.Namespace], Any]] = {
     "busy": functools.partial(busy, waits=False),
     "waits": functools.partial(busy, waits=True),
+    "sweep": sweep,
     "clock": clock,
     "overhead": overhead,
     "views": views,
