@@ -115,13 +115,16 @@ class Run:
         number: how many came before it.
         turns: of the devices.
         streams: its own, for what goes from device to device.
+
+    Attributes:
+        at: the device whose turn it holds, if any.
     """
 
     def __init__(self, number: int, turns: Turns, streams: Streams) -> None:
         self.number = number
         self.turns = turns
         self._streams = streams
-        self._at: torch.device | None = None
+        self.at: torch.device | None = None
         self._sent: list[torch.Tensor] | None = None  # on the way to the next device
         # Tensors that were computed when the host has last waited for a copy of theirs.
         self._computed = WeakIdKeyDictionary()
@@ -129,7 +132,7 @@ class Run:
     @contextlib.contextmanager
     def going_to(self, device: torch.device) -> Iterator[None]:
         """Within it, `move` sends tensors to a device; at its end, they and the turn are there."""
-        if device == self._at:
+        if device == self.at:
             yield
             return
         self.turns.check()
@@ -144,7 +147,7 @@ class Run:
         if arrived is not None:
             arrived.synchronize()
         self.turns.take(self, device)
-        self._at = device
+        self.at = device
         if arrived is not None:
             computing = torch.get_device_module(device.type).current_stream(device)
             computing.wait_event(arrived)
@@ -181,18 +184,18 @@ class Run:
 
     def rest(self) -> None:
         """Give the turn back, if it holds one."""
-        at, self._at = self._at, None
+        at, self.at = self.at, None
         if at is not None:
             self.turns.give_back(at)
 
     def wait_for_earlier(self) -> None:
         """Go on when all earlier runs have finished; they may have this one's turn meanwhile."""
-        at = self._at
+        at = self.at
         self.rest()
         self.turns.wait_for_earlier(self.number)
         if at is not None:
             self.turns.take(self, at)
-            self._at = at
+            self.at = at
 
 
 def module_with_streams(device: torch.device) -> Any:
@@ -227,6 +230,12 @@ def going_to(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Within it, a run in flight goes on to a device, and takes along what is moved there."""
     run = _run.get()
     return _STAYS if run is None else run.going_to(device)
+
+
+def device_of_turn() -> torch.device | None:
+    """The device whose turn this thread has, if it is a run in flight."""
+    run = _run.get()
+    return None if run is None else run.at
 
 
 def rest() -> None:
