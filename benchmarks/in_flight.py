@@ -176,8 +176,8 @@ def sweep(arguments: argparse.Namespace) -> dict[str, Any]:
         with tl_devicefix.one_by_one():
             expected, of_loop = call()
         del model, clean
-    if not torch.equal(found, expected):
-        raise RuntimeError("the results are not equal, bit for bit: report it")
+        if not torch.equal(found, expected):
+            raise RuntimeError("the results are not equal, bit for bit: report it")
     return {
         "loop_over_sweep": of_loop / wall,
         "runs": found.numel(),
