@@ -25,7 +25,7 @@ from tl_devicefix.running.forward import HANDLES, is_aligned
 from tl_devicefix.running.hooking import let_hooks_be, let_hooks_mix
 from tl_devicefix.running.put_in import watch
 from tl_devicefix.running.skipping import first_block, is_skipped
-from tl_devicefix.running.turns import going_to
+from tl_devicefix.running.turns import device_of_turn, going_to
 
 
 def align(model: Any, placement: Placement) -> None:
@@ -233,6 +233,9 @@ def get_device_for_block_index(
         return _by_index(index, cfg, torch.device(cfg.device if device is None else device))
     if index == 0:
         return placement.home
+    here = device_of_turn()
+    if here is not None and index > first_block():
+        return here  # as the block takes it along in its turn, and on streams of the run's own
     index = max(index, min(first_block(), cfg.n_layers - 1))  # none is skipped by way of others
     return placement.device_of(f"blocks.{index}")
 

@@ -178,13 +178,16 @@ class Run:
         number: how many came before it.
         turns: of the devices.
         streams: its own, for what goes from device to device.
+
+    Attributes:
+        at: the device whose turn it holds, if any.
     """
 
     def __init__(self, number: int, turns: Turns, streams: Streams) -> None:
         self.number = number
         self.turns = turns
         self._streams = streams
-        self._at: torch.device | None = None
+        self.at: torch.device | None = None
         self._sent: list[torch.Tensor] | None = None  # on the way to the next device
         # Tensors that were computed when the host has last waited for a copy of theirs.
         self._computed = WeakIdKeyDictionary()
@@ -197,7 +200,7 @@ class Run:
             device: where to.
             weights: what stands for those of the offloaded block that it comes to.
         """
-        if device == self._at:
+        if device == self.at:
             yield
             if weights is not None:
                 self._take(device, weights)
@@ -221,9 +224,9 @@ class Run:
     def _take(
         self, device: torch.device, weights: object | None = None, arriving: Any = None
     ) -> None:
-        self._at = None  # if it fails
+        self.at = None  # if it fails
         self.turns.take(self, device, weights, arriving)
-        self._at = device
+        self.at = device
 
     def send(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Copy a tensor to a device, within `going_to`; at once where there are no streams."""
@@ -255,13 +258,13 @@ class Run:
 
     def rest(self) -> None:
         """Give the turn back, if it holds one."""
-        at, self._at = self._at, None
+        at, self.at = self.at, None
         if at is not None:
             self.turns.give_back(self, at)
 
     def wait_for_earlier(self) -> None:
         """Go on when all earlier runs have finished; they may have this one's turn meanwhile."""
-        at = self._at
+        at = self.at
         self.rest()
         self.turns.wait_for_earlier(self.number)
         if at is not None:
@@ -310,6 +313,12 @@ def going_to(
     if run is None:
         return _STAYS
     return run.going_to(device, None if module is None else visiting_weights(module))
+
+
+def device_of_turn() -> torch.device | None:
+    """The device whose turn this thread has, if it is a run in flight."""
+    run = _run.get()
+    return None if run is None else run.at
 
 
 def rest() -> None:
