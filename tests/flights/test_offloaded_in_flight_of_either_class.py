@@ -238,5 +238,5 @@ def test_nothing_of_runs_that_did_not_finish_stays_on_the_device(
     gc.collect()
 
     assert_weights_are_home(model)
-    assert [each for each in map(either_machine.memory_allocated, either_machine.devices)] == before
+    assert list(map(either_machine.memory_allocated, either_machine.devices)) == before
     assert_bit_equal(list(in_flight(model, logits, batches[:2], 2)), [*map(model, batches[:2])])
