@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 from either_class import BRIDGE
-from runs_of_users import LAST, RUNS, Run, assert_bit_equal, logits
+from runs_of_users import (
+    LAST,
+    Run,
+    assert_bit_equal,
+    generated,
+    gradients_of_activations,
+    logits,
+    some_of_the_cache,
+    steered_at_a_block_elsewhere,
+)
 
 import tl_devicefix
 from tl_devicefix import in_flight
@@ -87,6 +96,10 @@ def blocks_in_another_order(model: Any, batch: torch.Tensor) -> Any:
     return residual
 
 
+RUNS = (
+    *(some_of_the_cache, steered_at_a_block_elsewhere, generated, gradients_of_activations),
+    *(forwards_within_forwards, parts_of_the_model),
+)
 OF_HOOKED = (blocks_in_another_order,)  # a Bridge's blocks want what the model hands them
 
 
@@ -94,7 +107,7 @@ OF_HOOKED = (blocks_in_another_order,)  # a Bridge's blocks want what the model 
 @pytest.mark.parametrize("device_map", [ON_ONE, ON_TWO], ids=["one device", "two devices"])
 @pytest.mark.parametrize(
     "run",
-    [*RUNS, forwards_within_forwards, parts_of_the_model, *OF_HOOKED],
+    [*RUNS, *OF_HOOKED],
     ids=lambda run: run.__name__,
 )
 def test_results_are_those_of_a_loop_bit_for_bit(
@@ -103,18 +116,18 @@ def test_results_are_those_of_a_loop_bit_for_bit(
     if cls == BRIDGE and run in OF_HOOKED:
         return
     model = offloaded(device_map)
-    expected = [run(model, batch) for batch in batches[:4]]
+    expected = [run(model, batch) for batch in batches[:3]]
 
-    assert_bit_equal(list(in_flight(model, run, batches[:4], 3)), expected)
+    assert_bit_equal(list(in_flight(model, run, batches[:3], 3)), expected)
 
     assert_weights_are_home(model)
 
 
-@pytest.mark.parametrize("device_map", [ON_ONE, ON_TWO], ids=["one device", "two devices"])
+@pytest.mark.parametrize("either_machine", [False], indirect=True, ids=[""])
 def test_gradients_add_up_in_the_hosts_parameters_as_in_a_loop(
-    either_machine: Any, offloaded: Any, batches: Any, device_map: Any
+    either_machine: Any, offloaded: Any, batches: Any
 ) -> None:
-    model = offloaded(device_map)
+    model = offloaded(ON_TWO)
 
     def run(model: Any, batch: torch.Tensor) -> float:
         loss = model(batch).square().mean() * (1 + batch.sum())
@@ -126,8 +139,8 @@ def test_gradients_add_up_in_the_hosts_parameters_as_in_a_loop(
         runs()
         return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
-    expected = gradients_after(lambda: [run(model, batch) for batch in batches[:4]])
-    actual = gradients_after(lambda: list(in_flight(model, run, batches[:4], 3)))
+    expected = gradients_after(lambda: [run(model, batch) for batch in batches[:3]])
+    actual = gradients_after(lambda: list(in_flight(model, run, batches[:3], 3)))
 
     assert any(gradient.device == HOST for gradient in expected.values())
     assert_bit_equal(actual, expected)
@@ -146,7 +159,7 @@ def in_a_mode_of_its_own(model: Any, item: tuple[int, torch.Tensor]) -> torch.Te
 def test_each_run_has_the_gradient_mode_that_it_sets(
     either_machine: Any, offloaded: Any, batches: Any
 ) -> None:
-    model, items = offloaded(ON_ONE), list(enumerate(batches))
+    model, items = offloaded(ON_ONE), list(enumerate(batches[:3]))
     expected = [in_a_mode_of_its_own(model, item) for item in items]
 
     assert_bit_equal(list(in_flight(model, in_a_mode_of_its_own, items, 3)), expected)
@@ -159,8 +172,7 @@ def test_a_block_is_sent_once_for_all_runs_that_wait_for_it(
     either_machine.reset_transfers()
 
     with torch.no_grad():
-        for _ in in_flight(model, logits, batches, 3):
-            pass
+        assert sum(1 for _ in in_flight(model, logits, batches, 3)) == 9
 
     sent = [t.bytes for t in either_machine.transfers if t.source == HOST and t.target != HOST]
     groups = len(batches) / 3 + 1
@@ -172,8 +184,10 @@ def test_a_block_is_sent_once_for_all_runs_that_wait_for_it(
 def test_two_blocks_at_a_time_are_on_a_device(
     either_machine: Machine, offloaded: Any, tokens: torch.Tensor, device_map: Any
 ) -> None:
-    model, one_token = offloaded(device_map), tokens[:1, :1]  # whose activations are small
-    block = max(offloaded_bytes(model))
+    model = offloaded(device_map)
+    one_token = tokens[:1, :1].to(model.cfg.device)  # whose activations are less than any block
+    block, placement = max(offloaded_bytes(model)), model.placement
+    runs_on = [component.device for component in placement.components if component.offloaded]
     devices = either_machine.devices
     gc.collect()
     before = {device: either_machine.memory_allocated(device) for device in devices}
@@ -181,14 +195,13 @@ def test_two_blocks_at_a_time_are_on_a_device(
         either_machine.reset_peak_memory_stats(device)
 
     with torch.no_grad():
-        for _ in in_flight(model, logits, [one_token] * 9, 3):
-            pass
+        assert sum(1 for _ in in_flight(model, logits, [one_token] * 9, 3)) == 9
     gc.collect()
 
     for device, held in before.items():
-        if device.index < len(model.placement.devices):
-            visiting = either_machine.max_memory_allocated(device) - held
-            assert 2 * block <= visiting < 2.9 * block
+        visiting = min(2, runs_on.count(device)) * block
+        taken = either_machine.max_memory_allocated(device) - held
+        assert visiting <= taken < visiting + block * 3 / 4, (device, placement)
         assert either_machine.memory_allocated(device) == held
 
 
@@ -225,5 +238,5 @@ def test_nothing_of_runs_that_did_not_finish_stays_on_the_device(
     gc.collect()
 
     assert_weights_are_home(model)
-    assert [each for each in map(either_machine.memory_allocated, either_machine.devices)] == before
+    assert list(map(either_machine.memory_allocated, either_machine.devices)) == before
     assert_bit_equal(list(in_flight(model, logits, batches[:2], 2)), [*map(model, batches[:2])])

@@ -40,7 +40,7 @@ class Copies:
         self._streams = _streams(device)
         self._done: Any = None
         # The stream on which memory is taken, and for which it is free again when it is let go.
-        self._taken_on = self._streams.current_stream(device) if self._streams else None
+        self._taken_on: Any = self._streams.current_stream(device) if self._streams else None
 
     def __enter__(self) -> Copies:
         return self

@@ -67,10 +67,10 @@ class Visits:
             self.send_ahead(device)
 
     def end(self, tour: TourInCommon) -> None:
-        """Count with a tour no more, and drop what no other needs next."""
+        """Count with a tour no more, and drop what no other needs soon."""
         self._tours.remove(tour)
         for device in tour.devices:
-            for weights in self._unneeded(device, self._next(device)):
+            for weights in self._unneeded(device, self._next(device, VISITING)):
                 self._drop(device, weights)
 
     def arrival_of(self, block: Block) -> Sent:
@@ -124,9 +124,9 @@ class Visits:
             of_next = self._next(device)
             self._drop(device, min(idle, key=lambda weights: weights in of_next))
 
-    def _next(self, device: torch.device) -> set[object]:
-        """The blocks of which each is the next of some run."""
-        return {block.weights for tour in self._tours for block in tour.coming_to(device)[:1]}
+    def _next(self, device: torch.device, count: int = 1) -> set[object]:
+        """The blocks of which each is among the next of some run, so many of each."""
+        return {block.weights for tour in self._tours for block in tour.coming_to(device)[:count]}
 
     def _unneeded(self, device: torch.device, needed: set[object]) -> list[object]:
         """The blocks there that neither run nor are needed."""

@@ -21,8 +21,10 @@ class Sent:
     """
 
     def __init__(self, hosts: Iterable[torch.Tensor], device: torch.device) -> None:
+        self._sent: list[_Copy] = []  # which is still there when an error has been waited for
         with Copies(device) as self._copies:
-            self._sent = [_Copy(host, self._copies.start(host)) for host in hosts]
+            for host in hosts:
+                self._sent.append(_Copy(host, self._copies.start(host)))
         self._for_inference = torch.is_inference_mode_enabled()
 
     def is_current(self, hosts: Sequence[torch.Tensor]) -> bool:
