@@ -84,6 +84,8 @@ def package(session: nox.Session) -> None:
     session.run("python", example, "--shipped", "--output", results)
     drawn = str(tmp / "patching.svg")
     session.run("python", str(repository / "docs/figures/patching.py"), results, drawn)
+    example = str(repository / "examples/harvest_and_sweep.py")
+    session.run("python", example, "--picture", str(tmp / "in_flight.svg"))
 
     session.chdir(repository)
     session.install("-c", "constraints.txt", "mypy==2.4.1", "pytest")

@@ -12,8 +12,9 @@ Python gives the devices their work one operation after the other: a stage has t
 it needs for a run, which is printed.
 
 `sweep`: `transformer_lens.patching.get_act_patch_resid_pre` on four such devices, and the same
-within `one_by_one()`, which is TransformerLens's loop. What a sweep saves on one device:
-benchmarks/sweeps.py.
+within `one_by_one()`, which is TransformerLens's loop. They are as fast as to take `--seconds` each
+for a forward, without a hook, with which a sweep would not skip blocks. What it saves on one
+device: benchmarks/sweeps.py.
 
 `clock`: a Llama-shaped model over two simulated devices that compute what they compute, a core
 each; a loop and `in_flight` alternate. `overhead`: `in_flight` with one run at a time on one
@@ -39,6 +40,7 @@ from typing import Any
 os.environ["TQDM_DISABLE"] = "1"  # before tqdm is imported
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformer_lens import patching
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -157,10 +159,12 @@ def sweep(arguments: argparse.Namespace) -> dict[str, Any]:
         RuntimeError: if the results are not equal, bit for bit.
     """
     tokens = torch.arange(1, 5)[None]
-    with tl_devicefix.simulate(4, asynchronous=True) as machine:
+    with FlopCounterMode(display=False) as counted:
+        shipped(1)(tokens)
+    fast = counted.get_total_flops() / (4 * arguments.seconds)
+    with tl_devicefix.simulate(4, asynchronous=True, flops_per_second=fast) as machine:
         model = shipped(4)
         _, clean = model.run_with_cache(tokens.flip(1))
-        keep_busy(model, machine, arguments.seconds * 4 / len(model.blocks))
 
         def call() -> tuple[torch.Tensor, float]:
             synchronize(4)

@@ -2,10 +2,10 @@
 
     python examples/harvest_and_sweep.py [--picture in_flight.svg] [--trace trace.json]
 
-It runs on the small model that ships with the package, over four simulated devices, which its
-blocks keep busy for as long as `--seconds` says. Where there are four GPUs, leave out `simulate`
-and `keep_busy`, and load your own model: the rest is the same. The picture shows when each device
-was busy, and with which run; the trace shows the same in https://ui.perfetto.dev.
+It runs on the small model that ships with the package, over four simulated devices that take time
+for what they compute, as if the model were large. Where there are four GPUs, leave out `simulate`,
+and load your own model: the rest is the same. The picture shows when each device was busy, and with
+which run; the trace shows the same in https://ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -37,11 +37,16 @@ PEOPLE = [
 def main() -> None:
     """Harvest, sweep, and show where the time went."""
     options = arguments()
-    with tl_devicefix.simulate(N_DEVICES, asynchronous=True) as machine, torch.no_grad():
+    with (
+        tl_devicefix.simulate(
+            N_DEVICES, asynchronous=True, flops_per_second=options.flops_per_second
+        ) as machine,
+        torch.no_grad(),
+    ):
         model = load(N_DEVICES)
-        keep_busy(model, machine, options.seconds * N_DEVICES / model.cfg.n_layers)
         prompts = [model.to_tokens(FACTS.format(*each)) for each in PEOPLE]
 
+        recorded(machine)  # what loading took
         loop = [harvest(model, tokens) for tokens in enumerate(prompts)]
         of_loop = recorded(machine)
         flight = list(tl_devicefix.in_flight(model, harvest, enumerate(prompts)))
@@ -70,7 +75,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--picture", type=Path, default=Path("in_flight.svg"))
     parser.add_argument("--trace", type=Path, help="of the runs in flight, for Perfetto")
-    parser.add_argument("--seconds", type=float, default=0.2, help="a run's on each device")
+    parser.add_argument("--flops-per-second", type=float, default=1e7, help="of each device")
     torch.set_num_threads(1)  # so small a model is slower with more
     return parser.parse_args()
 
@@ -86,15 +91,6 @@ def load(n_devices: int) -> Any:
         bridge.enable_compatibility_mode()
         return bridge
     return HookedTransformer.from_pretrained(str(CHECKPOINT), n_devices=n_devices)
-
-
-def keep_busy(model: Any, machine: Any, seconds: float) -> None:
-    """Have each block take so long, as those of a large model would."""
-    for index, block in enumerate(model.blocks):
-        device = model.placement.device_of(f"blocks.{index}")
-        block.register_forward_pre_hook(
-            lambda *_, device=device: machine.keep_busy(device, seconds)
-        )
 
 
 def harvest(model: Any, item: tuple[int, torch.Tensor]) -> torch.Tensor:

@@ -32,6 +32,7 @@ PAGES = {
     **{f"notebooks/{path.name}": f"notebooks/{path.stem}.md" for path in NOTEBOOKS},
     "examples/llama_70b.py": "real_job.md",
     "examples/llama_70b.sbatch": "real_job.md",
+    "examples/harvest_and_sweep.py": "in_flight.md",
 }
 """A file of the repository, and the page of the site that shows it."""
 
@@ -61,8 +62,8 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Let links lead to the page that shows a file of the repository."""
     pages = {made: source for source, made in PAGES.items() if made != "index.md"}
     source = pages.get(page.file.src_uri, f"docs/{page.file.src_uri}")
-    if page.file.src_uri == "real_job.md":
-        source = "docs/real_job.md"
+    if page.file.src_uri in ("real_job.md", "in_flight.md"):
+        source = f"docs/{page.file.src_uri}"
 
     def on_the_site(link: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(source), link.group()))
