@@ -57,6 +57,22 @@ class Sweep:
         # What a call moves to the CPU is there; nothing else is left on a block's device.
         assert devices_in(actual) <= {torch.device(run.model.cfg.device), torch.device("cpu")}
 
+    def check_in_flight(self, name: str, case: str, run: Run) -> None:
+        """Check that runs of a call that are in flight give what they give in a loop, bit for bit."""
+
+        def call(model: Any, number: int) -> Any:
+            try:
+                return results(self._calls[name][case](Run(model, run.tokens, run.unused)))
+            except REFUSALS as error:
+                return type(error)
+
+        seed()
+        expected = [call(run.model, number) for number in range(2)]
+        seed()
+        actual = list(tl_devicefix.in_flight(run.model, call, range(2), at_once=2))
+
+        assert_agrees(actual, expected, tolerance=0)
+
     def _expected(self, key: Key) -> Any:
         """What unpatched TransformerLens gives on one CPU: a result, or the type of the error."""
         if key not in self._known:
@@ -70,12 +86,17 @@ class Sweep:
 
     def _outcome(self, name: str, case: str, run: Run) -> Any:
         """What a call gives, or the type of error that it raises."""
-        torch.manual_seed(0)
-        random.seed(0)
+        seed()
         try:
             return results(self._calls[name][case](run))
         except REFUSALS as error:
             return type(error)
+
+
+def seed() -> None:
+    """Have random numbers be the same ones from now on."""
+    torch.manual_seed(0)
+    random.seed(0)
 
 
 def devices_in(value: Any) -> set[torch.device]:

@@ -125,3 +125,20 @@ def test_patching_is_as_on_one_device(
     tokens: torch.Tensor,
 ) -> None:
     sweep.check(name, case, kind, Run(spread_models(kind, n_devices), tokens))
+
+
+@pytest.mark.full("four runs of each; in the default run, those of tests/flights")
+@pytest.mark.parametrize(
+    ("name", "case", "kind", "n_devices"),
+    [call for call in EVERY_CALL if call not in PATCHING and call.values[2:] == ("llama", 4)],
+)
+def test_in_flight_it_is_as_in_a_loop(
+    name: str,
+    case: str,
+    kind: str,
+    n_devices: int,
+    spread_models: Any,
+    sweep: Sweep,
+    tokens: torch.Tensor,
+) -> None:
+    sweep.check_in_flight(name, case, Run(spread_models(kind, n_devices), tokens))
