@@ -18,7 +18,8 @@ device: benchmarks/sweeps.py.
 
 `clock`: a Llama-shaped model over two simulated devices that compute what they compute, a core
 each; a loop and `in_flight` alternate. `overhead`: `in_flight` with one run at a time on one
-device over a loop, in turns. `views`: what is allocated when views are made.
+device over a loop, in turns, for the shipped model and one like that of `clock`. `views`: what is
+allocated when views are made.
 """
 
 from __future__ import annotations
@@ -246,9 +247,22 @@ def clock(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def overhead(arguments: argparse.Namespace) -> dict[str, Any]:
-    """`in_flight` with one run at a time over a loop, on one CPU device."""
-    model = shipped(1)
-    items = [torch.randint(0, model.cfg.d_vocab, (4, 32)) for _ in range(10)]
+    """`in_flight` with one run at a time over a loop, on one CPU device, for two models."""
+    with tempfile.TemporaryDirectory() as directory:
+        llama(directory, arguments.d_model, arguments.layers)
+        with contextlib.redirect_stdout(io.StringIO()):
+            larger = load(directory, 1)
+    of_shipped = over_loop(shipped(1), (4, 32), arguments.overhead_rounds)
+    of_larger = over_loop(larger, (1, 64), arguments.overhead_rounds // 2)
+    return {
+        **{f"shipped, {name}": value for name, value in of_shipped.items()},
+        **{f"of {arguments.d_model}, {name}": value for name, value in of_larger.items()},
+    }
+
+
+def over_loop(model: Any, shape: tuple[int, int], rounds: int) -> dict[str, float]:
+    """Times in turns: the median of their ratios, and of a loop's forwards."""
+    items = [torch.randint(0, model.cfg.d_vocab, shape) for _ in range(10)]
 
     def run(model: Any, tokens: torch.Tensor) -> torch.Tensor:
         return model(tokens)
@@ -264,11 +278,11 @@ def overhead(arguments: argparse.Namespace) -> dict[str, Any]:
     loop(), flight()  # warm up
     pairs = [
         (seconds(flight), seconds(loop)) if number % 2 else (seconds(loop), seconds(flight))[::-1]
-        for number in range(arguments.overhead_rounds)
+        for number in range(rounds)
     ]
     return {
-        "in_flight_over_loop": statistics.median(one / other for one, other in pairs),
-        "forward_s": statistics.median(other for _, other in pairs) / len(items),
+        "in_flight over loop": statistics.median(one / other for one, other in pairs),
+        "a forward, s": statistics.median(other for _, other in pairs) / len(items),
     }
 
 
@@ -300,8 +314,8 @@ def main() -> None:
     parser.add_argument("--n", nargs="+", type=int, default=[2, 4, 8], help="numbers of devices")
     parser.add_argument("--m", nargs="+", type=int, default=[1, 4, 16], help="numbers of runs")
     parser.add_argument("--seconds", type=float, default=0.3, help="that a stage takes")
-    parser.add_argument("--d-model", type=int, default=1024, help="of clock's model")
-    parser.add_argument("--layers", type=int, default=4, help="of clock's model")
+    parser.add_argument("--d-model", type=int, default=1024, help="of clock's and overhead's")
+    parser.add_argument("--layers", type=int, default=4, help="of clock's and overhead's")
     parser.add_argument("--tokens", type=int, default=256, help="of each of clock's runs")
     parser.add_argument("--runs", type=int, default=10, help="of clock")
     parser.add_argument("--rounds", type=int, default=3, help="of clock")
@@ -322,7 +336,7 @@ def main() -> None:
                 show_busy(results[part])
                 continue
             for name, value in results[part].items():
-                print(f"  {name:<22}{value if isinstance(value, (int, list)) else f'{value:.3f}'}")
+                print(f"  {name:<30}{value if isinstance(value, (int, list)) else f'{value:.3f}'}")
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=2) + "\n")
 
