@@ -100,7 +100,7 @@ RUNS = (
     *(some_of_the_cache, steered_at_a_block_elsewhere, generated, gradients_of_activations),
     *(forwards_within_forwards, parts_of_the_model),
 )
-OF_HOOKED = (blocks_in_another_order,)  # a Bridge's blocks want what the model hands them
+OF_HOOKED = (blocks_in_another_order,)
 
 
 @pytest.mark.cover
@@ -114,7 +114,7 @@ def test_results_are_those_of_a_loop_bit_for_bit(
     either_machine: Any, offloaded: Any, batches: Any, cls: str, device_map: Any, run: Run
 ) -> None:
     if cls == BRIDGE and run in OF_HOOKED:
-        return
+        pytest.skip("a Bridge's blocks want what the model hands them")
     model = offloaded(device_map)
     expected = [run(model, batch) for batch in batches[:3]]
 

@@ -58,7 +58,7 @@ class Sweep:
         assert devices_in(actual) <= {torch.device(run.model.cfg.device), torch.device("cpu")}
 
     def check_in_flight(self, name: str, case: str, run: Run) -> None:
-        """Check that runs of a call that are in flight give what they give in a loop, bit for bit."""
+        """Check that runs of a call in flight give what they give in a loop, bit for bit."""
 
         def call(model: Any, number: int) -> Any:
             try:
