@@ -7,11 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from runs_of_users import RUNS, Run, assert_bit_equal
+from runs_of_users import (
+    Run,
+    a_number_that_is_waited_for,
+    assert_bit_equal,
+    gradients_of_activations,
+    some_of_the_cache,
+    with_a_mask,
+)
 
 import tl_devicefix
 from tl_devicefix import in_flight
 from tl_devicefix.simulation.machine import Machine
+
+SOME = (a_number_that_is_waited_for, gradients_of_activations, some_of_the_cache, with_a_mask)
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +32,7 @@ def machine() -> Iterator[Machine]:
 
 @pytest.mark.cover
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
+@pytest.mark.parametrize("run", SOME, ids=lambda run: run.__name__)
 def test_on_devices_that_run_behind_the_host(
     machine: Any, folded: Any, tokens: torch.Tensor, dtype: torch.dtype, run: Run
 ) -> None:

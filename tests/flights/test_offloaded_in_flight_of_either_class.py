@@ -156,6 +156,7 @@ def in_a_mode_of_its_own(model: Any, item: tuple[int, torch.Tensor]) -> torch.Te
     return residual
 
 
+@pytest.mark.cover
 def test_each_run_has_the_gradient_mode_that_it_sets(
     either_machine: Any, offloaded: Any, batches: Any
 ) -> None:
@@ -165,6 +166,7 @@ def test_each_run_has_the_gradient_mode_that_it_sets(
     assert_bit_equal(list(in_flight(model, in_a_mode_of_its_own, items, 3)), expected)
 
 
+@pytest.mark.cover
 def test_a_block_is_sent_once_for_all_runs_that_wait_for_it(
     either_machine: Machine, offloaded: Any, batches: Any
 ) -> None:
@@ -180,6 +182,7 @@ def test_a_block_is_sent_once_for_all_runs_that_wait_for_it(
     assert weights <= sum(sent) <= groups * weights + sum(batch.nbytes for batch in batches)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("device_map", [ON_ONE, ON_TWO], ids=["one device", "two devices"])
 def test_two_blocks_at_a_time_are_on_a_device(
     either_machine: Machine, offloaded: Any, tokens: torch.Tensor, device_map: Any
@@ -209,6 +212,7 @@ class Failed(Exception):
     pass
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("how", ["an error", "closed early"])
 def test_nothing_of_runs_that_did_not_finish_stays_on_the_device(
     either_machine: Machine, offloaded: Any, batches: Any, how: str
