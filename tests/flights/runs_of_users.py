@@ -22,7 +22,7 @@ def some_of_the_cache(model: Any, batch: torch.Tensor) -> Any:
 
 def steered_at_a_block_elsewhere(model: Any, batch: torch.Tensor) -> torch.Tensor:
     vector = torch.linspace(-1, 1, model.cfg.d_model, device=model.cfg.device)
-    return model.run_with_hooks(batch, fwd_hooks=[(LAST, lambda a, hook: a + vector)])
+    return model.run_with_hooks(batch, fwd_hooks=[(LAST, lambda a, hook: a + vector.to(a.dtype))])
 
 
 def generated(model: Any, batch: torch.Tensor) -> torch.Tensor:
