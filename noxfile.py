@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import os
 import tarfile
 import zipfile
 from pathlib import Path
@@ -10,18 +11,18 @@ from pathlib import Path
 import nox
 
 nox.options.sessions = ["lint", "docs", "package", "tests-3.9.0", "tests-4.3.0", "tests-2.18.0"]
-nox.options.default_venv_backend = "venv"
+# uv, where it is installed, takes seconds for what takes pip minutes. It is told where wheels are as
+# pip is.
+nox.options.default_venv_backend = "uv|venv"
+if "PIP_FIND_LINKS" in os.environ:
+    os.environ.setdefault("UV_FIND_LINKS", os.environ["PIP_FIND_LINKS"])
 
 # TransformerLens 2.x was released before numpy 2, pyarrow 20, datasets 4 and transformers 5.
 BESIDE_2X = ("numpy<2", "pyarrow<20", "datasets<4", "transformers<5")
 
 
 def install(session: nox.Session, transformer_lens: str, *extra: str) -> None:
-    """Install torch (first: others would choose another build), TransformerLens and this.
-
-    Modules are compiled when they are imported, as most never are.
-    """
-    session.env["PIP_NO_COMPILE"] = "1"
+    """Install torch (first: others would choose another build), TransformerLens and this."""
     session.install("torch==2.13.0")
     beside = BESIDE_2X if transformer_lens.startswith("2.") else ()
     session.install(
