@@ -11,8 +11,7 @@ from pathlib import Path
 import nox
 
 nox.options.sessions = ["lint", "docs", "package", "tests-3.9.0", "tests-4.3.0", "tests-2.18.0"]
-# uv, where it is installed, takes seconds for what takes pip minutes. It is told where wheels are as
-# pip is.
+# uv, where it is installed, takes seconds for what takes pip minutes; wheels are where pip is told.
 nox.options.default_venv_backend = "uv|venv"
 if "PIP_FIND_LINKS" in os.environ:
     os.environ.setdefault("UV_FIND_LINKS", os.environ["PIP_FIND_LINKS"])
