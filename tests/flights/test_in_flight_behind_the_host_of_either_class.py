@@ -41,3 +41,13 @@ def test_on_devices_that_run_behind_the_host(
         batches = [tokens.roll(shift, 1) for shift in range(3)]
         expected = [run(model, batch) for batch in batches]
         assert_bit_equal(list(in_flight(model, run, batches)), expected)
+
+
+def test_the_callers_current_device_is_a_runs(machine: Machine, folded: Any) -> None:
+    model, module = folded("gpt2", 2), torch.get_device_module("sim")
+    module.set_device(2)
+    try:
+        found = list(in_flight(model, lambda view, item: module.current_device(), range(3)))
+    finally:
+        module.set_device(0)
+    assert found == [2, 2, 2]

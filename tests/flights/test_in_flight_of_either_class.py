@@ -27,6 +27,10 @@ def batches(tokens: torch.Tensor) -> list[torch.Tensor]:
     return [tokens.roll(shift, 1) for shift in range(6)]
 
 
+class Failed(Exception):
+    pass
+
+
 def assert_nothing_is_left(model: Any) -> None:
     assert not [thread for thread in threading.enumerate() if "in_flight" in thread.name]
     for point in model.hook_dict.values():
@@ -144,6 +148,47 @@ def test_random_numbers_are_those_of_a_loop(
     assert torch.equal(torch.get_rng_state(), left)
 
 
+def test_gradients_that_a_run_zeroes_and_reads_are_those_of_a_loop(
+    machine: Any, over_devices: Any, batches: Any
+) -> None:
+    model = over_devices("llama")
+
+    def run(model: Any, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        model(batch).square().mean().backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    expected = [run(model, batch) for batch in batches]
+    assert_bit_equal(list(in_flight(model, run, batches)), expected)
+
+
+@pytest.mark.parametrize("ends", ["by an error", "early"])
+def test_runs_that_a_loop_would_not_have_begun_change_nothing_that_is_shared(
+    machine: Any, over_devices: Any, batches: Any, ends: str
+) -> None:
+    model, begun = over_devices("llama"), threading.Event()
+    model.zero_grad()
+
+    def run(view: Any, number: int) -> None:
+        if number == 0:
+            assert begun.wait(30)
+            if ends == "by an error":
+                raise Failed
+            return
+        begun.set()
+        torch.rand(1)
+        view(batches[0]).mean().backward()
+
+    state = torch.get_rng_state()
+    results = in_flight(model, run, range(5))
+    with pytest.raises(Failed) if ends == "by an error" else contextlib.nullcontext():
+        next(results)
+    results.close()
+
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_gradients_add_up_in_the_parameters_as_in_a_loop(
     machine: Any, over_devices: Any, batches: Any
 ) -> None:
@@ -203,10 +248,6 @@ def test_what_is_in_force_for_the_caller_is_in_force_in_a_run(
         expected = what_is_in_force(model, None)
         assert list(in_flight(model, what_is_in_force, [0, 1])) == [expected] * 2
     assert list(in_flight(model, what_is_in_force, [0])) == [outside]
-
-
-class Failed(Exception):
-    pass
 
 
 def test_an_error_is_raised_when_its_turn_comes_and_names_the_item(
@@ -379,6 +420,18 @@ def test_pythons_own_random_numbers_are_left_alone(machine: Any, over_devices: A
     state = random.getstate()
     list(in_flight(over_devices("llama"), lambda view, item: item, range(3)))
     assert random.getstate() == state
+
+
+def test_text_is_read_by_one_run_at_a_time(machine: Any, over_devices: Any) -> None:
+    model = over_devices("llama")
+    texts = ["t1", "t2 t3 t4"]
+
+    def run(view: Any, side: str) -> list[torch.Tensor]:
+        return [view.to_tokens(texts, padding_side=side) for _ in range(20)]
+
+    sides = ["left", "right"] * 3
+    expected = [run(model, side) for side in sides]
+    assert_bit_equal(list(in_flight(model, run, sides)), expected)
 
 
 def test_how_one_run_reads_text_is_seen_by_no_other(machine: Any, over_devices: Any) -> None:

@@ -52,6 +52,10 @@ PATCHES = (
         )
         for name in ("generate", "generate_stream")
     ),
+    *(
+        Patch(name, tokenizing.reading(name), ("self", "input"), "one run at a time", **BRIDGE)
+        for name in ("to_tokens", "to_str_tokens")
+    ),
     Patch("to", moving.to, ("self",), "a dtype keeps the placement", **BRIDGE),
     Patch(
         "run_with_cache",

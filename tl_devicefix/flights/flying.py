@@ -132,9 +132,12 @@ def _fetched(flight: _Flight, items: _Items, at_once: int, progress: bool) -> It
     with flight, _bar(items, progress) as bar:
         flight.make_ready(at_once if items.count is None else min(at_once, items.count))
         fill(at_once)
+        n_fetched = 0
         while under_way:
+            flight.want(n_fetched)
             if under_way[0].exception() is None:  # which waits
                 fill(at_once + 1)
+            n_fetched += 1
             # By no name of this frame, which would hold the result for the next run's time.
             yield under_way.popleft().result()
             bar.update()
@@ -178,7 +181,7 @@ class _Flight:
         self._turns = WatchedTurns(self._devices) if report else Turns()
         self._pool = ThreadPoolExecutor(at_once, thread_name_prefix="in_flight")
         self._seats: list[tuple[Any, Streams]] = []
-        self._weights = _Weights(model)
+        self._weights = _Weights(model) if at_once > 1 else None
         self._seeding = seeding_in_order(dict.fromkeys(each.type for each in self._devices))
 
     def __enter__(self) -> _Flight:
@@ -198,6 +201,10 @@ class _Flight:
         if self._offloads:
             self._seats = [(self._make_view(), Streams()) for _ in range(count)]
 
+    def want(self, number: int) -> None:
+        """Say that a run's result is waited for."""
+        self._turns.want(number)
+
     def tell(self) -> None:
         """Print where the time went, if that was watched."""
         if isinstance(self._turns, WatchedTurns):
@@ -209,7 +216,6 @@ class _Flight:
 
     def start(self, number: int, item: Any) -> Future[Any]:
         """Have a run begin, with what is in force in this thread."""
-        self._turns.begin(number)
         seat = self._seats.pop() if self._seats else (self._make_view(), Streams())
         state = CallersState(self._devices)
         return self._pool.submit(state.run, self._fly, number, item, seat)
@@ -220,11 +226,11 @@ class _Flight:
         try:
             with running(run), InOrder(run), self._noting_waits():
                 result = _run_on(view, self._run, number, item)
-            self._weights.check(number)
+            if self._weights is not None:
+                self._weights.check(number)
             return result
         finally:
             self._seats.append(seat)
-            self._turns.finish(number)
 
 
 def _devices_of(model: Any) -> tuple[torch.device, ...]:
@@ -234,14 +240,14 @@ def _devices_of(model: Any) -> tuple[torch.device, ...]:
 
 
 class _Weights:
-    """The weights of a model, that no run may change, as others use them at the same time."""
+    """The weights of a model, that no run may change, as others use them at the same time.
+
+    `W.data.mul_(2)` is not seen, as torch does not count it.
+    """
 
     def __init__(self, model: Any) -> None:
-        self._versions = [
-            (name, weight, weight._version)
-            for name, weight in model.named_parameters()
-            if not weight.is_inference()
-        ]
+        self._weights = [(name, weight) for name, weight in model.named_parameters()]
+        self._states = [_state(weight) for _, weight in self._weights]
 
     def check(self, number: int) -> None:
         """Check that they are as they were.
@@ -249,9 +255,15 @@ class _Weights:
         Raises:
             RuntimeError: naming one that is not.
         """
-        for name, weight, version in self._versions:
-            if weight._version != version:
+        for (name, weight), state in zip(self._weights, self._states):
+            if _state(weight) != state:
                 raise RuntimeError(
-                    f"{name} was changed during the run of item {number}, while others in flight "
-                    "use it too: change a copy of it in a hook, or pass at_once=1"
+                    f"{name} was changed when the run of item {number} was in flight, and others "
+                    "with it, which use it too: change a copy of it in a hook, or run one by one"
                 )
+
+
+def _state(weight: torch.Tensor) -> tuple[int, int, bool]:
+    """What tells that a weight was changed."""
+    version = 0 if weight.is_inference() else weight._version
+    return version, weight.data_ptr(), weight.requires_grad

@@ -1,9 +1,9 @@
 """What has to happen in the order of the runs: a run in flight waits for all earlier ones first.
 
-Random numbers are drawn from generators that all runs share, and `backward` adds gradients up in
-parameters that all runs share. In a plain loop the runs come to these one after the other: so a
-run that comes to its first waits until the runs before it have finished, and goes on as the oldest
-one; those after it will wait for it. What it has done before was in flight with the others.
+Random numbers are drawn from generators that all runs share, and gradients are added up in
+parameters that all runs share. In a plain loop the runs come to these one after the other, and
+none before the result of the one before it has been fetched: so a run waits there for as long.
+What it has done before was in flight with the others.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ def _always(args: Any, kwargs: dict[str, Any]) -> bool:
     return True
 
 
-def _switched_on(position: int, name: str, default: Any) -> Condition:
+def _switched_on(position: int, names: tuple[str, ...], default: Any) -> Condition:
     """Whether the argument that has a function draw is there, and not zero."""
 
     def is_on(args: Any, kwargs: dict[str, Any]) -> bool:
-        return bool(args[position] if len(args) > position else kwargs.get(name, default))
+        if len(args) > position:
+            return bool(args[position])
+        return bool(next((kwargs[name] for name in names if name in kwargs), default))
 
     return is_on
 
@@ -39,7 +41,8 @@ _DRAWING = (
     *("bernoulli", "bernoulli_", "binomial", "cauchy_", "exponential_", "geometric_"),
     *("gumbel_softmax", "log_normal_", "multinomial", "normal", "normal_", "poisson", "rand"),
     *("rand_like", "randint", "randint_like", "randn", "randn_like", "random_", "randperm"),
-    *("uniform_", "_sample_dirichlet", "_standard_gamma"),
+    *("uniform_", "_sample_dirichlet", "_standard_gamma", "native_dropout"),
+    *("rrelu_with_noise", "rrelu_with_noise_"),
     *("fractional_max_pool2d", "fractional_max_pool3d", "multi_head_attention_forward"),
     *("fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices"),
     *("gru", "lstm", "rnn_relu", "rnn_tanh", "lobpcg", "pca_lowrank", "svd_lowrank"),
@@ -47,19 +50,35 @@ _DRAWING = (
     *("xavier_normal_", "xavier_uniform_"),
 )
 _IN_TRAINING = {
-    **dict.fromkeys(("dropout", "feature_dropout", "native_dropout"), True),
+    **dict.fromkeys(("dropout", "feature_dropout"), True),
     **dict.fromkeys(("dropout1d", "dropout2d", "dropout3d"), True),
     **dict.fromkeys(("dropout_", "feature_dropout_", "alpha_dropout_"), True),
     **dict.fromkeys(("alpha_dropout", "feature_alpha_dropout", "feature_alpha_dropout_"), False),
 }
 IN_ORDER: dict[str, Condition] = {
     **dict.fromkeys(_DRAWING, _always),
-    **{name: _switched_on(2, "training", default) for name, default in _IN_TRAINING.items()},
-    **dict.fromkeys(("rrelu", "rrelu_"), _switched_on(3, "training", False)),
-    "scaled_dot_product_attention": _switched_on(4, "dropout_p", 0.0),
+    **{
+        name: _switched_on(2, ("training", "train"), default)
+        for name, default in _IN_TRAINING.items()
+    },
+    **dict.fromkeys(("rrelu", "rrelu_"), _switched_on(3, ("training",), False)),
+    "scaled_dot_product_attention": _switched_on(4, ("dropout_p",), 0.0),
     "backward": _always,
 }
 """Functions of torch, by name, and whether a call is to be in order."""
+
+_GRAD: Any = torch.Tensor.grad
+_OF_GRAD = {_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__}
+"""What reads and sets `.grad`, in which gradients add up."""
+
+
+def _is_in_order(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return func in _OF_GRAD and args[0].is_leaf and args[0].requires_grad
+    condition = IN_ORDER.get(name.partition(".")[0])  # "rand.default" is one of torch.ops.aten
+    return condition is not None and condition(args, kwargs)
+
 
 # Calls a function within a mode that it has just left; not every supported torch has it.
 _redispatch = getattr(torch.overrides, "redispatch_function", None)
@@ -81,8 +100,7 @@ class InOrder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         self._run.turns.check()
-        is_in_order = IN_ORDER.get(getattr(func, "__name__", ""))
-        if is_in_order is not None and is_in_order(args, kwargs):
+        if _is_in_order(func, args, kwargs):
             self._run.wait_for_earlier()
         if func is torch.autograd.grad:  # whose hooks may draw
             if _redispatch is not None:
@@ -100,7 +118,7 @@ _SEEDS = (
 
 _lock = threading.Lock()
 _flights = 0
-_replaced: list[tuple[Any, str, Any]] = []
+_replaced: dict[tuple[int, str], tuple[Any, str, Any]] = {}
 
 
 @contextlib.contextmanager
@@ -113,24 +131,24 @@ def seeding_in_order(kinds: Iterable[str]) -> Iterator[None]:
     global _flights
     with _lock:
         _flights += 1
-        if _flights == 1:
-            for owner in (torch, torch.random, *map(torch.get_device_module, kinds)):
-                _replace_seeds(owner)
+        for owner in (torch, torch.random, *map(torch.get_device_module, kinds)):
+            _replace_seeds(owner)
     try:
         yield
     finally:
         with _lock:
             _flights -= 1
             if not _flights:
-                while _replaced:
-                    setattr(*_replaced.pop())
+                for replaced in _replaced.values():
+                    setattr(*replaced)
+                _replaced.clear()
 
 
 def _replace_seeds(owner: Any) -> None:
     for name in _SEEDS:
         own = vars(owner).get(name)
-        if own is not None and not isinstance(own, functools.partial):
-            _replaced.append((owner, name, own))
+        if own is not None and (id(owner), name) not in _replaced:
+            _replaced[id(owner), name] = owner, name, own
             setattr(owner, name, _after_earlier(own))
 
 

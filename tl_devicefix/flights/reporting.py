@@ -78,10 +78,10 @@ class WatchedTurns(Turns):
         self._lock = threading.Lock()
         self.n_runs = 0
 
-    def begin(self, number: int) -> None:
-        """Count a run."""
-        self.n_runs += 1
-        super().begin(number)
+    def want(self, number: int) -> None:
+        """Count a run, whose result is waited for."""
+        self.n_runs = number + 1
+        super().want(number)
 
     def take(
         self, run: Run, device: torch.device, weights: object | None = None, arriving: Any = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import logging
@@ -11,7 +12,7 @@ from typing import Any
 from tl_devicefix.checkpoints.hub import TOKENIZER_FILES
 from tl_devicefix.hooked.alignment import placement_of, remember_placement
 from tl_devicefix.patching.applying import original
-from tl_devicefix.running.own_tokenizer import take_own_tokenizer
+from tl_devicefix.running.own_tokenizer import reading_text, take_own_tokenizer
 from tl_devicefix.running.turns import current_run
 
 _logger = logging.getLogger("tl_devicefix")
@@ -40,7 +41,8 @@ def asking_for_tokenizer(name: str) -> Callable[..., Any]:
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return original(type(self), name)(self, *args, **kwargs)
+            with reading_text() if name in _READING else contextlib.nullcontext():
+                return original(type(self), name)(self, *args, **kwargs)
         except AssertionError as error:
             if self.tokenizer is not None or _REMEDY in str(error):
                 raise
@@ -50,6 +52,7 @@ def asking_for_tokenizer(name: str) -> Callable[..., Any]:
     return method
 
 
+_READING = ("to_tokens", "to_str_tokens", "to_string")
 _REMEDY = (
     "this model has no tokenizer, so it takes and gives tokens and no text; call "
     "model.set_tokenizer(AutoTokenizer.from_pretrained(...)), or load it with tokenizer=..."

@@ -33,8 +33,9 @@ class CallersState:
         self._context = contextvars.copy_context()
         self._set: list[Callable[[], Any]] = [
             functools.partial(torch.set_num_threads, torch.get_num_threads()),
-            *(setting for kind in types for setting in _current_device(kind)),
             *(setting for device in devices for setting in _current_stream(device)),
+            # After the streams, as to set one makes its device the current one.
+            *(setting for kind in types for setting in _current_device(kind)),
         ]
         multithreading = torch._C._is_multithreading_enabled()  # type: ignore[attr-defined]
         self._enter: list[Callable[[], contextlib.AbstractContextManager[Any]]] = [

@@ -51,7 +51,9 @@ def each_on_its_device(
         for future in as_completed(begun):
             if future.exception() is None and future.result():
                 done()
-    _raise_first([error for future in begun if (error := future.exception()) is not None])
+    errors = [error for future in begun if (error := future.exception()) is not None]
+    begun.clear()  # or an error's traceback would hold them, and they the error
+    _raise_first(errors)
 
 
 def _raise_first(errors: list[BaseException]) -> None:

@@ -41,18 +41,13 @@ class Turns:
         self._changed = threading.Condition()
         self._holders: dict[torch.device, Run] = {}
         self._asking: dict[torch.device, list[_Asking]] = defaultdict(list)
-        self._unfinished: set[int] = set()
+        self._wanted = -1
         self._is_over = False
 
-    def begin(self, number: int) -> None:
-        """Count a run as not finished, before any later one may ask."""
+    def want(self, number: int) -> None:
+        """Say that the result of a run is waited for, as those before it have been fetched."""
         with self._changed:
-            self._unfinished.add(number)
-
-    def finish(self, number: int) -> None:
-        """Count a run as finished."""
-        with self._changed:
-            self._unfinished.discard(number)
+            self._wanted = number
             self._changed.notify_all()
 
     def end(self) -> None:
@@ -136,14 +131,14 @@ class Turns:
         self._holders[device] = first.run
         self._changed.notify_all()
 
-    def wait_for_earlier(self, number: int) -> None:
-        """Wait until all runs before one have finished.
+    def wait_until_wanted(self, number: int) -> None:
+        """Wait until all results before a run's have been fetched, and its own is waited for.
 
         Raises:
-            Abandoned: if nobody waits for this one any more.
+            Abandoned: if nobody waits for it any more.
         """
         with self._changed:
-            while min(self._unfinished) < number:
+            while self._wanted < number:
                 self.check()
                 self._changed.wait()
 
@@ -188,7 +183,9 @@ class Run:
         self.turns = turns
         self._streams = streams
         self.at: torch.device | None = None
-        self._sent: list[torch.Tensor] | None = None  # on the way to the next device
+        self._thread = threading.get_ident()
+        # What is on the way to the next device: each with its source, which is needed until then.
+        self._sent: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         # Tensors that were computed when the host has last waited for a copy of theirs.
         self._computed = WeakIdKeyDictionary()
 
@@ -206,20 +203,30 @@ class Run:
                 self._take(device, weights)
             return
         self.turns.check()
-        self._sent = []
+        sent: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._sent = sent
         try:
             yield
-            sent = self._sent
-            arrived = self._streams.of(device).record_event() if sent else None
+        except BaseException:
+            self._receive(device, sent)  # someone may have kept what arrives
+            raise
         finally:
             self._sent = None
             self.rest()
+        arrived = self._streams.of(device).record_event() if sent else None
         self._take(device, weights, arrived)
-        if arrived is not None:
+        self._receive(device, sent)
+
+    def _receive(self, device: torch.device, sent: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Have what is computed on a device from now on use what was sent there."""
+        if sent:
             computing = torch.get_device_module(device.type).current_stream(device)
+            arrived = self._streams.of(device).record_event()
+            arrived.synchronize()
             computing.wait_event(arrived)
-            for tensor in sent:
-                tensor.record_stream(computing)
+            for _, copy in sent:
+                copy.record_stream(computing)
+            sent.clear()
 
     def _take(
         self, device: torch.device, weights: object | None = None, arriving: Any = None
@@ -241,7 +248,7 @@ class Run:
                 stack.enter_context(module.stream(source))
             stack.enter_context(module.stream(self._streams.of(device)))
             copy = tensor.to(device)
-        self._sent.append(copy)
+        self._sent.append((tensor, copy))
         return copy
 
     def _is_computed(self, tensor: torch.Tensor) -> bool:
@@ -263,10 +270,21 @@ class Run:
             self.turns.give_back(self, at)
 
     def wait_for_earlier(self) -> None:
-        """Go on when all earlier runs have finished; they may have this one's turn meanwhile."""
+        """Go on when a loop would have come here; other runs may have this one's turn meanwhile.
+
+        Raises:
+            RuntimeError: in a thread of autograd's, which other runs need to finish.
+            Abandoned: if nobody waits for this run any more.
+        """
+        if threading.get_ident() != self._thread:
+            raise RuntimeError(
+                "in a run in flight, a hook of a backward may not draw random numbers or go "
+                "backward itself, as autograd calls it in a thread that all runs share: do it "
+                "before, or pass at_once=1"
+            )
         at = self.at
         self.rest()
-        self.turns.wait_for_earlier(self.number)
+        self.turns.wait_until_wanted(self.number)
         if at is not None:
             self._take(at)
 

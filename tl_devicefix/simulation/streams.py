@@ -165,8 +165,10 @@ def default_stream(device: Any = None) -> Stream:
 
 
 def set_stream(stream: Stream) -> None:
-    """Have this thread give operations for a stream's device to that stream."""
+    """Have this thread give operations to a stream, whose device is the current one from now on."""
     _entered().set_current(stream._key)
+    assert _machine is not None
+    _machine.current_index = stream.device.index
 
 
 @contextmanager
@@ -178,7 +180,6 @@ def stream(stream: Stream | None) -> Iterator[None]:
     assert _machine is not None
     before, device = current_stream(stream.device), _machine.current_index
     set_stream(stream)
-    _machine.current_index = stream.device.index
     try:
         yield
     finally:
