@@ -37,14 +37,16 @@ def in_flight(
     A model over n devices computes on one of them at a time: here, while one run is on the second
     device, the next one is on the first. Each run is a thread, and is given a view of the model:
     the same class, parameters, config and placement, and hooks of its own. So hooks that a run
-    adds are seen by no other, and are gone with it; what a run sets on the model is gone too.
+    adds are seen by no other, and are gone with it; what a run sets on modules is gone too, but
+    not what it sets on the config, which is the model's.
 
     Results are those of ``[run(model, item) for item in items]``, bit for bit. What the runs of a
     loop would do to something shared in a certain order, they do in that order: a run that draws
-    random numbers of torch's (or seeds it), or calls ``backward``, waits there until the runs
-    before it have finished, and the rest of it is in flight with no earlier one. For gradients
-    that are in flight too, take ``torch.autograd.grad``. Python's and numpy's random numbers are
-    not put in order: draw them for the items. Weights are not to be changed.
+    random numbers of torch's (or seeds it), calls ``backward``, or reads or sets a leaf's
+    ``.grad``, waits there until the results before its own have been fetched, and its own is
+    asked for. For gradients that are in flight too, take ``torch.autograd.grad``. Python's and
+    numpy's random numbers are not put in order: draw them for the items. Weights are not to be
+    changed.
 
     Within a run, what is in force in the caller's thread is in force: ``torch.no_grad``,
     ``inference_mode``, autocast, `mix_devices`, `gather_on`, torch's modes, current devices and
