@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +15,7 @@ from tl_devicefix.flights.in_order import InOrder, seeding_in_order
 from tl_devicefix.flights.reporting import NotingWaits, WatchedTurns
 from tl_devicefix.flights.viewing import viewing
 from tl_devicefix.placement.callers_state import CallersState
+from tl_devicefix.placement.workers import threads
 from tl_devicefix.running.turns import Run, Streams, Turns, running
 from tl_devicefix.running.views import restore
 from tl_devicefix.tracebacks import note
@@ -181,22 +182,21 @@ class _Flight:
         placement = getattr(model, "placement", None)
         self._offloads = placement and any(each.offloaded for each in placement.components)
         self._turns = WatchedTurns(self._devices) if report else Turns()
-        self._pool = ThreadPoolExecutor(at_once, thread_name_prefix="in_flight")
+        self._within = contextlib.ExitStack()
+        self._at_once = at_once
         self._seats: list[tuple[Any, Streams]] = []
         self._weights = _Weights(model) if at_once > 1 else None
-        self._seeding = seeding_in_order(dict.fromkeys(each.type for each in self._devices))
 
     def __enter__(self) -> _Flight:
-        self._seeding.__enter__()
+        kinds = dict.fromkeys(each.type for each in self._devices)
+        self._within.callback(self._turns.visits.clear)
+        self._within.enter_context(seeding_in_order(kinds))
+        self._pool = self._within.enter_context(threads(self._at_once, "in_flight"))
+        self._within.callback(self._turns.end)  # before the threads are waited for
         return self
 
     def __exit__(self, *error: Any) -> None:
-        try:
-            self._turns.end()
-            self._pool.shutdown(cancel_futures=True)
-            self._turns.visits.clear()
-        finally:
-            self._seeding.__exit__(None, None, None)
+        self._within.close()
 
     def make_ready(self, count: int) -> None:
         """Have so many runs begin together, where they may have visits of blocks in common."""

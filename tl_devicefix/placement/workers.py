@@ -44,16 +44,36 @@ def each_on_its_device(
     with contextlib.ExitStack() as stack:
         order = _Order(do, len(units), stack.enter_context(sharing_cores(len(of_each))))
         caller = CallersState(of_each)
-        workers = {device: stack.enter_context(ThreadPoolExecutor(1)) for device in of_each}
+        workers = {device: stack.enter_context(threads(1)) for device in of_each}
         stack.callback(order.stop)  # before the workers are waited for
         for index, (unit, device) in enumerate(zip(units, devices)):
             begun.append(workers[device].submit(order.do, index, unit, caller))
+        order.begin()
         for future in as_completed(begun):
             if future.exception() is None and future.result():
                 done()
     errors = [error for future in begun if (error := future.exception()) is not None]
     begun.clear()  # or an error's traceback would hold them, and they the error
     _raise_first(errors)
+
+
+@contextlib.contextmanager
+def threads(count: int, name: str = "") -> Iterator[ThreadPoolExecutor]:
+    """So many threads, none of which is left at the end, also not by an interrupt of the waiting.
+
+    Args:
+        count: how many.
+        name: what their names begin with.
+    """
+    pool = ThreadPoolExecutor(count, thread_name_prefix=name)
+    try:
+        yield pool
+    finally:
+        try:
+            pool.shutdown(cancel_futures=True)
+        except BaseException:
+            pool.shutdown()
+            raise
 
 
 def _raise_first(errors: list[BaseException]) -> None:
@@ -79,9 +99,15 @@ class _Order:
         self._do, self._cores = do, cores
         self._end = count
         self._ending = threading.Lock()
+        self._begins = threading.Event()
+
+    def begin(self) -> None:
+        """Let the threads begin: all are there, and an interrupt finds them."""
+        self._begins.set()
 
     def do(self, index: int, unit: Any, caller: CallersState) -> bool:
         """Do it to one unit, in a worker; say whether it was begun."""
+        self._begins.wait()
         if index >= self._end:
             return False
         try:
@@ -99,6 +125,7 @@ class _Order:
         """Have no unit be begun from this one on."""
         with self._ending:
             self._end = min(self._end, before)
+        self._begins.set()
 
 
 # torch.set_num_threads also sets what new threads begin with: one load at a time.
