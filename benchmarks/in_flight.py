@@ -252,17 +252,20 @@ def overhead(arguments: argparse.Namespace) -> dict[str, Any]:
         llama(directory, arguments.d_model, arguments.layers)
         with contextlib.redirect_stdout(io.StringIO()):
             larger = load(directory, 1)
-    of_shipped = over_loop(shipped(1), (4, 32), arguments.overhead_rounds)
-    of_larger = over_loop(larger, (1, 64), arguments.overhead_rounds // 2)
+    of_shipped = over_loop(shipped(1), (4, 32), 40, arguments.overhead_rounds)
+    of_larger = over_loop(larger, (1, 64), 6, arguments.overhead_rounds)
     return {
         **{f"shipped, {name}": value for name, value in of_shipped.items()},
         **{f"of {arguments.d_model}, {name}": value for name, value in of_larger.items()},
     }
 
 
-def over_loop(model: Any, shape: tuple[int, int], rounds: int) -> dict[str, float]:
-    """Times in turns: the median of their ratios, and of a loop's forwards."""
-    items = [torch.randint(0, model.cfg.d_vocab, shape) for _ in range(10)]
+def over_loop(model: Any, shape: tuple[int, int], n_runs: int, rounds: int) -> dict[str, float]:
+    """CPU seconds in turns: the ratio of the smallest, and a forward's.
+
+    In CPU seconds on one thread, as other jobs on the machine take none of them.
+    """
+    items = [torch.randint(0, model.cfg.d_vocab, shape) for _ in range(n_runs)]
 
     def run(model: Any, tokens: torch.Tensor) -> torch.Tensor:
         return model(tokens)
@@ -275,15 +278,15 @@ def over_loop(model: Any, shape: tuple[int, int], rounds: int) -> dict[str, floa
         for _ in in_flight(model, run, items, at_once=1):
             pass
 
+    def cpu_seconds(call: Callable[[], None]) -> float:
+        start = time.process_time()
+        call()
+        return time.process_time() - start
+
     loop(), flight()  # warm up
-    pairs = [
-        (seconds(flight), seconds(loop)) if number % 2 else (seconds(loop), seconds(flight))[::-1]
-        for number in range(rounds)
-    ]
-    return {
-        "in_flight over loop": statistics.median(one / other for one, other in pairs),
-        "a forward, s": statistics.median(other for _, other in pairs) / len(items),
-    }
+    pairs = [(cpu_seconds(flight), cpu_seconds(loop)) for _ in range(rounds)]
+    in_flights, loops = (min(each) for each in zip(*pairs))
+    return {"in_flight over loop": in_flights / loops, "a forward, s": loops / len(items)}
 
 
 def views(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -319,7 +322,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="of each of clock's runs")
     parser.add_argument("--runs", type=int, default=10, help="of clock")
     parser.add_argument("--rounds", type=int, default=3, help="of clock")
-    parser.add_argument("--overhead-rounds", type=int, default=21)
+    parser.add_argument("--overhead-rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if unknown := set(arguments.parts) - set(PARTS):
