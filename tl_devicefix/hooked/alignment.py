@@ -148,8 +148,10 @@ class CarryToBlock:
         return tuple(move(value, self.device) for value in args), kwargs
 
     def _mask_here(self, mask: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        carried = getattr(residual, _MASK, None)
-        if carried is not None and getattr(carried, _SOURCE) is mask:
+        carried: Any = getattr(residual, _MASK, None)
+        # It is elsewhere where the stream has come here as it was, for the block to take it along.
+        is_here = carried is not None and carried.device == self.device
+        if is_here and getattr(carried, _SOURCE) is mask:
             return carried
         carried = move(mask, self.device)
         setattr(carried, _SOURCE, mask)
