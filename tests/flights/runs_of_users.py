@@ -85,3 +85,17 @@ def assert_bit_equal(actual: Any, expected: Any) -> None:
             assert_bit_equal(one, other)
     else:
         assert actual == expected
+
+
+def goes_backward(model: Any, batch: torch.Tensor) -> float:
+    """A run whose gradients add up in the parameters."""
+    loss = model(batch).square().mean() * (1 + batch.sum())
+    loss.backward()
+    return loss.item()
+
+
+def gradients_after(model: Any, runs: Callable[[], Any]) -> dict[str, torch.Tensor]:
+    """The gradients of a model's parameters that some runs add up."""
+    model.zero_grad()
+    runs()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}

@@ -15,7 +15,16 @@ import pytest
 import runs_of_users
 import torch
 import transformers.utils.logging as hf_logging
-from runs_of_users import LAST, RUNS, Run, a_number_that_is_waited_for, assert_bit_equal, logits
+from runs_of_users import (
+    LAST,
+    RUNS,
+    Run,
+    a_number_that_is_waited_for,
+    assert_bit_equal,
+    goes_backward,
+    gradients_after,
+    logits,
+)
 
 import tl_devicefix
 from tl_devicefix import in_flight
@@ -194,18 +203,9 @@ def test_gradients_add_up_in_the_parameters_as_in_a_loop(
 ) -> None:
     model = over_devices("llama")
 
-    def run(model: Any, batch: torch.Tensor) -> float:
-        loss = model(batch).square().mean() * (1 + batch.sum())
-        loss.backward()
-        return loss.item()
-
-    def gradients_after(runs: Callable[[], Any]) -> dict[str, torch.Tensor]:
-        model.zero_grad()
-        runs()
-        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-    expected = gradients_after(lambda: [run(model, batch) for batch in batches])
-    actual = gradients_after(lambda: list(in_flight(model, run, batches)))
+    run = goes_backward
+    expected = gradients_after(model, lambda: [run(model, batch) for batch in batches])
+    actual = gradients_after(model, lambda: list(in_flight(model, run, batches)))
 
     assert expected
     assert_bit_equal(actual, expected)

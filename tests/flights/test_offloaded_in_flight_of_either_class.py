@@ -14,6 +14,8 @@ from runs_of_users import (
     Run,
     assert_bit_equal,
     generated,
+    goes_backward,
+    gradients_after,
     gradients_of_activations,
     logits,
     some_of_the_cache,
@@ -129,18 +131,9 @@ def test_gradients_add_up_in_the_hosts_parameters_as_in_a_loop(
 ) -> None:
     model = offloaded(ON_TWO)
 
-    def run(model: Any, batch: torch.Tensor) -> float:
-        loss = model(batch).square().mean() * (1 + batch.sum())
-        loss.backward()
-        return loss.item()
-
-    def gradients_after(runs: Callable[[], Any]) -> dict[str, torch.Tensor]:
-        model.zero_grad()
-        runs()
-        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-    expected = gradients_after(lambda: [run(model, batch) for batch in batches[:3]])
-    actual = gradients_after(lambda: list(in_flight(model, run, batches[:3], 3)))
+    run = goes_backward
+    expected = gradients_after(model, lambda: [run(model, batch) for batch in batches[:3]])
+    actual = gradients_after(model, lambda: list(in_flight(model, run, batches[:3], 3)))
 
     assert any(gradient.device == HOST for gradient in expected.values())
     assert_bit_equal(actual, expected)

@@ -191,7 +191,9 @@ class _Flight:
         kinds = dict.fromkeys(each.type for each in self._devices)
         self._within.callback(self._turns.visits.clear)
         self._within.enter_context(seeding_in_order(kinds))
-        self._pool = self._within.enter_context(threads(self._at_once, "in_flight"))
+        self._pool = self._within.enter_context(
+            threads(self._at_once, thread_name_prefix="in_flight")
+        )
         self._within.callback(self._turns.end)  # before the threads are waited for
         return self
 

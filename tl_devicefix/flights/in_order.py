@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from tl_devicefix.running.joining import redispatch
 from tl_devicefix.running.turns import Run, current_run
 
 Condition = Callable[[Any, dict[str, Any]], bool]
@@ -80,10 +81,6 @@ def _is_in_order(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return condition is not None and condition(args, kwargs)
 
 
-# Calls a function within a mode that it has just left; not every supported torch has it.
-_redispatch = getattr(torch.overrides, "redispatch_function", None)
-
-
 class InOrder(TorchFunctionMode):
     """Within it, a run in flight comes to what is to be in order when the earlier ones are done.
 
@@ -103,9 +100,9 @@ class InOrder(TorchFunctionMode):
         if _is_in_order(func, args, kwargs):
             self._run.wait_for_earlier()
         if func is torch.autograd.grad:  # whose hooks may draw
-            if _redispatch is not None:
+            if redispatch is not None:
                 with self:
-                    return _redispatch(func, types, args, kwargs)
+                    return redispatch(func, types, args, kwargs)
             self._run.wait_for_earlier()
         return func(*args, **kwargs)
 

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tl_devicefix.running.turns import Run, Turns, module_with_streams
+from tl_devicefix.offload.copying import module_with_streams
+from tl_devicefix.running.turns import Run, Turns
 from tl_devicefix.running.users_lines import line_of_user
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Mapping
+from concurrent.futures import as_completed
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from tl_devicefix.hooked.units import complete_unit, load_component, processing_
 from tl_devicefix.offload.staging import Staging
 from tl_devicefix.placement.fitting import naming_full_devices
 from tl_devicefix.placement.placement import Placement
-from tl_devicefix.placement.workers import each_on_its_device, sharing_cores
+from tl_devicefix.placement.workers import each_on_its_device, sharing_cores, threads
 
 
 def fill(model: Any, source: Source, placement: Placement, steps: Steps) -> None:
@@ -72,7 +72,8 @@ def _on_one_core_each(
     fill_one: Callable[[str], None], units: list[str], at_once: int, done: Callable[[], Any]
 ) -> None:
     """Fill several components of the CPU at once, the operations of each on one core."""
-    with sharing_cores(at_once), _workers(at_once) as workers:
+    on_one_core = {"initializer": torch.set_num_threads, "initargs": (1,)}
+    with sharing_cores(at_once), threads(at_once, **on_one_core) as workers:
         # The unembedding is the largest, so not the one to wait for at the end.
         futures = [workers.submit(fill_one, unit) for unit in reversed(units)]
         for future in as_completed(futures):
@@ -82,12 +83,3 @@ def _on_one_core_each(
 
 _MOST_AT_ONCE = 8
 """More do not copy faster: memory is the limit."""
-
-
-@contextlib.contextmanager
-def _workers(count: int) -> Iterator[ThreadPoolExecutor]:
-    pool = ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,))
-    try:
-        yield pool
-    finally:
-        pool.shutdown(cancel_futures=True)

@@ -19,7 +19,7 @@ import torch
 
 def copies_beside_computing(device: torch.device) -> bool:
     """Whether the device copies while it computes, which needs pinned memory."""
-    return _streams(device) is not None
+    return module_with_streams(device) is not None
 
 
 class Copies:
@@ -37,7 +37,7 @@ class Copies:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._streams = _streams(device)
+        self._streams = module_with_streams(device)
         self._done: Any = None
         # The stream on which memory is taken, and for which it is free again when it is let go.
         self._taken_on: Any = self._streams.current_stream(device) if self._streams else None
@@ -100,11 +100,11 @@ def wait_until_copied(device: torch.device) -> None:
 
     Until then, what the host writes there may be what is copied.
     """
-    if _streams(device) is not None:
+    if module_with_streams(device) is not None:
         _copy_stream(device).synchronize()
 
 
-def _streams(device: torch.device) -> Any:
+def module_with_streams(device: torch.device) -> Any:
     """torch's module of the device, if that has streams."""
     module = torch.get_device_module(device.type)
     return module if hasattr(module, "Stream") and device.type != "cpu" else None
@@ -112,4 +112,4 @@ def _streams(device: torch.device) -> Any:
 
 @functools.cache
 def _copy_stream(device: torch.device) -> Any:
-    return _streams(device).Stream(device)
+    return module_with_streams(device).Stream(device)

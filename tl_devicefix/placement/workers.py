@@ -58,14 +58,14 @@ def each_on_its_device(
 
 
 @contextlib.contextmanager
-def threads(count: int, name: str = "") -> Iterator[ThreadPoolExecutor]:
+def threads(count: int, **options: Any) -> Iterator[ThreadPoolExecutor]:
     """So many threads, none of which is left at the end, also not by an interrupt of the waiting.
 
     Args:
         count: how many.
-        name: what their names begin with.
+        options: those of a ThreadPoolExecutor.
     """
-    pool = ThreadPoolExecutor(count, thread_name_prefix=name)
+    pool = ThreadPoolExecutor(count, **options)
     try:
         yield pool
     finally:

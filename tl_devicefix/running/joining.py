@@ -79,10 +79,10 @@ class Joining(TorchFunctionMode):
         kwargs = dict(kwargs)
         name = _OF_AUTOGRAD[func]
         kwargs[name] = self._at_outputs(args[0], kwargs.get(name))
-        if _redispatch is None:
+        if redispatch is None:
             return func(*args, **kwargs)
         with self:
-            return _redispatch(func, types, args, kwargs)
+            return redispatch(func, types, args, kwargs)
 
     def _at_outputs(self, outputs: Any, gradients: Any) -> Any:
         """Gradients, each on the device of its output."""
@@ -121,7 +121,7 @@ With what they call the gradients of their outputs.
 """
 
 # Calls a function within a mode that it has just left; not every supported torch has it.
-_redispatch = getattr(torch.overrides, "redispatch_function", None)
+redispatch = getattr(torch.overrides, "redispatch_function", None)
 
 
 class JoinedAt(Joining):

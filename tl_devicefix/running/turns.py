@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from tl_devicefix.offload.copying import module_with_streams
 from tl_devicefix.offload.in_common import NOT_THERE, Visits
 from tl_devicefix.offload.visiting import visiting_in_common, visiting_weights
 
@@ -287,12 +288,6 @@ class Run:
         self.turns.wait_until_wanted(self.number)
         if at is not None:
             self._take(at)
-
-
-def module_with_streams(device: torch.device) -> Any:
-    """torch's module of a device, if that has streams."""
-    module = torch.get_device_module(device.type)
-    return module if device.type != "cpu" and hasattr(module, "Stream") else None
 
 
 _run: ContextVar[Run | None] = ContextVar("run", default=None)
