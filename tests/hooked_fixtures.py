@@ -17,7 +17,6 @@ from transformer_lens import HookedTransformer
 
 import tl_devicefix
 
-
 _load_state_dict = torch.nn.Module.load_state_dict
 
 
