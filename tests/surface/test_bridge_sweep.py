@@ -125,7 +125,7 @@ def every_call() -> Iterator[Any]:
 
 
 EVERY_CALL = list(every_call())
-DEFAULT = [("name", "case", "kind"), ("kind", "n_devices")]
+DEFAULT = [("name", "case"), ("kind", "n_devices")]
 if has_hooked_transformer():
     DEFAULT = [("name", "kind")]
 
