@@ -24,10 +24,12 @@ from runs_of_users import (
     goes_backward,
     gradients_after,
     logits,
+    some_of_the_cache,
 )
 
 import tl_devicefix
 from tl_devicefix import in_flight
+from tl_devicefix.patching.applying import is_applied
 
 
 @pytest.fixture
@@ -220,19 +222,25 @@ STATES: dict[str, Callable[[], Any]] = {
     "gather_on": lambda: tl_devicefix.gather_on("cpu"),
     "mix_devices": tl_devicefix.mix_devices,
     "saved tensors": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+    "unpatched": tl_devicefix.unpatched,
+    "patched": tl_devicefix.patched,
 }
 
 
 def what_is_in_force(model: Any, batch: Any) -> Any:
     mixed: Any = None
+    stacked: Any = None
     with contextlib.suppress(RuntimeError):
         mixed = str((torch.ones(1, device="sim:0") + torch.ones(1, device="sim:3")).device)
+    with contextlib.suppress(RuntimeError):  # without the patches, of blocks on several devices
+        stacked = str(model.W_in.device)
     return (
         torch.is_grad_enabled(),
         torch.is_autocast_enabled("cpu"),
         str(torch.ones(1).device),
         mixed,
-        str(model.W_in.device),
+        stacked,
+        is_applied(),
         torch._C._autograd._top_saved_tensors_default_hooks(True) is None,
         torch.get_num_threads(),
     )
@@ -248,6 +256,16 @@ def test_what_is_in_force_for_the_caller_is_in_force_in_a_run(
         expected = what_is_in_force(model, None)
         assert list(in_flight(model, what_is_in_force, [0, 1])) == [expected] * 2
     assert list(in_flight(model, what_is_in_force, [0])) == [outside]
+
+
+@pytest.mark.parametrize("run", [logits, some_of_the_cache], ids=lambda run: run.__name__)
+def test_unpatched_results_are_those_of_a_loop_that_is(
+    machine: Any, over_devices: Any, batches: Any, run: Run
+) -> None:
+    model = over_devices("llama")
+    with tl_devicefix.unpatched():
+        expected = [run(model, batch) for batch in batches]
+        assert_bit_equal(list(in_flight(model, run, batches)), expected)
 
 
 def test_an_error_is_raised_when_its_turn_comes_and_names_the_item(
