@@ -7,6 +7,7 @@ import gc
 import itertools
 import random
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,6 +31,9 @@ from runs_of_users import (
 import tl_devicefix
 from tl_devicefix import in_flight
 from tl_devicefix.patching.applying import is_applied
+from tl_devicefix.patching.versions import installed
+from tl_devicefix.placement.callers_state import CallersState
+from tl_devicefix.placement.workers import threads
 
 
 @pytest.fixture
@@ -40,6 +44,12 @@ def batches(tokens: torch.Tensor) -> list[torch.Tensor]:
 
 class Failed(Exception):
     pass
+
+
+class FailedOnPython310(Failed):
+    @property
+    def add_note(self) -> Any:
+        raise AttributeError("Python 3.10 has no notes")
 
 
 def assert_nothing_is_left(model: Any) -> None:
@@ -173,6 +183,31 @@ def test_gradients_that_a_run_zeroes_and_reads_are_those_of_a_loop(
     assert_bit_equal(list(in_flight(model, run, batches)), expected)
 
 
+def test_a_hook_that_draws_in_a_thread_of_autograds_is_refused(
+    machine: Any, over_devices: Any, batches: Any
+) -> None:
+    """Real devices have such threads, with what is in force where autograd was called."""
+    model = over_devices("llama")
+
+    def run(view: Any, batch: torch.Tensor) -> Any:
+        def draws(gradient: torch.Tensor, hook: Any) -> None:
+            autograds = CallersState(())
+            with threads(1) as pool:
+                pool.submit(autograds.run, torch.rand, 1).result(30)
+
+        start = torch.zeros(view.cfg.d_model, device=view.cfg.device, requires_grad=True)
+        add = lambda activation, hook: activation + start  # noqa: E731
+        hooks: Any = {"fwd_hooks": [("blocks.1.hook_resid_pre", add)], "bwd_hooks": [(LAST, draws)]}
+        with torch.enable_grad(), view.hooks(**hooks):
+            return torch.autograd.grad(view(batch).square().mean(), start)
+
+    expected = [run(model, batch) for batch in batches]
+    assert_bit_equal(list(in_flight(model, run, batches, at_once=1)), expected)
+    with pytest.raises(RuntimeError, match=r"a hook of a backward may not draw.*at_once=1"):
+        next(in_flight(model, run, batches))
+    assert_nothing_is_left(model)
+
+
 @pytest.mark.parametrize("ends", ["by an error", "early"])
 def test_runs_that_a_loop_would_not_have_begun_change_nothing_that_is_shared(
     machine: Any, over_devices: Any, batches: Any, ends: str
@@ -258,6 +293,7 @@ def test_what_is_in_force_for_the_caller_is_in_force_in_a_run(
     assert list(in_flight(model, what_is_in_force, [0])) == [outside]
 
 
+@pytest.mark.skipif(installed().major < 3, reason="TransformerLens 2 needs the patches to run")
 @pytest.mark.parametrize("run", [logits, some_of_the_cache], ids=lambda run: run.__name__)
 def test_unpatched_results_are_those_of_a_loop_that_is(
     machine: Any, over_devices: Any, batches: Any, run: Run
@@ -292,6 +328,33 @@ def test_an_error_is_raised_when_its_turn_comes_and_names_the_item(
     assert_nothing_is_left(model)
     assert next(results, "no more") == "no more"
     assert torch.equal(model(batches[0]), model(batches[0]))
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+@pytest.mark.parametrize(
+    ("error", "raised_as"),
+    [(Failed, Failed), (FailedOnPython310, Failed), (StopIteration, RuntimeError)],
+)
+def test_the_item_of_an_error_is_in_its_traceback(
+    over_devices: Any, error: type[Exception], raised_as: type[Exception], at_once: int
+) -> None:
+    def run(view: Any, number: int) -> int:
+        if number == 1:
+            try:
+                raise LookupError("what it came from")
+            except LookupError:
+                raise error  # noqa: B904
+        return number
+
+    results = in_flight(over_devices("llama"), run, range(3), at_once)
+
+    assert next(results) == 0
+    with pytest.raises(raised_as) as raised:
+        next(results)
+    shown = "".join(traceback.format_exception(raised.value))
+    assert "run of item 1" in shown
+    assert "what it came from" in shown
+    assert error.__name__ in shown
 
 
 def test_of_an_endless_iterator_no_more_is_read_than_needed(
