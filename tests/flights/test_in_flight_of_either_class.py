@@ -34,6 +34,7 @@ from tl_devicefix.patching.applying import is_applied
 from tl_devicefix.patching.versions import installed
 from tl_devicefix.placement.callers_state import CallersState
 from tl_devicefix.placement.workers import threads
+from tl_devicefix.running.turns import device_of_turn
 
 
 @pytest.fixture
@@ -93,6 +94,31 @@ def test_a_run_computes_on_one_device_while_another_is_on_the_next(
         return found[0] if found else None
 
     assert next(in_flight(model, run, [0, 1], at_once)) is together
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_forward_within_a_hook_leaves_the_run_the_device_that_it_had(
+    machine: Any, over_devices: Any, batches: Any, fails: bool
+) -> None:
+    def fail(activation: torch.Tensor, hook: Any) -> None:
+        if fails:
+            raise Failed
+
+    def run(view: Any, batch: torch.Tensor) -> list[torch.device | None]:
+        held = []
+
+        def within(activation: torch.Tensor, hook: Any) -> None:
+            held.append(device_of_turn())
+            with contextlib.suppress(Failed), view.hooks(fwd_hooks=[("hook_embed", fail)]):
+                view(batch, stop_at_layer=1)
+            held.append(device_of_turn())
+
+        view.run_with_hooks(batch, fwd_hooks=[(LAST, within)])
+        return [*held, device_of_turn()]
+
+    for before, after, at_the_end in in_flight(over_devices("llama"), run, batches):
+        assert before == after == torch.device("sim:3")
+        assert at_the_end is None
 
 
 def test_hooks_that_a_run_leaves_behind_are_seen_by_no_other(
