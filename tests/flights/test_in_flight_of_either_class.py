@@ -485,6 +485,19 @@ def test_a_run_that_changes_a_weight_is_refused(
         list(in_flight(model, run, batches))
 
 
+@pytest.mark.parametrize("run", [logits, goes_backward], ids=lambda run: run.__name__)
+def test_a_weight_that_is_changed_between_two_results_is_refused(
+    machine: Any, over_devices: Any, batches: Any, run: Run
+) -> None:
+    model = over_devices("llama")
+    results = in_flight(model, run, batches)
+    next(results)
+    with torch.no_grad():
+        next(iter(model.blocks[2].parameters())).mul_(1)
+    with pytest.raises(RuntimeError, match=r"was changed .*item 1|modified by an inplace"):
+        next(results)
+
+
 @pytest.mark.parametrize("at_once", [0, -1, 1.5, True, "2"])
 def test_a_number_of_runs_that_makes_no_sense_is_refused_at_once(
     machine: Any, over_devices: Any, at_once: Any

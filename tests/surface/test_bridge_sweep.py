@@ -146,14 +146,16 @@ BY_DEFAULT = (
     ("JacobianLens.readout", ""),
 )
 """What the default run has in flight, on TransformerLens 4."""
+SETS_THE_CONFIG = ("analysis.get_act_patch_direct_path",)
+"""What changes the config while it runs, which views share: docs/in_flight.md says so."""
 
 
 def every_call_in_flight() -> Iterator[Any]:
     """A parameter for each call, on a Bridge in compatibility mode if it takes one."""
     others = pytest.mark.full("four runs of each; in the default run, some, and tests/flights")
     for name, case, kind, n in (call.values for call in EVERY_CALL):
-        is_chosen = (kind, n) == PATCHED or str(name).startswith("JacobianLens.")
-        if is_chosen and not str(name).startswith("patching."):
+        is_chosen = (kind, n) == PATCHED or name.startswith("JacobianLens.")
+        if is_chosen and not name.startswith("patching.") and name not in SETS_THE_CONFIG:
             is_default = (name, case) in BY_DEFAULT and not has_hooked_transformer()
             yield pytest.param(name, case, kind, n, marks=[] if is_default else others)
 
