@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -28,19 +29,12 @@ def _load_one_where_it_belongs(
     TransformerLens loads a weight at a time, and torch looks at every module each time: a sixth of
     what these tests took.
     """
-    module, _, name = next(iter(state_dict)).rpartition(".")
-    if len(state_dict) > 1 or strict or not _has(model, module):
-        return _load_state_dict(model, state_dict, strict, assign)
-    (weight,) = state_dict.values()
-    return _load_state_dict(model.get_submodule(module), {name: weight}, strict, assign)
-
-
-def _has(model: torch.nn.Module, module: str) -> bool:
-    try:
-        model.get_submodule(module)
-    except AttributeError:
-        return False
-    return True
+    if len(state_dict) == 1 and not strict:
+        ((key, weight),) = state_dict.items()
+        path, _, name = key.rpartition(".")
+        with contextlib.suppress(AttributeError):  # of no module here: torch leaves it out
+            model, state_dict = model.get_submodule(path), {name: weight}
+    return _load_state_dict(model, state_dict, strict, assign)
 
 
 @pytest.fixture(scope="session")

@@ -94,9 +94,6 @@ def sweep(runs: Callable[..., Run], request: pytest.FixtureRequest) -> Sweep:
     return Sweep(CALLS, reference, keys_of(request.session.items))
 
 
-LEFT_TO_4 = [pytest.mark.full("dozens of forwards each; the same code is swept on 4")]
-if not has_hooked_transformer():
-    LEFT_TO_4 = []
 NOT_IN_3 = (
     # Makes a random generator on the device, and simulated ones have none.
     ("JacobianLens.occupancy", AS_BOOTED),
@@ -120,17 +117,13 @@ def every_call() -> Iterator[Any]:
                         continue
                     if name in NEEDS_SEVERAL and n == 1:
                         continue
-                    marks = LEFT_TO_4 if name.startswith("patching.") else []
-                    yield pytest.param(name, case, kind, n, marks=marks)
+                    yield pytest.param(name, case, kind, n)
 
 
 EVERY_CALL = list(every_call())
-DEFAULT = [("name", "case"), ("kind", "n_devices")]
-if has_hooked_transformer():
-    DEFAULT = [("name", "kind")]
 
 
-@pytest.mark.cover(*DEFAULT)
+@pytest.mark.cover(("name", "case"), ("kind", "n_devices"))
 @pytest.mark.parametrize(("name", "case", "kind", "n_devices"), EVERY_CALL)
 def test_it_is_as_on_one_device(
     name: str, case: str, kind: str, n_devices: int, runs: Any, sweep: Sweep
@@ -156,7 +149,7 @@ def every_call_in_flight() -> Iterator[Any]:
     for name, case, kind, n in (call.values for call in EVERY_CALL):
         is_chosen = (kind, n) == PATCHED or name.startswith("JacobianLens.")
         if is_chosen and not name.startswith("patching.") and name not in SETS_THE_CONFIG:
-            is_default = (name, case) in BY_DEFAULT and not has_hooked_transformer()
+            is_default = (name, case) in BY_DEFAULT
             yield pytest.param(name, case, kind, n, marks=[] if is_default else others)
 
 

@@ -341,11 +341,11 @@ def device_of_turn() -> torch.device | None:
     return None if run is None else run.at
 
 
-def rest(before: torch.device | None = None) -> None:
-    """Have a run in flight hold the turn that it held before its forward: mostly none.
+def return_to(before: torch.device | None) -> None:
+    """Have a run in flight hold the turn that it held before its forward.
 
     Args:
-        before: the device, where the forward was within a hook of another.
+        before: the device, where the forward was within a hook of another; mostly None.
     """
     run = _run.get()
     if run is not None:
