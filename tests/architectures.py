@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import pytest
 import transformer_lens.loading_from_pretrained as tl_loading
 import transformers
 from hf_models import (
@@ -128,6 +129,13 @@ OTHER_ARCHITECTURES = {
 """The rest of what TransformerLens converts; not every version has them all."""
 
 ALL_ARCHITECTURES = {**ARCHITECTURES, **OTHER_ARCHITECTURES}
+
+_LIKE_ANOTHER = pytest.mark.full("its blocks are made as another's; parity's tests load it")
+EVERY_ARCHITECTURE = [
+    pytest.param(name, marks=() if name in ARCHITECTURES or name == "gpt-oss" else _LIKE_ANOTHER)
+    for name in ALL_ARCHITECTURES
+]
+"""Of what does not depend on how an architecture is converted: some by default."""
 
 
 @contextlib.contextmanager

@@ -88,8 +88,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--full",
         action="store_true",
         help="run every combination of what tests are parametrised over, and what other versions "
-        "run; by default, those marked `cover` run for some that have every value between them "
-        "(see tests/covering.py), and code that is the same for several versions with one of them "
+        "run; by default, some run that have every value between them (see tests/covering.py), "
+        "and code that is the same for several versions with one of them "
         "(tests/left_to_others.py)",
     )
 
@@ -109,8 +109,8 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line(
         "markers",
-        "cover(*groups): without --full, runs for some combinations of its parameters, which have "
-        "every value between them, and every combination of the parameters in a group",
+        "cover(*groups): without --full, the combinations of its parameters that run have every "
+        "value between them, and every combination of the parameters in a group",
     )
 
 

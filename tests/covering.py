@@ -1,10 +1,12 @@
 """A cover of a product: some of its combinations, with every value, and every pair that matters.
 
-A test that is parametrised over several things runs once for each combination of them. Marked with
-`cover`, it runs for a few in the default run, and for all with `pytest --full`:
+A test that is parametrised over several things, fixtures too, is a product. With `pytest --full`
+all of its combinations run; by default some, which have every row of every `parametrize` between
+them. A mark says what else they are to have:
 
-    @pytest.mark.cover                       # every value of every parameter
-    @pytest.mark.cover(("kind", "spread"))   # and every kind on every spread
+    @pytest.mark.cover(("kind", "spread"))   # every value of every parameter, every kind on every
+                                             # spread: what matters together
+    @pytest.mark.cover                       # every value alone, also of what is in rows
 """
 
 from __future__ import annotations
@@ -56,16 +58,24 @@ def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """The tests that the default run leaves out, as others of their function cover them."""
     functions: dict[tuple[pytest.Collector | None, str], list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("cover"):
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             functions.setdefault((item.parent, item.originalname), []).append(item)
     return [item for tests in functions.values() for item in _left_out_of(tests)]
 
 
 def _left_out_of(tests: Sequence[pytest.Function]) -> list[pytest.Item]:
     product = [_combination_of(test) for test in tests]
-    groups = [group for mark in tests[0].iter_markers("cover") for group in mark.args]
-    kept = {id(combination) for combination in covering(product, groups)}
+    kept = {id(combination) for combination in covering(product, _groups_of(tests[0]))}
     return [test for test, combination in zip(tests, product) if id(combination) not in kept]
+
+
+def _groups_of(test: pytest.Item) -> list[Sequence[str]]:
+    """What is to be there of each combination: as the test is marked, or its rows."""
+    marks = list(test.iter_markers("cover"))
+    if marks:
+        return [group for mark in marks for group in mark.args]
+    rows = (mark.args[0] for mark in test.iter_markers("parametrize"))
+    return [row.replace(" ", "").split(",") if isinstance(row, str) else row for row in rows]
 
 
 def _combination_of(test: pytest.Function) -> Combination:

@@ -24,7 +24,7 @@ def compatibility(compatible: bool) -> str:
     return "compatibility mode" if compatible else "as booted"
 
 
-@pytest.mark.cover(("name", "compatible"), ("name", "n_devices"))
+@pytest.mark.cover(("name", "compatible"))
 @pytest.mark.parametrize("compatible", [False, True], ids=compatibility)
 @pytest.mark.parametrize("n_devices", SPREADS)
 @pytest.mark.parametrize("name", NAMED_IN_THE_ISSUE)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import (
-    ALL_ARCHITECTURES,
+    EVERY_ARCHITECTURE,
     NO_PROCESSING,
     TOYS,
     attention_only_config,
@@ -45,7 +45,7 @@ def linear(device: str) -> nn.Linear:
 # Nothing is wrong
 
 
-@pytest.mark.parametrize("name", [*ALL_ARCHITECTURES, *TOYS])
+@pytest.mark.parametrize("name", [*EVERY_ARCHITECTURE, *TOYS])
 def test_a_loaded_model_is_well(name: str, load: Any, tokens: torch.Tensor) -> None:
     model = load(name)
     model(tokens)  # leaves ALiBi biases

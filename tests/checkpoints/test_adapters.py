@@ -109,6 +109,7 @@ NOT_AS_MERGED: dict[str, tuple[str, Adapt]] = {
 }
 """What PEFT's own merge_and_unload would make another model of, or refuse."""
 
+AS_MERGED = pytest.mark.full("by default it is compared with the merged model")
 ADAPT = {**{name: (c.architecture, c.adapt) for name, c in CASES.items()}, **NOT_AS_MERGED}
 
 
@@ -148,7 +149,10 @@ def test_the_model_is_the_merged_one(
 
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("n_devices", [1])
-@pytest.mark.parametrize("case", ADAPT)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case in NOT_AS_MERGED else AS_MERGED) for case in ADAPT],
+)
 def test_the_model_predicts_what_the_adapted_model_predicts(
     case: str, adapted: Any, load: Any, references: Any, predictions: Any, tokens: torch.Tensor
 ) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformer_lens.loading_from_pretrained as tl_loading
-from architectures import ALL_ARCHITECTURES, ARCHITECTURES, NO_PROCESSING, load_hooked
+from architectures import ALL_ARCHITECTURES, NO_PROCESSING, load_hooked
 from comparison import assert_same_model, assert_same_weights, log_probs
 from hf_models import (
     D_MLP,
@@ -119,7 +119,9 @@ def test_safetensors_are_read_where_there_are_pickles_too(
 FORMS = ("hf_model", "checkpoint")
 
 
-OTHERS = pytest.mark.full("ARCHITECTURES, and those whose converters compute, run by default")
+COMPUTED = ("gpt2", "pythia", "mixtral", "gemma", "gemma-2", "gemma-3")
+"""Architectures whose converters compute; two others move."""
+OTHERS = pytest.mark.full("its converter moves weights, as those of others that run by default")
 
 
 @pytest.mark.cover
@@ -129,7 +131,7 @@ OTHERS = pytest.mark.full("ARCHITECTURES, and those whose converters compute, ru
     [
         pytest.param(
             name,
-            marks=[] if name in ARCHITECTURES or "gemma" in name else [OTHERS],
+            marks=[] if name in COMPUTED else [OTHERS],
         )
         for name in ALL_ARCHITECTURES
     ],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -34,6 +35,20 @@ LISTED = [
     for name in tl_loading.OFFICIAL_MODEL_NAMES
     if name.startswith((*WRITTEN_DOWN, *ASKED_OF_THE_HUB))
 ]
+
+SAME_SIZES = pytest.mark.full("it has the sizes of another that runs by default")
+
+
+def once_for_each_size(names: Iterable[str]) -> list[Any]:
+    """The names; by default one of those that have the same known config."""
+    seen: set[str] = set()
+    marked = []
+    for name in names:
+        sizes = str(known_fields().get(name, name))
+        marked.append(pytest.param(name, marks=SAME_SIZES if sizes in seen else ()))
+        seen.add(sizes)
+    return marked
+
 
 UNKNOWN = "bigscience/bloom-560m"
 """A model that TransformerLens lists and asks the hub for, and that is not known here."""
@@ -101,14 +116,14 @@ def parameters(placement: Placement) -> float:
     return sum(component.weights for component in placement.components) / 4
 
 
-@pytest.mark.parametrize("name", LISTED)
+@pytest.mark.parametrize("name", once_for_each_size(LISTED))
 def test_a_listed_model_plans_without_the_network(name: str, machine: Machine) -> None:
     placement = plan(name, n_devices=4, dtype="bfloat16")
 
     assert len(placement.devices) == 4
 
 
-@pytest.mark.parametrize("name", known_fields())
+@pytest.mark.parametrize("name", once_for_each_size(known_fields()))
 def test_a_plan_weighs_the_published_number_of_parameters(name: str, machine: Machine) -> None:
     needs(name)
     cfg = model_config(name, prefer_known=True, dtype=torch.float32)

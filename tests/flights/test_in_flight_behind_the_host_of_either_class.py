@@ -25,7 +25,17 @@ from tl_devicefix.running.turns import Streams
 from tl_devicefix.simulation.machine import Machine
 from tl_devicefix.simulation.streams import Event
 
-SOME = (a_number_that_is_waited_for, gradients_of_activations, some_of_the_cache, with_a_mask)
+OTHERS = pytest.mark.full("tests/running/test_behind_the_host.py has them one at a time by default")
+RUNS = [
+    *(
+        pytest.param(run, id=run.__name__)
+        for run in (a_number_that_is_waited_for, some_of_the_cache)
+    ),
+    *(
+        pytest.param(run, id=run.__name__, marks=OTHERS)
+        for run in (gradients_of_activations, with_a_mask)
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +47,7 @@ def machine() -> Iterator[Machine]:
 
 @pytest.mark.cover
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("run", SOME, ids=lambda run: run.__name__)
+@pytest.mark.parametrize("run", RUNS)
 def test_on_devices_that_run_behind_the_host(
     machine: Any, folded: Any, tokens: torch.Tensor, dtype: torch.dtype, run: Run
 ) -> None:

@@ -41,6 +41,16 @@ def offloaded(cls: str, request: pytest.FixtureRequest) -> Callable[..., Any]:
     return lambda device_map: from_pretrained("llama", device_map=device_map)
 
 
+ALSO_BEHIND = pytest.mark.parametrize(
+    "either_machine",
+    [
+        pytest.param(False, id=""),
+        pytest.param(True, id="behind the host", marks=pytest.mark.full("results are, by default")),
+    ],
+    indirect=True,
+)
+
+
 @pytest.fixture(scope="module", params=[False, True], ids=["", "behind the host"])
 def either_machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
     """Devices that compute when they are told to, or later."""
@@ -149,7 +159,7 @@ def in_a_mode_of_its_own(model: Any, item: tuple[int, torch.Tensor]) -> torch.Te
     return residual
 
 
-@pytest.mark.cover
+@ALSO_BEHIND
 def test_each_run_has_the_gradient_mode_that_it_sets(
     either_machine: Any, offloaded: Any, batches: Any
 ) -> None:
@@ -159,7 +169,7 @@ def test_each_run_has_the_gradient_mode_that_it_sets(
     assert_bit_equal(list(in_flight(model, in_a_mode_of_its_own, items, 3)), expected)
 
 
-@pytest.mark.cover
+@ALSO_BEHIND
 def test_a_block_is_sent_once_for_all_runs_that_wait_for_it(
     either_machine: Machine, offloaded: Any, batches: Any
 ) -> None:
@@ -175,7 +185,7 @@ def test_a_block_is_sent_once_for_all_runs_that_wait_for_it(
     assert weights <= sum(sent) <= groups * weights + sum(batch.nbytes for batch in batches)
 
 
-@pytest.mark.cover
+@ALSO_BEHIND
 @pytest.mark.parametrize("device_map", [ON_ONE, ON_TWO], ids=["one device", "two devices"])
 def test_two_blocks_at_a_time_are_on_a_device(
     either_machine: Machine, offloaded: Any, tokens: torch.Tensor, device_map: Any
@@ -205,7 +215,7 @@ class Failed(Exception):
     pass
 
 
-@pytest.mark.cover
+@ALSO_BEHIND
 @pytest.mark.parametrize("how", ["an error", "closed early"])
 def test_nothing_of_runs_that_did_not_finish_stays_on_the_device(
     either_machine: Machine, offloaded: Any, batches: Any, how: str

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ALL_ARCHITECTURES, NO_PROCESSING, load_hooked
+from architectures import ALL_ARCHITECTURES, EVERY_ARCHITECTURE, NO_PROCESSING, load_hooked
 from hub_cache import HubCache
 from transformer_lens import HookedTransformer
 
@@ -99,7 +99,7 @@ def assert_rounded_once(model: HookedTransformer, exact: HookedTransformer) -> N
 
 @pytest.mark.cover
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ALL_ARCHITECTURES)
+@pytest.mark.parametrize("name", EVERY_ARCHITECTURE)
 def test_every_folded_weight_is_the_exact_one_rounded_once(
     name: str, dtype: torch.dtype, load: Any, machine: Any
 ) -> None:
@@ -200,7 +200,7 @@ def test_weights_lie_as_they_are_stored(
             assert block.get_parameter(key).permute(axes).is_contiguous(), key
 
 
-@pytest.mark.parametrize("name", ALL_ARCHITECTURES)
+@pytest.mark.parametrize("name", EVERY_ARCHITECTURE)
 def test_no_parameter_holds_more_memory_than_it_needs(name: str, load: Any, machine: Any) -> None:
     model = load(name, torch.float32, n_devices=3)
 

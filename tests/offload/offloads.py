@@ -19,6 +19,16 @@ OFFLOADED = {
 }  # fmt: skip
 
 every_offload = pytest.mark.parametrize("offload", OFFLOADED)
+some_offload = pytest.mark.parametrize(
+    "offload",
+    [
+        *(pytest.param("all of one device"), pytest.param("some of three devices")),
+        *(
+            pytest.param(offload, marks=pytest.mark.full("results are those of all, by default"))
+            for offload in ("some of one device", "all but one of two devices")
+        ),
+    ],
+)
 every_kind = pytest.mark.parametrize("kind", ["llama", "gpt2"])
 
 

@@ -13,13 +13,13 @@ import torch
 from architectures import NO_PROCESSING
 from comparison import assert_agrees, assert_same_weights
 from kinds import devices_of, home_of
-from offloads import HOST, assert_at_rest, every_offload, offloaded_blocks
+from offloads import HOST, assert_at_rest, offloaded_blocks, some_offload
 from transformer_lens.train import HookedTransformerTrainConfig
 
 import tl_devicefix
 
 
-@every_offload
+@some_offload
 def test_a_dtype_keeps_the_blocks_on_the_host(
     offload: str, load: Any, on_cpu: Any, tokens: torch.Tensor
 ) -> None:
@@ -33,7 +33,7 @@ def test_a_dtype_keeps_the_blocks_on_the_host(
     assert_agrees(model(tokens), copy.deepcopy(on_cpu("llama")).to(torch.float64)(tokens))
 
 
-@every_offload
+@some_offload
 def test_a_copy_runs_by_itself(
     offload: str, load: Any, reference: Any, tokens: torch.Tensor
 ) -> None:
@@ -75,7 +75,7 @@ def test_a_state_dict_goes_in_and_out(load: Any, reference: Any, tokens: torch.T
     assert_agrees(other(tokens), reference(tokens), home_of(other))
 
 
-@every_offload
+@some_offload
 def test_weights_are_processed_on_the_device_and_kept_on_the_host(
     offload: str, load: Any, reference: Any, tokens: torch.Tensor
 ) -> None:
@@ -87,7 +87,7 @@ def test_weights_are_processed_on_the_device_and_kept_on_the_host(
     assert_agrees(model(tokens).log_softmax(-1), reference(tokens).log_softmax(-1), home_of(model))
 
 
-@every_offload
+@some_offload
 def test_placing_anew_changes_nothing(
     offload: str, load: Any, reference: Any, tokens: torch.Tensor
 ) -> None:
@@ -102,7 +102,7 @@ def test_placing_anew_changes_nothing(
     assert_agrees(model(tokens), reference(tokens), home_of(model))
 
 
-@every_offload
+@some_offload
 def test_a_hook_may_replace_the_data_of_the_block_that_is_on_its_way(
     offload: str, load: Any, reference: Any, tokens: torch.Tensor
 ) -> None:
@@ -131,7 +131,7 @@ class Probe(torch.nn.Module):
 
 @pytest.mark.cover
 @pytest.mark.parametrize("device", ["sim:0", "sim:3", "cpu"])
-@every_offload
+@some_offload
 def test_attached_modules_run_wherever_they_are(
     device: str, offload: str, load: Any, reference: Any, tokens: torch.Tensor
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from comparison import assert_agrees, assert_same_weights
-from offloads import HOST, assert_at_rest, every_kind, every_offload
+from offloads import HOST, assert_at_rest, every_kind, some_offload
 
 from tl_devicefix.offload.kept_weights import keeping_on_host
 from tl_devicefix.simulation.machine import Machine
@@ -24,7 +24,7 @@ def test_second_derivatives_are_the_same(model: Any, reference: Any, tokens: tor
     assert_agrees(results[0], results[1], HOST)
 
 
-@every_offload
+@some_offload
 def test_training_is_the_same(
     offload: str, load: Any, reference: Any, tokens: torch.Tensor
 ) -> None:

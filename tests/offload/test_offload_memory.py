@@ -11,7 +11,7 @@ import pytest
 import torch
 from comparison import assert_agrees
 from kinds import home_of
-from offloads import HOST, assert_at_rest, every_kind, every_offload, offloaded_blocks, weights_of
+from offloads import HOST, assert_at_rest, every_kind, offloaded_blocks, some_offload, weights_of
 from transformer_lens import HookedTransformer
 
 from tl_devicefix.offload import copying
@@ -30,7 +30,7 @@ def transfers_of(machine: Machine) -> Callable[..., list[Transfer]]:
 
 
 @every_kind
-@every_offload
+@some_offload
 def test_a_forward_copies_the_weights_of_each_offloaded_block_once(
     offload: str, model: Any, tokens: torch.Tensor, transfers_of: Any
 ) -> None:
@@ -75,7 +75,7 @@ def test_the_next_block_is_on_its_way_before_a_block_computes(
 
 
 @every_kind
-@every_offload
+@some_offload
 def test_two_visiting_blocks_at_a_time_are_on_a_device(
     offload: str, model: Any, tokens: torch.Tensor, machine: Machine
 ) -> None:
@@ -126,7 +126,7 @@ def test_the_plan_knows_what_is_held(model: Any, machine: Machine) -> None:
     assert placement.bytes_on("cpu") == held_on(model, HOST)
 
 
-@every_offload
+@some_offload
 def test_loading_needs_no_more_of_a_device_than_running_and_what_is_being_folded(
     offload: str, load: Any, tokens: torch.Tensor, machine: Machine
 ) -> None:

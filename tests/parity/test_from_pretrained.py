@@ -55,12 +55,7 @@ def load(request: pytest.FixtureRequest, hf_models: Any, checkpoints: Any, token
     return load
 
 
-@pytest.mark.cover(
-    ("name", "processing"),
-    ("processing", "n_devices"),
-    ("processing", "load"),
-    ("n_devices", "load"),
-)
+@pytest.mark.cover(("name", "processing"), ("name", "n_devices"), ("n_devices", "load"))
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("n_devices", [1, 2, 3, 4])
 @pytest.mark.parametrize("processing", PROCESSING)

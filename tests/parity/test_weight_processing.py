@@ -178,7 +178,7 @@ def test_missing_keys_are_filled_from_the_model(
     )
 
 
-@pytest.mark.cover(("name", "processing"), ("name", "n_devices"))
+@pytest.mark.cover(("name", "n_devices"))
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("processing", PROCESSING)
 @pytest.mark.parametrize(

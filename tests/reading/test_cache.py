@@ -26,6 +26,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.cover(("kind", "fails_unpatched"))
 @everywhere
 def test_every_activation(model: Any, reference: Any, tokens: torch.Tensor) -> None:
     expected = reference.run_with_cache(tokens)

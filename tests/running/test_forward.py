@@ -13,6 +13,7 @@ from kinds import KINDS, every_kind, everywhere, home_of, new_kv_cache
 SENTENCES = ["w5 w6 w7", "w8 w9 w10 w11 w12 w13"]
 
 
+@pytest.mark.cover(("kind", "fails_unpatched"))
 @everywhere
 def test_logits_and_loss(model: Any, reference: Any, tokens: torch.Tensor) -> None:
     expected = reference(tokens, return_type="both")

@@ -10,6 +10,7 @@ from comparison import assert_agrees
 from kinds import everywhere
 
 
+@pytest.mark.cover(("kind", "fails_unpatched"))
 @everywhere
 def test_every_gradient(model: Any, reference: Any, tokens: torch.Tensor) -> None:
     for one in (model, reference):

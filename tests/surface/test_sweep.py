@@ -94,12 +94,26 @@ def every_call() -> Iterator[Any]:
 
 
 EVERY_CALL = list(every_call())
-PATCHING = [call for call in EVERY_CALL if str(call.values[0]).startswith("patching.")]
+SEVERAL_AT_ONCE = pytest.mark.full(
+    "it calls those of each kind of activation, which run by default"
+)
+
+
+def patching() -> Iterator[Any]:
+    for call in EVERY_CALL:
+        name = str(call.values[0])
+        if name.startswith("patching."):
+            others = [SEVERAL_AT_ONCE] if name.endswith("_every") else []
+            yield pytest.param(*call.values, marks=[*call.marks, *others])
+
+
+PATCHING = list(patching())
 
 
 @pytest.mark.cover(("name", "case"), ("kind", "n_devices"))
 @pytest.mark.parametrize(
-    ("name", "case", "kind", "n_devices"), [call for call in EVERY_CALL if call not in PATCHING]
+    ("name", "case", "kind", "n_devices"),
+    [call for call in EVERY_CALL if not str(call.values[0]).startswith("patching.")],
 )
 def test_it_is_as_on_one_device(
     name: str,
