@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from tl_devicefix.checking import check
     from tl_devicefix.flights.flying import in_flight
     from tl_devicefix.flights.sweeping import one_by_one, sweep
+    from tl_devicefix.harvests.harvesting import harvest
+    from tl_devicefix.harvests.reading import open_harvest
     from tl_devicefix.placement.gathering_device import gather_on
     from tl_devicefix.placement.placement import Placement
     from tl_devicefix.running.mixing import mix_devices
@@ -32,9 +34,11 @@ __all__ = [
     "check",
     "estimate",
     "gather_on",
+    "harvest",
     "in_flight",
     "mix_devices",
     "one_by_one",
+    "open_harvest",
     "patched",
     "plan",
     "rehearse",
@@ -50,9 +54,11 @@ _LAZY = {
     "Estimate": "tl_devicefix.before_loading.estimation",
     "estimate": "tl_devicefix.before_loading.estimation",
     "gather_on": "tl_devicefix.placement.gathering_device",
+    "harvest": "tl_devicefix.harvests.harvesting",
     "in_flight": "tl_devicefix.flights.flying",
     "mix_devices": "tl_devicefix.running.mixing",
     "one_by_one": "tl_devicefix.flights.sweeping",
+    "open_harvest": "tl_devicefix.harvests.reading",
     "Placement": "tl_devicefix.placement.placement",
     "plan": "tl_devicefix.before_loading.planning",
     "Rehearsal": "tl_devicefix.before_loading.rehearsal",

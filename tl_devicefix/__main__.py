@@ -1,4 +1,4 @@
-"""The command line: `python -m tl_devicefix estimate`, `demo` and `selfcheck`.
+"""The command line: `python -m tl_devicefix estimate`, `harvest`, `demo` and `selfcheck`.
 
 It is parsed before anything large is imported, so that help and mistakes are told at once.
 """
@@ -61,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         "--device", help='their type, such as "xpu"; default: what TransformerLens would choose'
     )
     _add_estimate(commands)
+    _add_harvest(commands)
     return parser
 
 
@@ -103,6 +104,18 @@ def _add_estimate(commands: Any) -> None:
         "--gather", type=_device, help="where stacked weights are gathered: cpu, 0"
     )
     estimate.add_argument("--json", action="store_true", help="print JSON, in bytes")
+
+
+def _add_harvest(commands: Any) -> None:
+    harvest = commands.add_parser(
+        "harvest", help="look at activations on disk; exit status 1 if something is wrong"
+    )
+    harvest.add_argument(
+        "action",
+        choices=["info", "verify"],
+        help="info: print what is there; verify: read all, and compare checksums",
+    )
+    harvest.add_argument("directory", help="as it was given to tl_devicefix.harvest")
 
 
 def _device(text: str) -> int | str:
@@ -155,7 +168,28 @@ def _run_selfcheck(chosen: argparse.Namespace) -> bool:
         return False
 
 
-_COMMANDS = {"estimate": _run_estimate, "demo": _run_demo, "selfcheck": _run_selfcheck}
+def _run_harvest(chosen: argparse.Namespace) -> bool:
+    from tl_devicefix.harvests.reading import open_harvest
+
+    try:
+        harvest = open_harvest(chosen.directory)
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return False
+    print(harvest)
+    if chosen.action == "info":
+        return True
+    wrong = harvest.verify()
+    print("\n".join(wrong) if wrong else "every shard is as it was written")
+    return not wrong
+
+
+_COMMANDS = {
+    "estimate": _run_estimate,
+    "harvest": _run_harvest,
+    "demo": _run_demo,
+    "selfcheck": _run_selfcheck,
+}
 
 
 if __name__ == "__main__":

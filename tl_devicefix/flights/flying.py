@@ -80,7 +80,7 @@ def in_flight(
     ...     return model(tokens).mean().item()
     >>> means = list(in_flight(model, run, batches))  # doctest: +SKIP
     """
-    make_view, n_devices = viewing(model), len(_devices_of(model))
+    make_view, n_devices = viewing(model), len(devices_of(model))
     if at_once is None:
         at_once = n_devices + 1 if n_devices > 1 else 1
     if isinstance(at_once, bool) or not isinstance(at_once, int) or at_once < 1:
@@ -185,7 +185,7 @@ class _Flight:
     ) -> None:
         self._make_view = viewing(model)
         self._run = run
-        self._devices = _devices_of(model)
+        self._devices = devices_of(model)
         placement = getattr(model, "placement", None)
         self._offloads = placement and any(each.offloaded for each in placement.components)
         self._turns = WatchedTurns(self._devices) if report else Turns()
@@ -250,7 +250,8 @@ class _Flight:
             self._seats.append(seat)
 
 
-def _devices_of(model: Any) -> tuple[torch.device, ...]:
+def devices_of(model: Any) -> tuple[torch.device, ...]:
+    """The devices that a model computes on."""
     if hasattr(model, "placement"):
         return tuple(model.placement.devices)
     return tuple(dict.fromkeys(parameter.device for parameter in model.parameters()))

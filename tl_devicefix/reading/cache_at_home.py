@@ -34,11 +34,19 @@ class CacheAtHome(dict[str, torch.Tensor]):
         return chosen_device(self._home) or self._home
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return move(super().__getitem__(name), self.home)
+        return self._at_home(super().__getitem__(name))
+
+    def _at_home(self, value: Any) -> Any:
+        return move(self._where_it_lies(value), self.home)
+
+    def _where_it_lies(self, value: Any) -> Any:
+        """The tensor that something stored here is; a subclass may store what stands for one."""
+        return value
 
     def stored(self) -> dict[str, torch.Tensor]:
         """The tensors where they were computed, as a plain dict."""
-        return {name: super(CacheAtHome, self).__getitem__(name) for name in self}
+        get = super().__getitem__
+        return {name: self._where_it_lies(get(name)) for name in self}
 
     def __iter__(self) -> Iterator[str]:
         # Python copies a dict's values as they lie (dict(cache), {**cache}) unless it has this.
@@ -49,20 +57,20 @@ class CacheAtHome(dict[str, torch.Tensor]):
 
     def setdefault(self, name: str, default: Any = None) -> Any:
         """As `dict.setdefault`, at home."""
-        return move(super().setdefault(name, default), self.home)
+        return self._at_home(super().setdefault(name, default))
 
     def popitem(self) -> tuple[str, torch.Tensor]:
         """As `dict.popitem`, at home."""
         name, value = super().popitem()
-        return name, move(value, self.home)
+        return name, self._at_home(value)
 
     def get(self, name: str, default: Any = None) -> Any:
         """As `dict.get`, at home."""
-        return move(super().get(name, default), self.home)
+        return self._at_home(super().get(name, default))
 
     def pop(self, name: str, *default: Any) -> Any:
         """As `dict.pop`, at home."""
-        return move(super().pop(name, *default), self.home)
+        return self._at_home(super().pop(name, *default))
 
     def values(self) -> ValuesAtHome:  # type: ignore[override]
         """As `dict.values`; each tensor comes home when it is reached."""

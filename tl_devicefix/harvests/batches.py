@@ -1,0 +1,159 @@
+"""What is harvested: batches of tokens or texts, and examples of which batches are made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+try:
+    from transformer_lens.utilities import get_attention_mask
+except ImportError:  # TransformerLens 2.x
+    from transformer_lens.utils import get_attention_mask
+
+TOKEN_KEYS = ("tokens", "input_ids")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one forward is given.
+
+    Attributes:
+        given: texts, or tokens `[batch, pos]`, as the forward gets them.
+        tokens: `[batch, pos]`, on the CPU.
+        mask: `[batch, pos]`, on the CPU: False is padding.
+        arguments: the attention mask for the forward, if there is one.
+    """
+
+    given: Any
+    tokens: torch.Tensor
+    mask: torch.Tensor
+    arguments: dict[str, Any]
+
+
+class Batches:
+    """The batches of what a user gives.
+
+    Args:
+        items: tokens `[batch, pos]`, lists of texts, or dicts with "tokens" or "input_ids", and
+            "attention_mask" if there is one: each is a batch. A text, or tokens `[pos]`, or a dict
+            of those, is an example.
+        model: whose tokenizer reads texts.
+        batch_size: how many examples make a batch.
+        prepend_bos: for texts.
+
+    Raises:
+        TypeError: while they are read, for an item that is nothing of that.
+        ValueError: for tokens and a mask of different shapes, or examples of different lengths.
+    """
+
+    def __init__(
+        self, items: Iterable[Any], model: Any, batch_size: int, prepend_bos: bool | None
+    ) -> None:
+        if isinstance(items, (str, Mapping)):
+            raise TypeError(
+                f"batches must be an iterable of batches, but is a {type(items).__name__}: put it "
+                "in a list"
+            )
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise ValueError(f"batch_size must be 1 or more examples, but is {batch_size!r}")
+        self._items = items
+        self._model = model
+        self._batch_size = batch_size
+        self._of_texts = {} if prepend_bos is None else {"prepend_bos": prepend_bos}
+        self._has_examples = False
+
+    def n_examples(self, in_first: int) -> int | None:
+        """How many examples there are: exactly, or if all batches are as large as the first.
+
+        None if nobody knows.
+        """
+        if not isinstance(self._items, Sized):
+            return None
+        return len(self._items) * (1 if self._has_examples else in_first)
+
+    def __iter__(self) -> Iterator[Batch]:
+        examples: list[Any] = []
+        for number, item in enumerate(self._items):
+            tokens, mask = _parts(item, number)
+            if not _is_example(tokens):
+                yield from self._batch_of(examples)
+                yield self._batch(tokens, mask)
+                continue
+            self._has_examples = True
+            examples.append((tokens, mask))
+            if len(examples) == self._batch_size:
+                yield from self._batch_of(examples)
+        yield from self._batch_of(examples)
+
+    def _batch_of(self, examples: list[Any]) -> Iterator[Batch]:
+        """The batch of what was collected, if anything was."""
+        if not examples:
+            return
+        tokens, masks = zip(*examples)
+        examples.clear()
+        if isinstance(tokens[0], str):
+            yield self._batch(list(tokens), None)
+            return
+        if len({len(each) for each in tokens}) > 1:
+            raise ValueError(
+                "examples of one batch have different numbers of tokens: pad them, and give each "
+                "an attention_mask; or pass batch_size=1"
+            )
+        mask = None if masks[0] is None else torch.stack([_tensor(each) for each in masks])
+        yield self._batch(torch.stack([_tensor(each) for each in tokens]), mask)
+
+    def _batch(self, given: Any, mask: Any) -> Batch:
+        if isinstance(given[0], str):
+            return self._batch_of_texts(list(given))
+        tokens = _tensor(given)
+        if tokens.dim() != 2:
+            raise ValueError(f"a batch must be tokens [batch, pos], but is {list(tokens.shape)}")
+        if mask is None:
+            kept = torch.ones(tokens.shape, dtype=torch.bool)
+            return Batch(tokens, tokens.cpu().long(), kept, {})
+        mask = _tensor(mask)
+        if mask.shape != tokens.shape:
+            raise ValueError(
+                f"the attention_mask of a batch is {list(mask.shape)}, but its tokens are "
+                f"{list(tokens.shape)}"
+            )
+        return Batch(tokens, tokens.cpu().long(), mask.cpu().bool(), {"attention_mask": mask})
+
+    def _batch_of_texts(self, texts: list[str]) -> Batch:
+        tokens = self._model.to_tokens(texts, **self._of_texts).cpu()
+        prepend_bos = self._of_texts.get("prepend_bos", self._model.cfg.default_prepend_bos)
+        mask = get_attention_mask(self._model.tokenizer, tokens, prepend_bos)
+        return Batch(texts, tokens.long(), mask.bool(), self._of_texts)
+
+
+def _parts(item: Any, number: int) -> tuple[Any, Any]:
+    """The tokens or texts of an item, and its mask."""
+    if isinstance(item, Mapping):
+        for key in TOKEN_KEYS:
+            if key in item:
+                return item[key], item.get("attention_mask")
+        raise TypeError(
+            f"item {number} of the batches is a dict with {sorted(map(str, item))}, but none of "
+            f"{' and '.join(TOKEN_KEYS)}"
+        )
+    if isinstance(item, (list, tuple)) and len(item) == 1 and isinstance(item[0], torch.Tensor):
+        return item[0], None  # as a DataLoader of a TensorDataset has them
+    if isinstance(item, (str, torch.Tensor)) or (isinstance(item, Sequence) and len(item)):
+        return item, None
+    raise TypeError(
+        f"item {number} of the batches is a {type(item).__name__}: give tokens [batch, pos], texts,"
+        ' or a dict with "tokens" and "attention_mask"'
+    )
+
+
+def _is_example(tokens: Any) -> bool:
+    if isinstance(tokens, torch.Tensor):
+        return tokens.dim() == 1
+    return isinstance(tokens, str) or isinstance(tokens[0], int)
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    return value if isinstance(value, torch.Tensor) else torch.tensor(value)

@@ -1,0 +1,40 @@
+"""A cache of activations that are read from a harvest when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from tl_devicefix.reading.cache_at_home import CacheAtHome
+
+
+class NotRead(NamedTuple):
+    """What stands for a tensor on disk."""
+
+    read: Callable[[], torch.Tensor]
+
+
+class CacheOnDisk(CacheAtHome):
+    """A dict in which a `NotRead` is read each time that it is asked for.
+
+    What is changed in place in a tensor that was read is changed in that tensor only, as in one
+    that was brought home; `cache_dict[name] = tensor` keeps it.
+
+    Args:
+        home: the device where tensors are read.
+    """
+
+    def _where_it_lies(self, value: Any) -> Any:
+        return value.read() if isinstance(value, NotRead) else value
+
+    def of(self, activations: Any) -> CacheAtHome:
+        """A cache of other activations, wherever they are, that is read where this one is."""
+        new = CacheOnDisk(self._home)
+        new.update(activations)
+        return new
+
+    def copy(self) -> CacheAtHome:
+        """A shallow copy, of which nothing has been read."""
+        return self.of({name: dict.__getitem__(self, name) for name in self})

@@ -1,0 +1,177 @@
+"""Copies of activations to host memory, beside what devices compute, in memory that is bounded.
+
+Where devices have streams, the memory is pinned and copies are on a stream of their own, so that
+the next forward runs meanwhile. Elsewhere a copy is done at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from tl_devicefix.offload.copying import copies_beside_computing, module_with_streams
+
+_ALIGNED = 64
+
+
+def room_for(sizes: Iterable[int]) -> int:
+    """Bytes that tensors of these sizes take in a part of a buffer."""
+    return sum(-(-size // _ALIGNED) * _ALIGNED for size in sizes)
+
+
+def by_device(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Names of tensors, those of a device together: each device copies to a part of its own."""
+    of_device: dict[torch.device, list[str]] = {}
+    for name, tensor in tensors.items():
+        of_device.setdefault(tensor.device, []).append(name)
+    return list(of_device.values())
+
+
+class Ring:
+    """Buffers in host memory that are used again, and are bounded: who wants one more waits.
+
+    They hold two shards, so that one is written while the next one fills, and some batches: those
+    whose runs are under way, and those that two shards have a part of. With fewer, the writer
+    would wait for a batch that waits for the writer.
+
+    Args:
+        shard_bytes: of a shard.
+        n_batches: how many batches there may be besides.
+        devices: from which will be copied.
+    """
+
+    def __init__(self, shard_bytes: int, n_batches: int, devices: Iterable[torch.device]) -> None:
+        self._shard_bytes, self._n_batches = shard_bytes, n_batches
+        self._largest = 0
+        self._pinned = any(map(copies_beside_computing, devices))
+        self._free: list[Buffer] = []
+        self._in_use = 0
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+
+    def take(self, sizes: list[int]) -> Buffer:
+        """A buffer with parts of some sizes; waits until there is room.
+
+        Raises:
+            BaseException: the one of `fail`, which ends the waiting.
+        """
+        size = sum(sizes)
+        with self._changed:
+            self._largest = max(self._largest, size)
+            most = 2 * self._shard_bytes + self._n_batches * self._largest
+            while self._error is None and self._in_use + size > most:
+                self._changed.wait()
+            if self._error is not None:
+                raise self._error
+            fitting = next((each for each in self._free if each.holds(sizes)), None)
+            if fitting is None:
+                self._free.clear()  # too small ones, in whose place the new one comes
+                fitting = Buffer(self, sizes, self._pinned)
+            else:
+                self._free.remove(fitting)
+            self._in_use += fitting.size
+            return fitting
+
+    def give_back(self, buffer: Buffer) -> None:
+        """Let a buffer be used again."""
+        with self._changed:
+            self._in_use -= buffer.size
+            self._free.append(buffer)
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Have whoever waits for a buffer, or takes one from now on, get an error."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+
+class Buffer:
+    """Host memory for what is kept of one batch."""
+
+    def __init__(self, ring: Ring, sizes: list[int], pinned: bool) -> None:
+        self.size = sum(sizes)
+        self._ring = ring
+        self._parts = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
+        if pinned:
+            self._parts = [part.pin_memory() for part in self._parts]
+        self._arriving: list[Any] = []
+        self._users = 1
+        self._counting = threading.Lock()
+
+    def holds(self, sizes: list[int]) -> bool:
+        """Whether its parts have at least these sizes."""
+        has = [len(part) for part in self._parts]
+        return len(has) == len(sizes) and all(have >= size for have, size in zip(has, sizes))
+
+    @torch.no_grad()
+    def copy(
+        self, tensors: Mapping[str, torch.Tensor], groups: list[list[str]]
+    ) -> dict[str, torch.Tensor]:
+        """Start to copy tensors here; they are there after `wait`.
+
+        Args:
+            tensors: by name.
+            groups: the names of those in each part.
+        """
+        copies = {}
+        for part, names in zip(self._parts, groups):
+            end = 0
+            for name in names:
+                tensor = tensors[name]
+                here = part[end : end + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                end += room_for([tensor.nbytes])
+                copies[name] = here
+                with _on_copy_stream(tensor):
+                    here.copy_(tensor, non_blocking=True)
+        devices = dict.fromkeys(tensor.device for tensor in tensors.values())
+        self._arriving = [
+            _copy_stream(device).record_event()
+            for device in devices
+            if module_with_streams(device) is not None
+        ]
+        return copies
+
+    def wait(self) -> None:
+        """Return when what was copied is here."""
+        for arrived in self._arriving:
+            arrived.synchronize()
+
+    def keep(self) -> None:
+        """Count someone more who needs what is here."""
+        with self._counting:
+            self._users += 1
+
+    def let_go(self) -> None:
+        """Count someone less; after the last, it is used again."""
+        with self._counting:
+            self._users -= 1
+            done = self._users == 0
+            self._users = self._users or 1  # the next who takes it
+        if done:
+            self._ring.give_back(self)
+
+
+@contextlib.contextmanager
+def _on_copy_stream(tensor: torch.Tensor) -> Any:
+    """Within it, copies of a tensor are beside what its device computes, after what made it."""
+    module = module_with_streams(tensor.device)
+    if module is None:
+        yield
+        return
+    stream = _copy_stream(tensor.device)
+    stream.wait_stream(module.current_stream(tensor.device))
+    tensor.record_stream(stream)
+    with module.stream(stream):
+        yield
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> Any:
+    """Of its own: on that of `offload/copying.py`, weights come to the device."""
+    return module_with_streams(device).Stream(device)

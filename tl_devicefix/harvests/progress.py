@@ -1,0 +1,38 @@
+"""How far a harvest is, and how fast."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import transformers.utils.logging as hf_logging
+
+from tl_devicefix.placement.memory import gib
+
+
+class Bar:
+    """A progress bar in examples, with tokens and bytes a second."""
+
+    def __init__(self, total: int | None, initial: int, shown: bool) -> None:
+        self._bar = hf_logging.tqdm(
+            total=total, initial=initial, desc="Harvest", unit=" examples", disable=not shown
+        )
+        self._began, self._tokens, self._bytes = time.perf_counter(), 0, -1
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._bar.close()
+
+    def add(self, n_examples: int, width: int, n_bytes: int) -> None:
+        """Count examples, and bytes that are on the disk by now."""
+        if self._bytes < 0:
+            self._bytes = n_bytes
+        self._tokens += n_examples * width
+        seconds = time.perf_counter() - self._began
+        self._bar.set_postfix_str(
+            f"{self._tokens / seconds:.0f} tokens/s, {gib((n_bytes - self._bytes) / seconds)}/s",
+            refresh=False,
+        )
+        self._bar.update(n_examples)
