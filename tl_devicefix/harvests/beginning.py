@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import importlib.metadata
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import Any
 
 import torch
 
-from tl_devicefix import __version__
 from tl_devicefix.harvests.format import (
     INDEX,
     TEMPORARY,
@@ -93,7 +93,7 @@ def model_fields(model: Any) -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """The versions of what writes a harvest."""
     return {
-        "tl_devicefix": __version__,
+        "tl_devicefix": importlib.metadata.version("tl_devicefix"),
         "transformer_lens": str(installed()),
         "torch": str(torch.__version__),
     }

@@ -51,7 +51,8 @@ def to_dataset(
         for name, each in stored.items()
     }
     features[TOKEN_IDS] = _feature(tokens.entry.shape, "int32")
-    of = {"checksums": [shard.sha256 for shard in index.shards]}  # tells data sets from each other
+    # Tells data sets from each other; in a list, each would be what one of several processes gets.
+    of = {"checksums": " ".join(shard.sha256 for shard in index.shards)}
     return datasets.Dataset.from_generator(
         _Rows(stored, tokens, dtypes, index.examples_per_shard),
         features=datasets.Features(features),
@@ -73,7 +74,7 @@ class _Rows:
         self._stored, self._tokens, self._dtypes = dict(stored), tokens, dict(dtypes)
         self._at_once = min(at_once, 64)
 
-    def __call__(self, checksums: Any) -> Iterator[dict[str, Any]]:
+    def __call__(self, checksums: str) -> Iterator[dict[str, Any]]:
         for start in range(0, len(self._tokens), self._at_once):
             rows = slice(start, start + self._at_once)
             read = {n: each[rows].to(self._dtypes[n]).numpy() for n, each in self._stored.items()}

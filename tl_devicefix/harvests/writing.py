@@ -6,7 +6,6 @@ import errno
 import queue
 import threading
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -55,17 +54,10 @@ class Writer:
         directory: where to.
         index: as it is there; goes on after its shards.
         ring: of the buffers, which is told of an error.
-        write: writes a shard; another one for tests and benchmarks.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        index: Index,
-        ring: Ring,
-        write: Callable[..., tuple[int, str]] = write_shard,
-    ) -> None:
-        self._directory, self._ring, self._write = directory, ring, write
+    def __init__(self, directory: Path, index: Index, ring: Ring) -> None:
+        self._directory, self._ring = directory, ring
         self.index = index
         self._axes = {e.name: e.axis for e in index.entries if e.same_as is None}
         self._filling = _Filling(index.n_examples)
@@ -160,7 +152,7 @@ class Writer:
             for name, axis in self._axes.items()
         }
         metadata = {"format": "pt", "examples": f"{start}:{stop}"}
-        size, checksum = self._write(self._directory / name, pieces, metadata)
+        size, checksum = write_shard(self._directory / name, pieces, metadata)
         self.index = self.index.with_shard(
             Shard(name, start, stop, filled.n_tokens, size, checksum)
         )

@@ -1,0 +1,280 @@
+"""A harvest that ended early is whole as far as it got, and goes on to the same bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import D_VOCAB
+from written_by_hand import files
+
+from tl_devicefix import harvest, open_harvest
+from tl_devicefix.harvests import beginning, writing
+from tl_devicefix.harvests.format import TEMPORARY, read_index, write_index
+
+NAMES = ["blocks.1.hook_resid_post", "blocks.3.hook_resid_post"]
+N_BATCHES = 24
+
+
+@pytest.fixture(scope="module")
+def batches() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, D_VOCAB, (4, 9), generator=generator) for _ in range(N_BATCHES)]
+
+
+@pytest.fixture
+def model(on_one: Any) -> Any:
+    return on_one("llama")
+
+
+Start = Callable[..., Any]
+
+
+@pytest.fixture
+def start(model: Any, batches: Any, tmp_path: Path) -> Start:
+    """`start(...)` harvests to `tmp_path / "out"`; other options replace those that it has."""
+
+    def start(data: Any = None, **options: Any) -> Any:
+        given = {"names_filter": NAMES, "to": tmp_path / "out", "shard_size": 12000, **options}
+        model = given.pop("model", start.model)  # type: ignore[attr-defined]
+        return harvest(model, batches if data is None else data, **given, progress=False)
+
+    start.model = model  # type: ignore[attr-defined]
+    return start
+
+
+@pytest.fixture
+def begun(start: Start, batches: Any, tmp_path: Path) -> Path:
+    """Of a harvest whose data ended with an error."""
+
+    def some() -> Any:
+        yield from batches[:10]
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        start(some())
+    assert 0 < len(open_harvest(tmp_path / "out")) < 40
+    return tmp_path / "out"
+
+
+def kill_at(moment: float, job: Callable[[], Any]) -> bool:
+    """Run something in a process of its own, and kill that; say whether it was still running."""
+    process = multiprocessing.get_context("fork").Process(target=job)
+    process.start()
+    time.sleep(moment)
+    os.kill(process.pid or 0, signal.SIGKILL)
+    process.join()
+    return process.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    "n_kills",
+    [3, pytest.param(20, marks=pytest.mark.full("three kills do, by default"))],
+)
+def test_killed_at_any_moment_what_is_there_is_whole_and_the_rest_follows(
+    n_kills: int, start: Start, tmp_path: Path
+) -> None:
+    began = time.perf_counter()
+    start(to=tmp_path / "whole")
+    duration = time.perf_counter() - began
+    moments = random.Random(n_kills)
+    killed = 0
+    for _ in range(n_kills):
+        killed += kill_at(
+            moments.uniform(0, duration / 2), lambda: start(resume=True, to=tmp_path / "out")
+        )
+        with contextlib.suppress(FileNotFoundError):  # killed before there was anything
+            there = open_harvest(tmp_path / "out")
+            assert there.verify() == []
+            assert len(there[NAMES[0]][:]) == len(there)
+
+    found = start(resume=True, to=tmp_path / "out")
+
+    assert killed
+    assert found.is_complete
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+def test_only_what_is_not_there_is_run(
+    begun: Path, start: Start, model: Any, tmp_path: Path
+) -> None:
+    there = len(open_harvest(begun))
+    ran = []
+
+    def count(activation: torch.Tensor, hook: Any) -> None:
+        ran.append(len(activation))
+
+    with model.hooks(fwd_hooks=[(NAMES[0], count)]):
+        start(resume=True)
+
+    assert ran[0] == 4  # the first batch, to compare
+    assert 4 * N_BATCHES - there <= sum(ran[1:]) < 4 * N_BATCHES - there + 4
+    start(to=tmp_path / "whole")
+    assert files(begun) == files(tmp_path / "whole")
+
+
+def test_a_harvest_that_is_complete_is_left_as_it_is(start: Start, tmp_path: Path) -> None:
+    start()
+    before = files(tmp_path / "out")
+    assert start(resume=True).is_complete
+    assert files(tmp_path / "out") == before
+
+
+def other_model(model: Any) -> Any:
+    """With one weight that is another."""
+    parameter = next(model.parameters())
+    return parameter.data.mul_(2)
+
+
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "filter": ({"names_filter": NAMES[:1]}, r"it has blocks.3\S*, which names_filter leaves out"),
+    "larger filter": (
+        {"names_filter": [*NAMES, "blocks.2.hook_resid_post"]},
+        r"it has no blocks.2\.",
+    ),
+    "dtype": ({"dtype": torch.float16}, "the dtype of blocks.1.* there is float32, not float16"),
+    "reduce": ({"reduce": lambda a: a[:, :, :3]}, r"the shape of blocks.1.* is \(9, 16\), not"),
+    "reduce of the same shape": ({"reduce": lambda a: a + 1}, "so its weights, hooks, devices"),
+    "keep": ({"keep": lambda tokens: tokens > 5}, "it has no kept"),
+    "size of shards": ({"shard_size": 20000}, "shards have .* examples, but with this shard_size"),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_to_go_on_with_something_else_is_refused_naming_it(
+    other: str, begun: Path, start: Start
+) -> None:
+    before, (options, message) = files(begun), OTHERS[other]
+    with pytest.raises(ValueError, match=rf"the harvest in \S+ is another one: .*{message}"):
+        start(resume=True, **options)
+    assert files(begun) == before
+
+
+def test_to_go_on_with_another_model_is_refused_naming_it(
+    begun: Path, start: Start, on_one: Any
+) -> None:
+    with pytest.raises(ValueError, match=r"is another one: its model's \w+ is"):
+        start(resume=True, model=on_one("gpt2"))
+    index = read_index(begun)
+    write_index(begun, replace(index, made_by={**index.made_by, "torch": "1.0"}))
+    with pytest.raises(ValueError, match=r"its version of torch is '1.0', not"):
+        start(resume=True)
+
+
+def test_to_go_on_with_other_data_is_refused_naming_it(
+    begun: Path, start: Start, batches: Any
+) -> None:
+    there = len(open_harvest(begun))
+    other = [*batches[:3], batches[3].flip(1), *batches[4:]]
+    with pytest.raises(ValueError, match="has other tokens from example 12 on than batches"):
+        start(other, resume=True)
+    with pytest.raises(ValueError, match=f"has {there} examples, but batches has 8"):
+        start(batches[:2], resume=True)
+    start(resume=True)
+    with pytest.raises(ValueError, match="is complete with 96 examples, but batches has more"):
+        start([*batches, batches[0]], resume=True)
+
+
+def test_what_is_there_is_not_written_over(begun: Path, start: Start) -> None:
+    before = files(begun)
+    with pytest.raises(FileExistsError, match=r"has a harvest of \d+ examples already: .*resume"):
+        start()
+    assert files(begun) == before
+
+
+def test_two_harvests_to_one_directory_are_refused(start: Start, tmp_path: Path) -> None:
+    with (
+        beginning.alone_in(tmp_path / "out"),
+        pytest.raises(RuntimeError, match="someone else is harvesting to"),
+    ):
+        start()
+    assert start().is_complete
+
+
+def test_a_disk_that_is_full_leaves_what_was_written(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full:
+        def __init__(self, of: Any) -> None:
+            self._of = of
+
+        def __call__(self, path: Path, *args: Any) -> Any:
+            if path.name.startswith("shard-00003"):
+                path.with_name(path.name + TEMPORARY).write_bytes(b"a part")
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return self._of(path, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writing, "write_shard", Full(writing.write_shard))
+        with pytest.raises(OSError, match=r"the disk of \S+ is full: 27 examples.*resume=True"):
+            start()
+    assert len(open_harvest(tmp_path / "out")) == 27
+    start(to=tmp_path / "whole")
+    start(resume=True)
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = beginning.shutil.disk_usage(tmp_path)._replace(free=2**16)
+    monkeypatch.setattr(beginning.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(OSError, match=r"the harvest takes .* more, but the disk of .* 64.0 KiB"):
+        start()
+    assert files(tmp_path / "out") == {}
+
+
+def test_a_batch_of_another_width_leaves_what_was_written(
+    start: Start, batches: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="batch 12 has 8 tokens in a row, but those before it 9"):
+        start([*batches[:12], batches[12][:, 1:]])
+    assert len(open_harvest(tmp_path / "out")) > 0
+    assert start(resume=True).is_complete
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no data": ({"data": []}, ValueError, "nothing to harvest"),
+    "a text": ({"data": "w4 w5"}, TypeError, "put it in a list"),
+    "an item that is none": ({"data": [3]}, TypeError, "item 0 of the batches is a int"),
+    "a dict without tokens": ({"data": [{"text": "w4"}]}, TypeError, r"with \['text'\]"),
+    "nothing kept": ({"names_filter": "blocks.9"}, ValueError, "keeps no activation"),
+    "no size": ({"shard_size": "much"}, ValueError, "'much' is no size"),
+    "no batch size": ({"batch_size": 0}, ValueError, "1 or more examples, but is 0"),
+    "a mask": ({"attention_mask": torch.ones(2)}, TypeError, "give batches that are dicts"),
+    "keep of another shape": (
+        {"keep": lambda tokens: tokens[0] > 3},
+        ValueError,
+        "keep must return booleans of the tokens' shape",
+    ),
+    "keep of patterns": (
+        {"names_filter": "blocks.1.attn.hook_pattern", "keep": "attention_mask"},
+        ValueError,
+        "keep cannot leave tokens out of blocks.1.attn.hook_pattern",
+    ),
+    "a dtype": ({"reduce": lambda a: a.to(torch.complex64)}, ValueError, "complex64, which"),
+    "no model": ({"model": 3}, TypeError, "the model must be a"),
+    "what has no row for each example": (
+        {"reduce": lambda a: a.mean((0, 1))},
+        ValueError,
+        r"no row for each example, and is not the same in each batch",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_harvested_is_refused_in_a_sentence(what: str, start: Start) -> None:
+    options, error, message = REFUSED[what]
+    with pytest.raises(error, match=message):
+        start(**options)

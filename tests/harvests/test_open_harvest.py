@@ -1,0 +1,130 @@
+"""`open_harvest`: what is read of what is on disk, without a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import load_from_disk
+from safetensors.torch import load_file
+from written_by_hand import D_MODEL, N_EXAMPLES, REDUCED, RESID, WIDTH, write_by_hand
+
+import tl_devicefix
+from tl_devicefix.__main__ import main
+from tl_devicefix.harvests.format import INDEX
+from tl_devicefix.harvests.reading import Harvest
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Harvest:
+    return write_by_hand(tmp_path / "written")
+
+
+@pytest.fixture
+def all_of_it() -> torch.Tensor:
+    numbers = torch.arange(N_EXAMPLES * WIDTH).view(N_EXAMPLES, WIDTH, 1)
+    return numbers.bfloat16().repeat(1, 1, D_MODEL)
+
+
+INDICES: Any = [
+    *(3, -1, slice(3, 7), slice(None), slice(5, 2), slice(-3, None), slice(None, None, -1)),
+    *(slice(1, 11, 4), [5, 1, 10], [-1, 5, 5], [], torch.tensor([2, 9]), np.array([7, 0])),
+    torch.tensor(4),
+]
+
+
+@pytest.mark.parametrize("index", INDICES, ids=repr)
+def test_indices_are_those_of_the_tensor(
+    index: Any, written: Harvest, all_of_it: torch.Tensor
+) -> None:
+    if isinstance(index, slice) and index.step == -1:
+        expected = all_of_it.flip(0)
+    else:
+        expected = all_of_it[index if isinstance(index, slice) else torch.as_tensor(index).long()]
+    actual = written[RESID][index]
+    assert actual.dtype == expected.dtype
+    assert torch.equal(actual, expected)
+    assert len(written) == len(written[RESID]) == N_EXAMPLES
+    assert written[RESID].shape == tuple(all_of_it.shape)
+
+
+def test_iterating_ends_with_the_last_example(written: Harvest) -> None:
+    assert [int(each) for each in written[REDUCED]] == list(range(N_EXAMPLES))
+
+
+def test_what_is_changed_of_what_was_read_is_nobody_elses(written: Harvest) -> None:
+    written[RESID][3].zero_()
+    written.activations(RESID, 4, shuffle=False)
+    assert written[RESID][3].any()
+
+
+def test_safetensors_alone_reads_it(written: Harvest, all_of_it: torch.Tensor) -> None:
+    index = json.loads((written.directory / INDEX).read_text())
+    shards = [load_file(written.directory / shard["file"]) for shard in index["shards"]]
+    assert torch.equal(torch.cat([shard[RESID] for shard in shards]), all_of_it)
+    assert torch.equal(torch.cat([shard["tokens"] for shard in shards]), written.tokens[:])
+
+
+def test_names_that_are_not_there_and_indices_that_are_none(written: Harvest) -> None:
+    with pytest.raises(KeyError, match=r"blocks.0.hook_resid_pots was not.*mean 'blocks.0.hook"):
+        written["blocks.0.hook_resid_pots"]
+    with pytest.raises(IndexError, match="no example 11 among 11"):
+        written[RESID][11]
+    with pytest.raises(TypeError, match="not by str"):
+        written[RESID]["3"]
+    assert RESID in written
+    assert "tokens" not in written
+
+
+def test_a_directory_without_a_harvest_and_indices_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"there is no harvest in"):
+        tl_devicefix.open_harvest(tmp_path)
+    (tmp_path / INDEX).write_text('{"version": 99}')
+    with pytest.raises(ValueError, match=r"version 99 of the format.* reads version 1"):
+        tl_devicefix.open_harvest(tmp_path)
+    for damaged in ("{", '{"version": 1}'):
+        (tmp_path / INDEX).write_text(damaged)
+        with pytest.raises(ValueError, match="is damaged"):
+            tl_devicefix.open_harvest(tmp_path)
+
+
+def test_the_command_says_what_is_there_and_whether_it_is_whole(
+    written: Harvest, capsys: Any
+) -> None:
+    directory = str(written.directory)
+    assert main(["harvest", "info", directory]) == 0
+    said = capsys.readouterr().out
+    assert "11 examples of none" in said
+    assert f"{RESID}: bfloat16 [11, 6, 4]" in said
+    assert main(["harvest", "verify", directory]) == 0
+    assert "every shard is as it was written" in capsys.readouterr().out
+
+    first, second, third = (written.directory / shard.file for shard in written.index.shards)
+    content = bytearray(first.read_bytes())
+    content[-1] ^= 1
+    first.write_bytes(content)
+    second.write_bytes(second.read_bytes()[:-1])
+    third.unlink()
+    assert main(["harvest", "verify", directory]) == 1
+    said = capsys.readouterr().out
+    assert "shard-00000.safetensors is damaged" in said
+    assert "shard-00001.safetensors has" in said
+    assert "shard-00002.safetensors is missing" in said
+    assert main(["harvest", "info", directory + "/none"]) == 1
+    assert "there is no harvest" in capsys.readouterr().err
+
+
+def test_a_data_set_has_a_row_for_each_example(
+    written: Harvest, all_of_it: torch.Tensor, tmp_path: Path
+) -> None:
+    found = written.to_dataset([RESID], torch.float16, cache_dir=tmp_path)
+    found.save_to_disk(tmp_path / "saved")
+    saved = load_from_disk(tmp_path / "saved").with_format("torch")
+    assert torch.equal(saved[RESID][:], all_of_it.half())
+    assert saved["token_ids"][:].tolist() == written.tokens[:].tolist()
+    with pytest.raises(ValueError, match=r"cannot hold torch.bfloat16: give torch.float32"):
+        written.to_dataset(dtype=torch.bfloat16)

@@ -1,0 +1,66 @@
+"""Harvests that no model was run for, and what is in a directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from tl_devicefix import open_harvest
+from tl_devicefix.harvests.copying import Ring
+from tl_devicefix.harvests.format import MASK, TOKENS, Entry, Index, write_index
+from tl_devicefix.harvests.reading import Harvest
+from tl_devicefix.harvests.writing import Copied, Writer
+
+RESID, REDUCED = "blocks.0.hook_resid_post", "blocks.1.hook_resid_post"
+N_EXAMPLES, WIDTH, D_MODEL = 11, 6, 4
+PER_SHARD = 4
+MODEL = {"name": "none", "class": "none", "n_layers": 2, "d_model": D_MODEL}
+
+
+def write_by_hand(directory: Path, dtype: torch.dtype = torch.bfloat16) -> Harvest:
+    """A harvest of eleven examples in three shards.
+
+    `RESID` counts: each token's activation is its number, four times; `REDUCED` has the number of
+    the example, and no tokens.
+    """
+    directory.mkdir(exist_ok=True)
+    name = str(dtype).removeprefix("torch.")
+    entries = (
+        Entry(TOKENS, "int64", (WIDTH,)),
+        Entry(MASK, "bool", (WIDTH,)),
+        Entry(RESID, name, (WIDTH, D_MODEL)),
+        Entry(REDUCED, "float32", (1,)),
+    )
+    index = Index(MODEL, {}, entries, PER_SHARD)
+    write_index(directory, index)
+    ring = Ring(2**20, 3, [])
+    writer = Writer(directory, index, ring)
+    numbers = torch.arange(N_EXAMPLES * WIDTH).view(N_EXAMPLES, WIDTH)
+    examples = torch.arange(N_EXAMPLES)
+    for rows in examples.split(3):
+        buffer = ring.take([0])
+        tensors = {
+            TOKENS: numbers[rows],
+            MASK: torch.ones(len(rows), WIDTH, dtype=torch.bool),
+            RESID: numbers[rows].to(dtype)[..., None].repeat(1, 1, D_MODEL),
+            REDUCED: rows.float()[:, None],
+        }
+        writer.put(Copied(tensors, [WIDTH] * len(rows), 0, buffer))
+    writer.close(is_complete=True)
+    return open_harvest(directory)
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    """What a reader sees in a directory: by the names of files, what is in them."""
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.name != "lock"}
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.cpu().contiguous().flatten().view(torch.uint8)
+
+
+def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    assert torch.equal(_bits(actual), _bits(expected))
