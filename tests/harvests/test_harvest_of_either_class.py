@@ -65,6 +65,9 @@ METHODS: dict[str, Callable[[ActivationCache], Any]] = {
     "toggle_autodiff": lambda cache: cache.toggle_autodiff(torch.is_grad_enabled()),
     "to": lambda cache: dict(cache.to("cpu").items()),  # the last, as it stays there
 }
+if hasattr(ActivationCache, "logit_lens"):  # from TransformerLens 4.3 on
+    METHODS["logit_lens"] = lambda cache: cache.logit_lens(top_k=2).readout.values
+    METHODS["to"] = METHODS.pop("to")
 NEED_MORE = {"_batch_size", "ssm_layers", "compute_ssm_effective_attention", "compute_ssm_state"}
 """Of a cache of a state space model, and what others use."""
 
@@ -99,9 +102,10 @@ def test_an_example_is_a_cache_without_a_batch_axis(
     machine: Machine, over_devices: Any, batches: Any, run: Any
 ) -> None:
     model = over_devices("gpt2")
-    found = run(model, batches, lambda name: name.endswith(("resid_post", "pattern")))
+    names_filter = lambda name: name.endswith(("resid_post", "pattern"))  # noqa: E731
+    found = run(model, batches, names_filter)
     for number in (0, 5, -1):
-        expected = cache_of(model, batches, names_filter=found.names)
+        expected = cache_of(model, batches, names_filter=names_filter)
         expected = expected.apply_slice_to_batch_dim(number)
         read = found.cache(number, model)
         assert not read.has_batch_dim
@@ -110,10 +114,8 @@ def test_an_example_is_a_cache_without_a_batch_axis(
         found.cache(9)
 
 
-def test_a_cache_keeps_what_is_put_into_it(
-    machine: Machine, over_devices: Any, batches: Any, run: Any
-) -> None:
-    found = run(over_devices("llama"), batches, RESID)
+def test_a_cache_keeps_what_is_put_into_it(folded_on_one: Any, batches: Any, run: Any) -> None:
+    found = run(folded_on_one("llama"), batches, RESID)
     cache = found.cache(slice(0, 2))
     cache[RESID].zero_()
     assert cache[RESID].any()
@@ -143,9 +145,9 @@ def test_masks_reach_the_forward_and_are_stored(
 
 
 def test_texts_are_tokenised_padded_and_stored_with_their_masks(
-    machine: Machine, over_devices: Any, run: Any
+    folded_on_one: Any, run: Any
 ) -> None:
-    model, texts = over_devices("llama"), ["w4 w5 w6", "w7"]
+    model, texts = folded_on_one("llama"), ["w4 w5 w6", "w7"]
     _, cache = model.run_with_cache(texts, names_filter=RESID, prepend_bos=True)
 
     found = run(model, [texts, texts], RESID, prepend_bos=True)
@@ -174,9 +176,9 @@ SOURCES: dict[str, Callable[[torch.Tensor], Any]] = {
 @pytest.mark.cover
 @pytest.mark.parametrize("source", SOURCES)
 def test_batches_are_made_of_what_a_loader_has(
-    source: str, machine: Machine, over_devices: Any, batches: Any, run: Any
+    source: str, folded_on_one: Any, batches: Any, run: Any
 ) -> None:
-    model, tokens = over_devices("llama"), torch.cat(batches)
+    model, tokens = folded_on_one("llama"), torch.cat(batches)
 
     found = run(model, SOURCES[source](tokens), RESID, batch_size=3)
 
@@ -200,10 +202,8 @@ def test_dtype_and_reduce_change_what_is_stored_on_the_device(
     assert seen == {model.placement.device_of(RESID)}
 
 
-def test_tokens_that_are_not_kept_are_left_out(
-    machine: Machine, over_devices: Any, batches: Any, run: Any
-) -> None:
-    model, tokens = over_devices("llama"), torch.cat(batches)
+def test_tokens_that_are_not_kept_are_left_out(folded_on_one: Any, batches: Any, run: Any) -> None:
+    model, tokens = folded_on_one("llama"), torch.cat(batches)
     wanted = tokens % 3 != 0
     expected = cache_of(model, batches)[RESID].cpu()
 
@@ -229,7 +229,7 @@ def test_shards_depend_on_the_arguments_only(
     model = over_devices("llama")
     for at_once in (1, 4):
         harvest(
-            *(model, batches, RESID),
+            *(model, batches[:3], RESID),
             to=tmp_path / str(at_once),
             shard_size=2000,
             at_once=at_once,
@@ -262,7 +262,7 @@ def test_the_model_is_left_as_it_was(
     model = over_devices("llama")
     before = model(batches[0])
     with torch.enable_grad():
-        run(model, batches)
+        run(model, batches[:2])
         assert torch.is_grad_enabled()
     assert torch.equal(model(batches[0]), before)
     assert not any(point.fwd_hooks for point in model.hook_dict.values())

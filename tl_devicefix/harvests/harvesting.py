@@ -163,6 +163,7 @@ class _Harvesting:
         n_devices = len(self._devices)
         self._at_once = at_once or (n_devices + 1 if n_devices > 1 else 1)
         self._batches = iter(source)
+        self._points = dict(model.hook_dict)
 
     def begin(self, known: Index | None, shard_bytes: int) -> None:
         """Run the first batch, and see of it whether all the rest can be done.
@@ -314,7 +315,7 @@ class _Harvesting:
             return_cache_object=False,
             **arguments,
         )
-        return self._keeping.of(cache, kept)
+        return self._keeping.of(cache, kept, self._points)
 
     def _copy(self, item: _Item, found: Found) -> Copied:
         batch, kept = item.batch, item.kept

@@ -61,24 +61,27 @@ class Keeping:
             )
         return kept.cpu()
 
-    def of(self, cache: Mapping[str, Any], kept: torch.Tensor | None) -> Found:
+    def of(
+        self, cache: Mapping[str, Any], kept: torch.Tensor | None, points: Mapping[str, Any]
+    ) -> Found:
         """What is stored of a cache, each tensor on its device.
 
         Args:
             cache: of a forward.
             kept: which tokens are, `[batch, pos]` on the CPU.
+            points: by name, hook points. A Bridge has some by two names, and then one tensor twice.
 
         Raises:
             ValueError: if tokens are to be left out of what has no axis for them.
         """
         stored = cache.stored() if isinstance(cache, CacheAtHome) else cache
         found: dict[str, torch.Tensor] = {}
-        first: dict[int, str] = {}
+        first: dict[Any, str] = {}
         names: dict[str, str] = {}
         for name, activation in stored.items():
             if not isinstance(activation, torch.Tensor):
                 continue
-            names[name] = first.setdefault(id(activation), name)  # a Bridge has some by two names
+            names[name] = first.setdefault(points.get(name, name), name)
             if names[name] == name:
                 found[name] = self._kept(name, activation.detach(), kept)
         return Found(found, names)

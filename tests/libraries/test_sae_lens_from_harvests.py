@@ -1,0 +1,94 @@
+"""SAELens trains on what was harvested, unmodified: its trainer, and its run on a data set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sae_lens import ActivationsStore, StandardTrainingSAE, StandardTrainingSAEConfig
+from sae_lens.config import LoggingConfig, SAETrainerConfig
+from sae_lens.training.sae_trainer import SAETrainer
+from written_by_hand import D_MODEL, N_EXAMPLES, RESID, WIDTH, write_by_hand
+
+from tl_devicefix.harvests.reading import Harvest
+
+N_TOKENS = N_EXAMPLES * WIDTH
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Harvest:
+    return write_by_hand(tmp_path / "written", torch.float32)
+
+
+def trained_on(batches: Any) -> dict[str, torch.Tensor]:
+    """The weights of an SAE after two epochs."""
+    torch.manual_seed(0)
+    sae = StandardTrainingSAE(StandardTrainingSAEConfig(D_MODEL, 8, device="cpu"))
+    config = SAETrainerConfig(
+        total_training_samples=2 * N_TOKENS,
+        train_batch_size_samples=16,
+        device="cpu",
+        lr=1e-2,
+        lr_end=1e-3,
+        lr_scheduler_name="constant",
+        lr_warm_up_steps=0,
+        lr_decay_steps=0,
+        n_restart_cycles=1,
+        adam_beta1=0.9,
+        adam_beta2=0.999,
+        feature_sampling_window=100,
+        dead_feature_window=100,
+        n_checkpoints=0,
+        checkpoint_path=None,
+        save_final_checkpoint=False,
+        autocast=False,
+        logger=LoggingConfig(log_to_wandb=False),
+    )
+    trained = SAETrainer(config, sae, batches).fit()
+    return {name: tensor.clone() for name, tensor in trained.state_dict().items()}
+
+
+def test_a_trainer_takes_batches_of_tokens_as_its_data(written: Harvest) -> None:
+    def batches() -> Any:
+        return written.activations(RESID, 16, seed=3, epochs=2)
+
+    actual, expected = trained_on(batches()), trained_on(iter(list(batches())))
+
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+def test_an_activation_store_reads_the_data_set(written: Harvest, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    written.to_dataset([RESID], cache_dir=tmp_path).save_to_disk(saved)
+    store = ActivationsStore(
+        None,  # type: ignore[arg-type]  # no model is run
+        saved_tokens(written),
+        streaming=False,
+        hook_name=RESID,
+        hook_head_index=None,
+        context_size=WIDTH,
+        d_in=D_MODEL,
+        n_batches_in_buffer=2,
+        total_training_tokens=N_TOKENS,
+        store_batch_size_prompts=2,
+        train_batch_size_tokens=WIDTH,
+        prepend_bos=False,
+        normalize_activations="none",
+        device=torch.device("cpu"),
+        dtype="float32",
+        cached_activations_path=str(saved),
+    )
+    rows = store.next_batch()
+    known = {tuple(row.tolist()) for row in written[RESID][:].flatten(0, 1)}
+    assert rows.shape == (WIDTH, D_MODEL)
+    assert {tuple(row.tolist()) for row in rows} <= known
+
+
+def saved_tokens(written: Harvest) -> Any:
+    """What the store would tokenise, if it had to."""
+    from datasets import Dataset
+
+    return Dataset.from_dict({"input_ids": written.tokens[:].tolist()})
