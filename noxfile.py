@@ -172,6 +172,16 @@ def circuit_tracer(session: nox.Session) -> None:
     session.run("pytest", *(session.posargs or ["tests/libraries/test_circuit_tracer.py", "-v"]))
 
 
+@nox.session(name="dictionary-learning")
+def dictionary_learning(session: nox.Session) -> None:
+    """dictionary_learning trains on a harvest; outside the default run."""
+    install(session, "3.9.0", "-e", ".[test]")
+    # Without what they ask for, which is for plots and models on other machines, but for imports.
+    session.install("--no-deps", "dictionary-learning==0.1.0", "nnsight==0.3.7")
+    session.install("wandb", "python-socketio[client]")
+    session.run("pytest", *(session.posargs or ["tests/libraries/test_dictionary_learning.py"]))
+
+
 # The ends of torch's range: setup.cfg's minimum, and the newest that the simulation holds for.
 OLDEST_TORCH, NEWEST_TORCH = "2.10.0", "2.15.0"
 

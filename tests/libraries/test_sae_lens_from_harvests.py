@@ -19,7 +19,7 @@ N_TOKENS = N_EXAMPLES * WIDTH
 
 @pytest.fixture
 def written(tmp_path: Path) -> Harvest:
-    return write_by_hand(tmp_path / "written", torch.float32)
+    return write_by_hand(tmp_path / "written")
 
 
 def trained_on(batches: Any) -> dict[str, torch.Tensor]:

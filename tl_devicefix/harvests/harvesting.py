@@ -161,7 +161,7 @@ class _Harvesting:
         self._arguments, self._directory = arguments, directory
         self._devices = devices_of(model)
         n_devices = len(self._devices)
-        self._at_once = at_once or (n_devices + 1 if n_devices > 1 else 1)
+        self._at_once = at_once if at_once is not None else n_devices + (n_devices > 1)
         self._batches = iter(source)
         self._points = dict(model.hook_dict)
 

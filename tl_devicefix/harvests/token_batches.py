@@ -138,6 +138,18 @@ class TokenBatches(Iterator[torch.Tensor]):
     def _rows_of_block(self) -> int:
         return 1 if self._shuffle == "exact" else max(1, BYTES_OF_BLOCK // self._rows.bytes)
 
+    @property
+    def config(self) -> dict[str, Any]:
+        """What these are batches of, as dictionary_learning saves it beside what it trains."""
+        return {
+            "harvest": self._rows.name,
+            "d_submodule": self._rows.shape[-1],
+            "shuffle": self._shuffle,
+            "epochs": self._epochs,
+            "seed": self._seed,
+            "out_batch_size": self._batch_size,
+        }
+
     def state_dict(self) -> dict[str, int]:
         """How far it is, for `load_state_dict` of batches with the same arguments."""
         return {"batches": self._given, "seed": self._seed, "batch_size": self._batch_size}
@@ -177,6 +189,7 @@ class _Rows:
         if entry.axis == "shared":
             raise ValueError(f"{entry.name} is one tensor for all examples, and has no tokens")
         self._stored = stored
+        self.name = entry.name
         n_tokens = entry.shape[0] if by_token and entry.axis == "example" else 1
         self._flat = by_token and entry.axis == "example"
         self.shape = entry.shape[1:] if self._flat else entry.shape

@@ -1,0 +1,265 @@
+"""What a harvest costs: memory, time over throwing the activations away, and reading them back.
+
+    python benchmarks/harvest.py [memory] [wall] [slow] [read] [--size 256] [--batches 40]
+        [--rounds 3] [--to DIRECTORY] [--json FILE]
+
+A random model of four blocks runs on the CPU, and two of its activations are written to a temporary
+directory of `--to`. Peak memory is what is private to the process and no file's: "Anonymous" in
+/proc/self/smaps_rollup, sampled every 5 ms, over what it is before.
+
+    memory  peaks of a harvest, and of one of ten times as many batches, in processes of their own
+    wall    a harvest over the same runs whose activations are thrown away, taking turns
+    slow    a writer slowed to half the rate: bytes a second over its rate, and the peak
+    read    reading a layer over safetensors alone; shuffled batches of tokens over reading it
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from safetensors import safe_open
+from transformer_lens import HookedTransformer, HookedTransformerConfig
+
+import tl_devicefix
+from tl_devicefix.harvests import writing
+
+NAMES = ["blocks.1.hook_resid_post", "blocks.3.hook_resid_post"]
+PARTS = ("memory", "wall", "slow", "read")
+BATCH, POSITIONS = 8, 64
+
+
+def main() -> None:
+    """Measure, and print a line for each figure."""
+    options = arguments()
+    torch.set_num_threads(1)
+    if options.peak:
+        print(json.dumps(peak_of_harvest(options)))
+        return
+    found: dict[str, float] = {}
+    for part in options.parts or PARTS:
+        found |= globals()[part](options)
+    for name, value in found.items():
+        print(f"{name:<64}{value:12.3f}")
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []])
+    parser.add_argument("--size", type=int, default=256, help="d_model")
+    parser.add_argument("--batches", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--shard-size", default="2MiB")
+    parser.add_argument("--to", type=Path, help="where the temporary directory is")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--peak", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def model_of(options: argparse.Namespace) -> Any:
+    """A random model."""
+    config = HookedTransformerConfig(
+        n_layers=4,
+        d_model=options.size,
+        n_ctx=POSITIONS,
+        d_head=64,
+        n_heads=options.size // 64,
+        d_mlp=4 * options.size,
+        d_vocab=1000,
+        act_fn="gelu",
+        device="cpu",
+        seed=0,
+    )
+    return HookedTransformer(config)
+
+
+def batches_of(count: int) -> Iterator[torch.Tensor]:
+    """So many, which are made when they are asked for."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(count):
+        yield torch.randint(0, 1000, (BATCH, POSITIONS), generator=generator)
+
+
+def harvested(model: Any, count: int, options: argparse.Namespace, to: str) -> Any:
+    """A harvest of so many batches."""
+    return tl_devicefix.harvest(
+        *(model, batches_of(count), NAMES),
+        to=to,
+        shard_size=options.shard_size,
+        progress=False,
+    )
+
+
+def thrown_away(model: Any, count: int) -> None:
+    """The same runs."""
+
+    def run(view: Any, batch: torch.Tensor) -> None:
+        view.run_with_cache(batch, names_filter=NAMES, return_type=None)
+
+    with torch.no_grad():
+        for _ in tl_devicefix.in_flight(model, run, batches_of(count)):
+            pass
+
+
+def directory(options: argparse.Namespace) -> tempfile.TemporaryDirectory[str]:
+    """A temporary one, on the disk that is asked for."""
+    return tempfile.TemporaryDirectory(dir=options.to)
+
+
+class Peak:
+    """The most anonymous memory of this process within it, over what there was before, in MiB."""
+
+    def __enter__(self) -> Peak:
+        self._before = self.mib = anonymous()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.005):
+            self.mib = max(self.mib, anonymous())
+
+    def __exit__(self, *error: Any) -> None:
+        self._over.set()
+        self._thread.join()
+        self.mib -= self._before
+
+
+def anonymous() -> float:
+    """MiB of memory that is this process's alone and no file's."""
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Anonymous:"):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError("this system does not say which memory is a process's own")
+
+
+def peak_of_harvest(options: argparse.Namespace) -> float:
+    """The peak of a harvest, after one that has loaded all that is loaded once."""
+    model = model_of(options)
+    with directory(options) as warm, directory(options) as to:
+        harvested(model, 2, options, warm)
+        with Peak() as peak:
+            harvested(model, options.batches, options, to)
+    return peak.mib
+
+
+def memory(options: argparse.Namespace) -> dict[str, float]:
+    """Peaks of a harvest, and of one ten times as long."""
+    peaks = []
+    for count in (options.batches, 10 * options.batches):
+        command = [sys.executable, __file__, "--peak", "--batches", str(count)]
+        command += ["--size", str(options.size), "--shard-size", options.shard_size]
+        command += ["--to", str(options.to)] if options.to else []
+        said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        peaks.append(json.loads(said.splitlines()[-1]))
+    return {
+        "peak of a harvest, MiB": peaks[0],
+        "peak of one of ten times as many batches, MiB": peaks[1],
+        "the one over the other": peaks[1] / peaks[0],
+    }
+
+
+def seconds(job: Callable[[], Any]) -> float:
+    """How long it takes."""
+    start = time.perf_counter()
+    job()
+    return time.perf_counter() - start
+
+
+def wall(options: argparse.Namespace) -> dict[str, float]:
+    """A harvest over throwing away."""
+    model, thrown, written = model_of(options), [], []
+    thrown_away(model, 2)
+    for _ in range(options.rounds):
+        thrown.append(seconds(lambda: thrown_away(model, options.batches)))
+        with directory(options) as to:
+            written.append(seconds(lambda to=to: harvested(model, options.batches, options, to)))
+    n_bytes = options.batches * BATCH * POSITIONS * options.size * 4 * len(NAMES)
+    return {
+        "seconds, thrown away": statistics.median(thrown),
+        "seconds, written": statistics.median(written),
+        "MiB/s written": n_bytes / 2**20 / statistics.median(written),
+        "written over thrown away": statistics.median(w / t for w, t in zip(written, thrown)),
+    }
+
+
+def slow(options: argparse.Namespace) -> dict[str, float]:
+    """A writer that is slowed to half the rate at which activations come."""
+    model = model_of(options)
+    thrown_away(model, 2)
+    taken = seconds(lambda: thrown_away(model, options.batches))
+    n_bytes = options.batches * BATCH * POSITIONS * options.size * 4 * len(NAMES)
+    rate = n_bytes / taken / 2
+    write = writing.write_shard
+
+    def slowly(path: Path, pieces: Any, metadata: Any) -> tuple[int, str]:
+        start = time.perf_counter()
+        written = write(path, pieces, metadata)
+        time.sleep(max(0, written[0] / rate - (time.perf_counter() - start)))
+        return written
+
+    with (
+        directory(options) as to,
+        mock.patch.object(writing, "write_shard", slowly),
+        Peak() as peak,
+    ):
+        took = seconds(lambda: harvested(model, options.batches, options, to))
+    return {
+        "slow writer: bytes a second over its rate": n_bytes / took / rate,
+        "slow writer: peak, MiB": peak.mib,
+    }
+
+
+def read(options: argparse.Namespace) -> dict[str, float]:
+    """Reading back, of files that the system has in memory."""
+    model, ratios, shuffled = model_of(options), [], []
+    with directory(options) as to:
+        found = harvested(model, options.batches, options, to)
+        name, n_bytes = NAMES[0], 4 * torch.Size(found[NAMES[0]].shape).numel()
+        step = found.index.examples_per_shard
+
+        def by_safetensors() -> None:
+            for shard in found.index.shards:
+                with safe_open(found.directory / shard.file, "pt") as file:
+                    file.get_tensor(name).clone()
+
+        def by_slices() -> None:
+            for start in range(0, len(found), step):
+                found[name][start : start + step].clone()
+
+        def in_batches() -> None:
+            for _ in found.activations(name, 1024):
+                pass
+
+        by_safetensors()
+        for _ in range(max(5, options.rounds)):
+            alone, ours, batches = map(seconds, (by_safetensors, by_slices, in_batches))
+            ratios.append(alone / ours)
+            shuffled.append(ours / batches)
+        with Peak() as peak:
+            in_batches()
+    return {
+        "a layer read, GiB/s": n_bytes / 2**30 / ours,
+        "its rate over that of safetensors alone": statistics.median(ratios),
+        "shuffled batches, their rate over reading it": statistics.median(shuffled),
+        "shuffled batches: peak, MiB (a shard's bytes of all names, twice)": peak.mib,
+    }
+
+
+if __name__ == "__main__":
+    main()

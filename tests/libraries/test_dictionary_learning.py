@@ -1,0 +1,50 @@
+"""dictionary_learning trains on what was harvested, unmodified: `nox -s dictionary-learning`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from written_by_hand import D_MODEL, N_EXAMPLES, RESID, WIDTH, write_by_hand
+
+pytest.importorskip("dictionary_learning", reason="not installed here: nox -s dictionary-learning")
+
+from dictionary_learning import AutoEncoder
+from dictionary_learning.trainers import StandardTrainer
+from dictionary_learning.training import trainSAE
+
+BATCH = 11
+
+
+def test_its_training_takes_batches_of_tokens_as_its_buffer(tmp_path: Path) -> None:
+    written = write_by_hand(tmp_path / "written", torch.float32)
+    steps = 2 * N_EXAMPLES * WIDTH // BATCH
+
+    def trained_on(batches: Any, directory: Path) -> dict[str, torch.Tensor]:
+        config = {
+            "trainer": StandardTrainer,
+            "dict_class": AutoEncoder,
+            "activation_dim": D_MODEL,
+            "dict_size": 8,
+            "lr": 1e-3,
+            "seed": 0,
+            "device": "cpu",
+            "steps": steps,
+            "layer": 0,
+            "lm_name": "none",
+            "warmup_steps": 1,
+            "sparsity_warmup_steps": None,
+        }
+        trainSAE(batches, [config], steps, save_dir=str(directory), device="cpu")
+        return torch.load(directory / "trainer_0" / "ae.pt")
+
+    options: Any = {"batch_size": BATCH, "epochs": 2, "seed": 1}
+    actual = trained_on(written.activations(RESID, **options), tmp_path / "ours")
+    expected = trained_on(iter(list(written.activations(RESID, **options))), tmp_path / "theirs")
+
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    saved = json.loads((tmp_path / "ours" / "trainer_0" / "config.json").read_text())
+    assert saved["buffer"]["harvest"] == RESID
