@@ -119,12 +119,14 @@ class TokenBatches(Iterator[torch.Tensor]):
             self._group = self._reader.next()
         group = self._group
         rows = slice(self._at, self._at + most)
-        taken = group.rows[rows] if group.order is None else group.rows[group.order[rows]]
+        if group.order is None:  # a copy, or a batch would keep all that was read with it
+            taken = group.rows[rows].clone()
+        else:  # a row at a time, where group.rows[...] copies number by number
+            taken = group.rows.index_select(0, group.order[rows])
         self._at += len(taken)
         if self._at >= len(group.rows):
             self._group, self._at = None, 0
-        # Without a copy, a batch would keep all that was read with it.
-        return taken.clone() if group.order is None else taken
+        return taken
 
     def _reading_on(self) -> _Reader:
         """A thread that reads from the next batch on."""
