@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tl_devicefix.hooked import (
     alignment,
+    attention,
     config,
     loading,
     moving,
@@ -20,6 +21,7 @@ from tl_devicefix.running import forward, interruption
 loads = "one component at a time, to its planned device, folded in float32"
 folds = "each component on its own device, in float32 or wider, rounded once"
 state = ("self", "state_dict")
+lazily = "no scores and no pattern where nobody looks, if `attention` says so"
 
 PATCHES = (
     Patch(
@@ -83,6 +85,41 @@ PATCHES = (
         for name in ("W_E", "W_U", "b_U", "W_pos")
     ),
     *(Patch(name, *row) for name, row in GATHERED.items()),
+    *(
+        Patch(name, replacement, parameters, lazily, owner=owner)
+        for owner, name, replacement, parameters in (
+            (
+                "AbstractAttention",
+                "calculate_attention_scores",
+                attention.calculate_attention_scores,
+                ("self", "q", "k"),
+            ),
+            (
+                "GroupedQueryAttention",
+                "calculate_attention_scores",
+                attention.calculate_grouped_attention_scores,
+                ("self", "q", "k"),
+            ),
+            (
+                "AbstractAttention",
+                "apply_causal_mask",
+                attention.apply_causal_mask,
+                ("self", "attn_scores", "past_kv_pos_offset", "attention_mask"),
+            ),
+            (
+                "AbstractAttention",
+                "calculate_z_scores",
+                attention.calculate_z_scores,
+                ("self", "v", "pattern"),
+            ),
+            (
+                "GroupedQueryAttention",
+                "calculate_z_scores",
+                attention.calculate_grouped_z_scores,
+                ("self", "v", "pattern"),
+            ),
+        )
+    ),
     *(
         Patch(
             name,

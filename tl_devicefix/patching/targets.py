@@ -39,6 +39,7 @@ def class_named(name: str) -> Any:
     """The class, wherever it is in this TransformerLens; None if nowhere."""
     for module_name in (
         "transformer_lens",
+        "transformer_lens.components",  # of 2.x and 3.x
         "transformer_lens.hook_points",
         "transformer_lens.model_bridge",
         "transformer_lens.weight_processing",

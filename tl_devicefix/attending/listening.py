@@ -1,0 +1,66 @@
+"""Whether anybody listens to what a block's attention would not build, in this very forward."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.nn.modules import module as torch_modules
+from transformer_lens.hook_points import HookPoint
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# torch's, which are called for every module.
+_GLOBAL_HOOKS = tuple(getattr(torch_modules, f"_global{name}") for name in _HOOKS)
+
+
+def listens(point: Any) -> bool:
+    """Whether a hook point does more than to hand on: TransformerLens adds its hooks as torch's."""
+    if type(point) is not HookPoint:
+        return True  # something that was put in its place
+    held = vars(point)
+    return any(map(held.__getitem__, _HOOKS)) or "forward" in held
+
+
+def why_not(attention: Any) -> str | None:
+    """Why a block's attention cannot go without scores now; None if it can.
+
+    Args:
+        attention: a module of TransformerLens, with `hook_attn_scores` and `hook_pattern`.
+    """
+    return why_never(attention) or why_not_now(attention)
+
+
+def why_never(attention: Any) -> str | None:
+    """Why it can not, whoever listens: what the module itself computes."""
+    cfg, scale = attention.cfg, attention.attn_scale
+    if cfg.attn_scores_soft_cap > 0:
+        return "its scores have a soft cap"
+    if getattr(cfg, "use_attention_sinks", False):
+        return "it has attention sinks"
+    if cfg.positional_embedding_type == "relative_positional_bias":
+        return "it has relative position biases"
+    if not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
+        return f"attn_scale is {scale}"
+    return None
+
+
+def why_not_now(attention: Any) -> str | None:
+    """Why it can not in this forward: somebody listens, or something goes on around it."""
+    for name in ("hook_attn_scores", "hook_pattern"):
+        if listens(getattr(attention, name)):
+            return f"{name} has hooks"
+    if any(_GLOBAL_HOOKS):
+        return "torch has hooks for every module"
+    return why_not_here()
+
+
+def why_not_here() -> str | None:
+    """What torch is doing, that `scaled_dot_product_attention` has no derivatives or rules for."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "within a transform of torch.func"
+    if torch.autograd.forward_ad._current_level >= 0:
+        return "within forward-mode autograd"
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return "while it is compiled"
+    return None

@@ -1,0 +1,117 @@
+"""Which mask `scaled_dot_product_attention` gets: none where it can do without.
+
+A mask of every query and key is as large as the scores of one head; none is made where attention is
+causal and nothing is padded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_UNPADDED, _COMPARED = "_tl_devicefix_unpadded", "_tl_devicefix_compared"
+_PLAIN, _INFINITE = "_tl_devicefix_plain", "_tl_devicefix_infinite"
+SOURCE = "_tl_devicefix_source"
+"""Attribute of a mask that was carried to another device: the one that it is a copy of."""
+
+
+@dataclass(frozen=True)
+class Causal:
+    """Which keys each query sees, as `apply_causal_mask` is told.
+
+    Attributes:
+        offset: how many keys come before those of the first query.
+        padding: [batch, key_pos], zero where a key is seen by no one; None if there is none.
+        window: how many keys a query sees at most, up to its own; None for all.
+        edited: a mask that someone has put in by hand instead of the causal one, True where seen.
+    """
+
+    offset: int
+    padding: torch.Tensor | None
+    window: int | None
+    edited: torch.Tensor | None = None
+
+    @property
+    def may_be_blind(self) -> bool:
+        """Whether there may be queries that see no key, not even their own."""
+        return self.edited is not None or self._pads is not None
+
+    def is_implied(self, n_queries: int, n_keys: int) -> bool:
+        """Whether a query sees all keys up to its own: as many queries as keys, or the last one."""
+        windowed = self.window is not None and self.window < n_keys
+        simple = self.edited is None and self._pads is None and not windowed
+        return simple and n_queries in (1, n_keys)
+
+    def mask(self, n_queries: int, n_keys: int, device: torch.device) -> torch.Tensor:
+        """What is seen: bool, [batch or 1, 1, query_pos, key_pos]."""
+        seen = self._band(n_queries, n_keys, device)[None, None]
+        pads = self._pads
+        return seen if pads is None else seen & pads.bool()[:, None, None, :]
+
+    @property
+    def _pads(self) -> torch.Tensor | None:
+        return None if self.padding is None or unpadded(self.padding) else self.padding
+
+    def _band(self, n_queries: int, n_keys: int, device: torch.device) -> torch.Tensor:
+        if self.edited is not None:
+            return self.edited
+        band = torch.ones(n_queries, n_keys, dtype=torch.bool, device=device).tril_(self.offset)
+        return band if self.window is None else band.triu_(self.offset + 1 - self.window)
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """How often a tensor has been changed; None of one of inference mode, which does not count."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def source_of(mask: torch.Tensor) -> torch.Tensor:
+    """The mask that a model was given, of a copy on a block's device."""
+    source: torch.Tensor = getattr(mask, SOURCE, mask)
+    return source
+
+
+def unpadded(mask: torch.Tensor) -> bool:
+    """Whether a mask leaves nothing out. Asked of the device once, so that blocks do not wait."""
+    return _known(source_of(mask), _UNPADDED, lambda mask: bool(mask.all()))
+
+
+def same_start(mask: torch.Tensor, earlier: torch.Tensor) -> bool:
+    """Whether a mask begins as an earlier and shorter one did."""
+    mask, earlier = source_of(mask), source_of(earlier)
+    if mask is earlier or (unpadded(mask) and unpadded(earlier)):
+        return True
+    compared, same = getattr(mask, _COMPARED, (None, False))
+    if compared is not earlier:
+        length = earlier.shape[1]
+        same = earlier.shape[0] == mask.shape[0] and torch.equal(mask[:, :length], earlier)
+        setattr(mask, _COMPARED, (earlier, same))
+    return same
+
+
+def is_causal_mask(mask: torch.Tensor, window: int | None) -> bool:
+    """Whether a mask of all queries and keys is the one that TransformerLens makes.
+
+    TransformerLens 2 keeps it in a buffer, which people edit.
+    """
+
+    def is_plain(mask: torch.Tensor) -> bool:
+        plain = torch.ones_like(mask).tril_()
+        return torch.equal(mask, plain if window is None else plain.triu_(1 - window))
+
+    return _known(mask, f"{_PLAIN}_{window}", is_plain)
+
+
+def is_minus_infinity(scalar: torch.Tensor) -> bool:
+    """Whether what TransformerLens puts where nothing is seen is what it was made with."""
+    return _known(scalar, _INFINITE, lambda scalar: bool(torch.isneginf(scalar)))
+
+
+def _known(tensor: torch.Tensor, name: str, find_out: Any) -> bool:
+    """A fact about a tensor's values, found out once for as long as it is not changed."""
+    version, known = getattr(tensor, name, (-1, False))
+    if version != version_of(tensor):
+        version, known = version_of(tensor), find_out(tensor)
+        setattr(tensor, name, (version, known))
+    return known

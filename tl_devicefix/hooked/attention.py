@@ -1,0 +1,119 @@
+"""A HookedTransformer's attention, which builds no scores where nobody listens.
+
+TransformerLens's own forward runs, with its hook points. Of its methods, those that would build
+what is as large as queries times keys ask first whether the block may do without.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformer_lens.components import AbstractAttention, GroupedQueryAttention
+
+from tl_devicefix.attending.choosing import goes_without_scores
+from tl_devicefix.attending.masks import Causal, is_causal_mask, is_minus_infinity
+from tl_devicefix.attending.scores import (
+    Parts,
+    Scores,
+    build,
+    can_mix,
+    is_promise,
+    mix,
+    promise,
+    see_up_to,
+)
+from tl_devicefix.patching.applying import original
+
+
+def calculate_attention_scores(self: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """`Attention.calculate_attention_scores`, which promises scores if nobody looks at them."""
+    return _scores(AbstractAttention, self, q, k)
+
+
+def calculate_grouped_attention_scores(self: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """`GroupedQueryAttention.calculate_attention_scores`, which then repeats no keys either."""
+    return _scores(GroupedQueryAttention, self, q, k)
+
+
+def _scores(cls: type, attention: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    run = original(cls, "calculate_attention_scores")
+    # The one that a class of TransformerLens's overrides is called for scores that are to be built.
+    is_called_by_another = original(type(attention), "calculate_attention_scores") is not run
+    if is_called_by_another or not goes_without_scores(attention) or not _can_promise(q, k):
+        built: torch.Tensor = run(attention, q, k)
+        return built
+    shape = torch.Size((q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
+    parts = Parts(q.transpose(1, 2), k.transpose(1, 2), 1 / attention.attn_scale)
+    return promise(shape, q.dtype, parts, lambda: run(attention, q, k))
+
+
+def _can_promise(q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether they are [batch, pos, head_index, d_head], of one batch, with heads in groups."""
+    if q.dim() != 4 or k.dim() != 4 or q.dtype != k.dtype or q.device != k.device:
+        return False
+    same = q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
+    return same and q.shape[2] % k.shape[2] == 0 and q.is_floating_point()
+
+
+def apply_causal_mask(
+    self: Any,
+    attn_scores: torch.Tensor,
+    past_kv_pos_offset: int = 0,
+    attention_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`apply_causal_mask`, which makes no mask for scores that are only promised."""
+
+    def apply(built: torch.Tensor) -> torch.Tensor:
+        run = original(AbstractAttention, "apply_causal_mask")
+        masked: torch.Tensor = run(self, built, past_kv_pos_offset, attention_mask)
+        return masked
+
+    if is_promise(attn_scores):
+        causal = _causal(self, attn_scores, past_kv_pos_offset, attention_mask)
+        if causal is not None:
+            return see_up_to(attn_scores, causal, apply)
+    return apply(build(attn_scores))
+
+
+def _causal(
+    attention: Any, scores: Scores, offset: int, padding: torch.Tensor | None
+) -> Causal | None:
+    """The mask that TransformerLens would make, if it is one that is known."""
+    batch, _, n_queries, n_keys = scores.shape
+    if n_queries + offset != n_keys or not is_minus_infinity(attention.IGNORE):
+        return None
+    if padding is not None and (
+        padding.shape not in ((batch, n_keys), (1, n_keys)) or padding.device != scores.device
+    ):
+        return None
+    window = attention.cfg.window_size if attention.attn_type == "local" else None
+    if hasattr(AbstractAttention, "_make_causal_mask"):
+        making = getattr(attention._make_causal_mask, "__func__", None)
+        is_known = making is AbstractAttention._make_causal_mask
+        return Causal(offset, padding, window) if is_known else None
+    mask = attention.mask  # of TransformerLens 2: a buffer, which people edit
+    if mask.device != scores.device or n_keys > mask.shape[0]:
+        return None
+    if is_causal_mask(mask, window):
+        return Causal(offset, padding, window)
+    return Causal(offset, padding, None, mask[-n_queries:, -n_keys:])
+
+
+def calculate_z_scores(self: Any, v: torch.Tensor, pattern: torch.Tensor) -> torch.Tensor:
+    """`Attention.calculate_z_scores`, by SDPA for a pattern that is only promised."""
+    return _z_scores(AbstractAttention, self, v, pattern)
+
+
+def calculate_grouped_z_scores(self: Any, v: torch.Tensor, pattern: torch.Tensor) -> torch.Tensor:
+    """`GroupedQueryAttention.calculate_z_scores`, which then repeats no values either."""
+    return _z_scores(GroupedQueryAttention, self, v, pattern)
+
+
+def _z_scores(cls: type, attention: Any, v: torch.Tensor, pattern: torch.Tensor) -> torch.Tensor:
+    by_head = v.transpose(1, 2)
+    if can_mix(pattern, by_head):
+        z: torch.Tensor = attention.hook_z(mix(pattern, by_head).transpose(1, 2))
+    else:
+        z = original(cls, "calculate_z_scores")(attention, v, build(pattern))
+    return z
