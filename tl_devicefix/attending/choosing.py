@@ -63,13 +63,9 @@ class Attention:
     """
 
     def __init__(self, model: Any, way: str | None) -> None:
-        self._modules = {
-            name: module for name, module in model.named_modules() if _attends(module)
-        }
-        if way not in (None, SDPA, AS_INSTALLED):
-            close = difflib.get_close_matches(str(way), (SDPA, AS_INSTALLED), n=1, cutoff=0.3)
-            hint = f"did you mean {close[0]!r}?" if close else "give 'sdpa' or 'as_installed'"
-            raise ValueError(f"there is no attention {way!r}: {hint}")
+        self._modules = {name: module for name, module in model.named_modules() if _attends(module)}
+        if way is not None:
+            refuse_unknown(way)
         if not self._modules:
             raise ValueError(
                 f"no module of the {type(model).__name__} attends as TransformerLens's blocks do: "
@@ -101,6 +97,18 @@ class Attention:
         blocks = self.blocks
         width = max(map(len, blocks))
         return "\n".join(f"{name:<{width}}  {said}" for name, said in blocks.items())
+
+
+def refuse_unknown(way: str) -> None:
+    """Check that there is such a way to attend.
+
+    Raises:
+        ValueError: if there is not.
+    """
+    if way not in (SDPA, AS_INSTALLED):
+        close = difflib.get_close_matches(str(way), (SDPA, AS_INSTALLED), n=1, cutoff=0.3)
+        hint = f"did you mean {close[0]!r}?" if close else "give 'sdpa' or 'as_installed'"
+        raise ValueError(f"there is no attention {way!r}: {hint}")
 
 
 def _attends(module: Any) -> bool:

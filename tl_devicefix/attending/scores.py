@@ -175,9 +175,9 @@ def _built(values: Any) -> Any:
     return tree_map_only(Scores, build, values)
 
 
-def _add_in_place(scores: Any, bias: Any) -> Any:
+def _add_in_place(scores: Any, bias: Any, **options: Any) -> Any:
     promised = scores._promise if isinstance(scores, Scores) else None
-    if promised is None or promised.kind != SCORES or not _is_bias(bias, scores):
+    if promised is None or promised.kind != SCORES or options or not _is_bias(bias, scores):
         return NotImplemented
     parts = promised.parts
     promised.parts = replace(parts, biases=(*parts.biases, bias))
@@ -211,7 +211,7 @@ def _zeros_like(pattern: Any, **options: Any) -> Any:
     return _after(pattern, torch.zeros_like, ZEROS)
 
 
-def _where(condition: Any, value: Any = None, other: Any = None) -> Any:
+def _where(condition: Any, value: Any = None, other: Any = None, **options: Any) -> Any:
     """Take a pattern without its NaNs, which are of queries that see no key."""
     if not (isinstance(condition, Scores) and isinstance(value, Scores)):
         return NotImplemented
@@ -231,25 +231,25 @@ def _to(pattern: Any, *args: Any, **kwargs: Any) -> Any:
     if len(args) + len(kwargs) != len(wanted) or wanted.keys() - {"dtype", "device"}:
         return NotImplemented
     device, dtype = wanted.get("device"), wanted.get("dtype") or pattern.dtype
-    if device is not None and device != pattern.device or pattern._promise.kind != PATTERN:
+    if (device is not None and device != pattern.device) or pattern._promise.kind != PATTERN:
         return NotImplemented
     return _after(pattern, lambda built: built.to(*args, **kwargs), dtype=dtype)
 
 
-def _matmul(pattern: Any, v: Any) -> Any:
-    if isinstance(v, Scores) or v.dim() != 4 or not can_mix(pattern, v):
+def _matmul(pattern: Any, v: Any, **options: Any) -> Any:
+    if isinstance(v, Scores) or v.dim() != 4 or options or not can_mix(pattern, v):
         return NotImplemented
     return mix(pattern, v)
 
 
 _RULES: dict[Any, Callable[..., Any]] = {
-    torch.Tensor.__iadd__: _add_in_place,
+    torch.Tensor.add_: _add_in_place,
     F.softmax: _softmax,
     torch.isnan: _is_nan,
     torch.zeros_like: _zeros_like,
     torch.where: _where,
     torch.Tensor.to: _to,
-    torch.Tensor.__matmul__: _matmul,
+    torch.Tensor.matmul: _matmul,
     torch.matmul: _matmul,
 }
 """What is done to scores and patterns without building them."""

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from transformer_lens.components import AbstractAttention, GroupedQueryAttention
 
-from tl_devicefix.attending.choosing import goes_without_scores
+from tl_devicefix.attending.choosing import goes_without_scores, is_chosen
+from tl_devicefix.attending.growing import GrowingEntry, rotated_once
 from tl_devicefix.attending.masks import Causal, is_causal_mask, is_minus_infinity
 from tl_devicefix.attending.scores import (
     Parts,
@@ -24,6 +25,36 @@ from tl_devicefix.attending.scores import (
     see_up_to,
 )
 from tl_devicefix.patching.applying import original
+
+
+def forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`AbstractAttention.forward`, which appends to a KV cache in place."""
+    entry = kwargs.get("past_kv_cache_entry")
+    if entry is not None and is_chosen(self) and _appends_as_ever(entry):
+        kwargs["past_kv_cache_entry"] = GrowingEntry(entry)
+    output: torch.Tensor = original(AbstractAttention, "forward")(self, *args, **kwargs)
+    return output
+
+
+def _appends_as_ever(entry: Any) -> bool:
+    return type(entry).append.__module__.partition(".")[0] == "transformer_lens"
+
+
+def apply_rotary(
+    self: Any,
+    x: torch.Tensor,
+    past_kv_pos_offset: int = 0,
+    attention_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`apply_rotary`, which rotates keys of a KV cache once."""
+
+    def rotate(part: torch.Tensor, offset: int) -> torch.Tensor:
+        run = original(AbstractAttention, "apply_rotary")
+        rotated: torch.Tensor = run(self, part, past_kv_pos_offset + offset, attention_mask)
+        return rotated
+
+    rotated = rotated_once(self, x, attention_mask, rotate) if past_kv_pos_offset == 0 else None
+    return rotate(x, 0) if rotated is None else rotated
 
 
 def calculate_attention_scores(self: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from tl_devicefix.running import forward, interruption
 loads = "one component at a time, to its planned device, folded in float32"
 folds = "each component on its own device, in float32 or wider, rounded once"
 state = ("self", "state_dict")
+grows = "a KV cache grows in place, and its keys are rotated once, if `attention` says so"
 lazily = "no scores and no pattern where nobody looks, if `attention` says so"
 
 PATCHES = (
@@ -85,6 +86,20 @@ PATCHES = (
         for name in ("W_E", "W_U", "b_U", "W_pos")
     ),
     *(Patch(name, *row) for name, row in GATHERED.items()),
+    Patch(
+        "forward",
+        attention.forward,
+        ("self", "query_input", "key_input", "value_input", "past_kv_cache_entry"),
+        grows,
+        owner="AbstractAttention",
+    ),
+    Patch(
+        "apply_rotary",
+        attention.apply_rotary,
+        ("self", "x", "past_kv_pos_offset", "attention_mask"),
+        grows,
+        owner="AbstractAttention",
+    ),
     *(
         Patch(name, replacement, parameters, lazily, owner=owner)
         for owner, name, replacement, parameters in (
