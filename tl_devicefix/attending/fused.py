@@ -1,4 +1,4 @@
-"""Attention by `scaled_dot_product_attention`, with what TransformerLens would make of a pattern."""
+"""Attention by `scaled_dot_product_attention`, as TransformerLens computes it by a pattern."""
 
 from __future__ import annotations
 

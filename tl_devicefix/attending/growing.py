@@ -136,10 +136,10 @@ class _Grown:
     """
 
     def __init__(self, entry: Any) -> None:
-        self._owner = weakref.ref(entry)
+        self._owner: weakref.ref[Any] = weakref.ref(entry)
         self._keys: _Room | None = None
         self._values: _Room | None = None
-        self._past = entry.past_keys, entry.past_values
+        self._past: tuple[torch.Tensor, torch.Tensor] = entry.past_keys, entry.past_values
         self._rotated: _Room | None = None
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
         # The mask of when they were rotated, and its version, as it may be edited since.

@@ -42,7 +42,7 @@ class _Promise:
     kind: str
     first: Callable[[], torch.Tensor]
     steps: list[Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=list)
-    of: torch.Tensor | None = None
+    of: Scores | None = None
     built: torch.Tensor | None = None
 
 
@@ -216,10 +216,10 @@ def _where(condition: Any, value: Any = None, other: Any = None, **options: Any)
     if not (isinstance(condition, Scores) and isinstance(value, Scores)):
         return NotImplemented
     nan, zeros = condition._promise, value._promise
-    if nan.kind != IS_NAN or nan.of is not other or zeros.kind != ZEROS:
+    if nan.kind != IS_NAN or nan.of is None or nan.of is not other or zeros.kind != ZEROS:
         return NotImplemented
     return _after(
-        other, lambda built: torch.where(torch.isnan(built), torch.zeros_like(built), built)
+        nan.of, lambda built: torch.where(torch.isnan(built), torch.zeros_like(built), built)
     )
 
 
