@@ -26,7 +26,15 @@ if has_hooked_transformer():
 
 # What in a room is a Bridge's is in its folder `bridge`, beside what is HookedTransformer's.
 HERE = Path(__file__).parent
-SHARED_ROOMS = ("attending", "before_loading", "checking", "flights", "offload", "reading", "running")
+SHARED_ROOMS = (
+    "attending",
+    "before_loading",
+    "checking",
+    "flights",
+    "offload",
+    "reading",
+    "running",
+)
 # What is written once for both classes.
 OF_EITHER = (
     *("test_misspelt_arguments", "test_within_simulate", "test_logging", "test_caches_of_users"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from spread_of_either_class import *  # noqa: F403
 
@@ -11,7 +9,7 @@ from tl_devicefix.attending import fused
 
 
 @pytest.fixture
-def fused_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def fused_blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many queries each call of SDPA had, of blocks that build no scores."""
     calls: list[int] = []
     there = fused._fused
@@ -21,4 +19,4 @@ def fused_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return there(q, *args)
 
     monkeypatch.setattr(fused, "_fused", counting)
-    yield calls
+    return calls

@@ -77,7 +77,9 @@ def test_logits_and_gradients(
     actual = run(model)
 
     said = tl_devicefix.attention(model).blocks.values()
-    if name in AS_INSTALLED:
+    # TransformerLens 2 overlooks the sinks.
+    has_sinks = getattr(model.cfg, "use_attention_sinks", False)
+    if name == "gemma-2" or has_sinks:
         assert all(AS_INSTALLED[name] in each for each in said)
         assert not fused_blocks
         assert_same_bits(actual, expected)
@@ -118,9 +120,7 @@ def test_each_hook_point_listened_to_in_turn(
 
 
 @pytest.mark.parametrize("name", ["llama", "bloom"])
-def test_a_cache_of_everything_is_as_installed(
-    name: str, sdpa: Any, tokens: torch.Tensor
-) -> None:
+def test_a_cache_of_everything_is_as_installed(name: str, sdpa: Any, tokens: torch.Tensor) -> None:
     model = sdpa(name)
 
     def run(model: Any) -> Any:
@@ -363,12 +363,13 @@ def test_for_a_while(on_cpu: Any, tokens: torch.Tensor, fused_blocks: list[int])
     model = on_cpu("gpt2")
     before = model(tokens)
 
-    with pytest.raises(KeyError), tl_devicefix.attention(model, "sdpa"):
+    with tl_devicefix.attention(model, "sdpa"):
         with tl_devicefix.attention(model, "as_installed"):
             assert_same_bits(model(tokens), before)
         model(tokens)
         assert len(fused_blocks) == N_LAYERS
-        raise KeyError
+    with pytest.raises(IndexError), tl_devicefix.attention(model, "sdpa"):
+        model(tokens + 1000)
 
     assert_same_bits(model(tokens), before)
     assert len(fused_blocks) == N_LAYERS

@@ -147,8 +147,8 @@ class _Grown:
 
     def belongs_to(self, entry: Any) -> bool:
         """Whether it is this entry's, and its tensors are the ones that were put there."""
-        keys, values = self._past
-        return self._owner() is entry and keys is entry.past_keys and values is entry.past_values
+        there: tuple[Any, Any] = entry.past_keys, entry.past_values
+        return self._owner() is entry and all(a is b for a, b in zip(there, self._past))
 
     def append(
         self, new_keys: torch.Tensor, new_values: torch.Tensor
