@@ -42,7 +42,7 @@ def attention(model: Any, way: str | None = None) -> Attention:
     choose "as_installed".
 
     Args:
-        model: a HookedTransformer or a view of one, on whatever devices.
+        model: a HookedTransformer or a TransformerBridge of TransformerLens 4, or a view of one, on whatever devices.
         way: "sdpa", "as_installed", or None to change nothing.
 
     Returns:
@@ -69,7 +69,7 @@ class Attention:
         if not self._modules:
             raise ValueError(
                 f"no module of the {type(model).__name__} attends as TransformerLens's blocks do: "
-                "give a HookedTransformer"
+                "give a HookedTransformer or a TransformerBridge"
             )
         self._before = {name: vars(each).get(_WAY) for name, each in self._modules.items()}
         if way is not None:
@@ -112,7 +112,8 @@ def refuse_unknown(way: str) -> None:
 
 
 def _attends(module: Any) -> bool:
-    return hasattr(module, "attn_scale") and all(
+    computes = hasattr(module, "attn_scale") or hasattr(module, "_apply_reconstruct_attention_mask")
+    return computes and all(
         isinstance(getattr(module, name, None), HookPoint)
         for name in ("hook_attn_scores", "hook_pattern")
     )

@@ -33,6 +33,8 @@ def why_not(attention: Any) -> str | None:
 
 def why_never(attention: Any) -> str | None:
     """Why it can not, whoever listens: what the module itself computes."""
+    if not hasattr(attention, "attn_scale"):
+        return _why_never_of_bridge(attention)
     cfg, scale = attention.cfg, attention.attn_scale
     if cfg.attn_scores_soft_cap > 0:
         return "its scores have a soft cap"
@@ -43,6 +45,34 @@ def why_never(attention: Any) -> str | None:
     if not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
         return f"attn_scale is {scale}"
     return None
+
+
+def _why_never_of_bridge(attention: Any) -> str | None:
+    if not any(_defined_by(attention, name) in _RECONSTRUCTING for name in _COMPUTING):
+        return f"a {type(attention).__name__} computes in its own way"
+    wrapped = attention.original_component
+    if getattr(wrapped, "attn_logit_softcapping", None) is not None:
+        return "its scores have a soft cap"
+    if getattr(wrapped, "sinks", None) is not None:
+        return "it has attention sinks"
+    if getattr(attention, "_reorder_and_upcast_attn", False):
+        return "its scores are computed in float32"
+    return None
+
+
+_COMPUTING = ("_reconstruct_attention", "forward")
+_RECONSTRUCTING = (
+    *("JointQKVAttentionBridge", "JointQKVPositionEmbeddingsAttentionBridge"),
+    "PositionEmbeddingsAttentionBridge",
+)
+"""The classes of TransformerLens whose own code multiplies queries with keys, as is known here."""
+
+
+def _defined_by(module: Any, name: str) -> str | None:
+    """The class that defines the first of `_COMPUTING` that a module has."""
+    first = next(each for each in _COMPUTING if hasattr(module, each))
+    classes = type(module).__mro__ if name == first else ()
+    return next((each.__name__ for each in classes if name in vars(each)), None)
 
 
 def why_not_now(attention: Any) -> str | None:

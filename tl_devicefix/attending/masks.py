@@ -46,7 +46,8 @@ class Causal:
 
     def mask(self, n_queries: int, n_keys: int, device: torch.device) -> torch.Tensor:
         """What is seen: bool, [batch or 1, 1, query_pos, key_pos]."""
-        seen = self._band(n_queries, n_keys, device)[None, None]
+        seen = self._band(n_queries, n_keys, device)
+        seen = seen if seen.dim() == 4 else seen[None, None]
         pads = self._pads
         return seen if pads is None else seen & pads.bool()[:, None, None, :]
 

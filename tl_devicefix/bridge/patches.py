@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tl_devicefix.bridge import analysis, caching, loading, moving, processing, tokenizing
+from tl_devicefix.bridge import analysis, attention, caching, loading, moving, processing, tokenizing
 from tl_devicefix.bridge import gathering as bridge_gathering
 from tl_devicefix.patching.patch import Patch
 from tl_devicefix.reading import gathering
@@ -11,6 +11,7 @@ from tl_devicefix.running import forward
 
 BRIDGE = {"owner": "TransformerBridge", "since": "3.9", "until": "4"}
 IN_4 = {**BRIDGE, "since": "4.0"}
+ATTENTION = {**IN_4, "owner": "AttentionBridge"}
 STEPS = {"owner": "ProcessWeights", "since": "3.9", "until": "4"}
 
 folds = "each component where it lies, in float32 or wider, rounded once; all or nothing"
@@ -18,6 +19,23 @@ called = "called to process one block"
 flags = ("fold_ln", "center_writing_weights", "center_unembed", "fold_value_biases")
 
 PATCHES = (
+    *(
+        Patch(
+            name,
+            getattr(attention, name),
+            parameters,
+            "no scores and no pattern where nobody looks, if `attention` says so",
+            **ATTENTION,
+        )
+        for name, parameters in (
+            ("_update_kv_cache", ("self", "k", "v")),
+            (
+                "_apply_reconstruct_attention_mask",
+                ("self", "attn_scores", "attention_mask", "seq_len", "q_seq_len"),
+            ),
+            ("_masked_softmax", ("self", "attn_scores", "dtype")),
+        )
+    ),
     Patch(
         "boot_transformers",
         loading.boot_transformers,

@@ -14,16 +14,8 @@ from transformer_lens.components import AbstractAttention, GroupedQueryAttention
 from tl_devicefix.attending.choosing import goes_without_scores, is_chosen
 from tl_devicefix.attending.growing import GrowingEntry, rotated_once
 from tl_devicefix.attending.masks import Causal, is_causal_mask, is_minus_infinity
-from tl_devicefix.attending.scores import (
-    Parts,
-    Scores,
-    build,
-    can_mix,
-    is_promise,
-    mix,
-    promise,
-    see_up_to,
-)
+from tl_devicefix.attending.promises import build
+from tl_devicefix.attending.scores import Parts, Scores, can_mix, is_promise, mix, promise, see
 from tl_devicefix.patching.applying import original
 
 
@@ -74,9 +66,8 @@ def _scores(cls: type, attention: Any, q: torch.Tensor, k: torch.Tensor) -> torc
     if is_called_by_another or not goes_without_scores(attention) or not _can_promise(q, k):
         built: torch.Tensor = run(attention, q, k)
         return built
-    shape = torch.Size((q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
     parts = Parts(q.transpose(1, 2), k.transpose(1, 2), 1 / attention.attn_scale)
-    return promise(shape, q.dtype, parts, lambda: run(attention, q, k))
+    return promise(parts, lambda: run(attention, q, k))
 
 
 def _can_promise(q: torch.Tensor, k: torch.Tensor) -> bool:
@@ -103,7 +94,7 @@ def apply_causal_mask(
     if is_promise(attn_scores):
         causal = _causal(self, attn_scores, past_kv_pos_offset, attention_mask)
         if causal is not None:
-            return see_up_to(attn_scores, causal, apply)
+            return see(attn_scores, apply, causal)
     return apply(build(attn_scores))
 
 

@@ -18,7 +18,7 @@ import torch
 import transformer_lens.loading_from_pretrained as tl_loading
 from transformer_lens import HookedTransformer
 
-from tl_devicefix.attending.choosing import AS_INSTALLED, Attention, refuse_unknown
+from tl_devicefix.attending.choosing import Attention, refuse_unknown
 from tl_devicefix.checkpoints.checkpoint import load_hf_model
 from tl_devicefix.checkpoints.directories import is_checkpoint_directory, load_tokenizer
 from tl_devicefix.checkpoints.dtypes import torch_dtype
@@ -54,7 +54,7 @@ def from_pretrained(
     *args: Any,
     device_map: DeviceMap | None = None,
     max_memory: MaxMemory | None = None,
-    attention: str = AS_INSTALLED,
+    attention: str | None = None,
     **kwargs: Any,
 ) -> Any:
     """Load a model, its weights folded, over one or several devices.
@@ -93,10 +93,11 @@ def from_pretrained(
         ImportError: if `hf_model` needs an optional library (peft, bitsandbytes).
         torch.OutOfMemoryError: saying which device was full, what it held, and what would fit.
     """
-    refuse_unknown(attention)
+    if attention is not None:
+        refuse_unknown(attention)
     with _nothing_left_of_a_failure():
         model = _load(cls, _bind(cls, args, kwargs), device_map, max_memory)
-    if attention != AS_INSTALLED:
+    if attention is not None:
         Attention(model, attention)
     return model
 

@@ -1,0 +1,87 @@
+"""A Bridge's attention, which builds no scores where nobody listens.
+
+TransformerLens's own code runs, with its hook points: it is given keys and values that are not
+repeated, and scores that are not built (`attending/heads.py:Heads`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformer_lens.model_bridge.generalized_components.attention import AttentionBridge
+
+from tl_devicefix.attending import heads
+from tl_devicefix.attending.choosing import goes_without_scores
+from tl_devicefix.attending.masks import Causal
+from tl_devicefix.attending.promises import build
+from tl_devicefix.attending.scores import Scores, is_promise, see
+from tl_devicefix.patching.applying import original
+
+
+def _update_kv_cache(
+    self: Any, k: torch.Tensor, v: torch.Tensor, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`AttentionBridge._update_kv_cache`, after which keys and values are repeated by promise."""
+    run = original(AttentionBridge, "_update_kv_cache")
+    k, v = run(self, k, v, **kwargs)
+    if not goes_without_scores(self) or k.dim() != 4 or k.shape[:3] != v.shape[:3]:
+        return k, v
+    return heads.promise(k), heads.promise(v)
+
+
+def _apply_reconstruct_attention_mask(
+    self: Any,
+    attn_scores: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    seq_len: int,
+    q_seq_len: int | None = None,
+) -> torch.Tensor:
+    """The same of `AttentionBridge`, which makes no mask for scores that are only promised."""
+
+    def apply(values: torch.Tensor) -> torch.Tensor:
+        run = original(AttentionBridge, "_apply_reconstruct_attention_mask")
+        masked: torch.Tensor = run(self, values, attention_mask, seq_len, q_seq_len)
+        return masked
+
+    if is_promise(attn_scores) and seq_len == attn_scores.shape[3]:
+        known = _known(self, attn_scores, attention_mask)
+        if known is not None:
+            return see(attn_scores, apply, *known)
+    return apply(build(attn_scores))
+
+
+def _known(
+    attention: Any, scores: Scores, mask: torch.Tensor | None
+) -> tuple[Causal | None, tuple[torch.Tensor, ...]] | None:
+    """What a mask comes to: which keys are seen, and what is added; None if that is not known."""
+    n_queries, n_keys = scores.shape[2:]
+    if mask is None:
+        is_causal = attention.is_causal and not attention.is_cross_attention
+        return Causal(n_keys - n_queries, None, None) if is_causal else None, ()
+    if mask.dim() != 4 or mask.requires_grad or mask.device != scores.device:
+        return None
+    mask = mask[..., :n_keys]
+    if mask.shape[2] != n_queries:
+        mask = mask[..., -n_queries:, :]
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        return None
+    lowest = torch.finfo(mask.dtype if mask.is_floating_point() else scores.dtype).min
+    if attention.compatibility_mode:  # a query that sees no key mixes nothing
+        seen = mask if mask.dtype == torch.bool else mask > lowest
+        added = () if mask.dtype == torch.bool else (mask.masked_fill(~seen, 0.0),)
+        return Causal(n_keys - n_queries, None, None, seen), added
+    if mask.dtype == torch.bool:  # such a query mixes everything
+        mask = torch.zeros_like(mask, dtype=scores.dtype).masked_fill_(~mask, lowest)
+    return None, (mask,)
+
+
+def _masked_softmax(
+    self: Any, attn_scores: torch.Tensor, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """`AttentionBridge._masked_softmax`, that asks no promised scores which are masked."""
+    if is_promise(attn_scores):
+        return torch.nn.functional.softmax(attn_scores, dim=-1, dtype=dtype)
+    run = original(AttentionBridge, "_masked_softmax")
+    pattern: torch.Tensor = run(self, build(attn_scores), dtype)
+    return pattern
