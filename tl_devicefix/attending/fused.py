@@ -45,9 +45,15 @@ def attend(
     if biases:
         mask = _added(biases, mask, q.dtype)
     z = _fused(q, k, v, mask, mask is None and is_implied and n_queries > 1, scale)
-    if blind is not None:
-        z = z.masked_fill(blind, 0.0)
+    if blind is not None and causal is not None:
+        z = _of_the_blind(z, blind, v) if causal.blind_mixes_all else z.masked_fill(blind, 0.0)
     return z.to(dtype)
+
+
+def _of_the_blind(z: torch.Tensor, blind: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Give queries that see no key the mean of all values, as a mask of the lowest number does."""
+    mean = v.mean(dim=2, keepdim=True)
+    return torch.where(blind, mean.repeat_interleave(z.shape[1] // v.shape[1], dim=1), z)
 
 
 def _seeing_something(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,12 +6,15 @@ causal and nothing is padded.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import torch
 
+F = TypeVar("F")
 _UNPADDED, _COMPARED = "_tl_devicefix_unpadded", "_tl_devicefix_compared"
+_FACTS = "_tl_devicefix_facts"
 _PLAIN, _INFINITE = "_tl_devicefix_plain", "_tl_devicefix_infinite"
 SOURCE = "_tl_devicefix_source"
 """Attribute of a mask that was carried to another device: the one that it is a copy of."""
@@ -25,13 +28,16 @@ class Causal:
         offset: how many keys come before those of the first query.
         padding: [batch, key_pos], zero where a key is seen by no one; None if there is none.
         window: how many keys a query sees at most, up to its own; None for all.
-        edited: a mask that someone has put in by hand instead of the causal one, True where seen.
+        edited: a mask that is there instead of the causal one, True where seen: [query_pos,
+            key_pos], or as `mask` returns it.
+        blind_mixes_all: whether a query that sees no key mixes all values alike; else nothing.
     """
 
     offset: int
     padding: torch.Tensor | None
     window: int | None
     edited: torch.Tensor | None = None
+    blind_mixes_all: bool = False
 
     @property
     def may_be_blind(self) -> bool:
@@ -104,15 +110,51 @@ def is_causal_mask(mask: torch.Tensor, window: int | None) -> bool:
     return _known(mask, f"{_PLAIN}_{window}", is_plain)
 
 
+@dataclass(frozen=True)
+class Facts:
+    """What a mask of all queries and keys comes to."""
+
+    is_causal: bool
+    """Whether each query sees all keys up to its own, and nothing is added."""
+    adds: bool
+    """Whether it adds anything to scores of keys that are seen."""
+    blinds: bool
+    """Whether there are queries that see no key."""
+
+
+def facts(mask: torch.Tensor, lowest: float) -> Facts:
+    """What is true of a mask [batch or 1, 1, query_pos, key_pos], found out once for all blocks.
+
+    Args:
+        mask: True where a key is seen, or what is added to its score.
+        lowest: what is added to the score of a key that is not seen.
+    """
+
+    def find_out(mask: torch.Tensor) -> Facts:
+        seen = seen_by(mask, lowest)
+        adds = mask.dtype != torch.bool and bool(mask.masked_fill(~seen, 0.0).any())
+        offset = mask.shape[3] - mask.shape[2]
+        causal = torch.ones_like(seen[0, 0]).tril_(offset)
+        is_causal = not adds and bool((seen == causal).all())
+        return Facts(is_causal, adds, not is_causal and not bool(seen.any(dim=-1).all()))
+
+    return _known(mask, _FACTS, find_out)
+
+
+def seen_by(mask: torch.Tensor, lowest: float) -> torch.Tensor:
+    """Which keys are seen, by a mask that says so or is added."""
+    return mask if mask.dtype == torch.bool else mask > lowest
+
+
 def is_minus_infinity(scalar: torch.Tensor) -> bool:
     """Whether what TransformerLens puts where nothing is seen is what it was made with."""
     return _known(scalar, _INFINITE, lambda scalar: bool(torch.isneginf(scalar)))
 
 
-def _known(tensor: torch.Tensor, name: str, find_out: Any) -> bool:
+def _known(tensor: torch.Tensor, name: str, find_out: Callable[[torch.Tensor], F]) -> F:
     """A fact about a tensor's values, found out once for as long as it is not changed."""
-    version, known = getattr(tensor, name, (-1, False))
+    version, known = getattr(tensor, name, (-1, None))
     if version != version_of(tensor):
-        version, known = version_of(tensor), find_out(tensor)
-        setattr(tensor, name, (version, known))
-    return known
+        known = find_out(tensor)
+        setattr(tensor, name, (version_of(tensor), known))
+    return known  # type: ignore[no-any-return]

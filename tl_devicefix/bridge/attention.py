@@ -13,7 +13,7 @@ from transformer_lens.model_bridge.generalized_components.attention import Atten
 
 from tl_devicefix.attending import heads
 from tl_devicefix.attending.choosing import goes_without_scores
-from tl_devicefix.attending.masks import Causal
+from tl_devicefix.attending.masks import Causal, facts, seen_by
 from tl_devicefix.attending.promises import build
 from tl_devicefix.attending.scores import Scores, is_promise, see
 from tl_devicefix.patching.applying import original
@@ -61,19 +61,25 @@ def _known(
         return Causal(n_keys - n_queries, None, None) if is_causal else None, ()
     if mask.dim() != 4 or mask.requires_grad or mask.device != scores.device:
         return None
-    mask = mask[..., :n_keys]
-    if mask.shape[2] != n_queries:
-        mask = mask[..., -n_queries:, :]
+    if mask.shape[1:] != (1, n_queries, n_keys):
+        if mask.shape[1] != 1 or mask.shape[2] < n_queries or mask.shape[3] < n_keys:
+            return None
+        mask = mask[..., -n_queries:, :n_keys]
     if mask.dtype != torch.bool and not mask.is_floating_point():
         return None
     lowest = torch.finfo(mask.dtype if mask.is_floating_point() else scores.dtype).min
-    if attention.compatibility_mode:  # a query that sees no key mixes nothing
-        seen = mask if mask.dtype == torch.bool else mask > lowest
-        added = () if mask.dtype == torch.bool else (mask.masked_fill(~seen, 0.0),)
-        return Causal(n_keys - n_queries, None, None, seen), added
-    if mask.dtype == torch.bool:  # such a query mixes everything
-        mask = torch.zeros_like(mask, dtype=scores.dtype).masked_fill_(~mask, lowest)
-    return None, (mask,)
+    known = facts(mask, lowest)
+    if known.is_causal:
+        return Causal(n_keys - n_queries, None, None), ()
+    # Compatibility mode masks with minus infinity, and makes a pattern of that zero. Otherwise a
+    # query that sees no key mixes all alike, and its gradients are those of scores that do not
+    # count.
+    if known.blinds and not attention.compatibility_mode and scores.parts.q.requires_grad:
+        return None
+    seen = seen_by(mask, lowest)
+    added = (mask.masked_fill(~seen, 0.0),) if known.adds else ()
+    mixes_all = not attention.compatibility_mode
+    return Causal(n_keys - n_queries, None, None, seen, mixes_all), added
 
 
 def _masked_softmax(

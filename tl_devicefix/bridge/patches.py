@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from tl_devicefix.bridge import analysis, attention, caching, loading, moving, processing, tokenizing
+from tl_devicefix.bridge import (
+    analysis,
+    attention,
+    caching,
+    loading,
+    moving,
+    processing,
+    tokenizing,
+)
 from tl_devicefix.bridge import gathering as bridge_gathering
 from tl_devicefix.patching.patch import Patch
 from tl_devicefix.reading import gathering
