@@ -42,7 +42,8 @@ def attention(model: Any, way: str | None = None) -> Attention:
     choose "as_installed".
 
     Args:
-        model: a HookedTransformer or a TransformerBridge of TransformerLens 4, or a view of one, on whatever devices.
+        model: a HookedTransformer, or a TransformerBridge of TransformerLens 4, or a view of one.
+            On whatever devices.
         way: "sdpa", "as_installed", or None to change nothing.
 
     Returns:
@@ -65,7 +66,7 @@ class Attention:
     def __init__(self, model: Any, way: str | None) -> None:
         self._modules = {name: module for name, module in model.named_modules() if _attends(module)}
         if way is not None:
-            refuse_unknown(way)
+            check_way(way)
         if not self._modules:
             raise ValueError(
                 f"no module of the {type(model).__name__} attends as TransformerLens's blocks do: "
@@ -99,7 +100,7 @@ class Attention:
         return "\n".join(f"{name:<{width}}  {said}" for name, said in blocks.items())
 
 
-def refuse_unknown(way: str) -> None:
+def check_way(way: str) -> None:
     """Check that there is such a way to attend.
 
     Raises:

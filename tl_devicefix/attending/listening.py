@@ -48,6 +48,8 @@ def why_never(attention: Any) -> str | None:
 
 
 def _why_never_of_bridge(attention: Any) -> str | None:
+    if not hasattr(attention, "_masked_softmax"):
+        return "it is a Bridge of TransformerLens 3"
     if not any(_defined_by(attention, name) in _RECONSTRUCTING for name in _COMPUTING):
         return f"a {type(attention).__name__} computes in its own way"
     wrapped = attention.original_component

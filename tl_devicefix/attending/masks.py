@@ -157,4 +157,4 @@ def _known(tensor: torch.Tensor, name: str, find_out: Callable[[torch.Tensor], F
     if version != version_of(tensor):
         known = find_out(tensor)
         setattr(tensor, name, (version_of(tensor), known))
-    return known  # type: ignore[no-any-return]
+    return known  # type: ignore[return-value]

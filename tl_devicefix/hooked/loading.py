@@ -18,7 +18,7 @@ import torch
 import transformer_lens.loading_from_pretrained as tl_loading
 from transformer_lens import HookedTransformer
 
-from tl_devicefix.attending.choosing import Attention, refuse_unknown
+from tl_devicefix.attending.choosing import Attention, check_way
 from tl_devicefix.checkpoints.checkpoint import load_hf_model
 from tl_devicefix.checkpoints.directories import is_checkpoint_directory, load_tokenizer
 from tl_devicefix.checkpoints.dtypes import torch_dtype
@@ -94,7 +94,7 @@ def from_pretrained(
         torch.OutOfMemoryError: saying which device was full, what it held, and what would fit.
     """
     if attention is not None:
-        refuse_unknown(attention)
+        check_way(attention)
     with _nothing_left_of_a_failure():
         model = _load(cls, _bind(cls, args, kwargs), device_map, max_memory)
     if attention is not None:

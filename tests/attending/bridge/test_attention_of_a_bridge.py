@@ -1,0 +1,168 @@
+"""With "sdpa", a Bridge's blocks to which nobody listens build no pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from comparison import assert_agrees
+from hf_models import N_LAYERS
+
+import tl_devicefix
+from tl_devicefix.patching.versions import has_hooked_transformer
+
+pytestmark = [
+    pytest.mark.skipif(has_hooked_transformer(), reason="a Bridge of TransformerLens 4"),
+    pytest.mark.filterwarnings("ignore:.*does not support:UserWarning"),
+]
+
+ITS_OWN_WAY = "in its own way"
+AS_INSTALLED = {
+    "gemma-2": "soft cap",
+    "gpt-oss": "attention sinks",
+    **dict.fromkeys(("bloom", "opt", "gpt-neo", "gpt-j"), ITS_OWN_WAY),
+}
+"""Architecture -> why its blocks take the installed path."""
+SDPA = ["llama", "qwen2", "gpt2", "mixtral", "pythia", "gemma", "gemma-3", "phi", "phi-3"]
+SDPA += ["mistral", "qwen3", "olmo", "olmo-2", "olmoe", "apertus"]
+
+
+@pytest.fixture
+def sdpa(references: Any) -> Iterator[Callable[..., Any]]:
+    """`sdpa("llama", compatible=True)`: a Bridge that attends so, for as long as a test takes."""
+    chosen = []
+
+    def get(name: str, **options: Any) -> Any:
+        bridge = references(name, **options)
+        chosen.append(tl_devicefix.attention(bridge, "sdpa"))
+        return bridge
+
+    yield get
+    for each in chosen:
+        each.__exit__(None, None, None)
+
+
+def installed(bridge: Any, run: Callable[[Any], Any]) -> Any:
+    with tl_devicefix.attention(bridge, "as_installed"):
+        return run(bridge)
+
+
+def with_gradients(tokens: torch.Tensor, **options: Any) -> Callable[[Any], Any]:
+    def run(bridge: Any) -> Any:
+        logits = bridge(tokens, **options)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+        weights = [each for each in bridge.parameters() if each.requires_grad]
+        gradients = torch.autograd.grad(loss, weights, allow_unused=True)
+        return [each for each in (logits, *gradients) if each is not None]
+
+    return run
+
+
+@pytest.fixture
+def mask(tokens: torch.Tensor) -> torch.Tensor:
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    return mask
+
+
+@pytest.mark.parametrize("name", [*SDPA, *AS_INSTALLED])
+def test_logits_and_gradients(
+    name: str, sdpa: Any, tokens: torch.Tensor, fused_blocks: list[int]
+) -> None:
+    bridge, run = sdpa(name, compatible=False), with_gradients(tokens)
+    expected = installed(bridge, run)
+    assert not fused_blocks
+
+    actual = run(bridge)
+
+    said = tl_devicefix.attention(bridge).blocks.values()
+    if name in AS_INSTALLED:
+        assert all(AS_INSTALLED[name] in each for each in said)
+        assert not fused_blocks
+        assert_agrees(actual, expected, tolerance=0)
+    else:
+        assert set(said) == {"sdpa"}
+        assert len(fused_blocks) == N_LAYERS
+        assert_agrees(actual, expected)
+
+
+@pytest.mark.parametrize("compatible", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
+def test_padding(
+    name: str, compatible: bool, sdpa: Any, tokens: torch.Tensor, mask: torch.Tensor
+) -> None:
+    bridge = sdpa(name, compatible=compatible)
+    run = with_gradients(tokens, attention_mask=mask)
+
+    assert_agrees(run(bridge), installed(bridge, run))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("compatible", [False, True])
+def test_padding_without_gradients(
+    compatible: bool, sdpa: Any, tokens: torch.Tensor, mask: torch.Tensor, fused_blocks: list[int]
+) -> None:
+    bridge = sdpa("llama", compatible=compatible)
+
+    def run(bridge: Any) -> Any:
+        return bridge(tokens, attention_mask=mask)
+
+    assert_agrees(run(bridge), installed(bridge, run))
+    assert len(fused_blocks) == N_LAYERS
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_each_hook_point_listened_to_in_turn(
+    name: str, sdpa: Any, tokens: torch.Tensor, fused_blocks: list[int]
+) -> None:
+    bridge = sdpa(name, compatible=True)
+    expected = installed(bridge, lambda bridge: bridge.run_with_cache(tokens))[1]
+    for hook in expected:
+        if hook.startswith("blocks.") and not hook.startswith("blocks.0."):
+            continue  # a block's input has been rounded otherwise
+        fused_blocks.clear()
+
+        _, cache = bridge.run_with_cache(tokens, names_filter=hook)
+
+        needs_scores = hook.endswith(("hook_attn_scores", "hook_pattern"))
+        assert len(fused_blocks) == N_LAYERS - needs_scores
+        assert_agrees(cache[hook], expected[hook], tolerance=0 if needs_scores else 1e-5)
+
+
+def test_a_cache_of_everything_is_as_installed(sdpa: Any, tokens: torch.Tensor) -> None:
+    bridge = sdpa("llama", compatible=False)
+
+    def run(bridge: Any) -> Any:
+        return bridge.run_with_cache(tokens)
+
+    assert_agrees(run(bridge), installed(bridge, run), tolerance=0)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_generate(name: str, sdpa: Any, tokens: torch.Tensor, fused_blocks: list[int]) -> None:
+    bridge = sdpa(name, compatible=False)
+    options = {"max_new_tokens": 4, "do_sample": False, "stop_at_eos": False, "verbose": False}
+
+    def run(bridge: Any) -> Any:
+        return bridge.generate(tokens, **options)
+
+    assert_agrees(run(bridge), installed(bridge, run))
+    assert len(fused_blocks) == 4 * N_LAYERS
+
+
+def test_booted_so_over_several_devices(
+    machine: Any, boot: Any, references: Any, tokens: torch.Tensor, fused_blocks: list[int]
+) -> None:
+    bridge = boot("llama", n_devices=4, attention="sdpa")
+
+    actual = bridge(tokens.to("sim:0"))
+
+    assert len(fused_blocks) == N_LAYERS
+    assert_agrees(actual, references("llama", compatible=False)(tokens), machine.devices[0])
+
+
+def test_a_way_that_is_not_there(boot: Any) -> None:
+    with pytest.raises(ValueError, match="no attention 'sdp': did you mean 'sdpa'"):
+        boot("llama", attention="sdp")
