@@ -341,6 +341,19 @@ def test_gradients_over_several_devices(model: Any, reference: Any, tokens: torc
     assert_agrees(actual, with_gradients(tokens)(reference))
 
 
+def test_with_offloaded_blocks(
+    machine: Any, from_pretrained: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    there = {"embed": 0, "blocks": 0, "blocks.1": "cpu", "blocks.3": "cpu"}
+    device_map = {**there, "ln_final": 0, "unembed": 0}
+    model = from_pretrained("llama", device_map=device_map, attention="sdpa")
+    options = {"max_new_tokens": 3, "do_sample": False, "stop_at_eos": False, "verbose": False}
+
+    assert_agrees(model(tokens.to("sim:0")), reference(tokens), home_of(model))
+    actual = model.generate(tokens.to("sim:0"), **options)
+    assert_agrees(actual, reference.generate(tokens, **options), home_of(model))
+
+
 def test_memory_grows_with_the_tokens_and_not_with_their_square(
     load: Any, machine: Any, fused_blocks: list[int]
 ) -> None:

@@ -43,8 +43,8 @@ def boot_transformers(*args: Any, attention: str | None = None, **kwargs: Any) -
     "blocks.3", "blocks"), or modules of the Hugging Face model, as transformers takes it. With
     "cpu" in `max_memory`, or for blocks in `device_map`, blocks are offloaded: their weights live
     in host memory, and visit the device that runs them. The Bridge's `placement` says where all of
-    it is. `dtype` may also be a name ("bfloat16"). With `attention="sdpa"`, no scores and no pattern
-    are built where nobody listens to them: see `tl_devicefix.attention`.
+    it is. `dtype` may also be a name ("bfloat16"). With `attention="sdpa"`, no scores and no
+    pattern are built where nobody listens to them: see `tl_devicefix.attention`.
 
     Raises:
         ValueError: if the arguments do not fit together, or the model does not fit.
