@@ -1,25 +1,28 @@
 """What `in_flight`, and sweeps by it, gain on several devices, and cost on one.
 
-    python benchmarks/in_flight.py [PART ...] [--n 2 4 8] [--m 1 4 16] [--seconds 0.3] [--json FILE]
+    python benchmarks/in_flight.py [PART ...] [--n 2 4 8] [--m 1 4 16 64] [--seconds 0.3] ...
 
 Parts: `busy`, `waits`, `sweep`, `clock`, `overhead`, `views`; all by default.
 
 `busy`: m runs of the shipped model over n simulated devices, each of which is kept busy for
 `--seconds` by its share of the blocks. m runs pass n such stages in m + n - 1 stages at best; the
 wall time is that of the devices' own clocks. `waits`: the same, and each run has a hook that waits
-for its device (`.item()`). For the table of docs/in_flight.md, --m 1 2 4 8 16 32 64.
-Python gives the devices their work one operation after the other: a stage has to be longer than
-it needs for a run, which is printed.
+for its device (`.item()`). Either is 300 stages by default: 5 minutes with --seconds 1. Python
+gives the devices their work one operation after the other: a stage has to be longer than it needs
+for a run, which is printed.
 
 `sweep`: `transformer_lens.patching.get_act_patch_resid_pre` on four such devices, and the same
 within `one_by_one()`, which is TransformerLens's loop. They are as fast as to take `--seconds` each
-for a forward, without a hook, with which a sweep would not skip blocks. What it saves on one
-device: benchmarks/sweeps.py.
+for a forward, without a hook, with which a sweep would not skip blocks. The last device bounds it,
+as every run comes there: with 8 layers and 16 positions it works for 120 of the loop's 512 stages,
+and the first run comes there after three. What a sweep saves on one device: benchmarks/sweeps.py.
 
 `clock`: a Llama-shaped model over two simulated devices that compute what they compute, a core
-each; a loop and `in_flight` alternate. `overhead`: `in_flight` with one run at a time on one
-device over a loop, in turns, for the shipped model and one like that of `clock`. `views`: what is
-allocated when views are made.
+each; a loop and `in_flight` alternate. Beside it is what two threads gain at that time with nothing
+but matrix products: less than 2 if other jobs use the cores.
+
+`overhead`: `in_flight` with one run at a time on one device over a loop, in turns, for the shipped
+model and one like that of `clock`. `views`: what is allocated when views are made.
 """
 
 from __future__ import annotations
@@ -28,13 +31,15 @@ import argparse
 import contextlib
 import functools
 import io
+import itertools
 import json
 import os
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +164,7 @@ def sweep(arguments: argparse.Namespace) -> dict[str, Any]:
     Raises:
         RuntimeError: if the results are not equal, bit for bit.
     """
-    tokens = torch.arange(1, 5)[None]
+    tokens = torch.arange(1, 1 + arguments.positions)[None]
     with FlopCounterMode(display=False) as counted:
         shipped(1)(tokens)
     fast = counted.get_total_flops() / (4 * arguments.seconds)
@@ -220,7 +225,7 @@ def load(directory: str, n_devices: int) -> Any:
 
 def clock(arguments: argparse.Namespace) -> dict[str, Any]:
     """A loop's time over that of `in_flight`, over two devices with a core each."""
-    ratios, loops = [], []
+    ratios, loops, products = [], [], []
     with tempfile.TemporaryDirectory() as directory, tl_devicefix.simulate(2):
         llama(directory, arguments.d_model, arguments.layers)
         with contextlib.redirect_stdout(io.StringIO()):
@@ -232,6 +237,7 @@ def clock(arguments: argparse.Namespace) -> dict[str, Any]:
 
         run(model, items[0])  # warm up
         for _ in range(arguments.rounds):
+            products.append(in_two_threads(arguments.tokens, arguments.d_model))
             loops.append(seconds(lambda: [run(model, item) for item in items]))
             ratios.append(loops[-1] / seconds(lambda: list(in_flight(model, run, items))))
     m = arguments.runs
@@ -239,8 +245,23 @@ def clock(arguments: argparse.Namespace) -> dict[str, Any]:
         "loop_over_in_flight": statistics.median(ratios),
         "of_each_round": ratios,
         "at_best": 2 * m / (m + 1),
+        "of_matrix_products": products,
         "loop_s": statistics.median(loops),
     }
+
+
+def in_two_threads(n_tokens: int, d_model: int) -> float:
+    """Matrix products one after the other over the same in two threads."""
+    activation, weight = torch.randn(n_tokens, d_model), torch.randn(d_model, 4 * d_model)
+
+    def multiply(_: int) -> None:
+        for _ in range(100):
+            activation @ weight
+
+    with ThreadPoolExecutor(2) as pool:
+        return seconds(lambda: list(map(multiply, range(2)))) / seconds(
+            lambda: list(pool.map(multiply, range(2)))
+        )
 
 
 # On one device
@@ -261,32 +282,27 @@ def overhead(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def over_loop(model: Any, shape: tuple[int, int], n_runs: int, rounds: int) -> dict[str, float]:
-    """CPU seconds in turns: the ratio of the smallest, and a forward's.
+    """CPU seconds in turns: the ratio, of the smallest that each run took, and a forward's.
 
-    In CPU seconds on one thread, as other jobs on the machine take none of them.
+    In CPU seconds on one thread, as other jobs on the machine take none of them; but they slow it
+    down now and then, so that of each run the quickest of all rounds counts. The view is made in
+    the first one.
     """
     items = [torch.randint(0, model.cfg.d_vocab, shape) for _ in range(n_runs)]
 
     def run(model: Any, tokens: torch.Tensor) -> torch.Tensor:
         return model(tokens)
 
-    def loop() -> None:
-        for item in items:
-            run(model, item)
+    def of_each_run(results: Iterator[Any]) -> list[float]:
+        marks = [time.process_time(), *(time.process_time() for _ in results)]
+        return [end - start for start, end in itertools.pairwise(marks)]
 
-    def flight() -> None:
-        for _ in in_flight(model, run, items, at_once=1):
-            pass
-
-    def cpu_seconds(call: Callable[[], None]) -> float:
-        start = time.process_time()
-        call()
-        return time.process_time() - start
-
-    loop(), flight()  # warm up
-    pairs = [(cpu_seconds(flight), cpu_seconds(loop)) for _ in range(rounds)]
-    in_flights, loops = (min(each) for each in zip(*pairs))
-    return {"in_flight over loop": in_flights / loops, "a forward, s": loops / len(items)}
+    times: dict[str, list[list[float]]] = {"loop": [], "in_flight": []}
+    for _ in range(rounds + 1):  # one to warm up
+        times["loop"].append(of_each_run(run(model, item) for item in items))
+        times["in_flight"].append(of_each_run(in_flight(model, run, items, at_once=1)))
+    loop, flight = (sum(map(min, zip(*each[1:]))) for each in times.values())
+    return {"in_flight over loop": flight / loop, "a forward, s": loop / n_runs}
 
 
 def views(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -314,13 +330,14 @@ def main() -> None:
     """Measure and print tables; write JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--positions", type=int, default=16, help="that sweep patches, each layer")
     parser.add_argument("--n", nargs="+", type=int, default=[2, 4, 8], help="numbers of devices")
-    parser.add_argument("--m", nargs="+", type=int, default=[1, 4, 16], help="numbers of runs")
+    parser.add_argument("--m", nargs="+", type=int, default=[1, 4, 16, 64], help="numbers of runs")
     parser.add_argument("--seconds", type=float, default=0.3, help="that a stage takes")
     parser.add_argument("--d-model", type=int, default=1024, help="of clock's and overhead's")
     parser.add_argument("--layers", type=int, default=4, help="of clock's and overhead's")
     parser.add_argument("--tokens", type=int, default=256, help="of each of clock's runs")
-    parser.add_argument("--runs", type=int, default=10, help="of clock")
+    parser.add_argument("--runs", type=int, default=20, help="of clock")
     parser.add_argument("--rounds", type=int, default=3, help="of clock")
     parser.add_argument("--overhead-rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)

@@ -12,9 +12,9 @@ import pytest
 import real_devices  # isort: skip  # before what names devices
 import torch
 from covering import fails_unpatched, left_out
-from either_class import BRIDGE
 from hf_models import D_VOCAB, HF_CONFIGS, make_hf_model, make_tokenizer, save_checkpoint
 from hub_cache import HubCache, go_offline
+from left_to_others import is_left_to_others
 from machines import machine, n_devices  # noqa: F401
 from on_demand import OnDemand
 from transformers import PreTrainedModel
@@ -96,8 +96,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full",
         action="store_true",
-        help="run every combination of what tests are parametrised over; by default, those marked "
-        "`cover` run for some that have every value between them (see tests/covering.py)",
+        help="run every combination of what tests are parametrised over, and what other versions "
+        "run; by default, those marked `cover` run for some that have every value between them "
+        "(see tests/covering.py), and code that is the same for several versions with one of them "
+        "(tests/left_to_others.py)",
     )
 
 
@@ -126,23 +128,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         real_devices.skip_what_names_others(items)
     others: set[pytest.Item] = set()
     if not config.getoption("--full"):
-        others.update(left_out(items))
         others |= {item for item in items if item.get_closest_marker("full") is not None}
-        others |= {item for item in items if is_left_to_4(item)}
+        others |= {item for item in items if is_left_to_others(item)}
+        others.update(left_out([item for item in items if item not in others]))
     if config.getoption("--unpatched"):
         others |= {item for item in items if not fails_unpatched(item)}
     config.hook.pytest_deselected(items=[item for item in items if item in others])
     items[:] = [item for item in items if item not in others]
-
-
-def is_left_to_4(item: pytest.Item) -> bool:
-    """Whether a test of runs in flight is of a Bridge of TransformerLens 3, which few use.
-
-    The default run on TransformerLens 4 has it, for the same code.
-    """
-    parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    is_of_flights = item.path.parent.name == "flights" or "views" in item.path.stem
-    return is_of_flights and has_hooked_transformer() and parameters.get("cls") == BRIDGE
 
 
 @pytest.fixture(scope="session")

@@ -50,8 +50,7 @@ def table() -> tuple[Patch, ...]:
         from tl_devicefix.bridge.patches import PATCHES as OF_BRIDGE
 
         patches += OF_BRIDGE
-    version = installed()  # which reads a file
-    return tuple(patch for patch in patches if version >= Version(patch.since))
+    return tuple(patch for patch in patches if installed() >= Version(patch.since))
 
 
 def apply() -> None:

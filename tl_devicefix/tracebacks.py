@@ -1,6 +1,6 @@
 """What tracebacks hold and tell: their frames are let go of; tensors of several devices get a note.
 
-Python 3.10 has no notes: there, what torch says is all.
+Python 3.10 has no notes: there, a `Note` is what the error came from.
 """
 
 from __future__ import annotations
@@ -38,10 +38,27 @@ ON_MIXED_DEVICES = (
 )
 
 
+class Note(Exception):
+    """A note on an error where Python has none: the cause of the first error that it came from."""
+
+
 def note(error: BaseException, text: str) -> None:
-    """Add a note to an error."""
+    """Add a note to an error; its traceback shows it."""
     if hasattr(error, "add_note"):
         error.add_note(text)
+        return
+    *_, first = _chain(error)
+    first.__cause__ = Note(text)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error, and what its traceback shows that it came from."""
+    seen = set()
+    each: BaseException | None = error
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        yield each
+        each = each.__cause__ or each.__context__
 
 
 @contextlib.contextmanager
@@ -61,10 +78,8 @@ def note_mixed_devices(error: RuntimeError) -> None:
         note(error, ON_MIXED_DEVICES)
 
 
-def _is_noted(error: BaseException | None) -> bool:
+def _is_noted(error: BaseException) -> bool:
     """Whether an error's traceback shows the note already, if with what it came from."""
-    while error is not None:
-        if ON_MIXED_DEVICES in getattr(error, "__notes__", ()):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    return any(
+        ON_MIXED_DEVICES in (*getattr(each, "__notes__", ()), *each.args) for each in _chain(error)
+    )

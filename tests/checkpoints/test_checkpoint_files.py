@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformer_lens.loading_from_pretrained as tl_loading
-from architectures import ALL_ARCHITECTURES, NO_PROCESSING, load_hooked
+from architectures import ALL_ARCHITECTURES, ARCHITECTURES, NO_PROCESSING, load_hooked
 from comparison import assert_same_model, assert_same_weights, log_probs
 from hf_models import (
     D_MLP,
@@ -119,9 +119,21 @@ def test_safetensors_are_read_where_there_are_pickles_too(
 FORMS = ("hf_model", "checkpoint")
 
 
+OTHERS = pytest.mark.full("ARCHITECTURES, and those whose converters compute, run by default")
+
+
 @pytest.mark.cover
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", ALL_ARCHITECTURES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name,
+            marks=[] if name in ARCHITECTURES or "gemma" in name else [OTHERS],
+        )
+        for name in ALL_ARCHITECTURES
+    ],
+)
 def test_bfloat16_weights_loaded_in_float32_lose_nothing(
     name: str,
     form: str,

@@ -46,6 +46,16 @@ def a_number_that_is_waited_for(model: Any, batch: torch.Tensor) -> list[float]:
     return seen
 
 
+def a_forward_within_a_hook(model: Any, batch: torch.Tensor) -> Any:
+    inner: list[torch.Tensor] = []
+
+    def add(activation: torch.Tensor, hook: Any) -> torch.Tensor:
+        inner.append(model(batch.flip(0), stop_at_layer=1))
+        return activation + inner[0].to(activation.device)
+
+    return model.run_with_hooks(batch, fwd_hooks=[(LAST, add)]), inner
+
+
 def gradients_of_activations(model: Any, batch: torch.Tensor) -> Any:
     found: dict[str, torch.Tensor] = {}
 
@@ -68,7 +78,12 @@ def gradients_without_backward(model: Any, batch: torch.Tensor) -> Any:
 
 RUNS = (
     *(logits, some_of_the_cache, steered_at_a_block_elsewhere, generated, with_a_mask),
-    *(a_number_that_is_waited_for, gradients_of_activations, gradients_without_backward),
+    *(
+        a_number_that_is_waited_for,
+        a_forward_within_a_hook,
+        gradients_of_activations,
+        gradients_without_backward,
+    ),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +19,11 @@ from runs_of_users import (
 
 import tl_devicefix
 from tl_devicefix import in_flight
+from tl_devicefix.flights.reporting import FlightReport, WatchedTurns
+from tl_devicefix.running.turns import Run as RunInFlight
+from tl_devicefix.running.turns import Streams
 from tl_devicefix.simulation.machine import Machine
+from tl_devicefix.simulation.streams import Event
 
 SOME = (a_number_that_is_waited_for, gradients_of_activations, some_of_the_cache, with_a_mask)
 
@@ -51,3 +56,27 @@ def test_the_callers_current_device_is_a_runs(machine: Machine, folded: Any) -> 
     finally:
         module.set_device(0)
     assert found == [2, 2, 2]
+
+
+def test_a_report_keeps_the_time_of_turns_that_are_done_and_not_their_events(
+    machine: Machine,
+) -> None:
+    device, module = torch.device("sim:1"), torch.get_device_module("sim")
+    turns = WatchedTurns([device])
+    run = RunInFlight(0, turns, Streams())
+    for _ in range(20):
+        turns.take(run, device)
+        machine.keep_busy(device, 0.001)
+        turns.give_back(run, device)
+        module.synchronize(device)
+    gc.collect()
+
+    assert sum(isinstance(each, Event) for each in gc.get_objects()) <= 4
+    assert turns.report().busy[device] >= 0.02
+
+
+def test_at_best_runs_take_no_longer_than_they_took() -> None:
+    busy = {torch.device("sim:0"): 1.0, torch.device("sim:1"): 1.0}
+    equal, beside_each_other = FlightReport(2, 2.0, busy, []), FlightReport(2, 1.0, busy, [])
+    assert equal.ideal == 1.5
+    assert beside_each_other.ideal == 1.0

@@ -7,6 +7,7 @@ import gc
 import itertools
 import random
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,10 +25,16 @@ from runs_of_users import (
     goes_backward,
     gradients_after,
     logits,
+    some_of_the_cache,
 )
 
 import tl_devicefix
 from tl_devicefix import in_flight
+from tl_devicefix.patching.applying import is_applied
+from tl_devicefix.patching.versions import installed
+from tl_devicefix.placement.callers_state import CallersState
+from tl_devicefix.placement.workers import threads
+from tl_devicefix.running.turns import device_of_turn
 
 
 @pytest.fixture
@@ -38,6 +45,12 @@ def batches(tokens: torch.Tensor) -> list[torch.Tensor]:
 
 class Failed(Exception):
     pass
+
+
+class FailedOnPython310(Failed):
+    @property
+    def add_note(self) -> Any:
+        raise AttributeError("Python 3.10 has no notes")
 
 
 def assert_nothing_is_left(model: Any) -> None:
@@ -81,6 +94,31 @@ def test_a_run_computes_on_one_device_while_another_is_on_the_next(
         return found[0] if found else None
 
     assert next(in_flight(model, run, [0, 1], at_once)) is together
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_forward_within_a_hook_leaves_the_run_the_device_that_it_had(
+    machine: Any, over_devices: Any, batches: Any, fails: bool
+) -> None:
+    def fail(activation: torch.Tensor, hook: Any) -> None:
+        if fails:
+            raise Failed
+
+    def run(view: Any, batch: torch.Tensor) -> list[torch.device | None]:
+        held = []
+
+        def within(activation: torch.Tensor, hook: Any) -> None:
+            held.append(device_of_turn())
+            with contextlib.suppress(Failed), view.hooks(fwd_hooks=[("hook_embed", fail)]):
+                view(batch, stop_at_layer=1)
+            held.append(device_of_turn())
+
+        view.run_with_hooks(batch, fwd_hooks=[(LAST, within)])
+        return [*held, device_of_turn()]
+
+    for before, after, at_the_end in in_flight(over_devices("llama"), run, batches):
+        assert before == after == torch.device("sim:3")
+        assert at_the_end is None
 
 
 def test_hooks_that_a_run_leaves_behind_are_seen_by_no_other(
@@ -171,6 +209,31 @@ def test_gradients_that_a_run_zeroes_and_reads_are_those_of_a_loop(
     assert_bit_equal(list(in_flight(model, run, batches)), expected)
 
 
+def test_a_hook_that_draws_in_a_thread_of_autograds_is_refused(
+    machine: Any, over_devices: Any, batches: Any
+) -> None:
+    """Real devices have such threads, with what is in force where autograd was called."""
+    model = over_devices("llama")
+
+    def run(view: Any, batch: torch.Tensor) -> Any:
+        def draws(gradient: torch.Tensor, hook: Any) -> None:
+            autograds = CallersState(())
+            with threads(1) as pool:
+                pool.submit(autograds.run, torch.rand, 1).result(30)
+
+        start = torch.zeros(view.cfg.d_model, device=view.cfg.device, requires_grad=True)
+        add = lambda activation, hook: activation + start  # noqa: E731
+        hooks: Any = {"fwd_hooks": [("blocks.1.hook_resid_pre", add)], "bwd_hooks": [(LAST, draws)]}
+        with torch.enable_grad(), view.hooks(**hooks):
+            return torch.autograd.grad(view(batch).square().mean(), start)
+
+    expected = [run(model, batch) for batch in batches]
+    assert_bit_equal(list(in_flight(model, run, batches, at_once=1)), expected)
+    with pytest.raises(RuntimeError, match=r"a hook of a backward may not draw.*at_once=1"):
+        next(in_flight(model, run, batches))
+    assert_nothing_is_left(model)
+
+
 @pytest.mark.parametrize("ends", ["by an error", "early"])
 def test_runs_that_a_loop_would_not_have_begun_change_nothing_that_is_shared(
     machine: Any, over_devices: Any, batches: Any, ends: str
@@ -220,19 +283,25 @@ STATES: dict[str, Callable[[], Any]] = {
     "gather_on": lambda: tl_devicefix.gather_on("cpu"),
     "mix_devices": tl_devicefix.mix_devices,
     "saved tensors": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+    "unpatched": tl_devicefix.unpatched,
+    "patched": tl_devicefix.patched,
 }
 
 
 def what_is_in_force(model: Any, batch: Any) -> Any:
     mixed: Any = None
+    stacked: Any = None
     with contextlib.suppress(RuntimeError):
         mixed = str((torch.ones(1, device="sim:0") + torch.ones(1, device="sim:3")).device)
+    with contextlib.suppress(RuntimeError):  # without the patches, of blocks on several devices
+        stacked = str(model.W_in.device)
     return (
         torch.is_grad_enabled(),
         torch.is_autocast_enabled("cpu"),
         str(torch.ones(1).device),
         mixed,
-        str(model.W_in.device),
+        stacked,
+        is_applied(),
         torch._C._autograd._top_saved_tensors_default_hooks(True) is None,
         torch.get_num_threads(),
     )
@@ -248,6 +317,17 @@ def test_what_is_in_force_for_the_caller_is_in_force_in_a_run(
         expected = what_is_in_force(model, None)
         assert list(in_flight(model, what_is_in_force, [0, 1])) == [expected] * 2
     assert list(in_flight(model, what_is_in_force, [0])) == [outside]
+
+
+@pytest.mark.skipif(installed().major < 3, reason="TransformerLens 2 needs the patches to run")
+@pytest.mark.parametrize("run", [logits, some_of_the_cache], ids=lambda run: run.__name__)
+def test_unpatched_results_are_those_of_a_loop_that_is(
+    machine: Any, over_devices: Any, batches: Any, run: Run
+) -> None:
+    model = over_devices("llama")
+    with tl_devicefix.unpatched():
+        expected = [run(model, batch) for batch in batches]
+        assert_bit_equal(list(in_flight(model, run, batches)), expected)
 
 
 def test_an_error_is_raised_when_its_turn_comes_and_names_the_item(
@@ -274,6 +354,33 @@ def test_an_error_is_raised_when_its_turn_comes_and_names_the_item(
     assert_nothing_is_left(model)
     assert next(results, "no more") == "no more"
     assert torch.equal(model(batches[0]), model(batches[0]))
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+@pytest.mark.parametrize(
+    ("error", "raised_as"),
+    [(Failed, Failed), (FailedOnPython310, Failed), (StopIteration, RuntimeError)],
+)
+def test_the_item_of_an_error_is_in_its_traceback(
+    over_devices: Any, error: type[Exception], raised_as: type[Exception], at_once: int
+) -> None:
+    def run(view: Any, number: int) -> int:
+        if number == 1:
+            try:
+                raise LookupError("what it came from")
+            except LookupError:
+                raise error  # noqa: B904
+        return number
+
+    results = in_flight(over_devices("llama"), run, range(3), at_once)
+
+    assert next(results) == 0
+    with pytest.raises(raised_as) as raised:
+        next(results)
+    shown = "".join(traceback.format_exception(raised.value))
+    assert "run of item 1" in shown
+    assert "what it came from" in shown
+    assert error.__name__ in shown
 
 
 def test_of_an_endless_iterator_no_more_is_read_than_needed(
@@ -376,6 +483,19 @@ def test_a_run_that_changes_a_weight_is_refused(
 
     with pytest.raises(RuntimeError, match=r"\.2\..* was changed .*item 0"):
         list(in_flight(model, run, batches))
+
+
+@pytest.mark.parametrize("run", [logits, goes_backward], ids=lambda run: run.__name__)
+def test_a_weight_that_is_changed_between_two_results_is_refused(
+    machine: Any, over_devices: Any, batches: Any, run: Run
+) -> None:
+    model = over_devices("llama")
+    results = in_flight(model, run, batches)
+    next(results)
+    with torch.no_grad():
+        next(iter(model.blocks[2].parameters())).mul_(1)
+    with pytest.raises(RuntimeError, match=r"was changed .*item 1|modified by an inplace"):
+        next(results)
 
 
 @pytest.mark.parametrize("at_once", [0, -1, 1.5, True, "2"])

@@ -59,7 +59,12 @@ def test_each_function_gives_what_it_gives_unpatched(
 ) -> None:
     model = on_one(kind)
     tokens = few[:, : 1 if name.endswith("pos") and "all" not in name else 2]
-    expected = unpatched(name, model, tokens)
+    try:
+        expected = unpatched(name, model, tokens)
+    except IndexError:  # TransformerLens 2.16 patches more heads than there are keys and values
+        with pytest.raises(IndexError):
+            patch(name, model, tokens)
+        return
     actual = patch(name, model, tokens)
     assert torch.equal(actual, expected)
     assert actual.unique().numel() > 1 or tokens.shape[1] == 1

@@ -303,8 +303,14 @@ def calls_of_a_load() -> dict[Any, int]:
     return {}
 
 
+BETWEEN = pytest.mark.full("the points before and after it run by default")
+
+
 @pytest.mark.cover
-@pytest.mark.parametrize("point", range(N_POINTS))
+@pytest.mark.parametrize(
+    "point",
+    [pytest.param(n, marks=[BETWEEN] if n % 2 else []) for n in range(N_POINTS)],
+)
 def test_an_error_in_any_call_leaves_nothing_behind(
     point: int,
     load: Any,

@@ -17,6 +17,7 @@ from tl_devicefix.patching.versions import (
     UnsupportedTransformerLens,
     has_bridge,
     has_hooked_transformer,
+    installed,
 )
 
 VERSION = importlib.metadata.version("transformer_lens")
@@ -32,6 +33,19 @@ def monkeypatch_unpatched() -> Iterator[pytest.MonkeyPatch]:
     with tl_devicefix.unpatched(), pytest.MonkeyPatch.context() as monkeypatch:
         yield monkeypatch
         monkeypatch.undo()
+
+
+@pytest.fixture
+def pretend(monkeypatch_unpatched: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """`pretend("5.0.0")`: that is the version of TransformerLens that is installed."""
+
+    def pretend(version: str) -> None:
+        monkeypatch_unpatched.setattr(importlib.metadata, "version", lambda _: version)
+        installed.cache_clear()
+
+    yield pretend
+    monkeypatch_unpatched.undo()
+    installed.cache_clear()
 
 
 @pytest.fixture
@@ -53,18 +67,18 @@ def refuses() -> Callable[..., Any]:
 
 @pytest.mark.parametrize("version", ["5.0.0", "5.0.0.dev3", "5.1b1", "6.2"])
 def test_a_version_that_is_too_new_is_not_patched(
-    version: str, monkeypatch_unpatched: pytest.MonkeyPatch, refuses: Any
+    version: str, pretend: Callable[[str], None], refuses: Any
 ) -> None:
-    monkeypatch_unpatched.setattr(importlib.metadata, "version", lambda _: version)
+    pretend(version)
     for do in (tl_devicefix.apply, tl_devicefix.patched().__enter__, tl_devicefix.report):
         with refuses(version, "transformer_lens<5"):
             do()
 
 
 def test_importing_beside_such_a_version_says_the_same(
-    monkeypatch_unpatched: pytest.MonkeyPatch, refuses: Any
+    monkeypatch_unpatched: pytest.MonkeyPatch, pretend: Callable[[str], None], refuses: Any
 ) -> None:
-    monkeypatch_unpatched.setattr(importlib.metadata, "version", lambda _: "5.0.0")
+    pretend("5.0.0")
     monkeypatch_unpatched.delenv("TL_DEVICEFIX_DISABLE", raising=False)
     with refuses("5.0.0", "transformer_lens<5"):
         importlib.reload(tl_devicefix)
@@ -73,9 +87,9 @@ def test_importing_beside_such_a_version_says_the_same(
 
 
 def test_a_version_that_is_too_old_is_to_be_upgraded(
-    monkeypatch_unpatched: pytest.MonkeyPatch, refuses: Any
+    pretend: Callable[[str], None], refuses: Any
 ) -> None:
-    monkeypatch_unpatched.setattr(importlib.metadata, "version", lambda _: "2.15.4")
+    pretend("2.15.4")
     with refuses("2.15.4", "2.16.1 <= transformer_lens < 5", "upgrade"):
         tl_devicefix.apply()
 

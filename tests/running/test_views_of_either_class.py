@@ -248,6 +248,28 @@ def test_it_is_gone_when_it_is_dropped(model: Any, view_of: Any, tokens: torch.T
     assert gone[1]() is None
 
 
+@pytest.mark.full("of a Bridge of TransformerLens 3, which the default run leaves out")
+def test_transformer_lens_3_forgets_its_attention_layers_with_it(
+    model: Any, view_of: Any, tokens: torch.Tensor
+) -> None:
+    wrapping = pytest.importorskip(
+        "transformer_lens.model_bridge.generalized_components.position_embeddings_attention"
+    )
+    registry = getattr(wrapping, "_ATTENTION_BRIDGE_REGISTRY", None)
+    if registry is None or not hasattr(model, "original_model"):
+        pytest.skip("it has no registry of them")
+    gc.collect()
+    before = dict(registry)
+
+    view = view_of(model)
+    view(tokens.to(model.cfg.device))
+    assert len(registry) > len(before)
+    del view
+    gc.collect()
+
+    assert dict(registry) == before
+
+
 def test_what_a_user_s_class_adds_is_the_model_s(
     model: Any, view_of: Any, tokens: torch.Tensor
 ) -> None:

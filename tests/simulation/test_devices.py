@@ -464,6 +464,14 @@ def test_a_hook_of_a_backward_that_fails(machine: Machine, hook: Any, message: s
         doubled_with_hook(hook).sum().backward()
 
 
+def test_an_interrupt_in_a_hook_of_a_backward(machine: Machine) -> None:
+    def interrupted(gradient: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        doubled_with_hook(interrupted).sum().backward()
+
+
 def test_a_module_s_backward_hook_that_fails(machine: Machine) -> None:
     layer = torch.nn.Linear(3, 3, device="sim:0")
     layer.register_full_backward_hook(lambda module, before, after: raise_mine(after[0]))

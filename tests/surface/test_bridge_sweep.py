@@ -125,7 +125,7 @@ def every_call() -> Iterator[Any]:
 
 
 EVERY_CALL = list(every_call())
-DEFAULT = [("name", "case", "kind"), ("kind", "n_devices")]
+DEFAULT = [("name", "case"), ("kind", "n_devices")]
 if has_hooked_transformer():
     DEFAULT = [("name", "kind")]
 
@@ -136,3 +136,32 @@ def test_it_is_as_on_one_device(
     name: str, case: str, kind: str, n_devices: int, runs: Any, sweep: Sweep
 ) -> None:
     sweep.check(name, case, kind, runs(kind, n_devices))
+
+
+BY_DEFAULT = (
+    ("TransformerBridge.hf_generate", ""),
+    ("TransformerBridge.run_with_cache", "stop_at_layer"),
+    ("TransformerBridge.run_with_hooks", "block_input"),
+    ("analysis.direct_logit_attribution", ""),
+    ("JacobianLens.readout", ""),
+)
+"""What the default run has in flight, on TransformerLens 4."""
+SETS_THE_CONFIG = ("analysis.get_act_patch_direct_path",)
+"""What changes the config while it runs, which views share: docs/in_flight.md says so."""
+
+
+def every_call_in_flight() -> Iterator[Any]:
+    """A parameter for each call, on a Bridge in compatibility mode if it takes one."""
+    others = pytest.mark.full("four runs of each; in the default run, some, and tests/flights")
+    for name, case, kind, n in (call.values for call in EVERY_CALL):
+        is_chosen = (kind, n) == PATCHED or name.startswith("JacobianLens.")
+        if is_chosen and not name.startswith("patching.") and name not in SETS_THE_CONFIG:
+            is_default = (name, case) in BY_DEFAULT and not has_hooked_transformer()
+            yield pytest.param(name, case, kind, n, marks=[] if is_default else others)
+
+
+@pytest.mark.parametrize(("name", "case", "kind", "n_devices"), list(every_call_in_flight()))
+def test_in_flight_it_is_as_in_a_loop(
+    name: str, case: str, kind: str, n_devices: int, runs: Any, sweep: Sweep
+) -> None:
+    sweep.check_in_flight(name, case, runs(kind, n_devices))

@@ -97,7 +97,7 @@ EVERY_CALL = list(every_call())
 PATCHING = [call for call in EVERY_CALL if str(call.values[0]).startswith("patching.")]
 
 
-@pytest.mark.cover(("name", "case"), ("name", "kind"), ("kind", "n_devices"))
+@pytest.mark.cover(("name", "case"), ("kind", "n_devices"))
 @pytest.mark.parametrize(
     ("name", "case", "kind", "n_devices"), [call for call in EVERY_CALL if call not in PATCHING]
 )

@@ -54,14 +54,19 @@ class FirstBlock:
         model: a HookedTransformer or a TransformerBridge.
         tokens: what it is run on.
         arguments: those that `run_with_hooks` gets with them, other than hooks.
+
+    Attributes:
+        is_known: whether it runs as TransformerLens has it.
     """
 
     def __init__(self, model: Any, tokens: Any, arguments: dict[str, Any]) -> None:
         self._model = model
         self._inputs = (tokens, *arguments.values())
         self._is_bridge = is_bridge(model)
+        self.is_known = _is_known(model, self._is_bridge)
+        self._steady: dict[bool, int] = {}
         self._last = 0
-        if set(arguments) <= KNOWN and _is_known(model, self._is_bridge):
+        if set(arguments) <= KNOWN and self.is_known:
             self._last = len(range(len(model.blocks))[: arguments.get("stop_at_layer")])
 
     def of(self, hooks: Hooks) -> int:
@@ -69,12 +74,19 @@ class FirstBlock:
         first = min([self._last, *_layers(self._model, hooks)] if self._last else [0])
         if first == 0 or _has_any_global_hook() or any(map(needs_gradient, self._inputs)):
             return 0
+        grad = torch.is_grad_enabled()
+        if grad not in self._steady:  # once, as hooks on the model do not change meanwhile
+            self._steady[grad] = self._steady_blocks()
+        return min(first, self._steady[grad])
+
+    def _steady_blocks(self) -> int:
+        """How many blocks, from the first on, do the same in each run."""
         if any(map(self._may_differ, _beside_blocks(self._model))):
             return 0
-        for index, block in enumerate(self._model.blocks[:first]):
+        for index, block in enumerate(self._model.blocks):
             if any(map(self._may_differ, block.modules())):
                 return index
-        return first
+        return len(self._model.blocks)
 
     def _may_differ(self, module: nn.Module) -> bool:
         """Whether a module may do something else in another run, or someone watches it run."""

@@ -71,9 +71,10 @@ def in_flight(
         TypeError: if `model` is of neither class.
         ValueError: if `at_once` is less than 1.
         RuntimeError: if a run changed a parameter of the model, when its turn comes.
-        Exception: what a run raised, when its turn comes, with a note that names the item's index.
-            Then, on KeyboardInterrupt, and when the generator is closed, runs that are under way
-            end at the next thing that they do with torch.
+        Exception: what a run raised, when its turn comes, with a note that names the item's index;
+            a RuntimeError for StopIteration, which would end the results. Then, on
+            KeyboardInterrupt, and when the generator is closed, runs that are under way end at the
+            next thing that they do with torch.
 
     >>> def run(model, tokens):
     ...     return model(tokens).mean().item()
@@ -152,6 +153,11 @@ def _run_on(view: Any, run: Callable[[Any, Any], Result], number: int, item: Any
     """One run, after which the view is as before; an error says which item it is of."""
     try:
         return run(view, item)
+    except StopIteration as error:  # which no generator can raise
+        raise RuntimeError(
+            f"in_flight: the run of item {number} raised StopIteration: catch it there, and return "
+            "what says so"
+        ) from error
     except Exception as error:
         note(error, f"in_flight: this is of the run of item {number}")
         raise

@@ -22,6 +22,8 @@ from tl_devicefix.flights.sweeping import is_one_by_one, sweep
 from tl_devicefix.patching.versions import is_bridge, is_hooked_transformer
 
 transformer_lens_patch = patching.generic_activation_patch
+# TransformerLens 2.16 counts as many heads of keys and values as of queries.
+_KNOWS_GROUPS = "n_key_value_heads" in transformer_lens_patch.__code__.co_names
 
 
 @functools.wraps(transformer_lens_patch)
@@ -76,7 +78,7 @@ def _indices(
             yield row.to_list()
         return
     heads = model.cfg.n_heads
-    if activation_name in ("k", "v") and model.cfg.n_key_value_heads is not None:
+    if _KNOWS_GROUPS and activation_name in ("k", "v") and model.cfg.n_key_value_heads is not None:
         heads = model.cfg.n_key_value_heads
     sizes = {"layer": model.cfg.n_layers, "head": heads, "head_index": heads}
     lengths = [sizes.get(axis, tokens.shape[-1]) for axis in axes or ()]

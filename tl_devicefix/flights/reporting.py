@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -42,10 +42,12 @@ class FlightReport:
     def ideal(self) -> float:
         """Seconds that so many runs take at best, if a device never waits for the one before it.
 
-        The first run passes through all devices; then the slowest one sets the pace.
+        The first run passes through all devices; then the slowest one sets the pace. Runs that are
+        on different devices from the start may need less, and never more than they took.
         """
         shares = [seconds / max(self.n_runs, 1) for seconds in self.busy.values()]
-        return sum(shares) + max(self.n_runs - 1, 0) * max(shares, default=0.0)
+        at_best = sum(shares) + max(self.n_runs - 1, 0) * max(shares, default=0.0)
+        return min(at_best, self.wall)
 
     def __repr__(self) -> str:
         rows = [f"{self.n_runs} runs in {self.wall:.2f} s, at best {self.ideal:.2f} s"]
@@ -74,7 +76,9 @@ class WatchedTurns(Turns):
         super().__init__()
         self._began = time.perf_counter()
         self._started: dict[torch.device, Any] = {}
-        self._marks: dict[torch.device, list[tuple[Any, Any]]] = {each: [] for each in devices}
+        self._busy: dict[torch.device, float] = dict.fromkeys(devices, 0.0)
+        # Of turns whose work may not be done: when it began and ended.
+        self._marks: dict[torch.device, deque[tuple[Any, Any]]] = defaultdict(deque)
         self._waited: dict[str, list[float]] = defaultdict(list)
         self._lock = threading.Lock()
         self.n_runs = 0
@@ -99,7 +103,14 @@ class WatchedTurns(Turns):
 
     def _end_turn(self, run: Run, device: torch.device) -> None:
         if self.has(run, device):
-            self._marks.setdefault(device, []).append((self._started.pop(device), _mark(device)))
+            marks = self._marks[device]
+            marks.append((self._started.pop(device), _mark(device)))
+            while marks and _is_done(marks[0][1]):
+                self._add_busy(device)
+
+    def _add_busy(self, device: torch.device) -> None:
+        seconds = _seconds(*self._marks[device].popleft())
+        self._busy[device] = self._busy.get(device, 0.0) + seconds
 
     def add_wait(self, line: str, seconds: float) -> None:
         """Count how long a line waited."""
@@ -108,15 +119,16 @@ class WatchedTurns(Turns):
 
     def report(self) -> FlightReport:
         """All of it, up to now."""
-        busy = {}
         for device, marks in self._marks.items():
             module = module_with_streams(device)
             if module is not None:
                 module.synchronize(device)
-            busy[device] = sum(_seconds(*pair) for pair in marks)
+            while marks:
+                self._add_busy(device)
         waited = [Waited(line, sum(each), len(each)) for line, each in self._waited.items()]
         waited.sort(key=lambda each: each.seconds, reverse=True)
-        return FlightReport(self.n_runs, time.perf_counter() - self._began, busy, waited)
+        wall = time.perf_counter() - self._began
+        return FlightReport(self.n_runs, wall, dict(self._busy), waited)
 
 
 def _mark(device: torch.device) -> Any:
@@ -125,6 +137,11 @@ def _mark(device: torch.device) -> Any:
     if module is None:
         return time.perf_counter()
     return module.current_stream(device).record_event(module.Event(enable_timing=True))
+
+
+def _is_done(mark: Any) -> bool:
+    """Whether a device has got there."""
+    return isinstance(mark, float) or bool(mark.query())
 
 
 def _seconds(start: Any, end: Any) -> float:

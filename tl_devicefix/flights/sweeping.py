@@ -71,11 +71,16 @@ def sweep(model: Any, tokens: Any, runs: Iterable[Hooks], **arguments: Any) -> I
     if is_one_by_one():
         return (model.run_with_hooks(tokens, fwd_hooks=run, **arguments) for run in runs)
 
+    first_block = FirstBlock(model, tokens, arguments)
+    # The view is restored after a run: to go through all hook points for that is not needed.
+    how = {**arguments, "reset_hooks_end": False} if first_block.is_known else arguments
+
     def run_one(view: Any, run: _Run) -> Any:
         with skipping(getattr(view, "blocks", ()), run.first, run.residual_stream):
-            return view.run_with_hooks(tokens, fwd_hooks=run.hooks, **arguments)
+            return view.run_with_hooks(tokens, fwd_hooks=run.hooks, **how)
 
-    return in_flight(model, run_one, _starts(model, tokens, runs, arguments))
+    streams = ResidualStreams(model, tokens, arguments)
+    return in_flight(model, run_one, _starts(first_block, streams, runs))
 
 
 class _Run(NamedTuple):
@@ -87,10 +92,8 @@ class _Run(NamedTuple):
 
 
 def _starts(
-    model: Any, tokens: Any, runs: Iterable[Hooks], arguments: dict[str, Any]
+    first_block: FirstBlock, streams: ResidualStreams, runs: Iterable[Hooks]
 ) -> Iterator[_Run]:
-    first_block = FirstBlock(model, tokens, arguments)
-    streams = ResidualStreams(model, tokens, arguments)
     for run in runs:
         hooks = list(run)
         first = first_block.of(hooks)

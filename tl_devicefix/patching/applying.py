@@ -33,16 +33,23 @@ def apply(table: Sequence[Patch]) -> None:
     Raises:
         UnsupportedTransformerLens: if this TransformerLens cannot be patched; it is untouched.
     """
-    global _applied
     assert not _replaced, "patches are applied already"
-    _originals.clear()
     for patch in table:
         check_target(patch)
+    _replace(table)
+
+
+def _replace(table: Sequence[Patch]) -> None:
+    """Replace everything in a table that was checked."""
+    global _applied
+    _originals.clear()
     _applied = table
+    # Looked for once: it takes longer than all else.
+    imported = modules()
     for patch in table:
         if patch.replacement is None:
             continue
-        for owner in owners(patch):
+        for owner in owners(patch, imported):
             there = vars(owner).get(patch.name, _MISSING)
             _replaced.append((owner, patch.name, there))
             setattr(owner, patch.name, _as_found(patch, there))
@@ -79,7 +86,7 @@ def unpatched() -> Iterator[None]:
         yield
     finally:
         if were_applied and not is_applied():
-            apply(_applied)
+            _replace(_applied)
 
 
 def is_applied() -> bool:

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from tl_devicefix.patching.patch import Patch
@@ -17,13 +18,13 @@ from tl_devicefix.patching.versions import (
 )
 
 
-def owners(patch: Patch) -> list[Any]:
-    """The class, or every module that has imported the function."""
+def owners(patch: Patch, imported: Sequence[Any]) -> list[Any]:
+    """The class, or those of TransformerLens's modules that have imported the function."""
     if patch.owner:
         return [class_named(patch.owner)]
     # TransformerLens 3 imports the name itself into each user; 2 goes through its module.
     function = function_named(patch.name)
-    return [module for module in modules() if vars(module).get(patch.name) is function]
+    return [module for module in imported if vars(module).get(patch.name) is function]
 
 
 def modules() -> list[Any]:

@@ -16,6 +16,7 @@ class UnsupportedTransformerLens(ImportError):
     """The installed TransformerLens is not one that can be patched; the message says why."""
 
 
+@cache  # as it is asked for at every load, and read from a file
 def installed() -> Version:
     """The version of TransformerLens."""
     return Version(importlib.metadata.version("transformer_lens"))

@@ -9,7 +9,7 @@ from tl_devicefix.patching.applying import original
 from tl_devicefix.running.carrying import bring_home
 from tl_devicefix.running.interruption import refuse_unfinished
 from tl_devicefix.running.put_in import look_early
-from tl_devicefix.running.turns import going_to, rest
+from tl_devicefix.running.turns import device_of_turn, going_to, rest
 from tl_devicefix.tracebacks import noting_mixed_devices
 
 HANDLES = "_tl_devicefix_handles"
@@ -33,6 +33,7 @@ def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if not is_aligned(self):
         return run(self, *args, **kwargs)
     look_early(self, self.placement)
+    before = device_of_turn()
     try:
         with (
             noting_mixed_devices(),
@@ -42,4 +43,4 @@ def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         with going_to(self.placement.home):
             return bring_home(output, self.placement.home)
     finally:
-        rest()
+        rest(before)

@@ -270,6 +270,13 @@ class Run:
         if at is not None:
             self.turns.give_back(self, at)
 
+    def return_to(self, device: torch.device | None) -> None:
+        """Hold the turn of a device, or of none."""
+        if device != self.at:
+            self.rest()
+            if device is not None:
+                self._take(device)
+
     def wait_for_earlier(self) -> None:
         """Go on when a loop would have come here; other runs may have this one's turn meanwhile.
 
@@ -334,8 +341,12 @@ def device_of_turn() -> torch.device | None:
     return None if run is None else run.at
 
 
-def rest() -> None:
-    """Have a run in flight hold no device's turn, as its forward is done."""
+def rest(before: torch.device | None = None) -> None:
+    """Have a run in flight hold the turn that it held before its forward: mostly none.
+
+    Args:
+        before: the device, where the forward was within a hook of another.
+    """
     run = _run.get()
     if run is not None:
-        run.rest()
+        run.return_to(before)

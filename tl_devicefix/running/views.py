@@ -6,6 +6,7 @@ Runs that are in flight together each have a view, so that no hook of one is see
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from operator import is_
 from typing import Any
 
@@ -63,12 +64,12 @@ class _AsMade:
 
     def __init__(self, view: Any, twins: Twins) -> None:
         self._of_view = dict(vars(view))
-        held = [vars(holder) for holder in twins.holders if holder is not view]
         self._empty = [each for each in twins.containers if not each]
-        filled = [each for each in twins.containers if each]
-        self._comparable = _Together([each for each in [*held, *filled] if not _has_tensors(each)])
-        self._held = [(each, dict(each)) for each in held if _has_tensors(each)]
-        self._filled = [(each, contents_of(each)) for each in filled if _has_tensors(each)]
+        held, of_holders = _apart(vars(each) for each in twins.holders if each is not view)
+        filled, of_containers = _apart(filter(None, twins.containers))
+        self._comparable = _Together([*of_holders, *of_containers])
+        self._held = [(each, dict(each)) for each in held]
+        self._filled = [(each, contents_of(each)) for each in filled]
 
     def restore(self, view: Any) -> None:
         """Bring it back."""
@@ -121,9 +122,14 @@ def _equal(now: Any, as_made: Any) -> bool:
         return False
 
 
-def _has_tensors(container: Any) -> bool:
-    values = container.values() if isinstance(container, dict) else container
-    return not _TENSORS.isdisjoint(map(type, values))
+def _apart(containers: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    """Those with tensors, and those without."""
+    with_tensors: list[Any] = []
+    without: list[Any] = []
+    for each in containers:
+        values = each.values() if isinstance(each, dict) else each
+        (without if _TENSORS.isdisjoint(map(type, values)) else with_tensors).append(each)
+    return with_tensors, without
 
 
 def _put_back(held: dict[str, Any], as_made: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ class _Running(threading.local):
     def __init__(self) -> None:
         self.engines = 0
         self.hooks = 0
-        self.errors: list[Exception] = []
+        self.errors: list[BaseException] = []
 
 
 _here = _Running()
@@ -89,7 +89,7 @@ def _kept(call: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
     _here.hooks += 1
     try:
         return call()
-    except Exception as error:  # noqa: BLE001  # whatever it is, it is raised later
+    except BaseException as error:  # noqa: BLE001  # an interrupt too; it is raised later
         _here.errors.append(error)
     finally:
         _here.hooks -= 1

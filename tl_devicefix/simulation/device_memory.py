@@ -98,7 +98,7 @@ class DeviceMemory:
             return
         clocks = self._giving.clocks
         clock = clocks.of(block.stream)
-        clocks.order(block.stream, clocks.host)
+        clocks.order_after_host(block.stream)
         other = block.memory.unordered(clock, writes=True)
         if other is not None:
             self._giving.errors.append(_freed_too_early(block, other))

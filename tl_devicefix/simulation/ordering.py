@@ -81,6 +81,8 @@ class Clocks:
 
     def __init__(self) -> None:
         self._of: dict[StreamKey, Clock] = {HOST: {HOST: 1}}
+        self._waits = 0  # how often the host has learned how far a stream has got
+        self._seen: dict[StreamKey, int] = {}  # how many of these each stream has in its clock
 
     def of(self, who: StreamKey) -> Clock:
         """The clock of a stream or of the host, as it is and will be."""
@@ -89,7 +91,7 @@ class Clocks:
     def start(self, stream: StreamKey) -> int:
         """Begin an operation that the host gives to a stream; return its count there."""
         host, clock = self._of[HOST], self.of(stream)
-        self.order(stream, host)
+        self.order_after_host(stream)
         clock[stream] = clock.get(stream, 0) + 1
         host[HOST] += 1  # what the host does from now on is not ordered before the operation
         return clock[stream]
@@ -99,8 +101,17 @@ class Clocks:
         """The host's clock."""
         return self._of[HOST]
 
+    def order_after_host(self, stream: StreamKey) -> None:
+        """Have a stream be ordered after what the host has got to; cheap, as each operation is."""
+        if self._seen.get(stream) == self._waits:
+            self.of(stream)[HOST] = self._of[HOST][HOST]
+            return
+        self.order(stream, self._of[HOST])
+        self._seen[stream] = self._waits
+
     def order(self, who: StreamKey, after: Clock) -> None:
         """Have what ``who`` does from now on be ordered after what a clock has."""
+        self._waits += who == HOST
         clock = self.of(who)
         for other, count in after.items():
             if clock.get(other, 0) < count:
