@@ -513,6 +513,11 @@ def without_values(meta: torch.Tensor) -> torch.Tensor:
     return blank.view(meta.dtype).as_strided(meta.shape, meta.stride())
 
 
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has values; one of a rehearsal has none."""
+    return type(tensor) is not SimTensor or tensor._allocation.machine.behind.type != "meta"
+
+
 def _read_number(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``.item()``, and with it ``if tensor:``; 0 where there are no values."""
     cpu = _read(args[0])
