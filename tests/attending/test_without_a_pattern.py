@@ -14,6 +14,7 @@ from architectures import ALL_ARCHITECTURES
 from comparison import assert_agrees
 from hf_models import N_LAYERS
 from kinds import home_of
+from shapes_made import ShapesMade
 from torch.nn.modules.module import register_module_forward_hook
 
 import tl_devicefix
@@ -370,6 +371,19 @@ def test_memory_grows_with_the_tokens_and_not_with_their_square(
     with tl_devicefix.attention(model, "sdpa"):
         assert peak(32) < 2.2 * peak(16)
     assert peak(32) > 2.5 * peak(16)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_nothing_of_every_query_and_key_is_made(name: str, sdpa: Any) -> None:
+    model, run = sdpa(name), with_gradients(torch.full((1, 29), 7))
+
+    with ShapesMade() as made:
+        run(model)
+    with ShapesMade() as as_installed:
+        installed(model, run)
+
+    assert not made.of_pairs(29)
+    assert (1, 4, 29, 29) in as_installed.of_pairs(29)
 
 
 def test_for_a_while(on_cpu: Any, tokens: torch.Tensor, fused_blocks: list[int]) -> None:

@@ -150,9 +150,7 @@ def seen_by(mask: torch.Tensor, lowest: float) -> torch.Tensor:
 
 def is_minus_infinity(scalar: torch.Tensor) -> bool:
     """Whether what TransformerLens puts where nothing is seen is what it was made with."""
-    return _known(
-        scalar, _INFINITE, lambda scalar: bool(torch.isneginf(scalar)), in_rehearsal=True
-    )
+    return _known(scalar, _INFINITE, lambda scalar: bool(torch.isneginf(scalar)), in_rehearsal=True)
 
 
 def _known(
