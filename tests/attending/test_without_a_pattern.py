@@ -90,6 +90,7 @@ def test_logits_and_gradients(
         assert_agrees(actual, expected)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("where", PADDED)
 @pytest.mark.parametrize("name", ["llama", "bloom", "gpt-neo"])
 def test_padding(
@@ -158,6 +159,7 @@ def add_hook_of_all_modules(model: Any, point: Any, seen: list[Any]) -> Any:
     return register_module_forward_hook(hook)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("point", ["hook_pattern", "hook_attn_scores"])
 @pytest.mark.parametrize(
     "listen",
@@ -305,6 +307,7 @@ def test_transforms_of_functions_take_the_installed_path(
         assert_same_bits(actual, run(block))
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["llama", "bloom"])
 def test_sixteen_bits_are_no_further_from_float32(
@@ -321,6 +324,7 @@ def test_sixteen_bits_are_no_further_from_float32(
     assert distance(model) <= 1.1 * installed(model, distance)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("kind", ["llama", "bloom"])
 @pytest.mark.parametrize("spread", [4, "scattered"])
 def test_over_several_devices(

@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 
 from tl_devicefix import estimate, rehearse, simulate
 from tl_devicefix.__main__ import main
+from tl_devicefix.before_loading import advice
 from tl_devicefix.before_loading.usage import Job
 from tl_devicefix.patching.versions import has_hooked_transformer
 
@@ -55,6 +56,7 @@ def test_it_is_what_a_loaded_model_takes(gradients: bool, llama: str, load: Any)
     job = Job(ctx=N_TOKENS, gradients=gradients)
     with simulate(2) as machine:
         model = load(llama, n_devices=2, attention="sdpa")
+        run(model, Job(ctx=8))  # TransformerLens 2 keeps a mask, which is looked at once
         for index in range(2):
             machine.reset_peak_memory_stats(index)
         _kept = run(model, job)
@@ -64,7 +66,7 @@ def test_it_is_what_a_loaded_model_takes(gradients: bool, llama: str, load: Any)
     found = estimate(llama, 2, ctx=N_TOKENS, gradients=gradients, attention="sdpa")
     installed = estimate(llama, 2, ctx=N_TOKENS, gradients=gradients)
 
-    assert [each.total for each in found.devices] == pytest.approx(peaks, rel=0.05)
+    assert [each.total for each in found.devices] == pytest.approx(peaks, rel=0.001)
     pattern = HEADS["num_attention_heads"] * N_TOKENS**2 * 4
     for less, more in zip(found.devices, installed.devices):
         assert less.working < pattern < more.working
@@ -89,6 +91,12 @@ def test_a_kv_cache_has_room(llama: str) -> None:
     assert found == pytest.approx(1.25 * 1.5 * exact, rel=0.01)
 
 
+@pytest.fixture
+def nothing_else_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advice, "_CHANGES", (advice._without_pattern,))
+
+
+@pytest.mark.usefixtures("nothing_else_is_tried")
 def test_it_is_told_where_it_would_fit(llama: str) -> None:
     totals = [
         estimate(llama, ctx=N_TOKENS, attention=way).devices[0].total for way in (None, "sdpa")
@@ -97,29 +105,31 @@ def test_it_is_told_where_it_would_fit(llama: str) -> None:
 
     found = estimate(llama, ctx=N_TOKENS, max_memory=room)
 
-    assert "attention='sdpa'" in found.advice
+    assert found.advice == "What would: attention='sdpa'."
     assert estimate(llama, ctx=N_TOKENS, max_memory=room, attention="sdpa").fits
 
 
-def test_it_is_not_told_where_it_is_chosen_or_does_not_help(llama: str) -> None:
-    for options in ({"attention": "sdpa"}, {"cache": "pattern"}):
-        found = estimate(llama, ctx=N_TOKENS, max_memory="1MiB", **options)
-        assert not found.fits
-        assert "attention" not in found.advice
+@pytest.mark.usefixtures("nothing_else_is_tried")
+@pytest.mark.parametrize("options", [{"attention": "sdpa"}, {"cache": "pattern"}])
+def test_it_is_not_told_where_it_is_chosen_or_does_not_help(options: Any, llama: str) -> None:
+    found = estimate(llama, ctx=512, max_memory="512KiB", **options)
+
+    assert found.advice.startswith("No single change would do")
 
 
 def test_a_rehearsal_builds_a_pattern_where_somebody_listens(llama: str) -> None:
     tokens = torch.zeros(1, 512, dtype=torch.long)
+    hook = ("blocks.1.attn.hook_pattern", lambda value, hook: None)
     pattern = HEADS["num_attention_heads"] * 512**2 * 4
 
+    @torch.no_grad()
     def listen(model: Any) -> Any:
-        hook = ("blocks.1.attn.hook_pattern", lambda value, hook: None)
-        with torch.no_grad():
-            return model.run_with_hooks(tokens, fwd_hooks=[hook])
+        return model.run_with_hooks(tokens.to(model.cfg.device), fwd_hooks=[hook])
 
     @torch.no_grad()
     def read(model: Any) -> Any:
-        return model(tokens, attention_mask=torch.ones_like(tokens).to(model.cfg.device))
+        at_home = tokens.to(model.cfg.device)
+        return model(at_home, attention_mask=torch.ones_like(at_home))
 
     peaks = []
     for job in (read, listen):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from tl_devicefix.attending.choosing import Attention, check_way
+from tl_devicefix.attending.listening import looking_away
 from tl_devicefix.before_loading.blueprints import blueprint, check_options
 from tl_devicefix.before_loading.machines import by_index, how_many, names_devices, within
 from tl_devicefix.patches import patched
@@ -223,7 +224,7 @@ def _naming_what_runs(
     """Keep `running` as the names of the modules whose forward is under way, innermost last."""
 
     def before(name: str) -> Callable[..., None]:
-        return lambda *_: running.append(name)
+        return looking_away(lambda *_: running.append(name))
 
     def after(name: str) -> Callable[..., None]:
         def leave(*_: Any) -> None:
@@ -231,7 +232,7 @@ def _naming_what_runs(
             if name in components:
                 note_end(name)
 
-        return leave
+        return looking_away(leave)
 
     handles = []
     modules: dict[str, torch.nn.Module] = {}

@@ -158,12 +158,16 @@ def _to(mask: Any, device: Any = None, **options: Any) -> Any:
     )
 
 
-@rule(torch.Tensor.requires_grad.__get__, torch.Tensor.is_inference)
+def _getter(name: str) -> Any:
+    return getattr(torch.Tensor, name).__get__
+
+
+@rule(_getter("requires_grad"), torch.Tensor.is_inference)
 def _no(mask: Any) -> Any:
     return False if isinstance(mask, Mask) else NotImplemented
 
 
-@rule(torch.Tensor._version.__get__)
+@rule(_getter("_version"))
 def _version(mask: Any) -> Any:
     """How often it was changed: whatever changes one changes what is built of it."""
     return 0 if isinstance(mask, Mask) else NotImplemented

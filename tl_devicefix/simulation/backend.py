@@ -12,7 +12,7 @@ from torch.utils import backend_registration
 from tl_devicefix.simulation import autocasting, streams
 from tl_devicefix.simulation.geometry import geometry_of
 from tl_devicefix.simulation.machine import DEVICE_TYPE, Machine
-from tl_devicefix.simulation.tensor import SimTensor, copy_into, run, wrap
+from tl_devicefix.simulation.tensor import copy_into, run, wrap
 
 aten = torch.ops.aten
 
@@ -171,7 +171,6 @@ def register() -> None:
     library.impl("empty_strided", _empty_strided, "PrivateUse1")
     library.impl("_copy_from", _copy_from, "PrivateUse1")
     library.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
-    library.impl("_fused_sdp_choice", _choose, "PrivateUse1")
     library.impl("_efficientzerotensor", _zeros, "PrivateUse1")
     everything_else = torch.library.Library("_", "IMPL")
     everything_else.fallback(_make, "PrivateUse1")
@@ -246,7 +245,8 @@ def _attention(
             attn_mask.logical_not(), float("-inf")
         )
     options = {"scale": scale, "enable_gqa": enable_gqa}
-    choice = _choose(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    choose: Any = torch._fused_sdp_choice  # Its stub lacks the optional arguments.
+    choice = choose(query, key, value, attn_mask, dropout_p, is_causal, **options)
     if choice == torch.nn.attention.SDPBackend.FLASH_ATTENTION.value:
         return aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
@@ -254,39 +254,3 @@ def _attention(
     return aten._scaled_dot_product_attention_math(
         query, key, value, attn_mask, dropout_p, is_causal, **options
     )[0]
-
-
-def _choose(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> int:
-    """Say which kernel the CPU would choose, also of tensors without values."""
-    choose: Any = torch._fused_sdp_choice  # Its stub lacks the optional arguments.
-    choice: int = choose(
-        *(_values(tensor) for tensor in (query, key, value)),
-        None if attn_mask is None else _values(attn_mask),
-        dropout_p,
-        is_causal,
-        scale=scale,
-        enable_gqa=enable_gqa,
-    )
-    return choice
-
-
-def _values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the CPU tensor behind, asking for gradients as ``tensor`` does.
-
-    Of one without values, a CPU tensor of its shape, with all rows in one: the choice of a kernel
-    looks at shapes, dtypes and the stride of the last dimension.
-    """
-    cpu = tensor._cpu if isinstance(tensor, SimTensor) else tensor
-    if cpu.is_meta:
-        cpu = torch.empty(cpu.shape[-1:], dtype=cpu.dtype, device="cpu").expand(cpu.shape)
-    return cpu.detach().requires_grad_() if tensor.requires_grad else cpu

@@ -92,6 +92,7 @@ def test_logits_and_gradients(
         assert_agrees(actual, expected)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("compatible", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
 def test_padding(
@@ -176,6 +177,7 @@ LONG = torch.full((1, 29), 7)
 """As many tokens as no other size is."""
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("compatible", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "pythia"])
 def test_nothing_of_every_query_and_key_is_made(name: str, compatible: bool, sdpa: Any) -> None:
