@@ -14,7 +14,7 @@ from kinds import home_of, new_kv_cache
 
 import tl_devicefix
 
-N_TOKENS = 24
+N_TOKENS = 18
 KINDS = ["llama", "bloom", "gpt2", "gpt-neo", "pythia"]  # grouped, ALiBi, neither, local, in part
 
 Step = Callable[[Any, int], None]
