@@ -25,4 +25,5 @@ def is_left_to_others(item: pytest.Item) -> bool:
 
 def _is_of_bridge(item: pytest.Item) -> bool:
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    return item.path.parent.name == "bridge" or parameters.get("cls") == BRIDGE
+    in_files = item.path.parent.name == "bridge" or "bridge" in item.path.stem
+    return in_files or parameters.get("cls") == BRIDGE

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import re
 import traceback
 from collections.abc import Collection, Iterator
 
@@ -72,9 +73,12 @@ def noting_mixed_devices() -> Iterator[None]:
 
 
 def note_mixed_devices(error: RuntimeError) -> None:
-    """Add the note to an error, if it is about several devices and has not got it yet."""
+    """Add the note to an error, if it is about several devices and has not got it yet.
+
+    One about a tensor on the CPU gets none: there, `mix_devices` would not help.
+    """
     about_devices = "same device" in str(error) or "expected device" in str(error)
-    if about_devices and not _is_noted(error):
+    if about_devices and not re.search(r"\bcpu\b", str(error)) and not _is_noted(error):
         note(error, ON_MIXED_DEVICES)
 
 

@@ -214,7 +214,7 @@ def streams(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> Any:
         record(source, target, copied)
 
     monkeypatch.setattr(machine, "record_transfer", record_transfer)
-    monkeypatch.setattr(copying, "_streams", lambda device: streams)
+    monkeypatch.setattr(copying, "module_with_streams", lambda device: streams)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
     copying._copy_stream.cache_clear()
     yield streams

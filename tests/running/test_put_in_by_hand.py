@@ -88,7 +88,7 @@ def test_it_runs_as_on_one_device(
     put(model)
     put(reference)
     expected = logits_and_gradients(reference, tokens)
-    how = "is shared" if put in SHARED else "was put in from another device"
+    how = "shared by components" if put in SHARED else "put in from another device"
 
     with pytest.warns(UserWarning, match=how) as warned:
         actual = logits_and_gradients(model, tokens.to("sim:0"))
@@ -152,12 +152,12 @@ def test_a_copy_of_a_module_that_was_shared_is_brought_too(
     from_pretrained, on_cpu = map(request.getfixturevalue, ("from_pretrained", "on_cpu"))
     model, reference = from_pretrained("llama", n_devices=4), copy.deepcopy(on_cpu("llama"))
     a_module_that_two_blocks_share(model)
-    with pytest.warns(UserWarning, match="is shared"):
+    with pytest.warns(UserWarning, match="are shared"):
         model(tokens)
     a_module(model)
     a_module(reference)
 
-    with pytest.warns(UserWarning, match="was put in from another device"):
+    with pytest.warns(UserWarning, match="put in from another device"):
         actual = model(tokens)
 
     assert_agrees(actual, reference(tokens))

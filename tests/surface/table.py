@@ -17,8 +17,8 @@ of the classes and modules below, as found by inspection of the installed
 TransformerLens, is called on several numbers of simulated devices and compared with
 unpatched TransformerLens on one CPU. All agree to 1e-4, or raise the same error, and lie at home,
 or on the CPU where they were moved there. A name that is neither here nor left out
-fails a test. By default, a cover of it runs: every call with one of the models, every model on every
-number of devices; `pytest --full` runs all.
+fails a test. By default, a cover of it runs: every call with one of the models, every model on
+every number of devices; `pytest --full` runs all.
 
 ## HookedTransformer
 
@@ -32,11 +32,11 @@ BRIDGE = """\
 
 `tests/surface/test_bridge_sweep.py`, on TransformerLens 4.3.0: GPT-2 (LayerNorm, tied
 embeddings) on 3 devices and Llama (RMSNorm, grouped-query attention) on 1 and 4, in
-compatibility mode, and Llama as booted on 3; `patching` with Llama on 4. On 3.9.0, with `--full`, GPT-2 on 3,
-and `JacobianLens`, less `occupancy`, which draws on the device, with Llama. Tokens are handed
-over at home; `ioi_eval`, which hands them over on the CPU, does without one device. As
-TransformerLens says, a Bridge over several devices stays there: `to(device)` and `cpu` warn and
-move nothing.
+compatibility mode, and Llama as booted on 3; `patching` with Llama on 4. On 3.9.0, with
+`--full`, GPT-2 on 3, and `JacobianLens`, less `occupancy`, which draws on the device, with Llama.
+Tokens are handed over at home; `ioi_eval`, which hands them over on the CPU, does without one
+device. As TransformerLens says, a Bridge over several devices stays there: `to(device)` and `cpu`
+warn and move nothing.
 """
 
 

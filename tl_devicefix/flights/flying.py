@@ -140,6 +140,7 @@ def _fetched(flight: _Flight, items: _Items, at_once: int, progress: bool) -> It
         while under_way:
             flight.want(n_fetched)
             if under_way[0].exception() is None:  # which waits
+                flight.check_weights(n_fetched)
                 fill(at_once + 1)
             n_fetched += 1
             # By no name of this frame, which would hold the result for the next run's time.
@@ -215,6 +216,15 @@ class _Flight:
         """Say that a run's result is waited for."""
         self._turns.want(number)
 
+    def check_weights(self, number: int) -> None:
+        """Check that weights are as they were, when a run's turn comes: a loop's would see changes.
+
+        Raises:
+            RuntimeError: naming one that is not.
+        """
+        if self._weights is not None:
+            self._weights.check(number)
+
     def tell(self) -> None:
         """Print where the time went, if that was watched."""
         if isinstance(self._turns, WatchedTurns):
@@ -235,10 +245,7 @@ class _Flight:
         run = Run(number, self._turns, streams)
         try:
             with running(run), InOrder(run), self._noting_waits():
-                result = _run_on(view, self._run, number, item)
-            if self._weights is not None:
-                self._weights.check(number)
-            return result
+                return _run_on(view, self._run, number, item)
         finally:
             self._seats.append(seat)
 
@@ -269,7 +276,7 @@ class _Weights:
             if _state(weight) != state:
                 raise RuntimeError(
                     f"{name} was changed when the run of item {number} was in flight, and others "
-                    "with it, which use it too: change a copy of it in a hook, or run one by one"
+                    "with it, which use it too: change a copy of it in a hook, or give at_once=1"
                 )
 
 

@@ -34,7 +34,10 @@ class FlightReport:
     wall: float
     """Seconds from the first run's beginning until the last result was there."""
     busy: dict[torch.device, float]
-    """Seconds that each device worked on some run's blocks, by its own clock where it has one."""
+    """Seconds that each device had some run's blocks, by its own clock where it has one.
+
+    That has in it what the device waits for Python to give it, in the middle of a run's blocks.
+    """
     waited: list[Waited]
     """The lines that had Python wait, the longest first; each held up its own run only."""
 

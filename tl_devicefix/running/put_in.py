@@ -302,16 +302,21 @@ def _warn(moved: list[_PutIn], left: list[_PutIn]) -> None:
     said = []
     if moved:
         said.append(
-            f"{_named(moved)} was put in from another device, and brought to its component's: "
-            f"put in one that is there, {moved[0].line}"
+            f"{_named(moved)} {_was(moved)} put in from another device, and brought to the device "
+            f"of {'its component' if len(moved) == 1 else 'their components'}: put in one that is "
+            f"there, {moved[0].line}"
         )
     if left:
         said.append(
-            f"{_named(left)} is shared by components on several devices, and copied at each run: "
-            "if they need not share it, put a copy in each"
+            f"{_named(left)} {'is' if len(left) == 1 else 'are'} shared by components on several "
+            "devices, and copied at each run: if they need not share, put a copy in each"
         )
     if said:
         warnings.warn("; ".join(said), stacklevel=stacklevel_of_user(sys._getframe()))
+
+
+def _was(found: list[_PutIn]) -> str:
+    return "was" if len(found) == 1 else "were"
 
 
 def _named(found: list[_PutIn]) -> str:
