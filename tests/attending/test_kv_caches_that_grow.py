@@ -136,17 +136,19 @@ def freeze_for_a_while(cache: Any, at: int) -> None:
         cache.freeze()
 
 
-@pytest.mark.usefixtures("without_gradients")
+@pytest.mark.cover
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("mask", ["all", "padded"])
 @pytest.mark.parametrize(
     "step", [edit_keys, exchange_values, edit_mask, exchange_mask, freeze_for_a_while]
 )
 def test_what_is_done_to_a_cache_by_hand(
-    step: Step, on_cpu: Any, text: torch.Tensor, masks: Any
+    step: Step, mask: str, mode: Any, on_cpu: Any, text: torch.Tensor, masks: Any
 ) -> None:
     model = on_cpu("llama")
-    expected = read(model, text, masks["all"], "as_installed", step)
-
-    actual = read(model, text, masks["all"], "sdpa", step)
+    with mode():
+        expected = read(model, text, masks[mask].clone(), "as_installed", step)
+        actual = read(model, text, masks[mask].clone(), "sdpa", step)
 
     assert_agrees(actual[0], expected[0])
     assert_agrees(contents(actual[1]), contents(expected[1]))
@@ -157,10 +159,13 @@ def edit_rotated(value: torch.Tensor, hook: Any) -> torch.Tensor:
     return value
 
 
-@pytest.mark.usefixtures("without_gradients")
-def test_a_hook_that_edits_rotated_keys(on_cpu: Any, text: torch.Tensor, masks: Any) -> None:
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_hook_that_edits_rotated_keys(
+    mode: Any, on_cpu: Any, text: torch.Tensor, masks: Any
+) -> None:
     model = on_cpu("llama")
 
+    @mode()
     def run(way: str) -> Any:
         with model.hooks(fwd_hooks=[("blocks.1.attn.hook_rot_k", edit_rotated)]):
             return read(model, text, masks["all"], way)[0]
@@ -216,6 +221,20 @@ def test_a_cache_that_is_cut_and_read_on(on_cpu: Any, text: torch.Tensor) -> Non
         return [*logits, *kept]
 
     assert_agrees(run("sdpa"), run("as_installed"))
+
+
+def test_a_graph_that_holds_keys_while_the_cache_grows(on_cpu: Any, text: torch.Tensor) -> None:
+    model, cache = on_cpu("llama"), new_kv_cache(on_cpu("llama"), 2)
+    with torch.no_grad(), tl_devicefix.attention(model, "sdpa"):
+        model(text[:, :6], past_kv_cache=cache)
+        keys = cache[0].past_keys
+        weight = torch.ones(keys.shape[-1], requires_grad=True)
+        with torch.enable_grad():
+            weighed = (keys * weight).sum()
+        model(text[:, 6:7], past_kv_cache=cache)
+
+    (gradient,) = torch.autograd.grad(weighed, weight)
+    assert_agrees(gradient, keys.sum(dim=(0, 1, 2)))
 
 
 def test_with_gradients(on_cpu: Any, text: torch.Tensor, masks: Any) -> None:

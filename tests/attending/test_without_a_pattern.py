@@ -102,23 +102,42 @@ def test_padding(
     assert len(fused_blocks) == N_LAYERS
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bloom"])
+def listening(model: Any, tokens: torch.Tensor, hook: str | None = None) -> tuple[Any, Any]:
+    """What a hook point sees forward and backward, or all of them; gradients of the weights."""
+    options = {"return_type": "loss", "incl_bwd": True}
+    _, cache = model.run_with_cache(tokens, names_filter=hook, **options)
+    gradients = [each.grad for each in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    return dict(cache.items()), gradients
+
+
+SOME = ["llama", "gpt2", "bloom"]
+OTHERS = pytest.mark.full("dozens of forwards and backwards each; in the default run, of three")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*SOME, *(pytest.param(each, marks=OTHERS) for each in ALL_ARCHITECTURES if each not in SOME)],
+)
 def test_each_hook_point_listened_to_in_turn(
     name: str, sdpa: Any, tokens: torch.Tensor, fused_blocks: list[int]
 ) -> None:
     model = sdpa(name)
-    expected = installed(model, lambda model: model.run_with_cache(tokens))[1]
+    goes_without = set(tl_devicefix.attention(model).blocks.values()) == {"sdpa"}
+    expected, gradients = installed(model, lambda model: listening(model, tokens))
     for hook in expected:
-        if hook.startswith("blocks.") and not hook.startswith("blocks.0."):
-            continue  # a block's input has been rounded otherwise
+        if hook.endswith("_grad") or (hook.startswith("blocks.") and "blocks.0." not in hook):
+            continue  # a later block's input has been rounded otherwise
         fused_blocks.clear()
 
-        _, cache = model.run_with_cache(tokens, names_filter=hook)
+        seen, actual = listening(model, tokens, hook)
 
         needs_scores = hook.endswith(("hook_attn_scores", "hook_pattern"))
-        assert len(fused_blocks) == N_LAYERS - needs_scores
-        tolerance = 0 if needs_scores else 1e-5
-        assert_agrees(cache[hook], expected[hook], tolerance=tolerance)
+        assert len(fused_blocks) == (N_LAYERS - needs_scores if goes_without else 0)
+        tolerance = 0 if needs_scores or not goes_without else 1e-5
+        assert_agrees(seen.pop(hook), expected[hook], tolerance=tolerance)
+        assert_agrees(seen, {key: expected[key] for key in expected if key == f"{hook}_grad"})
+        assert_agrees(actual, gradients)
 
 
 @pytest.mark.parametrize("name", ["llama", "bloom"])

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tl_devicefix.attending.masks import same_start, source_of, version_of
+from tl_devicefix.attending.masks import as_now, same_start
 
 _GROWN = "_tl_devicefix_grown"
 _LEAST_ROOM = 64
@@ -119,7 +119,7 @@ class _Room:
     def append(self, new: torch.Tensor) -> torch.Tensor:
         """Write it behind what is there; returns all."""
         end = self.length + new.shape[1]
-        self._whole[:, self.length : end] = new
+        self._whole.data[:, self.length : end] = new  # not a change of what graphs hold of it
         self.length = end
         self._version = self._whole._version
         return self._whole[:, :end]
@@ -129,8 +129,8 @@ def _with_room(start: torch.Tensor, length: int) -> _Room:
     return _Room(start, length + max(length // 4, _LEAST_ROOM))
 
 
-def _with_version(mask: torch.Tensor | None) -> tuple[torch.Tensor, int | None] | None:
-    return None if mask is None else (source_of(mask), version_of(source_of(mask)))
+def _with_version(mask: torch.Tensor | None) -> tuple[torch.Tensor, int] | None:
+    return None if mask is None else (as_now(mask), as_now(mask)._version)
 
 
 class _Grown:
@@ -148,7 +148,7 @@ class _Grown:
         self._rotated: _Room | None = None
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
         # The mask of when they were rotated, and its version, as it may be edited since.
-        self._mask: tuple[torch.Tensor, int | None] | None = None
+        self._mask: tuple[torch.Tensor, int] | None = None
 
     def belongs_to(self, entry: Any) -> bool:
         """Whether it is this entry's, and its tensors are the ones that were put there."""
@@ -198,7 +198,7 @@ class _Grown:
         if mask is None or self._mask is None:
             return mask is None and self._mask is None
         earlier, version = self._mask
-        return version == version_of(earlier) and same_start(mask, earlier)
+        return version == earlier._version and same_start(mask, earlier)
 
     def _tables_of(self, attention: Any, n_keys: int) -> bool:
         """Whether the tables are those of before; rotating may have made others."""

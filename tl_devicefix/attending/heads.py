@@ -26,13 +26,20 @@ class Heads(Promised):
     stage: str
     groups: int
     is_transposed: bool
+    is_edited: bool
+    """Whether hooks get what is mixed of them."""
 
 
-def promise(source: torch.Tensor) -> Heads:
-    """Keys or values [batch, kv_head_index, pos, d_head] that are about to be repeated."""
-    held = {"source": source, "stage": AS_THEY_ARE, "groups": 1, "is_transposed": False}
+def promise(source: torch.Tensor, is_edited: bool = False) -> Heads:
+    """Keys or values [batch, kv_head_index, pos, d_head] that are about to be repeated.
+
+    Args:
+        source: the ones that there are.
+        is_edited: whether hooks get what is mixed of them, and may edit it in place.
+    """
+    held = {"stage": AS_THEY_ARE, "groups": 1, "is_transposed": False, "is_edited": is_edited}
     return promises.promise(
-        Heads, source.shape, source.dtype, source.device, lambda: source, **held
+        Heads, source.shape, source.dtype, source.device, lambda: source, source=source, **held
     )
 
 
@@ -104,5 +111,5 @@ def _matmul(one: Any, heads: Any, **options: Any) -> Any:
             return NotImplemented
         return scores.promise(Parts(q, k, 1.0), lambda: torch.matmul(q, promises.build(heads)))
     if not heads.is_transposed and can_mix(one, heads.source):
-        return mix(one, heads.source)
+        return mix(one, heads.source, heads.is_edited)
     return NotImplemented

@@ -30,8 +30,12 @@ def listens(point: Any) -> bool:
     if type(point) is not HookPoint:
         return True  # something that was put in its place
     held = vars(point)
-    hooks = [hook for name in _HOOKS for hook in held[name].values()]
-    return "forward" in held or not all(hasattr(hook, _LOOKS_AWAY) for hook in hooks)
+    return "forward" in held or any(_listening(point, name) for name in _HOOKS)
+
+
+def _listening(module: Any, hooks: str) -> bool:
+    """Whether a module has such hooks, which see what it is given or gives."""
+    return not all(hasattr(hook, _LOOKS_AWAY) for hook in vars(module)[hooks].values())
 
 
 def why_not(attention: Any) -> str | None:
@@ -45,6 +49,9 @@ def why_not(attention: Any) -> str | None:
 
 def why_never(attention: Any) -> str | None:
     """Why it can not, whoever listens: what the module itself computes."""
+    for name in _KNOWN:
+        if hasattr(attention, name) and not _is_of_transformer_lens(attention, name):
+            return f"its {name} is not TransformerLens's"
     if not hasattr(attention, "attn_scale"):
         return _why_never_of_bridge(attention)
     cfg, scale = attention.cfg, attention.attn_scale
@@ -57,6 +64,20 @@ def why_never(attention: Any) -> str | None:
     if not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
         return f"attn_scale is {scale}"
     return None
+
+
+_KNOWN = (
+    *("forward", "calculate_attention_scores", "apply_causal_mask", "calculate_z_scores"),
+    *("_reconstruct_attention", "_apply_reconstruct_attention_mask", "_masked_softmax"),
+    *("_softmax_dropout_pattern", "_scrub_compatibility_pattern_nans", "_process_output"),
+)
+"""Methods of attention, of either class, that get scores or a pattern."""
+
+
+def _is_of_transformer_lens(module: Any, method: str) -> bool:
+    """Whether nobody has put another method into a module, or written a class that has one."""
+    owner = next(each for each in type(module).__mro__ if method in vars(each))
+    return method not in vars(module) and owner.__module__.startswith("transformer_lens.")
 
 
 def _why_never_of_bridge(attention: Any) -> str | None:
@@ -94,6 +115,8 @@ def why_not_now(attention: Any) -> str | None:
     for name in ("hook_attn_scores", "hook_pattern"):
         if listens(getattr(attention, name)):
             return f"{name} has hooks"
+    if not hasattr(attention, "attn_scale") and _listening(attention, "_forward_hooks"):
+        return "it has hooks of torch's, which see its pattern"  # a Bridge's gives it too
     if any(_GLOBAL_HOOKS):
         return "torch has hooks for every module"
     return why_not_here()

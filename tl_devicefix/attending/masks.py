@@ -6,18 +6,18 @@ causal and nothing is padded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 
 from tl_devicefix.simulation.tensor import has_values
 
 F = TypeVar("F")
-_UNPADDED, _COMPARED = "_tl_devicefix_unpadded", "_tl_devicefix_compared"
-_FACTS = "_tl_devicefix_facts"
-_PLAIN, _INFINITE = "_tl_devicefix_plain", "_tl_devicefix_infinite"
 SOURCE = "_tl_devicefix_source"
 """Attribute of a mask that was carried to another device: the one that it is a copy of."""
 
@@ -70,11 +70,6 @@ class Causal:
         return band if self.window is None else band.triu_(self.offset + 1 - self.window)
 
 
-def version_of(tensor: torch.Tensor) -> int | None:
-    """How often a tensor has been changed; None of one of inference mode, which does not count."""
-    return None if tensor.is_inference() else tensor._version
-
-
 def source_of(mask: torch.Tensor) -> torch.Tensor:
     """The mask that a model was given, of a copy on a block's device."""
     source: torch.Tensor = getattr(mask, SOURCE, mask)
@@ -83,7 +78,16 @@ def source_of(mask: torch.Tensor) -> torch.Tensor:
 
 def unpadded(mask: torch.Tensor) -> bool:
     """Whether a mask leaves nothing out. Asked of the device once, so that blocks do not wait."""
-    return _known(source_of(mask), _UNPADDED, lambda mask: bool(mask.all()), in_rehearsal=True)
+    return _known(source_of(mask), "unpadded", lambda mask: bool(mask.all()), in_rehearsal=True)
+
+
+def as_now(mask: torch.Tensor) -> torch.Tensor:
+    """A mask whose changes are counted: of one of inference mode, a copy for the whole forward."""
+    mask = source_of(mask)
+    if not mask.is_inference():
+        return mask
+    with torch.inference_mode(False):
+        return _known(mask, "as now", torch.clone, in_rehearsal=mask)
 
 
 def same_start(mask: torch.Tensor, earlier: torch.Tensor) -> bool:
@@ -91,12 +95,12 @@ def same_start(mask: torch.Tensor, earlier: torch.Tensor) -> bool:
     mask, earlier = source_of(mask), source_of(earlier)
     if mask is earlier or (unpadded(mask) and unpadded(earlier)):
         return True
-    compared, same = getattr(mask, _COMPARED, (None, False))
-    if compared is not earlier:
-        length = earlier.shape[1]
-        same = earlier.shape[0] == mask.shape[0] and torch.equal(mask[:, :length], earlier)
-        setattr(mask, _COMPARED, (earlier, same))
-    return same
+
+    def compare(mask: torch.Tensor) -> bool:
+        same_batch = earlier.shape[0] == mask.shape[0]
+        return same_batch and torch.equal(mask[:, : earlier.shape[1]], earlier)
+
+    return _known(mask, ("starts as", WeakIdRef(earlier)), compare, in_rehearsal=True)
 
 
 def is_causal_mask(mask: torch.Tensor, window: int | None) -> bool:
@@ -109,7 +113,7 @@ def is_causal_mask(mask: torch.Tensor, window: int | None) -> bool:
         plain = torch.ones_like(mask).tril_()
         return torch.equal(mask, plain if window is None else plain.triu_(1 - window))
 
-    return _known(mask, f"{_PLAIN}_{window}", is_plain, in_rehearsal=True)
+    return _known(mask, ("plain", window), is_plain, in_rehearsal=True)
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,7 @@ def facts(mask: torch.Tensor, lowest: float) -> Facts:
         is_causal = not adds and bool((seen == causal).all())
         return Facts(is_causal, adds, not is_causal and not bool(seen.any(dim=-1).all()))
 
-    return _known(mask, _FACTS, find_out, in_rehearsal=Facts(True, False, False))
+    return _known(mask, "facts", find_out, in_rehearsal=Facts(True, False, False))
 
 
 def seen_by(mask: torch.Tensor, lowest: float) -> torch.Tensor:
@@ -150,11 +154,24 @@ def seen_by(mask: torch.Tensor, lowest: float) -> torch.Tensor:
 
 def is_minus_infinity(scalar: torch.Tensor) -> bool:
     """Whether what TransformerLens puts where nothing is seen is what it was made with."""
-    return _known(scalar, _INFINITE, lambda scalar: bool(torch.isneginf(scalar)), in_rehearsal=True)
+    return _known(scalar, "infinite", lambda scalar: bool(scalar.isneginf()), in_rehearsal=True)
+
+
+@contextlib.contextmanager
+def one_forward() -> Iterator[None]:
+    """Within it, masks of inference mode are taken to stay as they are: nothing counts changes."""
+    token = _this_forward.set(object())
+    try:
+        yield
+    finally:
+        _this_forward.reset(token)
+
+
+_this_forward: ContextVar[object | None] = ContextVar("tl_devicefix_forward", default=None)
 
 
 def _known(
-    tensor: torch.Tensor, name: str, find_out: Callable[[torch.Tensor], F], in_rehearsal: F
+    tensor: torch.Tensor, what: Hashable, find_out: Callable[[torch.Tensor], F], in_rehearsal: F
 ) -> F:
     """A fact about a tensor's values, found out once for as long as it is not changed.
 
@@ -162,8 +179,12 @@ def _known(
     """
     if not has_values(tensor):
         return in_rehearsal
-    version, known = getattr(tensor, name, (-1, None))
-    if version != version_of(tensor):
-        known = find_out(tensor)
-        setattr(tensor, name, (version_of(tensor), known))
-    return known  # type: ignore[return-value]
+    state = _this_forward.get() if tensor.is_inference() else tensor._version
+    known: dict[Hashable, tuple[Any, F]] = _found_out.setdefault(tensor, {})
+    if what not in known or known[what][0] != state or state is None:
+        known[what] = state, find_out(tensor)
+    return known[what][1]
+
+
+# Not on the tensors: copies of them, and what is saved of them, would take it along.
+_found_out = WeakIdKeyDictionary()

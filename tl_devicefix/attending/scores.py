@@ -78,15 +78,32 @@ def see(
     return after(scores, step, parts=parts)
 
 
-def mix(pattern: Scores, v: torch.Tensor) -> torch.Tensor:
+def soften(
+    scores: torch.Tensor, step: Step | None = None, dtype: torch.dtype | None = None
+) -> Scores:
+    """The pattern of scores without values.
+
+    Args:
+        scores: masked.
+        step: makes it of scores with values; a softmax, if None.
+        dtype: its dtype, if that is another.
+    """
+    assert isinstance(scores, Scores)
+    step = step or (lambda values: F.softmax(values, dim=-1, dtype=dtype))
+    return after(scores, step, dtype=dtype, kind=PATTERN)
+
+
+def mix(pattern: Scores, v: torch.Tensor, is_edited: bool = False) -> torch.Tensor:
     """The values of each head mixed by a pattern: [batch, head_index, query_pos, d_head].
 
     Args:
         pattern: without values, after its softmax.
         v: [batch, kv_head_index, key_pos, d_head].
+        is_edited: whether hooks get it, which edit in place: SDPA's backward needs its result.
     """
     parts = pattern.parts
-    return attend(parts.q, parts.k, v, parts.scale, parts.causal, parts.biases)
+    z = attend(parts.q, parts.k, v, parts.scale, parts.causal, parts.biases)
+    return z.clone() if is_edited and z.requires_grad else z
 
 
 def can_mix(pattern: Any, v: torch.Tensor) -> TypeGuard[Scores]:
@@ -94,7 +111,8 @@ def can_mix(pattern: Any, v: torch.Tensor) -> TypeGuard[Scores]:
     if not is_promise(pattern) or pattern.kind != PATTERN:
         return False
     k = pattern.parts.k
-    return bool(v.shape[:3] == k.shape[:3] and v.device == k.device == pattern.device)
+    fits = v.shape[:3] == k.shape[:3] and v.dtype == pattern.dtype
+    return bool(fits and v.device == k.device == pattern.device)
 
 
 @rule(torch.Tensor.add_)
@@ -140,12 +158,7 @@ def _scale(scores: Any, factor: Any) -> Any:
 def _softmax(scores: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
     if scores.kind != SCORES or dim not in (-1, 3):
         return NotImplemented
-    return after(
-        scores,
-        lambda values: F.softmax(values, dim=-1, dtype=dtype),
-        dtype=dtype,
-        kind=PATTERN,
-    )
+    return soften(scores, dtype=dtype)
 
 
 @rule(F.dropout)
@@ -192,7 +205,9 @@ def _to(pattern: Any, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     if wanted.get("device", pattern.device) != pattern.device:
         return NotImplemented
-    return after(pattern, lambda values: values.to(*args, **kwargs), dtype=wanted.get("dtype"))
+    if wanted.get("dtype", pattern.dtype) == pattern.dtype:
+        return pattern
+    return after(pattern, lambda values: values.to(*args, **kwargs), dtype=wanted["dtype"])
 
 
 @rule(torch.Tensor.matmul, torch.matmul)

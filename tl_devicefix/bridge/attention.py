@@ -13,12 +13,14 @@ import torch
 from transformer_lens.model_bridge.generalized_components import (
     AttentionBridge,
     JointQKVAttentionBridge,
+    PositionEmbeddingsAttentionBridge,
 )
 
 from tl_devicefix.attending import heads, promises
 from tl_devicefix.attending.choosing import goes_without_scores, is_chosen
-from tl_devicefix.attending.masks import Causal, facts, seen_by
-from tl_devicefix.attending.scores import Scores, is_promise, see
+from tl_devicefix.attending.listening import listens
+from tl_devicefix.attending.masks import Causal, facts, one_forward, seen_by
+from tl_devicefix.attending.scores import Scores, is_promise, see, soften
 from tl_devicefix.bridge.masks import Mask, promised_masks
 from tl_devicefix.patching.applying import original
 from tl_devicefix.running import forward as running
@@ -30,7 +32,10 @@ def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     Raises:
         RuntimeError: if the model's weights are only partly processed.
     """
-    with promised_masks() if is_chosen(self) else contextlib.nullcontext():
+    with contextlib.ExitStack() as within:
+        if is_chosen(self):
+            within.enter_context(one_forward())
+            within.enter_context(promised_masks())
         return running.forward(self, *args, **kwargs)
 
 
@@ -42,7 +47,8 @@ def _update_kv_cache(
     k, v = run(self, k, v, **kwargs)
     if not goes_without_scores(self) or k.dim() != 4 or k.shape[:3] != v.shape[:3]:
         return k, v
-    return heads.promise(k), heads.promise(v)
+    is_edited = not hasattr(self, "o") or listens(self.o.hook_in)
+    return heads.promise(k), heads.promise(v, is_edited)
 
 
 def _apply_reconstruct_attention_mask(
@@ -103,19 +109,30 @@ def _masked_softmax(
     self: Any, attn_scores: torch.Tensor, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """`AttentionBridge._masked_softmax`, that asks no promised scores which are masked."""
+
+    def apply(values: torch.Tensor) -> torch.Tensor:
+        pattern: torch.Tensor = original(AttentionBridge, "_masked_softmax")(self, values, dtype)
+        return pattern
+
     if is_promise(attn_scores):
-        return torch.nn.functional.softmax(attn_scores, dim=-1, dtype=dtype)
-    run = original(AttentionBridge, "_masked_softmax")
-    pattern: torch.Tensor = run(self, promises.build(attn_scores), dtype)
-    return pattern
+        return soften(attn_scores, apply, dtype)
+    return apply(promises.build(attn_scores))
 
 
 def _process_output(self: Any, output: Any) -> Any:
-    """`JointQKVAttentionBridge._process_output`, which keeps no promised pattern.
-
-    It would hold the block's queries and keys until the next forward.
-    """
-    processed = original(JointQKVAttentionBridge, "_process_output")(self, output)
-    if is_promise(self._pattern):
+    """`JointQKVAttentionBridge._process_output`, which keeps no promised pattern."""
+    if isinstance(output, tuple) and any(map(is_promise, output)):
         self._pattern = None
-    return processed
+        output = _without_pattern(output)
+    return original(JointQKVAttentionBridge, "_process_output")(self, output)
+
+
+def forward_of_block(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`PositionEmbeddingsAttentionBridge.forward`, which gives no promised pattern either."""
+    output = original(PositionEmbeddingsAttentionBridge, "forward")(self, *args, **kwargs)
+    return _without_pattern(output) if isinstance(output, tuple) else output
+
+
+def _without_pattern(output: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a block's attention gives; None for a pattern without values, as transformers' SDPA."""
+    return tuple(None if is_promise(each) else each for each in output)

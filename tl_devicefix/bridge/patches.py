@@ -47,8 +47,15 @@ PATCHES = (
         "_process_output",
         attention._process_output,
         ("self", "output"),
-        "no promised pattern is kept after the block",
+        "no promised pattern leaves the block",
         **{**IN_4, "owner": "JointQKVAttentionBridge"},
+    ),
+    Patch(
+        "forward",
+        attention.forward_of_block,
+        ("self",),
+        "no promised pattern leaves the block",
+        **{**IN_4, "owner": "PositionEmbeddingsAttentionBridge"},
     ),
     Patch(
         "boot_transformers",

@@ -6,6 +6,8 @@ what is as large as queries times keys ask first whether the block may do withou
 
 from __future__ import annotations
 
+import contextlib
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -13,10 +15,27 @@ from transformer_lens.components import AbstractAttention, GroupedQueryAttention
 
 from tl_devicefix.attending.choosing import goes_without_scores, is_chosen
 from tl_devicefix.attending.growing import GrowingEntry, rotated_once
-from tl_devicefix.attending.masks import Causal, is_causal_mask, is_minus_infinity
+from tl_devicefix.attending.listening import listens
+from tl_devicefix.attending.masks import (
+    Causal,
+    is_causal_mask,
+    is_minus_infinity,
+    one_forward,
+)
 from tl_devicefix.attending.promises import build
 from tl_devicefix.attending.scores import Parts, Scores, can_mix, is_promise, mix, promise, see
 from tl_devicefix.patching.applying import original
+from tl_devicefix.running import forward as running
+
+
+def forward_of_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`HookedTransformer.forward`, whose results are at home; its blocks know it for one forward.
+
+    Raises:
+        RuntimeError: if the model's weights are only partly processed.
+    """
+    with one_forward() if is_chosen(self) else contextlib.nullcontext():
+        return running.forward(self, *args, **kwargs)
 
 
 def forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -24,8 +43,16 @@ def forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     entry = kwargs.get("past_kv_cache_entry")
     if entry is not None and is_chosen(self) and _appends_as_ever(entry):
         kwargs["past_kv_cache_entry"] = GrowingEntry(entry)
-    output: torch.Tensor = original(AbstractAttention, "forward")(self, *args, **kwargs)
-    return output
+    token = _running.set(self)
+    try:
+        output: torch.Tensor = original(AbstractAttention, "forward")(self, *args, **kwargs)
+        return output
+    finally:
+        _running.reset(token)
+
+
+_running: ContextVar[Any] = ContextVar("tl_devicefix_running_attention", default=None)
+"""Whose forward is under way: a method that users call gives them no promise."""
 
 
 def _appends_as_ever(entry: Any) -> bool:
@@ -63,19 +90,23 @@ def _scores(cls: type, attention: Any, q: torch.Tensor, k: torch.Tensor) -> torc
     run = original(cls, "calculate_attention_scores")
     # The one that a class of TransformerLens's overrides is called for scores that are to be built.
     is_called_by_another = original(type(attention), "calculate_attention_scores") is not run
-    if is_called_by_another or not goes_without_scores(attention) or not _can_promise(q, k):
+    is_users = is_called_by_another or _running.get() is not attention
+    if is_users or not goes_without_scores(attention) or not _can_promise(attention, q, k):
         built: torch.Tensor = run(attention, q, k)
         return built
     parts = Parts(q.transpose(1, 2), k.transpose(1, 2), 1 / attention.attn_scale)
     return promise(parts, lambda: run(attention, q, k))
 
 
-def _can_promise(q: torch.Tensor, k: torch.Tensor) -> bool:
+def _can_promise(attention: Any, q: torch.Tensor, k: torch.Tensor) -> bool:
     """Whether they are [batch, pos, head_index, d_head], of one batch, with heads in groups."""
     if q.dim() != 4 or k.dim() != 4 or q.dtype != k.dtype or q.device != k.device:
         return False
+    is_grouped = isinstance(attention, GroupedQueryAttention)
+    repeats = is_grouped and not attention.cfg.ungroup_grouped_query_attention
+    n_heads = k.shape[2] * (attention.repeat_kv_heads if repeats else 1)
     same = q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
-    return same and q.shape[2] % k.shape[2] == 0 and q.is_floating_point()
+    return same and q.shape[2] == n_heads and q.is_floating_point()
 
 
 def apply_causal_mask(
@@ -135,7 +166,8 @@ def calculate_grouped_z_scores(self: Any, v: torch.Tensor, pattern: torch.Tensor
 def _z_scores(cls: type, attention: Any, v: torch.Tensor, pattern: torch.Tensor) -> torch.Tensor:
     by_head = v.transpose(1, 2)
     if can_mix(pattern, by_head):
-        z: torch.Tensor = attention.hook_z(mix(pattern, by_head).transpose(1, 2))
+        mixed = mix(pattern, by_head, is_edited=listens(attention.hook_z))
+        z: torch.Tensor = attention.hook_z(mixed.transpose(1, 2))
     else:
         z = original(cls, "calculate_z_scores")(attention, v, build(pattern))
     return z

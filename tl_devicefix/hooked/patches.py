@@ -16,7 +16,7 @@ from tl_devicefix.hooked import gathering as hooked_gathering
 from tl_devicefix.patching.patch import Patch
 from tl_devicefix.reading import gathering
 from tl_devicefix.reading.patches import CACHING, GATHERED
-from tl_devicefix.running import forward, interruption
+from tl_devicefix.running import interruption
 
 loads = "one component at a time, to its planned device, folded in float32"
 folds = "each component on its own device, in float32 or wider, rounded once"
@@ -73,7 +73,7 @@ PATCHES = (
     *(Patch(name, *row) for name, row in CACHING.items()),
     Patch(
         "forward",
-        forward.forward,
+        attention.forward_of_model,
         ("self", "input", "return_type", "start_at_layer", "stop_at_layer"),
         "what leaves the model is at home",
     ),
