@@ -67,7 +67,7 @@ def test_keys_of_more_heads_than_the_model_has_are_refused_as_ever(
     for way in ("as_installed", "sdpa"):
         with (
             tl_devicefix.attention(model, way),
-            pytest.raises(RuntimeError, match="size of tensor"),
+            pytest.raises(RuntimeError),
         ):
             model.run_with_hooks(tokens, fwd_hooks=hooks)
 
@@ -155,7 +155,7 @@ def test_within_autocast(on_cpu: Any, tokens: torch.Tensor) -> None:
 
     def distance(way: str) -> float:
         with tl_devicefix.attention(model, way), torch.autocast("cpu", torch.bfloat16):
-            logits = model(tokens)
+            logits = model(tokens).detach()
         assert logits.dtype == torch.bfloat16
         return float((logits.float() - exact).abs().mean())
 

@@ -64,7 +64,7 @@ class Attention:
     """
 
     def __init__(self, model: Any, way: str | None) -> None:
-        self._modules = {name: module for name, module in model.named_modules() if _attends(module)}
+        self._modules = _all_that_attend(model)
         if way is not None:
             check_way(way)
         if not self._modules:
@@ -112,6 +112,15 @@ def check_way(way: str) -> None:
         close = difflib.get_close_matches(str(way), (SDPA, AS_INSTALLED), n=1, cutoff=0.3)
         hint = f"did you mean {close[0]!r}?" if close else "give 'sdpa' or 'as_installed'"
         raise ValueError(f"there is no attention {way!r}: {hint}")
+
+
+def _all_that_attend(model: Any) -> dict[str, Any]:
+    """Each module that does, by its shortest name: a Bridge's has transformers' names too."""
+    names: dict[Any, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if _attends(module):
+            names[module] = min(names.get(module, name), name, key=len)
+    return {name: module for module, name in names.items()}
 
 
 def _attends(module: Any) -> bool:
