@@ -8,7 +8,6 @@ exchanged or edited), it is appended to as ever.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -137,11 +136,10 @@ class _Grown:
     """What an entry's keys and values are the beginning of.
 
     Args:
-        entry: TransformerLens's, which it does not hold.
+        entry: TransformerLens's.
     """
 
     def __init__(self, entry: Any) -> None:
-        self._owner: weakref.ref[Any] = weakref.ref(entry)
         self._keys: _Room | None = None
         self._values: _Room | None = None
         self._past: tuple[torch.Tensor, torch.Tensor] = entry.past_keys, entry.past_values
@@ -151,9 +149,9 @@ class _Grown:
         self._mask: tuple[torch.Tensor, int] | None = None
 
     def belongs_to(self, entry: Any) -> bool:
-        """Whether it is this entry's, and its tensors are the ones that were put there."""
+        """Whether an entry's tensors are the ones that were put there last."""
         there: tuple[Any, Any] = entry.past_keys, entry.past_values
-        return self._owner() is entry and all(a is b for a, b in zip(there, self._past))
+        return all(a is b for a, b in zip(there, self._past))
 
     def append(
         self, new_keys: torch.Tensor, new_values: torch.Tensor

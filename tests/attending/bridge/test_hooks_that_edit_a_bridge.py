@@ -107,13 +107,14 @@ def test_no_promise_leaves_a_block(
     assert not any(isinstance(each, Promised) for each in cache.values())
 
 
-def test_a_block_called_by_itself(references: Any) -> None:
-    attention = references("gpt2").blocks[0].attn
-    residual = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
-    expected = attention(residual)
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "pythia"])
+def test_a_block_called_by_itself(kind: str, references: Any) -> None:
+    attention = references(kind).blocks[0].attn
+    inputs = attention.get_random_inputs()
+    expected = attention(**inputs)
 
     with tl_devicefix.attention(attention, "sdpa"):
-        actual, pattern = attention(residual)
+        actual, pattern = attention(**inputs)
 
     assert pattern is None
     assert_agrees(actual, expected[0])
