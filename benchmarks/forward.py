@@ -43,7 +43,7 @@ SIZES = {
     "tiny": {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4,
              "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 1000},
     "small": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4,
-              "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 4000},
+              "num_attention_heads": 8, "num_key_value_heads": 1, "vocab_size": 16000},
     "1.1B": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
              "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000},
     "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,

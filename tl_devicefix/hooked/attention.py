@@ -45,7 +45,9 @@ def apply_rotary(
         rotated: torch.Tensor = run(self, part, past_kv_pos_offset + offset, attention_mask)
         return rotated
 
-    rotated = rotated_once(self, x, attention_mask, rotate) if past_kv_pos_offset == 0 else None
+    rotated = None
+    if past_kv_pos_offset == 0 and is_chosen(self):
+        rotated = rotated_once(self, x, attention_mask, rotate)
     return rotate(x, 0) if rotated is None else rotated
 
 
@@ -61,13 +63,16 @@ def calculate_grouped_attention_scores(self: Any, q: torch.Tensor, k: torch.Tens
 
 def _scores(cls: type, attention: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     run = original(cls, "calculate_attention_scores")
-    # The one that a class of TransformerLens's overrides is called for scores that are to be built.
-    is_called_by_another = original(type(attention), "calculate_attention_scores") is not run
-    if is_called_by_another or not goes_without_scores(attention) or not _can_promise(q, k):
+    if not goes_without_scores(attention) or not _can_promise(q, k) or _overrides(attention, run):
         built: torch.Tensor = run(attention, q, k)
         return built
     parts = Parts(q.transpose(1, 2), k.transpose(1, 2), 1 / attention.attn_scale)
     return promise(parts, lambda: run(attention, q, k))
+
+
+def _overrides(attention: Any, run: Any) -> bool:
+    """Whether its class has a method of its own, which calls this one for scores to be built."""
+    return original(type(attention), "calculate_attention_scores") is not run
 
 
 def _can_promise(q: torch.Tensor, k: torch.Tensor) -> bool:
