@@ -42,6 +42,7 @@ OF_EITHER = (
     *("test_hooks_of_either_class", "test_mixing_of_either_class", "test_put_in_by_hand"),
     "test_views_of_either_class",
     *("test_check_of_either_class", "test_estimate_of_either_class"),
+    "test_attention_of_either_class",
     *("test_rehearse_of_either_class", "test_offload_of_either_class"),
     *("test_in_flight_of_either_class", "test_in_flight_behind_the_host_of_either_class"),
     "test_offloaded_in_flight_of_either_class",

@@ -14,7 +14,7 @@ from kinds import home_of, new_kv_cache
 
 import tl_devicefix
 
-N_TOKENS = 24
+N_TOKENS = 18
 KINDS = ["llama", "bloom", "gpt2", "gpt-neo", "pythia"]  # grouped, ALiBi, neither, local, in part
 
 Step = Callable[[Any, int], None]
@@ -60,6 +60,7 @@ def without_gradients() -> Iterator[None]:
         yield
 
 
+@pytest.mark.cover(("mask", "inference"))
 @pytest.mark.parametrize("mask", ["all", "padded"])
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("name", KINDS)
@@ -228,6 +229,7 @@ def test_with_gradients(on_cpu: Any, text: torch.Tensor, masks: Any) -> None:
     assert_agrees(run("sdpa"), run("as_installed"))
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("kind", ["llama", "bloom"])
 @pytest.mark.parametrize("spread", [1, 4])
 def test_generate(

@@ -14,6 +14,7 @@ from architectures import ALL_ARCHITECTURES
 from comparison import assert_agrees
 from hf_models import N_LAYERS
 from kinds import home_of
+from shapes_made import ShapesMade
 from torch.nn.modules.module import register_module_forward_hook
 
 import tl_devicefix
@@ -89,6 +90,7 @@ def test_logits_and_gradients(
         assert_agrees(actual, expected)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("where", PADDED)
 @pytest.mark.parametrize("name", ["llama", "bloom", "gpt-neo"])
 def test_padding(
@@ -157,6 +159,7 @@ def add_hook_of_all_modules(model: Any, point: Any, seen: list[Any]) -> Any:
     return register_module_forward_hook(hook)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("point", ["hook_pattern", "hook_attn_scores"])
 @pytest.mark.parametrize(
     "listen",
@@ -304,6 +307,7 @@ def test_transforms_of_functions_take_the_installed_path(
         assert_same_bits(actual, run(block))
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["llama", "bloom"])
 def test_sixteen_bits_are_no_further_from_float32(
@@ -320,6 +324,7 @@ def test_sixteen_bits_are_no_further_from_float32(
     assert distance(model) <= 1.1 * installed(model, distance)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("kind", ["llama", "bloom"])
 @pytest.mark.parametrize("spread", [4, "scattered"])
 def test_over_several_devices(
@@ -370,6 +375,19 @@ def test_memory_grows_with_the_tokens_and_not_with_their_square(
     with tl_devicefix.attention(model, "sdpa"):
         assert peak(32) < 2.2 * peak(16)
     assert peak(32) > 2.5 * peak(16)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_nothing_of_every_query_and_key_is_made(name: str, sdpa: Any) -> None:
+    model, run = sdpa(name), with_gradients(torch.full((1, 29), 7))
+
+    with ShapesMade() as made:
+        run(model)
+    with ShapesMade() as as_installed:
+        installed(model, run)
+
+    assert not made.of_pairs(29)
+    assert (1, 4, 29, 29) in as_installed.of_pairs(29)
 
 
 def test_for_a_while(on_cpu: Any, tokens: torch.Tensor, fused_blocks: list[int]) -> None:

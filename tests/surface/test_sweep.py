@@ -142,3 +142,35 @@ def test_in_flight_it_is_as_in_a_loop(
     tokens: torch.Tensor,
 ) -> None:
     sweep.check_in_flight(name, case, Run(spread_models(kind, n_devices), tokens))
+
+
+WITH_SDPA = (
+    ("HookedTransformer.forward", "both"),
+    ("HookedTransformer.generate", "text"),
+    ("HookedTransformer.run_with_cache", "names"),
+    ("HookedTransformer.run_with_hooks", "patch_from_a_cache"),
+    ("train.train", ""),
+)
+"""What the default run does without a pattern."""
+
+
+def every_call_with_sdpa() -> Iterator[Any]:
+    """A parameter for each call of the kind that has most of what attention has."""
+    others = pytest.mark.full("in the default run, some, and tests/attending")
+    for name, case, kind, n in (call.values for call in EVERY_CALL):
+        if (kind, n) == ("llama", 4):
+            marks = [] if (name, case) in WITH_SDPA else [others]
+            yield pytest.param(name, case, kind, n, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "case", "kind", "n_devices"), list(every_call_with_sdpa()))
+def test_with_sdpa_it_is_as_on_one_device(
+    name: str,
+    case: str,
+    kind: str,
+    n_devices: int,
+    spread_models: Any,
+    sweep: Sweep,
+    tokens: torch.Tensor,
+) -> None:
+    sweep.check_with_sdpa(name, case, kind, Run(spread_models(kind, n_devices), tokens))

@@ -19,9 +19,9 @@ def goes_without_scores(attention: Any) -> bool:
     return vars(attention).get(_WAY) == SDPA and why_not(attention) is None
 
 
-def is_chosen(attention: Any) -> bool:
-    """Whether `attention(model, "sdpa")` holds for a block's attention."""
-    return vars(attention).get(_WAY) == SDPA
+def is_chosen(module: Any) -> bool:
+    """Whether `attention(model, "sdpa")` holds for a block's attention, or was said of a model."""
+    return vars(module).get(_WAY) == SDPA
 
 
 def attention(model: Any, way: str | None = None) -> Attention:
@@ -72,9 +72,11 @@ class Attention:
                 f"no module of the {type(model).__name__} attends as TransformerLens's blocks do: "
                 "give a HookedTransformer or a TransformerBridge"
             )
-        self._before = {name: vars(each).get(_WAY) for name, each in self._modules.items()}
+        # The model as a whole too, for what a forward makes for all blocks.
+        self._chosen = {"": model, **self._modules}
+        self._before = {name: vars(each).get(_WAY) for name, each in self._chosen.items()}
         if way is not None:
-            for each in self._modules.values():
+            for each in self._chosen.values():
                 _choose(each, way)
 
     def __enter__(self) -> Attention:
@@ -86,7 +88,7 @@ class Attention:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for name, module in self._modules.items():
+        for name, module in self._chosen.items():
             _choose(module, self._before[name])
 
     @property

@@ -53,6 +53,11 @@ class GrowingEntry:
         return keys, values
 
 
+def let_go(entry: Any) -> None:
+    """Let go of the room behind an entry's tensors, which are exchanged for others."""
+    vars(entry).pop(_GROWN, None)
+
+
 def _fits(entry: Any, new_keys: torch.Tensor, new_values: torch.Tensor) -> bool:
     """Whether it can be written behind what is there; in a graph, what is there is needed."""
     if torch.is_grad_enabled():

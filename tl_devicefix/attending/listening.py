@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.modules import module as torch_modules
 from transformer_lens.hook_points import HookPoint
 
+F = TypeVar("F", bound=Callable[..., Any])
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # torch's, which are called for every module.
 _GLOBAL_HOOKS = tuple(getattr(torch_modules, f"_global{name}") for name in _HOOKS)
+
+
+_LOOKS_AWAY = "_tl_devicefix_looks_away"
+
+
+def looking_away(hook: F) -> F:
+    """A hook of torch's that notes when a module runs, and not what it is given or gives."""
+    setattr(hook, _LOOKS_AWAY, True)
+    return hook
 
 
 def listens(point: Any) -> bool:
@@ -19,7 +30,8 @@ def listens(point: Any) -> bool:
     if type(point) is not HookPoint:
         return True  # something that was put in its place
     held = vars(point)
-    return any(map(held.__getitem__, _HOOKS)) or "forward" in held
+    hooks = [hook for name in _HOOKS for hook in held[name].values()]
+    return "forward" in held or not all(hasattr(hook, _LOOKS_AWAY) for hook in hooks)
 
 
 def why_not(attention: Any) -> str | None:

@@ -12,6 +12,8 @@ from typing import TypeVar
 
 import torch
 
+from tl_devicefix.simulation.tensor import has_values
+
 F = TypeVar("F")
 _UNPADDED, _COMPARED = "_tl_devicefix_unpadded", "_tl_devicefix_compared"
 _FACTS = "_tl_devicefix_facts"
@@ -81,7 +83,7 @@ def source_of(mask: torch.Tensor) -> torch.Tensor:
 
 def unpadded(mask: torch.Tensor) -> bool:
     """Whether a mask leaves nothing out. Asked of the device once, so that blocks do not wait."""
-    return _known(source_of(mask), _UNPADDED, lambda mask: bool(mask.all()))
+    return _known(source_of(mask), _UNPADDED, lambda mask: bool(mask.all()), in_rehearsal=True)
 
 
 def same_start(mask: torch.Tensor, earlier: torch.Tensor) -> bool:
@@ -107,7 +109,7 @@ def is_causal_mask(mask: torch.Tensor, window: int | None) -> bool:
         plain = torch.ones_like(mask).tril_()
         return torch.equal(mask, plain if window is None else plain.triu_(1 - window))
 
-    return _known(mask, f"{_PLAIN}_{window}", is_plain)
+    return _known(mask, f"{_PLAIN}_{window}", is_plain, in_rehearsal=True)
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ def facts(mask: torch.Tensor, lowest: float) -> Facts:
         is_causal = not adds and bool((seen == causal).all())
         return Facts(is_causal, adds, not is_causal and not bool(seen.any(dim=-1).all()))
 
-    return _known(mask, _FACTS, find_out)
+    return _known(mask, _FACTS, find_out, in_rehearsal=Facts(True, False, False))
 
 
 def seen_by(mask: torch.Tensor, lowest: float) -> torch.Tensor:
@@ -148,11 +150,18 @@ def seen_by(mask: torch.Tensor, lowest: float) -> torch.Tensor:
 
 def is_minus_infinity(scalar: torch.Tensor) -> bool:
     """Whether what TransformerLens puts where nothing is seen is what it was made with."""
-    return _known(scalar, _INFINITE, lambda scalar: bool(torch.isneginf(scalar)))
+    return _known(scalar, _INFINITE, lambda scalar: bool(torch.isneginf(scalar)), in_rehearsal=True)
 
 
-def _known(tensor: torch.Tensor, name: str, find_out: Callable[[torch.Tensor], F]) -> F:
-    """A fact about a tensor's values, found out once for as long as it is not changed."""
+def _known(
+    tensor: torch.Tensor, name: str, find_out: Callable[[torch.Tensor], F], in_rehearsal: F
+) -> F:
+    """A fact about a tensor's values, found out once for as long as it is not changed.
+
+    In a rehearsal there are none: masks are taken for causal ones, that leave nothing out.
+    """
+    if not has_values(tensor):
+        return in_rehearsal
     version, known = getattr(tensor, name, (-1, None))
     if version != version_of(tensor):
         known = find_out(tensor)

@@ -7,7 +7,7 @@ that led to it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -146,7 +146,7 @@ def build(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._made
 
 
-def is_promise(value: Any, cls: type[P]) -> bool:
+def is_promise(value: Any, cls: type[P]) -> TypeGuard[P]:
     """Whether it is a tensor of this class without values."""
     return isinstance(value, cls) and value._made is None
 

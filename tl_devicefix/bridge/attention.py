@@ -6,17 +6,32 @@ repeated, and scores that are not built (`attending/heads.py:Heads`).
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
-from transformer_lens.model_bridge.generalized_components.attention import AttentionBridge
+from transformer_lens.model_bridge.generalized_components import (
+    AttentionBridge,
+    JointQKVAttentionBridge,
+)
 
-from tl_devicefix.attending import heads
-from tl_devicefix.attending.choosing import goes_without_scores
+from tl_devicefix.attending import heads, promises
+from tl_devicefix.attending.choosing import goes_without_scores, is_chosen
 from tl_devicefix.attending.masks import Causal, facts, seen_by
-from tl_devicefix.attending.promises import build
 from tl_devicefix.attending.scores import Scores, is_promise, see
+from tl_devicefix.bridge.masks import Mask, promised_masks
 from tl_devicefix.patching.applying import original
+from tl_devicefix.running import forward as running
+
+
+def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`TransformerBridge.forward`, whose results are at home; masks are promised to its blocks.
+
+    Raises:
+        RuntimeError: if the model's weights are only partly processed.
+    """
+    with promised_masks() if is_chosen(self) else contextlib.nullcontext():
+        return running.forward(self, *args, **kwargs)
 
 
 def _update_kv_cache(
@@ -48,7 +63,7 @@ def _apply_reconstruct_attention_mask(
         known = _known(self, attn_scores, attention_mask)
         if known is not None:
             return see(attn_scores, apply, *known)
-    return apply(build(attn_scores))
+    return apply(promises.build(attn_scores))
 
 
 def _known(
@@ -59,6 +74,8 @@ def _known(
     if mask is None:
         is_causal = attention.is_causal and not attention.is_cross_attention
         return Causal(n_keys - n_queries, None, None) if is_causal else None, ()
+    if promises.is_promise(mask, Mask) and mask.shape[2:] == (n_queries, n_keys):
+        return mask.causal, ()
     if mask.dim() != 4 or mask.requires_grad or mask.device != scores.device:
         return None
     if mask.shape[1:] != (1, n_queries, n_keys):
@@ -89,5 +106,16 @@ def _masked_softmax(
     if is_promise(attn_scores):
         return torch.nn.functional.softmax(attn_scores, dim=-1, dtype=dtype)
     run = original(AttentionBridge, "_masked_softmax")
-    pattern: torch.Tensor = run(self, build(attn_scores), dtype)
+    pattern: torch.Tensor = run(self, promises.build(attn_scores), dtype)
     return pattern
+
+
+def _process_output(self: Any, output: Any) -> Any:
+    """`JointQKVAttentionBridge._process_output`, which keeps no promised pattern.
+
+    It would hold the block's queries and keys until the next forward.
+    """
+    processed = original(JointQKVAttentionBridge, "_process_output")(self, output)
+    if is_promise(self._pattern):
+        self._pattern = None
+    return processed

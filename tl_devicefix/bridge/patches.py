@@ -15,7 +15,6 @@ from tl_devicefix.bridge import gathering as bridge_gathering
 from tl_devicefix.patching.patch import Patch
 from tl_devicefix.reading import gathering
 from tl_devicefix.reading.patches import CACHING, GATHERED, gathers
-from tl_devicefix.running import forward
 
 BRIDGE = {"owner": "TransformerBridge", "since": "3.9", "until": "4"}
 IN_4 = {**BRIDGE, "since": "4.0"}
@@ -45,6 +44,13 @@ PATCHES = (
         )
     ),
     Patch(
+        "_process_output",
+        attention._process_output,
+        ("self", "output"),
+        "no promised pattern is kept after the block",
+        **{**IN_4, "owner": "JointQKVAttentionBridge"},
+    ),
+    Patch(
         "boot_transformers",
         loading.boot_transformers,
         ("model_name", "device", "dtype", "hf_model", "device_map", "n_devices", "max_memory"),
@@ -63,9 +69,9 @@ PATCHES = (
     ),
     Patch(
         "forward",
-        forward.forward,
+        attention.forward,
         ("self", "input", "return_type"),
-        "what leaves the model is at home",
+        "what leaves the model is at home; no mask is made for blocks without scores",
         **BRIDGE,
     ),
     *(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,8 +10,11 @@ import pytest
 import torch
 from comparison import assert_agrees
 from hf_models import N_LAYERS
+from shapes_made import ShapesMade
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import tl_devicefix
+from tl_devicefix.attending.scores import Scores
 from tl_devicefix.patching.versions import has_hooked_transformer
 
 pytestmark = [
@@ -88,6 +92,7 @@ def test_logits_and_gradients(
         assert_agrees(actual, expected)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("compatible", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
 def test_padding(
@@ -166,3 +171,90 @@ def test_booted_so_over_several_devices(
 def test_a_way_that_is_not_there(boot: Any) -> None:
     with pytest.raises(ValueError, match="no attention 'sdp': did you mean 'sdpa'"):
         boot("llama", attention="sdp")
+
+
+LONG = torch.full((1, 29), 7)
+"""As many tokens as no other size is."""
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("compatible", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "pythia"])
+def test_nothing_of_every_query_and_key_is_made(name: str, compatible: bool, sdpa: Any) -> None:
+    bridge, run = sdpa(name, compatible=compatible), with_gradients(LONG)
+
+    with ShapesMade() as made:
+        run(bridge)
+    with ShapesMade() as as_installed:
+        installed(bridge, run)
+
+    assert not made.of_pairs(29)
+    assert {(1, 1, 29, 29), (1, 4, 29, 29)} <= set(as_installed.of_pairs(29))
+
+
+@torch.no_grad()
+def test_nothing_of_every_query_and_key_is_made_on_several_devices(boot: Any, machine: Any) -> None:
+    bridge = boot("llama", n_devices=4, attention="sdpa")
+
+    with ShapesMade() as made:
+        bridge(LONG.to("sim:0"))
+
+    assert not made.of_pairs(29)
+
+
+@torch.no_grad()
+def test_a_block_that_listens_has_the_mask_built(sdpa: Any) -> None:
+    bridge = sdpa("llama", compatible=False)
+    name = "blocks.0.attn.hook_pattern"
+
+    with ShapesMade() as made:
+        _, cache = bridge.run_with_cache(LONG, names_filter=name)
+
+    assert (1, 1, 29, 29) in made.of_pairs(29)
+    expected = installed(bridge, lambda bridge: bridge.run_with_cache(LONG, names_filter=name))
+    assert_agrees(cache[name], expected[1][name], tolerance=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_no_pattern_is_held_after_a_forward(name: str, sdpa: Any, tokens: torch.Tensor) -> None:
+    bridge = sdpa(name, compatible=False)
+
+    bridge(tokens)
+
+    assert not any(type(each) is Scores for each in gc.get_objects())
+
+
+def test_transformers_masks_are_its_own_after_a_forward(sdpa: Any, tokens: torch.Tensor) -> None:
+    bridge, there = sdpa("llama", compatible=False), ALL_MASK_ATTENTION_FUNCTIONS["eager"]
+    during = []
+    block = bridge.blocks[0].register_forward_hook(
+        lambda *_: during.append(ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+    )
+    try:
+        bridge(tokens)
+        with pytest.raises(IndexError):
+            bridge(tokens + 1000)
+    finally:
+        block.remove()
+
+    assert during[0] is not there
+    assert ALL_MASK_ATTENTION_FUNCTIONS["eager"] is there
+
+
+def test_a_function_for_masks_of_a_user_s_own(sdpa: Any, tokens: torch.Tensor) -> None:
+    bridge = sdpa("llama", compatible=False)
+    there = ALL_MASK_ATTENTION_FUNCTIONS["eager"]
+
+    def everything(**options: Any) -> torch.Tensor:
+        return torch.zeros_like(there(**options))
+
+    ALL_MASK_ATTENTION_FUNCTIONS["eager"] = everything
+    try:
+        actual, expected = bridge(tokens), installed(bridge, lambda bridge: bridge(tokens))
+        assert ALL_MASK_ATTENTION_FUNCTIONS["eager"] is everything
+    finally:
+        del ALL_MASK_ATTENTION_FUNCTIONS["eager"]
+
+    assert_agrees(actual, expected)
+    assert not torch.allclose(actual, bridge(tokens))
