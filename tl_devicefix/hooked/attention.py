@@ -40,12 +40,16 @@ def forward_of_model(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """`AbstractAttention.forward`, which appends to a KV cache in place."""
+    run = original(AbstractAttention, "forward")
+    if not is_chosen(self):
+        output: torch.Tensor = run(self, *args, **kwargs)
+        return output
     entry = kwargs.get("past_kv_cache_entry")
-    if entry is not None and is_chosen(self) and _appends_as_ever(entry):
+    if entry is not None and _appends_as_ever(entry):
         kwargs["past_kv_cache_entry"] = GrowingEntry(entry)
     token = _running.set(self)
     try:
-        output: torch.Tensor = original(AbstractAttention, "forward")(self, *args, **kwargs)
+        output = run(self, *args, **kwargs)
         return output
     finally:
         _running.reset(token)
@@ -72,7 +76,9 @@ def apply_rotary(
         rotated: torch.Tensor = run(self, part, past_kv_pos_offset + offset, attention_mask)
         return rotated
 
-    rotated = rotated_once(self, x, attention_mask, rotate) if past_kv_pos_offset == 0 else None
+    rotated = None
+    if past_kv_pos_offset == 0 and is_chosen(self):
+        rotated = rotated_once(self, x, attention_mask, rotate)
     return rotate(x, 0) if rotated is None else rotated
 
 
@@ -88,14 +94,20 @@ def calculate_grouped_attention_scores(self: Any, q: torch.Tensor, k: torch.Tens
 
 def _scores(cls: type, attention: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     run = original(cls, "calculate_attention_scores")
-    # The one that a class of TransformerLens's overrides is called for scores that are to be built.
-    is_called_by_another = original(type(attention), "calculate_attention_scores") is not run
-    is_users = is_called_by_another or _running.get() is not attention
-    if is_users or not goes_without_scores(attention) or not _can_promise(attention, q, k):
+    if not is_chosen(attention) or not _is_asked_for_scores(attention, run, q, k):
         built: torch.Tensor = run(attention, q, k)
         return built
     parts = Parts(q.transpose(1, 2), k.transpose(1, 2), 1 / attention.attn_scale)
     return promise(parts, lambda: run(attention, q, k))
+
+
+def _is_asked_for_scores(attention: Any, run: Any, q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether the block's own forward asks for scores that need not be built."""
+    # The one that a class of TransformerLens's overrides is called for scores that are to be built.
+    is_called_by_another = original(type(attention), "calculate_attention_scores") is not run
+    if is_called_by_another or _running.get() is not attention:
+        return False
+    return goes_without_scores(attention) and _can_promise(attention, q, k)
 
 
 def _can_promise(attention: Any, q: torch.Tensor, k: torch.Tensor) -> bool:
