@@ -71,15 +71,18 @@ def apply_rotary(
 ) -> torch.Tensor:
     """`apply_rotary`, which rotates keys of a KV cache once."""
 
-    def rotate(part: torch.Tensor, offset: int) -> torch.Tensor:
-        run = original(AbstractAttention, "apply_rotary")
-        rotated: torch.Tensor = run(self, part, past_kv_pos_offset + offset, attention_mask)
-        return rotated
-
-    rotated = None
+    run = original(AbstractAttention, "apply_rotary")
+    rotated: torch.Tensor | None = None
     if past_kv_pos_offset == 0 and is_chosen(self):
+
+        def rotate(part: torch.Tensor, offset: int) -> torch.Tensor:
+            some: torch.Tensor = run(self, part, offset, attention_mask)
+            return some
+
         rotated = rotated_once(self, x, attention_mask, rotate)
-    return rotate(x, 0) if rotated is None else rotated
+    if rotated is None:
+        rotated = run(self, x, past_kv_pos_offset, attention_mask)
+    return rotated
 
 
 def calculate_attention_scores(self: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -128,17 +131,17 @@ def apply_causal_mask(
     attention_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`apply_causal_mask`, which makes no mask for scores that are only promised."""
+    run = original(AbstractAttention, "apply_causal_mask")
 
-    def apply(built: torch.Tensor) -> torch.Tensor:
-        run = original(AbstractAttention, "apply_causal_mask")
-        masked: torch.Tensor = run(self, built, past_kv_pos_offset, attention_mask)
+    def apply(scores: torch.Tensor) -> torch.Tensor:
+        masked: torch.Tensor = run(self, build(scores), past_kv_pos_offset, attention_mask)
         return masked
 
     if is_promise(attn_scores):
         causal = _causal(self, attn_scores, past_kv_pos_offset, attention_mask)
         if causal is not None:
             return see(attn_scores, apply, causal)
-    return apply(build(attn_scores))
+    return apply(attn_scores)
 
 
 def _causal(
@@ -176,8 +179,7 @@ def calculate_grouped_z_scores(self: Any, v: torch.Tensor, pattern: torch.Tensor
 
 
 def _z_scores(cls: type, attention: Any, v: torch.Tensor, pattern: torch.Tensor) -> torch.Tensor:
-    by_head = v.transpose(1, 2)
-    if can_mix(pattern, by_head):
+    if is_promise(pattern) and can_mix(pattern, by_head := v.transpose(1, 2)):
         mixed = mix(pattern, by_head, is_edited=listens(attention.hook_z))
         z: torch.Tensor = attention.hook_z(mixed.transpose(1, 2))
     else:
