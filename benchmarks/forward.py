@@ -2,17 +2,18 @@
 
     python benchmarks/forward.py [--size 1.1B] [--dtypes float32 bfloat16] [--device cpu]
                                  [--tokens 128 1024 8192] [--batches 1 8] [--context 1024]
-                                 [--rounds 1] [--limit 600] [--bridge] [--json FILE]
+                                 [--repeats 5] [--threads 2] [--limit 600] [--bridge] [--json FILE]
 
 A Llama with random weights is loaded by transformers (eager, and with SDPA), by TransformerLens
-without this package, and by this package as installed and with `attention(model, "sdpa")`. Each
-prefills `--tokens`, and generates `--new` tokens behind `--context` tokens in a KV cache, for
-`--batches`. Every measurement is in a process of its own, the ways taking turns.
+without this package, and by this package as installed and with `attention(model, "sdpa")`, each in
+a process of its own. Each prefills `--tokens`, and generates `--new` tokens behind `--context`
+tokens in a KV cache, for `--batches`: they take turns, one forward or token each, as machines are
+not equally fast all the time.
 
-Wall and CPU seconds are the median of some forwards, after a short one; for generation they are
-those of one token for all of the batch. Memory is what the process's anonymous memory (RssAnon), or
-the device's, was at its peak beyond what it was once the model was loaded. What would not fit in
-memory, or takes more than `--limit` seconds, is left out, and said.
+Wall and CPU seconds are medians; for generation those of one token for all of the batch. Ratios are
+medians of the ratios of forwards that were side by side. Memory is what the process's anonymous
+memory (RssAnon), or the device's, was at its peak beyond what it was once the model was loaded.
+What would not fit in memory, or takes more than `--limit` seconds, is left out, and said.
 
 With `--bridge`, and where TransformerLens has no HookedTransformer, a TransformerBridge is booted.
 """
@@ -20,15 +21,18 @@ With `--bridge`, and where TransformerLens has no HookedTransformer, a Transform
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
 import os
+import select
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -54,8 +58,8 @@ FLOORS = ("transformers sdpa", "TransformerLens")
 BYTES_OF_A_SCORE = 17
 """At the peak, where scores are built: scores, pattern, where it is NaN, zeros, and the result."""
 
-SECONDS = 2.0
-"""How long short forwards are repeated."""
+Result = dict[str, list[dict[str, Any]]]
+"""Name of a way -> what each of its steps took."""
 
 
 @dataclass(frozen=True)
@@ -148,87 +152,123 @@ def continuing(way: str, model: Any, bridge: bool, batch: int) -> Callable[[torc
     return lambda tokens: model(tokens, past_kv_cache=past)
 
 
-def run_in_this_process(cell: Cell, device: str, bridge: bool, repeats: int, limit: float) -> None:
-    """Measure one cell, telling the parent process when the model is loaded."""
-    model = load(cell.way, getattr(torch, cell.dtype), device, bridge)
-    forward = forward_of(cell.way, model, bridge)
-    tokens = torch.randint(3, 1000, (cell.batch, cell.tokens)).to(device)
+def answer(way: str, dtype: str, device: str, bridge: bool, threads: int) -> None:
+    """Load a model, and do what the parent process asks for line by line."""
+    torch.set_num_threads(threads)
+    model = load(way, getattr(torch, dtype), device, bridge)
     on_gpu = torch.device(device).type == "cuda"
-    timed: list[tuple[float, float]] = []
-
-    def time_it(run: Callable[[torch.Tensor], Any], given: torch.Tensor) -> torch.Tensor:
-        wall, cpu = time.perf_counter(), time.process_time()
-        logits = run(given)
-        if on_gpu:
-            torch.cuda.synchronize()
-        timed.append((time.perf_counter() - wall, time.process_time() - cpu))
-        return logits[:, -1:].argmax(-1)
-
     with torch.inference_mode():
-        forward(tokens[:, :16])
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        at_start = torch.cuda.memory_allocated() if on_gpu else 0
-        print("MEASURE start", flush=True)
-        sys.stdin.readline()
-        begun = time.perf_counter()
+        forward_of(way, model, bridge)(torch.randint(3, 1000, (1, 16)).to(device))
+        tell()
+        for line in sys.stdin:
+            cell = Cell(**json.loads(line))
+            if on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+            at_start = torch.cuda.memory_allocated() if on_gpu else 0
+            for wall, cpu in steps(cell, model, device, bridge):
+                peak = torch.cuda.max_memory_allocated() - at_start if on_gpu else None
+                tell(wall_s=wall, cpu_s=cpu, device_peak=peak)
+                if sys.stdin.readline() != "go on\n":
+                    break
+            gc.collect()
+            ctypes.CDLL(None).malloc_trim(0)  # or what was freed would count for what comes next
+            tell()
+
+
+def tell(**found: Any) -> None:
+    """Give the parent process what was found."""
+    print("MEASURED", json.dumps(found), flush=True)
+
+
+def steps(cell: Cell, model: Any, device: str, bridge: bool) -> Iterator[tuple[float, float]]:
+    """Wall and CPU seconds of forwards, or of tokens, one at a time; the first is to begin."""
+    tokens = torch.randint(3, 1000, (cell.batch, cell.tokens)).to(device)
+    run = forward_of(cell.way, model, bridge)
+    if cell.new:
+        run = continuing(cell.way, model, bridge, cell.batch)
+    while True:
+        wall, cpu = time.perf_counter(), time.process_time()
+        logits = run(tokens)
+        if logits.is_cuda:
+            torch.cuda.synchronize()
+        yield time.perf_counter() - wall, time.process_time() - cpu
         if cell.new:
-            run = continuing(cell.way, model, bridge, cell.batch)
-            token = time_it(run, tokens)
-            timed.clear()
-            for _ in range(cell.new):
-                token = time_it(run, token)
-        else:
-            while is_wanted(len(timed), time.perf_counter() - begun, repeats, limit):
-                time_it(forward, tokens)
-    device_peak = torch.cuda.max_memory_allocated() - at_start if on_gpu else None
-    wall, cpu = (statistics.median(each) for each in zip(*timed))
-    print("MEASURE", json.dumps({"wall_s": wall, "cpu_s": cpu, "device_peak": device_peak}))
+            tokens = logits[:, -1:].argmax(-1)
 
 
-def is_wanted(done: int, seconds: float, repeats: int, limit: float) -> bool:
-    """Whether one more forward is to be timed, after some that took so long in all."""
-    return done == 0 or (seconds < limit / 3 and (done < repeats or seconds < SECONDS))
+class Way:
+    """A process that has loaded a model in one way, and its memory as seen from here.
 
+    Args:
+        name: of `WAYS`.
+        dtype: the model's.
+        cache: the hub cache with the checkpoint.
+        arguments: the command line.
+    """
 
-def measure(cache: Path, cell: Cell, arguments: argparse.Namespace) -> dict[str, Any] | str:
-    """Measure one cell in a new process, and its memory from here; why not, if it cannot be."""
-    offline = {"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "TL_DEVICEFIX_DISABLE": ""}
-    told = [arguments.device, arguments.bridge, arguments.repeats, arguments.limit]
-    with tempfile.TemporaryFile("w+") as stderr:  # a pipe that nobody reads could fill
-        child = subprocess.Popen(
-            [sys.executable, "-W", "ignore", __file__, "--run", json.dumps([asdict(cell), *told])],
+    def __init__(self, name: str, dtype: str, cache: Path, arguments: argparse.Namespace) -> None:
+        self._limit, self._size = arguments.limit, arguments.size
+        self._device = arguments.device
+        self._ended: str | None = None
+        self.why: str | None = None
+        """Why it can tell nothing."""
+        offline = {"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "TL_DEVICEFIX_DISABLE": ""}
+        told = json.dumps([name, dtype, arguments.device, arguments.bridge, arguments.threads])
+        # A file, as a pipe that nobody reads could fill.
+        self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._child = subprocess.Popen(
+            [sys.executable, "-W", "ignore", __file__, "--answer", told],
             env={**os.environ, **offline},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
+            stderr=self._stderr,
+            bufsize=0,
         )
-        assert child.stdin is not None
-        assert child.stdout is not None
-        while (line := child.stdout.readline()) and not line.startswith("MEASURE start"):
-            pass
-        at_start = peak = anonymous_memory(child.pid)
-        until = time.monotonic() + arguments.limit
-        if line:
-            child.stdin.write("\n")
-            child.stdin.flush()
-        while child.poll() is None:
-            peak = max(peak, anonymous_memory(child.pid))
-            time.sleep(0.005)
+        self.wait()
+        self._at_start = self.peak = anonymous_memory(self._child.pid)
+
+    def begin(self, cell: Cell) -> dict[str, Any] | None:
+        """Do the first step of a cell; None if it cannot, and why is in `why`."""
+        self.peak = self._at_start
+        self.why = self._ended or why_too_large(cell, self._size, self._device)
+        return None if self.why else self.ask(json.dumps(asdict(cell)))
+
+    def ask(self, line: str) -> dict[str, Any] | None:
+        """What the process answers to a line; None if it cannot."""
+        assert self._child.stdin is not None
+        if self._ended is not None:
+            return None
+        self._child.stdin.write(f"{line}\n".encode())
+        found = self.wait()
+        if found and found.get("device_peak") is None:
+            found["device_peak"] = self.peak - self._at_start
+        return found
+
+    def wait(self) -> dict[str, Any] | None:
+        """Wait for an answer, looking at the process's memory meanwhile."""
+        assert self._child.stdout is not None
+        until = time.monotonic() + self._limit
+        while True:
+            self.peak = max(getattr(self, "peak", 0), anonymous_memory(self._child.pid))
+            if select.select([self._child.stdout], [], [], 0.005)[0]:
+                line = self._child.stdout.readline().decode()
+                if line.startswith("MEASURED"):
+                    return dict(json.loads(line.removeprefix("MEASURED")))
+                if not line:
+                    self._stderr.seek(0)
+                    said = self._stderr.read().strip().splitlines() or ["nothing said"]
+                    return self._end(f"ended with {self._child.wait()}: {said[-1][:200]}")
             if time.monotonic() > until:
-                child.kill()
-                child.wait()
-                return f"took more than {arguments.limit:.0f} s"
-        output = child.stdout.read()
-        if child.returncode:
-            stderr.seek(0)
-            said = stderr.read().strip().splitlines() or ["nothing said"]
-            return f"ended with {child.returncode}: {said[-1][:200]}"
-    results = next(line for line in output.splitlines() if line.startswith("MEASURE"))
-    found = json.loads(results.removeprefix("MEASURE"))
-    in_device = found.pop("device_peak")
-    return {**found, "peak": peak - at_start if in_device is None else in_device}
+                return self._end(f"took more than {self._limit:.0f} s")
+
+    def end(self) -> None:
+        """End the process."""
+        self._child.kill()
+        self._child.wait()
+
+    def _end(self, why: str) -> None:
+        self.why = self._ended = why
+        self.end()
 
 
 def anonymous_memory(pid: int) -> int:
@@ -244,14 +284,10 @@ def anonymous_memory(pid: int) -> int:
 def why_too_large(cell: Cell, size: str, device: str) -> str | None:
     """Why a cell would not fit in the memory that is free now; None if it would."""
     shape, itemsize = SIZES[size], getattr(torch, cell.dtype).itemsize
-    hidden, layers, vocab = (shape[f"{n}_size"] for n in ("hidden", "intermediate", "vocab"))
-    of_heads = 2 + 2 * shape["num_key_value_heads"] / shape["num_attention_heads"]
-    a_block = hidden * (of_heads * hidden + 3 * layers)
-    weights = itemsize * (shape["num_hidden_layers"] * a_block + 2 * vocab * hidden)
-    logits = itemsize * cell.batch * cell.tokens * vocab
+    logits = itemsize * cell.batch * cell.tokens * shape["vocab_size"]
     builds = cell.way not in ("transformers sdpa", "here sdpa")
     scores = cell.batch * shape["num_attention_heads"] * cell.tokens**2 * BYTES_OF_A_SCORE
-    needed = weights + logits + builds * scores
+    needed = logits + builds * scores
     free = free_memory(device)
     if needed <= free:
         return None
@@ -266,58 +302,63 @@ def free_memory(device: str) -> int:
     return next(int(each.split()[1]) * 1024 for each in lines if each.startswith("MemAvailable"))
 
 
-def compare(cache: Path, cells: list[Cell], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Each way's medians of one thing, or why there are none."""
-    runs: dict[str, Any] = {cell.way: [] for cell in cells}
-    for _ in range(arguments.rounds):
-        for cell in cells:
-            if isinstance(runs[cell.way], str):
-                continue
-            why = why_too_large(cell, arguments.size, arguments.device)
-            found = why or measure(cache, cell, arguments)
-            if isinstance(found, str):
-                runs[cell.way] = found
-            else:
-                runs[cell.way].append(found)
-    return {
-        way: of_way
-        if isinstance(of_way, str)
-        else {key: statistics.median(run[key] for run in of_way) for key in of_way[0]}
-        for way, of_way in runs.items()
-    }
+def compare(ways: dict[str, Way], cells: list[Cell], arguments: argparse.Namespace) -> Result:
+    """What each way took for each step of one thing; nothing if it could not, with why in it.
+
+    The first step is left out if there are others: for what is generated it is the prefill.
+    """
+    found = {cell.way: [first] for cell in cells if (first := ways[cell.way].begin(cell))}
+    until = time.monotonic() + arguments.limit
+    for _ in range(cells[0].new or arguments.repeats):
+        for name, steps in found.items():
+            if time.monotonic() < until and (step := ways[name].ask("go on")):
+                steps.append(step)
+    for name in found:
+        ways[name].ask("enough")
+    return {cell.way: found.get(cell.way, [])[1:] or found.get(cell.way, []) for cell in cells}
 
 
-def show(what: str, result: dict[str, Any]) -> None:
+def show(what: str, result: Result, ways: dict[str, Way]) -> None:
     """Print the table of one thing: what it takes, and over others."""
     over = "".join(f" | {'/ ' + floor:^23}" for floor in FLOORS)
     print(f"\n{what:<44}{over}")
     ratios = " | " + " ".join(f"{name:>7}" for name in ("wall", "CPU", "memory"))
     print(f"{'':<19}{'wall s':>8} {'CPU s':>8} {'MB':>7}{ratios * len(FLOORS)}")
-    for way, run in result.items():
-        if isinstance(run, str):
-            print(f"{way:<19}left out: {run}")
+    for way, runs in result.items():
+        if not runs:
+            print(f"{way:<19}left out: {ways[way].why}")
             continue
-        line = f"{way:<19}{run['wall_s']:>8.3f} {run['cpu_s']:>8.3f} {run['peak'] / 1e6:>7.0f}"
+        line = f"{way:<19}{median(runs, 'wall_s'):>8.3f} {median(runs, 'cpu_s'):>8.3f}"
+        line += f" {peak(runs) / 1e6:>7.0f}"
         for floor in FLOORS:
-            other = result.get(floor)
-            known = isinstance(other, dict)
-            values = [
-                f"{run[key] / other[key]:>7.2f}" if known and other[key] else f"{'':>7}"
-                for key in ("wall_s", "cpu_s", "peak")
-            ]
-            line += " | " + " ".join(values)
+            others = result.get(floor) or []
+            values = [ratio(runs, others, key) for key in ("wall_s", "cpu_s")]
+            values.append(peak(runs) / peak(others) if others and peak(others) else None)
+            line += " | " + " ".join(f"{'':>7}" if v is None else f"{v:>7.2f}" for v in values)
         print(line, flush=True)
 
 
-def things(arguments: argparse.Namespace) -> list[list[Cell]]:
-    """What is compared: for each thing, the cell of each way."""
+def median(runs: list[dict[str, Any]], key: str) -> float:
+    """Of what each step took."""
+    return statistics.median(run[key] for run in runs)
+
+
+def peak(runs: list[dict[str, Any]]) -> int:
+    """Bytes, beyond what there was when the model had been loaded."""
+    return max(run["device_peak"] for run in runs)
+
+
+def ratio(runs: list[dict[str, Any]], others: list[dict[str, Any]], key: str) -> float | None:
+    """The median of the steps' ratios: each with the other way's step beside it in time."""
+    ratios = [run[key] / other[key] for run, other in zip(runs, others) if other[key]]
+    return statistics.median(ratios) if ratios else None
+
+
+def things(dtype: str, arguments: argparse.Namespace) -> list[list[Cell]]:
+    """What is compared of one dtype: for each thing, the cell of each way."""
     asked = [(1, tokens, 0) for tokens in arguments.tokens]
     asked += [(batch, arguments.context, arguments.new) for batch in arguments.batches]
-    return [
-        [Cell(way, dtype, *thing) for way in arguments.ways]
-        for dtype in arguments.dtypes
-        for thing in asked
-    ]
+    return [[Cell(way, dtype, *thing) for way in arguments.ways] for thing in asked]
 
 
 def parse() -> argparse.Namespace:
@@ -331,9 +372,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--new", type=int, default=16, help="tokens to generate")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
-    parser.add_argument("--rounds", type=int, default=1, help="processes for each measurement")
-    parser.add_argument("--repeats", type=int, default=3, help="forwards in a process")
-    parser.add_argument("--limit", type=float, default=600, help="seconds for a process")
+    parser.add_argument("--repeats", type=int, default=5, help="forwards of each way")
+    parser.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(), help="of torch, on the CPU"
+    )
+    parser.add_argument("--limit", type=float, default=600, help="seconds for a step, or a table")
     parser.add_argument(
         "--bridge",
         action="store_true",
@@ -347,16 +390,15 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     """Measure and print tables; write JSON if asked."""
-    if sys.argv[1:2] == ["--run"]:
-        cell, *told = json.loads(sys.argv[2])
-        run_in_this_process(Cell(**cell), *told)
+    if sys.argv[1:2] == ["--answer"]:
+        answer(*json.loads(sys.argv[2]))
         return
     arguments = parse()
     model = "TransformerBridge" if arguments.bridge else "HookedTransformer"
     print(
         f"{model} of transformer_lens {version('transformer_lens')}, "
         f"transformers {version('transformers')}, torch {version('torch')}, "
-        f"{arguments.size} on {arguments.device}, {os.cpu_count()} cores"
+        f"{arguments.size} on {arguments.device}, {arguments.threads} threads"
     )
     cache = arguments.cache or Path(tempfile.mkdtemp())
     results = {}
@@ -364,10 +406,14 @@ def main() -> None:
         if not list(cache.glob("models--*")):
             positions = max([*arguments.tokens, arguments.context + arguments.new])
             make_checkpoint(cache, arguments.size, positions, arguments.device)
-        for cells in things(arguments):
-            what = str(cells[0])
-            results[what] = compare(cache, cells, arguments)
-            show(what, results[what])
+        for dtype in arguments.dtypes:
+            ways = {name: Way(name, dtype, cache, arguments) for name in arguments.ways}
+            for cells in things(dtype, arguments):
+                what = str(cells[0])
+                results[what] = compare(ways, cells, arguments)
+                show(what, results[what], ways)
+            for way in ways.values():
+                way.end()
     finally:
         if not arguments.cache:
             shutil.rmtree(cache)
