@@ -86,52 +86,57 @@ PATCHES = (
         for name in ("W_E", "W_U", "b_U", "W_pos")
     ),
     *(Patch(name, *row) for name, row in GATHERED.items()),
-    Patch(
-        "forward",
-        attention.forward,
-        ("self", "query_input", "key_input", "value_input", "past_kv_cache_entry"),
-        grows,
-        owner="AbstractAttention",
-    ),
-    Patch(
-        "apply_rotary",
-        attention.apply_rotary,
-        ("self", "x", "past_kv_pos_offset", "attention_mask"),
-        grows,
-        owner="AbstractAttention",
-    ),
     *(
-        Patch(name, replacement, parameters, lazily, owner=owner)
-        for owner, name, replacement, parameters in (
+        Patch(name, replacement, parameters, why, owner=owner)
+        for owner, name, replacement, parameters, why in (
+            (
+                "AbstractAttention",
+                "forward",
+                attention.forward,
+                ("self", "query_input", "key_input", "value_input", "past_kv_cache_entry"),
+                grows,
+            ),
+            (
+                "AbstractAttention",
+                "apply_rotary",
+                attention.apply_rotary,
+                ("self", "x", "past_kv_pos_offset", "attention_mask"),
+                grows,
+            ),
             (
                 "AbstractAttention",
                 "calculate_attention_scores",
                 attention.calculate_attention_scores,
                 ("self", "q", "k"),
+                lazily,
             ),
             (
                 "GroupedQueryAttention",
                 "calculate_attention_scores",
                 attention.calculate_grouped_attention_scores,
                 ("self", "q", "k"),
+                lazily,
             ),
             (
                 "AbstractAttention",
                 "apply_causal_mask",
                 attention.apply_causal_mask,
                 ("self", "attn_scores", "past_kv_pos_offset", "attention_mask"),
+                lazily,
             ),
             (
                 "AbstractAttention",
                 "calculate_z_scores",
                 attention.calculate_z_scores,
                 ("self", "v", "pattern"),
+                lazily,
             ),
             (
                 "GroupedQueryAttention",
                 "calculate_z_scores",
                 attention.calculate_grouped_z_scores,
                 ("self", "v", "pattern"),
+                lazily,
             ),
         )
     ),
