@@ -160,3 +160,39 @@ def test_within_autocast(on_cpu: Any, tokens: torch.Tensor) -> None:
         return float((logits.float() - exact).abs().mean())
 
     assert 0 < distance("sdpa") <= 1.1 * distance("as_installed")
+
+
+def test_a_mask_that_is_changed_where_torch_does_not_count_is_seen(
+    on_cpu: Any, tokens: torch.Tensor
+) -> None:
+    array = torch.ones_like(tokens).numpy()
+    mask = torch.from_numpy(array)
+
+    def run(model: Any) -> Any:
+        array[:] = 1
+        whole = model(tokens, attention_mask=mask)
+        array[0, :3] = 0
+        padded = model(tokens, attention_mask=mask)
+        mask.data[0, :2] = 1
+        return whole, padded, model(tokens, attention_mask=mask)
+
+    assert_either_way(on_cpu("llama"), run)
+
+
+@pytest.mark.parametrize("name", ["q", "rot_k"])
+def test_a_hook_that_asks_for_scores_gets_scores(
+    name: str, on_cpu: Any, tokens: torch.Tensor
+) -> None:
+    model, found = on_cpu("llama"), []
+    attention = model.blocks[1].attn
+
+    def ask(value: torch.Tensor, hook: Any) -> None:
+        heads = value.new_ones(1, 4, attention.cfg.n_heads, attention.cfg.d_head)
+        keys = value.new_ones(1, 4, attention.cfg.n_key_value_heads, attention.cfg.d_head)
+        found.append(attention.calculate_attention_scores(heads, keys))
+
+    with tl_devicefix.attention(model, "sdpa"):
+        model.run_with_hooks(tokens, fwd_hooks=[(f"blocks.1.attn.hook_{name}", ask)])
+
+    assert type(found[0]) is torch.Tensor
+    assert found[0].shape == (1, attention.cfg.n_heads, 4, 4)

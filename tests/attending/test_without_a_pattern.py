@@ -35,7 +35,7 @@ def sdpa(on_cpu: Any) -> Iterator[Callable[[str], Any]]:
         return model
 
     yield get
-    for each in chosen:
+    for each in reversed(chosen):
         each.__exit__(None, None, None)
 
 
@@ -480,6 +480,32 @@ def test_loaded_so(from_pretrained: Any, tokens: torch.Tensor, fused_blocks: lis
     model(tokens)
 
     assert len(fused_blocks) == N_LAYERS
+
+
+def test_a_while_may_be_entered_again(
+    on_cpu: Any, tokens: torch.Tensor, fused_blocks: list[int]
+) -> None:
+    model = on_cpu("llama")
+    sdpa = tl_devicefix.attention(model, "sdpa")
+    for _ in range(2):
+        fused_blocks.clear()
+        with sdpa:
+            model(tokens)
+        assert len(fused_blocks) == model.cfg.n_layers
+        model(tokens)
+        assert len(fused_blocks) == model.cfg.n_layers
+
+
+def test_what_is_in_the_way_is_said(sdpa: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = sdpa("llama")
+    monkeypatch.setattr(model.blocks[1].attn, "IGNORE", torch.tensor(-1e5))
+    said = tl_devicefix.attention(model)
+    assert said.blocks["blocks.1.attn"] == "as installed: its IGNORE is not minus infinity"
+    assert said.blocks["blocks.2.attn"] == "sdpa"
+    with tl_devicefix.unpatched():
+        assert said.blocks["blocks.2.attn"] == "as installed: TransformerLens is unpatched"
+        with pytest.raises(RuntimeError, match=r"call tl_devicefix\.apply"):
+            tl_devicefix.attention(model, "sdpa")
 
 
 def test_a_way_that_is_not_there(on_cpu: Any, from_pretrained: Any) -> None:

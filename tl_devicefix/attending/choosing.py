@@ -6,9 +6,11 @@ import difflib
 from types import TracebackType
 from typing import Any
 
+import torch
 from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.attending.listening import why_never, why_not, why_not_now
+from tl_devicefix.patching.applying import is_applied
 
 AS_INSTALLED, SDPA = "as_installed", "sdpa"
 _WAY = "_tl_devicefix_attention"
@@ -42,8 +44,8 @@ def attention(model: Any, way: str | None = None) -> Attention:
     choose "as_installed".
 
     Args:
-        model: a HookedTransformer, or a TransformerBridge of TransformerLens 4, or a view of one.
-            On whatever devices.
+        model: a HookedTransformer, or a TransformerBridge of TransformerLens 4, on whatever
+            devices; a view or a block of one will do.
         way: "sdpa", "as_installed", or None to change nothing.
 
     Returns:
@@ -51,6 +53,7 @@ def attention(model: Any, way: str | None = None) -> Attention:
 
     Raises:
         ValueError: if there is no such way, or nothing in the model that attends.
+        RuntimeError: if TransformerLens is unpatched.
     """
     return Attention(model, way)
 
@@ -64,7 +67,7 @@ class Attention:
     """
 
     def __init__(self, model: Any, way: str | None) -> None:
-        self._modules = _all_that_attend(model)
+        self._modules = _all_that_attend(model) if isinstance(model, torch.nn.Module) else {}
         if way is not None:
             check_way(way)
         if not self._modules:
@@ -72,14 +75,26 @@ class Attention:
                 f"no module of the {type(model).__name__} attends as TransformerLens's blocks do: "
                 "give a HookedTransformer or a TransformerBridge"
             )
+        if way == SDPA and not is_applied():
+            raise RuntimeError(
+                "TransformerLens is unpatched, so that blocks can only attend as installed: call "
+                "tl_devicefix.apply(), and leave `unpatched`, first"
+            )
         # The model as a whole too, for what a forward makes for all blocks.
         self._chosen = {"": model, **self._modules}
-        self._before = {name: vars(each).get(_WAY) for name, each in self._chosen.items()}
-        if way is not None:
+        self._way = way
+        self._before = self._choose()
+
+    def _choose(self) -> dict[str, str | None] | None:
+        before = {name: vars(each).get(_WAY) for name, each in self._chosen.items()}
+        if self._way is not None:
             for each in self._chosen.values():
-                _choose(each, way)
+                _choose(each, self._way)
+        return before
 
     def __enter__(self) -> Attention:
+        if self._before is None:  # entered again
+            self._before = self._choose()
         return self
 
     def __exit__(
@@ -88,8 +103,9 @@ class Attention:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for name, module in self._chosen.items():
-            _choose(module, self._before[name])
+        before, self._before = self._before or {}, None
+        for name, way in before.items():
+            _choose(self._chosen[name], way)
 
     @property
     def blocks(self) -> dict[str, str]:
@@ -109,7 +125,7 @@ def check_way(way: str) -> None:
         ValueError: if there is not.
     """
     if way not in (SDPA, AS_INSTALLED):
-        close = difflib.get_close_matches(str(way), (SDPA, AS_INSTALLED), n=1, cutoff=0.3)
+        close = difflib.get_close_matches(str(way).lower(), (SDPA, AS_INSTALLED), n=1, cutoff=0.3)
         hint = f"did you mean {close[0]!r}?" if close else "give 'sdpa' or 'as_installed'"
         raise ValueError(f"there is no attention {way!r}: {hint}")
 
@@ -141,5 +157,7 @@ def _choose(module: Any, way: str | None) -> None:
 def _said(module: Any) -> str:
     if not is_chosen(module):
         return "as installed"
+    if not is_applied():
+        return "as installed: TransformerLens is unpatched"
     why = why_never(module) or why_not_now(module)
     return SDPA if why is None else f"as installed: {why}"

@@ -132,6 +132,20 @@ def _with_version(mask: torch.Tensor | None) -> tuple[torch.Tensor, int] | None:
     return None if mask is None else (as_now(mask), as_now(mask)._version)
 
 
+Tables = list[tuple[torch.Tensor, int | None]]
+
+
+def _tables_of(attention: Any) -> Tables:
+    """A block's rotary tables, and how often they were changed."""
+    tables = attention.rotary_cos, attention.rotary_sin
+    return [(each, None if each.is_inference() else each._version) for each in tables]
+
+
+def _same(before: Tables, now: Tables) -> bool:
+    """Whether they are the tables of before; rotating may have made others."""
+    return all(one is other and n == m for (one, n), (other, m) in zip(before, now))
+
+
 class _Grown:
     """What an entry's keys and values are the beginning of.
 
@@ -144,7 +158,7 @@ class _Grown:
         self._values: _Room | None = None
         self._past: tuple[torch.Tensor, torch.Tensor] = entry.past_keys, entry.past_values
         self._rotated: _Room | None = None
-        self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._tables: Tables | None = None
         # The mask of when they were rotated, and its version, as it may be edited since.
         self._mask: tuple[torch.Tensor, int] | None = None
 
@@ -179,14 +193,14 @@ class _Grown:
         there = self._rotated
         if there is not None and self._still_holds(there, keys, mask):
             new = rotate(keys[:, there.length :], there.length)
-            if self._tables_of(attention, keys.shape[1]):
+            if self._tables is not None and _same(self._tables, _tables_of(attention)):
                 if keys.shape[1] > there.is_full_at:
                     there = _with_room(there.append(new[:, :0]), keys.shape[1])
                 self._rotated, self._mask = there, _with_version(mask)
                 return there.append(new)
         everything = rotate(keys, 0)
         self._rotated = _with_room(everything, keys.shape[1])
-        self._tables = attention.rotary_cos, attention.rotary_sin
+        self._tables = _tables_of(attention)
         self._mask = _with_version(mask)
         return self._rotated.append(everything[:, :0])
 
@@ -197,13 +211,6 @@ class _Grown:
             return mask is None and self._mask is None
         earlier, version = self._mask
         return version == earlier._version and same_start(mask, earlier)
-
-    def _tables_of(self, attention: Any, n_keys: int) -> bool:
-        """Whether the tables are those of before; rotating may have made others."""
-        return self._tables is not None and all(
-            now is before
-            for now, before in zip((attention.rotary_cos, attention.rotary_sin), self._tables)
-        )
 
     # A copy of an entry, or one that was saved, begins anew.
 

@@ -44,10 +44,10 @@ def promise(source: torch.Tensor, is_edited: bool = False) -> Heads:
 
 
 def _is_plain(heads: Any) -> bool:
-    return isinstance(heads, Heads) and heads.stage == AS_THEY_ARE and not heads.is_transposed
+    return heads.stage == AS_THEY_ARE and not heads.is_transposed
 
 
-@rule(torch.Tensor.__getitem__)
+@rule(Heads, torch.Tensor.__getitem__)
 def _with_an_axis(heads: Any, key: Any) -> Any:
     """The first step of transformers' `repeat_kv`."""
     if not _is_plain(heads) or heads.groups != 1 or key != _AN_AXIS:
@@ -56,7 +56,7 @@ def _with_an_axis(heads: Any, key: Any) -> Any:
     return after(heads, lambda k: k[key], (batch, n, 1, pos, width), stage=WITH_AN_AXIS)
 
 
-@rule(torch.Tensor.expand)
+@rule(Heads, torch.Tensor.expand)
 def _expand(heads: Any, *shape: Any) -> Any:
     if heads.stage != WITH_AN_AXIS or len(shape) != 5:
         return NotImplemented
@@ -66,7 +66,7 @@ def _expand(heads: Any, *shape: Any) -> Any:
     return after(heads, lambda k: k.expand(*shape), shape, stage=EXPANDED, groups=groups)
 
 
-@rule(torch.Tensor.reshape)
+@rule(Heads, torch.Tensor.reshape)
 def _reshape(heads: Any, *shape: Any) -> Any:
     if heads.stage != EXPANDED:
         return NotImplemented
@@ -76,7 +76,7 @@ def _reshape(heads: Any, *shape: Any) -> Any:
     return after(heads, lambda k: k.reshape(*shape), shape, stage=AS_THEY_ARE)
 
 
-@rule(torch.Tensor.repeat_interleave)
+@rule(Heads, torch.Tensor.repeat_interleave)
 def _repeat(heads: Any, repeats: Any, dim: Any = None) -> Any:
     if not _is_plain(heads) or heads.groups != 1 or not isinstance(repeats, int) or dim != 1:
         return NotImplemented
@@ -89,7 +89,7 @@ def _repeat(heads: Any, repeats: Any, dim: Any = None) -> Any:
     )
 
 
-@rule(torch.Tensor.transpose)
+@rule(Heads, torch.Tensor.transpose)
 def _transpose(heads: Any, one: int, other: int) -> Any:
     if not _is_plain(heads) or {one % 4, other % 4} != {2, 3}:
         return NotImplemented
@@ -98,10 +98,10 @@ def _transpose(heads: Any, one: int, other: int) -> Any:
     return after(heads, step, (batch, n, width, pos), is_transposed=True)
 
 
-@rule(torch.matmul, torch.Tensor.matmul)
+@rule(Heads, torch.matmul, torch.Tensor.matmul, at=1)
 def _matmul(one: Any, heads: Any, **options: Any) -> Any:
     """Queries by keys: scores; a pattern by values: what is mixed by it."""
-    if not isinstance(heads, Heads) or heads.stage != AS_THEY_ARE or options:
+    if heads.stage != AS_THEY_ARE or options:
         return NotImplemented
     if heads.is_transposed and not isinstance(one, Promised):
         q, k = one, heads.source

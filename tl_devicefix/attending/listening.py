@@ -10,6 +10,8 @@ import torch
 from torch.nn.modules import module as torch_modules
 from transformer_lens.hook_points import HookPoint
 
+from tl_devicefix.attending.masks import is_minus_infinity
+
 F = TypeVar("F", bound=Callable[..., Any])
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # torch's, which are called for every module.
@@ -63,11 +65,14 @@ def why_never(attention: Any) -> str | None:
         return "it has relative position biases"
     if not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
         return f"attn_scale is {scale}"
+    if not is_minus_infinity(attention.IGNORE):
+        return "its IGNORE is not minus infinity"
     return None
 
 
 _KNOWN = (
     *("forward", "calculate_attention_scores", "apply_causal_mask", "calculate_z_scores"),
+    "_make_causal_mask",
     *("_reconstruct_attention", "_apply_reconstruct_attention_mask", "_masked_softmax"),
     *("_softmax_dropout_pattern", "_scrub_compatibility_pattern_nans", "_process_output"),
 )
@@ -76,8 +81,11 @@ _KNOWN = (
 
 def _is_of_transformer_lens(module: Any, method: str) -> bool:
     """Whether nobody has put another method into a module, or written a class that has one."""
-    owner = next(each for each in type(module).__mro__ if method in vars(each))
-    return method not in vars(module) and owner.__module__.startswith("transformer_lens.")
+    owner = next((each for each in type(module).__mro__ if method in vars(each)), None)
+    if owner is None or method in vars(module):
+        return False
+    made = (owner.__module__, getattr(vars(owner)[method], "__module__", ""))
+    return all(each.startswith(("transformer_lens.", "tl_devicefix.")) for each in made)
 
 
 def _why_never_of_bridge(attention: Any) -> str | None:
@@ -117,9 +125,19 @@ def why_not_now(attention: Any) -> str | None:
             return f"{name} has hooks"
     if not hasattr(attention, "attn_scale") and _listening(attention, "_forward_hooks"):
         return "it has hooks of torch's, which see its pattern"  # a Bridge's gives it too
+    if attention.training and _drops_out(attention):
+        return "its pattern has dropout"
     if any(_GLOBAL_HOOKS):
         return "torch has hooks for every module"
     return why_not_here()
+
+
+def _drops_out(attention: Any) -> bool:
+    """Whether a Bridge's pattern has dropout in training; a HookedTransformer has none."""
+    wrapped = getattr(attention, "original_component", None)
+    found = (getattr(wrapped, name, None) for name in ("attn_dropout", "attention_dropout"))
+    rates = (getattr(each, "p", each) for each in found)
+    return any(isinstance(rate, (int, float)) and rate > 0 for rate in rates)
 
 
 def why_not_here() -> str | None:

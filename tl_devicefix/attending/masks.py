@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Hashable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
@@ -78,7 +78,9 @@ def source_of(mask: torch.Tensor) -> torch.Tensor:
 
 def unpadded(mask: torch.Tensor) -> bool:
     """Whether a mask leaves nothing out. Asked of the device once, so that blocks do not wait."""
-    return _known(source_of(mask), "unpadded", lambda mask: bool(mask.all()), in_rehearsal=True)
+    return _known_of_users(
+        source_of(mask), "unpadded", lambda mask: bool(mask.all()), in_rehearsal=True
+    )
 
 
 def as_now(mask: torch.Tensor) -> torch.Tensor:
@@ -144,7 +146,7 @@ def facts(mask: torch.Tensor, lowest: float) -> Facts:
         is_causal = not adds and bool((seen == causal).all())
         return Facts(is_causal, adds, not is_causal and not bool(seen.any(dim=-1).all()))
 
-    return _known(mask, "facts", find_out, in_rehearsal=Facts(True, False, False))
+    return _known_of_users(mask, "facts", find_out, in_rehearsal=Facts(True, False, False))
 
 
 def seen_by(mask: torch.Tensor, lowest: float) -> torch.Tensor:
@@ -159,7 +161,10 @@ def is_minus_infinity(scalar: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def one_forward() -> Iterator[None]:
-    """Within it, masks of inference mode are taken to stay as they are: nothing counts changes."""
+    """Within it, users' masks stay as they are but for changes that torch counts.
+
+    Those of inference mode, through `.data` and through numpy are not counted.
+    """
     token = _this_forward.set(object())
     try:
         yield
@@ -177,11 +182,31 @@ def _known(
 
     In a rehearsal there are none: masks are taken for causal ones, that leave nothing out.
     """
+    if tensor.is_inference():
+        return _known_of_users(tensor, what, find_out, in_rehearsal)
+    return _known_as(tensor._version, tensor, what, find_out, in_rehearsal)
+
+
+def _known_of_users(
+    tensor: torch.Tensor, what: Hashable, find_out: Callable[[torch.Tensor], F], in_rehearsal: F
+) -> F:
+    """A fact about a tensor's values, found out once in a forward, for as long."""
+    forward = _this_forward.get() or object()
+    state = forward, None if tensor.is_inference() else tensor._version
+    return _known_as(state, tensor, what, find_out, in_rehearsal)
+
+
+def _known_as(
+    state: object,
+    tensor: torch.Tensor,
+    what: Hashable,
+    find_out: Callable[[torch.Tensor], F],
+    in_rehearsal: F,
+) -> F:
     if not has_values(tensor):
         return in_rehearsal
-    state = _this_forward.get() if tensor.is_inference() else tensor._version
-    known: dict[Hashable, tuple[Any, F]] = _found_out.setdefault(tensor, {})
-    if what not in known or known[what][0] != state or state is None:
+    known: dict[Hashable, tuple[object, F]] = _found_out.setdefault(tensor, {})
+    if what not in known or known[what][0] != state:
         known[what] = state, find_out(tensor)
     return known[what][1]
 

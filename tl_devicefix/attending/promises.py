@@ -6,6 +6,7 @@ that led to it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeGuard, TypeVar
 
@@ -41,7 +42,7 @@ class Promised(torch.Tensor):
                 return func(*args, **kwargs)
         if not any(map(_is_built, args)):
             for rule in RULES.get(func, ()):
-                result = rule(*args, **kwargs)
+                result = rule.do(args, kwargs) if rule.is_for(args, kwargs) else NotImplemented
                 if result is not NotImplemented:
                     return result
         return func(*_built(args), **_built(kwargs))
@@ -51,16 +52,52 @@ class Promised(torch.Tensor):
         return repr(build(self))
 
 
-RULES: dict[Any, list[Callable[..., Any]]] = {}
-"""A function -> what does it without values, or returns NotImplemented."""
+class Rule:
+    """How a function of torch is done without values.
+
+    Args:
+        cls: of which promises.
+        known: does it, or returns NotImplemented.
+        at: which of the arguments is such a promise.
+    """
+
+    def __init__(self, cls: type, known: Callable[..., Any], at: int) -> None:
+        self._cls, self._known, self._at = cls, known, at
+        self._signature = inspect.signature(known)
+
+    def is_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether it knows what is done to such arguments, named or not."""
+        if len(args) <= self._at or not isinstance(args[self._at], self._cls):
+            return False
+        try:
+            self._signature.bind(*args, **kwargs)
+        except TypeError:
+            return False
+        return True
+
+    def do(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do it, or return NotImplemented."""
+        return self._known(*args, **kwargs)
 
 
-def rule(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a rule for functions of torch."""
+RULES: dict[Any, list[Rule]] = {}
+"""A function -> what does it without values."""
+
+
+def rule(
+    cls: type, *functions: Any, at: int = 0
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a rule for functions of torch.
+
+    Args:
+        cls: the class of promises that it is for.
+        functions: of torch.
+        at: which of their arguments is such a promise.
+    """
 
     def register(known: Callable[..., Any]) -> Callable[..., Any]:
         for function in functions:
-            RULES.setdefault(function, []).append(known)
+            RULES.setdefault(function, []).append(Rule(cls, known, at))
         return known
 
     return register

@@ -115,7 +115,7 @@ def can_mix(pattern: Any, v: torch.Tensor) -> TypeGuard[Scores]:
     return bool(fits and v.device == k.device == pattern.device)
 
 
-@rule(torch.Tensor.add_)
+@rule(Scores, torch.Tensor.add_)
 def _add_in_place(scores: Any, bias: Any, **options: Any) -> Any:
     if options or not _takes(scores, bias):
         return NotImplemented
@@ -124,9 +124,11 @@ def _add_in_place(scores: Any, bias: Any, **options: Any) -> Any:
     return scores
 
 
-@rule(torch.Tensor.add)
+@rule(Scores, torch.Tensor.add)
 def _add(scores: Any, bias: Any, **options: Any) -> Any:
     if options or not _takes(scores, bias):
+        return NotImplemented
+    if torch.promote_types(scores.dtype, bias.dtype) != scores.dtype:
         return NotImplemented
     parts = replace(scores.parts, biases=(*scores.parts.biases, bias))
     return after(scores, lambda values: values + bias, parts=parts)
@@ -134,7 +136,7 @@ def _add(scores: Any, bias: Any, **options: Any) -> Any:
 
 def _takes(scores: Any, bias: Any) -> bool:
     """Whether scores take a bias: one for all that it is broadcast to, and no part of a graph."""
-    if not isinstance(scores, Scores) or scores.kind != SCORES:
+    if scores.kind != SCORES:
         return False
     if not isinstance(bias, torch.Tensor) or isinstance(bias, Promised):
         return False
@@ -143,9 +145,9 @@ def _takes(scores: Any, bias: Any) -> bool:
     return bias.dim() <= 4 and torch.broadcast_shapes(bias.shape, scores.shape) == scores.shape
 
 
-@rule(torch.Tensor.mul)
+@rule(Scores, torch.Tensor.mul)
 def _scale(scores: Any, factor: Any) -> Any:
-    is_new = isinstance(scores, Scores) and scores.kind == SCORES and not scores.parts.biases
+    is_new = scores.kind == SCORES and not scores.parts.biases
     if not is_new or not isinstance(factor, (int, float)) or scores.parts.causal is not None:
         return NotImplemented
     if not factor > 0:
@@ -154,36 +156,36 @@ def _scale(scores: Any, factor: Any) -> Any:
     return after(scores, lambda values: values * factor, parts=parts)
 
 
-@rule(F.softmax)
+@rule(Scores, F.softmax)
 def _softmax(scores: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
     if scores.kind != SCORES or dim not in (-1, 3):
         return NotImplemented
     return soften(scores, dtype=dtype)
 
 
-@rule(F.dropout)
+@rule(Scores, F.dropout)
 def _keep(pattern: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     return NotImplemented if training and p > 0 else pattern
 
 
-@rule(torch.isnan)
+@rule(Scores, torch.isnan)
 def _is_nan(pattern: Any) -> Any:
     if pattern.kind != PATTERN:
         return NotImplemented
     return after(pattern, torch.isnan, dtype=torch.bool, kind=IS_NAN, of=pattern)
 
 
-@rule(torch.zeros_like)
+@rule(Scores, torch.zeros_like)
 def _zeros_like(pattern: Any, **options: Any) -> Any:
-    if options or not isinstance(pattern, Scores):
+    if options:
         return NotImplemented
     return after(pattern, torch.zeros_like, kind=ZEROS)
 
 
-@rule(torch.where)
+@rule(Scores, torch.where)
 def _where(condition: Any, value: Any = None, other: Any = None, **options: Any) -> Any:
     """Take a pattern without its NaNs, which are of queries that see no key."""
-    if not (isinstance(condition, Scores) and isinstance(value, Scores)) or options:
+    if not isinstance(value, Scores) or options:
         return NotImplemented
     pattern = condition.of
     if condition.kind != IS_NAN or value.kind != ZEROS or pattern is None or pattern is not other:
@@ -193,10 +195,10 @@ def _where(condition: Any, value: Any = None, other: Any = None, **options: Any)
     )
 
 
-@rule(torch.Tensor.to)
+@rule(Scores, torch.Tensor.to)
 def _to(pattern: Any, *args: Any, **kwargs: Any) -> Any:
     """Convert a pattern that stays on its device."""
-    if not isinstance(pattern, Scores) or pattern.kind != PATTERN:
+    if pattern.kind != PATTERN:
         return NotImplemented
     wanted = dict(kwargs)
     for each in args:
@@ -210,7 +212,7 @@ def _to(pattern: Any, *args: Any, **kwargs: Any) -> Any:
     return after(pattern, lambda values: values.to(*args, **kwargs), dtype=wanted["dtype"])
 
 
-@rule(torch.Tensor.matmul, torch.matmul)
+@rule(Scores, torch.Tensor.matmul, torch.matmul)
 def _matmul(pattern: Any, v: Any, **options: Any) -> Any:
     if isinstance(v, Promised) or v.dim() != 4 or options or not can_mix(pattern, v):
         return NotImplemented

@@ -137,10 +137,10 @@ def _made_by(functions: Sequence[Any]) -> list[str]:
     return [getattr(each, "__qualname__", "").partition(".")[0] for each in functions]
 
 
-@rule(torch.Tensor.to)
+@rule(Mask, torch.Tensor.to)
 def _to(mask: Any, device: Any = None, **options: Any) -> Any:
     """Bring it to another device; what is built of it there is built once, here."""
-    if not isinstance(mask, Mask) or options.keys() - {"device", "non_blocking"}:
+    if options.keys() - {"device", "non_blocking"}:
         return NotImplemented
     target = options.pop("device", device)
     if not isinstance(target, str | torch.device):
@@ -162,12 +162,12 @@ def _getter(name: str) -> Any:
     return getattr(torch.Tensor, name).__get__
 
 
-@rule(_getter("requires_grad"), torch.Tensor.is_inference)
+@rule(Mask, _getter("requires_grad"), torch.Tensor.is_inference)
 def _no(mask: Any) -> Any:
-    return False if isinstance(mask, Mask) else NotImplemented
+    return False
 
 
-@rule(_getter("_version"))
+@rule(Mask, _getter("_version"))
 def _version(mask: Any) -> Any:
     """How often it was changed: whatever changes one changes what is built of it."""
-    return 0 if isinstance(mask, Mask) else NotImplemented
+    return 0

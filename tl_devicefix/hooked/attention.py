@@ -7,7 +7,9 @@ what is as large as queries times keys ask first whether the block may do withou
 from __future__ import annotations
 
 import contextlib
-from contextvars import ContextVar
+import inspect
+import sys
+from types import CodeType
 from typing import Any
 
 import torch
@@ -47,16 +49,8 @@ def forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     entry = kwargs.get("past_kv_cache_entry")
     if entry is not None and _appends_as_ever(entry):
         kwargs["past_kv_cache_entry"] = GrowingEntry(entry)
-    token = _running.set(self)
-    try:
-        output = run(self, *args, **kwargs)
-        return output
-    finally:
-        _running.reset(token)
-
-
-_running: ContextVar[Any] = ContextVar("tl_devicefix_running_attention", default=None)
-"""Whose forward is under way: a method that users call gives them no promise."""
+    output = run(self, *args, **kwargs)
+    return output
 
 
 def _appends_as_ever(entry: Any) -> bool:
@@ -97,18 +91,22 @@ def calculate_grouped_attention_scores(self: Any, q: torch.Tensor, k: torch.Tens
 
 def _scores(cls: type, attention: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     run = original(cls, "calculate_attention_scores")
-    if not is_chosen(attention) or not _is_asked_for_scores(attention, run, q, k):
+    asking = sys._getframe(2).f_code
+    if not is_chosen(attention) or not _may_promise(attention, run, asking, q, k):
         built: torch.Tensor = run(attention, q, k)
         return built
     parts = Parts(q.transpose(1, 2), k.transpose(1, 2), 1 / attention.attn_scale)
     return promise(parts, lambda: run(attention, q, k))
 
 
-def _is_asked_for_scores(attention: Any, run: Any, q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether the block's own forward asks for scores that need not be built."""
-    # The one that a class of TransformerLens's overrides is called for scores that are to be built.
-    is_called_by_another = original(type(attention), "calculate_attention_scores") is not run
-    if is_called_by_another or _running.get() is not attention:
+def _may_promise(
+    attention: Any, run: Any, asking: CodeType, q: torch.Tensor, k: torch.Tensor
+) -> bool:
+    """Whether TransformerLens's forward asks for scores that need not be built."""
+    # Whoever else asks, a user's hook or an overriding method, wants scores.
+    if asking is not inspect.unwrap(original(AbstractAttention, "forward")).__code__:
+        return False
+    if original(type(attention), "calculate_attention_scores") is not run:
         return False
     return goes_without_scores(attention) and _can_promise(attention, q, k)
 
