@@ -496,10 +496,10 @@ def test_a_while_may_be_entered_again(
         assert len(fused_blocks) == model.cfg.n_layers
 
 
-def test_what_is_in_the_way_is_said(sdpa: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = sdpa("llama")
-    monkeypatch.setattr(model.blocks[1].attn, "IGNORE", torch.tensor(-1e5))
-    said = tl_devicefix.attention(model)
+def test_what_is_in_the_way_is_said(on_cpu: Any) -> None:
+    model = copy.deepcopy(on_cpu("llama"))
+    model.blocks[1].attn.IGNORE = torch.tensor(-1e5)
+    said = tl_devicefix.attention(model, "sdpa")
     assert said.blocks["blocks.1.attn"] == "as installed: its IGNORE is not minus infinity"
     assert said.blocks["blocks.2.attn"] == "sdpa"
     with tl_devicefix.unpatched():
