@@ -39,19 +39,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from load import HUB_NAME, anonymous_memory
+from load import SIZES as SIZES_OF_LOADS
 from packaging.version import Version
 
-# A Llama by a name whose sizes TransformerLens reads from its config.
-HUB_NAME = "01-ai/Yi-6B"
 SIZES = {
-    "tiny": {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4,
-             "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 1000},
+    **SIZES_OF_LOADS,
     "small": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4,
               "num_attention_heads": 8, "num_key_value_heads": 1, "vocab_size": 16000},
-    "1.1B": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
-             "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000},
-    "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-           "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256},
 }  # fmt: skip
 WAYS = ("transformers eager", "transformers sdpa", "TransformerLens", "here", "here sdpa")
 FLOORS = ("transformers sdpa", "TransformerLens")
@@ -269,16 +264,6 @@ class Way:
     def _end(self, why: str) -> None:
         self.why = self._ended = why
         self.end()
-
-
-def anonymous_memory(pid: int) -> int:
-    """The process's RssAnon in bytes; 0 when it is gone."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    found = [line.split() for line in status.splitlines() if line.startswith("RssAnon")]
-    return int(found[0][1]) * 1024 if found else 0
 
 
 def why_too_large(cell: Cell, size: str, device: str) -> str | None:

@@ -9,20 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from comparison import assert_agrees
+from either_way import assert_either_way
 from kinds import new_kv_cache
 
 import tl_devicefix
 from tl_devicefix.attending.promises import Promised
-
-
-def assert_either_way(model: Any, run: Callable[[Any], Any]) -> None:
-    """A run of a model gives the same with "sdpa" and as installed."""
-    with tl_devicefix.attention(model, "as_installed"):
-        expected = run(model)
-    with tl_devicefix.attention(model, "sdpa"):
-        actual = run(model)
-    assert_agrees(actual, expected)
 
 
 def silence_a_head(value: torch.Tensor, hook: Any) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformer_lens.hook_points import HookPoint
 
-from tl_devicefix.attending.listening import why_never, why_not, why_not_now
+from tl_devicefix.attending.listening import why_not
 from tl_devicefix.patching.applying import is_applied
 
 AS_INSTALLED, SDPA = "as_installed", "sdpa"
@@ -18,7 +18,7 @@ _WAY = "_tl_devicefix_attention"
 
 def goes_without_scores(attention: Any) -> bool:
     """Whether a block's attention may build no scores in this forward."""
-    return vars(attention).get(_WAY) == SDPA and why_not(attention) is None
+    return is_chosen(attention) and why_not(attention) is None
 
 
 def is_chosen(module: Any) -> bool:
@@ -68,8 +68,7 @@ class Attention:
 
     def __init__(self, model: Any, way: str | None) -> None:
         self._modules = _all_that_attend(model) if isinstance(model, torch.nn.Module) else {}
-        if way is not None:
-            check_way(way)
+        check_way(way)
         if not self._modules:
             raise ValueError(
                 f"no module of the {type(model).__name__} attends as TransformerLens's blocks do: "
@@ -83,9 +82,10 @@ class Attention:
         # The model as a whole too, for what a forward makes for all blocks.
         self._chosen = {"": model, **self._modules}
         self._way = way
-        self._before = self._choose()
+        self._before: dict[str, str | None] | None = self._begin()
 
-    def _choose(self) -> dict[str, str | None] | None:
+    def _begin(self) -> dict[str, str | None]:
+        """Choose the way; returns what was chosen before."""
         before = {name: vars(each).get(_WAY) for name, each in self._chosen.items()}
         if self._way is not None:
             for each in self._chosen.values():
@@ -94,7 +94,7 @@ class Attention:
 
     def __enter__(self) -> Attention:
         if self._before is None:  # entered again
-            self._before = self._choose()
+            self._before = self._begin()
         return self
 
     def __exit__(
@@ -118,13 +118,13 @@ class Attention:
         return "\n".join(f"{name:<{width}}  {said}" for name, said in blocks.items())
 
 
-def check_way(way: str) -> None:
-    """Check that there is such a way to attend.
+def check_way(way: str | None) -> None:
+    """Check that there is such a way to attend, if one is asked for.
 
     Raises:
         ValueError: if there is not.
     """
-    if way not in (SDPA, AS_INSTALLED):
+    if way not in (SDPA, AS_INSTALLED, None):
         close = difflib.get_close_matches(str(way).lower(), (SDPA, AS_INSTALLED), n=1, cutoff=0.3)
         hint = f"did you mean {close[0]!r}?" if close else "give 'sdpa' or 'as_installed'"
         raise ValueError(f"there is no attention {way!r}: {hint}")
@@ -159,5 +159,5 @@ def _said(module: Any) -> str:
         return "as installed"
     if not is_applied():
         return "as installed: TransformerLens is unpatched"
-    why = why_never(module) or why_not_now(module)
+    why = why_not(module)
     return SDPA if why is None else f"as installed: {why}"

@@ -141,8 +141,7 @@ def estimate(
         check_options(estimate, config_or_model_name, options)
         model = blueprint(config_or_model_name, dtype, options)
         ctx = min(1024, model.n_ctx) if ctx is None else ctx
-        if attention is not None:
-            check_way(attention)
+        check_way(attention)
         job = Job(batch, ctx, cache, generate, gradients, gather, attention)
         device_map, limits, has = by_index(device_map), by_index(max_memory), by_index(memory)
         there = how_many(n_devices, device_map, limits, has)

@@ -155,8 +155,7 @@ def rehearse(
     if not callable(run):
         raise ValueError(f"run={run!r} is no function to call with the model")
     check_options(rehearse, config_or_model_name, options, cls)
-    if attention is not None:
-        check_way(attention)
+    check_way(attention)
     grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())  # which `run` may set
     device_map, max_memory = by_index(device_map), by_index(max_memory)
     listed = dict(enumerate(memory)) if isinstance(memory, list | tuple) else None

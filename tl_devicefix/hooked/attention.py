@@ -21,7 +21,6 @@ from tl_devicefix.attending.listening import listens
 from tl_devicefix.attending.masks import (
     Causal,
     is_causal_mask,
-    is_minus_infinity,
     one_forward,
 )
 from tl_devicefix.attending.promises import build
@@ -64,7 +63,6 @@ def apply_rotary(
     attention_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`apply_rotary`, which rotates keys of a KV cache once."""
-
     run = original(AbstractAttention, "apply_rotary")
     rotated: torch.Tensor | None = None
     if past_kv_pos_offset == 0 and is_chosen(self):
@@ -147,7 +145,7 @@ def _causal(
 ) -> Causal | None:
     """The mask that TransformerLens would make, if it is one that is known."""
     batch, _, n_queries, n_keys = scores.shape
-    if n_queries + offset != n_keys or not is_minus_infinity(attention.IGNORE):
+    if n_queries + offset != n_keys:
         return None
     if padding is not None and (
         padding.shape not in ((batch, n_keys), (1, n_keys)) or padding.device != scores.device
@@ -155,9 +153,7 @@ def _causal(
         return None
     window = attention.cfg.window_size if attention.attn_type == "local" else None
     if hasattr(AbstractAttention, "_make_causal_mask"):
-        making = getattr(attention._make_causal_mask, "__func__", None)
-        is_known = making is AbstractAttention._make_causal_mask
-        return Causal(offset, padding, window) if is_known else None
+        return Causal(offset, padding, window)
     mask = attention.mask  # of TransformerLens 2: a buffer, which people edit
     if mask.device != scores.device or n_keys > mask.shape[0]:
         return None

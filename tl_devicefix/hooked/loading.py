@@ -93,8 +93,7 @@ def from_pretrained(
         ImportError: if `hf_model` needs an optional library (peft, bitsandbytes).
         torch.OutOfMemoryError: saying which device was full, what it held, and what would fit.
     """
-    if attention is not None:
-        check_way(attention)
+    check_way(attention)
     with _nothing_left_of_a_failure():
         model = _load(cls, _bind(cls, args, kwargs), device_map, max_memory)
     if attention is not None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from comparison import assert_agrees
+from either_way import assert_either_way
 from hf_models import N_LAYERS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -21,15 +21,6 @@ pytestmark = [
     pytest.mark.skipif(has_hooked_transformer(), reason="a Bridge of TransformerLens 4"),
     pytest.mark.filterwarnings("ignore:.*does not support:UserWarning"),
 ]
-
-
-def assert_either_way(bridge: Any, run: Callable[[Any], Any]) -> None:
-    """A run of a Bridge gives the same with "sdpa" and as installed."""
-    with tl_devicefix.attention(bridge, "as_installed"):
-        expected = run(bridge)
-    with tl_devicefix.attention(bridge, "sdpa"):
-        actual = run(bridge)
-    assert_agrees(actual, expected)
 
 
 def gradients(bridge: Any, tokens: torch.Tensor, **options: Any) -> list[torch.Tensor]:
