@@ -26,13 +26,22 @@ if has_hooked_transformer():
 
 # What in a room is a Bridge's is in its folder `bridge`, beside what is HookedTransformer's.
 HERE = Path(__file__).parent
-SHARED_ROOMS = ("before_loading", "checking", "flights", "offload", "reading", "running")
+SHARED_ROOMS = (
+    "attending",
+    "before_loading",
+    "checking",
+    "flights",
+    "offload",
+    "reading",
+    "running",
+)
 # What is written once for both classes.
 OF_EITHER = (
     *("test_misspelt_arguments", "test_within_simulate", "test_logging", "test_caches_of_users"),
     *("test_cache_of_either_class", "test_gathering_of_either_class"),
     *("test_hooks_of_either_class", "test_mixing_of_either_class", "test_put_in_by_hand"),
     *("test_check_of_either_class", "test_estimate_of_either_class"),
+    "test_attention_of_either_class",
     *("test_rehearse_of_either_class", "test_offload_of_either_class"),
     *("test_in_flight_of_either_class", "test_in_flight_behind_the_host_of_either_class"),
     "test_offloaded_in_flight_of_either_class",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tl_devicefix.patches import apply, patched, report, restore, unpatched
 
 if TYPE_CHECKING:
+    from tl_devicefix.attending.choosing import attention
     from tl_devicefix.before_loading.estimation import Estimate, estimate
     from tl_devicefix.before_loading.planning import plan
     from tl_devicefix.before_loading.rehearsal import Rehearsal, rehearse
@@ -31,6 +32,7 @@ __all__ = [
     "Placement",
     "Rehearsal",
     "apply",
+    "attention",
     "check",
     "estimate",
     "gather_on",
@@ -50,6 +52,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "attention": "tl_devicefix.attending.choosing",
     "check": "tl_devicefix.checking",
     "Estimate": "tl_devicefix.before_loading.estimation",
     "estimate": "tl_devicefix.before_loading.estimation",

@@ -103,6 +103,11 @@ def _add_estimate(commands: Any) -> None:
     estimate.add_argument(
         "--gather", type=_device, help="where stacked weights are gathered: cpu, 0"
     )
+    estimate.add_argument(
+        "--attention",
+        choices=("sdpa", "as_installed"),
+        help="sdpa: no pattern is built where none is kept",
+    )
     estimate.add_argument("--json", action="store_true", help="print JSON, in bytes")
 
 

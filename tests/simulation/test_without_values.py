@@ -58,6 +58,27 @@ def test_what_depends_on_values_otherwise_is_refused(machine: Machine) -> None:
         torch.unique(torch.randn(3, device="sim:0"))
 
 
+@pytest.mark.parametrize("lie", ["by heads", "by positions"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_takes_what_it_takes_with_values(lie: str, masked: bool) -> None:
+    def attend() -> tuple[list[tuple[int, ...]], int]:
+        """Strides of what it gives, and the most that it takes."""
+        q = torch.zeros(1, 4, 256, 8, device="sim:0", requires_grad=True)
+        k = torch.zeros(1, 2, 256, 8, device="sim:0")
+        if lie == "by positions":
+            q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
+        mask = torch.ones(256, 256, dtype=torch.bool, device="sim:0") if masked else None
+        options = {"attn_mask": mask, "is_causal": not masked, "enable_gqa": True}
+        z = torch.nn.functional.scaled_dot_product_attention(q, k, k, **options)
+        (gradient,) = torch.autograd.grad(z.sum(), q)
+        return [z.stride(), gradient.stride()], machine.max_memory_allocated(0)
+
+    with simulate(1) as machine:
+        expected = attend()
+    with simulate(1, values=False) as machine:
+        assert attend() == expected
+
+
 def test_a_backward(machine: Machine) -> None:
     weight = torch.nn.Parameter(torch.randn(4, 4, device="sim:1"))
     (weight @ weight).relu().sum().backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -56,6 +57,14 @@ class Sweep:
         assert_agrees(actual, expected, tolerance=1e-4)
         # What a call moves to the CPU is there; nothing else is left on a block's device.
         assert devices_in(actual) <= {torch.device(run.model.cfg.device), torch.device("cpu")}
+
+    def check_with_sdpa(self, name: str, case: str, kind: str, run: Run) -> None:
+        """Check the same of models that build no pattern where nobody listens."""
+        with contextlib.ExitStack() as attending:
+            for model in (run.model, run.unused):
+                if model is not None:
+                    attending.enter_context(tl_devicefix.attention(model, "sdpa"))
+            self.check(name, case, kind, run)
 
     def check_in_flight(self, name: str, case: str, run: Run) -> None:
         """Check that runs of a call in flight give what they give in a loop, bit for bit."""

@@ -158,3 +158,30 @@ def test_in_flight_it_is_as_in_a_loop(
     name: str, case: str, kind: str, n_devices: int, runs: Any, sweep: Sweep
 ) -> None:
     sweep.check_in_flight(name, case, runs(kind, n_devices))
+
+
+WITH_SDPA = (
+    ("TransformerBridge.forward", "both"),
+    ("TransformerBridge.hf_generate", ""),
+    ("TransformerBridge.run_with_cache", "names"),
+    ("TransformerBridge.run_with_hooks", "patch_from_a_cache"),
+    ("analysis.direct_logit_attribution", ""),
+)
+"""What the default run does without a pattern, on TransformerLens 4."""
+
+
+def every_call_with_sdpa() -> Iterator[Any]:
+    """A parameter for each call, on a Bridge in compatibility mode if it takes one."""
+    others = pytest.mark.full("in the default run, some, and tests/attending")
+    for name, case, kind, n in (call.values for call in EVERY_CALL):
+        is_chosen = (kind, n) == PATCHED or name.startswith("JacobianLens.")
+        if is_chosen and not has_hooked_transformer():
+            marks = [] if (name, case) in WITH_SDPA else [others]
+            yield pytest.param(name, case, kind, n, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "case", "kind", "n_devices"), list(every_call_with_sdpa()))
+def test_with_sdpa_it_is_as_on_one_device(
+    name: str, case: str, kind: str, n_devices: int, runs: Any, sweep: Sweep
+) -> None:
+    sweep.check_with_sdpa(name, case, kind, runs(kind, n_devices))

@@ -73,6 +73,11 @@ def sweep(references: Any, tokens: torch.Tensor, request: pytest.FixtureRequest)
     return Sweep(CALLS, lambda kind: Run(references(kind), tokens), order)
 
 
+@pytest.fixture
+def run(kind: str, n_devices: int, spread_models: Any, tokens: torch.Tensor) -> Run:
+    return Run(spread_models(kind, n_devices), tokens)
+
+
 REFUSED = (
     "SVDInterpreter.get_singular_vectors",
     "HookedTransformer.set_use_attn_in",
@@ -99,60 +104,67 @@ SEVERAL_AT_ONCE = pytest.mark.full(
 )
 
 
+def is_patching(call: Any) -> bool:
+    return str(call.values[0]).startswith("patching.")
+
+
 def patching() -> Iterator[Any]:
-    for call in EVERY_CALL:
-        name = str(call.values[0])
-        if name.startswith("patching."):
-            others = [SEVERAL_AT_ONCE] if name.endswith("_every") else []
-            yield pytest.param(*call.values, marks=[*call.marks, *others])
-
-
-PATCHING = list(patching())
+    for call in filter(is_patching, EVERY_CALL):
+        others = [SEVERAL_AT_ONCE] if call.values[0].endswith("_every") else []
+        yield pytest.param(*call.values, marks=[*call.marks, *others])
 
 
 @pytest.mark.cover(("name", "case"), ("kind", "n_devices"))
 @pytest.mark.parametrize(
     ("name", "case", "kind", "n_devices"),
-    [call for call in EVERY_CALL if not str(call.values[0]).startswith("patching.")],
+    [call for call in EVERY_CALL if not is_patching(call)],
 )
 def test_it_is_as_on_one_device(
-    name: str,
-    case: str,
-    kind: str,
-    n_devices: int,
-    spread_models: Any,
-    sweep: Sweep,
-    tokens: torch.Tensor,
+    name: str, case: str, kind: str, n_devices: int, run: Run, sweep: Sweep
 ) -> None:
-    sweep.check(name, case, kind, Run(spread_models(kind, n_devices), tokens))
+    sweep.check(name, case, kind, run)
 
 
 @pytest.mark.cover(("name", "case"))  # each is hundreds of forwards, so of one kind by default
-@pytest.mark.parametrize(("name", "case", "kind", "n_devices"), PATCHING)
+@pytest.mark.parametrize(("name", "case", "kind", "n_devices"), list(patching()))
 def test_patching_is_as_on_one_device(
-    name: str,
-    case: str,
-    kind: str,
-    n_devices: int,
-    spread_models: Any,
-    sweep: Sweep,
-    tokens: torch.Tensor,
+    name: str, case: str, kind: str, n_devices: int, run: Run, sweep: Sweep
 ) -> None:
-    sweep.check(name, case, kind, Run(spread_models(kind, n_devices), tokens))
+    sweep.check(name, case, kind, run)
 
 
 @pytest.mark.full("four runs of each; in the default run, those of tests/flights")
 @pytest.mark.parametrize(
     ("name", "case", "kind", "n_devices"),
-    [call for call in EVERY_CALL if call not in PATCHING and call.values[2:] == ("llama", 4)],
+    [call for call in EVERY_CALL if not is_patching(call) and call.values[2:] == ("llama", 4)],
 )
 def test_in_flight_it_is_as_in_a_loop(
-    name: str,
-    case: str,
-    kind: str,
-    n_devices: int,
-    spread_models: Any,
-    sweep: Sweep,
-    tokens: torch.Tensor,
+    name: str, case: str, kind: str, n_devices: int, run: Run, sweep: Sweep
 ) -> None:
-    sweep.check_in_flight(name, case, Run(spread_models(kind, n_devices), tokens))
+    sweep.check_in_flight(name, case, run)
+
+
+WITH_SDPA = (
+    ("HookedTransformer.forward", "both"),
+    ("HookedTransformer.generate", "text"),
+    ("HookedTransformer.run_with_cache", "names"),
+    ("HookedTransformer.run_with_hooks", "patch_from_a_cache"),
+    ("train.train", ""),
+)
+"""What the default run does without a pattern."""
+
+
+def every_call_with_sdpa() -> Iterator[Any]:
+    """A parameter for each call of the kind that has most of what attention has."""
+    others = pytest.mark.full("in the default run, some, and tests/attending")
+    for name, case, kind, n in (call.values for call in EVERY_CALL):
+        if (kind, n) == ("llama", 4):
+            marks = [] if (name, case) in WITH_SDPA else [others]
+            yield pytest.param(name, case, kind, n, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "case", "kind", "n_devices"), list(every_call_with_sdpa()))
+def test_with_sdpa_it_is_as_on_one_device(
+    name: str, case: str, kind: str, n_devices: int, run: Run, sweep: Sweep
+) -> None:
+    sweep.check_with_sdpa(name, case, kind, run)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tl_devicefix.attending.choosing import SDPA
 from tl_devicefix.before_loading.usage import Setting
 
 _MOST_DEVICES = 16
@@ -122,6 +123,17 @@ def _as_given(size: int | str) -> str:
     return size if isinstance(size, str) else f"{size // 2**20}MiB"
 
 
+def _without_pattern(asked: Setting) -> Iterator[Change]:
+    if asked.job.attention == SDPA:
+        return
+    tried = replace(asked, job=replace(asked.job, attention=SDPA))
+    try:
+        tried.measure()
+    except ValueError:  # nothing in the model attends as TransformerLens's blocks do
+        return
+    yield f"attention={SDPA!r}", tried
+
+
 def _smaller_batch(asked: Setting) -> Iterator[Change]:
     return _halved(asked, "batch", least=1)
 
@@ -145,5 +157,5 @@ def _less_cached(asked: Setting) -> Iterator[Change]:
         yield "caching nothing", replace(asked, job=replace(asked.job, cache=None))
 
 
-_OF_THE_JOB = (_smaller_batch, _shorter, _less_cached)
+_OF_THE_JOB = (_without_pattern, _smaller_batch, _shorter, _less_cached)
 _CHANGES = (*(_balanced, _more_devices, _smaller_dtype, _offloaded), *_OF_THE_JOB)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tl_devicefix.attending.choosing import check_way
 from tl_devicefix.before_loading.advice import what_would_fit
 from tl_devicefix.before_loading.blueprints import blueprint, check_options
 from tl_devicefix.before_loading.machines import by_index, how_many, names_devices, rooms, within
@@ -101,6 +102,7 @@ def estimate(
     generate: int = 0,
     gradients: bool = False,
     gather: str | int | None = None,
+    attention: str | None = None,
     **options: Any,
 ) -> Estimate:
     """Estimate what a job takes on each device, and whether it fits; nothing is loaded.
@@ -126,6 +128,8 @@ def estimate(
         generate: how many new tokens, with a KV cache.
         gradients: take gradients, from the loss back to every parameter.
         gather: where stacked weights are gathered: "cpu" or a device's index. The largest counts.
+        attention: "sdpa" for a model that builds no pattern where none is kept, see
+            `tl_devicefix.attention`; nothing is taken to be padded.
         options: what the config depends on, as for `from_pretrained`: `first_n_layers`, `n_ctx`.
             For a Bridge, as for `boot_transformers`: `n_ctx`, `hf_config_overrides`.
 
@@ -137,7 +141,8 @@ def estimate(
         check_options(estimate, config_or_model_name, options)
         model = blueprint(config_or_model_name, dtype, options)
         ctx = min(1024, model.n_ctx) if ctx is None else ctx
-        job = Job(batch, ctx, cache, generate, gradients, gather)
+        check_way(attention)
+        job = Job(batch, ctx, cache, generate, gradients, gather, attention)
         device_map, limits, has = by_index(device_map), by_index(max_memory), by_index(memory)
         there = how_many(n_devices, device_map, limits, has)
         _check(job, model, there)

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from tl_devicefix.attending.choosing import Attention, check_way
+from tl_devicefix.attending.listening import looking_away
 from tl_devicefix.before_loading.blueprints import blueprint, check_options
 from tl_devicefix.before_loading.machines import by_index, how_many, names_devices, within
 from tl_devicefix.patches import patched
@@ -115,6 +117,7 @@ def rehearse(
     memory: int | str | Sequence[int | str] = "80GiB",
     tokenizer: Any = None,
     cls: Any = None,
+    attention: str | None = None,
     **options: Any,
 ) -> Rehearsal:
     """Run a function on a model at its full size, without its weights and without devices.
@@ -137,6 +140,8 @@ def rehearse(
         cls: HookedTransformer or a subclass of it, or TransformerBridge, which is the default for
             a transformers config, and with TransformerLens 4. A Bridge is made as it is booted:
             `run` may call `enable_compatibility_mode()`, to see what that takes.
+        attention: "sdpa" for a model that builds no pattern where nobody listens to it, see
+            `tl_devicefix.attention`; masks are taken to leave nothing out.
         options: what the config depends on, as for `from_pretrained`: `fold_ln`, `first_n_layers`,
             `n_ctx`. For a Bridge, as for `boot_transformers`: `n_ctx`, `hf_config_overrides`.
 
@@ -150,6 +155,7 @@ def rehearse(
     if not callable(run):
         raise ValueError(f"run={run!r} is no function to call with the model")
     check_options(rehearse, config_or_model_name, options, cls)
+    check_way(attention)
     grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())  # which `run` may set
     device_map, max_memory = by_index(device_map), by_index(max_memory)
     listed = dict(enumerate(memory)) if isinstance(memory, list | tuple) else None
@@ -162,6 +168,8 @@ def rehearse(
         placement = decide(wanted.sizes(), spread, None, device_map, max_memory)
         check_fit(placement, max_memory, wanted.dtype)
         model = wanted.make(placement, tokenizer)
+        if attention is not None:
+            Attention(model, attention)
         return _watch(machine, model, placement, run)
 
 
@@ -215,7 +223,7 @@ def _naming_what_runs(
     """Keep `running` as the names of the modules whose forward is under way, innermost last."""
 
     def before(name: str) -> Callable[..., None]:
-        return lambda *_: running.append(name)
+        return looking_away(lambda *_: running.append(name))
 
     def after(name: str) -> Callable[..., None]:
         def leave(*_: Any) -> None:
@@ -223,7 +231,7 @@ def _naming_what_runs(
             if name in components:
                 note_end(name)
 
-        return leave
+        return looking_away(leave)
 
     handles = []
     modules: dict[str, torch.nn.Module] = {}

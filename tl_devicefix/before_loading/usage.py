@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tl_devicefix.attending.choosing import Attention
 from tl_devicefix.placement.blueprint import Blueprint, Generation
 from tl_devicefix.placement.components import shared_once
 from tl_devicefix.placement.deciding import DeviceMap, decide
@@ -37,6 +38,8 @@ class Job:
     """Whether gradients are on; then a backward from the loss is taken too."""
     gather: str | int | None = None
     """Where stacked weights (`model.W_in`) are gathered: "cpu", a device's index, or nowhere."""
+    attention: str | None = None
+    """How blocks attend: "sdpa", without a pattern where none is kept, or as installed."""
 
     def keeps(self, name: str) -> bool:
         """Whether `run_with_cache` keeps the activation of this hook point."""
@@ -53,6 +56,7 @@ class Job:
         parts += [f"generating {self.generate}"] if self.generate else []
         parts += ["with gradients"] if self.gradients else []
         parts += [f"gathering on {self.gather}"] if self.gather is not None else []
+        parts += [f"attention {self.attention}"] if self.attention is not None else []
         return ", ".join(parts)
 
 
@@ -144,6 +148,8 @@ class Setting:
             rooms = by_device(self.memory, placement.home)
             model = self.model.make(placement)
             _check_cache(self.job, model)
+            if self.job.attention is not None:
+                Attention(model, self.job.attention)
             made = [machine.memory_allocated(index) for index in range(self.n_devices)]
             used = _Usage(machine)
             used.rehearse(self.model, model, self.job)

@@ -14,6 +14,7 @@ from torch import nn
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import PreTrainedModel
 
+from tl_devicefix.attending.choosing import Attention, check_way
 from tl_devicefix.bridge.alignment import settle_bridge, take_inputs_at
 from tl_devicefix.bridge.components import empty_hf_model, layout_of
 from tl_devicefix.bridge.moving import (
@@ -32,7 +33,7 @@ from tl_devicefix.placement.fitting import check_fit
 from tl_devicefix.placement.placement import Placement
 
 
-def boot_transformers(*args: Any, **kwargs: Any) -> Any:
+def boot_transformers(*args: Any, attention: str | None = None, **kwargs: Any) -> Any:
     """Boot a model from transformers, over one or several devices.
 
     See `TransformerBridge.boot_transformers`. With `n_devices`, or one of the strategies "auto",
@@ -42,15 +43,26 @@ def boot_transformers(*args: Any, **kwargs: Any) -> Any:
     "blocks.3", "blocks"), or modules of the Hugging Face model, as transformers takes it. With
     "cpu" in `max_memory`, or for blocks in `device_map`, blocks are offloaded: their weights live
     in host memory, and visit the device that runs them. The Bridge's `placement` says where all of
-    it is. `dtype` may also be a name ("bfloat16").
+    it is. `dtype` may also be a name ("bfloat16"). With `attention="sdpa"`, no scores and no
+    pattern are built where nobody listens to them: see `tl_devicefix.attention`.
 
     Raises:
         ValueError: if the arguments do not fit together, or the model does not fit.
         TypeError: if there is no such argument; it names what may be meant.
     """
+    if attention is None:
+        return _boot(args, kwargs)
+    check_way(attention)
+    bridge = _boot(args, kwargs)
+    Attention(bridge, attention)
+    return bridge
+
+
+def _boot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Boot a model by the arguments of `boot_transformers`."""
     boot = _unpatched_boot()
     takes = inspect.signature(boot)
-    refuse_unknown("boot_transformers", kwargs, takes.parameters)
+    refuse_unknown("boot_transformers", kwargs, [*takes.parameters, "attention"])
     given = takes.bind(*args, **kwargs)
     wanted = given.arguments
     if isinstance(wanted.get("dtype"), str):  # as HookedTransformer takes it

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from tl_devicefix.bridge import analysis, caching, loading, moving, processing, tokenizing
+from tl_devicefix.bridge import (
+    analysis,
+    attention,
+    caching,
+    loading,
+    moving,
+    processing,
+    tokenizing,
+)
 from tl_devicefix.bridge import gathering as bridge_gathering
 from tl_devicefix.patching.patch import Patch
 from tl_devicefix.reading import gathering
 from tl_devicefix.reading.patches import CACHING, GATHERED, gathers
-from tl_devicefix.running import forward
 
 BRIDGE = {"owner": "TransformerBridge", "since": "3.9", "until": "4"}
 IN_4 = {**BRIDGE, "since": "4.0"}
+ATTENTION = {**IN_4, "owner": "AttentionBridge"}
 STEPS = {"owner": "ProcessWeights", "since": "3.9", "until": "4"}
 
 folds = "each component where it lies, in float32 or wider, rounded once; all or nothing"
@@ -18,6 +26,37 @@ called = "called to process one block"
 flags = ("fold_ln", "center_writing_weights", "center_unembed", "fold_value_biases")
 
 PATCHES = (
+    *(
+        Patch(
+            name,
+            getattr(attention, name),
+            parameters,
+            "no scores and no pattern where nobody looks, if `attention` says so",
+            **ATTENTION,
+        )
+        for name, parameters in (
+            ("_update_kv_cache", ("self", "k", "v")),
+            (
+                "_apply_reconstruct_attention_mask",
+                ("self", "attn_scores", "attention_mask", "seq_len", "q_seq_len"),
+            ),
+            ("_masked_softmax", ("self", "attn_scores", "dtype")),
+        )
+    ),
+    Patch(
+        "_process_output",
+        attention._process_output,
+        ("self", "output"),
+        "no promised pattern leaves the block",
+        **{**IN_4, "owner": "JointQKVAttentionBridge"},
+    ),
+    Patch(
+        "forward",
+        attention.forward_of_block,
+        ("self",),
+        "no promised pattern leaves the block",
+        **{**IN_4, "owner": "PositionEmbeddingsAttentionBridge"},
+    ),
     Patch(
         "boot_transformers",
         loading.boot_transformers,
@@ -37,9 +76,9 @@ PATCHES = (
     ),
     Patch(
         "forward",
-        forward.forward,
+        attention.forward,
         ("self", "input", "return_type"),
-        "what leaves the model is at home",
+        "what leaves the model is at home; no mask is made for blocks without scores",
         **BRIDGE,
     ),
     *(

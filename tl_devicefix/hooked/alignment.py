@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tl_devicefix.attending.masks import SOURCE
 from tl_devicefix.hooked.components import is_own
 from tl_devicefix.offload.visiting import let_stay, let_visit
 from tl_devicefix.patching.applying import original
@@ -151,14 +152,14 @@ class CarryToBlock:
         carried: Any = getattr(residual, _MASK, None)
         # It is elsewhere where the stream has come here as it was, for the block to take it along.
         is_here = carried is not None and carried.device == self.device
-        if is_here and getattr(carried, _SOURCE) is mask:
+        if is_here and getattr(carried, SOURCE) is mask:
             return carried
         carried = move(mask, self.device)
-        setattr(carried, _SOURCE, mask)
+        setattr(carried, SOURCE, mask)
         return carried
 
 
-_MASK, _SOURCE = "_tl_devicefix_mask", "_tl_devicefix_source"
+_MASK = "_tl_devicefix_mask"
 
 
 def keep_mask(
@@ -166,7 +167,7 @@ def keep_mask(
 ) -> None:
     """Forward hook: let the copied mask travel with the residual stream to the next block."""
     mask = kwargs.get("attention_mask")
-    if mask is not None and hasattr(mask, _SOURCE):
+    if mask is not None and hasattr(mask, SOURCE):
         setattr(residual, _MASK, mask)
 
 

@@ -13,6 +13,7 @@ import transformer_lens
 from transformer_lens import HookedTransformer
 from transformer_lens.loading_from_pretrained import get_pretrained_model_config
 
+from tl_devicefix.attending.growing import let_go
 from tl_devicefix.checkpoints.dtypes import torch_dtype
 from tl_devicefix.checkpoints.hub import HUB_ARGUMENTS
 from tl_devicefix.hooked.components import component_sizes
@@ -167,6 +168,7 @@ class HookedGeneration(Generation):
                 held = getattr(entry, name)
                 batch, _, *heads = held.shape
                 setattr(entry, name, held.new_empty(batch, length, *heads))
+            let_go(entry)
         mask = self._kv_cache.previous_attention_mask
         self._kv_cache.previous_attention_mask = mask.new_ones(mask.shape[0], length)
 

@@ -18,6 +18,7 @@ import torch
 import transformer_lens.loading_from_pretrained as tl_loading
 from transformer_lens import HookedTransformer
 
+from tl_devicefix.attending.choosing import Attention, check_way
 from tl_devicefix.checkpoints.checkpoint import load_hf_model
 from tl_devicefix.checkpoints.directories import is_checkpoint_directory, load_tokenizer
 from tl_devicefix.checkpoints.dtypes import torch_dtype
@@ -53,6 +54,7 @@ def from_pretrained(
     *args: Any,
     device_map: DeviceMap | None = None,
     max_memory: MaxMemory | None = None,
+    attention: str | None = None,
     **kwargs: Any,
 ) -> Any:
     """Load a model, its weights folded, over one or several devices.
@@ -64,6 +66,8 @@ def from_pretrained(
             dict from components ("embed", "blocks.3", "unembed") or prefixes to devices.
         max_memory: the most that weights may take of each device: `{0: "20GiB", 1: "40GiB"}`. The
             devices that it names are used, unless `n_devices` says how many.
+        attention: "sdpa": build no scores and no pattern where nobody listens to them, see
+            `tl_devicefix.attention`.
 
     `model_name` may also be a local directory with a Hugging Face checkpoint, or the hub's name of
     a fine-tune that TransformerLens does not list; `revision`, `cache_dir`, `token` and
@@ -89,8 +93,12 @@ def from_pretrained(
         ImportError: if `hf_model` needs an optional library (peft, bitsandbytes).
         torch.OutOfMemoryError: saying which device was full, what it held, and what would fit.
     """
+    check_way(attention)
     with _nothing_left_of_a_failure():
-        return _load(cls, _bind(cls, args, kwargs), device_map, max_memory)
+        model = _load(cls, _bind(cls, args, kwargs), device_map, max_memory)
+    if attention is not None:
+        Attention(model, attention)
+    return model
 
 
 @contextlib.contextmanager
@@ -113,7 +121,9 @@ def _load(
 ) -> Any:
     """Load a model, by all arguments of `from_pretrained`."""
     hf_kwargs = wanted.pop("from_pretrained_kwargs", {})
-    refuse_misspelt("from_pretrained", hf_kwargs, [*wanted, "device_map", "max_memory"])
+    refuse_misspelt(
+        "from_pretrained", hf_kwargs, [*wanted, "device_map", "max_memory", "attention"]
+    )
     dtype = torch_dtype(hf_kwargs.pop("torch_dtype", wanted["dtype"]))
     wanted["model_name"] = os.fspath(wanted["model_name"])
     model_name = official_name(wanted["model_name"])

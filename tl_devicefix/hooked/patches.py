@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tl_devicefix.hooked import (
     alignment,
+    attention,
     config,
     loading,
     moving,
@@ -15,11 +16,13 @@ from tl_devicefix.hooked import gathering as hooked_gathering
 from tl_devicefix.patching.patch import Patch
 from tl_devicefix.reading import gathering
 from tl_devicefix.reading.patches import CACHING, GATHERED
-from tl_devicefix.running import forward, interruption
+from tl_devicefix.running import interruption
 
 loads = "one component at a time, to its planned device, folded in float32"
 folds = "each component on its own device, in float32 or wider, rounded once"
 state = ("self", "state_dict")
+grows = "a KV cache grows in place, and its keys are rotated once, if `attention` says so"
+lazily = "no scores and no pattern where nobody looks, if `attention` says so"
 
 PATCHES = (
     Patch(
@@ -70,7 +73,7 @@ PATCHES = (
     *(Patch(name, *row) for name, row in CACHING.items()),
     Patch(
         "forward",
-        forward.forward,
+        attention.forward_of_model,
         ("self", "input", "return_type", "start_at_layer", "stop_at_layer"),
         "what leaves the model is at home",
     ),
@@ -83,6 +86,60 @@ PATCHES = (
         for name in ("W_E", "W_U", "b_U", "W_pos")
     ),
     *(Patch(name, *row) for name, row in GATHERED.items()),
+    *(
+        Patch(name, replacement, parameters, why, owner=owner)
+        for owner, name, replacement, parameters, why in (
+            (
+                "AbstractAttention",
+                "forward",
+                attention.forward,
+                ("self", "query_input", "key_input", "value_input", "past_kv_cache_entry"),
+                grows,
+            ),
+            (
+                "AbstractAttention",
+                "apply_rotary",
+                attention.apply_rotary,
+                ("self", "x", "past_kv_pos_offset", "attention_mask"),
+                grows,
+            ),
+            (
+                "AbstractAttention",
+                "calculate_attention_scores",
+                attention.calculate_attention_scores,
+                ("self", "q", "k"),
+                lazily,
+            ),
+            (
+                "GroupedQueryAttention",
+                "calculate_attention_scores",
+                attention.calculate_grouped_attention_scores,
+                ("self", "q", "k"),
+                lazily,
+            ),
+            (
+                "AbstractAttention",
+                "apply_causal_mask",
+                attention.apply_causal_mask,
+                ("self", "attn_scores", "past_kv_pos_offset", "attention_mask"),
+                lazily,
+            ),
+            (
+                "AbstractAttention",
+                "calculate_z_scores",
+                attention.calculate_z_scores,
+                ("self", "v", "pattern"),
+                lazily,
+            ),
+            (
+                "GroupedQueryAttention",
+                "calculate_z_scores",
+                attention.calculate_grouped_z_scores,
+                ("self", "v", "pattern"),
+                lazily,
+            ),
+        )
+    ),
     *(
         Patch(
             name,

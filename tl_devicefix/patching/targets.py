@@ -40,8 +40,10 @@ def class_named(name: str) -> Any:
     """The class, wherever it is in this TransformerLens; None if nowhere."""
     for module_name in (
         "transformer_lens",
+        "transformer_lens.components",  # of 2.x and 3.x
         "transformer_lens.hook_points",
         "transformer_lens.model_bridge",
+        *(["transformer_lens.model_bridge.generalized_components"] if has_bridge() else []),
         "transformer_lens.weight_processing",
         "transformer_lens.utilities",
         "transformer_lens.utils",  # of 2.x

@@ -12,7 +12,7 @@ from torch.utils import backend_registration
 from tl_devicefix.simulation import autocasting, streams
 from tl_devicefix.simulation.geometry import geometry_of
 from tl_devicefix.simulation.machine import DEVICE_TYPE, Machine
-from tl_devicefix.simulation.tensor import SimTensor, copy_into, run, wrap
+from tl_devicefix.simulation.tensor import copy_into, run, wrap
 
 aten = torch.ops.aten
 
@@ -245,18 +245,8 @@ def _attention(
             attn_mask.logical_not(), float("-inf")
         )
     options = {"scale": scale, "enable_gqa": enable_gqa}
-    if active_machine().behind.type == "meta":
-        return aten._scaled_dot_product_attention_math(
-            query, key, value, attn_mask, dropout_p, is_causal, **options
-        )[0]
     choose: Any = torch._fused_sdp_choice  # Its stub lacks the optional arguments.
-    choice = choose(
-        *(_values(tensor) for tensor in (query, key, value)),
-        None if attn_mask is None else _values(attn_mask),
-        dropout_p,
-        is_causal,
-        **options,
-    )
+    choice = choose(query, key, value, attn_mask, dropout_p, is_causal, **options)
     if choice == torch.nn.attention.SDPBackend.FLASH_ATTENTION.value:
         return aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
@@ -264,9 +254,3 @@ def _attention(
     return aten._scaled_dot_product_attention_math(
         query, key, value, attn_mask, dropout_p, is_causal, **options
     )[0]
-
-
-def _values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the CPU tensor behind, asking for gradients as ``tensor`` does."""
-    cpu = tensor._cpu if isinstance(tensor, SimTensor) else tensor
-    return cpu.detach().requires_grad_() if tensor.requires_grad else cpu

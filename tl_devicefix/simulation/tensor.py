@@ -513,10 +513,34 @@ def without_values(meta: torch.Tensor) -> torch.Tensor:
     return blank.view(meta.dtype).as_strided(meta.shape, meta.stride())
 
 
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has values; one of a rehearsal has none."""
+    return type(tensor) is not SimTensor or tensor._allocation.machine.behind.type != "meta"
+
+
 def _read_number(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``.item()``, and with it ``if tensor:``; 0 where there are no values."""
     cpu = _read(args[0])
     return func(without_values(cpu) if cpu.is_meta else cpu)
+
+
+def _choose_kernel(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Which kernel computes attention: the one that the CPU would choose."""
+    return func(*tree_map(_chosen_for, args), **tree_map(_chosen_for, kwargs))
+
+
+def _chosen_for(value: Any) -> Any:
+    """The CPU tensor behind one, asking for gradients as it does.
+
+    Of one without values, a CPU tensor of its shape, all of whose rows are one: the choice depends
+    on shapes, dtypes and the stride of the last dimension.
+    """
+    if type(value) is not SimTensor:
+        return value
+    cpu = value._cpu
+    if cpu.is_meta:
+        cpu = torch.empty(cpu.shape[-1:], dtype=cpu.dtype, device="cpu").expand(cpu.shape)
+    return cpu.detach().requires_grad_() if value.requires_grad else cpu
 
 
 def _equal(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -573,6 +597,7 @@ _HANDLERS: dict[Operation, Handler] = {
     aten._to_copy.default: _to_copy,
     aten.copy_.default: _copy_,
     aten._local_scalar_dense.default: _read_number,
+    aten._fused_sdp_choice.default: _choose_kernel,
     aten.equal.default: _equal,
     aten.allclose.default: _equal,
     aten._is_all_true.default: _is_all_true,

@@ -1,0 +1,194 @@
+"""With "sdpa", what hooks and users do to a Bridge has the effect that it has as installed."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+from comparison import assert_agrees
+from either_way import assert_either_way
+from hf_models import N_LAYERS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+import tl_devicefix
+from tl_devicefix.attending.promises import Promised
+from tl_devicefix.patching.versions import has_hooked_transformer
+
+pytestmark = [
+    pytest.mark.skipif(has_hooked_transformer(), reason="a Bridge of TransformerLens 4"),
+    pytest.mark.filterwarnings("ignore:.*does not support:UserWarning"),
+]
+
+
+def gradients(bridge: Any, tokens: torch.Tensor, **options: Any) -> list[torch.Tensor]:
+    logits = bridge(tokens, **options)
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+    weights = [each for each in bridge.parameters() if each.requires_grad]
+    return [g for g in torch.autograd.grad(loss, weights, allow_unused=True) if g is not None]
+
+
+def silence_a_head(value: torch.Tensor, hook: Any) -> torch.Tensor:
+    value[:, :, 1] = 0
+    return value
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "z"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_edits_in_place_have_their_gradients(
+    kind: str, name: str, references: Any, tokens: torch.Tensor
+) -> None:
+    def run(bridge: Any) -> Any:
+        with bridge.hooks(fwd_hooks=[(f"blocks.1.attn.hook_{name}", silence_a_head)]):
+            return gradients(bridge, tokens)
+
+    assert_either_way(references(kind), run)
+
+
+def test_a_hook_that_adds_another(references: Any, tokens: torch.Tensor) -> None:
+    bridge = references("llama")
+
+    def run(bridge: Any) -> Any:
+        def add(query: torch.Tensor, hook: Any) -> None:
+            point = bridge.blocks[1].attn.hook_pattern
+            point.add_hook(lambda pattern, hook: torch.ones_like(pattern) / 7)
+
+        try:
+            return bridge.run_with_hooks(tokens, fwd_hooks=[("blocks.1.attn.hook_q", add)])
+        finally:
+            bridge.reset_hooks()
+
+    before = bridge(tokens)
+
+    assert_either_way(bridge, run)
+    assert not torch.allclose(run(bridge), before)
+
+
+def test_dropout_of_patterns_in_training(boot: Any, tokens: torch.Tensor) -> None:
+    bridge = boot("gpt2", compatible=True, device="cpu").train()
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0  # queries that see no key
+
+    def run(bridge: Any) -> Any:
+        torch.manual_seed(0)
+        return gradients(bridge, tokens, attention_mask=mask)
+
+    assert_either_way(bridge, run)
+    assert all(torch.isfinite(each).all() for each in run(bridge))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_no_promise_leaves_a_block(
+    kind: str, references: Any, tokens: torch.Tensor, fused_blocks: list[int]
+) -> None:
+    """A pattern is None where none was built, as of transformers' own SDPA."""
+    bridge, seen = references(kind), []
+    attention = bridge.blocks[1].attn
+    with tl_devicefix.attention(bridge, "sdpa") as said:
+        handle = attention.register_forward_hook(lambda module, args, output: seen.append(output))
+        assert "hooks of torch's" in said.blocks["blocks.1.attn"]
+        bridge(tokens)
+        handle.remove()
+        assert len(fused_blocks) == N_LAYERS - 1
+        _, cache = bridge.run_with_cache(tokens, names_filter=lambda name: "1.attn" not in name)
+
+    assert [type(each) for each in seen[0]] == [torch.Tensor] * 2
+    assert not any(isinstance(each, Promised) for each in cache.values())
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "pythia"])
+def test_a_block_called_by_itself(kind: str, references: Any) -> None:
+    attention = references(kind).blocks[0].attn
+    inputs = attention.get_random_inputs()
+    expected = attention(**inputs)
+
+    with tl_devicefix.attention(attention, "sdpa"):
+        actual, pattern = attention(**inputs)
+
+    assert pattern is None
+    assert_agrees(actual, expected[0])
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.long])
+def test_a_mask_that_is_edited_between_forwards(
+    dtype: torch.dtype, mode: Any, references: Any, tokens: torch.Tensor
+) -> None:
+    @mode()
+    def run(bridge: Any) -> Any:
+        mask = torch.ones_like(tokens, dtype=dtype)
+        first = bridge(tokens, attention_mask=mask)
+        mask[0, :3] = 0
+        return first, bridge(tokens, attention_mask=mask)
+
+    assert_either_way(references("llama"), run)
+
+
+def test_copies_attend_as_the_bridge_does(
+    references: Any, tokens: torch.Tensor, fused_blocks: list[int]
+) -> None:
+    bridge = references("gpt2")
+    with tl_devicefix.attention(bridge, "sdpa"):
+        bridge(tokens)
+        copied = copy.deepcopy(bridge)
+    fused_blocks.clear()
+
+    assert_agrees(copied(tokens), bridge(tokens))
+    assert len(fused_blocks) == N_LAYERS
+
+
+def test_a_thread_that_fails_and_one_that_attends_as_installed(
+    boot: Any, references: Any, tokens: torch.Tensor
+) -> None:
+    """Meanwhile, transformers' masks of another thread are its own."""
+    chosen, other = boot("llama", device="cpu"), references("llama")
+    expected, results = other(tokens), []
+    there = ALL_MASK_ATTENTION_FUNCTIONS["eager"]
+
+    def meanwhile(module: Any, args: Any) -> None:
+        assert ALL_MASK_ATTENTION_FUNCTIONS["eager"] is not there
+        thread = threading.Thread(target=lambda: results.append(look(other, tokens)))
+        thread.start()
+        thread.join()
+        raise InterruptedError
+
+    handle = chosen.blocks[1].register_forward_pre_hook(meanwhile)
+    with tl_devicefix.attention(chosen, "sdpa"), pytest.raises(InterruptedError):
+        chosen(tokens)
+    handle.remove()
+
+    ((logits, masks),) = results
+    assert_agrees(logits, expected, tolerance=0)
+    assert masks == {torch.Tensor}
+    assert ALL_MASK_ATTENTION_FUNCTIONS["eager"] is there
+
+
+def look(bridge: Any, tokens: torch.Tensor) -> tuple[Any, set[type]]:
+    """Logits, and of which type the masks are that blocks get."""
+    seen = set()
+
+    def note(module: Any, args: Any, kwargs: Any) -> None:
+        seen.add(type(kwargs["attention_mask"]))
+
+    handle = bridge.blocks[0].register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        return bridge(tokens), seen
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_sixteen_bits_are_no_further_from_float32(
+    kind: str, references: Any, tokens: torch.Tensor, fused_blocks: list[int]
+) -> None:
+    exact = references(kind)(tokens)
+    bridge = references(kind, dtype=torch.bfloat16)
+
+    def distance(way: str) -> float:
+        with tl_devicefix.attention(bridge, way):
+            return float((bridge(tokens).float() - exact).detach().abs().mean())
+
+    assert 0 < distance("sdpa") <= 1.1 * distance("as_installed")
+    assert len(fused_blocks) == N_LAYERS

@@ -1,0 +1,19 @@
+"""What a run gives with "sdpa" beside what it gives as installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from comparison import assert_agrees
+
+import tl_devicefix
+
+
+def assert_either_way(model: Any, run: Callable[[Any], Any]) -> None:
+    """A run of a model gives the same with "sdpa" and as installed."""
+    with tl_devicefix.attention(model, "as_installed"):
+        expected = run(model)
+    with tl_devicefix.attention(model, "sdpa"):
+        actual = run(model)
+    assert_agrees(actual, expected)

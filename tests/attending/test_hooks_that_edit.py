@@ -1,0 +1,189 @@
+"""With "sdpa", what hooks and users do to a model has the effect that it has as installed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from either_way import assert_either_way
+from kinds import new_kv_cache
+
+import tl_devicefix
+from tl_devicefix.attending.promises import Promised
+
+
+def silence_a_head(value: torch.Tensor, hook: Any) -> torch.Tensor:
+    value[:, :, 1] = 0
+    return value
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "rot_q", "rot_k", "z"])
+def test_edits_in_place_have_their_gradients(name: str, on_cpu: Any, tokens: torch.Tensor) -> None:
+    def run(model: Any) -> Any:
+        with model.hooks(fwd_hooks=[(f"blocks.1.attn.hook_{name}", silence_a_head)]):
+            loss = model(tokens, return_type="loss")
+        weights = [each for each in model.parameters() if each.requires_grad]
+        return torch.autograd.grad(loss, weights, allow_unused=True)
+
+    assert_either_way(on_cpu("llama"), run)
+
+
+def test_a_hook_that_adds_another(on_cpu: Any, tokens: torch.Tensor) -> None:
+    def run(model: Any) -> Any:
+        def add(query: torch.Tensor, hook: Any) -> None:
+            point = model.blocks[1].attn.hook_pattern
+            point.add_hook(lambda pattern, hook: torch.ones_like(pattern) / 7, prepend=True)
+
+        return model.run_with_hooks(tokens, fwd_hooks=[("blocks.1.attn.hook_q", add)])
+
+    model = on_cpu("llama")
+    before = model(tokens)
+
+    assert_either_way(model, run)
+    assert not torch.allclose(run(model), before)
+
+
+def test_keys_of_more_heads_than_the_model_has_are_refused_as_ever(
+    on_cpu: Any, tokens: torch.Tensor
+) -> None:
+    def repeat(keys: torch.Tensor, hook: Any) -> torch.Tensor:
+        return keys.repeat_interleave(2, dim=2)
+
+    model = on_cpu("llama")
+    hooks = [(f"blocks.1.attn.hook_{name}", repeat) for name in "kv"]
+    for way in ("as_installed", "sdpa"):
+        with (
+            tl_devicefix.attention(model, way),
+            pytest.raises(RuntimeError),
+        ):
+            model.run_with_hooks(tokens, fwd_hooks=hooks)
+
+
+@contextmanager
+def own_class(attention: Any, method: Callable[..., Any]) -> Any:
+    """A user's own class."""
+    kind = type(attention)
+    attention.__class__ = type("Own", (kind,), {"calculate_z_scores": method})
+    yield
+    attention.__class__ = kind
+
+
+@contextmanager
+def own_method(attention: Any, method: Callable[..., Any]) -> Any:
+    """A method that a user has put in."""
+    attention.calculate_z_scores = lambda v, pattern: method(attention, v, pattern)
+    yield
+    del attention.calculate_z_scores
+
+
+@pytest.mark.parametrize("change", [own_class, own_method])
+def test_code_of_users_gets_a_pattern(change: Any, on_cpu: Any, tokens: torch.Tensor) -> None:
+    model = on_cpu("llama")
+    attention = model.blocks[1].attn
+    seen = []
+
+    def mix(self: Any, v: torch.Tensor, pattern: torch.Tensor) -> Any:
+        seen.append(pattern)
+        return type(model.blocks[0].attn).calculate_z_scores(self, v, pattern)
+
+    with change(attention, mix), tl_devicefix.attention(model, "sdpa") as said:
+        model(tokens)
+        assert said.blocks["blocks.1.attn"] == (
+            "as installed: its calculate_z_scores is not TransformerLens's"
+        )
+        assert said.blocks["blocks.0.attn"] == "sdpa"
+
+    assert [type(each) for each in seen] == [torch.Tensor]
+
+
+def test_who_calls_a_method_gets_scores(on_cpu: Any) -> None:
+    attention = on_cpu("gpt2").blocks[0].attn
+    q, k = torch.randn(2, 1, 5, 4, 4, generator=torch.Generator().manual_seed(0))
+
+    with tl_devicefix.attention(attention, "sdpa"):
+        scores = attention.calculate_attention_scores(q, k)
+
+    assert not isinstance(scores, Promised)
+
+
+def test_caches_hold_tensors_with_values(on_cpu: Any, tokens: torch.Tensor) -> None:
+    model = on_cpu("llama")
+    kv_cache = new_kv_cache(model, len(tokens))
+    with torch.no_grad(), tl_devicefix.attention(model, "sdpa"):
+        _, cache = model.run_with_cache(tokens)
+        _, part = model.run_with_cache(tokens, names_filter=lambda name: "1.attn" not in name)
+        model(tokens, past_kv_cache=kv_cache)
+
+    held = [*cache.values(), *part.values()]
+    held += [each for entry in kv_cache.entries for each in (entry.past_keys, entry.past_values)]
+    assert not any(isinstance(each, Promised) for each in held)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_mask_that_is_edited_between_forwards(
+    mode: Any, on_cpu: Any, tokens: torch.Tensor
+) -> None:
+    @mode()
+    def run(model: Any) -> Any:
+        mask = torch.ones_like(tokens)
+        first = model(tokens, attention_mask=mask)
+        copied = copy.deepcopy(mask)
+        copied[0, :3] = 0
+        second = model(tokens, attention_mask=copied)
+        mask[1, :2] = 0
+        return first, second, model(tokens, attention_mask=mask)
+
+    assert_either_way(on_cpu("llama"), run)
+
+
+def test_within_autocast(on_cpu: Any, tokens: torch.Tensor) -> None:
+    model = on_cpu("llama")
+    exact = model(tokens)
+
+    def distance(way: str) -> float:
+        with tl_devicefix.attention(model, way), torch.autocast("cpu", torch.bfloat16):
+            logits = model(tokens).detach()
+        assert logits.dtype == torch.bfloat16
+        return float((logits.float() - exact).abs().mean())
+
+    assert 0 < distance("sdpa") <= 1.1 * distance("as_installed")
+
+
+def test_a_mask_that_is_changed_where_torch_does_not_count_is_seen(
+    on_cpu: Any, tokens: torch.Tensor
+) -> None:
+    array = torch.ones_like(tokens).numpy()
+    mask = torch.from_numpy(array)
+
+    def run(model: Any) -> Any:
+        array[:] = 1
+        whole = model(tokens, attention_mask=mask)
+        array[0, :3] = 0
+        padded = model(tokens, attention_mask=mask)
+        mask.data[0, :2] = 1
+        return whole, padded, model(tokens, attention_mask=mask)
+
+    assert_either_way(on_cpu("llama"), run)
+
+
+@pytest.mark.parametrize("name", ["q", "rot_k"])
+def test_a_hook_that_asks_for_scores_gets_scores(
+    name: str, on_cpu: Any, tokens: torch.Tensor
+) -> None:
+    model, found = on_cpu("llama"), []
+    attention = model.blocks[1].attn
+
+    def ask(value: torch.Tensor, hook: Any) -> None:
+        heads = value.new_ones(1, 4, attention.cfg.n_heads, attention.cfg.d_head)
+        keys = value.new_ones(1, 4, attention.cfg.n_key_value_heads, attention.cfg.d_head)
+        found.append(attention.calculate_attention_scores(heads, keys))
+
+    with tl_devicefix.attention(model, "sdpa"):
+        model.run_with_hooks(tokens, fwd_hooks=[(f"blocks.1.attn.hook_{name}", ask)])
+
+    assert type(found[0]) is torch.Tensor
+    assert found[0].shape == (1, attention.cfg.n_heads, 4, 4)

@@ -1,0 +1,262 @@
+"""With "sdpa", a KV cache grows in place, and reads as TransformerLens's own does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from comparison import assert_agrees
+from hf_models import N_LAYERS
+from kinds import home_of, new_kv_cache
+
+import tl_devicefix
+
+N_TOKENS = 18
+KINDS = ["llama", "bloom", "gpt2", "gpt-neo", "pythia"]  # grouped, ALiBi, neither, local, in part
+
+Step = Callable[[Any, int], None]
+"""What is done to a cache before its n-th token."""
+
+
+@pytest.fixture(scope="module")
+def text() -> torch.Tensor:
+    return torch.randint(3, 40, (2, N_TOKENS), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.fixture
+def masks(text: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of sequences that are as long, and of one with three pads on the left."""
+    padded = torch.ones_like(text)
+    padded[0, :3] = 0
+    return {"all": torch.ones_like(text), "padded": padded}
+
+
+def read(
+    model: Any, text: torch.Tensor, mask: torch.Tensor, way: str, step: Step | None = None
+) -> tuple[list[torch.Tensor], Any]:
+    """Read a text with a cache: some tokens, then one by one, then three; the logits."""
+    cache, logits, at = new_kv_cache(model, len(text)), [], 0
+    with tl_devicefix.attention(model, way):
+        for n in (6, *[1] * (N_TOKENS - 9), 3):
+            if step is not None:
+                step(cache, at)
+            part = slice(at, at + n)
+            logits.append(model(text[:, part], past_kv_cache=cache, attention_mask=mask[:, part]))
+            at += n
+    return logits, cache
+
+
+def contents(cache: Any) -> list[torch.Tensor]:
+    entries = [(entry.past_keys, entry.past_values) for entry in cache.entries]
+    return [each for pair in entries for each in pair] + [cache.previous_attention_mask]
+
+
+@pytest.fixture
+def without_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.cover(("mask", "inference"))
+@pytest.mark.parametrize("mask", ["all", "padded"])
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("name", KINDS)
+def test_logits_and_what_is_in_the_cache(
+    name: str, inference: bool, mask: str, on_cpu: Any, text: torch.Tensor, masks: Any
+) -> None:
+    model = on_cpu(name)
+    with torch.inference_mode() if inference else torch.no_grad():
+        expected, as_installed = read(model, text, masks[mask], "as_installed")
+        actual, cache = read(model, text, masks[mask], "sdpa")
+
+    assert_agrees(actual, expected)
+    assert_agrees(contents(cache), contents(as_installed))
+
+
+def test_it_is_written_behind_what_is_there_and_keys_are_rotated_once(
+    on_cpu: Any, text: torch.Tensor, masks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, places, rotated = on_cpu("llama"), set(), []
+    attention = model.blocks[0].attn
+    there = attention.rotate_every_two
+
+    def rotate(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[2] == 2:  # keys, of which there are two heads
+            rotated.append(x.shape[1])
+        return there(x)
+
+    def look(cache: Any, at: int) -> None:
+        places.add(cache[0].past_keys.data_ptr())
+
+    monkeypatch.setattr(attention, "rotate_every_two", rotate)
+    with torch.no_grad():
+        read(model, text, masks["padded"], "sdpa", look)
+
+    assert len(places) == 2  # empty, and with room for all
+    assert rotated == [6, *[1] * (N_TOKENS - 9), 3]
+
+
+def test_it_grows_beyond_its_room(on_cpu: Any, text: torch.Tensor, masks: Any) -> None:
+    model = on_cpu("gpt2")
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tl_devicefix.attending.growing._LEAST_ROOM", 2)
+        expected = read(model, text, masks["padded"], "as_installed")
+        actual = read(model, text, masks["padded"], "sdpa")
+
+    assert_agrees(actual[0], expected[0])
+    assert_agrees(contents(actual[1]), contents(expected[1]))
+
+
+def edit_keys(cache: Any, at: int) -> None:
+    if at == 9:
+        cache[1].past_keys[:, 2] = 0.5
+
+
+def exchange_values(cache: Any, at: int) -> None:
+    if at == 9:
+        cache[0].past_values = cache[0].past_values * 2
+
+
+def edit_mask(cache: Any, at: int) -> None:
+    if at == 9:
+        cache.previous_attention_mask[1, 1] = 0
+
+
+def exchange_mask(cache: Any, at: int) -> None:
+    if at == 9:
+        cache.previous_attention_mask = cache.previous_attention_mask.clone()
+        cache.previous_attention_mask[1, 1] = 0
+
+
+def freeze_for_a_while(cache: Any, at: int) -> None:
+    if at == N_TOKENS - 3:
+        cache.freeze()
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("mask", ["all", "padded"])
+@pytest.mark.parametrize(
+    "step", [edit_keys, exchange_values, edit_mask, exchange_mask, freeze_for_a_while]
+)
+def test_what_is_done_to_a_cache_by_hand(
+    step: Step, mask: str, mode: Any, on_cpu: Any, text: torch.Tensor, masks: Any
+) -> None:
+    model = on_cpu("llama")
+    with mode():
+        expected = read(model, text, masks[mask].clone(), "as_installed", step)
+        actual = read(model, text, masks[mask].clone(), "sdpa", step)
+
+    assert_agrees(actual[0], expected[0])
+    assert_agrees(contents(actual[1]), contents(expected[1]))
+
+
+def edit_rotated(value: torch.Tensor, hook: Any) -> torch.Tensor:
+    value[:, 1] += 1
+    return value
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_hook_that_edits_rotated_keys(
+    mode: Any, on_cpu: Any, text: torch.Tensor, masks: Any
+) -> None:
+    model = on_cpu("llama")
+
+    @mode()
+    def run(way: str) -> Any:
+        with model.hooks(fwd_hooks=[("blocks.1.attn.hook_rot_k", edit_rotated)]):
+            return read(model, text, masks["all"], way)[0]
+
+    assert_agrees(run("sdpa"), run("as_installed"))
+
+
+def shallow(cache: Any) -> Any:
+    """A cache with entries of its own that have the same tensors."""
+    copied = copy.copy(cache)
+    copied.entries = [copy.copy(entry) for entry in cache.entries]
+    return copied
+
+
+@pytest.mark.usefixtures("without_gradients")
+@pytest.mark.parametrize("duplicate", [shallow, copy.deepcopy])
+def test_two_texts_with_one_beginning(duplicate: Any, on_cpu: Any, text: torch.Tensor) -> None:
+    model, other = on_cpu("llama"), text.flip(1)
+    together = [torch.cat([text[:, :6], each[:, 6:9]], dim=1) for each in (text, other)]
+    expected = [model(each)[:, 6:] for each in together]
+
+    with tl_devicefix.attention(model, "sdpa"):
+        first = new_kv_cache(model, 2)
+        everything = torch.ones_like(text[:, :1])
+        model(text[:, :6], past_kv_cache=first, attention_mask=everything.expand(-1, 6))
+        second = duplicate(first)
+        actual: list[list[torch.Tensor]] = [[], []]
+        for at in range(6, 9):
+            for logits, cache, each in zip(actual, (first, second), (text, other)):
+                token = each[:, at : at + 1]
+                logits.append(model(token, past_kv_cache=cache, attention_mask=everything))
+
+    assert_agrees([torch.cat(logits, dim=1) for logits in actual], expected)
+
+
+@pytest.mark.usefixtures("without_gradients")
+def test_a_cache_that_is_cut_and_read_on(on_cpu: Any, text: torch.Tensor) -> None:
+    model, one = on_cpu("llama"), torch.ones_like(text[:, :1])
+
+    def run(way: str) -> list[torch.Tensor]:
+        cache = new_kv_cache(model, 2)
+        with tl_devicefix.attention(model, way):
+            model(text[:, :9], past_kv_cache=cache, attention_mask=one.expand(-1, 9))
+            kept = [entry.past_keys for entry in cache.entries]
+            for entry in cache.entries:
+                entry.past_keys = entry.past_keys[:, :5]
+                entry.past_values = entry.past_values[:, :5]
+            cache.previous_attention_mask = cache.previous_attention_mask[:, :5]
+            logits = [
+                model(text[:, at : at + 1], past_kv_cache=cache, attention_mask=one)
+                for at in range(10, 14)
+            ]
+        return [*logits, *kept]
+
+    assert_agrees(run("sdpa"), run("as_installed"))
+
+
+def test_a_graph_that_holds_keys_while_the_cache_grows(on_cpu: Any, text: torch.Tensor) -> None:
+    model, cache = on_cpu("llama"), new_kv_cache(on_cpu("llama"), 2)
+    with torch.no_grad(), tl_devicefix.attention(model, "sdpa"):
+        model(text[:, :6], past_kv_cache=cache)
+        keys = cache[0].past_keys
+        weight = torch.ones(keys.shape[-1], requires_grad=True)
+        with torch.enable_grad():
+            weighed = (keys * weight).sum()
+        model(text[:, 6:7], past_kv_cache=cache)
+
+    (gradient,) = torch.autograd.grad(weighed, weight)
+    assert_agrees(gradient, keys.sum(dim=(0, 1, 2)))
+
+
+def test_with_gradients(on_cpu: Any, text: torch.Tensor, masks: Any) -> None:
+    model = on_cpu("llama")
+
+    def run(way: str) -> Any:
+        logits = torch.cat(read(model, text, masks["all"], way)[0], dim=1)
+        weights = [each for each in model.parameters() if each.requires_grad]
+        return torch.autograd.grad(model.loss_fn(logits, text), weights, allow_unused=True)
+
+    assert_agrees(run("sdpa"), run("as_installed"))
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("kind", ["llama", "bloom"])
+@pytest.mark.parametrize("spread", [1, 4])
+def test_generate(
+    model: Any, reference: Any, tokens: torch.Tensor, fused_blocks: list[int]
+) -> None:
+    options = {"max_new_tokens": 6, "do_sample": False, "stop_at_eos": False, "verbose": False}
+    with tl_devicefix.attention(model, "sdpa"):
+        actual = model.generate(tokens.to(home_of(model)), **options)
+
+    assert len(fused_blocks) == 6 * N_LAYERS
+    assert_agrees(actual, reference.generate(tokens, **options), home_of(model))

@@ -1,0 +1,517 @@
+"""With "sdpa", blocks to which nobody listens build no pattern, and nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from architectures import ALL_ARCHITECTURES
+from comparison import assert_agrees
+from hf_models import N_LAYERS
+from kinds import home_of
+from shapes_made import ShapesMade
+from torch.nn.modules.module import register_module_forward_hook
+
+import tl_devicefix
+
+AS_INSTALLED = {"gemma-2": "soft cap", "gpt-oss": "attention sinks"}
+"""Architecture -> why its blocks take the installed path."""
+PADDED = {"left": slice(0, 3), "right": slice(-3, None), "between": slice(3, 6)}
+
+
+@pytest.fixture
+def sdpa(on_cpu: Any) -> Iterator[Callable[[str], Any]]:
+    """`sdpa("llama")`: a model on the CPU that attends so, for as long as a test takes."""
+    chosen = []
+
+    def get(name: str) -> Any:
+        model = on_cpu(name)
+        chosen.append(tl_devicefix.attention(model, "sdpa"))
+        return model
+
+    yield get
+    for each in reversed(chosen):
+        each.__exit__(None, None, None)
+
+
+def installed(model: Any, run: Callable[[Any], Any]) -> Any:
+    """What a run of a model gives as it is installed."""
+    with tl_devicefix.attention(model, "as_installed"):
+        return run(model)
+
+
+def padded(tokens: torch.Tensor, where: str) -> torch.Tensor:
+    mask = torch.ones_like(tokens)
+    mask[0, PADDED[where]] = 0
+    return mask
+
+
+def with_gradients(tokens: torch.Tensor, **options: Any) -> Callable[[Any], Any]:
+    """A run that gives logits, and the gradients of the loss."""
+
+    def run(model: Any) -> Any:
+        logits = model(tokens, **options)
+        loss = model.loss_fn(logits, tokens)
+        weights = [each for each in model.parameters() if each.requires_grad]
+        return logits, torch.autograd.grad(loss, weights, allow_unused=True)
+
+    return run
+
+
+def assert_same_bits(actual: Any, expected: Any) -> None:
+    assert_agrees(actual, expected, tolerance=0)
+
+
+@pytest.mark.parametrize("name", ALL_ARCHITECTURES)
+def test_logits_and_gradients(
+    name: str, sdpa: Any, tokens: torch.Tensor, fused_blocks: list[int]
+) -> None:
+    model, run = sdpa(name), with_gradients(tokens)
+    expected = installed(model, run)
+    assert not fused_blocks
+
+    actual = run(model)
+
+    said = tl_devicefix.attention(model).blocks.values()
+    # TransformerLens 2 overlooks the sinks.
+    has_sinks = getattr(model.cfg, "use_attention_sinks", False)
+    if name == "gemma-2" or has_sinks:
+        assert all(AS_INSTALLED[name] in each for each in said)
+        assert not fused_blocks
+        assert_same_bits(actual, expected)
+    else:
+        assert set(said) == {"sdpa"}
+        assert len(fused_blocks) == N_LAYERS
+        assert_agrees(actual, expected)
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("where", PADDED)
+@pytest.mark.parametrize("name", ["llama", "bloom", "gpt-neo"])
+def test_padding(
+    name: str, where: str, sdpa: Any, tokens: torch.Tensor, fused_blocks: list[int]
+) -> None:
+    model, run = sdpa(name), with_gradients(tokens, attention_mask=padded(tokens, where))
+
+    assert_agrees(run(model), installed(model, run))
+    assert len(fused_blocks) == N_LAYERS
+
+
+def listening(model: Any, tokens: torch.Tensor, hook: str | None = None) -> tuple[Any, Any]:
+    """What a hook point sees forward and backward, or all of them; gradients of the weights."""
+    options = {"return_type": "loss", "incl_bwd": True}
+    _, cache = model.run_with_cache(tokens, names_filter=hook, **options)
+    gradients = [each.grad for each in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    return dict(cache.items()), gradients
+
+
+SOME = ["llama", "gpt2", "bloom"]
+OTHERS = pytest.mark.full("dozens of forwards and backwards each; in the default run, of three")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*SOME, *(pytest.param(each, marks=OTHERS) for each in ALL_ARCHITECTURES if each not in SOME)],
+)
+def test_each_hook_point_listened_to_in_turn(
+    name: str, sdpa: Any, tokens: torch.Tensor, fused_blocks: list[int]
+) -> None:
+    model = sdpa(name)
+    goes_without = set(tl_devicefix.attention(model).blocks.values()) == {"sdpa"}
+    expected, gradients = installed(model, lambda model: listening(model, tokens))
+    for hook in expected:
+        if hook.endswith("_grad") or (hook.startswith("blocks.") and "blocks.0." not in hook):
+            continue  # a later block's input has been rounded otherwise
+        fused_blocks.clear()
+
+        seen, actual = listening(model, tokens, hook)
+
+        needs_scores = hook.endswith(("hook_attn_scores", "hook_pattern"))
+        assert len(fused_blocks) == (N_LAYERS - needs_scores if goes_without else 0)
+        tolerance = 0 if needs_scores or not goes_without else 1e-5
+        assert_agrees(seen.pop(hook), expected[hook], tolerance=tolerance)
+        assert_agrees(seen, {key: expected[key] for key in expected if key == f"{hook}_grad"})
+        assert_agrees(actual, gradients)
+
+
+@pytest.mark.parametrize("name", ["llama", "bloom"])
+def test_a_cache_of_everything_is_as_installed(name: str, sdpa: Any, tokens: torch.Tensor) -> None:
+    model = sdpa(name)
+
+    def run(model: Any) -> Any:
+        return model.run_with_cache(tokens)
+
+    assert_same_bits(run(model), installed(model, run))
+
+
+def add_forward_hook(model: Any, point: Any, seen: list[Any]) -> Any:
+    return point.add_hook(lambda value, hook: seen.append(value.sum()))
+
+
+def add_permanent_hook(model: Any, point: Any, seen: list[Any]) -> Any:
+    return model.add_perma_hook(point.name, lambda value, hook: seen.append(value.sum()))
+
+
+def add_backward_hook(model: Any, point: Any, seen: list[Any]) -> Any:
+    return point.add_hook(lambda value, hook: seen.append(value.sum()), dir="bwd")
+
+
+def add_hook_of_torch(model: Any, point: Any, seen: list[Any]) -> Any:
+    return point.register_forward_hook(lambda module, args, value: seen.append(value.sum()))
+
+
+def add_hook_before(model: Any, point: Any, seen: list[Any]) -> Any:
+    return point.register_forward_pre_hook(lambda module, args: seen.append(args[0].sum()))
+
+
+def add_hook_of_all_modules(model: Any, point: Any, seen: list[Any]) -> Any:
+    def hook(module: Any, args: Any, value: Any) -> None:
+        if module is point:
+            seen.append(value.sum())
+
+    return register_module_forward_hook(hook)
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("point", ["hook_pattern", "hook_attn_scores"])
+@pytest.mark.parametrize(
+    "listen",
+    [
+        *(add_forward_hook, add_permanent_hook, add_backward_hook),
+        *(add_hook_of_torch, add_hook_before, add_hook_of_all_modules),
+    ],
+)
+def test_whoever_listens_sees_what_was_installed(
+    listen: Any, point: str, sdpa: Any, tokens: torch.Tensor
+) -> None:
+    model = sdpa("llama")
+
+    def run(model: Any) -> Any:
+        model.reset_hooks(including_permanent=True)
+        seen: list[Any] = []
+        handles = [listen(model, getattr(block.attn, point), seen) for block in model.blocks]
+        try:
+            return with_gradients(tokens)(model), seen
+        finally:
+            model.reset_hooks(including_permanent=True)
+            for each in filter(None, handles):
+                each.remove()
+
+    actual = run(model)
+
+    assert actual[1]
+    assert_same_bits(actual, installed(model, run))
+
+
+def test_a_hook_that_patches_a_pattern(sdpa: Any, tokens: torch.Tensor) -> None:
+    model = sdpa("llama")
+
+    def uniform(pattern: torch.Tensor, hook: Any) -> torch.Tensor:
+        return torch.ones_like(pattern) / pattern.shape[-1]
+
+    def run(model: Any) -> Any:
+        hooks = [("blocks.0.attn.hook_pattern", uniform)]
+        return model.run_with_hooks(tokens, fwd_hooks=hooks)
+
+    assert_agrees(run(model), installed(model, run))
+
+
+@pytest.mark.parametrize("option", ["result", "split_qkv_input", "attn_in", "ungrouped"])
+def test_options_of_a_model(
+    option: str, sdpa: Any, tokens: torch.Tensor, fused_blocks: list[int]
+) -> None:
+    model = copy.deepcopy(sdpa("gpt2" if option == "attn_in" else "llama"))
+    {
+        "result": model.set_use_attn_result,
+        "split_qkv_input": model.set_use_split_qkv_input,
+        "attn_in": model.set_use_attn_in,
+        "ungrouped": model.set_ungroup_grouped_query_attention,
+    }[option](True)
+    run = with_gradients(tokens)
+
+    assert_agrees(run(model), installed(model, run))
+    assert len(fused_blocks) == N_LAYERS
+
+
+@contextmanager
+def own_scores(attention: Any) -> Iterator[None]:
+    """A user's own class, which does to scores what is not known."""
+    kind = type(attention)
+
+    class Sharpened(kind):  # type: ignore[misc, valid-type]
+        def calculate_attention_scores(self, q: Any, k: Any) -> Any:
+            return super().calculate_attention_scores(q, k) * 2
+
+        def calculate_z_scores(self, v: Any, pattern: Any) -> Any:
+            return super().calculate_z_scores(v, pattern[..., :] ** 2)
+
+    attention.__class__ = Sharpened
+    yield
+    attention.__class__ = kind
+
+
+@contextmanager
+def edited_mask(attention: Any) -> Iterator[None]:
+    """A mask, where TransformerLens keeps one, by which queries see what comes after them."""
+    there = attention.mask
+    attention.mask = torch.ones_like(there)
+    yield
+    attention.mask = there
+
+
+@contextmanager
+def another_minus_infinity(attention: Any) -> Iterator[None]:
+    there = attention.IGNORE
+    attention.IGNORE = torch.tensor(-1.0)
+    yield
+    attention.IGNORE = there
+
+
+@contextmanager
+def a_scale_of_each_head(attention: Any) -> Iterator[None]:
+    there = attention.attn_scale
+    attention.attn_scale = torch.tensor([1.0, 2.0, 3.0, 4.0])[:, None, None]
+    yield
+    attention.attn_scale = there
+
+
+@contextmanager
+def another_point(attention: Any) -> Iterator[None]:
+    """A module in the place of a hook point."""
+    there = attention.hook_pattern
+    attention.hook_pattern = torch.nn.Dropout(p=1.0)
+    yield
+    attention.hook_pattern = there
+
+
+@pytest.mark.parametrize(
+    "change",
+    [own_scores, edited_mask, another_minus_infinity, a_scale_of_each_head, another_point],
+)
+def test_what_is_changed_by_hand(change: Any, sdpa: Any, tokens: torch.Tensor) -> None:
+    model = sdpa("llama")
+    unchanged = model(tokens)
+
+    def run(model: Any) -> Any:
+        with change(model.blocks[1].attn):
+            return model(tokens)
+
+    assert_agrees(run(model), installed(model, run))
+    assert_agrees(model(tokens), unchanged)
+
+
+@pytest.mark.parametrize("transform", ["grad", "jvp", "vmap"])
+def test_transforms_of_functions_take_the_installed_path(
+    transform: str, sdpa: Any, tokens: torch.Tensor
+) -> None:
+    block = sdpa("llama").blocks[0]
+    residual = torch.randn(2, 2, 5, 16, generator=torch.Generator().manual_seed(0))
+
+    def run(block: Any) -> Any:
+        if transform == "grad":
+            return torch.func.grad(lambda x: block(x).sum())(residual[0])
+        if transform == "jvp":
+            return torch.func.jvp(block, (residual[0],), (residual[1],))
+        return torch.func.vmap(block)(residual)
+
+    actual = run(block)
+
+    with tl_devicefix.attention(block, "as_installed"):
+        assert_same_bits(actual, run(block))
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "bloom"])
+def test_sixteen_bits_are_no_further_from_float32(
+    name: str, dtype: torch.dtype, sdpa: Any, tokens: torch.Tensor
+) -> None:
+    exact = sdpa(name)(tokens)
+    model = copy.deepcopy(sdpa(name))
+    model.cfg.dtype = dtype
+    model.to(dtype)
+
+    def distance(model: Any) -> float:
+        return (model(tokens).float() - exact).abs().mean().item()
+
+    assert distance(model) <= 1.1 * installed(model, distance)
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("kind", ["llama", "bloom"])
+@pytest.mark.parametrize("spread", [4, "scattered"])
+def test_over_several_devices(
+    model: Any, reference: Any, tokens: torch.Tensor, fused_blocks: list[int]
+) -> None:
+    mask = padded(tokens, "left")
+    with tl_devicefix.attention(model, "sdpa"):
+        actual = [model(tokens), model(tokens, attention_mask=mask)]
+
+    assert len(fused_blocks) == 2 * N_LAYERS
+    expected = [reference(tokens), reference(tokens, attention_mask=mask)]
+    assert_agrees(actual, expected, home_of(model))
+
+
+def test_gradients_over_several_devices(model: Any, reference: Any, tokens: torch.Tensor) -> None:
+    with tl_devicefix.attention(model, "sdpa"):
+        actual = with_gradients(tokens.to(home_of(model)))(model)
+
+    assert_agrees(actual, with_gradients(tokens)(reference))
+
+
+def test_with_offloaded_blocks(
+    machine: Any, from_pretrained: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    there = {"embed": 0, "blocks": 0, "blocks.1": "cpu", "blocks.3": "cpu"}
+    device_map = {**there, "ln_final": 0, "unembed": 0}
+    model = from_pretrained("llama", device_map=device_map, attention="sdpa")
+    options = {"max_new_tokens": 3, "do_sample": False, "stop_at_eos": False, "verbose": False}
+
+    assert_agrees(model(tokens.to("sim:0")), reference(tokens), home_of(model))
+    actual = model.generate(tokens.to("sim:0"), **options)
+    assert_agrees(actual, reference.generate(tokens, **options), home_of(model))
+
+
+def test_memory_grows_with_the_tokens_and_not_with_their_square(
+    load: Any, machine: Any, fused_blocks: list[int]
+) -> None:
+    model = load("llama", 1)
+
+    def peak(n_tokens: int) -> int:
+        tokens = torch.zeros(1, n_tokens, dtype=torch.long, device="sim:0")
+        before = machine.memory_allocated(0)
+        machine.reset_peak_memory_stats(0)
+        with torch.no_grad():
+            model(tokens, return_type=None)
+        return int(machine.max_memory_allocated(0) - before)
+
+    with tl_devicefix.attention(model, "sdpa"):
+        assert peak(32) < 2.2 * peak(16)
+    assert peak(32) > 2.5 * peak(16)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_nothing_of_every_query_and_key_is_made(name: str, sdpa: Any) -> None:
+    model, run = sdpa(name), with_gradients(torch.full((1, 29), 7))
+
+    with ShapesMade() as made:
+        run(model)
+    with ShapesMade() as as_installed:
+        installed(model, run)
+
+    assert not made.of_pairs(29)
+    assert (1, 4, 29, 29) in as_installed.of_pairs(29)
+
+
+def test_for_a_while(on_cpu: Any, tokens: torch.Tensor, fused_blocks: list[int]) -> None:
+    model = on_cpu("gpt2")
+    before = model(tokens)
+
+    with tl_devicefix.attention(model, "sdpa"):
+        with tl_devicefix.attention(model, "as_installed"):
+            assert_same_bits(model(tokens), before)
+        model(tokens)
+        assert len(fused_blocks) == N_LAYERS
+    with pytest.raises(IndexError), tl_devicefix.attention(model, "sdpa"):
+        model(tokens + 1000)
+
+    assert_same_bits(model(tokens), before)
+    assert len(fused_blocks) == N_LAYERS
+    assert set(tl_devicefix.attention(model).blocks.values()) == {"as installed"}
+
+
+def test_copies_attend_as_the_model_does(
+    sdpa: Any, tokens: torch.Tensor, fused_blocks: list[int]
+) -> None:
+    model = sdpa("gpt2")
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        fused_blocks.clear()
+        copied(tokens)
+        assert len(fused_blocks) == N_LAYERS
+
+
+def test_a_run_in_flight_attends_as_its_own_view_does(
+    sdpa: Any, tokens: torch.Tensor, fused_blocks: list[int]
+) -> None:
+    model = sdpa("gpt2")
+
+    def run(view: Any, way: str) -> Any:
+        tl_devicefix.attention(view, way)
+        return view(tokens)
+
+    for _ in tl_devicefix.in_flight(model, run, ["as_installed", "sdpa", "as_installed"]):
+        pass
+
+    assert len(fused_blocks) == N_LAYERS
+    assert set(tl_devicefix.attention(model).blocks.values()) == {"sdpa"}
+
+
+def test_without_the_patches_a_model_attends_as_installed(
+    sdpa: Any, tokens: torch.Tensor, fused_blocks: list[int]
+) -> None:
+    model = sdpa("gpt2")
+
+    with tl_devicefix.unpatched():
+        model(tokens)
+
+    assert not fused_blocks
+
+
+def test_it_says_which_block_goes_which_way(sdpa: Any) -> None:
+    model = sdpa("gpt2")
+    model.add_hook("blocks.1.attn.hook_pattern", lambda value, hook: None)
+
+    said = repr(tl_devicefix.attention(model)).splitlines()
+
+    assert said[0] == "blocks.0.attn  sdpa"
+    assert said[1] == "blocks.1.attn  as installed: hook_pattern has hooks"
+    model.reset_hooks()
+
+
+def test_loaded_so(from_pretrained: Any, tokens: torch.Tensor, fused_blocks: list[int]) -> None:
+    model = from_pretrained("gpt2", device="cpu", attention="sdpa")
+
+    model(tokens)
+
+    assert len(fused_blocks) == N_LAYERS
+
+
+def test_a_while_may_be_entered_again(
+    on_cpu: Any, tokens: torch.Tensor, fused_blocks: list[int]
+) -> None:
+    model = on_cpu("llama")
+    sdpa = tl_devicefix.attention(model, "sdpa")
+    for _ in range(2):
+        fused_blocks.clear()
+        with sdpa:
+            model(tokens)
+        assert len(fused_blocks) == model.cfg.n_layers
+        model(tokens)
+        assert len(fused_blocks) == model.cfg.n_layers
+
+
+def test_what_is_in_the_way_is_said(on_cpu: Any) -> None:
+    model = copy.deepcopy(on_cpu("llama"))
+    model.blocks[1].attn.IGNORE = torch.tensor(-1e5)
+    said = tl_devicefix.attention(model, "sdpa")
+    assert said.blocks["blocks.1.attn"] == "as installed: its IGNORE is not minus infinity"
+    assert said.blocks["blocks.2.attn"] == "sdpa"
+    with tl_devicefix.unpatched():
+        assert said.blocks["blocks.2.attn"] == "as installed: TransformerLens is unpatched"
+        with pytest.raises(RuntimeError, match=r"call tl_devicefix\.apply"):
+            tl_devicefix.attention(model, "sdpa")
+
+
+def test_a_way_that_is_not_there(on_cpu: Any, from_pretrained: Any) -> None:
+    with pytest.raises(ValueError, match="no attention 'spda': did you mean 'sdpa'"):
+        tl_devicefix.attention(on_cpu("gpt2"), "spda")
+    with pytest.raises(ValueError, match="no attention 'flash': give 'sdpa' or 'as_installed'"):
+        from_pretrained("gpt2", attention="flash")
+    with pytest.raises(ValueError, match="no module of the Linear attends"):
+        tl_devicefix.attention(torch.nn.Linear(1, 1), "sdpa")

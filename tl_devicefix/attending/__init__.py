@@ -1,0 +1,1 @@
+"""Attention without a pattern: where nobody looks at scores and pattern, they are not built."""

@@ -1,0 +1,215 @@
+"""Which mask `scaled_dot_product_attention` gets: none where it can do without.
+
+A mask of every query and key is as large as the scores of one head; none is made where attention is
+causal and nothing is padded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
+
+from tl_devicefix.simulation.tensor import has_values
+
+F = TypeVar("F")
+SOURCE = "_tl_devicefix_source"
+"""Attribute of a mask that was carried to another device: the one that it is a copy of."""
+
+
+@dataclass(frozen=True)
+class Causal:
+    """Which keys each query sees, as `apply_causal_mask` is told.
+
+    Attributes:
+        offset: how many keys come before those of the first query.
+        padding: [batch, key_pos], zero where a key is seen by no one; None if there is none.
+        window: how many keys a query sees at most, up to its own; None for all.
+        edited: a mask that is there instead of the causal one, True where seen: [query_pos,
+            key_pos], or as `mask` returns it.
+        blind_mixes_all: whether a query that sees no key mixes all values alike; else nothing.
+    """
+
+    offset: int
+    padding: torch.Tensor | None
+    window: int | None
+    edited: torch.Tensor | None = None
+    blind_mixes_all: bool = False
+
+    @property
+    def may_be_blind(self) -> bool:
+        """Whether there may be queries that see no key, not even their own."""
+        return self.edited is not None or self._pads is not None
+
+    def is_implied(self, n_queries: int, n_keys: int) -> bool:
+        """Whether a query sees all keys up to its own: as many queries as keys, or the last one."""
+        windowed = self.window is not None and self.window < n_keys
+        simple = self.edited is None and self._pads is None and not windowed
+        return simple and n_queries in (1, n_keys)
+
+    def mask(self, n_queries: int, n_keys: int, device: torch.device) -> torch.Tensor:
+        """What is seen: bool, [batch or 1, 1, query_pos, key_pos]."""
+        seen = self._band(n_queries, n_keys, device)
+        seen = seen if seen.dim() == 4 else seen[None, None]
+        pads = self._pads
+        return seen if pads is None else seen & pads.bool()[:, None, None, :]
+
+    @property
+    def _pads(self) -> torch.Tensor | None:
+        return None if self.padding is None or unpadded(self.padding) else self.padding
+
+    def _band(self, n_queries: int, n_keys: int, device: torch.device) -> torch.Tensor:
+        if self.edited is not None:
+            return self.edited
+        band = torch.ones(n_queries, n_keys, dtype=torch.bool, device=device).tril_(self.offset)
+        return band if self.window is None else band.triu_(self.offset + 1 - self.window)
+
+
+def source_of(mask: torch.Tensor) -> torch.Tensor:
+    """The mask that a model was given, of a copy on a block's device."""
+    source: torch.Tensor = getattr(mask, SOURCE, mask)
+    return source
+
+
+def unpadded(mask: torch.Tensor) -> bool:
+    """Whether a mask leaves nothing out. Asked of the device once, so that blocks do not wait."""
+    return _known_of_users(
+        source_of(mask), "unpadded", lambda mask: bool(mask.all()), in_rehearsal=True
+    )
+
+
+def as_now(mask: torch.Tensor) -> torch.Tensor:
+    """A mask whose changes are counted: of one of inference mode, a copy for the whole forward."""
+    mask = source_of(mask)
+    if not mask.is_inference():
+        return mask
+    with torch.inference_mode(False):
+        return _known(mask, "as now", torch.clone, in_rehearsal=mask)
+
+
+def same_start(mask: torch.Tensor, earlier: torch.Tensor) -> bool:
+    """Whether a mask begins as an earlier and shorter one did."""
+    mask, earlier = source_of(mask), source_of(earlier)
+    if mask is earlier or (unpadded(mask) and unpadded(earlier)):
+        return True
+
+    def compare(mask: torch.Tensor) -> bool:
+        same_batch = earlier.shape[0] == mask.shape[0]
+        return same_batch and torch.equal(mask[:, : earlier.shape[1]], earlier)
+
+    return _known(mask, ("starts as", WeakIdRef(earlier)), compare, in_rehearsal=True)
+
+
+def is_causal_mask(mask: torch.Tensor, window: int | None) -> bool:
+    """Whether a mask of all queries and keys is the one that TransformerLens makes.
+
+    TransformerLens 2 keeps it in a buffer, which people edit.
+    """
+
+    def is_plain(mask: torch.Tensor) -> bool:
+        plain = torch.ones_like(mask).tril_()
+        return torch.equal(mask, plain if window is None else plain.triu_(1 - window))
+
+    return _known(mask, ("plain", window), is_plain, in_rehearsal=True)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a mask of all queries and keys comes to."""
+
+    is_causal: bool
+    """Whether each query sees all keys up to its own, and nothing is added."""
+    adds: bool
+    """Whether it adds anything to scores of keys that are seen."""
+    blinds: bool
+    """Whether there are queries that see no key."""
+
+
+def facts(mask: torch.Tensor, lowest: float) -> Facts:
+    """What is true of a mask [batch or 1, 1, query_pos, key_pos], found out once for all blocks.
+
+    Args:
+        mask: True where a key is seen, or what is added to its score.
+        lowest: what is added to the score of a key that is not seen.
+    """
+
+    def find_out(mask: torch.Tensor) -> Facts:
+        seen = seen_by(mask, lowest)
+        adds = mask.dtype != torch.bool and bool(mask.masked_fill(~seen, 0.0).any())
+        offset = mask.shape[3] - mask.shape[2]
+        causal = torch.ones_like(seen[0, 0]).tril_(offset)
+        is_causal = not adds and bool((seen == causal).all())
+        return Facts(is_causal, adds, not is_causal and not bool(seen.any(dim=-1).all()))
+
+    return _known_of_users(mask, "facts", find_out, in_rehearsal=Facts(True, False, False))
+
+
+def seen_by(mask: torch.Tensor, lowest: float) -> torch.Tensor:
+    """Which keys are seen, by a mask that says so or is added."""
+    return mask if mask.dtype == torch.bool else mask > lowest
+
+
+def is_minus_infinity(scalar: torch.Tensor) -> bool:
+    """Whether what TransformerLens puts where nothing is seen is what it was made with."""
+    return _known(scalar, "infinite", lambda scalar: bool(scalar.isneginf()), in_rehearsal=True)
+
+
+@contextlib.contextmanager
+def one_forward() -> Iterator[None]:
+    """Within it, users' masks stay as they are but for changes that torch counts.
+
+    Those of inference mode, through `.data` and through numpy are not counted.
+    """
+    token = _this_forward.set(object())
+    try:
+        yield
+    finally:
+        _this_forward.reset(token)
+
+
+_this_forward: ContextVar[object | None] = ContextVar("tl_devicefix_forward", default=None)
+
+
+def _known(
+    tensor: torch.Tensor, what: Hashable, find_out: Callable[[torch.Tensor], F], in_rehearsal: F
+) -> F:
+    """A fact about a tensor's values, found out once for as long as it is not changed.
+
+    In a rehearsal there are none: masks are taken for causal ones, that leave nothing out.
+    """
+    if tensor.is_inference():
+        return _known_of_users(tensor, what, find_out, in_rehearsal)
+    return _known_as(tensor._version, tensor, what, find_out, in_rehearsal)
+
+
+def _known_of_users(
+    tensor: torch.Tensor, what: Hashable, find_out: Callable[[torch.Tensor], F], in_rehearsal: F
+) -> F:
+    """A fact about a tensor's values, found out once in a forward, for as long."""
+    forward = _this_forward.get() or object()
+    state = forward, None if tensor.is_inference() else tensor._version
+    return _known_as(state, tensor, what, find_out, in_rehearsal)
+
+
+def _known_as(
+    state: object,
+    tensor: torch.Tensor,
+    what: Hashable,
+    find_out: Callable[[torch.Tensor], F],
+    in_rehearsal: F,
+) -> F:
+    if not has_values(tensor):
+        return in_rehearsal
+    known: dict[Hashable, tuple[object, F]] = _found_out.setdefault(tensor, {})
+    if what not in known or known[what][0] != state:
+        known[what] = state, find_out(tensor)
+    return known[what][1]
+
+
+# Not on the tensors: copies of them, and what is saved of them, would take it along.
+_found_out = WeakIdKeyDictionary()
