@@ -34,12 +34,12 @@ def write_by_hand(directory: Path, dtype: torch.dtype = torch.bfloat16) -> Harve
     )
     index = Index(MODEL, {}, entries, PER_SHARD)
     write_index(directory, index)
-    ring = Ring(2**20, 3, [])
+    ring = Ring(PER_SHARD, 3, [])
     writer = Writer(directory, index, ring)
     numbers = torch.arange(N_EXAMPLES * WIDTH).view(N_EXAMPLES, WIDTH)
     examples = torch.arange(N_EXAMPLES)
     for rows in examples.split(3):
-        buffer = ring.take([0])
+        buffer = ring.take(len(rows), [])
         tensors = {
             TOKENS: numbers[rows],
             MASK: torch.ones(len(rows), WIDTH, dtype=torch.bool),

@@ -169,6 +169,12 @@ SOURCES: dict[str, Callable[[torch.Tensor], Any]] = {
     "a data loader of dicts": lambda tokens: DataLoader(
         [{"input_ids": row, "attention_mask": row * 0 + 1} for row in tokens], batch_size=3
     ),
+    "a data loader without a length": lambda tokens: DataLoader(
+        datasets.Dataset.from_dict({"input_ids": tokens.tolist()})
+        .with_format("torch")
+        .to_iterable_dataset(),
+        batch_size=3,
+    ),
     "a generator": lambda tokens: (part for part in tokens.split(3)),
 }
 

@@ -145,8 +145,11 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "dtype": ({"dtype": torch.float16}, "the dtype of blocks.1.* there is float32, not float16"),
     "reduce": ({"reduce": lambda a: a[:, :, :3]}, r"the shape of blocks.1.* is \(9, 16\), not"),
-    "reduce of the same shape": ({"reduce": lambda a: a + 1}, "so its weights, hooks, devices"),
-    "keep": ({"keep": lambda tokens: tokens > 5}, "it has no kept"),
+    "reduce of the same shape": (
+        {"reduce": lambda a: a + 1},
+        "blocks.1.* of its first batch is not what this model gives now",
+    ),
+    "keep": ({"keep": lambda tokens: tokens > 5}, "it was begun without keep"),
     "size of shards": ({"shard_size": 20000}, "shards have .* examples, but with this shard_size"),
 }
 
@@ -179,6 +182,8 @@ def test_to_go_on_with_other_data_is_refused_naming_it(
     other = [*batches[:3], batches[3].flip(1), *batches[4:]]
     with pytest.raises(ValueError, match="has other tokens from example 12 on than batches"):
         start(other, resume=True)
+    with pytest.raises(ValueError, match="has other tokens from example 0 on than batches"):
+        start(batches[1:], resume=True)
     with pytest.raises(ValueError, match=f"has {there} examples, but batches has 8"):
         start(batches[:2], resume=True)
     start(resume=True)
@@ -244,10 +249,30 @@ def test_a_batch_of_another_width_leaves_what_was_written(
     assert start(resume=True).is_complete
 
 
+def test_tokens_that_were_kept_are_compared(start: Start, batches: Any, tmp_path: Path) -> None:
+    start(batches[:6], keep=lambda tokens: tokens > 5)
+    calls = iter(range(6))
+    with pytest.raises(ValueError, match="has other kept from example 12 on than batches"):
+        start(keep=lambda tokens: tokens > (5 if next(calls) != 3 else 6), resume=True)
+
+
+def test_a_shard_of_many_small_batches_fills_after_large_ones(start: Start, batches: Any) -> None:
+    """Whatever has room for large ones must not keep the small ones out."""
+    small = batches[0][:1]
+    found = start([torch.cat(batches[:2])] * 12 + [small] * 40, shard_size=40000)
+    assert found.index.examples_per_shard == 32
+    assert len(found) == 136
+
+
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no data": ({"data": []}, ValueError, "nothing to harvest"),
     "a text": ({"data": "w4 w5"}, TypeError, "put it in a list"),
     "an item that is none": ({"data": [3]}, TypeError, "item 0 of the batches is a int"),
+    "a batch of none": (
+        {"data": [torch.zeros(0, 9).long()]},
+        ValueError,
+        r"must be tokens \[batch, pos\], but is \[0, 9\]",
+    ),
     "a dict without tokens": ({"data": [{"text": "w4"}]}, TypeError, r"with \['text'\]"),
     "nothing kept": ({"names_filter": lambda name: False}, ValueError, "keeps no activation"),
     "no size": ({"shard_size": "much"}, ValueError, "'much' is no size"),

@@ -13,6 +13,7 @@ from written_by_hand import D_MODEL, N_EXAMPLES, PER_SHARD, REDUCED, RESID, WIDT
 
 from tl_devicefix.harvests import token_batches
 from tl_devicefix.harvests.reading import Harvest
+from tl_devicefix.harvests.token_rows import Memory
 
 N_TOKENS = N_EXAMPLES * WIDTH
 
@@ -74,6 +75,18 @@ def test_others_go_on_where_some_were(given: int, written: Harvest) -> None:
     assert numbers([*seen, *first]) == expected
     with pytest.raises(ValueError, match="have seed=2, but those that are gone on with had 1"):
         written.activations(RESID, **{**options, "seed": 2}).load_state_dict(first.state_dict())
+
+
+def test_memory_is_used_again_when_nothing_is_in_it() -> None:
+    memory = Memory(64)
+    first, second = memory.lend(), memory.lend()
+    assert first.data_ptr() != second.data_ptr()
+    part, address = first.view(torch.int64)[3:], first.data_ptr()
+    del first
+    third = memory.lend()
+    assert third.data_ptr() != address
+    del part
+    assert memory.lend().data_ptr() == address
 
 
 def test_there_is_no_end_of_them_where_epochs_is_none(written: Harvest) -> None:

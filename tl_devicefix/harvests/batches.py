@@ -70,9 +70,11 @@ class Batches:
 
         None if nobody knows.
         """
-        if not isinstance(self._items, Sized):
-            return None
-        return len(self._items) * (1 if self._has_examples else in_first)
+        try:
+            count = len(self._items) if isinstance(self._items, Sized) else None
+        except TypeError:  # a DataLoader of an IterableDataset
+            count = None
+        return None if count is None else count * (1 if self._has_examples else in_first)
 
     def __iter__(self) -> Iterator[Batch]:
         examples: list[Any] = []
@@ -106,10 +108,10 @@ class Batches:
         yield self._batch(torch.stack([_tensor(each) for each in tokens]), mask)
 
     def _batch(self, given: Any, mask: Any) -> Batch:
-        if isinstance(given[0], str):
+        if not isinstance(given, torch.Tensor) and isinstance(given[0], str):
             return self._batch_of_texts(list(given))
         tokens = _tensor(given)
-        if tokens.dim() != 2:
+        if tokens.dim() != 2 or not tokens.numel():
             raise ValueError(f"a batch must be tokens [batch, pos], but is {list(tokens.shape)}")
         if mask is None:
             kept = torch.ones(tokens.shape, dtype=torch.bool)

@@ -37,16 +37,17 @@ class Ring:
 
     They hold two shards, so that one is written while the next one fills, and some batches: those
     whose runs are under way, and those that two shards have a part of. With fewer, the writer
-    would wait for a batch that waits for the writer.
+    would wait for a batch that waits for the writer. They are counted in examples, which say when
+    a shard is full.
 
     Args:
-        shard_bytes: of a shard.
+        per_shard: how many examples a shard has.
         n_batches: how many batches there may be besides.
         devices: from which will be copied.
     """
 
-    def __init__(self, shard_bytes: int, n_batches: int, devices: Iterable[torch.device]) -> None:
-        self._shard_bytes, self._n_batches = shard_bytes, n_batches
+    def __init__(self, per_shard: int, n_batches: int, devices: Iterable[torch.device]) -> None:
+        self._per_shard, self._n_batches = per_shard, n_batches
         self._largest = 0
         self._pinned = any(map(copies_beside_computing, devices))
         self._free: list[Buffer] = []
@@ -54,33 +55,32 @@ class Ring:
         self._changed = threading.Condition()
         self._error: BaseException | None = None
 
-    def take(self, sizes: list[int]) -> Buffer:
-        """A buffer with parts of some sizes; waits until there is room.
+    def take(self, n_examples: int, sizes: list[int]) -> Buffer:
+        """A buffer for so many examples, with parts of some sizes; waits until there is room.
 
         Raises:
             BaseException: the one of `fail`, which ends the waiting.
         """
-        size = sum(sizes)
         with self._changed:
-            self._largest = max(self._largest, size)
-            most = 2 * self._shard_bytes + self._n_batches * self._largest
-            while self._error is None and self._in_use + size > most:
+            self._largest = max(self._largest, n_examples)
+            most = 2 * self._per_shard + self._n_batches * self._largest
+            while self._error is None and self._in_use + n_examples > most:
                 self._changed.wait()
             if self._error is not None:
                 raise self._error
-            fitting = next((each for each in self._free if each.holds(sizes)), None)
+            fitting = next((each for each in self._free if each.sizes == sizes), None)
             if fitting is None:
-                self._free.clear()  # too small ones, in whose place the new one comes
-                fitting = Buffer(self, sizes, self._pinned)
+                self._free.clear()  # of other sizes, in whose place the new one comes
+                fitting = Buffer(self, n_examples, sizes, self._pinned)
             else:
                 self._free.remove(fitting)
-            self._in_use += fitting.size
+            self._in_use += n_examples
             return fitting
 
     def give_back(self, buffer: Buffer) -> None:
         """Let a buffer be used again."""
         with self._changed:
-            self._in_use -= buffer.size
+            self._in_use -= buffer.n_examples
             self._free.append(buffer)
             self._changed.notify_all()
 
@@ -94,8 +94,8 @@ class Ring:
 class Buffer:
     """Host memory for what is kept of one batch."""
 
-    def __init__(self, ring: Ring, sizes: list[int], pinned: bool) -> None:
-        self.size = sum(sizes)
+    def __init__(self, ring: Ring, n_examples: int, sizes: list[int], pinned: bool) -> None:
+        self.n_examples, self.sizes = n_examples, sizes
         self._ring = ring
         self._parts = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
         if pinned:
@@ -103,11 +103,6 @@ class Buffer:
         self._arriving: list[Any] = []
         self._users = 1
         self._counting = threading.Lock()
-
-    def holds(self, sizes: list[int]) -> bool:
-        """Whether its parts have at least these sizes."""
-        has = [len(part) for part in self._parts]
-        return len(has) == len(sizes) and all(have >= size for have, size in zip(has, sizes))
 
     @torch.no_grad()
     def copy(

@@ -11,11 +11,22 @@ from tl_devicefix.placement.memory import gib
 
 
 class Bar:
-    """A progress bar in examples, with tokens and bytes a second."""
+    """A progress bar in examples, with tokens and bytes a second.
 
-    def __init__(self, total: int | None, initial: int, shown: bool) -> None:
+    Args:
+        total: how many examples there will be, if that is known.
+        initial: how many are there.
+        n_bytes: how many bytes will be there, if that is known.
+        shown: whether it is.
+    """
+
+    def __init__(self, total: int | None, initial: int, n_bytes: int | None, shown: bool) -> None:
         self._bar = hf_logging.tqdm(
-            total=total, initial=initial, desc="Harvest", unit=" examples", disable=not shown
+            total=total,
+            initial=initial,
+            desc="Harvest" if n_bytes is None else f"Harvest of {gib(n_bytes)}",
+            unit=" examples",
+            disable=not shown,
         )
         self._began, self._tokens, self._bytes = time.perf_counter(), 0, -1
 

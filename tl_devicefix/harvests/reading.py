@@ -156,7 +156,7 @@ class Harvest:
             seed=seed,
             device=device,
             epochs=epochs,
-            group_bytes=largest,
+            group_bytes=largest // 2,  # three are in memory, and batches: less than two shards
             by_token=by_token,
         )
 

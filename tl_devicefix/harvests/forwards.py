@@ -1,0 +1,133 @@
+"""The forwards of a harvest, and what of each is copied to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from tl_devicefix.flights.flying import devices_of, in_flight
+from tl_devicefix.harvests.batches import Batch
+from tl_devicefix.harvests.copying import Buffer, by_device, room_for
+from tl_devicefix.harvests.format import KEPT, MASK, TOKENS, Entry
+from tl_devicefix.harvests.keeping import Found, Keeping, entries_of
+from tl_devicefix.harvests.writing import Copied
+
+
+class Item(NamedTuple):
+    """A batch that is run.
+
+    Attributes:
+        batch: what the forward is given.
+        kept: which tokens are stored, `[batch, pos]`; None for all.
+        skip: how many of its examples are written already.
+        buffer: where what is kept of it goes to.
+    """
+
+    batch: Batch
+    kept: torch.Tensor | None
+    skip: int
+    buffer: Buffer
+
+
+class Forwards:
+    """Runs a model on batches. The first run says what all others are to give.
+
+    Args:
+        model: of either class.
+        keeping: what is kept of each forward.
+        arguments: of the forward.
+        at_once: how many runs are in flight; None for as many as `in_flight` has by default.
+    """
+
+    def __init__(
+        self, model: Any, keeping: Keeping, arguments: dict[str, Any], at_once: int | None
+    ) -> None:
+        self.model, self.keeping = model, keeping
+        self.devices = devices_of(model)
+        n_devices = len(self.devices)
+        self.at_once = at_once if at_once is not None else n_devices + (n_devices > 1)
+        self._arguments = arguments
+        self._points = dict(model.hook_dict)
+
+    def first(self, batch: Batch, kept: torch.Tensor | None) -> tuple[Found, tuple[Entry, ...]]:
+        """Run the first batch.
+
+        Returns:
+            What is kept of it, and how it is stored.
+
+        Raises:
+            ValueError: if it cannot be stored.
+        """
+        (found,) = in_flight(self.model, self._of_forward, [(batch, kept)], at_once=1)
+        self._names, self._groups = found.names, by_device(found.tensors)
+        n_rows = len(batch.tokens) if kept is None else int(kept.sum())
+        entries = entries_of(found, n_rows, kept is not None)
+        self._entries = {entry.name: entry for entry in entries if entry.same_as is None}
+        if "return_type" not in self._arguments and not _has_unembedding(found.names):
+            self._arguments = {**self._arguments, "return_type": None}  # logits are not needed
+        beside = stored_beside(batch, kept)
+        return found, (*(_entry(name, rows) for name, rows in beside.items()), *entries)
+
+    def each(self, items: Iterable[Item], at_once: int | None = None) -> Iterator[Copied]:
+        """Run batches, several at once, and start to copy what is kept of each.
+
+        Raises:
+            ValueError: if that is not as of the first one.
+        """
+        return in_flight(self.model, self._run, items, at_once or self.at_once)
+
+    def room(self, n_examples: int, width: int) -> list[int]:
+        """The sizes of a buffer's parts for so many examples, of which all tokens may be kept."""
+        n_rows = {"example": n_examples, "token": n_examples * width, "shared": 1}
+        sizes = {name: each.row_bytes * n_rows[each.axis] for name, each in self._entries.items()}
+        return [room_for(sizes[name] for name in names) for names in self._groups]
+
+    def copy(self, item: Item, found: Found) -> Copied:
+        """Start to copy what is kept of a batch."""
+        batch, kept = item.batch, item.kept
+        n_examples, width = batch.tokens.shape
+        counts = [width] * n_examples if kept is None else kept.sum(1).tolist()
+        self._check_shapes(found.tensors, n_examples if kept is None else sum(counts))
+        rows = {**stored_beside(batch, kept), **item.buffer.copy(found.tensors, self._groups)}
+        return Copied(rows, counts, item.skip, item.buffer)
+
+    def _run(self, view: Any, item: Item) -> Copied:
+        found = self._of_forward(view, (item.batch, item.kept))
+        if found.names != self._names:
+            raise ValueError("this batch has not the same activations as the first one")
+        return self.copy(item, found)
+
+    def _of_forward(self, view: Any, what: tuple[Batch, torch.Tensor | None]) -> Found:
+        batch, kept = what
+        _, cache = view.run_with_cache(
+            batch.given,
+            names_filter=self.keeping.names_filter,
+            return_cache_object=False,
+            **{**self._arguments, **batch.arguments},
+        )
+        return self.keeping.of(cache, kept, self._points)
+
+    def _check_shapes(self, found: Mapping[str, torch.Tensor], n_rows: int) -> None:
+        for name, entry in self._entries.items():
+            shape = entry.shape if entry.axis == "shared" else (n_rows, *entry.shape)
+            if tuple(found[name].shape) != shape or found[name].dtype != entry.torch_dtype:
+                raise ValueError(
+                    f"{name} is {found[name].dtype} {list(found[name].shape)}, but by the first "
+                    f"batch it would be {entry.torch_dtype} {list(shape)}"
+                )
+
+
+def stored_beside(batch: Batch, kept: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """What is stored with a batch's activations."""
+    beside = {TOKENS: batch.tokens, MASK: batch.mask}
+    return beside if kept is None else {**beside, KEPT: kept}
+
+
+def _entry(name: str, rows: torch.Tensor) -> Entry:
+    return Entry(name, str(rows.dtype).removeprefix("torch."), tuple(rows.shape[1:]))
+
+
+def _has_unembedding(names: Iterable[str]) -> bool:
+    return any(name.startswith("unembed") for name in names)
