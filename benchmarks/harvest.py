@@ -216,12 +216,13 @@ def slow(options: argparse.Namespace) -> dict[str, float]:
     taken = seconds(lambda: thrown_away(model, options.batches))
     n_bytes = options.batches * BATCH * POSITIONS * options.size * 4 * len(NAMES)
     rate = n_bytes / taken / 2
-    write = writing.write_shard
+    write, began, so_far = writing.write_shard, [], [0]
 
     def slowly(path: Path, pieces: Any, metadata: Any) -> tuple[int, str]:
-        start = time.perf_counter()
+        began.append(time.perf_counter())
         written = write(path, pieces, metadata)
-        time.sleep(max(0, written[0] / rate - (time.perf_counter() - start)))
+        so_far[0] += written[0]
+        time.sleep(max(0, began[0] + so_far[0] / rate - time.perf_counter()))
         return written
 
     with (

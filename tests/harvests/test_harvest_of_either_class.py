@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from transformer_lens import ActivationCache
 from written_by_hand import assert_same_bits, files
 
 from tl_devicefix import harvest
+from tl_devicefix.placement.memory import gib
 from tl_devicefix.simulation.machine import Machine
 
 RESID = "blocks.3.hook_resid_post"
@@ -260,6 +262,18 @@ def test_offloaded_blocks(
     found = run(model, batches, RESID)
 
     assert_agrees(found[RESID][:], cache_of(model, batches, names_filter=RESID)[RESID].cpu())
+
+
+def test_the_bar_shows_examples_tokens_and_bytes(
+    folded_on_one: Any, batches: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, n_bytes = folded_on_one("llama"), 9 * batches[0].shape[1] * (16 * 4 + 9)
+    harvest(model, torch.cat(batches), RESID, to=tmp_path / "whole", batch_size=2)
+    last = capsys.readouterr().err.split("\r")[-1]
+    assert f"Harvest of {gib(n_bytes)}: 100%" in last
+    assert re.search(r"9/9 .* examples/s, \d+ tokens/s, [\d.]+ [KMG]iB/s", last)
+    harvest(model, (batch for batch in batches[:2]), RESID, to=tmp_path / "some")
+    assert re.search(r"Harvest: 4 examples", capsys.readouterr().err.split("\r")[-1])
 
 
 def test_the_model_is_left_as_it_was(

@@ -69,7 +69,7 @@ class Rows:
 
 
 def _in_words(rows: torch.Tensor) -> torch.Tensor:
-    """Rows `[rows, ...]` as `[rows, words]` of eight bytes, if they are: those are copied faster."""
+    """Rows as `[rows, words]` of eight bytes, if they are whole words: those are copied faster."""
     flat = rows.reshape(len(rows), -1)
     is_whole = not (flat[:1].nbytes % 8 or flat.storage_offset() * flat.itemsize % 8)
     return flat.view(torch.int64) if is_whole else flat
