@@ -212,7 +212,8 @@ def wall(options: argparse.Namespace) -> dict[str, float]:
 def slow(options: argparse.Namespace) -> dict[str, float]:
     """A writer that is slowed to half the rate at which activations come."""
     model = model_of(options)
-    thrown_away(model, 2)
+    with directory(options) as warm:
+        harvested(model, 2, options, warm)
     taken = seconds(lambda: thrown_away(model, options.batches))
     n_bytes = options.batches * BATCH * POSITIONS * options.size * 4 * len(NAMES)
     rate = n_bytes / taken / 2
