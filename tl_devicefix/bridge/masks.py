@@ -97,7 +97,7 @@ def _causal(
         return None
     if not _leaves_nothing_out(attention_mask, kv_offset + kv_length):
         return None
-    return Causal(q_offset - kv_offset, None, None if is_plain else local_size)
+    return Causal(q_offset - kv_offset, window=None if is_plain else local_size)
 
 
 _MADE = {"batch_size", "dtype", "device"}
