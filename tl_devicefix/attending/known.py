@@ -23,6 +23,8 @@ class _Forward:
 
     def __init__(self) -> None:
         self.made: dict[Hashable, tuple[torch.Tensor | None, Any]] = {}
+        # What tensors remember it by: itself, which holds them, would keep them forever.
+        self.name = object()
 
 
 _this_forward: ContextVar[_Forward | None] = ContextVar("tl_devicefix_forward", default=None)
@@ -69,8 +71,9 @@ def known_of_users(
     tensor: torch.Tensor, what: Hashable, find_out: Callable[[torch.Tensor], F], in_rehearsal: F
 ) -> F:
     """A fact about a tensor's values, found out once in a forward, for as long."""
-    forward = _this_forward.get() or object()
-    state = forward, None if tensor.is_inference() else tensor._version
+    forward = _this_forward.get()
+    name = object() if forward is None else forward.name
+    state = name, None if tensor.is_inference() else tensor._version
     return _known_as(state, tensor, what, find_out, in_rehearsal)
 
 
