@@ -22,7 +22,9 @@ class _Forward:
     """A forward that is under way, and what was made in it."""
 
     def __init__(self) -> None:
-        self.made: dict[Hashable, tuple[torch.Tensor | None, Any]] = {}
+        self.made: dict[Hashable, Any] = {}
+        # A block's own copy of a mask is not held by what is made of it.
+        self.made_of = WeakIdKeyDictionary()
         # What tensors remember it by: itself, which holds them, would keep them forever.
         self.name = object()
 
@@ -48,11 +50,11 @@ def made_once(of: torch.Tensor | None, what: Hashable, make: Callable[[], F]) ->
     forward = _this_forward.get()
     if forward is None:
         return make()
-    key = id(of), None if of is None or of.is_inference() else of._version, what
-    if key not in forward.made:
-        forward.made[key] = of, make()  # holds it, or another could get its id
-    made: F = forward.made[key][1]
-    return made
+    made: dict[Hashable, F] = forward.made if of is None else forward.made_of.setdefault(of, {})
+    key = None if of is None or of.is_inference() else of._version, what
+    if key not in made:
+        made[key] = make()
+    return made[key]
 
 
 def known(

@@ -16,6 +16,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 import tl_devicefix
 from tl_devicefix.attending.masks import Causal
 from tl_devicefix.attending.scores import Scores
+from tl_devicefix.bridge.masks import Mask
 from tl_devicefix.patching.versions import has_hooked_transformer
 
 pytestmark = [
@@ -264,6 +265,15 @@ def test_nothing_is_held_after_a_forward(
     bridge(tokens, attention_mask=mask)
 
     assert not any(type(each) in (Scores, Causal) for each in gc.get_objects())
+
+
+@torch.no_grad()
+def test_no_mask_is_held_after_a_forward_over_several_devices(
+    boot: Any, machine: Any, tokens: torch.Tensor
+) -> None:
+    boot("llama", n_devices=4, attention="sdpa")(tokens.to("sim:0"))
+
+    assert not any(type(each) is Mask for each in gc.get_objects())
 
 
 def test_transformers_masks_are_its_own_after_a_forward(sdpa: Any, tokens: torch.Tensor) -> None:
