@@ -95,6 +95,7 @@ def _add_estimate(commands: Any) -> None:
     )
     estimate.add_argument("--batch", type=int, default=1, help="sequences; default: %(default)s")
     estimate.add_argument("--ctx", type=int, help="tokens in each; default: 1024, or n_ctx if less")
+    estimate.add_argument("--n-ctx", type=int, help="the most tokens; default: the model's n_ctx")
     estimate.add_argument(
         "--cache", help="what run_with_cache keeps: hook names (resid_post,z), or all"
     )
@@ -148,6 +149,8 @@ def _run_estimate(chosen: argparse.Namespace) -> bool:
     from tl_devicefix.before_loading.estimation import estimate
 
     options = {k: v for k, v in vars(chosen).items() if k not in ("command", "model", "json")}
+    if chosen.n_ctx is None:  # else the model's config is made with it
+        del options["n_ctx"]
     try:
         found = estimate(chosen.model, **options)
     except (ValueError, TypeError) as error:

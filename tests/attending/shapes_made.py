@@ -1,7 +1,8 @@
-"""The shapes of the tensors that operations make."""
+"""The operations of a run, and the shapes of the tensors that they make."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -10,16 +11,18 @@ from torch.utils._pytree import tree_leaves
 
 
 class ShapesMade(TorchDispatchMode):
-    """Within it, the shapes of all tensors that are made, views among them."""
+    """Within it, all operations, and the shapes of what they make, views among them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.shapes: set[tuple[int, ...]] = set()
+        self.operations: Counter[str] = Counter()
 
     def __torch_dispatch__(  # type: ignore[override]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        self.operations[str(func)] += 1
         tensors = (each for each in tree_leaves(result) if isinstance(each, torch.Tensor))
         self.shapes.update(tuple(each.shape) for each in tensors)
         return result

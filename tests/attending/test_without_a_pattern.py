@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,12 +14,14 @@ import pytest
 import torch
 from architectures import ALL_ARCHITECTURES
 from comparison import assert_agrees
-from hf_models import N_LAYERS
+from hf_models import D_VOCAB, N_CTX, N_LAYERS
 from kinds import home_of
 from shapes_made import ShapesMade
 from torch.nn.modules.module import register_module_forward_hook
 
 import tl_devicefix
+from tl_devicefix.attending.known import made_once, one_forward
+from tl_devicefix.attending.masks import Causal
 
 AS_INSTALLED = {"gemma-2": "soft cap", "gpt-oss": "attention sinks"}
 """Architecture -> why its blocks take the installed path."""
@@ -329,18 +333,19 @@ def test_transforms_of_functions_take_the_installed_path(
 @pytest.mark.cover
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["llama", "bloom"])
-def test_sixteen_bits_are_no_further_from_float32(
-    name: str, dtype: torch.dtype, sdpa: Any, tokens: torch.Tensor
-) -> None:
-    exact = sdpa(name)(tokens)
+def test_sixteen_bits_are_no_further_from_float32(name: str, dtype: torch.dtype, sdpa: Any) -> None:
+    # So many that the mean is steady: of one prompt the ratio is anything from 0.8 to 1.15.
+    prompts = torch.randint(0, D_VOCAB, (128, N_CTX), generator=torch.Generator().manual_seed(0))
+    exact = sdpa(name)(prompts)
     model = copy.deepcopy(sdpa(name))
     model.cfg.dtype = dtype
     model.to(dtype)
 
     def distance(model: Any) -> float:
-        return (model(tokens).float() - exact).abs().mean().item()
+        return (model(prompts).float() - exact).abs().mean().item()
 
-    assert distance(model) <= 1.1 * installed(model, distance)
+    with torch.no_grad():
+        assert distance(model) <= 1.02 * installed(model, distance)
 
 
 @pytest.mark.cover
@@ -393,7 +398,12 @@ def test_memory_grows_with_the_tokens_and_not_with_their_square(
 
     with tl_devicefix.attention(model, "sdpa"):
         assert peak(32) < 2.2 * peak(16)
-    assert peak(32) > 2.5 * peak(16)
+    as_installed = peak(32)
+    assert as_installed > 2.5 * peak(16)
+    model.add_hook("blocks.0.attn.hook_pattern", lambda pattern, hook: None)
+    with tl_devicefix.attention(model, "sdpa"):
+        assert peak(32) <= as_installed  # as much as before, of one block
+    model.reset_hooks()
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -407,6 +417,41 @@ def test_nothing_of_every_query_and_key_is_made(name: str, sdpa: Any) -> None:
 
     assert not made.of_pairs(29)
     assert (1, 4, 29, 29) in as_installed.of_pairs(29)
+
+
+@pytest.mark.parametrize(("name", "where"), [("llama", "left"), ("mistral", None)])
+def test_a_mask_is_made_once_for_all_blocks(name: str, where: str | None, sdpa: Any) -> None:
+    tokens = torch.full((1, 29), 7)
+    options = {"attention_mask": padded(tokens, where)} if where else {}
+    model = sdpa(name)
+
+    with ShapesMade() as made, torch.no_grad():
+        model(tokens, **options)
+
+    assert made.operations["aten.tril_.default"] == 1
+
+
+def test_no_mask_is_held_after_a_forward(sdpa: Any, tokens: torch.Tensor) -> None:
+    mask = padded(tokens, "left")
+
+    with torch.no_grad():
+        sdpa("llama")(tokens, attention_mask=mask)
+
+    assert not any(type(each) is Causal for each in gc.get_objects())
+    held = weakref.ref(mask)
+    del mask
+    assert held() is None
+
+
+def test_what_is_made_of_a_block_s_own_mask_goes_with_it() -> None:
+    mask = torch.zeros(3)
+
+    with one_forward():
+        made = made_once(mask, "added", lambda: mask + 1)
+        assert made is made_once(mask, "added", lambda: mask + 1)
+        held = weakref.ref(made)
+        del mask, made
+        assert held() is None
 
 
 def test_for_a_while(on_cpu: Any, tokens: torch.Tensor, fused_blocks: list[int]) -> None:

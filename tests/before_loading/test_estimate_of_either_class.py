@@ -86,3 +86,10 @@ def test_the_command_prints_the_table_and_whether_it_fits(capsys: Any) -> None:
     status = main(["plan", "gpt2", "--n-devices", "2", "--cache", "resid_post"])
     assert status == 0
     assert capsys.readouterr().out.rstrip().endswith("It fits.")
+
+
+def test_the_command_takes_a_longer_context(capsys: Any) -> None:
+    longer = ["plan", "gpt2", "--ctx", "1100"]
+    assert main(longer) == 1
+    assert main([*longer, "--n-ctx", "2048"]) == 0
+    assert "1100 tokens" in capsys.readouterr().out

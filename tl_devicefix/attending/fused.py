@@ -39,9 +39,7 @@ def attend(
     mask = blind = None
     is_implied = causal is not None and causal.is_implied(n_queries, n_keys)
     if causal is not None and not (is_implied and not biases):
-        mask = causal.mask(n_queries, n_keys, q.device)
-        if causal.may_be_blind:
-            mask, blind = _seeing_something(mask)
+        mask, blind = causal.seen(n_queries, n_keys, q.device)
     if biases:
         mask = _added(biases, mask, q.dtype)
     z = _fused(q, k, v, mask, mask is None and is_implied and n_queries > 1, scale)
@@ -54,15 +52,6 @@ def _of_the_blind(z: torch.Tensor, blind: torch.Tensor, v: torch.Tensor) -> torc
     """Give queries that see no key the mean of all values, as a mask of the lowest number does."""
     mean = v.mean(dim=2, keepdim=True)
     return torch.where(blind, mean.repeat_interleave(z.shape[1] // v.shape[1], dim=1), z)
-
-
-def _seeing_something(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Let queries that see no key see all, and say which: no kernel is asked for a mean of none.
-
-    TransformerLens makes their pattern zero.
-    """
-    blind = ~mask.any(dim=-1, keepdim=True)
-    return mask | blind, blind
 
 
 def _added(

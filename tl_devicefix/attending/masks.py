@@ -6,23 +6,19 @@ causal and nothing is padded.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Hashable, Iterator
-from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, field
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
+from torch.utils.weak import WeakIdRef
 
-from tl_devicefix.simulation.tensor import has_values
+from tl_devicefix.attending.known import known, known_of_users, made_once
 
-F = TypeVar("F")
+Seen = tuple[torch.Tensor, torch.Tensor | None]
 SOURCE = "_tl_devicefix_source"
 """Attribute of a mask that was carried to another device: the one that it is a copy of."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Causal:
     """Which keys each query sees, as `apply_causal_mask` is told.
 
@@ -31,20 +27,18 @@ class Causal:
         padding: [batch, key_pos], zero where a key is seen by no one; None if there is none.
         window: how many keys a query sees at most, up to its own; None for all.
         edited: a mask that is there instead of the causal one, True where seen: [query_pos,
-            key_pos], or as `mask` returns it.
+            key_pos], or as `seen` returns it.
         blind_mixes_all: whether a query that sees no key mixes all values alike; else nothing.
     """
 
     offset: int
-    padding: torch.Tensor | None
-    window: int | None
+    padding: torch.Tensor | None = None
+    window: int | None = None
     edited: torch.Tensor | None = None
     blind_mixes_all: bool = False
-
-    @property
-    def may_be_blind(self) -> bool:
-        """Whether there may be queries that see no key, not even their own."""
-        return self.edited is not None or self._pads is not None
+    _seen: dict[tuple[int, int, torch.device], Seen] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def is_implied(self, n_queries: int, n_keys: int) -> bool:
         """Whether a query sees all keys up to its own: as many queries as keys, or the last one."""
@@ -52,12 +46,29 @@ class Causal:
         simple = self.edited is None and self._pads is None and not windowed
         return simple and n_queries in (1, n_keys)
 
-    def mask(self, n_queries: int, n_keys: int, device: torch.device) -> torch.Tensor:
-        """What is seen: bool, [batch or 1, 1, query_pos, key_pos]."""
-        seen = self._band(n_queries, n_keys, device)
-        seen = seen if seen.dim() == 4 else seen[None, None]
+    def seen(self, n_queries: int, n_keys: int, device: torch.device) -> Seen:
+        """What is seen, and by whom nothing is, made once.
+
+        Returns:
+            Bool [batch or 1, 1, query_pos, key_pos], in which a query that sees no key sees all, so
+            that no kernel is asked for a mean of none; and which these are, [batch or 1, 1,
+            query_pos, 1], or None if there can be none.
+        """
+        key = n_queries, n_keys, device
+        if key not in self._seen:
+            self._seen[key] = self._make(*key)
+        return self._seen[key]
+
+    def _make(self, n_queries: int, n_keys: int, device: torch.device) -> Seen:
+        mask = self._band(n_queries, n_keys, device)
+        mask = mask if mask.dim() == 4 else mask[None, None]
         pads = self._pads
-        return seen if pads is None else seen & pads.bool()[:, None, None, :]
+        if pads is not None:
+            mask = mask & pads.bool()[:, None, None, :]
+        if self.edited is None and pads is None:
+            return mask, None
+        blind = ~mask.any(dim=-1, keepdim=True)
+        return mask | blind, blind
 
     @property
     def _pads(self) -> torch.Tensor | None:
@@ -70,6 +81,11 @@ class Causal:
         return band if self.window is None else band.triu_(self.offset + 1 - self.window)
 
 
+def causal(offset: int, padding: torch.Tensor | None = None, window: int | None = None) -> Causal:
+    """The one for all blocks of a forward that are told the same."""
+    return made_once(padding, ("causal", offset, window), lambda: Causal(offset, padding, window))
+
+
 def source_of(mask: torch.Tensor) -> torch.Tensor:
     """The mask that a model was given, of a copy on a block's device."""
     source: torch.Tensor = getattr(mask, SOURCE, mask)
@@ -78,7 +94,7 @@ def source_of(mask: torch.Tensor) -> torch.Tensor:
 
 def unpadded(mask: torch.Tensor) -> bool:
     """Whether a mask leaves nothing out. Asked of the device once, so that blocks do not wait."""
-    return _known_of_users(
+    return known_of_users(
         source_of(mask), "unpadded", lambda mask: bool(mask.all()), in_rehearsal=True
     )
 
@@ -89,7 +105,7 @@ def as_now(mask: torch.Tensor) -> torch.Tensor:
     if not mask.is_inference():
         return mask
     with torch.inference_mode(False):
-        return _known(mask, "as now", torch.clone, in_rehearsal=mask)
+        return known(mask, "as now", torch.clone, in_rehearsal=mask)
 
 
 def same_start(mask: torch.Tensor, earlier: torch.Tensor) -> bool:
@@ -102,7 +118,7 @@ def same_start(mask: torch.Tensor, earlier: torch.Tensor) -> bool:
         same_batch = earlier.shape[0] == mask.shape[0]
         return same_batch and torch.equal(mask[:, : earlier.shape[1]], earlier)
 
-    return _known(mask, ("starts as", WeakIdRef(earlier)), compare, in_rehearsal=True)
+    return known(mask, ("starts as", WeakIdRef(earlier)), compare, in_rehearsal=True)
 
 
 def is_causal_mask(mask: torch.Tensor, window: int | None) -> bool:
@@ -115,7 +131,7 @@ def is_causal_mask(mask: torch.Tensor, window: int | None) -> bool:
         plain = torch.ones_like(mask).tril_()
         return torch.equal(mask, plain if window is None else plain.triu_(1 - window))
 
-    return _known(mask, ("plain", window), is_plain, in_rehearsal=True)
+    return known(mask, ("plain", window), is_plain, in_rehearsal=True)
 
 
 @dataclass(frozen=True)
@@ -146,7 +162,7 @@ def facts(mask: torch.Tensor, lowest: float) -> Facts:
         is_causal = not adds and bool((seen == causal).all())
         return Facts(is_causal, adds, not is_causal and not bool(seen.any(dim=-1).all()))
 
-    return _known_of_users(mask, "facts", find_out, in_rehearsal=Facts(True, False, False))
+    return known_of_users(mask, "facts", find_out, in_rehearsal=Facts(True, False, False))
 
 
 def seen_by(mask: torch.Tensor, lowest: float) -> torch.Tensor:
@@ -156,60 +172,4 @@ def seen_by(mask: torch.Tensor, lowest: float) -> torch.Tensor:
 
 def is_minus_infinity(scalar: torch.Tensor) -> bool:
     """Whether what TransformerLens puts where nothing is seen is what it was made with."""
-    return _known(scalar, "infinite", lambda scalar: bool(scalar.isneginf()), in_rehearsal=True)
-
-
-@contextlib.contextmanager
-def one_forward() -> Iterator[None]:
-    """Within it, users' masks stay as they are but for changes that torch counts.
-
-    Those of inference mode, through `.data` and through numpy are not counted.
-    """
-    token = _this_forward.set(object())
-    try:
-        yield
-    finally:
-        _this_forward.reset(token)
-
-
-_this_forward: ContextVar[object | None] = ContextVar("tl_devicefix_forward", default=None)
-
-
-def _known(
-    tensor: torch.Tensor, what: Hashable, find_out: Callable[[torch.Tensor], F], in_rehearsal: F
-) -> F:
-    """A fact about a tensor's values, found out once for as long as it is not changed.
-
-    In a rehearsal there are none: masks are taken for causal ones, that leave nothing out.
-    """
-    if tensor.is_inference():
-        return _known_of_users(tensor, what, find_out, in_rehearsal)
-    return _known_as(tensor._version, tensor, what, find_out, in_rehearsal)
-
-
-def _known_of_users(
-    tensor: torch.Tensor, what: Hashable, find_out: Callable[[torch.Tensor], F], in_rehearsal: F
-) -> F:
-    """A fact about a tensor's values, found out once in a forward, for as long."""
-    forward = _this_forward.get() or object()
-    state = forward, None if tensor.is_inference() else tensor._version
-    return _known_as(state, tensor, what, find_out, in_rehearsal)
-
-
-def _known_as(
-    state: object,
-    tensor: torch.Tensor,
-    what: Hashable,
-    find_out: Callable[[torch.Tensor], F],
-    in_rehearsal: F,
-) -> F:
-    if not has_values(tensor):
-        return in_rehearsal
-    known: dict[Hashable, tuple[object, F]] = _found_out.setdefault(tensor, {})
-    if what not in known or known[what][0] != state:
-        known[what] = state, find_out(tensor)
-    return known[what][1]
-
-
-# Not on the tensors: copies of them, and what is saved of them, would take it along.
-_found_out = WeakIdKeyDictionary()
+    return known(scalar, "infinite", lambda scalar: bool(scalar.isneginf()), in_rehearsal=True)

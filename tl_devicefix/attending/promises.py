@@ -6,6 +6,7 @@ that led to it.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, TypeGuard, TypeVar
@@ -63,21 +64,26 @@ class Rule:
 
     def __init__(self, cls: type, known: Callable[..., Any], at: int) -> None:
         self._cls, self._known, self._at = cls, known, at
-        self._signature = inspect.signature(known)
+        self._takes = functools.lru_cache(functools.partial(_takes, inspect.signature(known)))
 
     def is_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether it knows what is done to such arguments, named or not."""
         if len(args) <= self._at or not isinstance(args[self._at], self._cls):
             return False
-        try:
-            self._signature.bind(*args, **kwargs)
-        except TypeError:
-            return False
-        return True
+        return self._takes(len(args), *kwargs)
 
     def do(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do it, or return NotImplemented."""
         return self._known(*args, **kwargs)
+
+
+def _takes(signature: inspect.Signature, unnamed: int, *named: str) -> bool:
+    """Whether a function takes so many arguments without names, and these by name."""
+    try:
+        signature.bind(*[None] * unnamed, **dict.fromkeys(named))
+    except TypeError:
+        return False
+    return True
 
 
 RULES: dict[Any, list[Rule]] = {}

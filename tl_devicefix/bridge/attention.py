@@ -18,8 +18,9 @@ from transformer_lens.model_bridge.generalized_components import (
 
 from tl_devicefix.attending import heads, promises
 from tl_devicefix.attending.choosing import goes_without_scores, is_chosen
+from tl_devicefix.attending.known import made_once, one_forward
 from tl_devicefix.attending.listening import listens
-from tl_devicefix.attending.masks import Causal, facts, one_forward, seen_by
+from tl_devicefix.attending.masks import Causal, causal, facts, seen_by
 from tl_devicefix.attending.scores import Scores, is_promise, see, soften
 from tl_devicefix.bridge.masks import Mask, promised_masks
 from tl_devicefix.patching.applying import original
@@ -79,7 +80,7 @@ def _known(
     n_queries, n_keys = scores.shape[2:]
     if mask is None:
         is_causal = attention.is_causal and not attention.is_cross_attention
-        return Causal(n_keys - n_queries, None, None) if is_causal else None, ()
+        return causal(n_keys - n_queries) if is_causal else None, ()
     if promises.is_promise(mask, Mask) and mask.shape[2:] == (n_queries, n_keys):
         return mask.causal, ()
     if mask.dim() != 4 or mask.requires_grad or mask.device != scores.device:
@@ -87,22 +88,32 @@ def _known(
     if mask.shape[1:] != (1, n_queries, n_keys):
         if mask.shape[1] != 1 or mask.shape[2] < n_queries or mask.shape[3] < n_keys:
             return None
-        mask = mask[..., -n_queries:, :n_keys]
+        whole, part = mask, (..., slice(-n_queries, None), slice(n_keys))
+        mask = made_once(whole, ("part", n_queries, n_keys), lambda: whole[part])
     if mask.dtype != torch.bool and not mask.is_floating_point():
         return None
     lowest = torch.finfo(mask.dtype if mask.is_floating_point() else scores.dtype).min
     known = facts(mask, lowest)
     if known.is_causal:
-        return Causal(n_keys - n_queries, None, None), ()
+        return causal(n_keys - n_queries), ()
     # Compatibility mode masks with minus infinity, and makes a pattern of that zero. Otherwise a
     # query that sees no key mixes all alike, and its gradients are those of scores that do not
     # count.
     if known.blinds and not attention.compatibility_mode and scores.parts.q.requires_grad:
         return None
-    seen = seen_by(mask, lowest)
-    added = (mask.masked_fill(~seen, 0.0),) if known.adds else ()
     mixes_all = not attention.compatibility_mode
-    return Causal(n_keys - n_queries, None, None, seen, mixes_all), added
+    what = "parts", lowest, known.adds, mixes_all
+    return made_once(mask, what, lambda: _parts(mask, lowest, known.adds, mixes_all))
+
+
+def _parts(
+    mask: torch.Tensor, lowest: float, adds: bool, mixes_all: bool
+) -> tuple[Causal, tuple[torch.Tensor, ...]]:
+    """Which keys are seen by a mask that is added to scores, and what else it adds to them."""
+    seen = seen_by(mask, lowest)
+    offset = mask.shape[3] - mask.shape[2]
+    added = (mask.masked_fill(~seen, 0.0),) if adds else ()
+    return Causal(offset, edited=seen, blind_mixes_all=mixes_all), added
 
 
 def _masked_softmax(

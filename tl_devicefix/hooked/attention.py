@@ -17,12 +17,9 @@ from transformer_lens.components import AbstractAttention, GroupedQueryAttention
 
 from tl_devicefix.attending.choosing import goes_without_scores, is_chosen
 from tl_devicefix.attending.growing import GrowingEntry, rotated_once
+from tl_devicefix.attending.known import one_forward
 from tl_devicefix.attending.listening import listens
-from tl_devicefix.attending.masks import (
-    Causal,
-    is_causal_mask,
-    one_forward,
-)
+from tl_devicefix.attending.masks import Causal, causal, is_causal_mask
 from tl_devicefix.attending.promises import build
 from tl_devicefix.attending.scores import Parts, Scores, can_mix, is_promise, mix, promise, see
 from tl_devicefix.patching.applying import original
@@ -134,13 +131,13 @@ def apply_causal_mask(
         return masked
 
     if is_promise(attn_scores):
-        causal = _causal(self, attn_scores, past_kv_pos_offset, attention_mask)
-        if causal is not None:
-            return see(attn_scores, apply, causal)
+        seen = _seen(self, attn_scores, past_kv_pos_offset, attention_mask)
+        if seen is not None:
+            return see(attn_scores, apply, seen)
     return apply(attn_scores)
 
 
-def _causal(
+def _seen(
     attention: Any, scores: Scores, offset: int, padding: torch.Tensor | None
 ) -> Causal | None:
     """The mask that TransformerLens would make, if it is one that is known."""
@@ -153,13 +150,13 @@ def _causal(
         return None
     window = attention.cfg.window_size if attention.attn_type == "local" else None
     if hasattr(AbstractAttention, "_make_causal_mask"):
-        return Causal(offset, padding, window)
+        return causal(offset, padding, window)
     mask = attention.mask  # of TransformerLens 2: a buffer, which people edit
     if mask.device != scores.device or n_keys > mask.shape[0]:
         return None
     if is_causal_mask(mask, window):
-        return Causal(offset, padding, window)
-    return Causal(offset, padding, None, mask[-n_queries:, -n_keys:])
+        return causal(offset, padding, window)
+    return Causal(offset, padding, edited=mask[-n_queries:, -n_keys:])
 
 
 def calculate_z_scores(self: Any, v: torch.Tensor, pattern: torch.Tensor) -> torch.Tensor:
