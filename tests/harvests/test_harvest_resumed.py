@@ -106,6 +106,17 @@ def test_killed_at_any_moment_what_is_there_is_whole_and_the_rest_follows(
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
+def test_what_a_killed_one_left_half_is_cleared_away_and_nothing_else(
+    begun: Path, start: Start
+) -> None:
+    ours, theirs = begun / f"shard-00009.safetensors{TEMPORARY}", begun / f"film{TEMPORARY}"
+    for path in (ours, theirs):
+        path.write_bytes(b"a part")
+    start(resume=True)
+    assert not ours.exists()
+    assert theirs.exists()
+
+
 def test_only_what_is_not_there_is_run(
     begun: Path, start: Start, model: Any, tmp_path: Path
 ) -> None:

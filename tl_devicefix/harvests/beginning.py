@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tl_devicefix.harvests.format import INDEX, TEMPORARY, Index, read_index, shard_name
+from tl_devicefix.harvests.format import INDEX, SHARDS, TEMPORARY, Index, read_index, shard_name
 from tl_devicefix.patching.versions import installed
 from tl_devicefix.placement.memory import gib
 
@@ -66,8 +66,9 @@ def what_is_there(directory: Path, resume: bool) -> Index | None:
 
 def clear_away(directory: Path) -> None:
     """Remove what a process that was killed has not finished."""
-    for part in directory.glob(f"*{TEMPORARY}"):
-        part.unlink()
+    for name in (INDEX, SHARDS):
+        for part in directory.glob(name + TEMPORARY):
+            part.unlink()
 
 
 def model_fields(model: Any) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import xxhash
 
 VERSION = 1
 INDEX = "index.json"
+SHARDS = "shard-*.safetensors"
 TEMPORARY = ".part"
 """What the names of files end with that are not whole."""
 
