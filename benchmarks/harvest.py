@@ -16,6 +16,7 @@ directory of `--to`. Peak memory is what is private to the process and no file's
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import subprocess
@@ -214,9 +215,23 @@ def slow(options: argparse.Namespace) -> dict[str, float]:
     model = model_of(options)
     with directory(options) as warm:
         harvested(model, 2, options, warm)
-    taken = seconds(lambda: thrown_away(model, options.batches))
     n_bytes = options.batches * BATCH * POSITIONS * options.size * 4 * len(NAMES)
-    rate = n_bytes / taken / 2
+    ratios, peaks = [], []
+    for _ in range(options.rounds):
+        rate = n_bytes / seconds(lambda: thrown_away(model, options.batches)) / 2
+        with directory(options) as to, slowed_to(rate), Peak() as peak:
+            took = seconds(lambda to=to: harvested(model, options.batches, options, to))
+        ratios.append(n_bytes / took / rate)
+        peaks.append(peak.mib)
+    return {
+        "slow writer: bytes a second over its rate": statistics.median(ratios),
+        "slow writer: peak, MiB": statistics.median(peaks),
+    }
+
+
+@contextlib.contextmanager
+def slowed_to(rate: float) -> Iterator[None]:
+    """Within it, shards are written with so many bytes a second, from the first one on."""
     write, began, so_far = writing.write_shard, [], [0]
 
     def slowly(path: Path, pieces: Any, metadata: Any) -> tuple[int, str]:
@@ -226,16 +241,8 @@ def slow(options: argparse.Namespace) -> dict[str, float]:
         time.sleep(max(0, began[0] + so_far[0] / rate - time.perf_counter()))
         return written
 
-    with (
-        directory(options) as to,
-        mock.patch.object(writing, "write_shard", slowly),
-        Peak() as peak,
-    ):
-        took = seconds(lambda: harvested(model, options.batches, options, to))
-    return {
-        "slow writer: bytes a second over its rate": n_bytes / took / rate,
-        "slow writer: peak, MiB": peak.mib,
-    }
+    with mock.patch.object(writing, "write_shard", slowly):
+        yield
 
 
 def random_harvest(to: Path) -> Any:
