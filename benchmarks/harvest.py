@@ -213,8 +213,8 @@ def wall(options: argparse.Namespace) -> dict[str, float]:
 def slow(options: argparse.Namespace) -> dict[str, float]:
     """A writer that is slowed to half the rate at which activations come."""
     model = model_of(options)
-    with directory(options) as warm:
-        harvested(model, 2, options, warm)
+    with directory(options) as to, Peak() as usual:
+        harvested(model, options.batches, options, to)
     n_bytes = options.batches * BATCH * POSITIONS * options.size * 4 * len(NAMES)
     ratios, peaks = [], []
     for _ in range(options.rounds):
@@ -222,10 +222,12 @@ def slow(options: argparse.Namespace) -> dict[str, float]:
         with directory(options) as to, slowed_to(rate), Peak() as peak:
             took = seconds(lambda to=to: harvested(model, options.batches, options, to))
         ratios.append(n_bytes / took / rate)
-        peaks.append(peak.mib)
+        peaks.append(peak.in_all / usual.in_all)
     return {
-        "slow writer: bytes a second over its rate": statistics.median(ratios),
-        "slow writer: peak, MiB": statistics.median(peaks),
+        # What else runs on the machine can only make devices slower than they were when the rate
+        # was taken, and then it is they that are waited for.
+        "slow writer: bytes a second over its rate, best round": max(ratios),
+        "slow writer: peak of the whole process over one not slowed": statistics.median(peaks),
     }
 
 
