@@ -184,11 +184,16 @@ def _run_harvest(chosen: argparse.Namespace) -> bool:
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return False
-    print(harvest)
     if chosen.action == "info":
+        print(harvest)
         return True
-    wrong = harvest.verify()
-    print("\n".join(wrong) if wrong else "every shard is as it was written")
+    wrong, count = harvest.verify(), len(harvest.index.shards)
+    print(*wrong, sep="\n", end="\n" if wrong else "")
+    print(
+        f"{len(wrong)} of {count} shards are not as they were written"
+        if wrong
+        else f"{count} shards: every shard is as it was written"
+    )
     return not wrong
 
 

@@ -204,7 +204,7 @@ def test_to_go_on_with_other_data_is_refused_naming_it(
 
 def test_what_is_there_is_not_written_over(begun: Path, start: Start) -> None:
     before = files(begun)
-    with pytest.raises(FileExistsError, match=r"has a harvest of \d+ examples already: .*resume"):
+    with pytest.raises(FileExistsError, match=r"of \d+ examples already, of .*: pass resume"):
         start()
     assert files(begun) == before
 
@@ -248,7 +248,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
     monkeypatch.setattr(beginning.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(OSError, match=r"the harvest takes .* more, but the disk of .* 64.0 KiB"):
         start()
-    assert files(tmp_path / "out") == {}
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_batch_of_another_width_leaves_what_was_written(
@@ -258,6 +258,20 @@ def test_a_batch_of_another_width_leaves_what_was_written(
         start([*batches[:12], batches[12][:, 1:]])
     assert len(open_harvest(tmp_path / "out")) > 0
     assert start(resume=True).is_complete
+
+
+def test_a_shard_that_is_damaged_is_mended_by_taking_it_out_of_the_index(
+    start: Start, tmp_path: Path
+) -> None:
+    """As docs/harvest.md has it."""
+    index, before = start().index, files(tmp_path / "out")
+    damaged = tmp_path / "out" / index.shards[2].file
+    damaged.write_bytes(before[damaged.name][:-1] + b"\0")  # in a mask
+    with pytest.raises(ValueError, match=r"attention_mask .*, if no shard is damaged, which"):
+        start(resume=True)
+    write_index(tmp_path / "out", replace(index, shards=index.shards[:2], is_complete=False))
+    start(resume=True)
+    assert files(tmp_path / "out") == before
 
 
 def test_tokens_that_were_kept_are_compared(start: Start, batches: Any, tmp_path: Path) -> None:
@@ -284,7 +298,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"must be tokens \[batch, pos\], but is \[0, 9\]",
     ),
-    "a dict without tokens": ({"data": [{"text": "w4"}]}, TypeError, r"with \['text'\]"),
+    "a dict without tokens": ({"data": [{"content": "w4"}]}, TypeError, r"with \['content'\]"),
     "nothing kept": ({"names_filter": lambda name: False}, ValueError, "keeps no activation"),
     "no size": ({"shard_size": "much"}, ValueError, "'much' is no size"),
     "no batch size": ({"batch_size": 0}, ValueError, "1 or more examples, but is 0"),

@@ -114,6 +114,7 @@ def test_the_command_says_what_is_there_and_whether_it_is_whole(
     assert "shard-00000.safetensors is damaged" in said
     assert "shard-00001.safetensors has" in said
     assert "shard-00002.safetensors is missing" in said
+    assert said.endswith("3 of 3 shards are not as they were written\n")
     assert main(["harvest", "info", directory + "/none"]) == 1
     assert "there is no harvest" in capsys.readouterr().err
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 try:
@@ -13,7 +14,7 @@ try:
 except ImportError:  # TransformerLens 2.x
     from transformer_lens.utils import get_attention_mask
 
-TOKEN_KEYS = ("tokens", "input_ids")
+TOKEN_KEYS = ("tokens", "input_ids", "text")
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class Batches:
 
     Args:
         items: tokens `[batch, pos]`, lists of texts, or dicts with "tokens" or "input_ids", and
-            "attention_mask" if there is one: each is a batch. A text, or tokens `[pos]`, or a dict
-            of those, is an example.
+            "attention_mask" if there is one, or with "text": each is a batch. A text, or
+            tokens `[pos]`, or a dict of those, is an example.
         model: whose tokenizer reads texts.
         batch_size: how many examples make a batch.
         prepend_bos: for texts.
@@ -101,8 +102,8 @@ class Batches:
             return
         if len({len(each) for each in tokens}) > 1:
             raise ValueError(
-                "examples of one batch have different numbers of tokens: pad them, and give each "
-                "an attention_mask; or pass batch_size=1"
+                "examples of one batch have different numbers of tokens: pad all examples to one "
+                "width, and give each an attention_mask"
             )
         mask = None if masks[0] is None else torch.stack([_tensor(each) for each in masks])
         yield self._batch(torch.stack([_tensor(each) for each in tokens]), mask)
@@ -136,11 +137,12 @@ def _parts(item: Any, number: int) -> tuple[Any, Any]:
     if isinstance(item, Mapping):
         for key in TOKEN_KEYS:
             if key in item:
-                return item[key], item.get("attention_mask")
+                return _no_array(item[key]), item.get("attention_mask")
         raise TypeError(
             f"item {number} of the batches is a dict with {sorted(map(str, item))}, but none of "
             f"{' and '.join(TOKEN_KEYS)}"
         )
+    item = _no_array(item)
     if isinstance(item, (list, tuple)) and len(item) == 1 and isinstance(item[0], torch.Tensor):
         return item[0], None  # as a DataLoader of a TensorDataset has them
     if isinstance(item, (str, torch.Tensor)) or (isinstance(item, Sequence) and len(item)):
@@ -149,6 +151,11 @@ def _parts(item: Any, number: int) -> tuple[Any, Any]:
         f"item {number} of the batches is a {type(item).__name__}: give tokens [batch, pos], texts,"
         ' or a dict with "tokens" and "attention_mask"'
     )
+
+
+def _no_array(tokens: Any) -> Any:
+    """Tokens of numpy, which may be of a dtype that no embedding takes, as a tensor."""
+    return torch.from_numpy(tokens.astype(np.int64)) if isinstance(tokens, np.ndarray) else tokens
 
 
 def _is_example(tokens: Any) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import importlib.metadata
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,12 +29,17 @@ def alone_in(directory: Path) -> Iterator[None]:
     """Within it, no other process harvests to a directory, which is made.
 
     Raises:
+        NotADirectoryError: if it is a file.
         RuntimeError: if another one does.
     """
+    if directory.is_file():
+        raise NotADirectoryError(f"{directory} is a file: give a directory to harvest to")
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / LOCK).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.fstat(file.fileno()).st_nlink:  # another one ended just now, and removed it
+                raise BlockingIOError
         except BlockingIOError:
             raise RuntimeError(
                 f"someone else is harvesting to {directory}: wait until that has ended, or give "
@@ -56,12 +62,27 @@ def what_is_there(directory: Path, resume: bool) -> Index | None:
             )
         return None
     index = read_index(directory)
+    if not index.shards:
+        return None  # nothing is lost
     if not resume:
         raise FileExistsError(
-            f"{directory} has a harvest of {index.n_examples} examples already: pass resume=True "
-            "to go on with it, or give another directory"
+            f"{directory} has a harvest of {index.n_examples} examples already, of "
+            f"{index.model.get('name')}: pass resume=True to go on with it, or give another "
+            "directory"
         )
     return index
+
+
+def leave_nothing_empty(directory: Path, is_new: bool) -> None:
+    """Remove the lock of a directory in which no harvest was begun, and the directory if it is new.
+
+    Call it with the lock held.
+    """
+    if not (directory / INDEX).exists():
+        (directory / LOCK).unlink(missing_ok=True)
+        if is_new:
+            with contextlib.suppress(OSError):  # somebody has put something there
+                directory.rmdir()
 
 
 def clear_away(directory: Path) -> None:

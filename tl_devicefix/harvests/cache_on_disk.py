@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tl_devicefix.misspelt import did_you_mean
 from tl_devicefix.reading.cache_at_home import CacheAtHome
 
 
@@ -25,6 +26,9 @@ class CacheOnDisk(CacheAtHome):
     Args:
         home: the device where tensors are read.
     """
+
+    def __missing__(self, name: str) -> Any:
+        raise KeyError(f"{name} was not harvested{did_you_mean(name, self)}")
 
     def _where_it_lies(self, value: Any) -> Any:
         return value.read() if isinstance(value, NotRead) else value

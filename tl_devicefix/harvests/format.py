@@ -143,7 +143,7 @@ def read_index(directory: Path) -> Index:
     """
     try:
         read = json.loads((directory / INDEX).read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(
             f"there is no harvest in {directory}: it has no {INDEX}, which tl_devicefix.harvest "
             "writes with the first batch"

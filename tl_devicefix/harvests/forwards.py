@@ -12,6 +12,7 @@ from tl_devicefix.harvests.batches import Batch
 from tl_devicefix.harvests.copying import Buffer, by_device, room_for
 from tl_devicefix.harvests.format import KEPT, MASK, TOKENS, Entry
 from tl_devicefix.harvests.keeping import Found, Keeping, entries_of
+from tl_devicefix.harvests.wanted import refuse_missing
 from tl_devicefix.harvests.writing import Copied
 
 
@@ -58,9 +59,11 @@ class Forwards:
             What is kept of it, and how it is stored.
 
         Raises:
-            ValueError: if it cannot be stored.
+            ValueError: if it cannot be stored, or is not all that was named.
         """
         (found,) = in_flight(self.model, self._of_forward, [(batch, kept)], at_once=1)
+        stop_at_layer = self._arguments.get("stop_at_layer")
+        refuse_missing(self.keeping.names_filter, found.names, stop_at_layer)
         self._names, self._groups = found.names, by_device(found.tensors)
         n_rows = len(batch.tokens) if kept is None else int(kept.sum())
         entries = entries_of(found, n_rows, kept is not None)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable, Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import convert_file_size_to_int
 
+from tl_devicefix.checkpoints.dtypes import torch_dtype
 from tl_devicefix.flights.viewing import viewing
 from tl_devicefix.harvests import beginning
 from tl_devicefix.harvests.batches import Batches
@@ -18,6 +20,8 @@ from tl_devicefix.harvests.forwards import Forwards
 from tl_devicefix.harvests.keeping import Keep, Keeping, Reduce
 from tl_devicefix.harvests.reading import Harvest, open_harvest
 from tl_devicefix.harvests.under_way import UnderWay
+from tl_devicefix.harvests.wanted import wanted_of
+from tl_devicefix.misspelt import refuse_misspelt
 
 
 def harvest(
@@ -28,7 +32,7 @@ def harvest(
     to: str | os.PathLike[str],
     batch_size: int = 8,
     prepend_bos: bool | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     reduce: Reduce | Mapping[str, Reduce] | None = None,
     keep: Keep | None = None,
     resume: bool = False,
@@ -53,7 +57,7 @@ def harvest(
             "input_ids" and, if there is padding, "attention_mask", as a DataLoader yields them. Or
             examples, of which batches are made: tokens `[pos]`, texts, or dicts of those, as a
             `datasets.Dataset` yields them. All have as many tokens.
-        names_filter: which activations, as `run_with_cache` takes it.
+        names_filter: which activations: a name, names, or a function of a name. By default all.
         to: a directory, which is made.
         batch_size: how many examples make a batch.
         prepend_bos: for texts, as the model's forward takes it.
@@ -75,24 +79,30 @@ def harvest(
     Raises:
         TypeError: for a model of neither class, an item that is no batch, or arguments that would
             change what a run leaves behind.
-        ValueError: for batches of different widths; nothing that is kept; what cannot be stored;
-            and, with `resume`, another model, filter, dtype or data than what is there: named.
+        ValueError: for names that the model has not, or does not compute; batches of different
+            widths; nothing that is kept; what cannot be stored; and, with `resume`, another model,
+            filter, dtype or data than what is there: named.
         FileExistsError: if a harvest is there, without `resume`.
         RuntimeError: if someone else harvests to the directory.
         OSError: if the disk has not the room, before anything is written; or is full.
     """
-    for name in ("attention_mask", "fwd_hooks", "return_cache_object", "incl_bwd", "pos_slice"):
+    for name, instead in _INSTEAD.items():
         if name in arguments:
-            raise TypeError(f"harvest() takes no {name}: {_INSTEAD[name]}")
+            raise TypeError(f"harvest() takes no {name}: {instead}")
     viewing(model)  # refuses what is no model
+    functions = (harvest, model.forward)
+    refuse_misspelt("harvest()", arguments, [n for f in functions for n in signature(f).parameters])
     directory = Path(to)
     source = Batches(batches, model, batch_size, prepend_bos)
-    keeping = Keeping(names_filter, dtype, reduce, keep)
+    dtype = None if dtype is None else torch_dtype(dtype)
+    keeping = Keeping(wanted_of(names_filter, model), dtype, reduce, keep)
     shard_bytes = _size(shard_size)
     with contextlib.ExitStack() as stack:
         if not resume:
             beginning.what_is_there(directory, resume)  # before a directory is made
+        is_new = not directory.exists()
         stack.enter_context(beginning.alone_in(directory))
+        stack.callback(beginning.leave_nothing_empty, directory, is_new)
         stack.enter_context(torch.no_grad())
         known = beginning.what_is_there(directory, resume)
         beginning.clear_away(directory)
@@ -102,6 +112,8 @@ def harvest(
 
 
 _INSTEAD = {
+    "remove_batch_dim": "harvest with it, and read h[name][3], or h.cache(3)",
+    "stop_at": "give stop_at_layer",
     "attention_mask": "give batches that are dicts with one",
     "fwd_hooks": "add hooks to the model before",
     "return_cache_object": "nothing of a cache is returned",

@@ -43,6 +43,16 @@ class Keeping:
     reduce: Reduce | Mapping[str, Reduce] | None = None
     keep: Keep | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse a `reduce` that cannot be called."""
+        given = self.reduce.values() if isinstance(self.reduce, Mapping) else [self.reduce]
+        for each in given:
+            if each is not None and not callable(each):
+                raise TypeError(
+                    "reduce must be a function of an activation, or a dict from names to such, but "
+                    f"has {each!r}: give lambda activation: activation.mean(1), for example"
+                )
+
     def tokens_of(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
         """Which tokens are stored, on the CPU; None for all.
 
@@ -54,6 +64,11 @@ class Keeping:
         if self.keep == "attention_mask":
             return mask
         kept = self.keep(tokens)
+        if not isinstance(kept, torch.Tensor):
+            raise ValueError(
+                "keep must return a tensor of booleans of the tokens' shape, but returned a "
+                f"{type(kept).__name__}"
+            )
         if kept.shape != tokens.shape or kept.dtype != torch.bool:
             raise ValueError(
                 f"keep must return booleans of the tokens' shape {list(tokens.shape)}, but returned"
@@ -97,7 +112,7 @@ class Keeping:
         if activation.shape[:2] != kept.shape or name.endswith(NOT_BY_TOKEN):
             raise ValueError(
                 f"keep cannot leave tokens out of {name}, as that is {list(activation.shape)} and "
-                f"not [batch, pos, ...]: harvest it without keep"
+                f"not [batch, pos, ...]: leave it out of names_filter, or harvest it without keep"
             )
         rows = kept.flatten().nonzero().flatten().to(activation.device)
         return activation.flatten(0, 1).index_select(0, rows)

@@ -28,7 +28,7 @@ class Bar:
             unit=" examples",
             disable=not shown,
         )
-        self._began, self._tokens, self._bytes = time.perf_counter(), 0, -1
+        self._began, self._tokens, self._bytes = time.perf_counter(), 0, 0
 
     def __enter__(self) -> Bar:
         return self
@@ -37,13 +37,12 @@ class Bar:
         self._bar.close()
 
     def add(self, n_examples: int, width: int, n_bytes: int) -> None:
-        """Count examples, and bytes that are on the disk by now."""
-        if self._bytes < 0:
-            self._bytes = n_bytes
+        """Count examples, and their bytes, when they are given to the writer."""
+        self._bytes += n_bytes
         self._tokens += n_examples * width
         seconds = time.perf_counter() - self._began
         self._bar.set_postfix_str(
-            f"{self._tokens / seconds:.0f} tokens/s, {gib((n_bytes - self._bytes) / seconds)}/s",
+            f"{self._tokens / seconds:.0f} tokens/s, {gib(self._bytes / seconds)}/s",
             refresh=False,
         )
         self._bar.update(n_examples)

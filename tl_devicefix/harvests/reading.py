@@ -10,6 +10,11 @@ from typing import Any
 import torch
 from transformer_lens import ActivationCache
 
+try:
+    from transformer_lens.utilities import get_act_name
+except ImportError:  # TransformerLens 2.x
+    from transformer_lens.utils import get_act_name
+
 from tl_devicefix.harvests.cache_on_disk import CacheOnDisk, NotRead
 from tl_devicefix.harvests.exporting import to_dataset
 from tl_devicefix.harvests.format import KEPT, MASK, TOKENS, Index, faults, read_index
@@ -69,7 +74,14 @@ class Harvest:
     def __iter__(self) -> Any:
         raise TypeError("go through h.names, or through the examples of h[name]")
 
-    def __getitem__(self, name: str) -> Stored:
+    def __getitem__(self, name: str | tuple[Any, ...]) -> Stored:
+        if isinstance(name, tuple):  # as a cache is indexed: h["resid_post", 2]
+            name = get_act_name(*name)
+        if not isinstance(name, str):
+            raise TypeError(
+                f"give the name of one activation, and not a {type(name).__name__}: h[name][3] is "
+                "an example's, and h.cache(3) has all"
+            )
         if name not in self.names:
             raise KeyError(f"{name} was not harvested{did_you_mean(name, self.names)}")
         return self._stored[name]
@@ -89,19 +101,20 @@ class Harvest:
         """Which tokens' activations are stored, `[examples, pos]`; None if all are."""
         return self._stored.get(KEPT)
 
-    def cache(self, which: int | slice, model: Any = None) -> ActivationCache:
-        """An ActivationCache of an example (without a batch axis), or of those of a slice.
+    def cache(self, which: int | slice | list[int], model: Any = None) -> ActivationCache:
+        """An ActivationCache of an example (without a batch axis), or of several.
 
         An entry is read when it is asked for, each time; what reads several reads them together.
 
         Args:
-            which: an example's number, or a slice.
-            model: for methods that need one, such as `logit_attrs`. Activations are read at its
-                home; without a model, on the CPU.
+            which: an example's number, a slice, or a list of numbers.
+            model: for methods that need one, such as `accumulated_resid`. Activations are
+                read at its home; without a model, on the CPU.
 
         Raises:
             ValueError: if `keep` has left tokens out, or the model has other shapes.
             IndexError: if there is no such example.
+            TypeError: for what is no number.
         """
         if self.kept is not None:
             raise ValueError(
@@ -109,12 +122,19 @@ class Harvest:
             )
         if model is not None:
             self._check_shapes(model)
-        if not isinstance(which, slice) and not -len(self) <= which < len(self):
-            raise IndexError(f"there is no example {which} among {len(self)}")
+        numbers: Any = which if isinstance(which, list) else [which]
+        for number in () if isinstance(which, slice) else numbers:
+            if not isinstance(number, int):
+                raise TypeError(
+                    "h.cache takes an example's number, a slice or a list of numbers, not a "
+                    f"{type(number).__name__}"
+                )
+            if not -len(self) <= number < len(self):
+                raise IndexError(f"there is no example {number} among {len(self)}")
         cache = CacheOnDisk(_home(model))
         for name in self.names:
             cache[name] = _not_read(self._stored[name], which)  # type: ignore[assignment]
-        return ActivationCache(cache, model, has_batch_dim=isinstance(which, slice))
+        return ActivationCache(cache, model, has_batch_dim=not isinstance(which, int))
 
     def _check_shapes(self, model: Any) -> None:
         for name in ("n_layers", "d_model"):
@@ -162,21 +182,22 @@ class Harvest:
 
     def to_dataset(
         self,
-        names: Iterable[str] | None = None,
+        names: str | Iterable[str] | None = None,
         dtype: torch.dtype = torch.float32,
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> Any:
         """A `datasets.Dataset` with a row for each example, as SAELens reads cached activations.
 
         Args:
-            names: of activations; by default all.
+            names: of activations, or one; by default all.
             dtype: float32 or float16, as Arrow has no bfloat16.
             cache_dir: where it is written; by default where data sets are.
 
         Raises:
             ValueError: for another dtype, or activations that have no row for each example.
         """
-        wanted = {name: self[name] for name in (self.names if names is None else names)}
+        names = [names] if isinstance(names, str) else self.names if names is None else names
+        wanted = {name: self[name] for name in names}
         return to_dataset(wanted, self.tokens, self.index, dtype, cache_dir)
 
     def verify(self) -> list[str]:
@@ -204,7 +225,7 @@ def _home(model: Any) -> torch.device:
     return HOST if model is None else next(model.parameters()).device
 
 
-def _not_read(stored: Stored, which: int | slice) -> NotRead:
+def _not_read(stored: Stored, which: int | slice | list[int]) -> NotRead:
     if stored.entry.axis == "shared":
         return NotRead(lambda: stored.of_shard(0))
     return NotRead(lambda: stored[which])

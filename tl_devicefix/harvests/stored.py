@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from tl_devicefix.harvests.format import KEPT, Entry, Index
 
@@ -20,14 +20,21 @@ def mapped(path: Path, name: str) -> torch.Tensor:
 
     Raises:
         FileNotFoundError: if the file is not there.
+        ValueError: if it is cut off.
     """
     if not path.is_file():
         raise FileNotFoundError(
             f"{path} is missing: `python -m tl_devicefix harvest verify {path.parent}` says what "
             "else is"
         )
-    with safe_open(str(path), framework="pt", device="cpu") as file:
-        return file.get_tensor(name)
+    try:
+        with safe_open(str(path), framework="pt", device="cpu") as file:
+            return file.get_tensor(name)
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path} is damaged ({error}): `python -m tl_devicefix harvest verify {path.parent}` "
+            "says what else is"
+        ) from error
 
 
 class Stored:

@@ -57,7 +57,9 @@ class There:
                 raise ValueError(
                     f"the harvest in {self._directory} is another one: {name} of its first "
                     "batch is not what this model gives now, so its weights, hooks, devices or "
-                    "reduce are others; go on as it was begun, or harvest to another directory"
+                    "reduce are others, or a shard is damaged, which `python -m tl_devicefix "
+                    f"harvest verify {self._directory}` says; go on as it was begun, or harvest to "
+                    "another directory"
                 )
 
     def compare(self, beside: Mapping[str, torch.Tensor], start: int, count: int) -> None:
@@ -75,7 +77,9 @@ class There:
             written = self._stored[name][start : start + count] if count else rows[:0]
             if not torch.equal(written, rows[:count]):
                 raise self.other_data(
-                    f"has other {name} from example {start} on than batches has there"
+                    f"has other {name} from example {start} on than batches has there, if no shard "
+                    f"is damaged, which `python -m tl_devicefix harvest verify {self._directory}` "
+                    "says"
                 )
 
     def other_data(self, what: str) -> ValueError:

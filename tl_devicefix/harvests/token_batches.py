@@ -156,6 +156,8 @@ class TokenBatches(Iterator[torch.Tensor]):
         Raises:
             ValueError: if those were of another activation, or in another order.
         """
+        if missing := self.state_dict().keys() - state.keys():
+            raise ValueError(f"the state has no {min(missing)}: give what state_dict() returned")
         for name, own in self.state_dict().items():
             if name != "batches" and state[name] != own:
                 raise ValueError(

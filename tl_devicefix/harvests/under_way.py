@@ -85,6 +85,7 @@ class UnderWay:
         forwards = self._forwards
         ring = Ring(self._index.examples_per_shard, forwards.at_once + 3, forwards.devices)
         writer = Writer(self._directory, self._index, ring)
+        n_kept = sum(shard.tokens for shard in self._index.shards)
         is_complete = False
         try:
             with contextlib.ExitStack() as stack:
@@ -92,8 +93,12 @@ class UnderWay:
                     Bar(self._n_examples, self._index.n_examples, self._n_bytes, progress)
                 )
                 for copied in stack.enter_context(contextlib.closing(self._copied(ring))):
-                    bar.add(len(copied.tokens) - copied.skip, self._width, writer.index.n_bytes)
+                    n_bytes = sum(rows.nbytes for rows in copied.rows.values())
+                    bar.add(len(copied.tokens) - copied.skip, self._width, n_bytes)
+                    n_kept += sum(copied.tokens[copied.skip :])
                     writer.put(copied)
+            if not n_kept:
+                raise ValueError("keep has left out every token of every example: nothing is kept")
             is_complete = not self._index.is_complete
         finally:
             writer.close(is_complete)
@@ -130,7 +135,8 @@ class UnderWay:
             if width != self._width:
                 raise ValueError(
                     f"batch {number} has {width} tokens in a row, but those before it "
-                    f"{self._width}: pad or cut it, or harvest it to another directory"
+                    f"{self._width}: pad or cut it (texts by model.to_tokens of all of them), or "
+                    "harvest it to another directory"
                 )
             kept = self._kept
             if number:
