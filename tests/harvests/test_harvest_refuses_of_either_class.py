@@ -58,12 +58,12 @@ def test_a_sentence_says_what_is_wrong(
     assert (tmp_path / "out").exists() == begun
 
 
-@pytest.mark.parametrize("names", [(RESID,), {RESID}, frozenset({RESID})])
+@pytest.mark.parametrize("names", [(RESID,), {RESID: 1}.keys()])
 def test_names_of_any_kind_texts_of_a_column_and_a_dtype_by_its_name(
     names: Any, folded_on_one: Any, run: Any
 ) -> None:
     found = run(folded_on_one("llama"), [{"text": "w4 w5"}], names, dtype="bfloat16")
-    assert found.names == [RESID]
+    assert RESID in found
     assert found[RESID].dtype == torch.bfloat16
 
 

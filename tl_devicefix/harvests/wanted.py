@@ -24,7 +24,7 @@ def wanted_of(names_filter: Any, model: Any) -> Wanted:
     """
     if names_filter is None or callable(names_filter):
         return names_filter
-    if not isinstance(names_filter, (str, list, tuple, set, frozenset)):
+    if not isinstance(names_filter, Iterable):
         raise TypeError(
             "names_filter must be a name, names, or a function of a name, but is a "
             f"{type(names_filter).__name__}"
