@@ -79,8 +79,8 @@ def harvest(
     Raises:
         TypeError: for a model of neither class, an item that is no batch, or arguments that would
             change what a run leaves behind.
-        ValueError: for names that the model has not, or does not compute; batches of different
-            widths; nothing that is kept; what cannot be stored; and, with `resume`, another model,
+        ValueError: for batches of different widths; nothing that is kept; what cannot be stored;
+            names that the model has not, or does not compute; and, with `resume`, another model,
             filter, dtype or data than what is there: named.
         FileExistsError: if a harvest is there, without `resume`.
         RuntimeError: if someone else harvests to the directory.
