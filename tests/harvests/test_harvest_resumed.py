@@ -261,16 +261,16 @@ def test_a_batch_of_another_width_leaves_what_was_written(
 
 
 def test_a_shard_that_is_damaged_is_mended_by_taking_it_out_of_the_index(
-    start: Start, tmp_path: Path
+    start: Start, batches: Any, tmp_path: Path
 ) -> None:
     """As docs/harvest.md has it."""
-    index, before = start().index, files(tmp_path / "out")
+    index, before = start(batches[:6]).index, files(tmp_path / "out")
     damaged = tmp_path / "out" / index.shards[2].file
     damaged.write_bytes(before[damaged.name][:-1] + b"\0")  # in a mask
     with pytest.raises(ValueError, match=r"attention_mask .*, if no shard is damaged, which"):
-        start(resume=True)
+        start(batches[:6], resume=True)
     write_index(tmp_path / "out", replace(index, shards=index.shards[:2], is_complete=False))
-    start(resume=True)
+    start(batches[:6], resume=True)
     assert files(tmp_path / "out") == before
 
 
