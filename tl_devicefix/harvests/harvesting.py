@@ -81,7 +81,7 @@ def harvest(
         RuntimeError: if someone else harvests to the directory.
         OSError: if the disk has not the room, before anything is written; or is full.
     """
-    for name in ("attention_mask", "fwd_hooks", "return_cache_object", "incl_bwd", "pos_slice"):
+    for name in ("attention_mask", "fwd_hooks", "return_cache_object", "incl_bwd", "pos_slice", "padding_side"):
         if name in arguments:
             raise TypeError(f"harvest() takes no {name}: {_INSTEAD[name]}")
     viewing(model)  # refuses what is no model
@@ -106,6 +106,7 @@ _INSTEAD = {
     "fwd_hooks": "add hooks to the model before",
     "return_cache_object": "nothing of a cache is returned",
     "incl_bwd": "gradients are not harvested",
+    "padding_side": "set model.tokenizer.padding_side before",
     "pos_slice": "give a reduce, such as lambda activation: activation[:, -1]",
 }
 
