@@ -76,6 +76,8 @@ def test_names_that_are_not_there_and_indices_that_are_none(written: Harvest) ->
         written[RESID][11]
     with pytest.raises(TypeError, match="not by str"):
         written[RESID]["3"]
+    with pytest.raises(TypeError, match="indexed by examples only"):
+        written[RESID][3, 5]
     assert RESID in written
     assert "tokens" not in written
 
@@ -86,7 +88,7 @@ def test_a_directory_without_a_harvest_and_indices_that_cannot_be_read(tmp_path:
     (tmp_path / INDEX).write_text('{"version": 99}')
     with pytest.raises(ValueError, match=r"version 99 of the format.* reads version 1"):
         tl_devicefix.open_harvest(tmp_path)
-    for damaged in ("{", '{"version": 1}'):
+    for damaged in ("{", "[]", '{"version": 1}'):
         (tmp_path / INDEX).write_text(damaged)
         with pytest.raises(ValueError, match="is damaged"):
             tl_devicefix.open_harvest(tmp_path)

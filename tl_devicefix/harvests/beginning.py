@@ -41,7 +41,7 @@ def alone_in(directory: Path) -> Iterator[None]:
             ) from None
         try:
             yield
-        finally:  # a worker of a DataLoader, that was forked within, may have the file open for long
+        finally:  # not by closing: a DataLoader's worker may have the file open for longer
             fcntl.flock(file, fcntl.LOCK_UN)
 
 

@@ -73,17 +73,17 @@ def harvest(
         What was written, as `open_harvest` opens it.
 
     Raises:
-        TypeError: for a model of neither class, an item that is no batch, or arguments that would
-            change what a run leaves behind.
+        TypeError: for a model of neither class, an item that is no batch, a `reduce` that returns
+            no tensor, or arguments that would change what a run leaves behind.
         ValueError: for batches of different widths; nothing that is kept; what cannot be stored;
             and, with `resume`, another model, filter, dtype or data than what is there: named.
         FileExistsError: if a harvest is there, without `resume`.
         RuntimeError: if someone else harvests to the directory.
         OSError: if the disk has not the room, before anything is written; or is full.
     """
-    for name in ("attention_mask", "fwd_hooks", "return_cache_object", "incl_bwd", "pos_slice", "padding_side"):
+    for name, instead in _INSTEAD.items():
         if name in arguments:
-            raise TypeError(f"harvest() takes no {name}: {_INSTEAD[name]}")
+            raise TypeError(f"harvest() takes no {name}: {instead}")
     viewing(model)  # refuses what is no model
     directory = Path(to)
     source = Batches(batches, model, batch_size, prepend_bos)

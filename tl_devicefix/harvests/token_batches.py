@@ -28,8 +28,9 @@ class TokenBatches(Iterator[torch.Tensor]):
     `shuffle=True` promises that: a true permutation of all rows, but not any permutation alike.
     Rows come in groups of half a shard's bytes, a group is blocks of 256 KiB from anywhere in the
     harvest, and within it any order is as likely as any other. `shuffle="exact"` is a permutation
-    drawn from all alike: each row is read by itself, which is slower from a disk. The order is the
-    same for the same seed, and another in each epoch. An epoch's last batch has what is left.
+    drawn from all alike: each row is read by itself, which is slower from a disk, and the order
+    takes some 50 bytes of memory a row. The order is the same for the same seed, and another in
+    each epoch. An epoch's last batch has what is left.
 
     A thread reads ahead, into memory that is used again when nobody has a batch of it any more:
     three groups of it, if batches are let go of. A batch that is kept keeps its group; clone it.
