@@ -160,3 +160,12 @@ def test_who_drops_them_half_way_ends_the_thread(written: Harvest) -> None:
     next(batches)
     del batches
     assert not [thread for thread in threading.enumerate() if "harvest" in thread.name]
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.float32], ids=str)
+def test_rows_of_any_dtype_are_shuffled(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Also of those that torch cannot index."""
+    written = write_by_hand(tmp_path, dtype)
+    found = torch.cat([each.float() for each in written.activations(RESID, 7)])
+    expected = written[RESID][:].flatten(0, 1).float()
+    assert sorted(found.tolist()) == sorted(expected.tolist())
