@@ -363,7 +363,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a reduce that returns two": (
         {"reduce": lambda a: (a, a)},
         TypeError,
-        "reduce must return a tensor of blocks.1.hook_resid_post, but returned a tuple",
+        r"reduce must return a tensor of blocks.1.\S*, but returned a tuple",
     ),
     "tensors of which one may be a mask": (
         {"data": [[torch.ones(2, 9).long()] * 2]},
