@@ -210,6 +210,27 @@ def test_dtype_and_reduce_change_what_is_stored_on_the_device(
     assert seen == {model.placement.device_of(RESID)}
 
 
+def test_a_reduce_for_one_of_two_names_is_of_that_name(
+    folded_on_one: Any, cls: str, batches: Any, tmp_path: Path
+) -> None:
+    """A Bridge has most hook points by two names."""
+    model = folded_on_one("llama")
+    expected = cache_of(model, batches)
+    names = [name for name in expected if model.hook_dict[name] is model.hook_dict[RESID]]
+    assert len(names) == (2 if cls == BRIDGE else 1)
+
+    for reduced in names:
+        found = harvest(
+            *(model, batches, names),
+            to=tmp_path / reduced,
+            reduce={reduced: lambda a: a.mean(1)},
+            progress=False,
+        )
+        for name in names:
+            whole = expected[name].cpu()
+            assert_agrees(found[name][:], whole.mean(1) if name == reduced else whole)
+
+
 def test_tokens_that_are_not_kept_are_left_out(folded_on_one: Any, batches: Any, run: Any) -> None:
     model, tokens = folded_on_one("llama"), torch.cat(batches)
     wanted = tokens % 3 != 0

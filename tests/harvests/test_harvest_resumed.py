@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -218,6 +219,56 @@ def test_two_harvests_to_one_directory_are_refused(start: Start, tmp_path: Path)
     assert start().is_complete
 
 
+def test_a_process_that_was_forked_meanwhile_does_not_keep_others_out(
+    start: Start, batches: Any
+) -> None:
+    """As a DataLoader's workers are, which may live on."""
+    context = multiprocessing.get_context("fork")
+    over = context.Event()
+    process = context.Process(target=over.wait)
+
+    def some() -> Any:
+        process.start()
+        yield from batches[:2]
+
+    start(some())
+    try:
+        assert start(batches[:2], resume=True).is_complete
+    finally:
+        over.set()
+        process.join()
+
+
+def test_a_writer_is_waited_for_by_who_is_interrupted(
+    start: Start, batches: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_shard = writing.write_shard
+
+    def interrupted(*args: Any) -> Any:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        time.sleep(0.2)
+        return write_shard(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writing, "write_shard", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            start(batches[:2], shard_size="1MiB")  # one shard, when all is given to the writer
+    before = files(tmp_path / "out")
+    assert not [thread for thread in threading.enumerate() if "harvest" in thread.name]
+    assert start(batches[:2], shard_size="1MiB", resume=True).is_complete
+    assert before.keys() <= files(tmp_path / "out").keys()
+
+
+def test_a_loader_may_use_its_memory_again(start: Start, batches: Any) -> None:
+    def of_one_piece_of_memory() -> Any:
+        tokens = torch.empty_like(batches[0])
+        for each in batches:
+            tokens.copy_(each)
+            yield {"tokens": tokens}
+
+    assert torch.equal(start(of_one_piece_of_memory()).tokens[:], torch.cat(batches))
+
+
 def test_a_disk_that_is_full_leaves_what_was_written(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,6 +364,27 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "keep cannot leave tokens out of blocks.1.attn.hook_pattern",
     ),
+    "keep by another name": (
+        {"keep": "padding"},
+        ValueError,
+        "keep must be a function of tokens, or \"attention_mask\", but is 'padding'",
+    ),
+    "a reduce for what is not kept": (
+        {"reduce": {"blocks.1.hook_resid_pots": torch.abs}},
+        ValueError,
+        "reduce has blocks.1.hook_resid_pots, which is not kept; did you mean 'blocks.1.hook_resid",
+    ),
+    "a reduce that returns two": (
+        {"reduce": lambda a: (a, a)},
+        TypeError,
+        r"reduce must return a tensor of blocks.1.\S*, but returned a tuple",
+    ),
+    "tensors of which one may be a mask": (
+        {"data": [[torch.ones(2, 9).long()] * 2]},
+        TypeError,
+        "item 0 of the batches is a list: give",
+    ),
+    "a side of padding": ({"padding_side": "left"}, TypeError, "set model.tokenizer.padding_side"),
     "a dtype": ({"reduce": lambda a: a.to(torch.complex64)}, ValueError, "complex64, which"),
     "no model": ({"model": 3}, TypeError, "the model must be a"),
     "what has no row for each example": (

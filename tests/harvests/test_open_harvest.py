@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers.utils.logging as hf_logging
 from datasets import load_from_disk
 from safetensors.torch import load_file
 from written_by_hand import D_MODEL, N_EXAMPLES, REDUCED, RESID, WIDTH, write_by_hand
@@ -76,6 +78,8 @@ def test_names_that_are_not_there_and_indices_that_are_none(written: Harvest) ->
         written[RESID][11]
     with pytest.raises(TypeError, match="not by str"):
         written[RESID]["3"]
+    with pytest.raises(TypeError, match="indexed by examples only"):
+        written[RESID][3, 5]
     assert RESID in written
     assert "tokens" not in written
 
@@ -86,12 +90,22 @@ def test_a_directory_without_a_harvest_and_indices_that_cannot_be_read(tmp_path:
     (tmp_path / INDEX).write_text('{"version": 99}')
     with pytest.raises(ValueError, match=r"version 99 of the format.* reads version 1"):
         tl_devicefix.open_harvest(tmp_path)
-    for damaged in ("{", '{"version": 1}'):
+    for damaged in ("{", "[]", '{"version": 1}'):
         (tmp_path / INDEX).write_text(damaged)
         with pytest.raises(ValueError, match="is damaged"):
             tl_devicefix.open_harvest(tmp_path)
 
 
+@pytest.fixture
+def bars_as_before() -> Iterator[None]:
+    """The command shows no progress bars of transformers."""
+    were_on = hf_logging.is_progress_bar_enabled()
+    yield
+    if were_on:
+        hf_logging.enable_progress_bar()
+
+
+@pytest.mark.usefixtures("bars_as_before")
 def test_the_command_says_what_is_there_and_whether_it_is_whole(
     written: Harvest, capsys: Any
 ) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
+import pickle
 import threading
 from pathlib import Path
 from typing import Any
@@ -113,3 +115,57 @@ def test_a_shard_that_is_missing_is_named_where_it_is_read(written: Harvest) -> 
 def test_sizes_that_are_none(wrong: Any, written: Harvest) -> None:
     with pytest.raises(ValueError, match="must be 1 or more, but is 0"):
         written.activations(RESID, **wrong)
+
+
+def test_a_misspelt_shuffle_is_refused(written: Harvest) -> None:
+    with pytest.raises(ValueError, match=r"shuffle must be True, .*, but is 'exakt'"):
+        written.activations(RESID, shuffle="exakt")  # type: ignore[arg-type]
+
+
+def test_after_an_error_the_same_batch_is_read_again(written: Harvest) -> None:
+    expected = numbers(written.activations(RESID, 7))
+    batches, path = (
+        written.activations(RESID, 7),
+        written.directory / written.index.shards[1].file,
+    )
+    content, seen = path.read_bytes(), []
+    path.unlink()
+    for _ in range(2):
+        with pytest.raises(FileNotFoundError):
+            seen.extend(batches)
+    path.write_bytes(content)
+    assert numbers([*seen, *batches]) == expected
+
+
+def test_they_go_on_in_a_process_that_was_forked_and_in_a_pickle(written: Harvest) -> None:
+    expected = numbers(written.activations(RESID, 7))
+    batches = written.activations(RESID, 7)
+    seen = numbers(itertools.islice(batches, 4))
+
+    def rest() -> None:
+        sender.send(numbers(batches))
+
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=rest)
+    process.start()
+    assert receiver.poll(60)
+    assert seen + receiver.recv() == expected
+    process.join()
+    assert seen + numbers(pickle.loads(pickle.dumps(batches))) == expected
+    assert seen + numbers(batches) == expected
+
+
+def test_who_drops_them_half_way_ends_the_thread(written: Harvest) -> None:
+    batches = written.activations(RESID, 7)
+    next(batches)
+    del batches
+    assert not [thread for thread in threading.enumerate() if "harvest" in thread.name]
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.float32], ids=str)
+def test_rows_of_any_dtype_are_shuffled(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Also of those that torch cannot index."""
+    written = write_by_hand(tmp_path, dtype)
+    found = torch.cat([each.float() for each in written.activations(RESID, 7)])
+    expected = written[RESID][:].flatten(0, 1).float()
+    assert sorted(found.tolist()) == sorted(expected.tolist())

@@ -111,13 +111,13 @@ class Batches:
     def _batch(self, given: Any, mask: Any) -> Batch:
         if not isinstance(given, torch.Tensor) and isinstance(given[0], str):
             return self._batch_of_texts(list(given))
-        tokens = _tensor(given)
+        tokens = _tensor(given).clone()  # a loader may put its next batch into the same memory
         if tokens.dim() != 2 or not tokens.numel():
             raise ValueError(f"a batch must be tokens [batch, pos], but is {list(tokens.shape)}")
         if mask is None:
             kept = torch.ones(tokens.shape, dtype=torch.bool)
             return Batch(tokens, tokens.cpu().long(), kept, {})
-        mask = _tensor(mask)
+        mask = _tensor(mask).clone()
         if mask.shape != tokens.shape:
             raise ValueError(
                 f"the attention_mask of a batch is {list(mask.shape)}, but its tokens are "
@@ -145,7 +145,9 @@ def _parts(item: Any, number: int) -> tuple[Any, Any]:
     item = _no_array(item)
     if isinstance(item, (list, tuple)) and len(item) == 1 and isinstance(item[0], torch.Tensor):
         return item[0], None  # as a DataLoader of a TensorDataset has them
-    if isinstance(item, (str, torch.Tensor)) or (isinstance(item, Sequence) and len(item)):
+    if isinstance(item, (str, torch.Tensor)):
+        return item, None
+    if isinstance(item, Sequence) and len(item) and not isinstance(item[0], torch.Tensor):
         return item, None
     raise TypeError(
         f"item {number} of the batches is a {type(item).__name__}: give tokens [batch, pos], texts,"

@@ -45,7 +45,10 @@ def alone_in(directory: Path) -> Iterator[None]:
                 f"someone else is harvesting to {directory}: wait until that has ended, or give "
                 "another directory"
             ) from None
-        yield
+        try:
+            yield
+        finally:  # not by closing: a DataLoader's worker may have the file open for longer
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def what_is_there(directory: Path, resume: bool) -> Index | None:

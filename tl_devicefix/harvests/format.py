@@ -150,6 +150,8 @@ def read_index(directory: Path) -> Index:
         ) from None
     except ValueError as error:
         raise ValueError(f"{directory / INDEX} is damaged: {error}") from error
+    if not isinstance(read, dict):
+        raise ValueError(f"{directory / INDEX} is damaged: it is no object")
     if read.get("version") != VERSION:
         raise ValueError(
             f"the harvest in {directory} is of version {read.get('version')} of the format, but "

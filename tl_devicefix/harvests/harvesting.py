@@ -77,8 +77,8 @@ def harvest(
         What was written, as `open_harvest` opens it.
 
     Raises:
-        TypeError: for a model of neither class, an item that is no batch, or arguments that would
-            change what a run leaves behind.
+        TypeError: for a model of neither class, an item that is no batch, a `reduce` that returns
+            no tensor, or arguments that would change what a run leaves behind.
         ValueError: for batches of different widths; nothing that is kept; what cannot be stored;
             names that the model has not, or does not compute; and, with `resume`, another model,
             filter, dtype or data than what is there: named.
@@ -118,6 +118,7 @@ _INSTEAD = {
     "fwd_hooks": "add hooks to the model before",
     "return_cache_object": "nothing of a cache is returned",
     "incl_bwd": "gradients are not harvested",
+    "padding_side": "set model.tokenizer.padding_side before",
     "pos_slice": "give a reduce, such as lambda activation: activation[:, -1]",
 }
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from tl_devicefix.harvests.format import Axis, Entry, can_be_stored
+from tl_devicefix.misspelt import did_you_mean
 from tl_devicefix.reading.cache_at_home import CacheAtHome
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
@@ -57,12 +58,16 @@ class Keeping:
         """Which tokens are stored, on the CPU; None for all.
 
         Raises:
-            ValueError: if `keep` returns something else.
+            ValueError: if `keep` is or returns something else.
         """
         if self.keep is None:
             return None
         if self.keep == "attention_mask":
             return mask
+        if not callable(self.keep):
+            raise ValueError(
+                f'keep must be a function of tokens, or "attention_mask", but is {self.keep!r}'
+            )
         kept = self.keep(tokens)
         if not isinstance(kept, torch.Tensor):
             raise ValueError(
@@ -87,24 +92,39 @@ class Keeping:
             points: by name, hook points. A Bridge has some by two names, and then one tensor twice.
 
         Raises:
-            ValueError: if tokens are to be left out of what has no axis for them.
+            TypeError: if `reduce` returns no tensor.
+            ValueError: if it is for names that are not there, or tokens are to be left out of what
+                has no axis for them.
         """
         stored = cache.stored() if isinstance(cache, CacheAtHome) else cache
         found: dict[str, torch.Tensor] = {}
         first: dict[Any, str] = {}
         names: dict[str, str] = {}
+        if isinstance(self.reduce, Mapping) and (unknown := self.reduce.keys() - stored.keys()):
+            name = min(unknown)
+            raise ValueError(
+                f"reduce has {name}, which is not kept{did_you_mean(name, list(stored))}"
+            )
         for name, activation in stored.items():
             if not isinstance(activation, torch.Tensor):
                 continue
-            names[name] = first.setdefault(points.get(name, name), name)
+            same = points.get(name, name), self._reduce_of(name)
+            names[name] = first.setdefault(same, name)
             if names[name] == name:
                 found[name] = self._kept(name, activation.detach(), kept)
         return Found(found, names)
 
+    def _reduce_of(self, name: str) -> Reduce | None:
+        return self.reduce.get(name) if isinstance(self.reduce, Mapping) else self.reduce
+
     def _kept(self, name: str, activation: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
-        reduce = self.reduce.get(name) if isinstance(self.reduce, Mapping) else self.reduce
+        reduce = self._reduce_of(name)
         if reduce is not None:
             activation = reduce(activation)
+        if not isinstance(activation, torch.Tensor):
+            raise TypeError(
+                f"reduce must return a tensor of {name}, but returned a {type(activation).__name__}"
+            )
         if self.dtype is not None and activation.is_floating_point():
             activation = activation.to(self.dtype)
         if kept is None:

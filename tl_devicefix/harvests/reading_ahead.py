@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 
@@ -28,6 +29,7 @@ class Reader:
         self._read: queue.SimpleQueue[torch.Tensor | BaseException] = queue.SimpleQueue()
         self._ahead = threading.Semaphore(1)
         self._over = threading.Event()
+        self._process = os.getpid()
         self._thread = threading.Thread(
             target=self._work, args=(epoch, group, epochs), name="harvest reader", daemon=True
         )
@@ -47,11 +49,19 @@ class Reader:
             raise read
         return read
 
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether the thread is here: a process that is forked gets none."""
+        return self._process == os.getpid()
+
     def close(self) -> None:
         """End the thread."""
+        if not self.is_of_this_process:
+            return
         self._over.set()
         self._ahead.release()
-        self._thread.join()
+        if threading.current_thread() is not self._thread:  # which may collect garbage
+            self._thread.join()
 
     def _work(self, epoch: int, group: int, epochs: int | None) -> None:
         try:

@@ -92,6 +92,11 @@ class Stored:
             if step == 1:
                 return self._range(start, max(start, stop))
             return self._picked(range(start, stop, step))
+        if isinstance(which, tuple):  # which would be another axis of a tensor
+            raise TypeError(
+                f"{self.entry.name} is indexed by examples only: h[name][3:7][:, 0], not "
+                "h[name][3:7, 0]"
+            )
         if isinstance(which, (Sequence, torch.Tensor)) or hasattr(which, "__array__"):
             # An index of one number, as a tensor or of numpy, has no length.
             listed = which.tolist() if hasattr(which, "tolist") else list(which)

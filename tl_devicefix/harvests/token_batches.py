@@ -28,8 +28,9 @@ class TokenBatches(Iterator[torch.Tensor]):
     `shuffle=True` promises that: a true permutation of all rows, but not any permutation alike.
     Rows come in groups of half a shard's bytes, a group is blocks of 256 KiB from anywhere in the
     harvest, and within it any order is as likely as any other. `shuffle="exact"` is a permutation
-    drawn from all alike: each row is read by itself, which is slower from a disk. The order is the
-    same for the same seed, and another in each epoch. An epoch's last batch has what is left.
+    drawn from all alike: each row is read by itself, which is slower from a disk, and the order
+    takes some 50 bytes of memory a row. The order is the same for the same seed, and another in
+    each epoch. An epoch's last batch has what is left.
 
     A thread reads ahead, into memory that is used again when nobody has a batch of it any more:
     three groups of it, if batches are let go of. A batch that is kept keeps its group; clone it.
@@ -61,6 +62,8 @@ class TokenBatches(Iterator[torch.Tensor]):
         group_bytes: int,
         by_token: bool,
     ) -> None:
+        if shuffle not in (True, False, "exact"):
+            raise ValueError(f'shuffle must be True, False or "exact", but is {shuffle!r}')
         for name, value in (("batch_size", batch_size), ("epochs", epochs)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be 1 or more, but is {value!r}")
@@ -88,9 +91,20 @@ class TokenBatches(Iterator[torch.Tensor]):
         return -(-self._rows.count // self._batch_size)
 
     def __next__(self) -> torch.Tensor:
+        if self._reader is not None and not self._reader.is_of_this_process:
+            self.close()
         if not self._rows.count or (self._epochs is not None and self._given >= len(self)):
             self.close()
             raise StopIteration
+        try:
+            batch = self._next_batch()
+        except BaseException:
+            self.close()  # so that the next try reads this batch again, from its first row
+            raise
+        self._given += 1
+        return batch
+
+    def _next_batch(self) -> torch.Tensor:
         size = min(
             self._batch_size,
             self._rows.count - self._given % self._batches_of_epoch * self._batch_size,
@@ -99,7 +113,6 @@ class TokenBatches(Iterator[torch.Tensor]):
         while size:
             parts.append(self._take(size))
             size -= len(parts[-1])
-        self._given += 1
         batch = parts[0] if len(parts) == 1 else torch.cat(parts)
         return batch if self._device is None else batch.to(self._device)
 
@@ -172,6 +185,9 @@ class TokenBatches(Iterator[torch.Tensor]):
         if self._reader is not None:
             self._reader.close()
         self._reader, self._group, self._at = None, None, 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_reader": None, "_group": None, "_at": 0}
 
     def __del__(self) -> None:
         if getattr(self, "_reader", None) is not None:

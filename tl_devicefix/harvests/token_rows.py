@@ -49,11 +49,11 @@ class Rows:
         """
         size = int(blocks[:, 2].sum())
         out = memory.lend()[: size * self.bytes].view(self.dtype).view(size, *self.shape)
-        flat, words = out.view(size, -1), _in_words(out)
+        words, in_bytes = _in_words(out), out.view(size, -1).view(torch.uint8)
         at = 0
         for shard, start, count in sorted(blocks.tolist()):
             rows = self._of_shard(shard)[start : start + count]
-            to = words if rows.dtype == words.dtype else flat
+            to = words if rows.dtype == words.dtype else in_bytes
             if places is None:
                 to[at : at + count] = rows
             else:
@@ -69,10 +69,10 @@ class Rows:
 
 
 def _in_words(rows: torch.Tensor) -> torch.Tensor:
-    """Rows as `[rows, words]` of eight bytes, if they are whole words: those are copied faster."""
+    """Rows as `[rows, words]` of eight bytes, which are copied fastest; else as their bytes."""
     flat = rows.reshape(len(rows), -1)
     is_whole = not (flat[:1].nbytes % 8 or flat.storage_offset() * flat.itemsize % 8)
-    return flat.view(torch.int64) if is_whole else flat
+    return flat.view(torch.int64 if is_whole else torch.uint8)
 
 
 class Memory:

@@ -64,6 +64,8 @@ class Writer:
         self._shared: dict[str, torch.Tensor] = {}
         self._given: queue.SimpleQueue[Copied | _End] = queue.SimpleQueue()
         self._error: BaseException | None = None
+        self._interrupt: BaseException | None = None
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._work, name="harvest writer", daemon=True)
         self._thread.start()
 
@@ -80,9 +82,16 @@ class Writer:
 
         Raises:
             OSError: if something could not be written; what was written before is there.
+            KeyboardInterrupt: when it comes, after the shard that is being written.
         """
-        self._given.put(_End(is_complete))
-        self._thread.join()
+        try:
+            self._given.put(_End(is_complete))
+            self._ended.wait()
+        except BaseException as interrupt:
+            self._interrupt = interrupt
+            self._ended.wait()  # until then, nobody else may write there
+            raise
+        self._thread.join()  # not before: it takes a thread for ended once it was interrupted
         if is_complete and self._error is not None:
             raise self._error
 
@@ -101,6 +110,8 @@ class Writer:
         except BaseException as error:  # noqa: BLE001  # raised where a buffer is taken, and by close
             self._error = self._in_a_sentence(error)
             self._ring.fail(self._error)
+        finally:
+            self._ended.set()
 
     def _in_a_sentence(self, error: BaseException) -> BaseException:
         if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -144,6 +155,8 @@ class Writer:
                     )
 
     def _write_shard(self) -> None:
+        if self._interrupt is not None:
+            raise self._interrupt
         filled = self._filling
         name = shard_name(len(self.index.shards))
         start, stop = filled.start, filled.start + filled.n_examples
