@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import run_on_ranks
 
 import real_devices  # isort: skip  # before what names devices
 import torch
@@ -94,6 +95,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "this seed",
     )
     parser.addoption(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="run tests of simulated devices on devices of N processes, of which N - 1 lend theirs",
+    )
+    parser.addoption(
         "--full",
         action="store_true",
         help="run every combination of what tests are parametrised over, and what other versions "
@@ -108,6 +115,8 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(
             "--unpatched is for simulated devices: leave TL_DEVICEFIX_TEST_DEVICE out"
         )
+    if config.getoption("--ranks"):
+        run_on_ranks(config.getoption("--ranks"))
     config.addinivalue_line(
         "markers",
         "fails_unpatched: holds with tl_devicefix and fails without, unless n_devices is 1; see "

@@ -61,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         "--device", help='their type, such as "xpu"; default: what TransformerLens would choose'
     )
     _add_estimate(commands)
+    _add_lend(commands)
     return parser
 
 
@@ -109,6 +110,18 @@ def _add_estimate(commands: Any) -> None:
         help="sdpa: no pattern is built where none is kept",
     )
     estimate.add_argument("--json", action="store_true", help="print JSON, in bytes")
+
+
+def _add_lend(commands: Any) -> None:
+    lend = commands.add_parser("lend", help="lend this host's devices to a script on another")
+    lend.add_argument("--master", required=True, help="where rank 0 listens: host:port")
+    lend.add_argument("--rank", type=int, required=True, help="which one this is, from 1 on")
+    lend.add_argument("--world-size", type=int, required=True, help="how many ranks there are")
+    lend.add_argument("--n-devices", type=int, help="how many to lend; default: all")
+    lend.add_argument("--memory", help="what each may hold: 80GiB; default: what is free")
+    lend.add_argument(
+        "--timeout", type=float, default=15.0, help="seconds until rank 0 is given up"
+    )
 
 
 def _device(text: str) -> int | str:
@@ -163,7 +176,21 @@ def _run_selfcheck(chosen: argparse.Namespace) -> bool:
         return False
 
 
-_COMMANDS = {"estimate": _run_estimate, "demo": _run_demo, "selfcheck": _run_selfcheck}
+def _run_lend(chosen: argparse.Namespace) -> bool:
+    from tl_devicefix.hosts.joining import join
+
+    join(
+        chosen.master,
+        chosen.rank,
+        chosen.world_size,
+        n_devices=chosen.n_devices,
+        memory=chosen.memory,
+        timeout=chosen.timeout,
+    )
+    return True
+
+
+_COMMANDS = {"lend": _run_lend, "estimate": _run_estimate, "demo": _run_demo, "selfcheck": _run_selfcheck}
 
 
 if __name__ == "__main__":

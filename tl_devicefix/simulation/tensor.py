@@ -149,7 +149,10 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
 
     def data_ptr(self) -> int:
         """Return the address of the values, by which libraries find tied tensors."""
-        return self._cpu.data_ptr()
+        if not self._cpu.is_meta:
+            return self._cpu.data_ptr()
+        # Nobody reads there, and it is one's own.
+        return self._allocation.address + self._cpu.storage_offset() * self._cpu.itemsize
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return the CPU storage behind: its address and size tell what shares memory."""
@@ -176,6 +179,8 @@ def wrap(cpu: torch.Tensor, machine: Machine, device: torch.device) -> SimTensor
             cpu = cpu.resolve_conj().resolve_neg()
         else:
             cpu = machine.asynchronous.resolved(cpu, device.index)
+    if machine.asynchronous is not None:
+        cpu = machine.asynchronous.adopted(cpu, device.index)
     if cpu.layout is not torch.strided:
         return _wrap_sparse(cpu, machine, device)
     allocation = machine.allocation_of(cpu, device)
@@ -494,7 +499,7 @@ def copy_into(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = F
     )
     without = simulated._allocation.machine.behind.type == "meta"
     asynchronous = simulated._allocation.machine.asynchronous
-    if asynchronous is not None and not cpu_source.is_meta:
+    if asynchronous is not None and not without:
         to, of = (t.device.index if type(t) is SimTensor else None for t in (target, source))
         asynchronous.copy(cpu_target, cpu_source, to, of, non_blocking)
     elif without and cpu_source.is_meta and not cpu_target.is_meta:
@@ -545,7 +550,7 @@ def _chosen_for(value: Any) -> Any:
 
 def _equal(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``torch.equal`` and its like; tensors without values are equal if their shapes are."""
-    if any(type(arg) is SimTensor and arg._cpu.is_meta for arg in args):
+    if any(type(arg) is SimTensor and not has_values(arg) for arg in args):
         _common_device([arg for arg in args if type(arg) is SimTensor])
         return args[0].shape == args[1].shape
     return _run_on_one_device(func, args, kwargs)
@@ -553,13 +558,13 @@ def _equal(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def _is_all_true(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """With what torch checks arguments, as of a distribution; without values they are good."""
-    return torch.tensor(True) if args[0]._cpu.is_meta else _run_on_one_device(func, args, kwargs)
+    return _run_on_one_device(func, args, kwargs) if has_values(args[0]) else torch.tensor(True)
 
 
 def _bincount(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``torch.bincount``; without values, of as many bins as are asked for at least."""
     counted, minlength = args[0], kwargs.get("minlength", args[2] if len(args) > 2 else 0)
-    if type(counted) is not SimTensor or not counted._cpu.is_meta or not minlength:
+    if type(counted) is not SimTensor or has_values(counted) or not minlength:
         return _run_on_one_device(func, args, kwargs)
     return counted.new_zeros(minlength)
 
