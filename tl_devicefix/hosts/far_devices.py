@@ -109,9 +109,7 @@ class FarDevices:
             self._tell(rank, commands.Run(func.name(), *self._said(args, kwargs), gives))
         return result
 
-    def _given(
-        self, made: torch.Tensor, args: Any, rank: int
-    ) -> tuple[int, Geometry] | None:
+    def _given(self, made: torch.Tensor, args: Any, rank: int) -> tuple[int, Geometry] | None:
         """Number of the storage of what an operation gives; None if that is known."""
         if _address(made) in self._storages:
             return None
@@ -225,9 +223,11 @@ class FarDevices:
         if to is None and self.places[of].rank:
             return self.read(source, of)
         geometry = geometry_of(aten._to_copy.default(source.to("meta")))
-        there = torch.empty_strided(
-            geometry.shape, geometry.stride, dtype=geometry.dtype
-        ) if to is None else self.allocate(geometry, to)
+        there = (
+            torch.empty_strided(geometry.shape, geometry.stride, dtype=geometry.dtype)
+            if to is None
+            else self.allocate(geometry, to)
+        )
         self.copy(there, source, to, of)
         return there
 
@@ -361,7 +361,7 @@ class FarDevices:
     def _stored(self, tensor: torch.Tensor) -> Stored:
         number = self._storages[_address(tensor)].number
         offset = tensor.storage_offset()
-        return Stored(number, tuple(tensor.shape), tensor.stride(), offset, tensor.dtype)
+        return Stored(number, tuple(tensor.shape), tensor.stride(), int(offset), tensor.dtype)
 
     def _said(self, args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Arguments as a command says them; those of the CPU go with it."""
@@ -391,9 +391,7 @@ def _depends_on_values(func: Any, args: Any) -> bool:
 
 
 def _without_values(geometry: Geometry) -> torch.Tensor:
-    return torch.empty_strided(
-        geometry.shape, geometry.stride, dtype=geometry.dtype, device="meta"
-    )
+    return torch.empty_strided(geometry.shape, geometry.stride, dtype=geometry.dtype, device="meta")
 
 
 def _blank(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
+import functools
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from tl_devicefix.hosts.far_devices import FarDevices, Place
 from tl_devicefix.hosts.lending import Lender
-from tl_devicefix.hosts.peers import Peer, Wire
+from tl_devicefix.hosts.peers import Peer, RankLost, Wire, said_by_gloo
 from tl_devicefix.hosts.watching import Watch
 from tl_devicefix.simulation.machine import Machine, bytes_of
 from tl_devicefix.simulation.session import entered
@@ -68,24 +70,46 @@ def join(
     _joined = _for_good.enter_context(ranks.entered())
 
 
-@dataclass
 class Ranks:
     """All ranks, as rank 0 knows them.
+
+    Args:
+        everyone: what each said of itself.
+        watch: over the others.
 
     Attributes:
         places: where their devices are.
         peers: the other ones.
     """
 
-    places: list[Place]
-    peers: dict[int, Peer]
+    def __init__(self, everyone: list[dict[str, Any]], watch: Watch) -> None:
+        self.places = _places(everyone)
+        others = range(1, len(everyone))
+        self.peers = {each: Peer(each, functools.partial(self.lose, each)) for each in others}
+        self._everyone, self._watch = everyone, watch
+        watch.begin(list(others), self.lose)
+        atexit.register(self._leave)
 
     @contextmanager
     def entered(self, places: list[Place] | None = None) -> Iterator[Machine]:
-        """Have their devices, or as many as places are given."""
+        """Have their devices, or those of these places."""
         far = FarDevices(places or self.places, self.peers)
         with entered([place.memory for place in far.places], far) as machine:
             yield machine
+
+    def lose(self, rank: int, why: str) -> None:
+        """Give up: whoever waits for any rank is told which one is lost, and all others end."""
+        host = self._everyone[rank]["host"]
+        devices = ", ".join(name for name, _ in self._everyone[rank]["devices"])
+        error = RankLost(f"rank {rank} ({host}, {devices}) is lost: {why}", rank)
+        self._watch.tell_all(str(error))
+        for peer in self.peers.values():
+            peer.lose(error)
+
+    def _leave(self) -> None:
+        self._watch.end()
+        for peer in self.peers.values():
+            peer.end()
 
 
 def meet(
@@ -102,38 +126,49 @@ def meet(
     dist.init_process_group(
         "gloo", store=watch.store, rank=rank, world_size=world_size, timeout=timedelta(days=365)
     )
-    hello = {
+    hello: dict[str, Any] = {
         "host": socket.gethostname(),
         "devices": [(str(each), _free(each, memory)) for each in devices],
-        "versions": {
-            name: version(name) for name in ("torch", "transformer_lens", "tl_devicefix")
-        },
+        "versions": {name: version(name) for name in ("torch", "transformer_lens", "tl_devicefix")},
     }
+    _keep_until_the_process_ends()
     everyone: list[Any] = [None] * world_size
     dist.all_gather_object(everyone, hello)
     _check_versions(everyone)
-    if rank:
-        watch.begin({0: None})
-        _lend(f"rank {rank} ({hello['host']})", devices)
+    if not rank:
+        return Ranks(everyone, watch)
+    _lend(rank, hello["host"], devices, watch)
+
+
+def _keep_until_the_process_ends() -> None:
+    """Keep gloo from being taken down by Python, with which threads that wait abort."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
+
+
+def _lend(rank: int, host: str, devices: list[torch.device], watch: Watch) -> NoReturn:
+    """Lend devices until rank 0 ends, and end then: with 1 if that was no good end."""
+
+    def lose(_: int, why: str) -> None:
+        print(f"rank {rank} ({host}) ends, as rank 0 is lost: {why}", file=sys.stderr)
+        _end(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, for rank 0 to decide
+    watch.begin([0], lose)
+    try:
+        Lender(f"rank {rank} ({host})", devices, Wire()).lend()
+    except RuntimeError as error:  # gloo's
         watch.end()
-        os._exit(0)
-    peers = {each: Peer(each) for each in range(1, world_size)}
-    watch.begin(peers)
-    atexit.register(_leave, peers, watch)
-    return Ranks(_places(everyone), peers)
+        lose(0, said_by_gloo(error))
+    watch.end()
+    _end(0)
 
 
-def _lend(name: str, devices: list[torch.device]) -> None:
-    Lender(name, devices, Wire()).lend()
+def _end(status: int) -> NoReturn:
+    """End the process, whatever its other threads wait for."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-
-
-def _leave(peers: dict[int, Peer], watch: Watch) -> None:
-    watch.end()
-    for peer in peers.values():
-        peer.end()
+    os._exit(status)
 
 
 def _own_devices(n_devices: int | None) -> list[torch.device]:

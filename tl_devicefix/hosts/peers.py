@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 import queue
+import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -23,6 +24,12 @@ _COMMANDS, _ANSWERS, _VALUES = 0, 1, 2
 _NOTHING = -1
 _INLINE = 4096
 """Bytes below which values go with their command."""
+
+
+def said_by_gloo(error: RuntimeError) -> str:
+    """What gloo says of a connection, without where in its source, and advice."""
+    found = re.search(r"(Connection|Timed out|Broken)[^.\[]*[a-z]", str(error))
+    return found[0] if found else str(error)
 
 
 def as_bytes(values: torch.Tensor) -> torch.Tensor:
@@ -57,7 +64,19 @@ def _receive_object(rank: int, tag: int) -> Any:
     told = torch.empty(int(size), dtype=torch.uint8)
     dist.recv(told, rank, tag=tag)
     # From a rank of the process group, whose network is trusted.
-    return pickle.loads(told.numpy())
+    return pickle.loads(bytes(told.numpy()))
+
+
+class RankLost(RuntimeError):
+    """A rank is no more there, and with it what its devices held.
+
+    Attributes:
+        rank: which one.
+    """
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class Peer:
@@ -65,25 +84,32 @@ class Peer:
 
     Args:
         rank: which one.
+        lose: called with why, when the connection to it is lost.
 
     Attributes:
         messages: how many were sent to it.
-        lost: why it is no more there.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, lose: Callable[[str], None]) -> None:
         self.rank = rank
         self.messages = 0
-        self.lost: BaseException | None = None
+        self._lose = lose
+        self._lost: RankLost | None = None
         self._told: queue.Queue[tuple[list[Any], list[torch.Tensor]]] = queue.Queue(64)
         self._asked: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
-        self._waiting: list[Future[Any]] = []
+        self._waiting: set[Future[Any]] = set()
+        self._lock = threading.Lock()
         self._has_sent_all = threading.Event()
-        for work in (self._keep_sending, self._keep_receiving):
-            threading.Thread(target=work, daemon=True, name=f"rank {rank}").start()
+        for work in (self._send_next, self._receive_next):
+            name = f"rank {rank}: {work.__name__}"
+            threading.Thread(target=self._keep, args=(work,), daemon=True, name=name).start()
 
     def tell(self, told: list[Any], values: list[torch.Tensor]) -> None:
-        """Give it commands, with the values that come with them, in order."""
+        """Give it commands, with the values that come with them, in order.
+
+        Raises:
+            RankLost: if it, or another rank, is lost.
+        """
         while True:
             self._raise_if_lost()
             try:
@@ -94,43 +120,43 @@ class Peer:
             return
 
     def answer(self) -> Future[Any]:
-        """Its next answer, of those that it was told to give."""
-        self._raise_if_lost()
+        """Its next answer, of those that it was told to give.
+
+        Raises:
+            RankLost: if it, or another rank, is lost.
+        """
         future: Future[Any] = Future()
-        self._waiting.append(future)
+        with self._lock:
+            self._raise_if_lost()
+            self._waiting.add(future)
         self._asked.put(future)
         return future
 
-    def end(self, timeout: float = 10.0) -> None:
+    def end(self, timeout: float = 5.0) -> None:
         """Tell it to end; wait until that was sent, unless it is lost."""
-        if self.lost is None:
+        if self._lost is None:
             self._told.put(([commands.End()], []))
             self._has_sent_all.wait(timeout)
 
-    def lose(self, error: BaseException) -> None:
-        """Give up on it: whoever waits for it gets the error."""
-        self.lost = self.lost or error
-        for future in self._waiting:
-            if not future.done():
-                future.set_exception(self.lost)
-        self._waiting.clear()
+    def lose(self, error: RankLost) -> None:
+        """Give up on it: whoever waits for it gets the error, and whoever needs it."""
+        with self._lock:
+            self._lost = self._lost or error
+            waiting, self._waiting = self._waiting, set()
+        self._has_sent_all.set()
+        for future in waiting:
+            future.set_exception(self._lost)
 
     def _raise_if_lost(self) -> None:
-        if self.lost is not None:
-            raise self.lost
-
-    def _keep_sending(self) -> None:
-        self._keep(self._send_next)
-
-    def _keep_receiving(self) -> None:
-        self._keep(self._receive_next)
+        if self._lost is not None:
+            raise RankLost(str(self._lost), self._lost.rank)
 
     def _keep(self, do: Callable[[], None]) -> None:
         try:
             while True:
                 do()
-        except RuntimeError as error:  # gloo's, as the connection is closed
-            self.lose(error)
+        except RuntimeError as error:  # gloo's
+            self._lose(said_by_gloo(error))
 
     def _send_next(self) -> None:
         told, values = self._told.get()
@@ -147,9 +173,10 @@ class Peer:
         found = _receive_object(self.rank, _ANSWERS)
         if isinstance(found, _Values):
             found = _receive(_empty(*found), self.rank, _ANSWERS)
-        self._waiting.remove(future)
-        if not future.done():
-            future.set_result(found)
+        with self._lock:
+            if future in self._waiting:
+                self._waiting.remove(future)
+                future.set_result(found)
 
 
 class _Values(tuple[Any, ...]):

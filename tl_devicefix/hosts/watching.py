@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
-import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch.distributed as dist
 
 _EVERY = 1.0
 """Seconds between two signs of life."""
+_OVER = "over"
 
 
 class Watch:
@@ -44,45 +47,48 @@ class Watch:
         )
         self._ended = threading.Event()
 
-    def begin(self, peers: dict[int, Any]) -> None:
+    def begin(self, others: list[int], lose: Callable[[int, str], None]) -> None:
         """Watch other ranks from now on.
 
         Args:
-            peers: rank -> what is told when it is lost; on a rank that lends, only rank 0.
+            others: which; a rank that lends watches rank 0.
+            lose: called with a rank that is lost, and why.
         """
-        threading.Thread(target=self._watch, args=(peers,), daemon=True, name="watch").start()
+        work = self._watch
+        threading.Thread(target=work, args=(others, lose), daemon=True, name="watch").start()
 
     def end(self) -> None:
         """Watch no more."""
         self._ended.set()
 
-    def _watch(self, peers: dict[int, Any]) -> None:
-        seen = dict.fromkeys(peers, ("", time.monotonic()))
-        beats = 0
-        while not self._ended.wait(_EVERY):
-            beats += 1
-            try:
-                self.store.set(f"alive {self._rank}", str(beats))
-                for rank in peers:
-                    said = self._said(rank)
-                    if said != seen[rank][0]:
-                        seen[rank] = said, time.monotonic()
-            except RuntimeError as error:  # the store is gone, and rank 0 with it
-                self._lost(peers, min(peers), f"its store cannot be reached: {error}")
+    def tell_all(self, why: str) -> None:
+        """Tell all ranks that it is over."""
+        with contextlib.suppress(RuntimeError):  # the store's: then they know
+            self.store.set(_OVER, why)
+
+    def _watch(self, others: list[int], lose: Callable[[int, str], None]) -> None:
+        seen = {rank: ("", time.monotonic()) for rank in others}
+        for beat in itertools.count():
+            if self._ended.wait(_EVERY):
                 return
-            for rank, (_, since) in seen.items():
-                if time.monotonic() - since > self._timeout:
-                    self._lost(peers, rank, f"no sign of life for {self._timeout:g} s")
-                    return
+            try:
+                self.store.set(f"alive {self._rank}", str(beat))
+                said = {rank: self._said(f"alive {rank}") for rank in others}
+                over = self._said(_OVER)
+            except RuntimeError:  # the store is gone, and rank 0 with it
+                return self._tell(lose, 0, "its store cannot be reached")
+            if over and self._rank:
+                return self._tell(lose, 0, over)
+            for rank in others:
+                if said[rank] != seen[rank][0]:
+                    seen[rank] = said[rank], time.monotonic()
+                elif time.monotonic() - seen[rank][1] > self._timeout:
+                    why = f"it gave no sign of life for {self._timeout:g} s"
+                    return self._tell(lose, rank, why)
 
-    def _said(self, rank: int) -> str:
-        key = f"alive {rank}"
+    def _tell(self, lose: Callable[[int, str], None], rank: int, why: str) -> None:
+        if not self._ended.is_set():
+            lose(rank, why)
+
+    def _said(self, key: str) -> str:
         return self.store.get(key).decode() if self.store.check([key]) else ""
-
-    def _lost(self, peers: dict[int, Any], rank: int, why: str) -> None:
-        if self._ended.is_set():
-            return
-        if self._rank:
-            print(f"rank {self._rank}: rank {rank} is lost, {why}", file=sys.stderr, flush=True)
-            os._exit(1)
-        peers[rank].lose(RuntimeError(f"rank {rank} is lost: {why}"))

@@ -152,7 +152,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         if not self._cpu.is_meta:
             return self._cpu.data_ptr()
         # Nobody reads there, and it is one's own.
-        return self._allocation.address + self._cpu.storage_offset() * self._cpu.itemsize
+        return self._allocation.address + int(self._cpu.storage_offset()) * self._cpu.itemsize
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return the CPU storage behind: its address and size tell what shares memory."""
