@@ -110,6 +110,8 @@ class Ranks:
         self._watch.end()
         for peer in self.peers.values():
             peer.end()
+        for peer in self.peers.values():
+            peer.rest()
 
 
 def meet(

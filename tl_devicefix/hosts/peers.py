@@ -10,8 +10,10 @@ import pickle
 import queue
 import re
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -100,6 +102,7 @@ class Peer:
         self._waiting: set[Future[Any]] = set()
         self._lock = threading.Lock()
         self._has_sent_all = threading.Event()
+        self._within_gloo: set[str] = set()
         for work in (self._send_next, self._receive_next):
             name = f"rank {rank}: {work.__name__}"
             threading.Thread(target=self._keep, args=(work,), daemon=True, name=name).start()
@@ -138,6 +141,12 @@ class Peer:
             self._told.put(([commands.End()], []))
             self._has_sent_all.wait(timeout)
 
+    def rest(self, timeout: float = 3.0) -> None:
+        """Wait until no thread is within gloo, from where it must not come back as Python ends."""
+        until = time.monotonic() + timeout
+        while self._within_gloo and time.monotonic() < until:
+            time.sleep(0.02)
+
     def lose(self, error: RankLost) -> None:
         """Give up on it: whoever waits for it gets the error, and whoever needs it."""
         with self._lock:
@@ -158,21 +167,34 @@ class Peer:
         except RuntimeError as error:  # gloo's
             self._lose(said_by_gloo(error))
 
+    @contextmanager
+    def _in_gloo(self, what: str) -> Iterator[None]:
+        self._within_gloo.add(what)
+        try:
+            yield
+        finally:
+            self._within_gloo.discard(what)
+
     def _send_next(self) -> None:
         told, values = self._told.get()
+        with self._in_gloo("sending"):
+            self._send(told, values)
+        if told and isinstance(told[-1], commands.End):
+            self._has_sent_all.set()
+
+    def _send(self, told: list[Any], values: list[torch.Tensor]) -> None:
         inline = [each if each.nbytes <= _INLINE else None for each in values]
         _send_object((told, inline), self.rank, _COMMANDS)
         for each in values:
             if each.nbytes > _INLINE:
                 _send(each, self.rank, _COMMANDS)
-        if told and isinstance(told[-1], commands.End):
-            self._has_sent_all.set()
 
     def _receive_next(self) -> None:
         future = self._asked.get()
-        found = _receive_object(self.rank, _ANSWERS)
-        if isinstance(found, _Values):
-            found = _receive(_empty(*found), self.rank, _ANSWERS)
+        with self._in_gloo("receiving"):
+            found = _receive_object(self.rank, _ANSWERS)
+            if isinstance(found, _Values):
+                found = _receive(_empty(*found), self.rank, _ANSWERS)
         with self._lock:
             if future in self._waiting:
                 self._waiting.remove(future)
