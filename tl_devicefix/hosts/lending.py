@@ -71,7 +71,8 @@ class Lender:
             there = torch.empty_strided(
                 geometry.shape, geometry.stride, dtype=geometry.dtype, device=made.device
             )
-            made = there.copy_(made)
+            # A kernel may leave out what nobody reads, as batch norm the mean of an evaluation.
+            made = there.copy_(made) if made.numel() else there
         self._storages[number] = made.untyped_storage()
 
     def _ask(self, command: commands.Ask, values: Any) -> None:

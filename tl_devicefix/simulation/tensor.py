@@ -277,7 +277,10 @@ def _run_on_one_device(func: Operation, args: tuple[Any, ...], kwargs: dict[str,
     if target is not None:
         if target.type != DEVICE_TYPE:
             return func(*cpu_args, **cpu_kwargs, device=target)
-        device = machine.devices[machine.index_of(target)]
+        target = machine.devices[machine.index_of(target)]
+        if target != device and machine.asynchronous is not None:
+            return func(*_shaped_alike(args, target), **_shaped_alike(kwargs, target))
+        device = target
     if machine.behind.type == "meta":
         result = _call_without_values(func, cpu_args, cpu_kwargs)
     elif machine.asynchronous is None:
@@ -287,6 +290,18 @@ def _run_on_one_device(func: Operation, args: tuple[Any, ...], kwargs: dict[str,
     else:
         result = machine.asynchronous.run(func, cpu_args, cpu_kwargs, device.index)
     return _label(result, simulated, machine, device)
+
+
+def _shaped_alike(values: Any, device: torch.device) -> Any:
+    """Arguments of what makes a tensor like others, with tensors of another device for these."""
+    return tree_map(
+        lambda value: torch.empty_strided(
+            value.shape, value.stride(), dtype=value.dtype, device=device
+        )
+        if type(value) is SimTensor
+        else value,
+        values,
+    )
 
 
 def _call_without_values(func: Operation, args: list[Any], kwargs: dict[str, Any]) -> Any:
