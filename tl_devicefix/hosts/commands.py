@@ -37,6 +37,38 @@ class Run(NamedTuple):
     gives: tuple[tuple[int, Geometry] | None, ...]
 
 
+class HeldTensor(NamedTuple):
+    """A tensor of a module."""
+
+    stored: Stored
+    is_parameter: bool
+
+
+class Hold(NamedTuple):
+    """Hold a copy of a module."""
+
+    number: int
+    module: bytes
+    device: int
+
+
+class LetGo(NamedTuple):
+    """Let a copy of a module go."""
+
+    number: int
+
+
+class Call(NamedTuple):
+    """Run a module; each tensor that it gives becomes a storage."""
+
+    module: int
+    residual: Stored
+    kwargs: dict[str, Any]
+    entry: tuple[type, Stored, Stored, bool] | None
+    gives: tuple[tuple[int, Geometry], ...]
+    operation: str = "a block"
+
+
 class Ask(NamedTuple):
     """Run an operation that gives what nobody knows before, and tell what it gave."""
 

@@ -162,6 +162,39 @@ class FarDevices:
         result = exchanged(result, upload)
         return tuple(result) if type(result) is list else result
 
+    # Modules
+
+    def promise(self, geometry: Geometry, rank: int) -> torch.Tensor:
+        """A tensor that a rank is about to be told to make."""
+        made = _without_values(geometry)
+        self._number(made, rank)
+        return made
+
+    def hold(self, device: int, number: int, module: bytes) -> None:
+        """Have a rank hold a copy of a module."""
+        place = self.places[device]
+        self._tell(place.rank, commands.Hold(number, module, place.number))
+
+    def call(
+        self,
+        rank: int,
+        number: int,
+        residual: torch.Tensor,
+        options: dict[str, Any],
+        entry: tuple[Any, ...] | None,
+        gives: list[torch.Tensor],
+    ) -> None:
+        """Have a rank run a module that it holds."""
+        with self._lock:
+            there = None
+            if entry is not None:
+                cls, keys, values, frozen = entry
+                there = cls, self.stored(keys), self.stored(values), frozen
+            made = tuple((self.stored(each).storage, geometry_of(each)) for each in gives)
+            _, said = self._said([], options)
+            stored = self.stored(residual)
+            self._tell(rank, commands.Call(number, stored, said, there, made))
+
     # Copies
 
     def copy(
@@ -183,12 +216,12 @@ class FarDevices:
             assert of is not None
             target.copy_(self.read(source, of))
         elif giving == taking:
-            self._tell(giving, commands.Copy(self._stored(target), self._stored(source)))
+            self._tell(giving, commands.Copy(self.stored(target), self.stored(source)))
         else:
             shape, dtype = tuple(source.shape), source.dtype
             with self._lock:
-                self._tell(giving, commands.Send(self._stored(source), taking))
-                told = commands.Receive(self._stored(target), shape, dtype, giving)
+                self._tell(giving, commands.Send(self.stored(source), taking))
+                told = commands.Receive(self.stored(target), shape, dtype, giving)
                 self._tell(taking, told)
                 self._flush(giving)  # while rank 0 says what comes next
                 self._flush(taking)
@@ -198,7 +231,7 @@ class FarDevices:
         if _address(values) == _address(source):
             values = values.clone()  # as rank 0 goes on, and may change it
         values = values.resolve_conj().resolve_neg()
-        self._tell(rank, commands.Put(self._stored(target), tuple(values.shape), values.dtype))
+        self._tell(rank, commands.Put(self.stored(target), tuple(values.shape), values.dtype))
         self._values[rank].append(values)
         if values.nbytes > _LARGE:
             self._flush(rank)
@@ -259,7 +292,7 @@ class FarDevices:
         if not rank:
             return tensor
         with self._lock:
-            answer = self._wait_for(rank, commands.Read(self._stored(tensor)))
+            answer = self._wait_for(rank, commands.Read(self.stored(tensor)))
         values: torch.Tensor = self._of(rank, answer)
         return values.as_strided(values.shape, values.stride())
 
@@ -358,7 +391,8 @@ class FarDevices:
         self._storages[_address(made)] = Storage(number, rank, _address(made), made.detach())
         return number
 
-    def _stored(self, tensor: torch.Tensor) -> Stored:
+    def stored(self, tensor: torch.Tensor) -> Stored:
+        """How a tensor without values lies in a rank's storage."""
         number = self._storages[_address(tensor)].number
         offset = tensor.storage_offset()
         return Stored(number, tuple(tensor.shape), tensor.stride(), int(offset), tensor.dtype)
@@ -367,7 +401,7 @@ class FarDevices:
         """Arguments as a command says them; those of the CPU go with it."""
 
         def say(tensor: torch.Tensor) -> Any:
-            return self._stored(tensor) if tensor.is_meta else tensor.detach().clone()
+            return self.stored(tensor) if tensor.is_meta else tensor.detach().clone()
 
         said = [exchanged(each, say) for each in args]
         return said, {name: exchanged(each, say) for name, each in kwargs.items()}

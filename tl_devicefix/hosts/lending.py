@@ -9,6 +9,7 @@ import torch
 
 from tl_devicefix.hosts import commands
 from tl_devicefix.hosts.commands import Failed, Given, New, Stored, exchanged, operation_named
+from tl_devicefix.hosts.modules import Unpickler, called
 from tl_devicefix.simulation.geometry import Geometry, geometry_of
 
 
@@ -24,6 +25,7 @@ class Lender:
     def __init__(self, name: str, devices: list[torch.device], wire: Any) -> None:
         self._name, self._devices, self._wire = name, devices, wire
         self._storages: dict[int, torch.UntypedStorage] = {}
+        self._modules: dict[int, torch.nn.Module] = {}
         self._failed: Failed | None = None
         self._component = ""
 
@@ -63,6 +65,18 @@ class Lender:
         for made, there in zip(_flat(result), command.gives, strict=True):
             if there is not None:
                 self._keep(made, *there)
+
+    def _hold(self, command: commands.Hold) -> None:
+        device = self._devices[command.device]
+        self._modules[command.number] = Unpickler(command.module, self._tensor, device).load()
+
+    def _letgo(self, command: commands.LetGo) -> None:
+        self._modules.pop(command.number, None)
+
+    def _call(self, command: commands.Call) -> None:
+        made = called(command, self._modules[command.module], self._found)
+        for each, there in zip(made, command.gives, strict=True):
+            self._keep(each, *there)
 
     def _keep(self, made: torch.Tensor, number: int, geometry: Geometry) -> None:
         """Keep a result as rank 0 knows it, which nobody else has."""

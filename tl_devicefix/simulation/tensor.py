@@ -151,8 +151,9 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         """Return the address of the values, by which libraries find tied tensors."""
         if not self._cpu.is_meta:
             return self._cpu.data_ptr()
-        # Nobody reads there, and it is one's own.
-        return self._allocation.address + int(self._cpu.storage_offset()) * self._cpu.itemsize
+        # Nobody reads there: one of a storage's own, which no other overlaps.
+        start = getattr(self._allocation.block, "number", 0) << 44
+        return start + int(self._cpu.storage_offset()) * self._cpu.itemsize
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return the CPU storage behind: its address and size tell what shares memory."""
@@ -295,11 +296,11 @@ def _run_on_one_device(func: Operation, args: tuple[Any, ...], kwargs: dict[str,
 def _shaped_alike(values: Any, device: torch.device) -> Any:
     """Arguments of what makes a tensor like others, with tensors of another device for these."""
     return tree_map(
-        lambda value: torch.empty_strided(
-            value.shape, value.stride(), dtype=value.dtype, device=device
-        )
-        if type(value) is SimTensor
-        else value,
+        lambda value: (
+            torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+            if type(value) is SimTensor
+            else value
+        ),
         values,
     )
 
