@@ -40,7 +40,8 @@ class Run(NamedTuple):
 class HeldTensor(NamedTuple):
     """A tensor of a module."""
 
-    stored: Stored
+    stored: Stored | int
+    """Where the rank has it, or which of those it is that are given with the module."""
     is_parameter: bool
 
 

@@ -74,7 +74,13 @@ class Lender:
         self._modules.pop(command.number, None)
 
     def _call(self, command: commands.Call) -> None:
-        made = called(command, self._modules[command.module], self._found)
+        options = {name: self._found(each) for name, each in command.kwargs.items()}
+        entry = None
+        if command.entry is not None:
+            cls, keys, values, is_frozen = command.entry
+            entry = cls, self._tensor(keys), self._tensor(values), is_frozen
+        module, residual = self._modules[command.module], self._tensor(command.residual)
+        made = called(module, residual, options, entry)
         for each, there in zip(made, command.gives, strict=True):
             self._keep(each, *there)
 

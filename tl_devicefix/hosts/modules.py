@@ -17,7 +17,6 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
-from tl_devicefix.hosts import commands
 from tl_devicefix.hosts.commands import HeldTensor
 from tl_devicefix.hosts.far_devices import FarDevices
 from tl_devicefix.simulation.geometry import Geometry
@@ -37,12 +36,14 @@ class _Held:
         number: of the copy.
         tensors: its parameters and buffers.
         settings: of its config, as they were.
+        copy: the copy, if that is rank 0's.
     """
 
     number: int
     tensors: list[torch.Tensor]
     storages: list[Any]
     settings: dict[str, Any]
+    copy: Any = None
 
     def is_as_it_was(self, module: nn.Module) -> bool:
         """Whether nobody has exchanged a tensor, or set something in the config."""
@@ -67,8 +68,7 @@ def runs_elsewhere(module: nn.Module, residual: Any) -> bool:
     """
     if type(residual) is not SimTensor or torch.is_grad_enabled():
         return False
-    far = residual._allocation.machine.asynchronous
-    if not isinstance(far, FarDevices) or not far.places[residual.device.index].rank:
+    if not isinstance(residual._allocation.machine.asynchronous, FarDevices):
         return False
     if any(_GLOBAL_HOOKS) or _len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return False
@@ -104,25 +104,41 @@ def run_elsewhere(
         isinstance(each, torch.Tensor) and each.device != device for each in given.values()
     ):
         return None
+    cpu = {n: each._cpu if type(each) is SimTensor else each for n, each in given.items()}
     rank = far.places[device.index].rank
-    output = far.promise(_contiguous(residual.shape, residual.dtype), rank)
-    gives = [output]
     there = None
     if entry is not None:
         there = type(entry), entry.past_keys._cpu, entry.past_values._cpu, entry.frozen
-        if not entry.frozen:
-            batch, length, *heads = entry.past_keys.shape
-            shape = (batch, length + residual.shape[1], *heads)
-            keys = far.promise(_contiguous(shape, entry.past_keys.dtype), rank)
-            values = far.promise(_contiguous(shape, entry.past_values.dtype), rank)
-            gives += [keys, values]
-    cpu = {n: each._cpu if type(each) is SimTensor else each for n, each in given.items()}
-    far.call(rank, held.number, residual._cpu, cpu, there, gives)
-    machine = allocation.machine
-    made = [wrap(each, machine, device) for each in gives]
+    if rank:
+        gives = _told(far, rank, held, residual, cpu, there)
+    else:
+        with torch.no_grad():
+            gives = called(held.copy, residual._cpu, cpu, there)
+    made = [wrap(each, allocation.machine, device) for each in gives]
     if len(made) > 1:
         entry.past_keys, entry.past_values = made[1:]
     return made[0]
+
+
+def _told(
+    far: FarDevices,
+    rank: int,
+    held: _Held,
+    residual: SimTensor,
+    given: dict[str, Any],
+    entry: tuple[Any, ...] | None,
+) -> list[torch.Tensor]:
+    """Tell a rank to run a module; returns what it will have given."""
+    output = far.promise(_contiguous(residual.shape, residual.dtype), rank)
+    gives = [output]
+    if entry is not None:
+        _, *past, is_frozen = entry
+        for each in () if is_frozen else past:
+            batch, length, *heads = each.shape
+            shape = (batch, length + residual.shape[1], *heads)
+            gives.append(far.promise(_contiguous(shape, each.dtype), rank))
+    far.call(rank, held.number, residual._cpu, given, entry, gives)
+    return gives
 
 
 def _hold(module: nn.Module, far: FarDevices, device: torch.device) -> _Held | None:
@@ -134,7 +150,7 @@ def _hold(module: nn.Module, far: FarDevices, device: torch.device) -> _Held | N
     if not all(type(each) is SimTensor and each.device == device for each in tensors):
         return None
     try:
-        told = _pickled(module, far)
+        told, kept = _pickled(module, far)
     except (pickle.PicklingError, AttributeError, TypeError):  # a lambda, and the like
         return None
     held = _Held(
@@ -143,7 +159,10 @@ def _hold(module: nn.Module, far: FarDevices, device: torch.device) -> _Held | N
         [each._allocation for each in tensors],  # type: ignore[attr-defined]
         dict(vars(module.cfg)),  # type: ignore[arg-type]
     )
-    far.hold(device.index, held.number, told)
+    if far.places[device.index].rank:
+        far.hold(device.index, held.number, told)
+    else:
+        held.copy = Unpickler(told, kept.__getitem__, far.places[device.index].device).load()
     _held[module] = held
     return held
 
@@ -167,47 +186,52 @@ class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, far: FarDevices) -> None:
         super().__init__(file, protocol=5)
         self._far = far
+        self.kept: list[torch.Tensor] = []
 
     def persistent_id(self, value: Any) -> Any:
         if type(value) is SimTensor:
-            if not self._far.places[value.device.index].rank:
-                raise TypeError("a tensor of rank 0")
             is_parameter = getattr(value, "_is_param", False)
-            return HeldTensor(self._far.stored(value._cpu), is_parameter)
+            if self._far.places[value.device.index].rank:
+                return HeldTensor(self._far.stored(value._cpu), is_parameter)
+            self.kept.append(value._cpu)
+            return HeldTensor(len(self.kept) - 1, is_parameter)
         if isinstance(value, torch.device) and value.type == DEVICE_TYPE:
             return "device"
         return None
 
 
-def _pickled(module: nn.Module, far: FarDevices) -> bytes:
+def _pickled(module: nn.Module, far: FarDevices) -> tuple[bytes, list[torch.Tensor]]:
     """A copy of a module without the hooks of its own, with which it is carried to."""
     alone = module.__new__(type(module))
     alone.__dict__.update(vars(module))
     for name in _HOOKS:
         alone.__dict__[name] = type(vars(module)[name])()
     file = io.BytesIO()
-    _Pickler(file, far).dump(alone)
-    return file.getvalue()
+    pickler = _Pickler(file, far)
+    pickler.dump(alone)
+    return file.getvalue(), pickler.kept
 
 
-def called(command: commands.Call, module: nn.Module, found: Any) -> list[torch.Tensor]:
-    """Run a module as it was told to; returns what it gives, and what a KV cache has got.
+def called(
+    module: nn.Module,
+    residual: torch.Tensor,
+    options: dict[str, Any],
+    entry: tuple[type, torch.Tensor, torch.Tensor, bool] | None,
+) -> list[torch.Tensor]:
+    """Run a copy of a block; returns what it gives, and what a KV cache has got.
 
     Args:
-        command: says with what.
         module: the copy.
-        found: gives the tensors that are told.
+        residual: [batch, pos, d_model].
+        options: what else it is given.
+        entry: class, keys, values of a KV cache's entry, and whether it is frozen.
     """
-    options = {name: found(each) for name, each in command.kwargs.items()}
-    entry = None
-    if command.entry is not None:
-        cls, keys, values, frozen = command.entry
-        entry = cls(past_keys=found(keys), past_values=found(values), frozen=frozen)
-        options["past_kv_cache_entry"] = entry
-    made = [module(found(command.residual), **options)]
-    if entry is not None and not entry.frozen:
-        made += [entry.past_keys, entry.past_values]
-    return made
+    if entry is None:
+        return [module(residual, **options)]
+    cls, keys, values, is_frozen = entry
+    there = cls(past_keys=keys, past_values=values, frozen=is_frozen)
+    output = module(residual, past_kv_cache_entry=there, **options)
+    return [output] if is_frozen else [output, there.past_keys, there.past_values]
 
 
 class Unpickler(pickle.Unpickler):
