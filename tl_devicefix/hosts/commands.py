@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tl_devicefix.hosts.mapped import InFile
 from tl_devicefix.simulation.geometry import Geometry
 
 Operation = Any
@@ -107,6 +108,16 @@ class Put(NamedTuple):
 
     target: Stored
     shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Load(NamedTuple):
+    """Write values that the rank reads from its own file."""
+
+    target: Stored
+    where: InFile
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
     dtype: torch.dtype
 
 

@@ -17,6 +17,7 @@ import torch
 
 from tl_devicefix.hosts import commands
 from tl_devicefix.hosts.commands import Failed, Given, New, Stored, exchanged
+from tl_devicefix.hosts.mapped import in_file
 from tl_devicefix.hosts.peers import Peer
 from tl_devicefix.simulation.geometry import Geometry, geometry_of
 from tl_devicefix.simulation.known_shapes import call_without_values
@@ -227,6 +228,12 @@ class FarDevices:
                 self._flush(taking)
 
     def _put(self, target: torch.Tensor, source: torch.Tensor, rank: int) -> None:
+        where = in_file(source) if source.device.type == "cpu" else None
+        if where is not None:
+            shape, stride = tuple(source.shape), source.stride()
+            told = commands.Load(self.stored(target), where, shape, stride, source.dtype)
+            self._tell(rank, told)
+            return
         values = source.detach().to("cpu").contiguous()
         if _address(values) == _address(source):
             values = values.clone()  # as rank 0 goes on, and may change it

@@ -9,6 +9,7 @@ import torch
 
 from tl_devicefix.hosts import commands
 from tl_devicefix.hosts.commands import Failed, Given, New, Stored, exchanged, operation_named
+from tl_devicefix.hosts.mapped import read
 from tl_devicefix.hosts.modules import Unpickler, called
 from tl_devicefix.simulation.geometry import Geometry, geometry_of
 
@@ -131,6 +132,10 @@ class Lender:
     def _put(self, command: commands.Put, values: Any) -> None:
         there = values(command.shape, command.dtype)  # comes in any case
         self._try(command, lambda: self._tensor(command.target).copy_(there))
+
+    def _load(self, command: commands.Load) -> None:
+        values = read(command.where, command.shape, command.stride, command.dtype)
+        self._tensor(command.target).copy_(values)
 
     def _copy(self, command: commands.Copy) -> None:
         self._tensor(command.target).copy_(self._tensor(command.source))
