@@ -39,7 +39,7 @@ def in_file(tensor: torch.Tensor) -> InFile | None:
     if found is None:
         return None
     path, offset = found
-    if offset % tensor.itemsize:
+    if offset % tensor.itemsize or not os.path.exists(path):
         return None
     nbytes, header = known_by(path)
     return InFile(path, nbytes, header, offset)
