@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tl_devicefix.checking import check
     from tl_devicefix.flights.flying import in_flight
     from tl_devicefix.flights.sweeping import one_by_one, sweep
+    from tl_devicefix.hosts.joining import join
     from tl_devicefix.placement.gathering_device import gather_on
     from tl_devicefix.placement.placement import Placement
     from tl_devicefix.running.mixing import mix_devices
@@ -35,6 +36,7 @@ __all__ = [
     "estimate",
     "gather_on",
     "in_flight",
+    "join",
     "mix_devices",
     "one_by_one",
     "patched",
@@ -54,6 +56,7 @@ _LAZY = {
     "estimate": "tl_devicefix.before_loading.estimation",
     "gather_on": "tl_devicefix.placement.gathering_device",
     "in_flight": "tl_devicefix.flights.flying",
+    "join": "tl_devicefix.hosts.joining",
     "mix_devices": "tl_devicefix.running.mixing",
     "one_by_one": "tl_devicefix.flights.sweeping",
     "Placement": "tl_devicefix.placement.placement",

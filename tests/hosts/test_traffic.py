@@ -77,9 +77,7 @@ def test_a_hook_brings_its_activation_home_and_back(
     assert [tuple(each.shape) for each in put] == [stream, stream]
 
 
-def test_what_is_let_go_is_let_go_there(
-    model: Any, tokens: torch.Tensor, far: FarDevices
-) -> None:
+def test_what_is_let_go_is_let_go_there(model: Any, tokens: torch.Tensor, far: FarDevices) -> None:
     def run() -> int:
         model(tokens, return_type="loss").backward()
         model.zero_grad()
