@@ -190,7 +190,12 @@ def _run_lend(chosen: argparse.Namespace) -> bool:
     return True
 
 
-_COMMANDS = {"lend": _run_lend, "estimate": _run_estimate, "demo": _run_demo, "selfcheck": _run_selfcheck}
+_COMMANDS = {
+    "lend": _run_lend,
+    "estimate": _run_estimate,
+    "demo": _run_demo,
+    "selfcheck": _run_selfcheck,
+}
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from tl_devicefix.hosts import commands
 from tl_devicefix.hosts.commands import Failed, Given, New, Stored, exchanged
 from tl_devicefix.hosts.peers import Peer
 from tl_devicefix.simulation.geometry import Geometry, geometry_of
-from tl_devicefix.simulation.known_shapes import call_without_values
+from tl_devicefix.simulation.known_shapes import call_without_values, remember
 from tl_devicefix.simulation.timeline import Timeline
 
 aten = torch.ops.aten
@@ -98,20 +98,20 @@ class FarDevices:
             return self._at_home(func, args, kwargs, device)
         if _depends_on_values(func, args):
             return self._ask(func, args, kwargs, rank)
+        blanks = exchanged(args, _blank), _blanks(kwargs)
         try:
-            result = call_without_values(func, exchanged(args, _blank), _blanks(kwargs))
-        except (NotImplementedError, RuntimeError) as error:
-            if isinstance(error, NotImplementedError) or "meta" in str(error).lower():
-                return self._ask(func, args, kwargs, rank)
-            raise
+            result = call_without_values(func, *blanks)
+        except Exception as error:  # noqa: BLE001  # wrong, or unknown here: its kernel tells
+            found = self._ask(func, args, kwargs, rank)
+            if not (isinstance(error, NotImplementedError) or "meta" in str(error).lower()):
+                remember(func, *blanks, found)
+            return found
         with self._lock:
             gives = tuple(self._given(each, args, rank) for each in _flat(result))
             self._tell(rank, commands.Run(func.name(), *self._said(args, kwargs), gives))
         return result
 
-    def _given(
-        self, made: torch.Tensor, args: Any, rank: int
-    ) -> tuple[int, Geometry] | None:
+    def _given(self, made: torch.Tensor, args: Any, rank: int) -> tuple[int, Geometry] | None:
         """Number of the storage of what an operation gives; None if that is known."""
         if _address(made) in self._storages:
             return None
@@ -225,9 +225,11 @@ class FarDevices:
         if to is None and self.places[of].rank:
             return self.read(source, of)
         geometry = geometry_of(aten._to_copy.default(source.to("meta")))
-        there = torch.empty_strided(
-            geometry.shape, geometry.stride, dtype=geometry.dtype
-        ) if to is None else self.allocate(geometry, to)
+        there = (
+            torch.empty_strided(geometry.shape, geometry.stride, dtype=geometry.dtype)
+            if to is None
+            else self.allocate(geometry, to)
+        )
         self.copy(there, source, to, of)
         return there
 
@@ -391,9 +393,7 @@ def _depends_on_values(func: Any, args: Any) -> bool:
 
 
 def _without_values(geometry: Geometry) -> torch.Tensor:
-    return torch.empty_strided(
-        geometry.shape, geometry.stride, dtype=geometry.dtype, device="meta"
-    )
+    return torch.empty_strided(geometry.shape, geometry.stride, dtype=geometry.dtype, device="meta")
 
 
 def _blank(tensor: torch.Tensor) -> torch.Tensor:

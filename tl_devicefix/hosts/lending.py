@@ -78,7 +78,7 @@ class Lender:
     def _ask(self, command: commands.Ask, values: Any) -> None:
         def run() -> Any:
             args, kwargs = self._given(command)
-            tensors = [each for each in _flat((args, list(kwargs.values())))]
+            tensors = list(_flat((args, list(kwargs.values()))))
             result = operation_named(command.operation)(*args, **kwargs)
             numbers = iter(command.numbers)
 
