@@ -66,10 +66,10 @@ def test_a_rank_without_the_file_or_with_another(tmp_path: Path) -> None:
     assert where is not None
 
     missing = where._replace(path=str(tmp_path / "missing.safetensors"))
-    with pytest.raises(RuntimeError, match="missing.safetensors cannot be read here: No such file"):
+    with pytest.raises(RuntimeError, match=r"missing.safetensors cannot be read here: No such file"):
         mapped.read(missing, (1,), (1,), torch.uint8)
     shorter = where._replace(nbytes=where.nbytes + 1)
-    with pytest.raises(RuntimeError, match="another one than rank 0's .16384 bytes here, 16385 th"):
+    with pytest.raises(RuntimeError, match=r"another one than rank 0's .16384 bytes here, 16385 th"):
         mapped.read(shorter, (1,), (1,), torch.uint8)
 
 

@@ -20,7 +20,7 @@ from tl_devicefix.hosts.commands import Failed, Given, New, Stored, exchanged
 from tl_devicefix.hosts.mapped import in_file
 from tl_devicefix.hosts.peers import Peer
 from tl_devicefix.simulation.geometry import Geometry, geometry_of
-from tl_devicefix.simulation.known_shapes import call_without_values
+from tl_devicefix.simulation.known_shapes import call_without_values, remember
 from tl_devicefix.simulation.timeline import Timeline
 
 aten = torch.ops.aten
@@ -99,12 +99,14 @@ class FarDevices:
             return self._at_home(func, args, kwargs, device)
         if _depends_on_values(func, args):
             return self._ask(func, args, kwargs, rank)
+        blanks = exchanged(args, _blank), _blanks(kwargs)
         try:
-            result = call_without_values(func, exchanged(args, _blank), _blanks(kwargs))
-        except (NotImplementedError, RuntimeError) as error:
-            if isinstance(error, NotImplementedError) or "meta" in str(error).lower():
-                return self._ask(func, args, kwargs, rank)
-            raise
+            result = call_without_values(func, *blanks)
+        except Exception as error:  # noqa: BLE001  # wrong, or unknown here: its kernel tells
+            found = self._ask(func, args, kwargs, rank)
+            if not (isinstance(error, NotImplementedError) or "meta" in str(error).lower()):
+                remember(func, *blanks, found)
+            return found
         with self._lock:
             gives = tuple(self._given(each, args, rank) for each in _flat(result))
             self._tell(rank, commands.Run(func.name(), *self._said(args, kwargs), gives))

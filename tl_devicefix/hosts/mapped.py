@@ -85,8 +85,8 @@ def read(
         ) from error
     if (nbytes, header) != (where.nbytes, where.header):
         raise RuntimeError(
-            f"the checkpoint's file {where.path} is another one than rank 0's ({nbytes} bytes here, "
-            f"{where.nbytes} there): all ranks need the same"
+            f"the checkpoint's file {where.path} is another one than rank 0's ({nbytes} bytes "
+            f"here, {where.nbytes} there): all ranks need the same"
         )
     mapped = _map(where.path, nbytes)
     tensor = torch.empty(0, dtype=dtype)

@@ -248,6 +248,7 @@ class Unpickler(pickle.Unpickler):
         self._found, self._device = found, device
 
     def persistent_load(self, pid: Any) -> Any:
+        """What stands for a tensor, or for a device of rank 0's."""
         if pid == "device":
             return self._device
         tensor = self._found(pid.stored)

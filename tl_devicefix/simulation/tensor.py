@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 from tl_devicefix.simulation.backward import raise_or_keep
 from tl_devicefix.simulation.known_shapes import call_without_values
 from tl_devicefix.simulation.machine import DEVICE_TYPE, Allocation, Machine
+from tl_devicefix.simulation.nowhere import storage_of
 from tl_devicefix.simulation.sparse import parts
 from tl_devicefix.tracebacks import note_mixed_devices
 
@@ -149,15 +150,14 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
 
     def data_ptr(self) -> int:
         """Return the address of the values, by which libraries find tied tensors."""
-        if not self._cpu.is_meta:
+        if not self._cpu.is_meta or not self._cpu.numel():
             return self._cpu.data_ptr()
-        # Nobody reads there: one of a storage's own, which no other overlaps.
-        start = getattr(self._allocation.block, "number", 0) << 44
+        start = storage_of(self._cpu).data_ptr()
         return start + int(self._cpu.storage_offset()) * self._cpu.itemsize
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return the CPU storage behind: its address and size tell what shares memory."""
-        return self._cpu.untyped_storage()
+        return storage_of(self._cpu)
 
 
 def _read(tensor: SimTensor) -> torch.Tensor:
