@@ -24,14 +24,14 @@ def test_what_follows_from_it_is_not_another_error(machine: Any) -> None:
     index = torch.tensor([7], device="sim:3")
     wrong = torch.zeros(3, device="sim:3")[index] + 1
 
-    with pytest.raises(IndexError, match="index 7 is out of bounds.*on rank 1"):
+    with pytest.raises(IndexError, match=r"index 7 is out of bounds.*on rank 1"):
         wrong.cpu()
-    with pytest.raises(RuntimeError, match="never computed, as something failed before"):
+    with pytest.raises(RuntimeError, match=r"never computed, as something failed before"):
         wrong.cpu()
 
 
 def test_out_of_memory(machine: Any) -> None:
-    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 8.00 GiB. Device 2"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 8\.00 GiB. Device 2"):
         torch.empty(2 << 30, device="sim:2")
 
 
@@ -66,10 +66,10 @@ def test_a_rank_without_the_file_or_with_another(tmp_path: Path) -> None:
     assert where is not None
 
     missing = where._replace(path=str(tmp_path / "missing.safetensors"))
-    with pytest.raises(RuntimeError, match=r"missing.safetensors cannot be read here: No such file"):
+    with pytest.raises(RuntimeError, match=r"cannot be read here: No such file"):
         mapped.read(missing, (1,), (1,), torch.uint8)
     shorter = where._replace(nbytes=where.nbytes + 1)
-    with pytest.raises(RuntimeError, match=r"another one than rank 0's .16384 bytes here, 16385 th"):
+    with pytest.raises(RuntimeError, match=r"is another one than rank 0's .16384"):
         mapped.read(shorter, (1,), (1,), torch.uint8)
 
 

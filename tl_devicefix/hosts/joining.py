@@ -207,7 +207,7 @@ def _check_versions(everyone: list[Any]) -> None:
 
 def _places(everyone: list[Any]) -> list[Place]:
     return [
-        Place(rank, number, torch.device(device), f"host{rank}/{device}", memory)
+        Place(rank, number, torch.device(device), f"rank {rank}, {each['host']}, {device}", memory)
         for rank, each in enumerate(everyone)
         for number, (device, memory) in enumerate(each["devices"])
     ]

@@ -131,6 +131,12 @@ class DeviceModule:
             return getattr(streams, name)
         raise AttributeError(f"simulated devices that are not asynchronous have no {name!r}")
 
+    def place_of(self, device: int | str | torch.device | None = None) -> Any:
+        """Where a device is, if it is one of several ranks'; None if it is simulated."""
+        machine = active_machine()
+        places = getattr(machine.asynchronous, "places", None)
+        return None if places is None else places[machine.index_of(device)]
+
     def empty_cache(self) -> None:
         """Do nothing: there is no cache."""
 
