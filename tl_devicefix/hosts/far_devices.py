@@ -81,6 +81,7 @@ class FarDevices:
         self._kept: dict[int, list[Any]] = {rank: [] for rank in peers}
         self._values: dict[int, list[torch.Tensor]] = {rank: [] for rank in peers}
         self._freed: dict[int, deque[int]] = {rank: deque() for rank in peers}
+        self._let_go: dict[int, deque[int]] = {rank: deque() for rank in peers}
         self._storages: dict[int, Storage] = {}  # by the address of the one without values
         self._lock = threading.RLock()
 
@@ -177,6 +178,10 @@ class FarDevices:
         """Have a rank hold a copy of a module."""
         place = self.places[device]
         self._tell(place.rank, commands.Hold(number, module, place.number))
+
+    def let_go(self, rank: int, number: int) -> None:
+        """Have a rank let a copy of a module go. This may be called in the middle of anything."""
+        self._let_go[rank].append(number)
 
     def call(
         self,
@@ -379,6 +384,9 @@ class FarDevices:
 
     def _flush(self, rank: int) -> None:
         with self._lock:
+            copies = self._let_go[rank]
+            for _ in range(len(copies)):
+                self._kept[rank].append(commands.LetGo(copies.popleft()))
             freed = self._freed[rank]
             gone = tuple(freed.popleft() for _ in range(len(freed)))
             if gone:

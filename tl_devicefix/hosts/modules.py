@@ -9,6 +9,8 @@ import dataclasses
 import io
 import itertools
 import pickle
+import weakref
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -34,22 +36,28 @@ class _Held:
 
     Attributes:
         number: of the copy.
+        state: what was set in its modules.
         tensors: its parameters and buffers.
         settings: of its config, as they were.
         copy: the copy, if that is rank 0's.
+        let_go: has a rank let its copy go.
     """
 
     number: int
+    state: list[dict[str, Any]]
     tensors: list[torch.Tensor]
     storages: list[Any]
     settings: dict[str, Any]
     copy: Any = None
+    let_go: Callable[[], object] = lambda: None
 
     def is_as_it_was(self, module: nn.Module) -> bool:
-        """Whether nobody has exchanged a tensor, or set something in the config."""
-        there = _tensors(module)
+        """Whether nobody has exchanged a module or a tensor, or set something in one."""
+        there, state = _tensors(module), _state(module)
         return (
-            len(there) == len(self.tensors)
+            len(state) == len(self.state)
+            and all(_is_same(a, b) for a, b in zip(state, self.state))
+            and len(there) == len(self.tensors)
             and all(a is b for a, b in zip(there, self.tensors))
             and all(a._allocation is b for a, b in zip(there, self.storages))  # type: ignore[attr-defined]
             and vars(module.cfg) == self.settings
@@ -155,16 +163,43 @@ def _hold(module: nn.Module, far: FarDevices, device: torch.device) -> _Held | N
         return None
     held = _Held(
         next(_numbers),
+        _state(module),
         tensors,
         [each._allocation for each in tensors],  # type: ignore[attr-defined]
         dict(vars(module.cfg)),  # type: ignore[arg-type]
     )
+    before = _held.get(module)
+    if before is not None:
+        before.let_go()
     if far.places[device.index].rank:
         far.hold(device.index, held.number, told)
+        held.let_go = weakref.finalize(
+            module, far.let_go, far.places[device.index].rank, held.number
+        )
     else:
         held.copy = Unpickler(told, kept.__getitem__, far.places[device.index].device).load()
     _held[module] = held
     return held
+
+
+def _state(module: nn.Module) -> list[dict[str, Any]]:
+    """What is set in each of its modules, and which these are, but not what hooks there are."""
+    return [
+        {
+            # Not the module itself, which would be held by what is known of it.
+            "": None if each is module else each,
+            **{name: value for name, value in vars(each).items() if _is_setting(name)},
+        }
+        for each in module.modules()
+    ]
+
+
+def _is_setting(name: str) -> bool:
+    return name[0] != "_" or name.startswith("_tl_devicefix")
+
+
+def _is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(one[name] is other[name] for name in one)
 
 
 def _tensors(module: nn.Module) -> list[torch.Tensor]:
