@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +20,8 @@ from shapes_made import ShapesMade
 from torch.nn.modules.module import register_module_forward_hook
 
 import tl_devicefix
+from tl_devicefix.attending.known import made_once, one_forward
+from tl_devicefix.attending.masks import Causal
 
 AS_INSTALLED = {"gemma-2": "soft cap", "gpt-oss": "attention sinks"}
 """Architecture -> why its blocks take the installed path."""
@@ -425,6 +429,29 @@ def test_a_mask_is_made_once_for_all_blocks(name: str, where: str | None, sdpa: 
         model(tokens, **options)
 
     assert made.operations["aten.tril_.default"] == 1
+
+
+def test_no_mask_is_held_after_a_forward(sdpa: Any, tokens: torch.Tensor) -> None:
+    mask = padded(tokens, "left")
+
+    with torch.no_grad():
+        sdpa("llama")(tokens, attention_mask=mask)
+
+    assert not any(type(each) is Causal for each in gc.get_objects())
+    held = weakref.ref(mask)
+    del mask
+    assert held() is None
+
+
+def test_what_is_made_of_a_block_s_own_mask_goes_with_it() -> None:
+    mask = torch.zeros(3)
+
+    with one_forward():
+        made = made_once(mask, "added", lambda: mask + 1)
+        assert made is made_once(mask, "added", lambda: mask + 1)
+        held = weakref.ref(made)
+        del mask, made
+        assert held() is None
 
 
 def test_for_a_while(on_cpu: Any, tokens: torch.Tensor, fused_blocks: list[int]) -> None:

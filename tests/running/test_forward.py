@@ -95,6 +95,25 @@ def test_an_attention_mask_may_come_from_any_device(
     assert_agrees(actual, expected, home_of(model))
 
 
+@pytest.mark.parametrize("spread", [2])
+def test_a_mask_that_a_hook_edits_between_blocks(
+    model: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    def run(model: Any) -> torch.Tensor:
+        mask = torch.ones_like(tokens, device=model.cfg.device)
+
+        def pad(value: torch.Tensor, hook: Any) -> None:
+            mask[0, :2] = 0
+
+        name = f"blocks.{N_LAYERS - 2}.hook_resid_post"
+        logits: torch.Tensor = model.run_with_hooks(
+            tokens, attention_mask=mask, fwd_hooks=[(name, pad)]
+        )
+        return logits
+
+    assert_agrees(run(model), run(reference), home_of(model))
+
+
 @pytest.mark.cover
 @pytest.mark.parametrize("layer", [0, 1, 3, N_LAYERS, -1])
 @pytest.mark.parametrize(("kind", "spread"), [("gpt2", 4), ("bloom", "scattered")])

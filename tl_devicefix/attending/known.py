@@ -22,7 +22,11 @@ class _Forward:
     """A forward that is under way, and what was made in it."""
 
     def __init__(self) -> None:
-        self.made: dict[Hashable, tuple[torch.Tensor | None, Any]] = {}
+        self.made: dict[Hashable, Any] = {}
+        # A block's own copy of a mask is not held by what is made of it.
+        self.made_of = WeakIdKeyDictionary()
+        # What tensors remember it by: itself, which holds them, would keep them forever.
+        self.name = object()
 
 
 _this_forward: ContextVar[_Forward | None] = ContextVar("tl_devicefix_forward", default=None)
@@ -46,11 +50,11 @@ def made_once(of: torch.Tensor | None, what: Hashable, make: Callable[[], F]) ->
     forward = _this_forward.get()
     if forward is None:
         return make()
-    key = id(of), None if of is None or of.is_inference() else of._version, what
-    if key not in forward.made:
-        forward.made[key] = of, make()  # holds it, or another could get its id
-    made: F = forward.made[key][1]
-    return made
+    made: dict[Hashable, F] = forward.made if of is None else forward.made_of.setdefault(of, {})
+    key = None if of is None or of.is_inference() else of._version, what
+    if key not in made:
+        made[key] = make()
+    return made[key]
 
 
 def known(
@@ -69,8 +73,9 @@ def known_of_users(
     tensor: torch.Tensor, what: Hashable, find_out: Callable[[torch.Tensor], F], in_rehearsal: F
 ) -> F:
     """A fact about a tensor's values, found out once in a forward, for as long."""
-    forward = _this_forward.get() or object()
-    state = forward, None if tensor.is_inference() else tensor._version
+    forward = _this_forward.get()
+    name = object() if forward is None else forward.name
+    state = name, None if tensor.is_inference() else tensor._version
     return _known_as(state, tensor, what, find_out, in_rehearsal)
 
 

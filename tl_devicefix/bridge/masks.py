@@ -8,6 +8,7 @@ it what is seen, and any other builds it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import threading
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ from transformers import masking_utils
 
 from tl_devicefix.attending import promises
 from tl_devicefix.attending.masks import Causal, unpadded
-from tl_devicefix.attending.promises import Promised, build, rule
+from tl_devicefix.attending.promises import Promised, rule
 from tl_devicefix.simulation.tensor import has_values
 
 _wanted: ContextVar[bool] = ContextVar("tl_devicefix_promised_masks", default=False)
@@ -63,13 +64,15 @@ def _mask(*args: Any, **kwargs: Any) -> Any:
     causal = _causal(**kwargs) if _wanted.get() and not args else None
     if causal is None:
         return masking_utils.eager_mask(*args, **kwargs)
+    # It leaves nothing out, now; hooks may edit it before a block has this one built.
+    kwargs["attention_mask"] = None
     shape = kwargs["batch_size"], 1, kwargs["q_length"], kwargs["kv_length"]
     return promises.promise(
         Mask,
         shape,
         kwargs["dtype"],
         torch.device(kwargs["device"]),
-        lambda: masking_utils.eager_mask(**kwargs),
+        functools.cache(lambda: masking_utils.eager_mask(**kwargs)),
         causal=causal,
     )
 
@@ -148,12 +151,13 @@ def _to(mask: Any, device: Any = None, **options: Any) -> Any:
     target = torch.device(target)
     if target == mask.device:
         return mask
+    first = mask._first  # not the mask: it would be held by its copies, which go when it does
     return promises.promise(
         Mask,
         mask.shape,
         mask.dtype,
         target,
-        lambda: build(mask).to(target, **options),
+        functools.cache(lambda: first().to(target, **options)),
         causal=mask.causal,
     )
 

@@ -152,14 +152,18 @@ class CarryToBlock:
         carried: Any = getattr(residual, _MASK, None)
         # It is elsewhere where the stream has come here as it was, for the block to take it along.
         is_here = carried is not None and carried.device == self.device
-        if is_here and getattr(carried, SOURCE) is mask:
+        version = None if mask.is_inference() else mask._version
+        if is_here and getattr(carried, SOURCE) is mask and carried.__dict__[_VERSION] == version:
             return carried
         carried = move(mask, self.device)
         setattr(carried, SOURCE, mask)
+        setattr(carried, _VERSION, version)
         return carried
 
 
 _MASK = "_tl_devicefix_mask"
+_VERSION = "_tl_devicefix_version"
+"""Attribute of a mask that was carried: how often its source was changed before, by hooks."""
 
 
 def keep_mask(

@@ -14,7 +14,9 @@ from shapes_made import ShapesMade
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import tl_devicefix
+from tl_devicefix.attending.masks import Causal
 from tl_devicefix.attending.scores import Scores
+from tl_devicefix.bridge.masks import Mask
 from tl_devicefix.patching.versions import has_hooked_transformer
 
 pytestmark = [
@@ -254,12 +256,24 @@ def test_a_block_that_listens_has_the_mask_built(sdpa: Any) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_no_pattern_is_held_after_a_forward(name: str, sdpa: Any, tokens: torch.Tensor) -> None:
+def test_nothing_is_held_after_a_forward(
+    name: str, sdpa: Any, tokens: torch.Tensor, mask: torch.Tensor
+) -> None:
     bridge = sdpa(name, compatible=False)
 
     bridge(tokens)
+    bridge(tokens, attention_mask=mask)
 
-    assert not any(type(each) is Scores for each in gc.get_objects())
+    assert not any(type(each) in (Scores, Causal) for each in gc.get_objects())
+
+
+@torch.no_grad()
+def test_no_mask_is_held_after_a_forward_over_several_devices(
+    boot: Any, machine: Any, tokens: torch.Tensor
+) -> None:
+    boot("llama", n_devices=4, attention="sdpa")(tokens.to("sim:0"))
+
+    assert not any(type(each) is Mask for each in gc.get_objects())
 
 
 def test_transformers_masks_are_its_own_after_a_forward(sdpa: Any, tokens: torch.Tensor) -> None:

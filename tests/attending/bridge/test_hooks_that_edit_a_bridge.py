@@ -126,6 +126,23 @@ def test_a_mask_that_is_edited_between_forwards(
     assert_either_way(references("llama"), run)
 
 
+@torch.no_grad()
+def test_a_mask_that_a_hook_edits_before_a_block_has_it_built(
+    references: Any, tokens: torch.Tensor
+) -> None:
+    def run(bridge: Any) -> Any:
+        mask = torch.ones_like(tokens, dtype=torch.bool)
+
+        def edit(query: torch.Tensor, hook: Any) -> None:
+            mask[0, :3] = False
+
+        listening = ("blocks.1.attn.hook_pattern", lambda pattern, hook: None)
+        hooks = [("blocks.0.attn.hook_q", edit), listening]
+        return bridge.run_with_hooks(tokens, attention_mask=mask, fwd_hooks=hooks)
+
+    assert_either_way(references("llama"), run)
+
+
 def test_copies_attend_as_the_bridge_does(
     references: Any, tokens: torch.Tensor, fused_blocks: list[int]
 ) -> None:
