@@ -60,6 +60,7 @@ OF_HOOKED_TRANSFORMER = [
         if path.stem not in OF_EITHER
     ),
     *("simulation/test_models.py", "surface/test_sweep.py"),
+    *("hosts/test_traffic.py", "hosts/test_blocks_run_whole.py"),
 ]
 # Of TransformerLens 3.9 these are HookedTransformer's; a Bridge's are the same code as on 4.
 OF_BRIDGE_ON_4 = ["before_loading/bridge"]

@@ -73,3 +73,13 @@ def test_what_is_changed_by_hand_counts(
 
     with torch.no_grad():
         torch.testing.assert_close(model(tokens).cpu(), alone(tokens))
+
+
+def test_an_error_in_a_hook(model: Any, reference: Any, tokens: torch.Tensor) -> None:
+    def fail(value: torch.Tensor, hook: Any) -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        model.run_with_hooks(tokens, fwd_hooks=[("blocks.3.hook_resid_post", fail)])
+
+    torch.testing.assert_close(model(tokens).cpu(), reference(tokens))

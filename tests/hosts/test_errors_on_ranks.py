@@ -35,16 +35,6 @@ def test_out_of_memory(machine: Any) -> None:
         torch.empty(2 << 30, device="sim:2")
 
 
-def test_an_error_in_a_hook(model: Any, reference: Any, tokens: torch.Tensor) -> None:
-    def fail(value: torch.Tensor, hook: Any) -> None:
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        model.run_with_hooks(tokens, fwd_hooks=[("blocks.3.hook_resid_post", fail)])
-
-    torch.testing.assert_close(model(tokens).cpu(), reference(tokens))
-
-
 def in_a_file(path: Path) -> torch.Tensor:
     """A tensor whose values are in a file, as those of a checkpoint."""
     path.write_bytes(bytes(range(256)) * 64)

@@ -59,6 +59,10 @@ def launched(request: pytest.FixtureRequest) -> Iterator[Launched]:
         each.wait()
 
 
+OTHERS = pytest.mark.full(reason="it starts processes; by default, one that is killed")
+
+
+@OTHERS
 @pytest.mark.parametrize("launched", [(2, 3)], indirect=True)
 def test_a_script_that_ends_well(launched: Launched) -> None:
     assert launched.ends() == [0, 0]
@@ -69,7 +73,8 @@ def test_a_script_that_ends_well(launched: Launched) -> None:
     ("how", "why"),
     [
         (signal.SIGKILL, "Connection"),
-        (signal.SIGSTOP, "it gave no sign of life for 4 s"),  # as of a host that is cut off
+        # As of a host that is cut off.
+        pytest.param(signal.SIGSTOP, "it gave no sign of life for 4 s", marks=OTHERS),
     ],
 )
 def test_a_rank_that_lends(how: signal.Signals, why: str, launched: Launched) -> None:
@@ -85,6 +90,7 @@ def test_a_rank_that_lends(how: signal.Signals, why: str, launched: Launched) ->
     assert launched.ends(but=1) == [3, 1]
 
 
+@OTHERS
 @pytest.mark.parametrize("launched", [(3, FOREVER)], indirect=True)
 def test_rank_0(launched: Launched) -> None:
     launched.wait_until_ready()
@@ -94,6 +100,7 @@ def test_rank_0(launched: Launched) -> None:
     assert launched.ends() == [-signal.SIGKILL, 1, 1]
 
 
+@OTHERS
 @pytest.mark.parametrize("launched", [(2, FOREVER)], indirect=True)
 def test_an_interrupt_of_all(launched: Launched) -> None:
     launched.wait_until_ready()

@@ -50,10 +50,10 @@ def test_a_token_is_one_message(
     model: Any, tokens: torch.Tensor, ranks: Ranks, told: list[Any]
 ) -> None:
     options = {"do_sample": False, "stop_at_eos": False, "verbose": False}
-    model.generate(tokens, max_new_tokens=1, **options)
+    model.generate(tokens.to("sim:0"), max_new_tokens=1, **options)
     before = ranks.peers[1].messages
 
-    model.generate(tokens, max_new_tokens=5, **options)
+    model.generate(tokens.to("sim:0"), max_new_tokens=5, **options)
 
     assert ranks.peers[1].messages - before == 5
 
