@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import run_on_ranks
 
 import real_devices  # isort: skip  # before what names devices
 import torch
@@ -59,6 +60,7 @@ OF_HOOKED_TRANSFORMER = [
         if path.stem not in OF_EITHER
     ),
     *("simulation/test_models.py", "surface/test_sweep.py"),
+    *("hosts/test_traffic.py", "hosts/test_blocks_run_whole.py"),
 ]
 # Of TransformerLens 3.9 these are HookedTransformer's; a Bridge's are the same code as on 4.
 OF_BRIDGE_ON_4 = ["before_loading/bridge"]
@@ -94,6 +96,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "this seed",
     )
     parser.addoption(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="run tests of simulated devices on devices of N processes, of which N - 1 lend theirs",
+    )
+    parser.addoption(
         "--full",
         action="store_true",
         help="run every combination of what tests are parametrised over, and what other versions "
@@ -108,6 +116,8 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(
             "--unpatched is for simulated devices: leave TL_DEVICEFIX_TEST_DEVICE out"
         )
+    if config.getoption("--ranks"):
+        run_on_ranks(config.getoption("--ranks"))
     config.addinivalue_line(
         "markers",
         "fails_unpatched: holds with tl_devicefix and fails without, unless n_devices is 1; see "

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tl_devicefix.flights.sweeping import one_by_one, sweep
     from tl_devicefix.harvests.harvesting import harvest
     from tl_devicefix.harvests.reading import open_harvest
+    from tl_devicefix.hosts.joining import join
     from tl_devicefix.placement.gathering_device import gather_on
     from tl_devicefix.placement.placement import Placement
     from tl_devicefix.running.mixing import mix_devices
@@ -38,6 +39,7 @@ __all__ = [
     "gather_on",
     "harvest",
     "in_flight",
+    "join",
     "mix_devices",
     "one_by_one",
     "open_harvest",
@@ -59,6 +61,7 @@ _LAZY = {
     "gather_on": "tl_devicefix.placement.gathering_device",
     "harvest": "tl_devicefix.harvests.harvesting",
     "in_flight": "tl_devicefix.flights.flying",
+    "join": "tl_devicefix.hosts.joining",
     "mix_devices": "tl_devicefix.running.mixing",
     "one_by_one": "tl_devicefix.flights.sweeping",
     "open_harvest": "tl_devicefix.harvests.reading",

@@ -62,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_estimate(commands)
     _add_harvest(commands)
+    _add_lend(commands)
     return parser
 
 
@@ -122,6 +123,18 @@ def _add_harvest(commands: Any) -> None:
         help="info: print what is there; verify: read all, and compare checksums",
     )
     harvest.add_argument("directory", help="as it was given to tl_devicefix.harvest")
+
+
+def _add_lend(commands: Any) -> None:
+    lend = commands.add_parser("lend", help="lend this host's devices to a script on another")
+    lend.add_argument("--master", required=True, help="where rank 0 listens: host:port")
+    lend.add_argument("--rank", type=int, required=True, help="which one this is, from 1 on")
+    lend.add_argument("--world-size", type=int, required=True, help="how many ranks there are")
+    lend.add_argument("--n-devices", type=int, help="how many to lend; default: all")
+    lend.add_argument("--memory", help="what each may hold: 80GiB; default: what is free")
+    lend.add_argument(
+        "--timeout", type=float, default=15.0, help="seconds until rank 0 is given up"
+    )
 
 
 def _device(text: str) -> int | str:
@@ -197,9 +210,24 @@ def _run_harvest(chosen: argparse.Namespace) -> bool:
     return not wrong
 
 
+def _run_lend(chosen: argparse.Namespace) -> bool:
+    from tl_devicefix.hosts.joining import join
+
+    join(
+        chosen.master,
+        chosen.rank,
+        chosen.world_size,
+        n_devices=chosen.n_devices,
+        memory=chosen.memory,
+        timeout=chosen.timeout,
+    )
+    return True
+
+
 _COMMANDS = {
     "estimate": _run_estimate,
     "harvest": _run_harvest,
+    "lend": _run_lend,
     "demo": _run_demo,
     "selfcheck": _run_selfcheck,
 }

@@ -6,6 +6,7 @@ from tl_devicefix.hooked import (
     alignment,
     attention,
     config,
+    far_blocks,
     loading,
     moving,
     processing,
@@ -89,6 +90,13 @@ PATCHES = (
     *(
         Patch(name, replacement, parameters, why, owner=owner)
         for owner, name, replacement, parameters, why in (
+            (
+                "TransformerBlock",
+                "forward",
+                far_blocks.forward,
+                ("self", "resid_pre", "shortformer_pos_embed", "past_kv_cache_entry"),
+                "a block of another rank that nobody listens to is run there whole",
+            ),
             (
                 "AbstractAttention",
                 "forward",

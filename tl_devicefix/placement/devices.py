@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import torch
 
@@ -53,6 +54,25 @@ def with_index(device: torch.device) -> torch.device:
 def has_index(device: torch.device) -> bool:
     """Whether there may be several devices of this type."""
     return device.type not in ("cpu", "meta")
+
+
+def rank_of(device: torch.device) -> int | None:
+    """Of which rank a device is, after `tl_devicefix.join`; None otherwise."""
+    place = _place_of(device)
+    return None if place is None else int(place.rank)
+
+
+def printed(device: torch.device, *more: str) -> str:
+    """A device's name, and where it is: "sim:2 (rank 1, host-b, cuda:0)"."""
+    place = _place_of(device)
+    said = ([] if place is None else [place.name]) + list(more)
+    return f"{device} ({', '.join(said)})" if said else str(device)
+
+
+def _place_of(device: torch.device) -> Any:
+    module = torch.get_device_module(device.type) if has_index(device) else None
+    there = module is not None and hasattr(module, "place_of") and module.device_count()
+    return module.place_of(device) if there and module is not None else None
 
 
 def is_device(named: object) -> bool:

@@ -14,7 +14,7 @@ import torch
 
 from tl_devicefix.misspelt import did_you_mean
 from tl_devicefix.placement.components import ComponentSize, component_of, is_block, shared_once
-from tl_devicefix.placement.devices import HOST, DeviceLike, resolve, with_index
+from tl_devicefix.placement.devices import HOST, DeviceLike, printed, resolve, with_index
 from tl_devicefix.placement.memory import gib
 from tl_devicefix.placement.offloading import VISITING
 
@@ -204,9 +204,9 @@ class Placement:
 
     def _label(self, memory: torch.device) -> str:
         if memory == self.home:
-            return f"{memory} (home)"
+            return printed(memory, "home")
         offloaded = memory == HOST and any(c.offloaded for c in self.components)
-        return f"{memory} (offloaded)" if offloaded else str(memory)
+        return f"{memory} (offloaded)" if offloaded else printed(memory)
 
     def _held_in(self, memory: torch.device) -> str:
         """What lives there, and who visits: "blocks.0-2 + 2 visiting", "blocks.3, 5 -> cuda:0"."""

@@ -27,8 +27,10 @@ from tl_devicefix.simulation.geometry import (
 from tl_devicefix.simulation.giving import Giving
 from tl_devicefix.simulation.ordering import StreamKey
 from tl_devicefix.simulation.pinned import Pinned
+from tl_devicefix.simulation.pool import Block
 from tl_devicefix.simulation.queues import Task
 from tl_devicefix.simulation.speed import NO_TIME, Speed
+from tl_devicefix.simulation.timeline import Timeline
 
 aten = torch.ops.aten
 
@@ -64,11 +66,36 @@ class Asynchronous:
         pinned: the host's pinned memory.
     """
 
+    has_streams = True
+
     def __init__(self, n_devices: int, seed: int, speed: Speed) -> None:
         self.pinned = Pinned()
         self.giving = Giving(n_devices, seed, takes_time=speed != NO_TIME)
         self.memory = DeviceMemory(self.giving, self.pinned)
         self._speed = speed
+
+    # Memory
+
+    @property
+    def timeline(self) -> Timeline:
+        """What took time on the devices."""
+        return self.giving.timeline
+
+    def allocate(self, geometry: Geometry, device: int) -> torch.Tensor:
+        """A tensor in memory of a device, without values of its own."""
+        return self.memory.empty(geometry, self.giving.current(device))
+
+    def block_of(self, tensor: torch.Tensor, device: int) -> Block:
+        """The memory of a tensor that is on a device from now on."""
+        return self.memory.block_of(tensor, device)
+
+    def free(self, block: Block) -> None:
+        """Let memory be handed out again. This may be called in the middle of anything."""
+        self.memory.free(block)
+
+    def synchronize(self, device: int) -> None:
+        """Wait for all that was given to a device."""
+        self.giving.synchronize(device)
 
     # Operations
 
@@ -257,6 +284,10 @@ class Asynchronous:
         there = self.memory.empty(geometry_of(values), stream)
         self._give("upload", lambda: there.copy_(values), stream, [], [there])
         return there
+
+    def adopted(self, tensor: torch.Tensor, device: int) -> torch.Tensor:
+        """A tensor that was made on the host, and is a device's from now on."""
+        return tensor
 
     def resolved(self, tensor: torch.Tensor, device: int) -> torch.Tensor:
         """A copy of a conjugated or negated view, as values."""

@@ -122,13 +122,20 @@ class DeviceModule:
         """Wait for a device, if it is asynchronous; else an operation is done when it returns."""
         machine = active_machine()
         if machine.asynchronous is not None:
-            machine.asynchronous.giving.synchronize(machine.index_of(device))
+            machine.asynchronous.synchronize(machine.index_of(device))
 
     def __getattr__(self, name: str) -> Any:
         """Offer streams and events, if the devices are asynchronous."""
-        if name in _OF_STREAMS and _active is not None and _active.asynchronous is not None:
+        behind = None if _active is None else _active.asynchronous
+        if name in _OF_STREAMS and behind is not None and behind.has_streams:
             return getattr(streams, name)
         raise AttributeError(f"simulated devices that are not asynchronous have no {name!r}")
+
+    def place_of(self, device: int | str | torch.device | None = None) -> Any:
+        """Where a device is, if it is one of several ranks'; None if it is simulated."""
+        machine = active_machine()
+        places = getattr(machine.asynchronous, "places", None)
+        return None if places is None else places[machine.index_of(device)]
 
     def empty_cache(self) -> None:
         """Do nothing: there is no cache."""
@@ -195,8 +202,7 @@ def _allocate(make: Any, geometry: tuple[Any, ...], device: Any, options: dict[s
     without = make(*geometry, **options, device="meta")
     machine.check_room(device, without.untyped_storage().nbytes())
     if machine.asynchronous is not None:
-        stream = machine.asynchronous.giving.current(device.index)
-        made = machine.asynchronous.memory.empty(geometry_of(without), stream)
+        made = machine.asynchronous.allocate(geometry_of(without), device.index)
         return wrap(made, machine, device)
     return wrap(make(*geometry, **options, device=machine.behind), machine, device)
 

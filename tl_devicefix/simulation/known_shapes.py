@@ -7,6 +7,7 @@ strides and dtype of the result. They depend on nothing but those of the argumen
 from __future__ import annotations
 
 from collections.abc import Hashable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ def call_without_values(func: _Operation, args: list[Any], kwargs: dict[str, Any
     if func._schema.is_mutable or func.is_view:  # these are fast, and their results are not new
         return func(*args, **kwargs)
     try:
-        key = (func, *map(_key, args), *((name, _key(kwargs[name])) for name in sorted(kwargs)))
+        key = _key_of(func, args, kwargs)
     except _NotKnownBy:
         return func(*args, **kwargs)
     known = _known.get(key)
@@ -36,16 +37,31 @@ def call_without_values(func: _Operation, args: list[Any], kwargs: dict[str, Any
         ]
         return made[0] if len(func._schema.returns) == 1 else tuple(made)
     result = func(*args, **kwargs)
+    _remember(key, args, kwargs, result)
+    return result
+
+
+def remember(func: _Operation, args: list[Any], kwargs: dict[str, Any], result: Any) -> None:
+    """Let what an operation gave elsewhere be known, as torch's own rules refuse it."""
+    if not func._schema.is_mutable:
+        with suppress(_NotKnownBy):
+            _remember(_key_of(func, args, kwargs), args, kwargs, result)
+
+
+def _remember(key: Hashable, args: list[Any], kwargs: dict[str, Any], result: Any) -> None:
     found = result if isinstance(result, tuple) else (result,)
     if all(_is_new(each, args, kwargs) for each in found):
         if len(_known) >= _MOST:
             _known.clear()
         _known[key] = [geometry_of(each) for each in found]
-    return result
 
 
 class _NotKnownBy(Exception):
     """An argument that does not tell by its value what an operation gives."""
+
+
+def _key_of(func: _Operation, args: list[Any], kwargs: dict[str, Any]) -> Hashable:
+    return (func, *map(_key, args), *((name, _key(kwargs[name])) for name in sorted(kwargs)))
 
 
 def _key(value: Any) -> Hashable:

@@ -80,7 +80,7 @@ class Machine:
         self.asynchronous = asynchronous
         self.on_peak: Callable[[int], None] | None = None
         self.transfers = Transfers()
-        self.timeline = Timeline() if asynchronous is None else asynchronous.giving.timeline
+        self.timeline = Timeline() if asynchronous is None else asynchronous.timeline
         self._current = threading.local()
         self.is_open = True
         self.is_aside = False
@@ -236,7 +236,7 @@ class Machine:
         self.check_room(device, nbytes)
         allocation = Allocation(self, device, address, nbytes)
         if self.asynchronous is not None:
-            allocation.block = self.asynchronous.memory.block_of(tensor, device.index)
+            allocation.block = self.asynchronous.block_of(tensor, device.index)
         self._allocations[address] = weakref.ref(allocation)
         self._add(device.index, nbytes)
         return allocation
@@ -252,7 +252,7 @@ class Machine:
     def _free(self, allocation: Allocation) -> None:
         self._add(allocation.device.index, -allocation.nbytes)
         if self.asynchronous is not None and allocation.block is not None:
-            self.asynchronous.memory.free(allocation.block)
+            self.asynchronous.free(allocation.block)
         # The address may be in use again: remove the entry only if it is a dead one.
         with self._adding:
             reference = self._allocations.get(allocation.address)

@@ -132,13 +132,41 @@ def simulate(
         )
     behind = Asynchronous(len(capacities), seed, taking) if asynchronous else None
     machine = Machine(capacities, values=values, asynchronous=behind)
+    with _changed_for(machine), ExitStack() as stack:
+        if behind is not None:
+            stack.enter_context(_running_behind(machine, behind))
+        yield machine
+
+
+@contextmanager
+def entered(memory: Sequence[int], behind: Any) -> Iterator[Machine]:
+    """Have devices that something else than `Asynchronous` runs.
+
+    Args:
+        memory: of each device, in bytes.
+        behind: what runs them.
+
+    Yields:
+        The machine.
+
+    Raises:
+        RuntimeError: if torch is a version whose private parts are not known here, or another
+            machine is entered.
+    """
+    _check_torch()
+    backend.register()
+    with _changed_for(Machine(memory, asynchronous=behind)) as machine:
+        yield machine
+
+
+@contextmanager
+def _changed_for(machine: Machine) -> Iterator[Machine]:
+    """Have ``sim`` devices be those of this machine, and torch as it has to be for them."""
     with _entered(machine), ExitStack() as stack:
         _move_parameters_in_place(stack)
         _avoid_inference_mode(stack)
         _keep_errors_of_backwards(stack)
         _replace(stack, torch, "Generator", generators.Generator)
-        if behind is not None:
-            stack.enter_context(_running_behind(machine, behind))
         yield machine
 
 
@@ -180,10 +208,10 @@ def simulate_apart(
     """
     with backend.set_aside() as within_another:
         if within_another:  # by which torch is changed already
-            entered = _entered(Machine(_capacities(n_devices, memory), values=False))
+            apart = _entered(Machine(_capacities(n_devices, memory), values=False))
         else:
-            entered = simulate(n_devices, memory, values=False)
-        with entered as machine:
+            apart = simulate(n_devices, memory, values=False)
+        with apart as machine:
             yield machine
 
 

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 from tl_devicefix.simulation.backward import raise_or_keep
 from tl_devicefix.simulation.known_shapes import call_without_values
 from tl_devicefix.simulation.machine import DEVICE_TYPE, Allocation, Machine
+from tl_devicefix.simulation.nowhere import storage_of
 from tl_devicefix.simulation.sparse import parts
 from tl_devicefix.tracebacks import note_mixed_devices
 
@@ -149,11 +150,14 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
 
     def data_ptr(self) -> int:
         """Return the address of the values, by which libraries find tied tensors."""
-        return self._cpu.data_ptr()
+        if not self._cpu.is_meta or not self._cpu.numel():
+            return self._cpu.data_ptr()
+        start = storage_of(self._cpu).data_ptr()
+        return start + int(self._cpu.storage_offset()) * self._cpu.itemsize
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return the CPU storage behind: its address and size tell what shares memory."""
-        return self._cpu.untyped_storage()
+        return storage_of(self._cpu)
 
 
 def _read(tensor: SimTensor) -> torch.Tensor:
@@ -176,6 +180,8 @@ def wrap(cpu: torch.Tensor, machine: Machine, device: torch.device) -> SimTensor
             cpu = cpu.resolve_conj().resolve_neg()
         else:
             cpu = machine.asynchronous.resolved(cpu, device.index)
+    if machine.asynchronous is not None:
+        cpu = machine.asynchronous.adopted(cpu, device.index)
     if cpu.layout is not torch.strided:
         return _wrap_sparse(cpu, machine, device)
     allocation = machine.allocation_of(cpu, device)
@@ -272,7 +278,10 @@ def _run_on_one_device(func: Operation, args: tuple[Any, ...], kwargs: dict[str,
     if target is not None:
         if target.type != DEVICE_TYPE:
             return func(*cpu_args, **cpu_kwargs, device=target)
-        device = machine.devices[machine.index_of(target)]
+        target = machine.devices[machine.index_of(target)]
+        if target != device and machine.asynchronous is not None:
+            return func(*_shaped_alike(args, target), **_shaped_alike(kwargs, target))
+        device = target
     if machine.behind.type == "meta":
         result = _call_without_values(func, cpu_args, cpu_kwargs)
     elif machine.asynchronous is None:
@@ -282,6 +291,18 @@ def _run_on_one_device(func: Operation, args: tuple[Any, ...], kwargs: dict[str,
     else:
         result = machine.asynchronous.run(func, cpu_args, cpu_kwargs, device.index)
     return _label(result, simulated, machine, device)
+
+
+def _shaped_alike(values: Any, device: torch.device) -> Any:
+    """Arguments of what makes a tensor like others, with tensors of another device for these."""
+    return tree_map(
+        lambda value: (
+            torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+            if type(value) is SimTensor
+            else value
+        ),
+        values,
+    )
 
 
 def _call_without_values(func: Operation, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -494,7 +515,7 @@ def copy_into(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = F
     )
     without = simulated._allocation.machine.behind.type == "meta"
     asynchronous = simulated._allocation.machine.asynchronous
-    if asynchronous is not None and not cpu_source.is_meta:
+    if asynchronous is not None and not without:
         to, of = (t.device.index if type(t) is SimTensor else None for t in (target, source))
         asynchronous.copy(cpu_target, cpu_source, to, of, non_blocking)
     elif without and cpu_source.is_meta and not cpu_target.is_meta:
@@ -545,7 +566,7 @@ def _chosen_for(value: Any) -> Any:
 
 def _equal(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``torch.equal`` and its like; tensors without values are equal if their shapes are."""
-    if any(type(arg) is SimTensor and arg._cpu.is_meta for arg in args):
+    if any(type(arg) is SimTensor and not has_values(arg) for arg in args):
         _common_device([arg for arg in args if type(arg) is SimTensor])
         return args[0].shape == args[1].shape
     return _run_on_one_device(func, args, kwargs)
@@ -553,13 +574,13 @@ def _equal(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def _is_all_true(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """With what torch checks arguments, as of a distribution; without values they are good."""
-    return torch.tensor(True) if args[0]._cpu.is_meta else _run_on_one_device(func, args, kwargs)
+    return _run_on_one_device(func, args, kwargs) if has_values(args[0]) else torch.tensor(True)
 
 
 def _bincount(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``torch.bincount``; without values, of as many bins as are asked for at least."""
     counted, minlength = args[0], kwargs.get("minlength", args[2] if len(args) > 2 else 0)
-    if type(counted) is not SimTensor or not counted._cpu.is_meta or not minlength:
+    if type(counted) is not SimTensor or has_values(counted) or not minlength:
         return _run_on_one_device(func, args, kwargs)
     return counted.new_zeros(minlength)
 

@@ -1,0 +1,158 @@
+"""What it costs that half of a model's blocks are another process's: over the same in one process.
+
+    python benchmarks/ranks.py [--size small] [--tokens 1 128 1024] [--context 128] [--new 16]
+                               [--repeats 9] [--threads 1] [--flights 16] [--cache DIR]
+
+A Llama with random weights is loaded twice into this process: on the CPU, and over the CPU and that
+of another process, which lends it. Both do the same in turns; ratios are medians of those of
+neighbours in time. With `--flights`, runs in flight (`tl_devicefix.in_flight`) over both ranks are
+compared with the loop on one; both ranks have `--threads`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from forward import SIZES, make_checkpoint
+from load import HUB_NAME
+
+
+def timed(run: Callable[[], Any]) -> float:
+    """Wall seconds until what it gives is here."""
+    start = time.perf_counter()
+    result = run()
+    if isinstance(result, torch.Tensor):
+        result.cpu()
+    return time.perf_counter() - start
+
+
+def side_by_side(
+    far: Callable[[], Any], here: Callable[[], Any], repeats: int
+) -> tuple[float, float, float]:
+    """Medians of seconds here, of the ratio, and of the seconds that it takes longer."""
+    timed(far), timed(here)
+    pairs = [(timed(far), timed(here)) for _ in range(repeats)]
+    return (
+        statistics.median(one for _, one in pairs),
+        statistics.median(other / one for other, one in pairs),
+        statistics.median(other - one for other, one in pairs),
+    )
+
+
+def show(what: str, found: tuple[float, float, float]) -> None:
+    """Print a row."""
+    here, ratio, longer = found
+    print(f"{what:<44}{1e3 * here:>10.1f}{ratio:>8.2f}{1e3 * longer:>12.1f}", flush=True)
+
+
+def lend(arguments: argparse.Namespace) -> tuple[str, float]:
+    """Start a process that lends its CPU; returns where to meet it, and when that was."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        master = f"127.0.0.1:{free.getsockname()[1]}"
+    told = ["lend", "--master", master, "--rank", "1", "--world-size", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads)}
+    subprocess.Popen([sys.executable, "-m", "tl_devicefix", *told], env=environment)
+    return master, time.perf_counter()
+
+
+def compare(arguments: argparse.Namespace) -> None:
+    """Load, and print the table."""
+    master, start = lend(arguments)
+    from transformer_lens import HookedTransformer
+
+    import tl_devicefix
+
+    load = HookedTransformer.from_pretrained_no_processing
+    here = load(HUB_NAME, device="cpu")
+    tl_devicefix.join(master, 0, 2)
+    print(f"joined {time.perf_counter() - start:.1f} s after the other process was started")
+    far = load(HUB_NAME, n_devices=2)
+    print(far.placement)
+    print(f"\n{'':<44}{'here, ms':>10}{'ratio':>8}{'longer, ms':>12}")
+    with torch.inference_mode():
+        for n_tokens in arguments.tokens:
+            show_forward(far, here, n_tokens, arguments.repeats)
+        show_generating(far, here, arguments)
+        tokens = torch.randint(3, 1000, (1, arguments.context))
+        name = f"blocks.{far.cfg.n_layers - 1}.hook_resid_pre"
+        hooks = [(name, lambda value, hook: value * 2)]
+        run = lambda model: model.run_with_hooks(tokens, fwd_hooks=hooks)  # noqa: E731
+        found = side_by_side(lambda: run(far), lambda: run(here), arguments.repeats)
+        show(f"a hook on the last block, {arguments.context} tokens", found)
+        show_flights(far, here, arguments)
+
+
+def show_forward(far: Any, here: Any, n_tokens: int, repeats: int) -> None:
+    """A forward of one prompt."""
+    tokens = torch.randint(3, 1000, (1, n_tokens))
+    found = side_by_side(lambda: far(tokens), lambda: here(tokens), repeats)
+    show(f"a forward of {n_tokens} tokens", found)
+
+
+def show_generating(far: Any, here: Any, arguments: argparse.Namespace) -> None:
+    """Tokens, one at a time behind a context."""
+    tokens = torch.randint(3, 1000, (1, arguments.context))
+    options = {"do_sample": False, "stop_at_eos": False, "verbose": False}
+
+    def of(model: Any, new: int) -> Callable[[], Any]:
+        return lambda: model.generate(tokens, max_new_tokens=new, **options)
+
+    new = arguments.new
+    more = side_by_side(of(far, new), of(here, new), arguments.repeats)
+    print(f"{f'a token behind {arguments.context} in a KV cache':<44}", end="")
+    print(f"{1e3 * more[0] / new:>10.1f}{more[1]:>8.2f}{1e3 * more[2] / new:>12.1f}")
+
+
+def show_flights(far: Any, here: Any, arguments: argparse.Namespace) -> None:
+    """Many runs at once over both, and one after the other on one."""
+    if not arguments.flights:
+        return
+    from tl_devicefix import in_flight
+
+    runs = [torch.randint(3, 1000, (1, arguments.context)) for _ in range(arguments.flights)]
+    found = side_by_side(
+        lambda: list(in_flight(far, lambda model, tokens: model(tokens), runs)),
+        lambda: [here(tokens) for tokens in runs],
+        max(arguments.repeats // 3, 1),
+    )
+    show(f"{arguments.flights} runs in flight, over the loop on one", found)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--tokens", nargs="*", type=int, default=[1, 128, 1024])
+    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--new", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--flights", type=int, default=16)
+    parser.add_argument("--cache", type=Path, help="keep the checkpoint here and use it again")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    with tempfile.TemporaryDirectory() as directory:
+        cache = arguments.cache or Path(directory)
+        if not list(cache.glob("models--*")):
+            make_checkpoint(cache, arguments.size, max(1024, *arguments.tokens), "cpu")
+        if os.environ.get("HF_HUB_CACHE") != str(cache):  # read when transformers is imported
+            offline = {"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
+            told = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:], "--cache", str(cache)]
+            sys.exit(subprocess.call(told, env={**os.environ, **offline}))
+        compare(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""A process that lends its device, and a machine whose devices are half of this one's, half its."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from ranks import devices_of, lend_to_this_process
+from spread_of_either_class import *  # noqa: F403
+
+from tl_devicefix.hosts.far_devices import FarDevices
+from tl_devicefix.hosts.joining import Ranks
+from tl_devicefix.simulation.machine import Machine
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Ranks:
+    """This process, and one that lends its device until the tests end."""
+    return lend_to_this_process(2)
+
+
+@pytest.fixture(scope="module")
+def machine(ranks: Ranks) -> Iterator[Machine]:
+    """Four devices: sim:0 and sim:1 here, sim:2 and sim:3 of the other rank."""
+    with ranks.entered(devices_of(ranks, ["4GiB"] * 4)) as machine:
+        yield machine
+
+
+@pytest.fixture
+def far(machine: Machine) -> FarDevices:
+    """What becomes of operations on them."""
+    assert isinstance(machine.asynchronous, FarDevices)
+    return machine.asynchronous

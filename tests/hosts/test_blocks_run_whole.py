@@ -1,0 +1,85 @@
+"""A block that nobody looks into is run by its rank as a whole, as it is now."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hf_models import N_LAYERS
+from torch import nn
+
+FAR = N_LAYERS - 1
+
+
+def another_scale(model: Any) -> None:
+    model.blocks[FAR].attn.attn_scale *= 2
+
+
+def another_activation(model: Any) -> None:
+    model.blocks[FAR].mlp.act_fn = torch.tanh
+
+
+def another_module(model: Any) -> None:
+    model.blocks[FAR].ln2 = nn.Identity()
+
+
+def another_parameter(model: Any) -> None:
+    weight = model.blocks[FAR].mlp.W_in
+    model.blocks[FAR].mlp.W_in = nn.Parameter(weight.detach() * 2)
+
+
+def other_values(model: Any) -> None:
+    model.blocks[FAR].mlp.W_in.data = model.blocks[FAR].mlp.W_in.data * 2
+
+
+def values_in_place(model: Any) -> None:
+    model.blocks[FAR].mlp.W_in.data.mul_(2)
+
+
+def a_setting(model: Any) -> None:
+    model.cfg.use_split_qkv_input = True
+
+
+def a_forward_of_one_s_own(model: Any) -> None:
+    model.blocks[FAR].mlp.forward = lambda x: x * 2
+
+
+def a_hook_of_torch(model: Any) -> None:
+    model.blocks[FAR].mlp.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def a_permanent_hook(model: Any) -> None:
+    model.blocks[FAR].hook_mlp_out.add_perma_hook(lambda value, hook: value * 2)
+
+
+CHANGES = [
+    *(another_scale, another_activation, another_module, another_parameter, other_values),
+    *(values_in_place, a_setting, a_forward_of_one_s_own, a_hook_of_torch, a_permanent_hook),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_what_is_changed_by_hand_counts(
+    change: Callable[[Any], None], load: Any, on_cpu: Any, tokens: torch.Tensor
+) -> None:
+    model, alone = load("llama", 4), copy.deepcopy(on_cpu("llama"))
+    with torch.no_grad():
+        model(tokens)  # its rank has a copy of the block
+    for each in (model, alone):
+        change(each)
+
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens).cpu(), alone(tokens))
+
+
+def test_an_error_in_a_hook(model: Any, reference: Any, tokens: torch.Tensor) -> None:
+    def fail(value: torch.Tensor, hook: Any) -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        model.run_with_hooks(tokens, fwd_hooks=[("blocks.3.hook_resid_post", fail)])
+
+    torch.testing.assert_close(model(tokens).cpu(), reference(tokens))

@@ -1,0 +1,70 @@
+"""What fails on another rank is raised here, and says where; afterwards all goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tl_devicefix.hosts import commands, mapped
+
+
+def test_an_operation_that_fails_there(machine: Any) -> None:
+    singular = torch.zeros(3, 3, device="sim:3")
+
+    with pytest.raises(RuntimeError, match=r"singular.*on rank 1 \("):
+        torch.linalg.inv(singular)
+
+    assert (singular + 1).sum().item() == 9
+
+
+def test_what_follows_from_it_is_not_another_error(machine: Any) -> None:
+    index = torch.tensor([7], device="sim:3")
+    wrong = torch.zeros(3, device="sim:3")[index] + 1
+
+    with pytest.raises(IndexError, match=r"index 7 is out of bounds.*on rank 1"):
+        wrong.cpu()
+    with pytest.raises(RuntimeError, match=r"never computed, as something failed before"):
+        wrong.cpu()
+
+
+def test_out_of_memory(machine: Any) -> None:
+    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 8\.00 GiB. Device 2"):
+        torch.empty(2 << 30, device="sim:2")
+
+
+def in_a_file(path: Path) -> torch.Tensor:
+    """A tensor whose values are in a file, as those of a checkpoint."""
+    path.write_bytes(bytes(range(256)) * 64)
+    values: Any = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=256 * 64)
+    return torch.empty(0, dtype=torch.uint8).set_(values)[256:]
+
+
+def test_a_rank_reads_its_own_file(machine: Any, far: Any, tmp_path: Path) -> None:
+    tensor = in_a_file(tmp_path / "model.safetensors")
+
+    there = tensor.view(-1, 16).T.to("sim:3")
+
+    assert [type(each) for each in far._kept[1]][-1] is commands.Load
+    assert torch.equal(there.cpu(), tensor.view(-1, 16).T)
+
+
+def test_a_rank_without_the_file_or_with_another(tmp_path: Path) -> None:
+    where = mapped.in_file(in_a_file(tmp_path / "model.safetensors"))
+    assert where is not None
+
+    missing = where._replace(path=str(tmp_path / "missing.safetensors"))
+    with pytest.raises(RuntimeError, match=r"cannot be read here: No such file"):
+        mapped.read(missing, (1,), (1,), torch.uint8)
+    shorter = where._replace(nbytes=where.nbytes + 1)
+    with pytest.raises(RuntimeError, match=r"is another one than rank 0's .16384"):
+        mapped.read(shorter, (1,), (1,), torch.uint8)
+
+
+def test_a_file_that_is_gone_is_sent(machine: Any, tmp_path: Path) -> None:
+    tensor = in_a_file(tmp_path / "gone.safetensors")
+    (tmp_path / "gone.safetensors").unlink()
+
+    assert torch.equal(tensor.to("sim:3").cpu(), tensor)

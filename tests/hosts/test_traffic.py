@@ -1,0 +1,88 @@
+"""What goes between ranks: the residual stream, and what is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hf_models import N_LAYERS
+
+from tl_devicefix.hosts import commands
+from tl_devicefix.hosts.far_devices import FarDevices
+from tl_devicefix.hosts.joining import Ranks
+
+
+@pytest.fixture
+def told(far: FarDevices, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every command that is given."""
+    found: list[Any] = []
+    tell = far._tell
+
+    def and_note(rank: int, command: Any) -> None:
+        found.append(command)
+        tell(rank, command)
+
+    monkeypatch.setattr(far, "_tell", and_note)
+    return found
+
+
+def names(told: list[Any]) -> list[str]:
+    return [type(command).__name__ for command in told]
+
+
+def test_a_forward_is_one_message(
+    model: Any, tokens: torch.Tensor, ranks: Ranks, told: list[Any]
+) -> None:
+    with torch.no_grad():
+        model(tokens)
+        told.clear()
+        before = ranks.peers[1].messages
+        model(tokens)
+
+    assert ranks.peers[1].messages - before == 1
+    assert names(told).count("Put") == names(told).count("Read") == 1
+    far_blocks = [each for each in model.blocks if each.mlp.W_in.device.index >= 2]
+    assert names(told).count("Call") == len(far_blocks)
+
+
+def test_a_token_is_one_message(
+    model: Any, tokens: torch.Tensor, ranks: Ranks, told: list[Any]
+) -> None:
+    options = {"do_sample": False, "stop_at_eos": False, "verbose": False}
+    model.generate(tokens.to("sim:0"), max_new_tokens=1, **options)
+    before = ranks.peers[1].messages
+
+    model.generate(tokens.to("sim:0"), max_new_tokens=5, **options)
+
+    assert ranks.peers[1].messages - before == 5
+
+
+def test_a_hook_brings_its_activation_home_and_back(
+    model: Any, tokens: torch.Tensor, told: list[Any]
+) -> None:
+    def through_numpy(value: torch.Tensor, hook: Any) -> torch.Tensor:
+        return torch.from_numpy(value.detach().cpu().numpy() * 2).to(value.device)
+
+    name = f"blocks.{N_LAYERS - 1}.hook_resid_pre"
+    with torch.no_grad():
+        model(tokens)
+        told.clear()
+        model.run_with_hooks(tokens, fwd_hooks=[(name, through_numpy)])
+
+    stream = (*tokens.shape, model.cfg.d_model)
+    read = [each for each in told if isinstance(each, commands.Read)]
+    put = [each for each in told if isinstance(each, commands.Put)]
+    assert [each.source.shape for each in read] == [stream, stream]  # to the hook, and home
+    assert [tuple(each.shape) for each in put] == [stream, stream]
+
+
+def test_what_is_let_go_is_let_go_there(model: Any, tokens: torch.Tensor, far: FarDevices) -> None:
+    def run() -> int:
+        model(tokens, return_type="loss").backward()
+        model.zero_grad()
+        return len(far._storages)
+
+    first = run()
+
+    assert run() == run() == first

@@ -1,0 +1,61 @@
+"""Devices of other processes, as simulated ones are: for `tests/hosts`, and `pytest --ranks 2`."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import tl_devicefix
+from tl_devicefix.hosts.far_devices import Place
+from tl_devicefix.hosts.joining import Ranks, meet
+from tl_devicefix.simulation import simulate
+from tl_devicefix.simulation.machine import Machine, bytes_of
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def lend_to_this_process(world_size: int) -> Ranks:
+    """Start processes that lend their devices to this one, until it ends."""
+    master = f"127.0.0.1:{free_port()}"
+    for rank in range(1, world_size):
+        arguments = ["lend", "--master", master, "--rank", str(rank)]
+        arguments += ["--world-size", str(world_size)]
+        subprocess.Popen([sys.executable, "-m", "tl_devicefix", *arguments])
+    return meet(master, 0, world_size)
+
+
+def devices_of(ranks: Ranks, memory: Sequence[int | str]) -> list[Place]:
+    """As many devices as there are sizes, the first of rank 0, the last of the last rank."""
+    one_each = {each.rank: each for each in ranks.places}
+    return [
+        dataclasses.replace(one_each[index * len(one_each) // len(memory)], memory=bytes_of(size))
+        for index, size in enumerate(memory)
+    ]
+
+
+def run_on_ranks(world_size: int) -> None:
+    """Have `tl_devicefix.simulate` give devices of several processes, but where it may not."""
+    ranks = lend_to_this_process(world_size)
+
+    @contextmanager
+    def simulated(
+        n_devices: int, memory: Any = "80GiB", values: bool = True, **options: Any
+    ) -> Iterator[Machine]:
+        if not values or options.get("asynchronous"):
+            with simulate(n_devices, memory, values=values, **options) as machine:
+                yield machine
+            return
+        sizes = [memory] * n_devices if isinstance(memory, int | str) else memory
+        with ranks.entered(devices_of(ranks, sizes)) as machine:
+            yield machine
+
+    tl_devicefix.simulate = simulated

@@ -1,0 +1,204 @@
+"""What a rank is told to do, and how tensors that it holds are named.
+
+A tensor of another rank is a storage, which has a number, and how it lies in it: views need no
+command.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from tl_devicefix.hosts.mapped import InFile
+from tl_devicefix.simulation.geometry import Geometry
+
+Operation = Any
+"""An operation of torch, `torch._ops.OpOverload`."""
+
+
+class Stored(NamedTuple):
+    """A tensor of a rank: how it lies in one of its storages."""
+
+    storage: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+
+class Run(NamedTuple):
+    """Run an operation; each tensor that it gives becomes a storage, unless it is None."""
+
+    operation: str
+    args: Any
+    kwargs: dict[str, Any]
+    gives: tuple[tuple[int, Geometry] | None, ...]
+
+
+class HeldTensor(NamedTuple):
+    """A tensor of a module."""
+
+    stored: Stored | int
+    """Where the rank has it, or which of those it is that are given with the module."""
+    is_parameter: bool
+
+
+class Hold(NamedTuple):
+    """Hold a copy of a module."""
+
+    number: int
+    module: bytes
+    device: int
+
+
+class LetGo(NamedTuple):
+    """Let a copy of a module go."""
+
+    number: int
+
+
+class Call(NamedTuple):
+    """Run a module; each tensor that it gives becomes a storage."""
+
+    module: int
+    residual: Stored
+    kwargs: dict[str, Any]
+    entry: tuple[type, Stored, Stored, bool] | None
+    gives: tuple[tuple[int, Geometry], ...]
+    operation: str = "a block"
+
+
+class Ask(NamedTuple):
+    """Run an operation that gives what nobody knows before, and tell what it gave."""
+
+    operation: str
+    args: Any
+    kwargs: dict[str, Any]
+    numbers: list[int]
+    """Of the storages that it gives."""
+
+
+class Make(NamedTuple):
+    """Make a storage, without values."""
+
+    storage: int
+    geometry: Geometry
+    device: int
+    """Index among the rank's own."""
+
+
+class Grow(NamedTuple):
+    """Give a storage another size."""
+
+    storage: int
+    nbytes: int
+
+
+class Free(NamedTuple):
+    """Let storages go."""
+
+    storages: tuple[int, ...]
+
+
+class Put(NamedTuple):
+    """Write the next values that come from rank 0."""
+
+    target: Stored
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Load(NamedTuple):
+    """Write values that the rank reads from its own file."""
+
+    target: Stored
+    where: InFile
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Read(NamedTuple):
+    """Send values to rank 0."""
+
+    source: Stored
+
+
+class Copy(NamedTuple):
+    """Copy within the rank."""
+
+    target: Stored
+    source: Stored
+
+
+class Send(NamedTuple):
+    """Send values to another rank."""
+
+    source: Stored
+    rank: int
+
+
+class Receive(NamedTuple):
+    """Receive values from another rank."""
+
+    target: Stored
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    rank: int
+
+
+class Note(NamedTuple):
+    """Say what comes next, for errors."""
+
+    component: str
+
+
+class Synchronize(NamedTuple):
+    """Tell when all before it is done."""
+
+
+class End(NamedTuple):
+    """End the process."""
+
+
+class Given(NamedTuple):
+    """Of what an operation gave: one of the tensors that it was given."""
+
+    number: int
+
+
+class New(NamedTuple):
+    """Of what an operation gave: a new storage."""
+
+    storage: int
+    geometry: Geometry
+
+
+class Failed(NamedTuple):
+    """What a rank answers if something failed."""
+
+    kind: str
+    """Name of the error's class."""
+    message: str
+
+
+def exchanged(values: Any, exchange: Callable[[torch.Tensor], Any]) -> Any:
+    """Arguments with other things in the place of tensors."""
+    if isinstance(values, torch.Tensor):
+        return exchange(values)
+    if type(values) in (list, tuple) or isinstance(values, list):
+        if values and type(values[0]) is int:  # a shape
+            return list(values)
+        return [exchanged(each, exchange) for each in values]
+    return values
+
+
+@functools.cache
+def operation_named(name: str) -> Operation:
+    """An operation by its full name, as "aten::add.Tensor"."""
+    namespace, _, name = name.partition("::")
+    name, _, overload = name.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")

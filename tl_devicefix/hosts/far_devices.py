@@ -1,0 +1,467 @@
+"""What becomes of an operation on a device of another rank: a command, and a tensor without values.
+
+Rank 0 knows what an operation will give, and goes on. Commands are kept until someone waits for a
+value, or a rank for another one's: a message to a rank holds all that it does until then. Devices
+of rank 0 itself compute at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tl_devicefix.hosts import commands
+from tl_devicefix.hosts.commands import Failed, Given, New, Stored, exchanged
+from tl_devicefix.hosts.mapped import in_file
+from tl_devicefix.hosts.peers import Peer
+from tl_devicefix.simulation.geometry import Geometry, geometry_of
+from tl_devicefix.simulation.known_shapes import call_without_values, remember
+from tl_devicefix.simulation.timeline import Timeline
+
+aten = torch.ops.aten
+_MOST_KEPT = 2000
+"""Commands, after which they are sent though nobody waits."""
+_UNKNOWN = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a device is.
+
+    Attributes:
+        rank: of whom it is.
+        number: index among the rank's own devices.
+        device: as that rank names it.
+        name: as it is printed: "host1/cuda:3".
+        memory: bytes that the rank reports as free.
+    """
+
+    rank: int
+    number: int
+    device: torch.device
+    name: str
+    memory: int
+
+
+@dataclass
+class Storage:
+    """A storage of another rank, as an allocation's block."""
+
+    number: int
+    rank: int
+    address: int
+    base: torch.Tensor
+    """On the one without values, whose address is no other's as long as this is."""
+    stream: tuple[int, int] = (0, 0)
+    recorded: set[tuple[int, int]] = field(default_factory=set)
+
+
+class FarDevices:
+    """The devices of all ranks, as a machine of `tl_devicefix.simulation` has them.
+
+    Tensors here are those behind the machine's: of rank 0, real ones; of others, without values.
+
+    Args:
+        places: where each device is.
+        peers: the other ranks.
+    """
+
+    has_streams = False
+
+    def __init__(self, places: list[Place], peers: dict[int, Peer]) -> None:
+        self.places = places
+        self.timeline = Timeline()
+        self._peers = peers
+        self._kept: dict[int, list[Any]] = {rank: [] for rank in peers}
+        self._values: dict[int, list[torch.Tensor]] = {rank: [] for rank in peers}
+        self._freed: dict[int, deque[int]] = {rank: deque() for rank in peers}
+        self._let_go: dict[int, deque[int]] = {rank: deque() for rank in peers}
+        self._storages: dict[int, Storage] = {}  # by the address of the one without values
+        self._lock = threading.RLock()
+
+    # Operations
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any], device: int) -> Any:
+        """Run an operation, or tell its rank to; return what it will have given."""
+        rank = self.places[device].rank
+        if not rank:
+            return func(*args, **kwargs)
+        if func.is_view or func is aten._unsafe_view.default:
+            return func(*args, **kwargs)
+        if torch.Tag.inplace_view in func.tags:
+            return self._change_view(func, args, kwargs, rank)
+        if torch.Tag.nondeterministic_seeded in func.tags and func is not _ATTENTION:
+            return self._at_home(func, args, kwargs, device)
+        if _depends_on_values(func, args):
+            return self._ask(func, args, kwargs, rank)
+        blanks = exchanged(args, _blank), _blanks(kwargs)
+        try:
+            result = call_without_values(func, *blanks)
+        except Exception as error:  # noqa: BLE001  # wrong, or unknown here: its kernel tells
+            found = self._ask(func, args, kwargs, rank)
+            if not (isinstance(error, NotImplementedError) or "meta" in str(error).lower()):
+                remember(func, *blanks, found)
+            return found
+        with self._lock:
+            gives = tuple(self._given(each, args, rank) for each in _flat(result))
+            self._tell(rank, commands.Run(func.name(), *self._said(args, kwargs), gives))
+        return result
+
+    def _given(self, made: torch.Tensor, args: Any, rank: int) -> tuple[int, Geometry] | None:
+        """Number of the storage of what an operation gives; None if that is known."""
+        if _address(made) in self._storages:
+            return None
+        return self._number(made, rank), geometry_of(made)
+
+    def _change_view(self, func: Any, args: Any, kwargs: dict[str, Any], rank: int) -> Any:
+        storage = self._storages[_address(args[0])]
+        before = args[0].untyped_storage().nbytes()
+        result = func(*args, **kwargs)
+        after = args[0].untyped_storage().nbytes()
+        if after != before:
+            self._tell(rank, commands.Grow(storage.number, after))
+        return result
+
+    def _ask(self, func: Any, args: Any, kwargs: dict[str, Any], rank: int) -> Any:
+        """Have an operation run whose result is not known before, and wait for it."""
+        tensors = list(_flat((args, list(kwargs.values()))))
+        with self._lock:
+            first = [next(_numbers) for _ in func._schema.returns]
+            told = commands.Ask(func.name(), *self._said(args, kwargs), first)
+            answer = self._wait_for(rank, told)
+        found = self._of(rank, answer)
+
+        def make(each: Any) -> Any:
+            if isinstance(each, Given):
+                return tensors[each.number]
+            if isinstance(each, New):
+                made = _without_values(each.geometry)
+                self._number(made, rank, each.storage)
+                return made
+            return [make(one) for one in each] if type(each) in (list, tuple) else each
+
+        result = make(found)
+        return tuple(result) if type(result) is list else result
+
+    def _at_home(self, func: Any, args: Any, kwargs: dict[str, Any], device: int) -> Any:
+        """Draw random numbers here, where they are those of one process."""
+        there = list(_flat((args, list(kwargs.values()))))
+        read = {id(each): self.read(each, device) if each.is_meta else each for each in there}
+        here = lambda values: exchanged(values, lambda each: read[id(each)])  # noqa: E731
+        result = func(*here(args), **{name: here(each) for name, each in kwargs.items()})
+        back = {id(read[id(each)]): each for each in there}
+
+        def upload(made: torch.Tensor) -> torch.Tensor:
+            if id(made) in back:
+                self.copy(back[id(made)], made, device, None)
+                return back[id(made)]
+            return self.upload(made, device)
+
+        result = exchanged(result, upload)
+        return tuple(result) if type(result) is list else result
+
+    # Modules
+
+    def promise(self, geometry: Geometry, rank: int) -> torch.Tensor:
+        """A tensor that a rank is about to be told to make."""
+        made = _without_values(geometry)
+        self._number(made, rank)
+        return made
+
+    def hold(self, device: int, number: int, module: bytes) -> None:
+        """Have a rank hold a copy of a module."""
+        place = self.places[device]
+        self._tell(place.rank, commands.Hold(number, module, place.number))
+
+    def let_go(self, rank: int, number: int) -> None:
+        """Have a rank let a copy of a module go. This may be called in the middle of anything."""
+        self._let_go[rank].append(number)
+
+    def call(
+        self,
+        rank: int,
+        number: int,
+        residual: torch.Tensor,
+        options: dict[str, Any],
+        entry: tuple[Any, ...] | None,
+        gives: list[torch.Tensor],
+    ) -> None:
+        """Have a rank run a module that it holds."""
+        with self._lock:
+            there = None
+            if entry is not None:
+                cls, keys, values, frozen = entry
+                there = cls, self.stored(keys), self.stored(values), frozen
+            made = tuple((self.stored(each).storage, geometry_of(each)) for each in gives)
+            _, said = self._said([], options)
+            stored = self.stored(residual)
+            self._tell(rank, commands.Call(number, stored, said, there, made))
+
+    # Copies
+
+    def copy(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        to: int | None,
+        of: int | None,
+        non_blocking: bool = False,
+    ) -> None:
+        """Copy between any two devices, or the host (None) and one."""
+        giving, taking = self._rank_of(of), self._rank_of(to)
+        if not giving and not taking:
+            target.copy_(source)
+        elif not giving:
+            with self._lock:
+                self._put(target, source, taking)
+        elif not taking:
+            assert of is not None
+            target.copy_(self.read(source, of))
+        elif giving == taking:
+            self._tell(giving, commands.Copy(self.stored(target), self.stored(source)))
+        else:
+            shape, dtype = tuple(source.shape), source.dtype
+            with self._lock:
+                self._tell(giving, commands.Send(self.stored(source), taking))
+                told = commands.Receive(self.stored(target), shape, dtype, giving)
+                self._tell(taking, told)
+                self._flush(giving)  # while rank 0 says what comes next
+                self._flush(taking)
+
+    def _put(self, target: torch.Tensor, source: torch.Tensor, rank: int) -> None:
+        where = in_file(source) if source.device.type == "cpu" else None
+        if where is not None:
+            shape, stride = tuple(source.shape), source.stride()
+            told = commands.Load(self.stored(target), where, shape, stride, source.dtype)
+            self._tell(rank, told)
+            return
+        values = source.detach().to("cpu").contiguous()
+        if _address(values) == _address(source):
+            values = values.clone()  # as rank 0 goes on, and may change it
+        values = values.resolve_conj().resolve_neg()
+        self._tell(rank, commands.Put(self.stored(target), tuple(values.shape), values.dtype))
+        self._values[rank].append(values)
+        if values.nbytes > _LARGE:
+            self._flush(rank)
+
+    def converted(
+        self,
+        source: torch.Tensor,
+        of: int,
+        to: int | None,
+        options: dict[str, Any],
+        non_blocking: bool,
+    ) -> torch.Tensor:
+        """``.to``: a copy on another device, or the host (None), also of another dtype."""
+        if any(each is not None for each in options.values()):
+            converted = self.run(aten._to_copy.default, [source], options, of)
+            if of == to:
+                return converted  # type: ignore[no-any-return]
+            there = self.converted(converted, of, to, {}, non_blocking)
+            if self.places[of].rank:
+                self.free(self._storages[_address(converted)])
+            return there
+        if to is None and self.places[of].rank:
+            return self.read(source, of)
+        geometry = geometry_of(aten._to_copy.default(source.to("meta")))
+        there = (
+            torch.empty_strided(geometry.shape, geometry.stride, dtype=geometry.dtype)
+            if to is None
+            else self.allocate(geometry, to)
+        )
+        self.copy(there, source, to, of)
+        return there
+
+    def upload(self, values: torch.Tensor, device: int) -> torch.Tensor:
+        """Values that no one else has, put on a device."""
+        values = values.resolve_conj().resolve_neg()
+        there = self.allocate(geometry_of(values), device)
+        self.copy(there, values, device, None)
+        return there
+
+    def adopted(self, tensor: torch.Tensor, device: int) -> torch.Tensor:
+        """A tensor that was made on the host, and is a device's from now on."""
+        is_here = tensor.is_meta or not self.places[device].rank
+        return tensor if is_here else self.upload(tensor, device)
+
+    def resolved(self, tensor: torch.Tensor, device: int) -> torch.Tensor:
+        """A copy of a conjugated or negated view, as values."""
+        if not self.places[device].rank:
+            return tensor.resolve_conj().resolve_neg()
+        if tensor.is_conj():
+            tensor = self.run(aten._conj_physical.default, [tensor.conj()], {}, device)
+        if tensor.is_neg():
+            tensor = self.run(aten.neg.default, [torch._neg_view(tensor)], {}, device)
+        return tensor
+
+    def read(self, tensor: torch.Tensor, device: int) -> torch.Tensor:
+        """The tensor with its values, on the CPU if it is of another rank."""
+        rank = self.places[device].rank
+        if not rank:
+            return tensor
+        with self._lock:
+            answer = self._wait_for(rank, commands.Read(self.stored(tensor)))
+        values: torch.Tensor = self._of(rank, answer)
+        return values.as_strided(values.shape, values.stride())
+
+    # Memory
+
+    def allocate(self, geometry: Geometry, device: int) -> torch.Tensor:
+        """A tensor in memory of a device, without values of its own."""
+        place = self.places[device]
+        if not place.rank:
+            return torch.empty_strided(
+                geometry.shape, geometry.stride, dtype=geometry.dtype, device=place.device
+            )
+        made = _without_values(geometry)
+        with self._lock:
+            number = self._number(made, place.rank)
+            self._tell(place.rank, commands.Make(number, geometry, place.number))
+        return made
+
+    def block_of(self, tensor: torch.Tensor, device: int) -> Storage | None:
+        """The storage of a tensor that is on a device from now on; None if that is rank 0's."""
+        return self._storages[_address(tensor)] if self.places[device].rank else None
+
+    def free(self, block: Storage) -> None:
+        """Let a storage go. This may be called in the middle of anything."""
+        if self._storages.get(block.address) is block:
+            del self._storages[block.address]
+        self._freed[block.rank].append(block.number)
+
+    # Waiting
+
+    def synchronize(self, device: int) -> None:
+        """Wait for all that was given to a device.
+
+        Raises:
+            RuntimeError: what failed there.
+        """
+        rank = self.places[device].rank
+        if rank:
+            with self._lock:
+                answer = self._wait_for(rank, commands.Synchronize())
+            self._of(rank, answer)
+
+    def note(self, device: int, component: str) -> None:
+        """Say what a device computes from now on, for errors."""
+        if self.places[device].rank:
+            self._tell(self.places[device].rank, commands.Note(component))
+
+    def keep_busy(self, device: int, seconds: float) -> None:
+        """Refuse: these take the time that they take."""
+        raise RuntimeError("devices of other ranks cannot be kept busy: simulate some for it")
+
+    def _wait_for(self, rank: int, command: Any) -> Any:
+        """Send all that was kept, and a command that is answered."""
+        self._tell(rank, command)
+        for each in self._peers:
+            self._flush(each)
+        return self._peers[rank].answer()
+
+    def _of(self, rank: int, answer: Any) -> Any:
+        """The answer, once it is there.
+
+        Raises:
+            RuntimeError: or another error, that was raised on the rank; or the rank is lost.
+        """
+        found = answer.result()
+        if isinstance(found, Failed):
+            raise _ERRORS.get(found.kind, RuntimeError)(found.message)
+        return found
+
+    def _tell(self, rank: int, command: Any) -> None:
+        with self._lock:
+            self._kept[rank].append(command)
+            if len(self._kept[rank]) >= _MOST_KEPT:
+                self._flush(rank)
+
+    def _flush(self, rank: int) -> None:
+        with self._lock:
+            copies = self._let_go[rank]
+            for _ in range(len(copies)):
+                self._kept[rank].append(commands.LetGo(copies.popleft()))
+            freed = self._freed[rank]
+            gone = tuple(freed.popleft() for _ in range(len(freed)))
+            if gone:
+                self._kept[rank].append(commands.Free(gone))
+            kept, self._kept[rank] = self._kept[rank], []
+            values, self._values[rank] = self._values[rank], []
+            if kept:
+                self._peers[rank].tell(kept, values)
+
+    # Tensors
+
+    def _rank_of(self, device: int | None) -> int:
+        return 0 if device is None else self.places[device].rank
+
+    def _number(self, made: torch.Tensor, rank: int, number: int | None = None) -> int:
+        """Give the storage of a tensor without values a number."""
+        if number is None:
+            number = next(_numbers)
+        self._storages[_address(made)] = Storage(number, rank, _address(made), made.detach())
+        return number
+
+    def stored(self, tensor: torch.Tensor) -> Stored:
+        """How a tensor without values lies in a rank's storage."""
+        number = self._storages[_address(tensor)].number
+        offset = tensor.storage_offset()
+        return Stored(number, tuple(tensor.shape), tensor.stride(), int(offset), tensor.dtype)
+
+    def _said(self, args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Arguments as a command says them; those of the CPU go with it."""
+
+        def say(tensor: torch.Tensor) -> Any:
+            return self.stored(tensor) if tensor.is_meta else tensor.detach().clone()
+
+        said = [exchanged(each, say) for each in args]
+        return said, {name: exchanged(each, say) for name, each in kwargs.items()}
+
+
+_numbers = itertools.count()
+"""Of storages, of all machines of a process."""
+_LARGE = 1 << 20
+"""Bytes from which values are sent at once."""
+_ERRORS: dict[str, type[Exception]] = {
+    **{each.__name__: each for each in (ValueError, IndexError, TypeError, NotImplementedError)},
+    "OutOfMemoryError": torch.OutOfMemoryError,
+    "_LinAlgError": torch.linalg.LinAlgError,
+}
+
+
+def _depends_on_values(func: Any, args: Any) -> bool:
+    if func is aten.index.Tensor:
+        return any(each.dtype in (torch.bool, torch.uint8) for each in _flat(args[1]))
+    return func is aten._linalg_check_errors.default or bool(_UNKNOWN & set(func.tags))
+
+
+def _without_values(geometry: Geometry) -> torch.Tensor:
+    return torch.empty_strided(geometry.shape, geometry.stride, dtype=geometry.dtype, device="meta")
+
+
+def _blank(tensor: torch.Tensor) -> torch.Tensor:
+    """Without values, but for CPU scalars."""
+    return tensor if tensor.is_meta or tensor.dim() == 0 else tensor.to("meta")
+
+
+def _blanks(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: exchanged(each, _blank) for name, each in kwargs.items()}
+
+
+def _flat(values: Any) -> Any:
+    """The tensors in values, in order."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for each in values:
+            yield from _flat(each)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return torch._C._storage_address(tensor)  # type: ignore[attr-defined,no-any-return]

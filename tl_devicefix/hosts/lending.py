@@ -1,0 +1,214 @@
+"""What a rank does that lends its devices: one command after the other, until it is told to end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from tl_devicefix.hosts import commands
+from tl_devicefix.hosts.commands import Failed, Given, New, Stored, exchanged, operation_named
+from tl_devicefix.hosts.mapped import read
+from tl_devicefix.hosts.modules import Unpickler, called
+from tl_devicefix.simulation.geometry import Geometry, geometry_of
+
+
+class Lender:
+    """The tensors of a rank, and what is done to them.
+
+    Args:
+        name: what the rank is called in errors.
+        devices: its devices.
+        wire: to rank 0, and the others.
+    """
+
+    def __init__(self, name: str, devices: list[torch.device], wire: Any) -> None:
+        self._name, self._devices, self._wire = name, devices, wire
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._modules: dict[int, torch.nn.Module] = {}
+        self._failed: Failed | None = None
+        self._component = ""
+
+    @torch.no_grad()
+    def lend(self) -> None:
+        """Do what rank 0 says, until it says to end."""
+        while True:
+            told, values = self._wire.receive_commands()
+            for command in told:
+                if isinstance(command, commands.End):
+                    return
+                self._do(command, values)
+
+    def _do(self, command: Any, values: Callable[[torch.Size, torch.dtype], torch.Tensor]) -> None:
+        kind = type(command).__name__.lower()
+        if kind in ("put", "receive", "send", "read", "ask", "synchronize"):
+            getattr(self, f"_{kind}")(command, values)
+            return
+        try:
+            getattr(self, f"_{kind}")(command)
+        except Exception as error:  # noqa: BLE001  # it is raised where rank 0 waits
+            self._fail(error, command)
+
+    def _fail(self, error: Exception, command: Any) -> None:
+        if self._failed is None:  # the first; others are of what it did not give
+            at = getattr(command, "operation", type(command).__name__.lower())
+            where = f" of {self._component}" if self._component else ""
+            self._failed = Failed(
+                type(error).__name__, f"{error} (in {at}{where}, on {self._name})"
+            )
+
+    # Commands
+
+    def _run(self, command: commands.Run) -> None:
+        args, kwargs = self._given(command)
+        result = operation_named(command.operation)(*args, **kwargs)
+        for made, there in zip(_flat(result), command.gives, strict=True):
+            if there is not None:
+                self._keep(made, *there)
+
+    def _hold(self, command: commands.Hold) -> None:
+        device = self._devices[command.device]
+        self._modules[command.number] = Unpickler(command.module, self._tensor, device).load()
+
+    def _letgo(self, command: commands.LetGo) -> None:
+        self._modules.pop(command.number, None)
+
+    def _call(self, command: commands.Call) -> None:
+        options = {name: self._found(each) for name, each in command.kwargs.items()}
+        entry = None
+        if command.entry is not None:
+            cls, keys, values, is_frozen = command.entry
+            entry = cls, self._tensor(keys), self._tensor(values), is_frozen
+        module, residual = self._modules[command.module], self._tensor(command.residual)
+        made = called(module, residual, options, entry)
+        for each, there in zip(made, command.gives, strict=True):
+            self._keep(each, *there)
+
+    def _keep(self, made: torch.Tensor, number: int, geometry: Geometry) -> None:
+        """Keep a result as rank 0 knows it, which nobody else has."""
+        made = made.resolve_conj().resolve_neg()
+        if geometry_of(made) != geometry or made.storage_offset():
+            there = torch.empty_strided(
+                geometry.shape, geometry.stride, dtype=geometry.dtype, device=made.device
+            )
+            # A kernel may leave out what nobody reads, as batch norm the mean of an evaluation.
+            made = there.copy_(made) if made.numel() else there
+        self._storages[number] = made.untyped_storage()
+
+    def _ask(self, command: commands.Ask, values: Any) -> None:
+        def run() -> Any:
+            args, kwargs = self._given(command)
+            tensors = list(_flat((args, list(kwargs.values()))))
+            result = operation_named(command.operation)(*args, **kwargs)
+            numbers = iter(command.numbers)
+
+            def tell(made: torch.Tensor) -> Any:
+                number = next(numbers)
+                for index, each in enumerate(tensors):
+                    if each is made:
+                        return Given(index)
+                made = made.resolve_conj().resolve_neg().clone()
+                self._storages[number] = made.untyped_storage()
+                return New(number, geometry_of(made))
+
+            return exchanged(result, tell)
+
+        self._answer(command, run)
+
+    def _make(self, command: commands.Make) -> None:
+        made = torch.empty(
+            command.geometry.nbytes, dtype=torch.uint8, device=self._devices[command.device]
+        )
+        self._storages[command.storage] = made.untyped_storage()
+
+    def _grow(self, command: commands.Grow) -> None:
+        self._storages[command.storage].resize_(command.nbytes)
+
+    def _free(self, command: commands.Free) -> None:
+        for storage in command.storages:
+            self._storages.pop(storage, None)
+
+    def _put(self, command: commands.Put, values: Any) -> None:
+        there = values(command.shape, command.dtype)  # comes in any case
+        self._try(command, lambda: self._tensor(command.target).copy_(there))
+
+    def _load(self, command: commands.Load) -> None:
+        values = read(command.where, command.shape, command.stride, command.dtype)
+        self._tensor(command.target).copy_(values)
+
+    def _copy(self, command: commands.Copy) -> None:
+        self._tensor(command.target).copy_(self._tensor(command.source))
+
+    def _read(self, command: commands.Read, values: Any) -> None:
+        self._answer(command, lambda: self._on_cpu(command.source))
+
+    def _send(self, command: commands.Send, values: Any) -> None:
+        there = self._try(command, lambda: self._on_cpu(command.source))
+        self._wire.send_values(there, command.rank)
+
+    def _receive(self, command: commands.Receive, values: Any) -> None:
+        there = self._wire.receive_values(command.shape, command.dtype, command.rank)
+
+        def write() -> None:
+            if there is None:
+                raise RuntimeError(f"rank {command.rank} had nothing to send")
+            self._tensor(command.target).copy_(there)
+
+        self._try(command, write)
+
+    def _note(self, command: commands.Note) -> None:
+        self._component = command.component
+
+    def _synchronize(self, command: commands.Synchronize, values: Any) -> None:
+        def wait() -> None:
+            for device in self._devices:
+                if device.type != "cpu":
+                    torch.get_device_module(device.type).synchronize(device)
+
+        self._answer(command, wait)
+
+    def _answer(self, command: Any, find: Callable[[], Any]) -> None:
+        """Send rank 0 an answer, or what failed since the last one."""
+        found = self._try(command, find)
+        failed, self._failed = self._failed, None
+        self._wire.answer(found if failed is None else failed)
+
+    def _try(self, command: Any, do: Callable[[], Any]) -> Any:
+        try:
+            return do()
+        except Exception as error:  # noqa: BLE001  # it is raised where rank 0 waits
+            self._fail(error, command)
+            return None
+
+    # Tensors
+
+    def _given(self, command: commands.Run | commands.Ask) -> tuple[list[Any], dict[str, Any]]:
+        args = [self._found(each) for each in command.args]
+        return args, {name: self._found(each) for name, each in command.kwargs.items()}
+
+    def _found(self, value: Any) -> Any:
+        if type(value) is Stored:
+            return self._tensor(value)
+        if type(value) is list:
+            return [self._found(each) for each in value]
+        return value
+
+    def _tensor(self, stored: Stored) -> torch.Tensor:
+        if stored.storage not in self._storages:
+            raise RuntimeError("what it needs was never computed, as something failed before")
+        storage = self._storages[stored.storage]
+        tensor = torch.empty(0, dtype=stored.dtype, device=storage.device)
+        return tensor.set_(storage, stored.offset, stored.shape, stored.stride)  # type: ignore[call-overload]
+
+    def _on_cpu(self, stored: Stored) -> torch.Tensor:
+        return self._tensor(stored).to("cpu").contiguous()
+
+
+def _flat(result: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a result, in order."""
+    if isinstance(result, torch.Tensor):
+        yield result
+    elif isinstance(result, (list, tuple)):
+        for each in result:
+            yield from _flat(each)
