@@ -16,6 +16,7 @@ from datetime import timedelta
 from importlib.metadata import version
 from typing import Any, NoReturn
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -190,7 +191,7 @@ def _free(device: torch.device, memory: int | str | None) -> int:
     if memory is not None:
         return bytes_of(memory)
     if device.type == "cpu":
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return int(psutil.virtual_memory().available)
     return int(torch.get_device_module(device.type).mem_get_info(device)[0])
 
 
