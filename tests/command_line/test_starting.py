@@ -36,7 +36,7 @@ def python(*arguments: str, cwd: Path, path: Path = ROOT) -> Any:
 @pytest.mark.parametrize(
     ("arguments", "status", "says"),
     [
-        (["--help"], 0, "{demo,selfcheck,estimate,harvest}"),
+        (["--help"], 0, "{demo,selfcheck,estimate,harvest,lend}"),
         (["estimate", "--help"], 0, "--max-memory"),
         (["estimate"], 2, "the following arguments are required: model"),
         (["nonsense"], 2, "invalid choice: 'nonsense'"),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
 import torch
+import transformers.utils.logging as hf_logging
 from comparison import assert_agrees
 from either_class import BRIDGE
 from safetensors.torch import load_file
@@ -285,6 +286,17 @@ def test_offloaded_blocks(
     assert_agrees(found[RESID][:], cache_of(model, batches, names_filter=RESID)[RESID].cpu())
 
 
+@pytest.fixture
+def bars() -> Iterator[None]:
+    """Progress bars are shown, whatever a command has chosen before."""
+    were_shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.enable_progress_bar()
+    yield
+    if not were_shown:
+        hf_logging.disable_progress_bar()
+
+
+@pytest.mark.usefixtures("bars")
 def test_the_bar_shows_examples_tokens_and_bytes(
     folded_on_one: Any, batches: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

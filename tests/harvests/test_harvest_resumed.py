@@ -251,8 +251,13 @@ def test_a_writer_is_waited_for_by_who_is_interrupted(
 
     with monkeypatch.context() as patch:
         patch.setattr(writing, "write_shard", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            start(batches[:2], shard_size="1MiB")  # one shard, when all is given to the writer
+        # Where tests run beside each other, it is ignored.
+        before_it = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                start(batches[:2], shard_size="1MiB")  # one shard, when all is given to the writer
+        finally:
+            signal.signal(signal.SIGINT, before_it)
     before = files(tmp_path / "out")
     assert not [thread for thread in threading.enumerate() if "harvest" in thread.name]
     assert start(batches[:2], shard_size="1MiB", resume=True).is_complete

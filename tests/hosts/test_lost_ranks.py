@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,14 +20,27 @@ SCRIPT = Path(__file__).with_name("a_script.py")
 
 
 class Launched:
-    """The script on several ranks, as a launcher starts it."""
+    """The script on several ranks, as a launcher starts it.
 
-    def __init__(self, world_size: int, n_forwards: int) -> None:
-        launcher = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    Args:
+        world_size: how many ranks.
+        n_forwards: how long it goes on.
+        hosts: network namespaces that ranks are in, and the address of the first; by default all
+            are on this host.
+    """
+
+    def __init__(
+        self, world_size: int, n_forwards: int, hosts: tuple[list[str], str] | None = None
+    ) -> None:
+        address = hosts[1] if hosts else "127.0.0.1"
+        launcher = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port())}
         launcher |= {"WORLD_SIZE": str(world_size), "SECONDS_TO_LOSE": "4", "OMP_NUM_THREADS": "1"}
         self.ranks = [
             subprocess.Popen(
-                [sys.executable, str(SCRIPT), str(n_forwards)],
+                [
+                    *(["ip", "netns", "exec", hosts[0][rank]] if hosts else []),
+                    *(sys.executable, str(SCRIPT), str(n_forwards)),
+                ],
                 env={**os.environ, **launcher, "RANK": str(rank)},
                 stdout=subprocess.PIPE if rank == 0 else None,
                 stderr=subprocess.DEVNULL,
@@ -43,6 +57,11 @@ class Launched:
     def wait_until_ready(self) -> None:
         assert any(line == "ready\n" for line in self.said)
 
+    def kill(self) -> None:
+        for each in self.ranks:
+            each.kill()
+            each.wait()
+
     def ends(self, but: int | None = None) -> list[int]:
         """With what each rank ends, within half a minute."""
         until = time.monotonic() + 30
@@ -54,9 +73,7 @@ class Launched:
 def launched(request: pytest.FixtureRequest) -> Iterator[Launched]:
     found = Launched(*request.param)
     yield found
-    for each in found.ranks:
-        each.kill()
-        each.wait()
+    found.kill()
 
 
 OTHERS = pytest.mark.full(reason="it starts processes; by default, one that is killed")
@@ -109,3 +126,46 @@ def test_an_interrupt_of_all(launched: Launched) -> None:
         each.send_signal(signal.SIGINT)
 
     assert launched.ends() == [3, 0]
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[tuple[list[str], str]]:
+    """Two network namespaces with a cable between them."""
+    names = [f"rank{rank}-{os.getpid()}" for rank in range(2)]
+
+    def run(*command: str) -> None:
+        subprocess.run(["ip", *command], check=True, capture_output=True)
+
+    for name in names:
+        run("netns", "add", name)
+    try:
+        run("link", "add", "cable0", "netns", names[0], "type", "veth", "peer", "name", "cable1",
+            "netns", names[1])  # fmt: skip
+        for rank, name in enumerate(names):
+            run("-n", name, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", f"cable{rank}")
+            for link in (f"cable{rank}", "lo"):
+                run("-n", name, "link", "set", link, "up")
+        yield names, "10.77.0.1"
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+@OTHERS
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root, and ip"
+)
+def test_a_host_that_is_cut_off(two_hosts: tuple[list[str], str]) -> None:
+    launched = Launched(2, FOREVER, two_hosts)
+    try:
+        launched.wait_until_ready()
+        unplug = ["ip", "-n", two_hosts[0][1], "link", "set", "cable1", "down"]
+        subprocess.run(unplug, check=True)
+        at = time.time()
+        when, _, error = launched.said.readline().partition(" ")
+
+        assert "is lost: it gave no sign of life for 4 s" in error
+        assert float(when) - at < 15
+        assert launched.ends() == [3, 1]
+    finally:
+        launched.kill()

@@ -12,7 +12,6 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from importlib.metadata import version
 from typing import Any, NoReturn
 
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from tl_devicefix.hosts.far_devices import FarDevices, Place
 from tl_devicefix.hosts.lending import Lender
 from tl_devicefix.hosts.peers import Peer, RankLost, Wire, said_by_gloo
-from tl_devicefix.hosts.watching import Watch
+from tl_devicefix.hosts.watching import MEETING, Watch
 from tl_devicefix.simulation.machine import Machine, bytes_of
 from tl_devicefix.simulation.session import entered
 
@@ -49,7 +48,7 @@ def join(
 
     Args:
         master: where rank 0 listens, "host:port"; by default as the launcher says.
-        rank: which one this is; by default as the launcher says, or 0.
+        rank: which one this is; by default as the launcher says.
         world_size: how many ranks there are; by default as the launcher says.
         n_devices: how many devices this rank has; by default all that torch sees, or the CPU.
             On the CPU there may be several.
@@ -57,18 +56,29 @@ def join(
         timeout: seconds without a sign of life after which a rank is given up.
 
     Raises:
-        RuntimeError: if ranks have other versions of torch, TransformerLens or this package.
-        ValueError: if there are not so many devices.
+        RuntimeError: if ranks have other versions of torch, TransformerLens or this package, or one
+            does not come within 10 minutes.
+        ValueError: if there are not so many devices, or a launcher has not said where ranks meet.
     """
     global _joined
     world_size = int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size
     if _joined is not None or world_size < 2:
         return
     if master is None:
-        master = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    rank = int(os.environ.get("RANK", 0)) if rank is None else rank
+        master = f"{_launched('MASTER_ADDR')}:{_launched('MASTER_PORT')}"
+    rank = int(_launched("RANK")) if rank is None else rank
     ranks = meet(master, rank, world_size, n_devices, memory, timeout)
     _joined = _for_good.enter_context(ranks.entered())
+
+
+def _launched(name: str) -> str:
+    """What a launcher says."""
+    if name not in os.environ:
+        raise ValueError(
+            f"WORLD_SIZE is {os.environ.get('WORLD_SIZE')}, but {name} is not set: launch with "
+            'torchrun, set it, or give join(master="host:port", rank=..., world_size=...)'
+        )
+    return os.environ[name]
 
 
 class Ranks:
@@ -125,9 +135,17 @@ def meet(
 ) -> Ranks:
     """Wait for all ranks. On rank 0 it returns; on the others, the process lends its devices."""
     devices = _own_devices(n_devices)
-    watch = Watch(master, rank, world_size, timeout)
+    try:
+        watch = Watch(master, rank, world_size, timeout)
+        watch.meet(world_size)
+    except RuntimeError as error:  # DistError is one
+        raise RuntimeError(
+            f"not all {world_size} ranks came to {master}: start each of them, with a rank of its "
+            "own, and see that this port can be reached"
+        ) from error
+    _choose_interface(master)
     dist.init_process_group(
-        "gloo", store=watch.store, rank=rank, world_size=world_size, timeout=timedelta(days=365)
+        "gloo", store=watch.store, rank=rank, world_size=world_size, timeout=MEETING
     )
     hello: dict[str, Any] = {
         "host": socket.gethostname(),
@@ -141,6 +159,20 @@ def meet(
     if not rank:
         return Ranks(everyone, watch)
     _lend(rank, hello["host"], devices, watch)
+
+
+def _choose_interface(master: str) -> None:
+    """Have gloo use the network by which rank 0 is reached; by itself, it asks for the hostname."""
+    address, _, port = master.rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        try:
+            asked.connect((address, int(port)))  # sends nothing
+        except OSError:  # no IPv4
+            return
+        own = asked.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address == own for each in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _keep_until_the_process_ends() -> None:

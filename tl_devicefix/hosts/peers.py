@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from tl_devicefix.hosts import commands
 
 _COMMANDS, _ANSWERS, _VALUES = 0, 1, 2
 """Tags."""
+_FOREVER = timedelta(days=365)
+"""Who waits is woken when a rank is lost; how long a rank computes is not known."""
 _NOTHING = -1
 _INLINE = 4096
 """Bytes below which values go with their command."""
@@ -43,28 +46,38 @@ def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(tuple(shape), dtype=dtype)
 
 
+def _give(values: torch.Tensor, rank: int, tag: int) -> None:
+    work: Any = dist.isend(values, rank, tag=tag)
+    work.wait(_FOREVER)
+
+
+def _get(values: torch.Tensor, rank: int, tag: int) -> None:
+    work: Any = dist.irecv(values, rank, tag=tag)
+    work.wait(_FOREVER)
+
+
 def _send(values: torch.Tensor, rank: int, tag: int) -> None:
     if values.numel():
-        dist.send(as_bytes(values), rank, tag=tag)
+        _give(as_bytes(values), rank, tag=tag)
 
 
 def _receive(values: torch.Tensor, rank: int, tag: int) -> torch.Tensor:
     if values.numel():
-        dist.recv(values.view(-1).view(torch.uint8), rank, tag=tag)
+        _get(values.view(-1).view(torch.uint8), rank, tag=tag)
     return values
 
 
 def _send_object(found: Any, rank: int, tag: int) -> None:
     told = torch.frombuffer(bytearray(pickle.dumps(found, protocol=5)), dtype=torch.uint8)
-    dist.send(torch.tensor([told.numel()]), rank, tag=tag)
-    dist.send(told, rank, tag=tag)
+    _give(torch.tensor([told.numel()]), rank, tag=tag)
+    _give(told, rank, tag=tag)
 
 
 def _receive_object(rank: int, tag: int) -> Any:
     size = torch.empty(1, dtype=torch.int64)
-    dist.recv(size, rank, tag=tag)
+    _get(size, rank, tag=tag)
     told = torch.empty(int(size), dtype=torch.uint8)
-    dist.recv(told, rank, tag=tag)
+    _get(told, rank, tag=tag)
     # From a rank of the process group, whose network is trusted.
     return pickle.loads(bytes(told.numpy()))
 
@@ -232,7 +245,7 @@ class Wire:
 
     def send_values(self, values: torch.Tensor | None, rank: int) -> None:
         """Send values to another rank, or that there are none."""
-        dist.send(torch.tensor([_NOTHING if values is None else 0]), rank, tag=_VALUES)
+        _give(torch.tensor([_NOTHING if values is None else 0]), rank, tag=_VALUES)
         if values is not None:
             _send(values, rank, _VALUES)
 
@@ -241,7 +254,7 @@ class Wire:
     ) -> torch.Tensor | None:
         """Receive values from another rank; None if it has none."""
         there = torch.empty(1, dtype=torch.int64)
-        dist.recv(there, rank, tag=_VALUES)
+        _get(there, rank, tag=_VALUES)
         if int(there) == _NOTHING:
             return None
         return _receive(_empty(shape, dtype), rank, _VALUES)

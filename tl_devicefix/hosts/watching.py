@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 _EVERY = 1.0
 """Seconds between two signs of life."""
+MEETING = timedelta(minutes=10)
+"""How long ranks wait for each other; clusters start them one by one."""
 _OVER = "over"
 
 
@@ -33,7 +35,6 @@ class Watch:
         address, _, port = master.rpartition(":")
         # A launcher may have its own store there.
         elsewhere = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        wait = timedelta(seconds=max(timeout, 60.0))
         self.store: Any = dist.PrefixStore(
             "tl_devicefix",
             dist.TCPStore(
@@ -41,11 +42,21 @@ class Watch:
                 int(port),
                 world_size,
                 is_master=rank == 0 and not elsewhere,
-                timeout=wait,
+                timeout=MEETING,
                 wait_for_workers=False,
             ),
         )
         self._ended = threading.Event()
+        self._last_beat = time.monotonic()
+
+    def meet(self, world_size: int) -> None:
+        """Wait until all ranks are here.
+
+        Raises:
+            RuntimeError: if one does not come.
+        """
+        self.store.set(f"here {self._rank}", "")
+        self.store.wait([f"here {rank}" for rank in range(world_size)], MEETING)
 
     def begin(self, others: list[int], lose: Callable[[int, str], None]) -> None:
         """Watch other ranks from now on.
@@ -54,8 +65,9 @@ class Watch:
             others: which; a rank that lends watches rank 0.
             lose: called with a rank that is lost, and why.
         """
-        work = self._watch
-        threading.Thread(target=work, args=(others, lose), daemon=True, name="watch").start()
+        for work in (self._watch, self._watch_the_watch):
+            name = work.__name__
+            threading.Thread(target=work, args=(others, lose), daemon=True, name=name).start()
 
     def end(self) -> None:
         """Watch no more."""
@@ -69,6 +81,7 @@ class Watch:
     def _watch(self, others: list[int], lose: Callable[[int, str], None]) -> None:
         seen = {rank: ("", time.monotonic()) for rank in others}
         for beat in itertools.count():
+            self._last_beat = time.monotonic()
             if self._ended.wait(_EVERY):
                 return
             try:
@@ -85,6 +98,13 @@ class Watch:
                 elif time.monotonic() - seen[rank][1] > self._timeout:
                     why = f"it gave no sign of life for {self._timeout:g} s"
                     return self._tell(lose, rank, why)
+
+    def _watch_the_watch(self, others: list[int], lose: Callable[[int, str], None]) -> None:
+        """Give up if the store does not answer: of a host that is cut off, it says nothing."""
+        self._last_beat = time.monotonic()
+        while not self._ended.wait(_EVERY):
+            if time.monotonic() - self._last_beat > self._timeout:
+                return self._tell(lose, 0, f"its store has not answered for {self._timeout:g} s")
 
     def _tell(self, lose: Callable[[int, str], None], rank: int, why: str) -> None:
         if not self._ended.is_set():
