@@ -71,5 +71,12 @@ def go_offline(patch: pytest.MonkeyPatch, cache: Path) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("the network is asked")
 
+    connect = socket.socket.connect
+
+    def connect_here(self: socket.socket, address: Any) -> None:
+        if address[0] != "127.0.0.1":
+            refuse()
+        connect(self, address)
+
     patch.setattr(socket, "getaddrinfo", refuse)
-    patch.setattr(socket.socket, "connect", refuse)
+    patch.setattr(socket.socket, "connect", connect_here)
