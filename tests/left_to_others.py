@@ -11,6 +11,7 @@ from either_class import BRIDGE
 
 from tl_devicefix.patching.versions import has_hooked_transformer, installed
 
+OF_RANKS = ("test_errors_on_ranks", "test_lost_ranks")
 BRIDGE_ON_3 = ("test_parity",)
 """Where the Bridge of TransformerLens 3.9 is tested: whether it gives what it gave unpatched."""
 
@@ -19,8 +20,9 @@ def is_left_to_others(item: pytest.Item) -> bool:
     """Whether another version's default run has this test, of the same code."""
     if has_hooked_transformer() and _is_of_bridge(item):
         return item.path.stem not in BRIDGE_ON_3
-    # Simulated devices know nothing of TransformerLens.
-    return installed().major != 3 and item.path.parent.name == "simulation"
+    # Simulated devices, and how ranks fail, know nothing of TransformerLens.
+    is_of_torch = item.path.parent.name == "simulation" or item.path.stem in OF_RANKS
+    return installed().major != 3 and is_of_torch
 
 
 def _is_of_bridge(item: pytest.Item) -> bool:
