@@ -7,7 +7,7 @@ command.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -150,12 +150,6 @@ class Receive(NamedTuple):
     rank: int
 
 
-class Note(NamedTuple):
-    """Say what comes next, for errors."""
-
-    component: str
-
-
 class Synchronize(NamedTuple):
     """Tell when all before it is done."""
 
@@ -194,6 +188,15 @@ def exchanged(values: Any, exchange: Callable[[torch.Tensor], Any]) -> Any:
             return list(values)
         return [exchanged(each, exchange) for each in values]
     return values
+
+
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors in arguments, or in what an operation gives, in order."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for each in values:
+            yield from tensors_in(each)
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tl_devicefix.hosts import commands
-from tl_devicefix.hosts.commands import Failed, Given, New, Stored, exchanged
+from tl_devicefix.hosts.commands import Failed, Given, New, Stored, exchanged, tensors_in
 from tl_devicefix.hosts.mapped import in_file
 from tl_devicefix.hosts.peers import Peer
 from tl_devicefix.simulation.geometry import Geometry, geometry_of
@@ -109,11 +109,11 @@ class FarDevices:
                 remember(func, *blanks, found)
             return found
         with self._lock:
-            gives = tuple(self._given(each, args, rank) for each in _flat(result))
+            gives = tuple(self._given(each, rank) for each in tensors_in(result))
             self._tell(rank, commands.Run(func.name(), *self._said(args, kwargs), gives))
         return result
 
-    def _given(self, made: torch.Tensor, args: Any, rank: int) -> tuple[int, Geometry] | None:
+    def _given(self, made: torch.Tensor, rank: int) -> tuple[int, Geometry] | None:
         """Number of the storage of what an operation gives; None if that is known."""
         if _address(made) in self._storages:
             return None
@@ -130,7 +130,7 @@ class FarDevices:
 
     def _ask(self, func: Any, args: Any, kwargs: dict[str, Any], rank: int) -> Any:
         """Have an operation run whose result is not known before, and wait for it."""
-        tensors = list(_flat((args, list(kwargs.values()))))
+        tensors = list(tensors_in((args, list(kwargs.values()))))
         with self._lock:
             first = [next(_numbers) for _ in func._schema.returns]
             told = commands.Ask(func.name(), *self._said(args, kwargs), first)
@@ -151,7 +151,7 @@ class FarDevices:
 
     def _at_home(self, func: Any, args: Any, kwargs: dict[str, Any], device: int) -> Any:
         """Draw random numbers here, where they are those of one process."""
-        there = list(_flat((args, list(kwargs.values()))))
+        there = list(tensors_in((args, list(kwargs.values()))))
         read = {id(each): self.read(each, device) if each.is_meta else each for each in there}
         here = lambda values: exchanged(values, lambda each: read[id(each)])  # noqa: E731
         result = func(*here(args), **{name: here(each) for name, each in kwargs.items()})
@@ -349,11 +349,6 @@ class FarDevices:
                 answer = self._wait_for(rank, commands.Synchronize())
             self._of(rank, answer)
 
-    def note(self, device: int, component: str) -> None:
-        """Say what a device computes from now on, for errors."""
-        if self.places[device].rank:
-            self._tell(self.places[device].rank, commands.Note(component))
-
     def keep_busy(self, device: int, seconds: float) -> None:
         """Refuse: these take the time that they take."""
         raise RuntimeError("devices of other ranks cannot be kept busy: simulate some for it")
@@ -437,7 +432,7 @@ _ERRORS: dict[str, type[Exception]] = {
 
 def _depends_on_values(func: Any, args: Any) -> bool:
     if func is aten.index.Tensor:
-        return any(each.dtype in (torch.bool, torch.uint8) for each in _flat(args[1]))
+        return any(each.dtype in (torch.bool, torch.uint8) for each in tensors_in(args[1]))
     return func is aten._linalg_check_errors.default or bool(_UNKNOWN & set(func.tags))
 
 
@@ -452,15 +447,6 @@ def _blank(tensor: torch.Tensor) -> torch.Tensor:
 
 def _blanks(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: exchanged(each, _blank) for name, each in kwargs.items()}
-
-
-def _flat(values: Any) -> Any:
-    """The tensors in values, in order."""
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, (list, tuple)):
-        for each in values:
-            yield from _flat(each)
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from tl_devicefix.hosts import commands
-from tl_devicefix.hosts.commands import Failed, Given, New, Stored, exchanged, operation_named
+from tl_devicefix.hosts.commands import (
+    Failed,
+    Given,
+    New,
+    Stored,
+    exchanged,
+    operation_named,
+    tensors_in,
+)
 from tl_devicefix.hosts.mapped import read
 from tl_devicefix.hosts.modules import Unpickler, called
 from tl_devicefix.simulation.geometry import Geometry, geometry_of
@@ -28,7 +36,6 @@ class Lender:
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._modules: dict[int, torch.nn.Module] = {}
         self._failed: Failed | None = None
-        self._component = ""
 
     @torch.no_grad()
     def lend(self) -> None:
@@ -53,17 +60,14 @@ class Lender:
     def _fail(self, error: Exception, command: Any) -> None:
         if self._failed is None:  # the first; others are of what it did not give
             at = getattr(command, "operation", type(command).__name__.lower())
-            where = f" of {self._component}" if self._component else ""
-            self._failed = Failed(
-                type(error).__name__, f"{error} (in {at}{where}, on {self._name})"
-            )
+            self._failed = Failed(type(error).__name__, f"{error} (in {at}, on {self._name})")
 
     # Commands
 
     def _run(self, command: commands.Run) -> None:
         args, kwargs = self._given(command)
         result = operation_named(command.operation)(*args, **kwargs)
-        for made, there in zip(_flat(result), command.gives, strict=True):
+        for made, there in zip(tensors_in(result), command.gives, strict=True):
             if there is not None:
                 self._keep(made, *there)
 
@@ -99,7 +103,7 @@ class Lender:
     def _ask(self, command: commands.Ask, values: Any) -> None:
         def run() -> Any:
             args, kwargs = self._given(command)
-            tensors = list(_flat((args, list(kwargs.values()))))
+            tensors = list(tensors_in((args, list(kwargs.values()))))
             result = operation_named(command.operation)(*args, **kwargs)
             numbers = iter(command.numbers)
 
@@ -157,9 +161,6 @@ class Lender:
 
         self._try(command, write)
 
-    def _note(self, command: commands.Note) -> None:
-        self._component = command.component
-
     def _synchronize(self, command: commands.Synchronize, values: Any) -> None:
         def wait() -> None:
             for device in self._devices:
@@ -203,12 +204,3 @@ class Lender:
 
     def _on_cpu(self, stored: Stored) -> torch.Tensor:
         return self._tensor(stored).to("cpu").contiguous()
-
-
-def _flat(result: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a result, in order."""
-    if isinstance(result, torch.Tensor):
-        yield result
-    elif isinstance(result, (list, tuple)):
-        for each in result:
-            yield from _flat(each)

@@ -151,9 +151,9 @@ def _told(
 
 def _hold(module: nn.Module, far: FarDevices, device: torch.device) -> _Held | None:
     """The copy that a rank has, made now unless there is one that is still right."""
-    held = _held.get(module)
-    if held is not None and held.is_as_it_was(module):
-        return held
+    before = _held.get(module)
+    if before is not None and before.is_as_it_was(module):
+        return before
     tensors = _tensors(module)
     if not all(type(each) is SimTensor and each.device == device for each in tensors):
         return None
@@ -168,7 +168,6 @@ def _hold(module: nn.Module, far: FarDevices, device: torch.device) -> _Held | N
         [each._allocation for each in tensors],  # type: ignore[attr-defined]
         dict(vars(module.cfg)),  # type: ignore[arg-type]
     )
-    before = _held.get(module)
     if before is not None:
         before.let_go()
     if far.places[device.index].rank:
