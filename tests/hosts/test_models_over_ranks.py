@@ -84,6 +84,14 @@ RUNS = [
     *([read] if has_hooked_transformer() else []),
 ]
 
+EQUAL = {"rtol": 0, "atol": 0}
+CLOSE = {
+    # SDPA of simulated devices is another kernel than the CPU's, if there is a bias,
+    with_sdpa: {"rtol": 0, "atol": 1e-5},
+    # and backwards through whole blocks are those of the CPU.
+    gradients: {"rtol": 1e-4, "atol": 1e-6},
+}
+
 
 def at_home(result: Any) -> list[Any]:
     return [
@@ -126,11 +134,24 @@ def test_the_same_bits(run: Any, both: Any, tokens: torch.Tensor) -> None:
     assert len(actual) == len(expected[run.__name__])
     for one, other in zip(actual, expected[run.__name__]):
         if isinstance(one, torch.Tensor):
-            # SDPA of simulated devices is another kernel than the CPU's, if there is a bias.
-            atol = 1e-5 if run is with_sdpa else 0
-            torch.testing.assert_close(one, other, rtol=0, atol=atol, equal_nan=True)
+            torch.testing.assert_close(one, other, **CLOSE.get(run, EQUAL), equal_nan=True)
         else:
             assert one == other
+
+
+@pytest.mark.skipif(
+    not has_hooked_transformer(), reason="blocks of a Bridge are run operation by operation"
+)
+def test_gradients_are_those_of_one_cpu(both: Any, tokens: torch.Tensor) -> None:
+    model, _ = both
+    alone = on_cpu(model)
+
+    for each in (model, alone):
+        each(tokens, return_type="loss").backward()
+
+    for one, other in zip(model.parameters(), alone.parameters()):
+        torch.testing.assert_close(one.grad.cpu(), other.grad, **EQUAL)
+    model.zero_grad()
 
 
 @pytest.mark.skipif(

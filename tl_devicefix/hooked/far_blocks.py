@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from transformer_lens.components import TransformerBlock
 
 from tl_devicefix.attending.choosing import is_chosen
-from tl_devicefix.hosts.modules import run_elsewhere, runs_elsewhere
+from tl_devicefix.hosts.whole import run_whole
 from tl_devicefix.patching.applying import original
 
 
@@ -20,17 +21,16 @@ def forward(
     attention_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`TransformerBlock.forward`, run by the rank that has the block if nobody looks into it."""
-    options = {
+    given = {
+        "resid_pre": resid_pre,
         "shortformer_pos_embed": shortformer_pos_embed,
         "attention_mask": attention_mask,
     }
     entry = past_kv_cache_entry
-    is_left = entry is not None and is_chosen(self.attn)  # grows in place, here
-    if not is_left and runs_elsewhere(self, resid_pre):
-        made = run_elsewhere(self, resid_pre, options, entry)  # type: ignore[arg-type]
+    run_here = functools.partial(original(TransformerBlock, "forward"), self)
+    if entry is None or not is_chosen(self.attn):  # or it grows in place, here
+        made = run_whole(self, given, entry, run_here)
         if made is not None:
             return made
-    output: torch.Tensor = original(TransformerBlock, "forward")(
-        self, resid_pre, past_kv_cache_entry=past_kv_cache_entry, **options
-    )
+    output: torch.Tensor = run_here(**given, past_kv_cache_entry=entry)
     return output

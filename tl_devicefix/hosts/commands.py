@@ -39,36 +39,60 @@ class Run(NamedTuple):
 
 
 class HeldTensor(NamedTuple):
-    """A tensor of a module."""
+    """A tensor of a block."""
 
     stored: Stored | int
-    """Where the rank has it, or which of those it is that are given with the module."""
+    """Where the rank has it, or which of those it is that are given with the block."""
     is_parameter: bool
 
 
 class Hold(NamedTuple):
-    """Hold a copy of a module."""
+    """Hold a copy of a block."""
 
     number: int
-    module: bytes
+    block: bytes
     device: int
 
 
 class LetGo(NamedTuple):
-    """Let a copy of a module go."""
+    """Let a copy of a block, or a graph, go."""
 
     number: int
 
 
 class Call(NamedTuple):
-    """Run a module; each tensor that it gives becomes a storage."""
+    """Run a block; each tensor that it gives becomes a storage."""
 
-    module: int
-    residual: Stored
+    block: int
     kwargs: dict[str, Any]
     entry: tuple[type, Stored, Stored, bool] | None
     gives: tuple[tuple[int, Geometry], ...]
     operation: str = "a block"
+
+
+class Record(NamedTuple):
+    """Run a block, and hold its graph; what it gives becomes a storage."""
+
+    number: int
+    """Of the graph."""
+    block: int
+    kwargs: dict[str, Any]
+    keys: tuple[str | int, ...]
+    """Of what asks for gradients: arguments, and which of the block's tensors."""
+    gives: tuple[tuple[int, Geometry], ...]
+    operation: str = "a block"
+
+
+class Backward(NamedTuple):
+    """Run a backward through a graph; each gradient becomes a storage."""
+
+    graph: int
+    gradient: Stored
+    which: tuple[int, ...]
+    """Of the keys."""
+    keeps: bool
+    gives: tuple[tuple[int, Geometry], ...]
+    operation: str = "a backward through a block"
 
 
 class Ask(NamedTuple):

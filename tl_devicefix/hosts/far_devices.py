@@ -166,7 +166,7 @@ class FarDevices:
         result = exchanged(result, upload)
         return tuple(result) if type(result) is list else result
 
-    # Modules
+    # Blocks
 
     def promise(self, geometry: Geometry, rank: int) -> torch.Tensor:
         """A tensor that a rank is about to be told to make."""
@@ -174,34 +174,63 @@ class FarDevices:
         self._number(made, rank)
         return made
 
-    def hold(self, device: int, number: int, module: bytes) -> None:
-        """Have a rank hold a copy of a module."""
+    def hold(self, device: int, number: int, block: bytes) -> None:
+        """Have a rank hold a copy of a block."""
         place = self.places[device]
-        self._tell(place.rank, commands.Hold(number, module, place.number))
+        self._tell(place.rank, commands.Hold(number, block, place.number))
 
     def let_go(self, rank: int, number: int) -> None:
-        """Have a rank let a copy of a module go. This may be called in the middle of anything."""
+        """Have a rank let a copy of a block, or a graph, go. It may be called at any time."""
         self._let_go[rank].append(number)
 
     def call(
         self,
         rank: int,
-        number: int,
-        residual: torch.Tensor,
-        options: dict[str, Any],
+        block: int,
+        given: dict[str, Any],
         entry: tuple[Any, ...] | None,
         gives: list[torch.Tensor],
     ) -> None:
-        """Have a rank run a module that it holds."""
+        """Have a rank run a block that it holds."""
         with self._lock:
             there = None
             if entry is not None:
                 cls, keys, values, frozen = entry
                 there = cls, self.stored(keys), self.stored(values), frozen
-            made = tuple((self.stored(each).storage, geometry_of(each)) for each in gives)
-            _, said = self._said([], options)
-            stored = self.stored(residual)
-            self._tell(rank, commands.Call(number, stored, said, there, made))
+            _, said = self._said([], given)
+            self._tell(rank, commands.Call(block, said, there, self._promised(gives)))
+
+    def record(
+        self,
+        rank: int,
+        graph: int,
+        block: int,
+        given: dict[str, Any],
+        keys: tuple[str | int, ...],
+        output: torch.Tensor,
+    ) -> None:
+        """Have a rank run a block that it holds, and hold the graph."""
+        with self._lock:
+            _, said = self._said([], given)
+            gives = self._promised([output])
+            self._tell(rank, commands.Record(graph, block, said, keys, gives))
+
+    def backward(
+        self,
+        rank: int,
+        graph: int,
+        gradient: torch.Tensor,
+        which: tuple[int, ...],
+        keeps: bool,
+        gives: list[torch.Tensor],
+    ) -> None:
+        """Have a rank run a backward through a graph that it holds."""
+        with self._lock:
+            made, there = self._promised(gives), self.stored(gradient)
+            self._tell(rank, commands.Backward(graph, there, which, keeps, made))
+
+    def _promised(self, gives: list[torch.Tensor]) -> tuple[tuple[int, Geometry], ...]:
+        return tuple((self.stored(each).storage, geometry_of(each)) for each in gives)
 
     # Copies
 

@@ -96,7 +96,9 @@ class Ranks:
     def __init__(self, everyone: list[dict[str, Any]], watch: Watch) -> None:
         self.places = _places(everyone)
         others = range(1, len(everyone))
-        self.peers = {each: Peer(each, functools.partial(self.lose, each)) for each in others}
+        self.peers = {
+            each: Peer(each, watch.store, functools.partial(self.lose, each)) for each in others
+        }
         self._everyone, self._watch = everyone, watch
         watch.begin(list(others), self.lose)
         atexit.register(self._leave)
@@ -190,7 +192,7 @@ def _lend(rank: int, host: str, devices: list[torch.device], watch: Watch) -> No
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, for rank 0 to decide
     watch.begin([0], lose)
     try:
-        Lender(f"rank {rank} ({host})", devices, Wire()).lend()
+        Lender(f"rank {rank} ({host})", devices, Wire(rank, watch.store, functools.partial(lose, 0))).lend()
     except RuntimeError as error:  # gloo's
         watch.end()
         lose(0, said_by_gloo(error))

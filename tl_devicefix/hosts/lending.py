@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,12 @@ from tl_devicefix.hosts.commands import (
     operation_named,
     tensors_in,
 )
+from tl_devicefix.hosts.graphs import Graph, called
 from tl_devicefix.hosts.mapped import read
-from tl_devicefix.hosts.modules import Unpickler, called
+from tl_devicefix.hosts.modules import Unpickler
 from tl_devicefix.simulation.geometry import Geometry, geometry_of
+
+_NEVER = "what it needs was never computed, as something failed before"
 
 
 class Lender:
@@ -34,7 +37,8 @@ class Lender:
     def __init__(self, name: str, devices: list[torch.device], wire: Any) -> None:
         self._name, self._devices, self._wire = name, devices, wire
         self._storages: dict[int, torch.UntypedStorage] = {}
-        self._modules: dict[int, torch.nn.Module] = {}
+        self._blocks: dict[int, torch.nn.Module] = {}
+        self._graphs: dict[int, Graph] = {}
         self._failed: Failed | None = None
 
     @torch.no_grad()
@@ -73,19 +77,31 @@ class Lender:
 
     def _hold(self, command: commands.Hold) -> None:
         device = self._devices[command.device]
-        self._modules[command.number] = Unpickler(command.module, self._tensor, device).load()
+        self._blocks[command.number] = Unpickler(command.block, self._tensor, device).load()
 
     def _letgo(self, command: commands.LetGo) -> None:
-        self._modules.pop(command.number, None)
+        self._blocks.pop(command.number, None)
+        self._graphs.pop(command.number, None)
 
     def _call(self, command: commands.Call) -> None:
-        options = {name: self._found(each) for name, each in command.kwargs.items()}
         entry = None
         if command.entry is not None:
             cls, keys, values, is_frozen = command.entry
             entry = cls, self._tensor(keys), self._tensor(values), is_frozen
-        module, residual = self._modules[command.module], self._tensor(command.residual)
-        made = called(module, residual, options, entry)
+        self._keep_all(called(self._block(command.block), self._named(command), entry), command)
+
+    def _record(self, command: commands.Record) -> None:
+        graph = Graph(self._block(command.block), self._named(command), command.keys)
+        self._graphs[command.number] = graph
+        self._keep_all([graph.output], command)
+
+    def _backward(self, command: commands.Backward) -> None:
+        if command.graph not in self._graphs:
+            raise RuntimeError(_NEVER)
+        graph, gradient = self._graphs[command.graph], self._tensor(command.gradient)
+        self._keep_all(graph.backward(gradient, command.which, command.keeps), command)
+
+    def _keep_all(self, made: Sequence[Any], command: Any) -> None:
         for each, there in zip(made, command.gives, strict=True):
             self._keep(each, *there)
 
@@ -185,8 +201,15 @@ class Lender:
     # Tensors
 
     def _given(self, command: commands.Run | commands.Ask) -> tuple[list[Any], dict[str, Any]]:
-        args = [self._found(each) for each in command.args]
-        return args, {name: self._found(each) for name, each in command.kwargs.items()}
+        return [self._found(each) for each in command.args], self._named(command)
+
+    def _named(self, command: Any) -> dict[str, Any]:
+        return {name: self._found(each) for name, each in command.kwargs.items()}
+
+    def _block(self, number: int) -> torch.nn.Module:
+        if number not in self._blocks:
+            raise RuntimeError(_NEVER)
+        return self._blocks[number]
 
     def _found(self, value: Any) -> Any:
         if type(value) is Stored:
@@ -197,7 +220,7 @@ class Lender:
 
     def _tensor(self, stored: Stored) -> torch.Tensor:
         if stored.storage not in self._storages:
-            raise RuntimeError("what it needs was never computed, as something failed before")
+            raise RuntimeError(_NEVER)
         storage = self._storages[stored.storage]
         tensor = torch.empty(0, dtype=stored.dtype, device=storage.device)
         return tensor.set_(storage, stored.offset, stored.shape, stored.stride)  # type: ignore[call-overload]

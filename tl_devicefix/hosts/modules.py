@@ -1,6 +1,6 @@
-"""Modules that another rank runs whole: one command, where each of their operations would be one.
+"""Blocks that a rank runs whole: one command, where each of their operations would be one.
 
-The rank holds a copy of the module, whose weights are the very storages that the module has there.
+The rank holds a copy of the block, whose weights are the very storages that the block has there.
 """
 
 from __future__ import annotations
@@ -21,197 +21,140 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from tl_devicefix.hosts.commands import HeldTensor
 from tl_devicefix.hosts.far_devices import FarDevices
-from tl_devicefix.simulation.geometry import Geometry
-from tl_devicefix.simulation.machine import DEVICE_TYPE
+from tl_devicefix.hosts.graphs import Graph, Key
+from tl_devicefix.hosts.snapshots import HOOKS, Snapshot, tensors_of
+from tl_devicefix.simulation.machine import DEVICE_TYPE, Machine
 from tl_devicefix.simulation.tensor import SimTensor, wrap
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL_HOOKS = tuple(getattr(torch_modules, f"_global{name}") for name in _HOOKS)
+_GLOBAL_HOOKS = tuple(getattr(torch_modules, f"_global{name}") for name in HOOKS)
 _numbers = itertools.count()
 
 
 @dataclasses.dataclass
-class _Held:
-    """A module, as a rank has a copy of it.
+class HeldBlock:
+    """A block, as a rank has a copy of it.
 
     Attributes:
         number: of the copy.
-        state: what was set in its modules.
-        tensors: its parameters and buffers.
-        settings: of its config, as they were.
+        seen: what was set in the block when it was copied.
+        far: the devices of all ranks.
+        machine: to which they belong.
+        device: where the block is.
+        told: the block, as bytes.
         copy: the copy, if that is rank 0's.
         let_go: has a rank let its copy go.
     """
 
     number: int
-    state: list[dict[str, Any]]
-    tensors: list[torch.Tensor]
-    storages: list[Any]
-    settings: dict[str, Any]
+    seen: Snapshot
+    far: FarDevices
+    machine: Machine
+    device: torch.device
+    told: bytes
     copy: Any = None
     let_go: Callable[[], object] = lambda: None
+    _used: dict[Any, set[Key] | None] = dataclasses.field(default_factory=dict)
 
-    def is_as_it_was(self, module: nn.Module) -> bool:
-        """Whether nobody has exchanged a module or a tensor, or set something in one."""
-        there, state = _tensors(module), _state(module)
-        return (
-            len(state) == len(self.state)
-            and all(_is_same(a, b) for a, b in zip(state, self.state))
-            and len(there) == len(self.tensors)
-            and all(a is b for a, b in zip(there, self.tensors))
-            and all(a._allocation is b for a, b in zip(there, self.storages))  # type: ignore[attr-defined]
-            and vars(module.cfg) == self.settings
-        )
+    @property
+    def rank(self) -> int:
+        """Whose device it is on."""
+        return self.far.places[self.device.index].rank
+
+    def wrapped(self, made: torch.Tensor) -> SimTensor:
+        """What was computed there, on its device."""
+        return wrap(made, self.machine, self.device)
+
+    def used(self, given: dict[str, Any]) -> set[Key] | None:
+        """Which tensors a backward gives gradients; None if that depends on values.
+
+        A block without values tells, which is run here once.
+        """
+        named = tuple(name for name, each in given.items() if each is not None)
+        if named not in self._used:
+            self._used[named] = self._find_used(given)
+        return self._used[named]
+
+    def _find_used(self, given: dict[str, Any]) -> set[Key] | None:
+        blank = {
+            name: torch.empty_like(each._cpu, device="meta") if type(each) is SimTensor else each
+            for name, each in given.items()
+        }
+        tensors = [torch.empty_like(each._cpu, device="meta") for each in self.seen.tensors]
+        keys: list[Key] = [n for n, each in blank.items() if _is_differentiable(each)]
+        keys += [index for index, each in enumerate(tensors) if _is_differentiable(each)]
+        there = iter(tensors)
+        block = Unpickler(self.told, lambda _: next(there), torch.device("meta")).load()
+        try:
+            graph = Graph(block, blank, keys)
+            gradients = graph.backward(torch.empty_like(graph.output), range(len(keys)))
+        except RuntimeError:  # it asks for values, or torch has no rule for it
+            return None
+        return {key for key, each in zip(keys, gradients) if each is not None}
 
 
-_held: WeakKeyDictionary[nn.Module, _Held] = WeakKeyDictionary()
+def _is_differentiable(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
-def runs_elsewhere(module: nn.Module, residual: Any) -> bool:
-    """Whether a module may be run by the rank that has its weights: nobody looks into it.
+_held: WeakKeyDictionary[nn.Module, HeldBlock] = WeakKeyDictionary()
+
+
+def held(block: nn.Module, residual: Any) -> HeldBlock | None:
+    """A block's copy where the block is; None if it must be run here, operation by operation.
 
     Args:
-        module: a block.
-        residual: what it is given, on its device.
+        block: whose copy is made now, unless there is one that is still right.
+        residual: what it is given.
     """
-    if type(residual) is not SimTensor or torch.is_grad_enabled():
-        return False
-    if not isinstance(residual._allocation.machine.asynchronous, FarDevices):
-        return False
-    if any(_GLOBAL_HOOKS) or _len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
-        return False
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return False
-    return not any(_is_watched(each) for each in module.modules() if each is not module)
-
-
-def _is_watched(module: nn.Module) -> bool:
-    held = vars(module)
-    return "forward" in held or any(held[name] for name in _HOOKS)
-
-
-def run_elsewhere(
-    module: nn.Module,
-    residual: SimTensor,
-    given: dict[str, Any],
-    entry: Any = None,
-) -> torch.Tensor | None:
-    """What a block makes of the residual stream; None if the rank cannot run it.
-
-    Args:
-        module: the block, all of whose weights are on one device.
-        residual: [batch, pos, d_model], on that device.
-        given: what else it is given, by name.
-        entry: of a KV cache, to which it appends.
-    """
-    device = residual.device
-    allocation = residual._allocation
-    far: Any = allocation.machine.asynchronous
-    held = _hold(module, far, device)
-    if held is None or any(
-        isinstance(each, torch.Tensor) and each.device != device for each in given.values()
-    ):
+    if type(residual) is not SimTensor or _is_looked_into():
         return None
-    cpu = {n: each._cpu if type(each) is SimTensor else each for n, each in given.items()}
-    rank = far.places[device.index].rank
-    there = None
-    if entry is not None:
-        there = type(entry), entry.past_keys._cpu, entry.past_values._cpu, entry.frozen
-    if rank:
-        gives = _told(far, rank, held, residual, cpu, there)
-    else:
-        with torch.no_grad():
-            gives = called(held.copy, residual._cpu, cpu, there)
-    made = [wrap(each, allocation.machine, device) for each in gives]
-    if len(made) > 1:
-        entry.past_keys, entry.past_values = made[1:]
-    return made[0]
+    far: Any = residual._allocation.machine.asynchronous
+    if not isinstance(far, FarDevices):
+        return None
+    before = _held.get(block)
+    if before is not None and before.far is far and before.seen.holds():
+        is_there = before.device == residual.device and not before.seen.is_watched
+        return before if is_there else None
+    found = _hold(block, far, residual.device)
+    if found is not None:
+        if before is not None:
+            before.let_go()
+        _held[block] = found
+    return found
 
 
-def _told(
-    far: FarDevices,
-    rank: int,
-    held: _Held,
-    residual: SimTensor,
-    given: dict[str, Any],
-    entry: tuple[Any, ...] | None,
-) -> list[torch.Tensor]:
-    """Tell a rank to run a module; returns what it will have given."""
-    output = far.promise(_contiguous(residual.shape, residual.dtype), rank)
-    gives = [output]
-    if entry is not None:
-        _, *past, is_frozen = entry
-        for each in () if is_frozen else past:
-            batch, length, *heads = each.shape
-            shape = (batch, length + residual.shape[1], *heads)
-            gives.append(far.promise(_contiguous(shape, each.dtype), rank))
-    far.call(rank, held.number, residual._cpu, given, entry, gives)
-    return gives
+def _is_looked_into() -> bool:
+    """Whether there is something around that sees, or changes, each operation."""
+    return (
+        any(_GLOBAL_HOOKS)
+        or _len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch.is_autocast_enabled(DEVICE_TYPE)
+    )
 
 
-def _hold(module: nn.Module, far: FarDevices, device: torch.device) -> _Held | None:
-    """The copy that a rank has, made now unless there is one that is still right."""
-    before = _held.get(module)
-    if before is not None and before.is_as_it_was(module):
-        return before
-    tensors = _tensors(module)
+def _hold(block: nn.Module, far: FarDevices, device: torch.device) -> HeldBlock | None:
+    tensors = tensors_of(block)
     if not all(type(each) is SimTensor and each.device == device for each in tensors):
         return None
+    seen = Snapshot(block)
+    if seen.is_watched:
+        return None
     try:
-        told, kept = _pickled(module, far)
+        told, kept = _pickled(block, far)
     except (pickle.PicklingError, AttributeError, TypeError):  # a lambda, and the like
         return None
-    held = _Held(
-        next(_numbers),
-        _state(module),
-        tensors,
-        [each._allocation for each in tensors],  # type: ignore[attr-defined]
-        dict(vars(module.cfg)),  # type: ignore[arg-type]
-    )
-    if before is not None:
-        before.let_go()
-    if far.places[device.index].rank:
-        far.hold(device.index, held.number, told)
-        held.let_go = weakref.finalize(
-            module, far.let_go, far.places[device.index].rank, held.number
-        )
+    place = far.places[device.index]
+    machine = tensors[0]._allocation.machine  # type: ignore[attr-defined]
+    made = HeldBlock(next(_numbers), seen, far, machine, device, told)
+    if place.rank:
+        far.hold(device.index, made.number, told)
+        made.let_go = weakref.finalize(block, far.let_go, place.rank, made.number)
     else:
-        held.copy = Unpickler(told, kept.__getitem__, far.places[device.index].device).load()
-    _held[module] = held
-    return held
-
-
-def _state(module: nn.Module) -> list[dict[str, Any]]:
-    """What is set in each of its modules, and which these are, but not what hooks there are."""
-    return [
-        {
-            # Not the module itself, which would be held by what is known of it.
-            "": None if each is module else each,
-            **{name: value for name, value in vars(each).items() if _is_setting(name)},
-        }
-        for each in module.modules()
-    ]
-
-
-def _is_setting(name: str) -> bool:
-    return name[0] != "_" or name.startswith("_tl_devicefix")
-
-
-def _is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(one[name] is other[name] for name in one)
-
-
-def _tensors(module: nn.Module) -> list[torch.Tensor]:
-    return [
-        each
-        for one in module.modules()
-        for each in (*one._parameters.values(), *one._buffers.values())
-        if each is not None
-    ]
-
-
-def _contiguous(shape: Any, dtype: torch.dtype) -> Geometry:
-    return Geometry(torch.Size(shape), torch.empty(shape, device="meta").stride(), dtype)
+        made.copy = Unpickler(told, kept.__getitem__, place.device).load()
+    return made
 
 
 class _Pickler(pickle.Pickler):
@@ -234,47 +177,25 @@ class _Pickler(pickle.Pickler):
         return None
 
 
-def _pickled(module: nn.Module, far: FarDevices) -> tuple[bytes, list[torch.Tensor]]:
-    """A copy of a module without the hooks of its own, with which it is carried to."""
-    alone = module.__new__(type(module))
-    alone.__dict__.update(vars(module))
-    for name in _HOOKS:
-        alone.__dict__[name] = type(vars(module)[name])()
+def _pickled(block: nn.Module, far: FarDevices) -> tuple[bytes, list[torch.Tensor]]:
+    """A copy of a block without the hooks of its own, with which it is carried to."""
+    alone = block.__new__(type(block))
+    alone.__dict__.update(vars(block))
+    for name in HOOKS:
+        alone.__dict__[name] = type(vars(block)[name])()
     file = io.BytesIO()
     pickler = _Pickler(file, far)
     pickler.dump(alone)
     return file.getvalue(), pickler.kept
 
 
-def called(
-    module: nn.Module,
-    residual: torch.Tensor,
-    options: dict[str, Any],
-    entry: tuple[type, torch.Tensor, torch.Tensor, bool] | None,
-) -> list[torch.Tensor]:
-    """Run a copy of a block; returns what it gives, and what a KV cache has got.
-
-    Args:
-        module: the copy.
-        residual: [batch, pos, d_model].
-        options: what else it is given.
-        entry: class, keys, values of a KV cache's entry, and whether it is frozen.
-    """
-    if entry is None:
-        return [module(residual, **options)]
-    cls, keys, values, is_frozen = entry
-    there = cls(past_keys=keys, past_values=values, frozen=is_frozen)
-    output = module(residual, past_kv_cache_entry=there, **options)
-    return [output] if is_frozen else [output, there.past_keys, there.past_values]
-
-
 class Unpickler(pickle.Unpickler):
-    """Makes a module of the tensors that are there.
+    """Makes a block of the tensors that are there.
 
     Args:
-        told: the module, as rank 0 told it.
+        told: the block, as rank 0 told it.
         found: gives a tensor.
-        device: what stands for the module's.
+        device: what stands for the block's.
     """
 
     def __init__(self, told: bytes, found: Any, device: torch.device) -> None:

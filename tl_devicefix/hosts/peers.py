@@ -1,4 +1,5 @@
-"""How commands and values get from one rank to another: by torch.distributed's point-to-point.
+"""How commands and values get from one rank to another: what is small by queues of the store where
+they met, what is large by torch.distributed's point-to-point.
 
 On rank 0, a thread for each other rank sends, and another receives, so that nobody waits for a rank
 that is lost. All that is sent is bytes: gloo knows few dtypes.
@@ -6,6 +7,7 @@ that is lost. All that is sent is bytes: gloo knows few dtypes.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import queue
 import re
@@ -13,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -22,13 +23,19 @@ import torch.distributed as dist
 
 from tl_devicefix.hosts import commands
 
-_COMMANDS, _ANSWERS, _VALUES = 0, 1, 2
+_COMMANDS, _ANSWERS, _PROGRESS, _VALUES, _NEVER_SENT = range(5)
 """Tags."""
 _FOREVER = timedelta(days=365)
 """Who waits is woken when a rank is lost; how long a rank computes is not known."""
 _NOTHING = -1
-_INLINE = 4096
-"""Bytes below which values go with their command."""
+_INLINE = 1 << 16
+"""Bytes below which values go with their command; two exchanges of gloo take longer than a queue."""
+_SMALL = 1 << 20
+"""Bytes that a queue takes at once; the store's limit is 8 MiB."""
+_AHEAD = 32
+"""Messages, after which a rank says that it has begun with them: no more than twice as many wait."""
+_LOOK = b""
+"""What wakes who waits, to look whether a rank is lost."""
 
 
 def said_by_gloo(error: RuntimeError) -> str:
@@ -40,6 +47,11 @@ def said_by_gloo(error: RuntimeError) -> str:
 def as_bytes(values: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous CPU tensor."""
     return values.contiguous().view(-1).view(torch.uint8)
+
+
+def _names(rank: int) -> list[str]:
+    """Of the queues between a rank and rank 0, by tag."""
+    return [f"{name} {rank}" for name in ("commands", "answers", "progress")]
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -67,19 +79,81 @@ def _receive(values: torch.Tensor, rank: int, tag: int) -> torch.Tensor:
     return values
 
 
-def _send_object(found: Any, rank: int, tag: int) -> None:
-    told = torch.frombuffer(bytearray(pickle.dumps(found, protocol=5)), dtype=torch.uint8)
-    _give(torch.tensor([told.numel()]), rank, tag=tag)
-    _give(told, rank, tag=tag)
+def _inline(values: torch.Tensor) -> bytes | None:
+    """The bytes of small values, which go with what is said of them; None if they go alone."""
+    return bytes(as_bytes(values).numpy()) if values.nbytes <= _INLINE else None
 
 
-def _receive_object(rank: int, tag: int) -> Any:
-    size = torch.empty(1, dtype=torch.int64)
-    _get(size, rank, tag=tag)
-    told = torch.empty(int(size), dtype=torch.uint8)
-    _get(told, rank, tag=tag)
-    # From a rank of the process group, whose network is trusted.
-    return pickle.loads(bytes(told.numpy()))
+def _outlined(told: bytes, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    if not told:
+        return _empty(shape, dtype)
+    return torch.frombuffer(bytearray(told), dtype=torch.uint8).view(dtype).view(tuple(shape))
+
+
+class _Queue:
+    """What one rank says to another: pickled objects, in order.
+
+    Args:
+        store: where the ranks met; a connection to it is made.
+        name: of the queue, the same for both.
+        other: the rank at the other end.
+        tag: of what is too large for the store.
+        look: called when who waits is woken, to raise if nothing will come.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        name: str,
+        other: int,
+        tag: int,
+        look: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._store, self._name, self._other, self._tag = store.clone(), name, other, tag
+        self._store.set_timeout(_FOREVER)
+        self._look = look
+
+    def push(self, found: Any) -> None:
+        """Say something."""
+        told = pickle.dumps(found, protocol=5)
+        if len(told) <= _SMALL:
+            self._store.queue_push(self._name, told)
+            return
+        self._store.queue_push(self._name, pickle.dumps(_Large((len(told),))))
+        _give(torch.frombuffer(bytearray(told), dtype=torch.uint8), self._other, self._tag)
+
+    def pop(self) -> Any:
+        """Wait for what the other rank says.
+
+        Raises:
+            RuntimeError: if the store is gone, or as `look` does.
+        """
+        # From a rank of the process group, whose network is trusted.
+        found = pickle.loads(self._popped())
+        if isinstance(found, _Large):
+            told = torch.empty(found[0], dtype=torch.uint8)
+            _get(told, self._other, self._tag)
+            found = pickle.loads(told.numpy())
+        return found
+
+    def _popped(self) -> bytes:
+        while True:
+            told: bytes = self._store.queue_pop(self._name)
+            if told != _LOOK:
+                return told
+            self._look()
+
+    def wake(self, other: _Queue) -> None:
+        """Have who waits for another queue look, whose connection is not free."""
+        self._store.queue_push(other._name, _LOOK)
+
+
+class _Large(tuple[int]):
+    """Bytes of what comes next by gloo."""
+
+
+class _Values(tuple[Any, ...]):
+    """Shape, dtype, and bytes of values; None if these come next by gloo."""
 
 
 class RankLost(RuntimeError):
@@ -99,13 +173,14 @@ class Peer:
 
     Args:
         rank: which one.
+        store: where the ranks met.
         lose: called with why, when the connection to it is lost.
 
     Attributes:
         messages: how many were sent to it.
     """
 
-    def __init__(self, rank: int, lose: Callable[[str], None]) -> None:
+    def __init__(self, rank: int, store: Any, lose: Callable[[str], None]) -> None:
         self.rank = rank
         self.messages = 0
         self._lose = lose
@@ -116,7 +191,13 @@ class Peer:
         self._lock = threading.Lock()
         self._has_sent_all = threading.Event()
         self._within_gloo: set[str] = set()
-        for work in (self._send_next, self._receive_next):
+        self._has_ended = False
+        self._sent = self._begun = 0
+        names = _names(rank)
+        self._commands = _Queue(store, names[_COMMANDS], rank, _COMMANDS)
+        self._answers = _Queue(store, names[_ANSWERS], rank, _ANSWERS, self._raise_if_lost)
+        self._progress = _Queue(store, names[_PROGRESS], rank, _PROGRESS, self._raise_if_lost)
+        for work in (self._send_next, self._receive_next, self._notice_loss):
             name = f"rank {rank}: {work.__name__}"
             threading.Thread(target=self._keep, args=(work,), daemon=True, name=name).start()
 
@@ -151,6 +232,7 @@ class Peer:
     def end(self, timeout: float = 5.0) -> None:
         """Tell it to end; wait until that was sent, unless it is lost."""
         if self._lost is None:
+            self._has_ended = True
             self._told.put(([commands.End()], []))
             self._has_sent_all.wait(timeout)
 
@@ -166,6 +248,9 @@ class Peer:
             self._lost = self._lost or error
             waiting, self._waiting = self._waiting, set()
         self._has_sent_all.set()
+        with contextlib.suppress(RuntimeError):  # the store is gone: they know
+            self._commands.wake(self._answers)
+            self._commands.wake(self._progress)
         for future in waiting:
             future.set_exception(self._lost)
 
@@ -178,9 +263,10 @@ class Peer:
             while True:
                 do()
         except RuntimeError as error:  # gloo's
-            self._lose(said_by_gloo(error))
+            if not self._has_ended:
+                self._lose(said_by_gloo(error))
 
-    @contextmanager
+    @contextlib.contextmanager
     def _in_gloo(self, what: str) -> Iterator[None]:
         self._within_gloo.add(what)
         try:
@@ -188,60 +274,100 @@ class Peer:
         finally:
             self._within_gloo.discard(what)
 
+    def _notice_loss(self) -> None:
+        with self._in_gloo("noticing"):
+            _get(torch.empty(1, dtype=torch.uint8), self.rank, _NEVER_SENT)
+
     def _send_next(self) -> None:
         told, values = self._told.get()
         with self._in_gloo("sending"):
             self._send(told, values)
-        if told and isinstance(told[-1], commands.End):
+            is_end = bool(told) and isinstance(told[-1], commands.End)
+            while self._begun < (self._sent if is_end else self._sent - 2 * _AHEAD):
+                self._begun = self._progress.pop()
+        if is_end:
             self._has_sent_all.set()
 
     def _send(self, told: list[Any], values: list[torch.Tensor]) -> None:
-        inline = [each if each.nbytes <= _INLINE else None for each in values]
-        _send_object((told, inline), self.rank, _COMMANDS)
-        for each in values:
-            if each.nbytes > _INLINE:
+        inline = [_inline(each) for each in values]
+        self._commands.push((told, inline))
+        self._sent += 1
+        for each, there in zip(values, inline):
+            if there is None:
                 _send(each, self.rank, _COMMANDS)
 
     def _receive_next(self) -> None:
         future = self._asked.get()
         with self._in_gloo("receiving"):
-            found = _receive_object(self.rank, _ANSWERS)
+            found = self._answers.pop()
             if isinstance(found, _Values):
-                found = _receive(_empty(*found), self.rank, _ANSWERS)
+                shape, dtype, told = found
+                if told is None:
+                    found = _receive(_empty(shape, dtype), self.rank, _ANSWERS)
+                else:
+                    found = _outlined(told, shape, dtype)
         with self._lock:
             if future in self._waiting:
                 self._waiting.remove(future)
                 future.set_result(found)
 
 
-class _Values(tuple[Any, ...]):
-    """Shape and dtype of values that come next."""
-
-
 class Wire:
-    """Rank 0, and the others, as a rank that lends speaks to them."""
+    """Rank 0, and the others, as a rank that lends speaks to them.
+
+    Args:
+        rank: the one that lends.
+        store: where the ranks met.
+        lose: called with why, when the connection to rank 0 is lost.
+
+    Attributes:
+        has_ended: whether rank 0 has told to end.
+    """
+
+    def __init__(self, rank: int, store: Any, lose: Callable[[str], None]) -> None:
+        self.has_ended = False
+        self._lose = lose
+        threading.Thread(target=self._notice_loss, daemon=True, name="rank 0").start()
+        names = _names(rank)
+        self._commands = _Queue(store, names[_COMMANDS], 0, _COMMANDS)
+        self._answers = _Queue(store, names[_ANSWERS], 0, _ANSWERS)
+        self._progress = _Queue(store, names[_PROGRESS], 0, _PROGRESS)
+        self._begun = 0
 
     def receive_commands(self) -> tuple[list[Any], Callable[..., torch.Tensor]]:
         """The next commands, and what gives the values that come with them, in order."""
-        told, inline = _receive_object(0, _COMMANDS)
+        told, inline = self._commands.pop()
+        self._begun += 1
+        self.has_ended = isinstance(told[-1], commands.End)
+        if self.has_ended or not self._begun % _AHEAD:
+            self._progress.push(self._begun)
         there = iter(inline)
 
         def values(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
             given = next(there)
-            return _receive(_empty(shape, dtype), 0, _COMMANDS) if given is None else given
+            if given is None:
+                return _receive(_empty(shape, dtype), 0, _COMMANDS)
+            return _outlined(given, shape, dtype)
 
         return told, values
 
+    def _notice_loss(self) -> None:
+        """Wait for what rank 0 never sends, until the connection to it is lost."""
+        try:
+            _get(torch.empty(1, dtype=torch.uint8), 0, _NEVER_SENT)
+        except RuntimeError as error:  # gloo's
+            if not self.has_ended:
+                self._lose(said_by_gloo(error))
+
     def answer(self, found: Any) -> None:
         """Answer rank 0."""
-        if isinstance(found, torch.Tensor):
-            if found.nbytes <= _INLINE:
-                _send_object(found.clone(), 0, _ANSWERS)  # not all of a larger storage
-                return
-            _send_object(_Values((tuple(found.shape), found.dtype)), 0, _ANSWERS)
+        if not isinstance(found, torch.Tensor):
+            self._answers.push(found)
+            return
+        told = _inline(found)
+        self._answers.push(_Values((tuple(found.shape), found.dtype, told)))
+        if told is None:
             _send(found, 0, _ANSWERS)
-        else:
-            _send_object(found, 0, _ANSWERS)
 
     def send_values(self, values: torch.Tensor | None, rank: int) -> None:
         """Send values to another rank, or that there are none."""

@@ -1,0 +1,82 @@
+"""Whether a block still is what it was: nothing set in it, no module or tensor exchanged."""
+
+from __future__ import annotations
+
+from operator import eq, is_
+from typing import Any
+
+import torch
+from torch import nn
+from transformer_lens.hook_points import HookPoint
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HELD_IN = ("_parameters", "_buffers", "_modules")
+
+
+class Snapshot:
+    """What is set in a block and its modules: which objects, not what is in them.
+
+    It is asked for each block of each forward, so that loops are left to `map`.
+
+    Args:
+        block: a module with a `cfg`, all of whose tensors are on one device.
+
+    Attributes:
+        tensors: its parameters and buffers.
+    """
+
+    def __init__(self, block: Any) -> None:
+        modules = list(block.modules())
+        points = [vars(each) for each in modules if type(each) is HookPoint]
+        dicts = [vars(each) for each in modules if type(each) is not HookPoint]
+        dicts += [vars(each)[name] for each in modules for name in _HELD_IN]
+        self._dicts = [(each, tuple(each), tuple(each.values())) for each in (*dicts, _set(block))]
+        # What a point says of itself is no matter as long as nothing more is set in it.
+        self._points = [(each, len(each)) for each in points]
+        self._cfg = block.cfg
+        self.tensors = tensors_of(block)
+        self._storages = list(map(_storage, self.tensors))
+        inner = [vars(each) for each in modules if each is not block]
+        self._hooks = [each[name] for each in inner for name in HOOKS]
+        self._has_forward = any("forward" in each for each in inner)
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether a hook is called within the block, or a forward of the user's."""
+        return self._has_forward or any(self._hooks)
+
+    def holds(self) -> bool:
+        """Whether it all is as it was."""
+        return (
+            all(map(_is_same, self._dicts))
+            and all(len(there) == length for there, length in self._points)
+            and all(map(is_, map(_storage, self.tensors), self._storages))
+        )
+
+
+def _set(block: Any) -> dict[str, Any]:
+    settings: dict[str, Any] = vars(block.cfg)
+    return settings
+
+
+def _is_same(seen: tuple[dict[str, Any], tuple[str, ...], tuple[Any, ...]]) -> bool:
+    there, names, values = seen
+    return (
+        len(there) == len(names)
+        and all(map(is_, there.values(), values))
+        and all(map(eq, there, names))
+    )
+
+
+def _storage(tensor: Any) -> Any:
+    return tensor._allocation
+
+
+def tensors_of(module: nn.Module) -> list[torch.Tensor]:
+    """Parameters and buffers, one that is used twice twice."""
+    return [
+        each
+        for one in module.modules()
+        for each in (*one._parameters.values(), *one._buffers.values())
+        if each is not None
+    ]

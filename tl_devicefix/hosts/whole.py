@@ -1,0 +1,183 @@
+"""What a block makes of the residual stream, run whole by the rank that has it.
+
+With gradients, the rank holds the graph of the block, and a backward through it is one command too:
+on rank 0, all of it is one node of autograd's graph.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tl_devicefix.hosts.graphs import Graph, Key, called
+from tl_devicefix.hosts.modules import HeldBlock, held
+from tl_devicefix.simulation.geometry import Geometry
+from tl_devicefix.simulation.tensor import SimTensor, wrap
+
+_numbers = itertools.count(1 << 40)
+"""Of graphs, which are none of a block's."""
+
+
+def run_whole(
+    block: Any, given: dict[str, Any], entry: Any, run_here: Callable[..., torch.Tensor]
+) -> torch.Tensor | None:
+    """What a block makes of the residual stream; None if its operations must be run one by one.
+
+    Args:
+        block: the block.
+        given: its arguments by name, the first is the residual stream [batch, pos, d_model].
+        entry: of a KV cache, to which it appends.
+        run_here: its forward, operation by operation.
+    """
+    residual = next(iter(given.values()))
+    there = held(block, residual)
+    if there is None:
+        return None
+    tensors = {name: each for name, each in given.items() if isinstance(each, torch.Tensor)}
+    if any(each.device != there.device for each in tensors.values()):
+        return None
+    if torch.is_grad_enabled():
+        wanted: dict[Key, torch.Tensor] = {
+            key: each
+            for key, each in (*tensors.items(), *enumerate(there.seen.tensors))
+            if each.requires_grad
+        }
+        if wanted:
+            return _with_gradients(there, given, wanted, entry, run_here)
+    return _without_gradients(there, given, residual, entry)
+
+
+def _cpu(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: each._cpu if type(each) is SimTensor else each for name, each in given.items()}
+
+
+def _contiguous(shape: Any, dtype: torch.dtype) -> Geometry:
+    return Geometry(torch.Size(shape), torch.empty(shape, device="meta").stride(), dtype)
+
+
+def _without_gradients(
+    there: HeldBlock, given: dict[str, Any], residual: SimTensor, entry: Any
+) -> torch.Tensor:
+    past = None
+    if entry is not None:
+        past = type(entry), entry.past_keys._cpu, entry.past_values._cpu, entry.frozen
+    if there.rank:
+        promise = lambda *geometry: there.far.promise(_contiguous(*geometry), there.rank)  # noqa: E731
+        gives = [promise(residual.shape, residual.dtype)]
+        if past is not None and not entry.frozen:
+            for each in past[1:3]:
+                batch, length, *heads = each.shape
+                gives.append(promise((batch, length + residual.shape[1], *heads), each.dtype))
+        there.far.call(there.rank, there.number, _cpu(given), past, gives)
+    else:
+        with torch.no_grad():
+            gives = called(there.copy, _cpu(given), past)
+    made = [there.wrapped(each) for each in gives]
+    if len(made) > 1:
+        entry.past_keys, entry.past_values = made[1:]
+    return made[0]
+
+
+def _with_gradients(
+    there: HeldBlock,
+    given: dict[str, Any],
+    wanted: dict[Key, torch.Tensor],
+    entry: Any,
+    run_here: Callable[..., torch.Tensor],
+) -> torch.Tensor | None:
+    if entry is not None or torch.is_anomaly_enabled() or _saves_by_hooks():
+        return None
+    used = there.used(given)
+    if used is None:
+        return None
+    keys = tuple(key for key in wanted if key in used)
+    made: torch.Tensor = _Whole.apply(there, given, run_here, keys, *(wanted[key] for key in keys))
+    return made
+
+
+def _saves_by_hooks() -> bool:
+    """Within `torch.autograd.graph.saved_tensors_hooks`, which see what operations save."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+class _Whole(torch.autograd.Function):
+    """A block's forward and backward, each run whole where the block is."""
+
+    @staticmethod
+    def forward(ctx: Any, there: HeldBlock, given: Any, run_here: Any, keys: Any, *wanted: Any) -> Any:
+        ctx.there, ctx.run_here, ctx.keys = there, run_here, keys
+        ctx.given = {name: each for name, each in given.items() if name not in keys}
+        ctx.save_for_backward(*wanted)
+        residual = next(iter(given.values()))
+        if there.rank:
+            output = there.far.promise(_contiguous(residual.shape, residual.dtype), there.rank)
+            ctx.graph = _FarGraph(there, _cpu(given), keys, output)
+        else:
+            ctx.graph = Graph(there.copy, _cpu(given), keys)
+            output = ctx.graph.output
+        return there.wrapped(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        wanted = ctx.saved_tensors  # raises if one was changed, or there was a backward before
+        needed = ctx.needs_input_grad[4:]
+        if torch.is_grad_enabled():  # for gradients of gradients
+            return None, None, None, None, *_again(ctx, wanted, needed, gradient)
+        which = tuple(index for index, is_needed in enumerate(needed) if is_needed)
+        keeps = torch._C._autograd._get_current_graph_task_keep_graph()
+        if ctx.there.rank:
+            like = [wanted[index] for index in which]
+            found = ctx.graph.backward(gradient._cpu, which, keeps, like)
+        else:
+            found = ctx.graph.backward(gradient._cpu, which, keeps)
+        gradients = dict(zip(which, map(ctx.there.wrapped, found)))
+        return None, None, None, None, *(gradients.get(index) for index in range(len(wanted)))
+
+
+def _again(ctx: Any, wanted: Any, needed: Any, gradient: torch.Tensor) -> list[Any]:
+    """Gradients that have gradients themselves: the block's operations are run one by one."""
+    given = {**ctx.given, **{key: each for key, each in zip(ctx.keys, wanted) if type(key) is str}}
+    inputs = [each for each, is_needed in zip(wanted, needed) if is_needed]
+    found = iter(
+        torch.autograd.grad(
+            ctx.run_here(**given), inputs, gradient, create_graph=True, allow_unused=True
+        )
+    )
+    return [next(found) if is_needed else None for is_needed in needed]
+
+
+class _FarGraph:
+    """A graph that another rank holds, until this is let go.
+
+    Args:
+        there: the block.
+        given: its arguments, as they are there.
+        keys: of what asks for gradients.
+        output: what it will have given.
+    """
+
+    def __init__(
+        self, there: HeldBlock, given: dict[str, Any], keys: tuple[Key, ...], output: torch.Tensor
+    ) -> None:
+        self._there, self._number = there, next(_numbers)
+        there.far.record(there.rank, self._number, there.number, given, keys, output)
+        self._let_go = weakref.finalize(self, there.far.let_go, there.rank, self._number)
+
+    def backward(
+        self,
+        gradient: torch.Tensor,
+        which: tuple[int, ...],
+        keeps: bool,
+        wanted: list[torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """Gradients of some of the tensors that ask for them, which the rank is told to make."""
+        far, rank = self._there.far, self._there.rank
+        gives = [far.promise(_contiguous(each.shape, each.dtype), rank) for each in wanted]
+        far.backward(rank, self._number, gradient, which, keeps, gives)
+        if not keeps:
+            self._let_go()
+        return gives
