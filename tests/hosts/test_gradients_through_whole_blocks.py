@@ -141,9 +141,7 @@ def test_hooks_on_saved_tensors_see_those_of_each_operation(
     assert saved.count(d_mlp) >= N_LAYERS
 
 
-def test_graphs_nobody_needs_are_let_go(
-    model: Any, tokens: torch.Tensor, far: FarDevices
-) -> None:
+def test_graphs_nobody_needs_are_let_go(model: Any, tokens: torch.Tensor, far: FarDevices) -> None:
     def run() -> int:
         model(tokens)
         return len(far._storages)

@@ -71,7 +71,5 @@ class Graph:
         """
         inputs = [self._inputs[each].requires_grad_() for each in which]
         return list(
-            torch.autograd.grad(
-                self._made, inputs, gradient, retain_graph=keeps, allow_unused=True
-            )
+            torch.autograd.grad(self._made, inputs, gradient, retain_graph=keeps, allow_unused=True)
         )

@@ -192,7 +192,9 @@ def _lend(rank: int, host: str, devices: list[torch.device], watch: Watch) -> No
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, for rank 0 to decide
     watch.begin([0], lose)
     try:
-        Lender(f"rank {rank} ({host})", devices, Wire(rank, watch.store, functools.partial(lose, 0))).lend()
+        Lender(
+            f"rank {rank} ({host})", devices, Wire(rank, watch.store, functools.partial(lose, 0))
+        ).lend()
     except RuntimeError as error:  # gloo's
         watch.end()
         lose(0, said_by_gloo(error))

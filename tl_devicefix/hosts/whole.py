@@ -108,7 +108,9 @@ class _Whole(torch.autograd.Function):
     """A block's forward and backward, each run whole where the block is."""
 
     @staticmethod
-    def forward(ctx: Any, there: HeldBlock, given: Any, run_here: Any, keys: Any, *wanted: Any) -> Any:
+    def forward(
+        ctx: Any, there: HeldBlock, given: Any, run_here: Any, keys: Any, *wanted: Any
+    ) -> Any:
         ctx.there, ctx.run_here, ctx.keys = there, run_here, keys
         ctx.given = {name: each for name, each in given.items() if name not in keys}
         ctx.save_for_backward(*wanted)
