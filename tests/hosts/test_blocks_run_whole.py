@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from hf_models import N_LAYERS
+from test_traffic import names as commands_of
+from test_traffic import told  # noqa: F401  # a fixture
 from torch import nn
 
 FAR = N_LAYERS - 1
@@ -83,3 +85,36 @@ def test_an_error_in_a_hook(model: Any, reference: Any, tokens: torch.Tensor) ->
         model.run_with_hooks(tokens, fwd_hooks=[("blocks.3.hook_resid_post", fail)])
 
     torch.testing.assert_close(model(tokens).cpu(), reference(tokens))
+
+
+def test_where_a_block_is_looked_into_its_attention_and_mlp_are_run_whole(
+    model: Any,
+    reference: Any,
+    tokens: torch.Tensor,
+    told: list[Any],  # noqa: F811
+) -> None:
+    names = [f"blocks.{FAR}.{name}" for name in ("hook_resid_pre", "hook_resid_mid")]
+    with torch.no_grad():
+        model.run_with_cache(tokens, names_filter=names)
+        told.clear()
+        _, cache = model.run_with_cache(tokens, names_filter=names)
+        expected = reference.run_with_cache(tokens, names_filter=names)[1]
+
+    far_blocks = [each for each in model.blocks if each.mlp.W_in.device.index >= 2]
+    assert commands_of(told).count("Call") == len(far_blocks) - 1 + 2
+    for name in names:
+        torch.testing.assert_close(cache[name].cpu(), expected[name])
+
+
+def test_a_class_of_the_user_s_is_run_here(model: Any, tokens: torch.Tensor) -> None:
+    class Doubled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    mlp, model.blocks[FAR].mlp = model.blocks[FAR].mlp, Doubled()
+    try:
+        model(tokens, return_type="loss").backward()
+        assert model.W_E.grad.isfinite().all()
+    finally:
+        model.blocks[FAR].mlp = mlp
+        model.zero_grad()

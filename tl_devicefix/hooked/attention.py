@@ -22,6 +22,7 @@ from tl_devicefix.attending.listening import listens
 from tl_devicefix.attending.masks import Causal, causal, is_causal_mask
 from tl_devicefix.attending.promises import build
 from tl_devicefix.attending.scores import Parts, Scores, can_mix, is_promise, mix, promise, see
+from tl_devicefix.hooked.far_blocks import attention_whole
 from tl_devicefix.patching.applying import original
 from tl_devicefix.running import forward as running
 
@@ -37,7 +38,10 @@ def forward_of_model(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """`AbstractAttention.forward`, which appends to a KV cache in place."""
+    """`AbstractAttention.forward`, which appends to a KV cache in place, or runs whole far away."""
+    made = attention_whole(self, args, kwargs)
+    if made is not None:
+        return made
     run = original(AbstractAttention, "forward")
     if not is_chosen(self):
         output: torch.Tensor = run(self, *args, **kwargs)

@@ -24,6 +24,7 @@ folds = "each component on its own device, in float32 or wider, rounded once"
 state = ("self", "state_dict")
 grows = "a KV cache grows in place, and its keys are rotated once, if `attention` says so"
 lazily = "no scores and no pattern where nobody looks, if `attention` says so"
+whole = "of another rank, and nobody listens: it is run there whole"
 
 PATCHES = (
     Patch(
@@ -93,10 +94,12 @@ PATCHES = (
             (
                 "TransformerBlock",
                 "forward",
-                far_blocks.forward,
+                far_blocks.block_forward,
                 ("self", "resid_pre", "shortformer_pos_embed", "past_kv_cache_entry"),
-                "a block of another rank that nobody listens to is run there whole",
+                whole,
             ),
+            ("MLP", "forward", far_blocks.mlp_forward, ("self", "x"), whole),
+            ("GatedMLP", "forward", far_blocks.gated_mlp_forward, ("self", "x"), whole),
             (
                 "AbstractAttention",
                 "forward",

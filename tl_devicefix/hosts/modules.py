@@ -9,8 +9,10 @@ import dataclasses
 import io
 import itertools
 import pickle
+import sys
 import weakref
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -79,11 +81,12 @@ class HeldBlock:
             name: torch.empty_like(each._cpu, device="meta") if type(each) is SimTensor else each
             for name, each in given.items()
         }
-        tensors = [torch.empty_like(each._cpu, device="meta") for each in self.seen.tensors]
+        there: Any = self.seen.tensors
+        tensors = [torch.empty_like(each._cpu, device="meta") for each in there]
         keys: list[Key] = [n for n, each in blank.items() if _is_differentiable(each)]
         keys += [index for index, each in enumerate(tensors) if _is_differentiable(each)]
-        there = iter(tensors)
-        block = Unpickler(self.told, lambda _: next(there), torch.device("meta")).load()
+        blanks = iter(tensors)
+        block = Unpickler(self.told, lambda _: next(blanks), torch.device("meta")).load()
         try:
             graph = Graph(block, blank, keys)
             gradients = graph.backward(torch.empty_like(graph.output), range(len(keys)))
@@ -144,7 +147,7 @@ def _hold(block: nn.Module, far: FarDevices, device: torch.device) -> HeldBlock 
         return None
     try:
         told, kept = _pickled(block, far)
-    except (pickle.PicklingError, AttributeError, TypeError):  # a lambda, and the like
+    except (pickle.PicklingError, AttributeError, TypeError):  # a class of the user's, a lambda
         return None
     place = far.places[device.index]
     machine = tensors[0]._allocation.machine  # type: ignore[attr-defined]
@@ -157,6 +160,13 @@ def _hold(block: nn.Module, far: FarDevices, device: torch.device) -> HeldBlock 
     return made
 
 
+_EVERYWHERE = {
+    *sys.stdlib_module_names,
+    *("transformer_lens", "torch", "transformers", "tl_devicefix", "numpy", "einops"),
+} - {"__main__"}
+"""Packages that all ranks have; classes of others, as of a notebook, may be rank 0's alone."""
+
+
 class _Pickler(pickle.Pickler):
     """Tells tensors that the rank has by where they are, and its devices by what they are there."""
 
@@ -164,6 +174,12 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, protocol=5)
         self._far = far
         self.kept: list[torch.Tensor] = []
+
+    def reducer_override(self, value: Any) -> Any:
+        is_named = isinstance(value, type | FunctionType)
+        if is_named and value.__module__.partition(".")[0] not in _EVERYWHERE:
+            raise pickle.PicklingError(f"{value.__module__} may not be there")
+        return NotImplemented
 
     def persistent_id(self, value: Any) -> Any:
         if type(value) is SimTensor:

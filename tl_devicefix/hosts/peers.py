@@ -29,11 +29,11 @@ _FOREVER = timedelta(days=365)
 """Who waits is woken when a rank is lost; how long a rank computes is not known."""
 _NOTHING = -1
 _INLINE = 1 << 16
-"""Bytes below which values go with their command; two exchanges of gloo take longer than a queue."""
+"""Bytes below which values go with their command: gloo takes longer to begin than a queue."""
 _SMALL = 1 << 20
 """Bytes that a queue takes at once; the store's limit is 8 MiB."""
 _AHEAD = 32
-"""Messages, after which a rank says that it has begun with them: no more than twice as many wait."""
+"""Messages, after which a rank says that it has begun with them; twice as many may wait."""
 _LOOK = b""
 """What wakes who waits, to look whether a rank is lost."""
 
@@ -133,7 +133,7 @@ class _Queue:
         if isinstance(found, _Large):
             told = torch.empty(found[0], dtype=torch.uint8)
             _get(told, self._other, self._tag)
-            found = pickle.loads(told.numpy())
+            found = pickle.loads(bytes(told.numpy()))
         return found
 
     def _popped(self) -> bytes:

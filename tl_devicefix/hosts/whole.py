@@ -1,4 +1,4 @@
-"""What a block makes of the residual stream, run whole by the rank that has it.
+"""What a block, or its attention or MLP, makes of the residual stream, run whole where it is.
 
 With gradients, the rank holds the graph of the block, and a backward through it is one command too:
 on rank 0, all of it is one node of autograd's graph.
@@ -16,7 +16,7 @@ import torch
 from tl_devicefix.hosts.graphs import Graph, Key, called
 from tl_devicefix.hosts.modules import HeldBlock, held
 from tl_devicefix.simulation.geometry import Geometry
-from tl_devicefix.simulation.tensor import SimTensor, wrap
+from tl_devicefix.simulation.tensor import SimTensor
 
 _numbers = itertools.count(1 << 40)
 """Of graphs, which are none of a block's."""
@@ -25,11 +25,12 @@ _numbers = itertools.count(1 << 40)
 def run_whole(
     block: Any, given: dict[str, Any], entry: Any, run_here: Callable[..., torch.Tensor]
 ) -> torch.Tensor | None:
-    """What a block makes of the residual stream; None if its operations must be run one by one.
+    """What a block gives, [batch, pos, d_model]; None if its operations must be run one by one.
 
     Args:
-        block: the block.
-        given: its arguments by name, the first is the residual stream [batch, pos, d_model].
+        block: a block, or its attention or MLP.
+        given: its arguments by name, the first of which is the residual stream or what is read of
+            it, [batch, pos, d_model] or [batch, pos, head_index, d_model].
         entry: of a KV cache, to which it appends.
         run_here: its forward, operation by operation.
     """
@@ -41,11 +42,9 @@ def run_whole(
     if any(each.device != there.device for each in tensors.values()):
         return None
     if torch.is_grad_enabled():
-        wanted: dict[Key, torch.Tensor] = {
-            key: each
-            for key, each in (*tensors.items(), *enumerate(there.seen.tensors))
-            if each.requires_grad
-        }
+        everything: dict[Key, torch.Tensor] = dict(enumerate(there.seen.tensors))
+        everything.update(tensors)
+        wanted = {key: each for key, each in everything.items() if each.requires_grad}
         if wanted:
             return _with_gradients(there, given, wanted, entry, run_here)
     return _without_gradients(there, given, residual, entry)
@@ -53,6 +52,12 @@ def run_whole(
 
 def _cpu(given: dict[str, Any]) -> dict[str, Any]:
     return {name: each._cpu if type(each) is SimTensor else each for name, each in given.items()}
+
+
+def _output(given: Any) -> Geometry:
+    """Of what a block gives: the shape of the residual stream."""
+    batch, pos, *_, d_model = given.shape
+    return _contiguous((batch, pos, d_model), given.dtype)
 
 
 def _contiguous(shape: Any, dtype: torch.dtype) -> Geometry:
@@ -66,12 +71,12 @@ def _without_gradients(
     if entry is not None:
         past = type(entry), entry.past_keys._cpu, entry.past_values._cpu, entry.frozen
     if there.rank:
-        promise = lambda *geometry: there.far.promise(_contiguous(*geometry), there.rank)  # noqa: E731
-        gives = [promise(residual.shape, residual.dtype)]
+        gives = [there.far.promise(_output(residual), there.rank)]
         if past is not None and not entry.frozen:
             for each in past[1:3]:
                 batch, length, *heads = each.shape
-                gives.append(promise((batch, length + residual.shape[1], *heads), each.dtype))
+                shape = batch, length + residual.shape[1], *heads
+                gives.append(there.far.promise(_contiguous(shape, each.dtype), there.rank))
         there.far.call(there.rank, there.number, _cpu(given), past, gives)
     else:
         with torch.no_grad():
@@ -108,7 +113,7 @@ class _Whole(torch.autograd.Function):
     """A block's forward and backward, each run whole where the block is."""
 
     @staticmethod
-    def forward(
+    def forward(  # type: ignore[override]
         ctx: Any, there: HeldBlock, given: Any, run_here: Any, keys: Any, *wanted: Any
     ) -> Any:
         ctx.there, ctx.run_here, ctx.keys = there, run_here, keys
@@ -116,7 +121,7 @@ class _Whole(torch.autograd.Function):
         ctx.save_for_backward(*wanted)
         residual = next(iter(given.values()))
         if there.rank:
-            output = there.far.promise(_contiguous(residual.shape, residual.dtype), there.rank)
+            output = there.far.promise(_output(residual), there.rank)
             ctx.graph = _FarGraph(there, _cpu(given), keys, output)
         else:
             ctx.graph = Graph(there.copy, _cpu(given), keys)
@@ -124,7 +129,7 @@ class _Whole(torch.autograd.Function):
         return there.wrapped(output)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: Any) -> Any:  # type: ignore[override]
         wanted = ctx.saved_tensors  # raises if one was changed, or there was a backward before
         needed = ctx.needs_input_grad[4:]
         if torch.is_grad_enabled():  # for gradients of gradients
