@@ -30,9 +30,11 @@ class Snapshot:
         points = [vars(each) for each in modules if type(each) is HookPoint]
         dicts = [vars(each) for each in modules if type(each) is not HookPoint]
         dicts += [vars(each)[name] for each in modules for name in _HELD_IN]
-        self._dicts = [(each, tuple(each), tuple(each.values())) for each in (*dicts, _set(block))]
+        dicts.append(vars(block.cfg))
+        self._dicts = [(each, tuple(each), tuple(each.values())) for each in dicts if each]
+        self._empty = [each for each in dicts if not each]
         # What a point says of itself is no matter as long as nothing more is set in it.
-        self._points = [(each, len(each)) for each in points]
+        self._points, self._lengths = points, list(map(len, points))
         self._cfg = block.cfg
         self.tensors = tensors_of(block)
         self._storages = list(map(_storage, self.tensors))
@@ -49,14 +51,10 @@ class Snapshot:
         """Whether it all is as it was."""
         return (
             all(map(_is_same, self._dicts))
-            and all(len(there) == length for there, length in self._points)
+            and not any(self._empty)
+            and list(map(len, self._points)) == self._lengths
             and all(map(is_, map(_storage, self.tensors), self._storages))
         )
-
-
-def _set(block: Any) -> dict[str, Any]:
-    settings: dict[str, Any] = vars(block.cfg)
-    return settings
 
 
 def _is_same(seen: tuple[dict[str, Any], tuple[str, ...], tuple[Any, ...]]) -> bool:
