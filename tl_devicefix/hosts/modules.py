@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
-from tl_devicefix.hosts.commands import HeldTensor
+from tl_devicefix.hosts.commands import HeldTensor, Stored
 from tl_devicefix.hosts.far_devices import FarDevices
 from tl_devicefix.hosts.graphs import Graph, Key
 from tl_devicefix.hosts.snapshots import HOOKS, Snapshot, tensors_of
@@ -43,6 +43,7 @@ class HeldBlock:
         machine: to which they belong.
         device: where the block is.
         told: the block, as bytes.
+        kept: its tensors, if they are rank 0's.
         copy: the copy, if that is rank 0's.
         let_go: has a rank let its copy go.
     """
@@ -53,6 +54,7 @@ class HeldBlock:
     machine: Machine
     device: torch.device
     told: bytes
+    kept: list[torch.Tensor]
     copy: Any = None
     let_go: Callable[[], object] = lambda: None
     _used: dict[Any, set[Key] | None] = dataclasses.field(default_factory=dict)
@@ -81,18 +83,20 @@ class HeldBlock:
             name: torch.empty_like(each._cpu, device="meta") if type(each) is SimTensor else each
             for name, each in given.items()
         }
-        there: Any = self.seen.tensors
-        tensors = [torch.empty_like(each._cpu, device="meta") for each in there]
+        block = Unpickler(self.told, self._blank, torch.device("meta")).load()
         keys: list[Key] = [n for n, each in blank.items() if _is_differentiable(each)]
-        keys += [index for index, each in enumerate(tensors) if _is_differentiable(each)]
-        blanks = iter(tensors)
-        block = Unpickler(self.told, lambda _: next(blanks), torch.device("meta")).load()
+        keys += [i for i, each in enumerate(tensors_of(block)) if _is_differentiable(each)]
         try:
             graph = Graph(block, blank, keys)
             gradients = graph.backward(torch.empty_like(graph.output), range(len(keys)))
         except RuntimeError:  # it asks for values, or torch has no rule for it
             return None
         return {key for key, each in zip(keys, gradients) if each is not None}
+
+    def _blank(self, there: Stored | int) -> torch.Tensor:
+        if isinstance(there, int):
+            return torch.empty_like(self.kept[there], device="meta")
+        return torch.empty_strided(there.shape, there.stride, dtype=there.dtype, device="meta")
 
 
 def _is_differentiable(value: Any) -> bool:
@@ -151,7 +155,7 @@ def _hold(block: nn.Module, far: FarDevices, device: torch.device) -> HeldBlock 
         return None
     place = far.places[device.index]
     machine = tensors[0]._allocation.machine  # type: ignore[attr-defined]
-    made = HeldBlock(next(_numbers), seen, far, machine, device, told)
+    made = HeldBlock(next(_numbers), seen, far, machine, device, told, kept)
     if place.rank:
         far.hold(device.index, made.number, told)
         made.let_go = weakref.finalize(block, far.let_go, place.rank, made.number)
