@@ -87,7 +87,7 @@ def test_an_error_in_a_hook(model: Any, reference: Any, tokens: torch.Tensor) ->
     torch.testing.assert_close(model(tokens).cpu(), reference(tokens))
 
 
-def test_where_a_block_is_looked_into_its_attention_and_mlp_are_run_whole(
+def test_the_components_of_a_block_that_is_looked_into_are_run_whole(
     model: Any,
     reference: Any,
     tokens: torch.Tensor,
@@ -101,7 +101,8 @@ def test_where_a_block_is_looked_into_its_attention_and_mlp_are_run_whole(
         expected = reference.run_with_cache(tokens, names_filter=names)[1]
 
     far_blocks = [each for each in model.blocks if each.mlp.W_in.device.index >= 2]
-    assert commands_of(told).count("Call") == len(far_blocks) - 1 + 2
+    # ln1 of queries, keys and values, attention, ln2, MLP.
+    assert commands_of(told).count("Call") == len(far_blocks) - 1 + 6
     for name in names:
         torch.testing.assert_close(cache[name].cpu(), expected[name])
 

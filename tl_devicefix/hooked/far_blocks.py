@@ -1,4 +1,4 @@
-"""What nobody listens to, a block or its attention or MLP, its rank runs whole."""
+"""What nobody listens to, a block or one of its components, its rank runs whole."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 from typing import Any
 
 import torch
-from transformer_lens.components import MLP, AbstractAttention, GatedMLP, TransformerBlock
+from transformer_lens.components import AbstractAttention, TransformerBlock
 
 from tl_devicefix.attending.choosing import is_chosen
 from tl_devicefix.hosts.whole import run_whole
@@ -29,13 +29,12 @@ def block_forward(
         "attention_mask": attention_mask,
     }
     entry = past_kv_cache_entry
-    run_here = functools.partial(original(TransformerBlock, "forward"), self)
-    is_far = type(resid_pre) is SimTensor
-    if is_far and (entry is None or not is_chosen(self.attn)):  # or it grows in place, here
-        made = run_whole(self, given, entry, run_here)
+    run_here = original(TransformerBlock, "forward")
+    if _is_far(resid_pre) and (entry is None or not is_chosen(self.attn)):  # or it grows in place
+        made = run_whole(self, given, entry, functools.partial(run_here, self))
         if made is not None:
             return made
-    output: torch.Tensor = run_here(**given, past_kv_cache_entry=entry)
+    output: torch.Tensor = run_here(self, **given, past_kv_cache_entry=entry)
     return output
 
 
@@ -44,7 +43,7 @@ def attention_whole(
 ) -> torch.Tensor | None:
     """What attention gives, run by the rank that has it; None if somebody looks into it."""
     given = {**dict(zip(_OF_ATTENTION, args)), **kwargs}
-    if type(given.get("query_input")) is not SimTensor:
+    if not _is_far(given.get("query_input")):
         return None
     entry = given.pop("past_kv_cache_entry", None)
     if entry is not None and is_chosen(attention):
@@ -57,18 +56,24 @@ def attention_whole(
 _OF_ATTENTION = tuple(inspect.signature(AbstractAttention.forward).parameters)[1:]
 
 
-def mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """`MLP.forward`, run by the rank that has the MLP if nobody looks into it."""
-    return _mlp(MLP, self, x)
+def component_forward(cls: type) -> Any:
+    """`forward` of an MLP or a norm, run by the rank that has it if nobody looks into it.
+
+    Args:
+        cls: its class, whose forward takes one tensor and gives one of its shape.
+    """
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        run_here = original(cls, "forward")
+        if _is_far(x) and x.dim() == 3:  # [batch, pos, d_model], and not with heads
+            made = run_whole(self, {"x": x}, None, functools.partial(run_here, self))
+            if made is not None:
+                return made
+        output: torch.Tensor = run_here(self, x)
+        return output
+
+    return forward
 
 
-def gated_mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """`GatedMLP.forward`, run by the rank that has the MLP if nobody looks into it."""
-    return _mlp(GatedMLP, self, x)
-
-
-def _mlp(cls: type, mlp: Any, x: torch.Tensor) -> torch.Tensor:
-    run_here = functools.partial(original(cls, "forward"), mlp)
-    made = run_whole(mlp, {"x": x}, None, run_here) if type(x) is SimTensor else None
-    output: torch.Tensor = run_here(x) if made is None else made
-    return output
+def _is_far(x: Any) -> bool:
+    return type(x) is SimTensor

@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+from transformer_lens.components import (
+    MLP,
+    GatedMLP,
+    LayerNorm,
+    LayerNormPre,
+    RMSNorm,
+    RMSNormPre,
+)
+
 from tl_devicefix.hooked import (
     alignment,
     attention,
@@ -98,8 +107,10 @@ PATCHES = (
                 ("self", "resid_pre", "shortformer_pos_embed", "past_kv_cache_entry"),
                 whole,
             ),
-            ("MLP", "forward", far_blocks.mlp_forward, ("self", "x"), whole),
-            ("GatedMLP", "forward", far_blocks.gated_mlp_forward, ("self", "x"), whole),
+            *(
+                (cls.__name__, "forward", far_blocks.component_forward(cls), ("self", "x"), whole)
+                for cls in (MLP, GatedMLP, LayerNorm, LayerNormPre, RMSNorm, RMSNormPre)
+            ),
             (
                 "AbstractAttention",
                 "forward",

@@ -122,7 +122,7 @@ def held(block: nn.Module, residual: Any) -> HeldBlock | None:
     if before is not None and before.far is far and before.seen.holds():
         is_there = before.device == residual.device and not before.seen.is_watched
         return before if is_there else None
-    found = _hold(block, far, residual.device)
+    found = _hold(block, residual._allocation.machine, residual.device)
     if found is not None:
         if before is not None:
             before.let_go()
@@ -142,7 +142,8 @@ def _is_looked_into() -> bool:
     )
 
 
-def _hold(block: nn.Module, far: FarDevices, device: torch.device) -> HeldBlock | None:
+def _hold(block: nn.Module, machine: Machine, device: torch.device) -> HeldBlock | None:
+    far: Any = machine.asynchronous
     tensors = tensors_of(block)
     if not all(type(each) is SimTensor and each.device == device for each in tensors):
         return None
@@ -154,7 +155,6 @@ def _hold(block: nn.Module, far: FarDevices, device: torch.device) -> HeldBlock 
     except (pickle.PicklingError, AttributeError, TypeError):  # a class of the user's, a lambda
         return None
     place = far.places[device.index]
-    machine = tensors[0]._allocation.machine  # type: ignore[attr-defined]
     made = HeldBlock(next(_numbers), seen, far, machine, device, told, kept)
     if place.rank:
         far.hold(device.index, made.number, told)

@@ -1,4 +1,4 @@
-"""What a block, or its attention or MLP, makes of the residual stream, run whole where it is.
+"""What a block, or one of its components, makes of the residual stream, run whole where it is.
 
 With gradients, the rank holds the graph of the block, and a backward through it is one command too:
 on rank 0, all of it is one node of autograd's graph.
@@ -25,18 +25,21 @@ _numbers = itertools.count(1 << 40)
 def run_whole(
     block: Any, given: dict[str, Any], entry: Any, run_here: Callable[..., torch.Tensor]
 ) -> torch.Tensor | None:
-    """What a block gives, [batch, pos, d_model]; None if its operations must be run one by one.
+    """What a block gives, of the shape of the residual stream.
 
     Args:
-        block: a block, or its attention or MLP.
+        block: a block, or one of its components.
         given: its arguments by name, the first of which is the residual stream or what is read of
             it, [batch, pos, d_model] or [batch, pos, head_index, d_model].
         entry: of a KV cache, to which it appends.
         run_here: its forward, operation by operation.
+
+    Returns:
+        None if its operations must be run one by one.
     """
     residual = next(iter(given.values()))
     there = held(block, residual)
-    if there is None:
+    if there is None or residual.dtype != block.cfg.dtype:  # or it would give another dtype
         return None
     tensors = {name: each for name, each in given.items() if isinstance(each, torch.Tensor)}
     if any(each.device != there.device for each in tensors.values()):
