@@ -6,12 +6,15 @@
 A Llama with random weights is loaded twice into this process: on the CPU, and over the CPU and that
 of another process, which lends it. Both do the same in turns; ratios are medians of those of
 neighbours in time. With `--flights`, runs in flight (`tl_devicefix.in_flight`) over both ranks are
-compared with the loop on one; both ranks have `--threads`.
+compared with the loop on one; both ranks have `--threads`. Beside it stands what two processes that
+know nothing of each other do here in the time that one takes: two threads of one core are not two.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import os
 import socket
 import statistics
@@ -19,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +131,39 @@ def show_flights(far: Any, here: Any, arguments: argparse.Namespace) -> None:
         max(arguments.repeats // 3, 1),
     )
     show(f"{arguments.flights} runs in flight, over the loop on one", found)
+    print(f"{'  how many times as fast':<44}{1 / found[1]:>18.2f}")
+    loop = lambda: [here(tokens) for tokens in runs]  # noqa: E731
+    alone = min(timed(loop) for _ in range(3))
+    with beside(arguments):
+        slowed = min(timed(loop) for _ in range(3))
+    print(f"{'  two processes that each run the loop':<44}{2 * alone / slowed:>18.2f}")
+
+
+@contextlib.contextmanager
+def beside(arguments: argparse.Namespace) -> Iterator[None]:
+    """While another process runs forwards of the same model, on the CPU."""
+    told = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:], "--only-run"]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads)}
+    other = subprocess.Popen(told, env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout is not None
+        next(line for line in other.stdout if line == "running\n")
+        yield
+    finally:
+        other.kill()
+        other.wait()
+
+
+def run_for_ever(arguments: argparse.Namespace) -> None:
+    """Run forwards until this process is killed."""
+    from transformer_lens import HookedTransformer
+
+    model = HookedTransformer.from_pretrained_no_processing(HUB_NAME, device="cpu")
+    with torch.inference_mode():
+        for count in itertools.count():
+            model(torch.randint(3, 1000, (1, arguments.context)))
+            if not count:
+                print("running", flush=True)
 
 
 def main() -> None:
@@ -140,6 +176,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--flights", type=int, default=16)
+    parser.add_argument("--only-run", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--cache", type=Path, help="keep the checkpoint here and use it again")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -151,6 +188,8 @@ def main() -> None:
             offline = {"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
             told = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:], "--cache", str(cache)]
             sys.exit(subprocess.call(told, env={**os.environ, **offline}))
+        if arguments.only_run:
+            run_for_ever(arguments)
         compare(arguments)
 
 

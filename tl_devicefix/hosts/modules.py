@@ -10,6 +10,7 @@ import io
 import itertools
 import pickle
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from types import FunctionType
@@ -104,6 +105,7 @@ def _is_differentiable(value: Any) -> bool:
 
 
 _held: WeakKeyDictionary[nn.Module, HeldBlock] = WeakKeyDictionary()
+_holding = threading.Lock()
 
 
 def held(block: nn.Module, residual: Any) -> HeldBlock | None:
@@ -118,10 +120,22 @@ def held(block: nn.Module, residual: Any) -> HeldBlock | None:
     far: Any = residual._allocation.machine.asynchronous
     if not isinstance(far, FarDevices):
         return None
+    found = _still_held(block, far)
+    if found is None:
+        with _holding:  # runs in flight are threads, of which one is enough to copy it
+            found = _still_held(block, far) or _hold_anew(block, residual)
+    if found is None or found.device != residual.device or found.seen.is_watched:
+        return None
+    return found
+
+
+def _still_held(block: nn.Module, far: FarDevices) -> HeldBlock | None:
+    found = _held.get(block)
+    return found if found is not None and found.far is far and found.seen.holds() else None
+
+
+def _hold_anew(block: nn.Module, residual: SimTensor) -> HeldBlock | None:
     before = _held.get(block)
-    if before is not None and before.far is far and before.seen.holds():
-        is_there = before.device == residual.device and not before.seen.is_watched
-        return before if is_there else None
     found = _hold(block, residual._allocation.machine, residual.device)
     if found is not None:
         if before is not None:
