@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_forward_hook
 import tl_devicefix
 from tl_devicefix.attending.known import made_once, one_forward
 from tl_devicefix.attending.masks import Causal
+from tl_devicefix.hosts.far_devices import FarDevices
 
 AS_INSTALLED = {"gemma-2": "soft cap", "gpt-oss": "attention sinks"}
 """Architecture -> why its blocks take the installed path."""
@@ -386,6 +387,8 @@ def test_with_offloaded_blocks(
 def test_memory_grows_with_the_tokens_and_not_with_their_square(
     load: Any, machine: Any, fused_blocks: list[int]
 ) -> None:
+    if isinstance(machine.asynchronous, FarDevices):
+        pytest.skip("what a block that a rank runs whole takes, the rank alone knows")
     model = load("llama", 1)
 
     def peak(n_tokens: int) -> int:
