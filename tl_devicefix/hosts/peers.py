@@ -45,8 +45,10 @@ def said_by_gloo(error: RuntimeError) -> str:
 
 
 def as_bytes(values: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous CPU tensor."""
-    return values.contiguous().view(-1).view(torch.uint8)
+    """The bytes of a CPU tensor."""
+    flat = values.contiguous().view(-1)
+    # Of a single value, torch lets any stride pass for contiguous, but not for another dtype.
+    return flat.as_strided(flat.shape, (1,), flat.storage_offset()).view(torch.uint8)
 
 
 def _names(rank: int) -> list[str]:
