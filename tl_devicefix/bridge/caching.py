@@ -11,7 +11,7 @@ from transformer_lens import ActivationCache
 from tl_devicefix.patching.applying import original
 from tl_devicefix.placement.devices import with_index
 from tl_devicefix.reading.cache_at_home import CacheAtHome
-from tl_devicefix.running.carrying import bring_home
+from tl_devicefix.running.carrying import bring_home, is_output_read
 
 
 def run_with_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -33,4 +33,4 @@ def run_with_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
         cache.cache_dict = CacheAtHome(read_on).of(cache.cache_dict)
     else:
         cache = CacheAtHome(read_on).of(cache)
-    return bring_home(output, placement.home), cache
+    return bring_home(output, placement.home) if is_output_read() else output, cache

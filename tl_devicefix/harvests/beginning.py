@@ -8,6 +8,7 @@ import fcntl
 import importlib.metadata
 import os
 import shutil
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,11 @@ SHAPES = ("n_layers", "d_model", "n_heads", "n_key_value_heads", "d_head", "d_ml
 
 
 @contextlib.contextmanager
-def alone_in(directory: Path) -> Iterator[None]:
+def alone_in(directory: Path) -> Iterator[str]:
     """Within it, no other process harvests to a directory, which is made.
+
+    Yields:
+        What is in the file `LOCK` meanwhile, and is nowhere else.
 
     Raises:
         NotADirectoryError: if it is a file.
@@ -35,7 +39,7 @@ def alone_in(directory: Path) -> Iterator[None]:
     if directory.is_file():
         raise NotADirectoryError(f"{directory} is a file: give a directory to harvest to")
     directory.mkdir(parents=True, exist_ok=True)
-    with (directory / LOCK).open("w") as file:
+    with (directory / LOCK).open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.fstat(file.fileno()).st_nlink:  # another one ended just now, and removed it
@@ -46,7 +50,11 @@ def alone_in(directory: Path) -> Iterator[None]:
                 "another directory"
             ) from None
         try:
-            yield
+            file.truncate(0)
+            file.write(text := uuid.uuid4().hex)
+            file.flush()
+            os.fsync(file.fileno())
+            yield text
         finally:  # not by closing: a DataLoader's worker may have the file open for longer
             fcntl.flock(file, fcntl.LOCK_UN)
 

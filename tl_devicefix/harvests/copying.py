@@ -1,20 +1,14 @@
-"""Copies of activations to host memory, beside what devices compute, in memory that is bounded.
-
-Where devices have streams, the memory is pinned and copies are on a stream of their own, so that
-the next forward runs meanwhile. Elsewhere a copy is done at once.
-"""
+"""Copies of activations to host memory, beside what devices compute, in memory that is bounded."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from tl_devicefix.offload.copying import copies_beside_computing, module_with_streams
+from tl_devicefix.harvests.on_hosts import Group, Host
 
 _ALIGNED = 64
 
@@ -22,14 +16,6 @@ _ALIGNED = 64
 def room_for(sizes: Iterable[int]) -> int:
     """Bytes that tensors of these sizes take in a part of a buffer."""
     return sum(-(-size // _ALIGNED) * _ALIGNED for size in sizes)
-
-
-def by_device(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """Names of tensors, those of a device together: each device copies to a part of its own."""
-    of_device: dict[torch.device, list[str]] = {}
-    for name, tensor in tensors.items():
-        of_device.setdefault(tensor.device, []).append(name)
-    return list(of_device.values())
 
 
 class Ring:
@@ -43,13 +29,12 @@ class Ring:
     Args:
         per_shard: how many examples a shard has.
         n_batches: how many batches there may be besides.
-        devices: from which will be copied.
+        groups: what is in each part of a buffer.
     """
 
-    def __init__(self, per_shard: int, n_batches: int, devices: Iterable[torch.device]) -> None:
-        self._per_shard, self._n_batches = per_shard, n_batches
+    def __init__(self, per_shard: int, n_batches: int, groups: Sequence[Group]) -> None:
+        self._per_shard, self._n_batches, self._groups = per_shard, n_batches, groups
         self._largest = 0
-        self._pinned = any(map(copies_beside_computing, devices))
         self._free: list[Buffer] = []
         self._in_use = 0
         self._changed = threading.Condition()
@@ -71,7 +56,7 @@ class Ring:
             fitting = next((each for each in self._free if each.sizes == sizes), None)
             if fitting is None:
                 self._free.clear()  # of other sizes, in whose place the new one comes
-                fitting = Buffer(self, n_examples, sizes, self._pinned)
+                fitting = Buffer(self, n_examples, sizes, self._groups)
             else:
                 self._free.remove(fitting)
             self._in_use += n_examples
@@ -92,44 +77,33 @@ class Ring:
 
 
 class Buffer:
-    """Host memory for what is kept of one batch."""
+    """Host memory for what is kept of one batch: in each part, what is of one device."""
 
-    def __init__(self, ring: Ring, n_examples: int, sizes: list[int], pinned: bool) -> None:
+    def __init__(
+        self, ring: Ring, n_examples: int, sizes: list[int], groups: Sequence[Group]
+    ) -> None:
         self.n_examples, self.sizes = n_examples, sizes
-        self._ring = ring
-        self._parts = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
-        if pinned:
-            self._parts = [part.pin_memory() for part in self._parts]
+        self._ring, self._groups = ring, groups
+        self._parts = [each.host.empty(size) for each, size in zip(groups, sizes, strict=True)]
         self._arriving: list[Any] = []
         self._users = 1
         self._counting = threading.Lock()
 
     @torch.no_grad()
-    def copy(
-        self, tensors: Mapping[str, torch.Tensor], groups: list[list[str]]
-    ) -> dict[str, torch.Tensor]:
-        """Start to copy tensors here; they are there after `wait`.
-
-        Args:
-            tensors: by name.
-            groups: the names of those in each part.
-        """
+    def copy(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Start to copy tensors here, which have names; they are there after `wait`."""
         copies = {}
-        for part, names in zip(self._parts, groups):
+        devices: dict[Host, set[torch.device]] = {}
+        for part, (names, host) in zip(self._parts, self._groups):
             end = 0
             for name in names:
                 tensor = tensors[name]
                 here = part[end : end + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
                 end += room_for([tensor.nbytes])
                 copies[name] = here
-                with _on_copy_stream(tensor):
-                    here.copy_(tensor, non_blocking=True)
-        devices = dict.fromkeys(tensor.device for tensor in tensors.values())
-        self._arriving = [
-            _copy_stream(device).record_event()
-            for device in devices
-            if module_with_streams(device) is not None
-        ]
+                host.copy(here, tensor)
+                devices.setdefault(host, set()).add(tensor.device)
+        self._arriving = [each for host, of in devices.items() for each in host.arrivals(of)]
         return copies
 
     def wait(self) -> None:
@@ -150,23 +124,3 @@ class Buffer:
             self._users = self._users or 1  # the next who takes it
         if done:
             self._ring.give_back(self)
-
-
-@contextlib.contextmanager
-def _on_copy_stream(tensor: torch.Tensor) -> Any:
-    """Within it, copies of a tensor are beside what its device computes, after what made it."""
-    module = module_with_streams(tensor.device)
-    if module is None:
-        yield
-        return
-    stream = _copy_stream(tensor.device)
-    stream.wait_stream(module.current_stream(tensor.device))
-    tensor.record_stream(stream)
-    with module.stream(stream):
-        yield
-
-
-@functools.cache
-def _copy_stream(device: torch.device) -> Any:
-    """Of its own: on that of `offload/copying.py`, weights come to the device."""
-    return module_with_streams(device).Stream(device)

@@ -11,11 +11,15 @@ import os
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import accumulate, groupby
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, Literal
 
 import torch
-import xxhash
+
+from tl_devicefix.hosts.files import OtherHost, checksum, write_at
 
 VERSION = 1
 INDEX = "index.json"
@@ -81,7 +85,8 @@ class Entry:
 class Shard:
     """A file, with the examples from `start` up to `stop`, of which `tokens` tokens were kept.
 
-    Its checksum is of a kind that is many times as fast as a disk.
+    Its checksum is that of the checksums of its header and of each tensor, in the file's order: one
+    host need not have them all.
     """
 
     file: str
@@ -195,24 +200,63 @@ def write_whole(path: Path, write: Callable[[BinaryIO], Any]) -> None:
         os.close(directory)
 
 
-def write_shard(path: Path, pieces: Pieces, metadata: Mapping[str, str]) -> tuple[int, str]:
+def write_shard(
+    path: Path,
+    pieces: Pieces,
+    metadata: Mapping[str, str],
+    others: Mapping[str, OtherHost] = MappingProxyType({}),
+) -> tuple[int, str]:
     """Write a safetensors file of tensors that are in pieces, which are not put together first.
 
     Args:
         path: of the file.
         pieces: the tensors.
         metadata: a text for the file's header.
+        others: by name, which host has a tensor in its memory, and writes it, if not this one.
 
     Returns:
         Its bytes, and its checksum.
+
+    Raises:
+        OSError: if it cannot be written; it names another rank's host, if it is that one's.
     """
     # As safetensors does: the widest dtypes first, so that each tensor is aligned.
     names = sorted(pieces, key=lambda name: -pieces[name][0].itemsize)
+    sizes = [sum(piece.nbytes for piece in pieces[name]) for name in names]
+    header = _header(names, pieces, sizes, metadata)
+    starts = [*accumulate(sizes, initial=len(header))]
+    found: dict[int, list[bytes]] = {}
+
+    def write(file: BinaryIO) -> None:
+        told: dict[int, Callable[[], list[bytes]]] = {}
+        if others:
+            file.truncate(starts[-1])  # which the others look for
+        for host, run in groupby(range(len(names)), lambda number: others.get(names[number])):
+            numbers = list(run)
+            first, tensors = numbers[0], [pieces[names[number]] for number in numbers]
+            if host is None:
+                found[first] = []
+                told[first] = partial(write_at, file, starts[first], tensors)
+            else:
+                told[first] = host.write(Path(file.name), starts[-1], starts[first], tensors)
+        file.write(header)
+        for first in sorted(told, key=lambda first: first not in found):  # others write meanwhile
+            found[first] = told[first]()
+
+    write_whole(path, write)
+    checksums = (each for first in sorted(found) for each in found[first])
+    return starts[-1], _checksum_of_all(checksum(header).digest(), *checksums)
+
+
+def _header(
+    names: Sequence[str], pieces: Pieces, sizes: Sequence[int], metadata: Mapping[str, str]
+) -> bytes:
+    """How a safetensors file begins."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
-    for name in names:
+    for name, size in zip(names, sizes):
         first, start = pieces[name][0], end
-        end += sum(piece.nbytes for piece in pieces[name])
+        end += size
         rows = sum(len(piece) if piece.dim() else 1 for piece in pieces[name])
         header[name] = {
             "dtype": _CODES[first.dtype],
@@ -221,21 +265,7 @@ def write_shard(path: Path, pieces: Pieces, metadata: Mapping[str, str]) -> tupl
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    checksum = xxhash.xxh3_128()
-
-    def write(file: BinaryIO) -> None:
-        flat = (_bytes_of(piece) for name in names for piece in pieces[name])
-        for part in (struct.pack("<Q", len(text)), text, *flat):
-            file.write(part)
-            checksum.update(part)
-
-    write_whole(path, write)
-    return 8 + len(text) + end, checksum.hexdigest()
-
-
-def _bytes_of(tensor: torch.Tensor) -> Any:
-    """The memory of a contiguous tensor on the CPU."""
-    return tensor.reshape(-1).view(torch.uint8).numpy()
+    return struct.pack("<Q", len(text)) + text
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -258,14 +288,31 @@ def faults(directory: Path, index: Index) -> Iterable[str]:
             yield f"{shard.file} is missing"
         elif (size := path.stat().st_size) != shard.bytes:
             yield f"{shard.file} has {size} bytes, but was written with {shard.bytes}"
-        elif checksum_of(path) != shard.xxh3_128:
+        elif checksum_of(path, _sizes(index, shard)) != shard.xxh3_128:
             yield f"{shard.file} is damaged: its checksum is not that of what was written"
 
 
-def checksum_of(path: Path) -> str:
-    """The checksum of a file, as `xxh128sum` has it."""
-    checksum, chunk = xxhash.xxh3_128(), bytearray(2**20)
+def _sizes(index: Index, shard: Shard) -> list[int]:
+    """Bytes of a shard's header, and of each of its tensors."""
+    n_rows = {"example": shard.stop - shard.start, "token": shard.tokens, "shared": 1}
+    stored = [entry for entry in index.entries if entry.same_as is None]
+    stored.sort(key=lambda entry: -entry.torch_dtype.itemsize)
+    sizes = [entry.row_bytes * n_rows[entry.axis] for entry in stored]
+    return [shard.bytes - sum(sizes), *sizes]
+
+
+def checksum_of(path: Path, sizes: Iterable[int]) -> str:
+    """The checksum of a file, whose header and tensors have these sizes."""
+    found, chunk = [], memoryview(bytearray(2**20))
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(chunk):
-            checksum.update(memoryview(chunk)[:count])
-    return checksum.hexdigest()
+        for size in sizes:
+            of_part = checksum()
+            while size > 0 and (count := file.readinto(chunk[:size])):
+                of_part.update(chunk[:count])
+                size -= count
+            found.append(of_part.digest())
+    return _checksum_of_all(*found)
+
+
+def _checksum_of_all(*checksums: bytes) -> str:
+    return str(checksum(b"".join(checksums)).hexdigest())

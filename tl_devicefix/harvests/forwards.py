@@ -9,11 +9,13 @@ import torch
 
 from tl_devicefix.flights.flying import devices_of, in_flight
 from tl_devicefix.harvests.batches import Batch
-from tl_devicefix.harvests.copying import Buffer, by_device, room_for
+from tl_devicefix.harvests.copying import Buffer, room_for
 from tl_devicefix.harvests.format import KEPT, MASK, TOKENS, Entry
 from tl_devicefix.harvests.keeping import Found, Keeping, entries_of
+from tl_devicefix.harvests.on_hosts import Group, Hosts
 from tl_devicefix.harvests.wanted import refuse_missing
 from tl_devicefix.harvests.writing import Copied
+from tl_devicefix.running.carrying import outputs_unread
 
 
 class Item(NamedTuple):
@@ -40,6 +42,9 @@ class Forwards:
         keeping: what is kept of each forward.
         arguments: of the forward.
         at_once: how many runs are in flight; None for as many as `in_flight` has by default.
+
+    Attributes:
+        groups: what is kept of each, from `first` on.
     """
 
     def __init__(
@@ -52,8 +57,15 @@ class Forwards:
         self._arguments = arguments
         self._points = dict(model.hook_dict)
 
-    def first(self, batch: Batch, kept: torch.Tensor | None) -> tuple[Found, tuple[Entry, ...]]:
+    def first(
+        self, batch: Batch, kept: torch.Tensor | None, hosts: Hosts
+    ) -> tuple[Found, tuple[Entry, ...]]:
         """Run the first batch.
+
+        Args:
+            batch: what is given to the model.
+            kept: which tokens are stored, `[batch, pos]`; None for all.
+            hosts: where what is kept goes to.
 
         Returns:
             What is kept of it, and how it is stored.
@@ -64,10 +76,12 @@ class Forwards:
         (found,) = in_flight(self.model, self._of_forward, [(batch, kept)], at_once=1)
         stop_at_layer = self._arguments.get("stop_at_layer")
         refuse_missing(self.keeping.names_filter, found.names, stop_at_layer)
-        self._names, self._groups = found.names, by_device(found.tensors)
+        self._names = found.names
         n_rows = len(batch.tokens) if kept is None else int(kept.sum())
         entries = entries_of(found, n_rows, kept is not None)
         self._entries = {entry.name: entry for entry in entries if entry.same_as is None}
+        shared = [entry.name for entry in entries if entry.axis == "shared"]
+        self.groups: list[Group] = hosts.groups(found.tensors, shared)
         if "return_type" not in self._arguments and not _has_unembedding(found.names):
             self._arguments = {**self._arguments, "return_type": None}  # logits are not needed
         beside = stored_beside(batch, kept)
@@ -85,7 +99,7 @@ class Forwards:
         """The sizes of a buffer's parts for so many examples, of which all tokens may be kept."""
         n_rows = {"example": n_examples, "token": n_examples * width, "shared": 1}
         sizes = {name: each.row_bytes * n_rows[each.axis] for name, each in self._entries.items()}
-        return [room_for(sizes[name] for name in names) for names in self._groups]
+        return [room_for(sizes[name] for name in names) for names, _ in self.groups]
 
     def copy(self, item: Item, found: Found) -> Copied:
         """Start to copy what is kept of a batch."""
@@ -93,7 +107,7 @@ class Forwards:
         n_examples, width = batch.tokens.shape
         counts = [width] * n_examples if kept is None else kept.sum(1).tolist()
         self._check_shapes(found.tensors, n_examples if kept is None else sum(counts))
-        rows = {**stored_beside(batch, kept), **item.buffer.copy(found.tensors, self._groups)}
+        rows = {**stored_beside(batch, kept), **item.buffer.copy(found.tensors)}
         return Copied(rows, counts, item.skip, item.buffer)
 
     def _run(self, view: Any, item: Item) -> Copied:
@@ -104,12 +118,13 @@ class Forwards:
 
     def _of_forward(self, view: Any, what: tuple[Batch, torch.Tensor | None]) -> Found:
         batch, kept = what
-        _, cache = view.run_with_cache(
-            batch.given,
-            names_filter=self.keeping.names_filter,
-            return_cache_object=False,
-            **{**self._arguments, **batch.arguments},
-        )
+        with outputs_unread():
+            _, cache = view.run_with_cache(
+                batch.given,
+                names_filter=self.keeping.names_filter,
+                return_cache_object=False,
+                **{**self._arguments, **batch.arguments},
+            )
         return self.keeping.of(cache, kept, self._points)
 
     def _check_shapes(self, found: Mapping[str, torch.Tensor], n_rows: int) -> None:

@@ -18,6 +18,7 @@ from tl_devicefix.harvests import beginning
 from tl_devicefix.harvests.batches import Batches
 from tl_devicefix.harvests.forwards import Forwards
 from tl_devicefix.harvests.keeping import Keep, Keeping, Reduce
+from tl_devicefix.harvests.on_hosts import Hosts
 from tl_devicefix.harvests.reading import Harvest, open_harvest
 from tl_devicefix.harvests.under_way import UnderWay
 from tl_devicefix.harvests.wanted import wanted_of
@@ -101,13 +102,14 @@ def harvest(
         if not resume:
             beginning.what_is_there(directory, resume)  # before a directory is made
         is_new = not directory.exists()
-        stack.enter_context(beginning.alone_in(directory))
+        text = stack.enter_context(beginning.alone_in(directory))
         stack.callback(beginning.leave_nothing_empty, directory, is_new)
         stack.enter_context(torch.no_grad())
         known = beginning.what_is_there(directory, resume)
         beginning.clear_away(directory)
         forwards = Forwards(model, keeping, arguments, at_once)
-        UnderWay(forwards, source, directory, known, shard_bytes).run(progress)
+        hosts = Hosts(forwards.devices, directory / beginning.LOCK, text)
+        UnderWay(forwards, source, directory, hosts, known, shard_bytes).run(progress)
     return open_harvest(directory)
 
 

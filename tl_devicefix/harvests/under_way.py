@@ -13,6 +13,7 @@ from tl_devicefix.harvests.copying import Buffer, Ring
 from tl_devicefix.harvests.format import Entry, Index, write_index
 from tl_devicefix.harvests.forwards import Forwards, Item, stored_beside
 from tl_devicefix.harvests.keeping import Found
+from tl_devicefix.harvests.on_hosts import Hosts, others_of
 from tl_devicefix.harvests.progress import Bar
 from tl_devicefix.harvests.there import There
 from tl_devicefix.harvests.writing import Copied, Writer
@@ -25,6 +26,7 @@ class UnderWay:
         forwards: of the model.
         source: the batches.
         directory: where to, in which nobody else writes.
+        hosts: which of them write there.
         known: what is there, to go on with.
         shard_bytes: of a shard, at most.
 
@@ -38,6 +40,7 @@ class UnderWay:
         forwards: Forwards,
         source: Batches,
         directory: Path,
+        hosts: Hosts,
         known: Index | None,
         shard_bytes: int,
     ) -> None:
@@ -48,7 +51,7 @@ class UnderWay:
             raise ValueError("there is nothing to harvest: batches has none")
         self._first, self._width = first, first.tokens.shape[1]
         kept = self._kept = forwards.keeping.tokens_of(first.tokens, first.mask)
-        found, entries = forwards.first(first, kept)
+        found, entries = forwards.first(first, kept, hosts)
         self._found: Found | None = found
         index = Index(
             beginning.model_fields(forwards.model),
@@ -83,8 +86,8 @@ class UnderWay:
     def run(self, progress: bool) -> None:
         """Harvest what is not there yet."""
         forwards = self._forwards
-        ring = Ring(self._index.examples_per_shard, forwards.at_once + 3, forwards.devices)
-        writer = Writer(self._directory, self._index, ring)
+        ring = Ring(self._index.examples_per_shard, forwards.at_once + 3, forwards.groups)
+        writer = Writer(self._directory, self._index, ring, others_of(forwards.groups))
         n_kept = sum(shard.tokens for shard in self._index.shards)
         is_complete = False
         try:

@@ -6,9 +6,11 @@ import errno
 import queue
 import threading
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -22,6 +24,7 @@ from tl_devicefix.harvests.format import (
     write_index,
     write_shard,
 )
+from tl_devicefix.hosts.files import OtherHost
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,8 @@ class Copied:
     """What is kept of a batch, in host memory.
 
     Attributes:
-        rows: by name; what is in `buffer` is there after `buffer.wait()`.
+        rows: by name; what is in `buffer` is there after `buffer.wait()`. Of what is in memory of
+            another host, tensors without values.
         tokens: how many of each example are kept.
         skip: how many of its examples are written already.
         buffer: whose memory it is.
@@ -54,10 +58,17 @@ class Writer:
         directory: where to.
         index: as it is there; goes on after its shards.
         ring: of the buffers, which is told of an error.
+        others: by name, the hosts of what is in memory of another one.
     """
 
-    def __init__(self, directory: Path, index: Index, ring: Ring) -> None:
-        self._directory, self._ring = directory, ring
+    def __init__(
+        self,
+        directory: Path,
+        index: Index,
+        ring: Ring,
+        others: Mapping[str, OtherHost] = MappingProxyType({}),
+    ) -> None:
+        self._directory, self._ring, self._others = directory, ring, others
         self.index = index
         self._axes = {e.name: e.axis for e in index.entries if e.same_as is None}
         self._filling = _Filling(index.n_examples)
@@ -119,7 +130,7 @@ class Writer:
         return OSError(
             error.errno,
             f"the disk of {self._directory} is full: {self.index.n_examples} examples are written; "
-            "make room, and harvest the rest with resume=True",
+            f"make room, and harvest the rest with resume=True ({error.strerror})",
         )
 
     def _add(self, copied: Copied) -> None:
@@ -165,7 +176,7 @@ class Writer:
             for name, axis in self._axes.items()
         }
         metadata = {"format": "pt", "examples": f"{start}:{stop}"}
-        size, checksum = write_shard(self._directory / name, pieces, metadata)
+        size, checksum = write_shard(self._directory / name, pieces, metadata, self._others)
         self.index = self.index.with_shard(
             Shard(name, start, stop, filled.n_tokens, size, checksum)
         )

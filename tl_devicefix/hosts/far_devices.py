@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -354,6 +355,14 @@ class FarDevices:
             self._tell(place.rank, commands.Make(number, geometry, place.number))
         return made
 
+    def allocate_on_host(self, geometry: Geometry, rank: int) -> tuple[torch.Tensor, Storage]:
+        """A tensor in memory of another rank's host, and its storage, without values of its own."""
+        made = _without_values(geometry)
+        with self._lock:
+            number = self._number(made, rank)
+            self._tell(rank, commands.Make(number, geometry, None))
+            return made, self._storages[_address(made)]
+
     def block_of(self, tensor: torch.Tensor, device: int) -> Storage | None:
         """The storage of a tensor that is on a device from now on; None if that is rank 0's."""
         return self._storages[_address(tensor)] if self.places[device].rank else None
@@ -381,6 +390,23 @@ class FarDevices:
     def keep_busy(self, device: int, seconds: float) -> None:
         """Refuse: these take the time that they take."""
         raise RuntimeError("devices of other ranks cannot be kept busy: simulate some for it")
+
+    def ask(self, rank: int, command: Any) -> Callable[[], Any]:
+        """Send all that was kept, and a command that is answered; what returns the answer.
+
+        That raises what `synchronize` raises.
+        """
+        with self._lock:
+            answer = self._wait_for(rank, command)
+        return lambda: self._of(rank, answer)
+
+    def ask_beside(self, rank: int, command: Any, number: int) -> Callable[[], Any]:
+        """As `ask`, of a command that does not hold up others, and whose answer has a number."""
+        answer = self._peers[rank].answer_beside(number)
+        with self._lock:
+            self._tell(rank, command)
+            self._flush(rank)
+        return lambda: self._of(rank, answer)
 
     def _wait_for(self, rank: int, command: Any) -> Any:
         """Send all that was kept, and a command that is answered."""

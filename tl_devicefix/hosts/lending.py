@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from tl_devicefix.hosts import commands
 from tl_devicefix.hosts.commands import (
+    Beside,
     Failed,
     Given,
     New,
+    NotWritten,
     Stored,
     exchanged,
     operation_named,
     tensors_in,
 )
+from tl_devicefix.hosts.files import text_of, write_into
 from tl_devicefix.hosts.graphs import Graph, called
 from tl_devicefix.hosts.mapped import read
 from tl_devicefix.hosts.modules import Unpickler
@@ -40,6 +45,7 @@ class Lender:
         self._blocks: dict[int, torch.nn.Module] = {}
         self._graphs: dict[int, Graph] = {}
         self._failed: Failed | None = None
+        self._writing = ThreadPoolExecutor(1, thread_name_prefix="files")
 
     @torch.no_grad()
     def lend(self) -> None:
@@ -53,7 +59,7 @@ class Lender:
 
     def _do(self, command: Any, values: Callable[[torch.Size, torch.dtype], torch.Tensor]) -> None:
         kind = type(command).__name__.lower()
-        if kind in ("put", "receive", "send", "read", "ask", "synchronize"):
+        if kind in ("put", "receive", "send", "read", "ask", "look", "synchronize"):
             getattr(self, f"_{kind}")(command, values)
             return
         try:
@@ -137,9 +143,11 @@ class Lender:
         self._answer(command, run)
 
     def _make(self, command: commands.Make) -> None:
-        made = torch.empty(
-            command.geometry.nbytes, dtype=torch.uint8, device=self._devices[command.device]
-        )
+        nbytes, device = command.geometry.nbytes, torch.device("cpu")
+        if command.device is not None:
+            device = self._devices[command.device]
+        pinned = command.device is None and self._devices[0].type != "cpu"
+        made = torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
         self._storages[command.storage] = made.untyped_storage()
 
     def _grow(self, command: commands.Grow) -> None:
@@ -184,6 +192,25 @@ class Lender:
                     torch.get_device_module(device.type).synchronize(device)
 
         self._answer(command, wait)
+
+    def _look(self, command: commands.Look, values: Any) -> None:
+        self._answer(command, lambda: (text_of(command.path), self._name))
+
+    def _write(self, command: commands.Write) -> None:
+        pieces = command.tensors
+        tensors = self._try(command, lambda: [list(map(self._tensor, each)) for each in pieces])
+        self._writing.submit(self._write_and_tell, command, tensors)
+
+    def _write_and_tell(self, command: commands.Write, tensors: Any) -> None:
+        """In a thread, while the next commands are done."""
+        found: list[bytes] | NotWritten
+        try:
+            found = write_into(command.path, command.nbytes, command.offset, tensors or [])
+        except Exception as error:  # noqa: BLE001  # it is raised where rank 0 waits
+            number = getattr(error, "errno", None) or errno.EIO
+            why = getattr(error, "strerror", None) or str(error)
+            found = NotWritten(number, f"{why}, on {self._name}")
+        self._wire.answer(Beside(command.number, found))
 
     def _answer(self, command: Any, find: Callable[[], Any]) -> None:
         """Send rank 0 an answer, or what failed since the last one."""

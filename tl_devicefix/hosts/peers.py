@@ -188,7 +188,9 @@ class Peer:
         self._lose = lose
         self._lost: RankLost | None = None
         self._told: queue.Queue[tuple[list[Any], list[torch.Tensor]]] = queue.Queue(64)
+        self._expected: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._asked: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
+        self._asked_beside: dict[int, Future[Any]] = {}
         self._waiting: set[Future[Any]] = set()
         self._lock = threading.Lock()
         self._has_sent_all = threading.Event()
@@ -224,11 +226,26 @@ class Peer:
         Raises:
             RankLost: if it, or another rank, is lost.
         """
+        future = self._awaited()
+        self._asked.put(future)
+        self._expected.put(None)
+        return future
+
+    def answer_beside(self, number: int) -> Future[Any]:
+        """The answer of this number, before or after those of `answer`. Ask for it after this.
+
+        Raises:
+            RankLost: if it, or another rank, is lost.
+        """
+        future = self._asked_beside[number] = self._awaited()
+        self._expected.put(None)
+        return future
+
+    def _awaited(self) -> Future[Any]:
         future: Future[Any] = Future()
         with self._lock:
             self._raise_if_lost()
             self._waiting.add(future)
-        self._asked.put(future)
         return future
 
     def end(self, timeout: float = 5.0) -> None:
@@ -299,7 +316,7 @@ class Peer:
                 _send(each, self.rank, _COMMANDS)
 
     def _receive_next(self) -> None:
-        future = self._asked.get()
+        self._expected.get()
         with self._in_gloo("receiving"):
             found = self._answers.pop()
             if isinstance(found, _Values):
@@ -308,6 +325,10 @@ class Peer:
                     found = _receive(_empty(shape, dtype), self.rank, _ANSWERS)
                 else:
                     found = _outlined(told, shape, dtype)
+        if isinstance(found, commands.Beside):
+            future, found = self._asked_beside.pop(found.number), found.answer
+        else:
+            future = self._asked.get()
         with self._lock:
             if future in self._waiting:
                 self._waiting.remove(future)
@@ -335,6 +356,7 @@ class Wire:
         self._answers = _Queue(store, names[_ANSWERS], 0, _ANSWERS)
         self._progress = _Queue(store, names[_PROGRESS], 0, _PROGRESS)
         self._begun = 0
+        self._answering = threading.Lock()
 
     def receive_commands(self) -> tuple[list[Any], Callable[..., torch.Tensor]]:
         """The next commands, and what gives the values that come with them, in order."""
@@ -362,14 +384,15 @@ class Wire:
                 self._lose(said_by_gloo(error))
 
     def answer(self, found: Any) -> None:
-        """Answer rank 0."""
-        if not isinstance(found, torch.Tensor):
-            self._answers.push(found)
-            return
-        told = _inline(found)
-        self._answers.push(_Values((tuple(found.shape), found.dtype, told)))
-        if told is None:
-            _send(found, 0, _ANSWERS)
+        """Answer rank 0. Several threads may."""
+        told = _inline(found) if isinstance(found, torch.Tensor) else None
+        with self._answering:
+            if not isinstance(found, torch.Tensor):
+                self._answers.push(found)
+                return
+            self._answers.push(_Values((tuple(found.shape), found.dtype, told)))
+            if told is None:
+                _send(found, 0, _ANSWERS)
 
     def send_values(self, values: torch.Tensor | None, rank: int) -> None:
         """Send values to another rank, or that there are none."""

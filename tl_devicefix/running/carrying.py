@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -22,3 +25,21 @@ def bring_home(output: Any, home: torch.device) -> Any:
     if isinstance(output, tuple) and hasattr(output, "_fields"):
         return type(output)(*(move(part, home) for part in output))
     return move(output, home)
+
+
+_unread = ContextVar("_unread", default=False)
+
+
+@contextmanager
+def outputs_unread() -> Iterator[None]:
+    """Within it, nobody reads what a model returns, so it stays where it was computed."""
+    token = _unread.set(True)
+    try:
+        yield
+    finally:
+        _unread.reset(token)
+
+
+def is_output_read() -> bool:
+    """Whether somebody may read what a model returns, which is at home then."""
+    return not _unread.get()

@@ -9,7 +9,7 @@ from tl_devicefix.offload.visiting import touring
 from tl_devicefix.patching.applying import original
 from tl_devicefix.placement.devices import rank_of
 from tl_devicefix.placement.placement import in_short
-from tl_devicefix.running.carrying import bring_home
+from tl_devicefix.running.carrying import bring_home, is_output_read
 from tl_devicefix.running.interruption import refuse_unfinished
 from tl_devicefix.running.put_in import look_early
 from tl_devicefix.running.turns import device_of_turn, going_to, return_to
@@ -53,6 +53,8 @@ def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
                 output = run(self, *args, **kwargs)
             except RankLost as error:
                 raise RankLost(f"{error}; {_held_by(self, error.rank)}", error.rank) from error
+        if not is_output_read():
+            return output
         with going_to(self.placement.home):
             return bring_home(output, self.placement.home)
     finally:
