@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -24,8 +25,8 @@ if __name__ == "__main__":
     tl_devicefix.join(memory="1GiB")
     model = load_checkpoint(torch.get_device_module("sim").device_count())
     try:
-        options = {"names_filter": NAMES, "shard_size": "64KiB", "progress": False}
-        tl_devicefix.harvest(model, batches(), to=sys.argv[1], **options)
+        options: dict[str, Any] = {"shard_size": "64KiB", "progress": False}
+        tl_devicefix.harvest(model, batches(), NAMES, to=sys.argv[1], **options)
     except RuntimeError as error:
         print(f"{type(error).__name__}: {error}", flush=True)
         sys.exit(3)

@@ -261,7 +261,11 @@ def test_a_rank_that_is_killed(two_ranks: list[subprocess.Popen[str]], tmp_path:
     assert there.verify() == []
 
     batches = list(itertools.islice(a_harvest.batches(), len(there)))
-    options = {"names_filter": a_harvest.NAMES, "shard_size": "64KiB", "progress": False}
+    options: dict[str, Any] = {
+        "names_filter": a_harvest.NAMES,
+        "shard_size": "64KiB",
+        "progress": False,
+    }
     with tl_devicefix.simulate(2):
         model = load_checkpoint(2)
         harvest(model, batches, to=tmp_path / "out", resume=True, **options)

@@ -59,7 +59,8 @@ def harvest(
             examples, of which batches are made: tokens `[pos]`, texts, or dicts of those, as a
             `datasets.Dataset` yields them. All have as many tokens.
         names_filter: which activations: a name, names, or a function of a name. By default all.
-        to: a directory, which is made.
+        to: a directory, which is made. After `join`, one that all hosts have at this path: each
+            rank writes what it has computed.
         batch_size: how many examples make a batch.
         prepend_bos: for texts, as the model's forward takes it.
         dtype: to which activations are converted on their device. By default as they are computed,
@@ -85,7 +86,12 @@ def harvest(
             filter, dtype or data than what is there: named.
         FileExistsError: if a harvest is there, without `resume`.
         RuntimeError: if someone else harvests to the directory.
-        OSError: if the disk has not the room, before anything is written; or is full.
+        OSError: if the disk has not the room, before anything is written; or is full; or another
+            rank, which is named, cannot write.
+        RankLost: if one is lost. What was written is whole.
+
+    Warns:
+        UserWarning: if another rank does not see the directory: rank 0 writes for it.
     """
     for name, instead in _INSTEAD.items():
         if name in arguments:

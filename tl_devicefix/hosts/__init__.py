@@ -3,6 +3,6 @@
 Each device of each rank is one of a `tl_devicefix.simulation` machine, whose operations run where
 the tensors are: those of rank 0 at once, those of another rank when the commands get there. Read in
 this order: ``joining`` (how ranks find each other), ``far_devices`` (what becomes of an operation),
-``commands`` (how it is said), ``lending`` (who does it), ``peers`` (how it gets there),
-``watching`` (what becomes of it all when a rank is lost).
+``commands`` (how it is said), ``lending`` (who does it), ``peers`` (how it gets there), ``files``
+(what a rank writes itself), ``watching`` (what becomes of it all when a rank is lost).
 """
