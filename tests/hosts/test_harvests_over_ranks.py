@@ -27,12 +27,13 @@ from tl_devicefix.hosts.far_devices import FarDevices
 from tl_devicefix.hosts.files import OtherHost, other_host
 from tl_devicefix.hosts.joining import Ranks
 
-NEAR, FAR = "blocks.0.hook_resid_post", f"blocks.{N_LAYERS - 1}.hook_resid_post"
+STOP = N_LAYERS - 1  # after the last one, a Bridge goes on to what is behind the blocks
+NEAR, FAR = "blocks.0.hook_resid_post", f"blocks.{STOP - 1}.hook_resid_post"
 SIZE = 6000
 """Of a shard: two to three examples of two activations, where a batch has two."""
 
 CASES: dict[str, dict[str, Any]] = {
-    "two": {"names_filter": [NEAR, FAR], "stop_at_layer": N_LAYERS},
+    "two": {"names_filter": [NEAR, FAR], "stop_at_layer": STOP},
     "all": {"shard_size": 60000},
     "of tokens that are kept": {"names_filter": FAR, "keep": lambda tokens: tokens % 3 != 0},
     "none of a shard's tokens are kept": {
@@ -114,19 +115,18 @@ def test_the_same_bytes(
 
 
 def test_nothing_comes_home(model: Any, batches: Any, told: list[Any], tmp_path: Path) -> None:
-    """Only the residual stream goes to the other rank, once a batch."""
+    """The residual stream goes to the other rank, once a batch."""
     run(model, batches, tmp_path, **CASES["two"])
 
     stream = (*batches[0].shape, model.cfg.d_model)
     assert of(told, commands.Read) == []
-    put = [each for each in of(told, commands.Put) if each.dtype.is_floating_point]
-    assert {tuple(each.shape) for each in put} == {stream}
-    assert len(put) == len(batches)
+    put = [tuple(each.shape) for each in of(told, commands.Put)]  # of a Bridge, masks too
+    assert put.count(stream) == len(batches)
 
 
 def test_memory_there_is_bounded(model: Any, batches: Any, told: list[Any], tmp_path: Path) -> None:
     """However long a harvest is: buffers that are used again, and a rank that is waited for."""
-    found = run(model, batches * 4, tmp_path, at_once=1, names_filter=FAR, stop_at_layer=N_LAYERS)
+    found = run(model, batches * 4, tmp_path, at_once=1, names_filter=FAR, stop_at_layer=STOP)
 
     made = [each for each in of(told, commands.Make) if each.device is None]
     batch = 2 * 9 * model.cfg.d_model * 4
