@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from ranks import devices_of, lend_to_this_process
@@ -10,6 +11,7 @@ from spread_of_either_class import *  # noqa: F403
 
 from tl_devicefix.hosts.far_devices import FarDevices
 from tl_devicefix.hosts.joining import Ranks
+from tl_devicefix.patching.versions import has_hooked_transformer
 from tl_devicefix.simulation.machine import Machine
 
 
@@ -31,3 +33,16 @@ def far(machine: Machine) -> FarDevices:
     """What becomes of operations on them."""
     assert isinstance(machine.asynchronous, FarDevices)
     return machine.asynchronous
+
+
+@pytest.fixture(scope="module")
+def load_over(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Load over four devices of the machine that is entered, of the newest class that there is."""
+    if has_hooked_transformer():
+        from_pretrained = request.getfixturevalue("from_pretrained")
+        return lambda name, **where: from_pretrained(name, **(where or {"n_devices": 4}))
+    from transformer_lens.model_bridge import TransformerBridge
+
+    checkpoints = request.getfixturevalue("checkpoints")
+    boot = TransformerBridge.boot_transformers
+    return lambda name, **where: boot(str(checkpoints(name)), **(where or {"n_devices": 4}))

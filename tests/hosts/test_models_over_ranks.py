@@ -100,19 +100,6 @@ def at_home(result: Any) -> list[Any]:
     ]
 
 
-@pytest.fixture(scope="module")
-def load_over(request: pytest.FixtureRequest) -> Callable[[str], Any]:
-    """Load over four devices of the machine that is entered, of the newest class that there is."""
-    if has_hooked_transformer():
-        from_pretrained = request.getfixturevalue("from_pretrained")
-        return lambda name: from_pretrained(name, n_devices=4)
-    from transformer_lens.model_bridge import TransformerBridge
-
-    checkpoints = request.getfixturevalue("checkpoints")
-    boot = TransformerBridge.boot_transformers
-    return lambda name: boot(str(checkpoints(name)), n_devices=4)
-
-
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
 def both(
     request: pytest.FixtureRequest, ranks: Ranks, load_over: Any, tokens: torch.Tensor
