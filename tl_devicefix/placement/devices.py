@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tl_devicefix.simulation.sites import Site, names_host, site_named
+from tl_devicefix.simulation.sites import Site, listed, names_host, site_named
 
 try:
     from transformer_lens.utilities import get_device
@@ -176,6 +176,11 @@ def consecutive(first: torch.device, count: int) -> list[torch.device]:
         return [first]
     start = first.index or 0
     there = device_count(first.type)
+    if start + count > there and site_of(first) is not None:
+        raise ValueError(
+            f"n_devices={count} from {str(first)!r} on needs {count} devices, but the hosts have "
+            f"{there - start} ({listed(sites_here())}): start more ranks, or lower n_devices"
+        )
     if first.type == "cpu" or start + count > there:
         names = ", ".join(str(torch.device(first.type, i)) for i in range(start, there))
         raise ValueError(

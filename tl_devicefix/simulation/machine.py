@@ -196,11 +196,12 @@ class Machine:
         index = device.index
         free = self._capacities[index] - self._allocated[index]
         if nbytes > free:
+            where = f" ({self.sites[index].name})" if self.sites else ""
             raise_or_keep(
                 torch.OutOfMemoryError(
                     f"{DEVICE_TYPE} out of memory. Tried to allocate {readable(nbytes)}. Device"
-                    f" {index} has a total capacity of {readable(self._capacities[index])} of"
-                    f" which {readable(free)} is free."
+                    f" {index}{where} has a total capacity of"
+                    f" {readable(self._capacities[index])} of which {readable(free)} is free."
                 )
             )
 
