@@ -10,6 +10,7 @@ from torch import nn
 
 from tl_devicefix import check
 from tl_devicefix.hosts.far_devices import Place, sites_of
+from tl_devicefix.hosts.joining import _places
 from tl_devicefix.patching.versions import has_hooked_transformer
 
 WHERE = {"": "host0/0", "blocks.3": "host1/cpu:0", "blocks.4": "host1/cpu:1"}
@@ -25,6 +26,15 @@ def test_sites_are_named_by_rank_host_and_device() -> None:
     places = [Place(0, 0, one, "head", 1), Place(0, 1, one, "head", 1), Place(1, 0, other, "b", 1)]
 
     assert [site.name for site in sites_of(places)] == ["head/cpu:0", "head/cpu:1", "b/meta:3"]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "names"), [(("head", "b"), ["head", "b"]), (("head", "head"), ["host0", "host1"])]
+)
+def test_hosts_of_one_name_are_called_by_their_numbers(hosts: Any, names: list[str]) -> None:
+    everyone = [{"host": host, "devices": [("cpu", 1)]} for host in hosts]
+
+    assert [place.hostname for place in _places(everyone)] == names
 
 
 def test_a_model_is_placed_and_printed_by_such_names(over_ranks: Any) -> None:

@@ -146,3 +146,18 @@ def test_a_forward_as_the_placement_says(over_ranks: Any, wire: Wire, tokens: to
     there = over_ranks.placement.between_hosts(*tokens.shape)
     stream = tokens.numel() * over_ranks.cfg.d_model * 4
     assert sent == there == dict.fromkeys((THERE, BACK), stream)
+
+
+@pytest.mark.skipif(not has_hooked_transformer(), reason="a Bridge's masks cross too")
+def test_weights_of_an_offloaded_block_visit_its_host(
+    load_over: Any, wire: Wire, tokens: torch.Tensor
+) -> None:
+    model = load_over("llama", device_map={**DEVICE_MAP, "blocks.4": "cpu"})
+    forward(model, tokens)
+
+    sent = wire.during(lambda: forward(model, tokens))
+
+    block = next(each for each in model.placement.components if each.name == "blocks.4")
+    assert block.offloaded
+    assert sent == model.placement.between_hosts(*tokens.shape)
+    assert sent[THERE] == sent[BACK] + block.weights
