@@ -29,6 +29,12 @@ def two_hosts() -> Iterator[Machine]:
         yield machine
 
 
+@pytest.fixture
+def one_host() -> Iterator[Machine]:
+    with simulate(4, values=False) as machine:
+        yield machine
+
+
 @pytest.mark.parametrize(
     ("name", "index"),
     [
@@ -103,7 +109,7 @@ def test_wherever_a_name_is_given_it_has_to_be_there(
         plan(config(), **options)
 
 
-def test_on_one_host_no_device_is_named_by_it(config: Any, machine: Machine) -> None:
+def test_on_one_host_no_device_is_named_by_it(config: Any, one_host: Machine) -> None:
     with pytest.raises(ValueError, match=r"'host1/0' names a host, .* call tl_devicefix\.join"):
         plan(config(), device_map={"": 0, "blocks.3": "host1/0"})
 
@@ -144,7 +150,7 @@ def test_it_says_so_when_the_devices_are_gone(config: Any) -> None:
     assert placement.crossings
 
 
-def test_on_one_host_nothing_crosses(config: Any, machine: Machine) -> None:
+def test_on_one_host_nothing_crosses(config: Any, one_host: Machine) -> None:
     placement = plan(config(), n_devices=4)
 
     assert placement.crossings == ()
