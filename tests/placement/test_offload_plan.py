@@ -193,7 +193,8 @@ def test_printing_shows_what_is_on_the_host_and_where_it_visits(config: Any, mac
 
     lines = str(plan(config(), device_map=device_map)).splitlines()
 
-    assert lines[1].startswith("sim:0 (") and "home) " in lines[1]
+    assert lines[1].startswith("sim:0 (")
+    assert "home) " in lines[1]
     assert "embed, pos_embed, blocks.0, 2, ln_final, unembed + 2 visiting" in lines[1]
     assert "blocks.4 + 1 visiting" in lines[2]
     assert lines[3].startswith("cpu (offloaded)")
