@@ -50,7 +50,7 @@ def run_on_ranks(world_size: int) -> None:
     def simulated(
         n_devices: int, memory: Any = "80GiB", values: bool = True, **options: Any
     ) -> Iterator[Machine]:
-        if not values or options.get("asynchronous"):
+        if not values or options.get("asynchronous") or "hosts" in options:
             with simulate(n_devices, memory, values=values, **options) as machine:
                 yield machine
             return

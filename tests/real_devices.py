@@ -37,7 +37,11 @@ LEAST = 1e-4 if TYPE else 0.0
 
 _OF_DTYPE = {torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
-NOT_RUN = (("simulation",) if TYPE else ()) + (("offload",) if TYPE == "cpu" else ())
+OF_SIMULATED_HOSTS = ("placement/test_hosts.py", "before_loading/test_over_hosts.py")
+NOT_RUN = (
+    *(("simulation", *OF_SIMULATED_HOSTS) if TYPE else ()),
+    *(("offload",) if TYPE == "cpu" else ()),
+)
 """Folders of tests that are of simulated devices themselves, or of devices beside the host."""
 
 _OF_SIMULATED_ONES = {

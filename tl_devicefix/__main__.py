@@ -75,6 +75,9 @@ def _add_estimate(commands: Any) -> None:
     )
     estimate.add_argument("model", help="a name, or a local checkpoint directory")
     estimate.add_argument("--n-devices", type=int, help="how many devices; default: as named")
+    estimate.add_argument(
+        "--hosts", type=int, help="over how many hosts --n-devices are divided; default: one"
+    )
     estimate.add_argument("--dtype", default="float32", help="of the weights; default: %(default)s")
     estimate.add_argument(
         "--max-memory",

@@ -314,7 +314,7 @@ def test_repair_says_which_device_is_full(
     block_moved(model)
     monkeypatch.setattr(machine, "_capacities", [2**20, 2**20, 15_000, 2**20])
 
-    with pytest.raises(torch.OutOfMemoryError, match=r"sim:2 ran out of memory while blocks.2"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"sim:2.* ran out of memory while blocks.2"):
         check(model, repair=True)
 
     monkeypatch.undo()

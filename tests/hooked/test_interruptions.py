@@ -422,7 +422,7 @@ def test_running_out_of_memory_says_what_was_there_and_what_would_fit(
 
         message = str(caught.value)
         there, planned = re.search(  # type: ignore[union-attr]
-            r"sim:1 ran out of memory while blocks\.\d was brought there: ([\d.]+) KiB of the "
+            r"sim:1.* ran out of memory while blocks\.\d was brought there: ([\d.]+) KiB of the "
             r"([\d.]+) KiB planned for it were there",
             message,
         ).groups()

@@ -36,13 +36,13 @@ def far(machine: Machine) -> FarDevices:
 
 
 @pytest.fixture(scope="module")
-def load_over(request: pytest.FixtureRequest) -> Callable[[str], Any]:
+def load_over(request: pytest.FixtureRequest) -> Callable[..., Any]:
     """Load over four devices of the machine that is entered, of the newest class that there is."""
     if has_hooked_transformer():
         from_pretrained = request.getfixturevalue("from_pretrained")
-        return lambda name: from_pretrained(name, n_devices=4)
+        return lambda name, **where: from_pretrained(name, **(where or {"n_devices": 4}))
     from transformer_lens.model_bridge import TransformerBridge
 
     checkpoints = request.getfixturevalue("checkpoints")
     boot = TransformerBridge.boot_transformers
-    return lambda name: boot(str(checkpoints(name)), n_devices=4)
+    return lambda name, **where: boot(str(checkpoints(name)), **(where or {"n_devices": 4}))

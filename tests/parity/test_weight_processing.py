@@ -321,5 +321,5 @@ def test_a_placed_model_s_device_that_has_no_room_for_other_weights_is_named(
     model = without_weights("gpt2", n_devices=4)
     monkeypatch.setattr(machine, "_capacities", [*machine._capacities[:3], 1000])
 
-    with pytest.raises(torch.OutOfMemoryError, match=r"sim:3 ran out of memory while blocks\.\d"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"sim:3.* ran out of memory while blocks\.\d"):
         model.load_and_process_state_dict(unprocessed("gpt2").state_dict())

@@ -69,7 +69,7 @@ def test_a_limit_by_number_holds(load: Load, caplog: Any) -> None:
         model = load(device="sim:0", max_memory=limits)
     assert any(component.offloaded for component in model.placement.components)
     assert "nothing is placed" not in caplog.text
-    with pytest.raises(ValueError, match="sim:0 would hold"):
+    with pytest.raises(ValueError, match=r"sim:0.* would hold"):
         load(device="sim:0", n_devices=1, max_memory={0: weights - 1})
 
 

@@ -58,8 +58,7 @@ def _least(changes: Sequence[Change]) -> str | None:
 
 
 def _fits(setting: Setting) -> bool:
-    devices, _ = setting.measure()
-    return all(device.fits for device in devices)
+    return all(device.fits for device in setting.measure().devices)
 
 
 def _balanced(asked: Setting) -> Iterator[Change]:
@@ -71,11 +70,13 @@ def _more_devices(asked: Setting) -> Iterator[Change]:
     sizes = {size for key, size in asked.memory.items() if key != "cpu"}
     if len(sizes) > 1 or isinstance(asked.device_map, Mapping) or not _limits_are_all(asked):
         return
-    for n in range(asked.n_devices + 1, min(_MOST_DEVICES, asked.model.n_layers) + 1):
+    hosts, step = asked.hosts, asked.n_devices // (asked.hosts or asked.n_devices)
+    most = min(_MOST_DEVICES * (hosts or 1), asked.model.n_layers)
+    for n in range(asked.n_devices + step, most + 1, step):
         memory = {**asked.memory, **dict.fromkeys(range(n), *sizes)}
-        more = replace(asked, n_devices=n, memory=memory)
+        more = replace(asked, n_devices=n, memory=memory, hosts=hosts and n // step)
         if asked.limits is None:
-            yield f"n_devices={n}", more
+            yield f"n_devices={n}" + (f", hosts={n // step}" if hosts else ""), more
         else:  # by which the devices are named
             yield f"max_memory={memory!r}", replace(more, limits=memory)
 
@@ -100,7 +101,7 @@ def _offloaded(asked: Setting) -> Iterator[Change]:
         return
     tried = asked
     for _ in range(4):
-        devices, placement = tried.measure()
+        devices, placement, _ = tried.measure()
         limits: dict[Any, Any] = {
             index: (each.capacity or 0) - (each.total - each.weights - each.buffers) - _SPARE
             for index, each in enumerate(devices[: asked.n_devices])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -10,10 +10,18 @@ import torch
 from tl_devicefix.attending.choosing import check_way
 from tl_devicefix.before_loading.advice import what_would_fit
 from tl_devicefix.before_loading.blueprints import blueprint, check_options
-from tl_devicefix.before_loading.machines import by_index, how_many, names_devices, rooms, within
+from tl_devicefix.before_loading.machines import (
+    by_index,
+    how_many,
+    names_devices,
+    on_hosts,
+    rooms,
+    within,
+)
 from tl_devicefix.before_loading.usage import Job, OnDevice, Setting
 from tl_devicefix.patches import patched
 from tl_devicefix.placement.blueprint import Blueprint
+from tl_devicefix.placement.crossings import BetweenHosts, in_words
 from tl_devicefix.placement.deciding import DeviceMap
 from tl_devicefix.placement.memory import MaxMemory, gib
 from tl_devicefix.placement.placement import Placement
@@ -35,6 +43,9 @@ class Estimate:
     """Where each component would live."""
     advice: str = ""
     """What would fit, if this does not."""
+    between_hosts: dict[str, BetweenHosts] = field(default_factory=dict)
+    """What goes from host to host, in bytes by their names: in "a forward", "its backward", in
+    "the cache, read at home", "the prompt" and "a generated token"; empty if there is one host."""
 
     @property
     def fits(self) -> bool:
@@ -51,6 +62,10 @@ class Estimate:
                 {**asdict(each), "total": each.total, "headroom": each.headroom}
                 for each in self.devices
             ],
+            "between_hosts": {
+                what: {" -> ".join(pair): size for pair, size in sums.items()}
+                for what, sums in self.between_hosts.items()
+            },
             "fits": self.fits,
             "advice": self.advice,
         }
@@ -73,6 +88,9 @@ class Estimate:
             "  ".join(f"{c:{a}{w}}" for c, a, w in zip(row, aligned, widths)).rstrip()
             for row in rows
         ]
+        if self.between_hosts:
+            lines.append("between hosts:")
+            lines += [f"- {what}: {in_words(sums)}" for what, sums in self.between_hosts.items()]
         return "\n".join([f"{self.model}, {self.dtype}: {self.job}", *lines, self._verdict()])
 
     def _verdict(self) -> str:
@@ -103,6 +121,7 @@ def estimate(
     gradients: bool = False,
     gather: str | int | None = None,
     attention: str | None = None,
+    hosts: int | None = None,
     **options: Any,
 ) -> Estimate:
     """Estimate what a job takes on each device, and whether it fits; nothing is loaded.
@@ -130,6 +149,8 @@ def estimate(
         gather: where stacked weights are gathered: "cpu" or a device's index. The largest counts.
         attention: "sdpa" for a model that builds no pattern where none is kept, see
             `tl_devicefix.attention`; nothing is taken to be padded.
+        hosts: over how many hosts the devices are divided, as for `plan`: what goes from host to
+            host is estimated too.
         options: what the config depends on, as for `from_pretrained`: `first_n_layers`, `n_ctx`.
             For a Bridge, as for `boot_transformers`: `n_ctx`, `hf_config_overrides`.
 
@@ -143,21 +164,22 @@ def estimate(
         ctx = min(1024, model.n_ctx) if ctx is None else ctx
         check_way(attention)
         job = Job(batch, ctx, cache, generate, gradients, gather, attention)
-        device_map, limits, has = by_index(device_map), by_index(max_memory), by_index(memory)
+        sites = on_hosts(n_devices, hosts)
+        device_map, limits, has = (by_index(e, sites) for e in (device_map, max_memory, memory))
         there = how_many(n_devices, device_map, limits, has)
         _check(job, model, there)
         limits = within(limits, there)
         has = limits if memory is None else has
-        asked = Setting(model, there, device_map, rooms(has, there), job)
+        asked = Setting(model, there, device_map, rooms(has, there), job, hosts=hosts)
         if n_devices is None and names_devices(limits):
             asked = replace(asked, limits=limits)  # those that are named are used
         elif memory is not None:
             asked = replace(asked, limits=rooms(limits, there))
-        devices, placement = asked.measure()
+        devices, placement, between_hosts = asked.measure()
         fits = all(device.fits for device in devices)
         advice = "" if fits else what_would_fit(asked)
     dtype_name = str(model.dtype).removeprefix("torch.")
-    return Estimate(model.name, dtype_name, job, devices, placement, advice)
+    return Estimate(model.name, dtype_name, job, devices, placement, advice, between_hosts)
 
 
 def _check(job: Job, model: Blueprint, n_devices: int) -> None:

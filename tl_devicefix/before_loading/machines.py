@@ -1,18 +1,46 @@
-"""The devices that a user speaks of before there are any: how many, and what each has."""
+"""The devices that a user speaks of before there are any: how many, what each has, whose it is."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tl_devicefix.placement.deciding import tell_of_unused
-from tl_devicefix.simulation.machine import DEVICE_TYPE
+from tl_devicefix.simulation.machine import DEVICE_TYPE, sites_on
+from tl_devicefix.simulation.sites import Site, names_host, site_named
+
+UNLIMITED = 2**60
+"""Bytes of a device of which nothing is known, or asked."""
 
 
-def by_index(named: Any) -> Any:
-    """A `device_map` or `max_memory` with "cuda:1" called 1, as the machine may have none."""
+def on_hosts(n_devices: int | None, hosts: int | None) -> tuple[Site, ...]:
+    """Of which host each device would be; nothing if nothing is said of hosts.
+
+    Raises:
+        ValueError: if the devices cannot be divided evenly over so many.
+    """
+    if hosts is not None and type(n_devices) is not int:
+        raise ValueError(
+            f"hosts={hosts!r} does not say how many devices they have: give n_devices, of all "
+            "hosts together"
+        )
+    return sites_on(n_devices or 0, hosts)
+
+
+def by_index(named: Any, sites: Sequence[Site] = ()) -> Any:
+    """A `device_map` or `max_memory` with "cuda:1" called 1, as the machine may have none.
+
+    Args:
+        named: it.
+        sites: of which host each device is, by which "host1/cuda:1" has an index.
+
+    Raises:
+        ValueError: if no host has such a device.
+    """
 
     def index(device: Any) -> Any:
+        if names_host(device):
+            return site_named(device, sites).index
         kind, _, number = str(device).partition(":")
         return int(number) if kind != "cpu" and number.isdecimal() else device
 

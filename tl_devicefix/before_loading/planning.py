@@ -9,12 +9,14 @@ from typing import Any
 import torch
 
 from tl_devicefix.before_loading.blueprints import is_of_bridge
+from tl_devicefix.before_loading.machines import UNLIMITED, by_index, on_hosts
 from tl_devicefix.checkpoints.dtypes import torch_dtype
 from tl_devicefix.placement.components import ComponentSize
 from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
 from tl_devicefix.placement.devices import DeviceLike
 from tl_devicefix.placement.memory import MaxMemory
 from tl_devicefix.placement.placement import Placement
+from tl_devicefix.simulation import simulate_apart
 
 
 def plan(
@@ -24,6 +26,7 @@ def plan(
     device_map: DeviceMap | None = None,
     max_memory: MaxMemory | None = None,
     dtype: torch.dtype | str | None = None,
+    hosts: int | None = None,
 ) -> Placement:
     """Decide where each component of a model lives, without allocating anything.
 
@@ -50,12 +53,23 @@ def plan(
             With "cpu" in it, blocks that do not fit are offloaded.
         dtype: the dtype to weigh the parameters in; by default the config's. Norms are weighed too,
             which a model that is loaded with `fold_ln=True` no longer has.
+        hosts: plan for so many hosts, which this one need not know: `n_devices` of all of them
+            together are divided evenly over them in order, and called "host0/0", "host0/1", ...
+            What they have free is not known, so give `max_memory`; a `device_map` may be given
+            beside `n_devices`. The plan is that of loading over them after `tl_devicefix.join`,
+            and says what a forward sends from host to host.
 
     Raises:
         ValueError: one sentence saying what does not fit together and what to do.
     """
+    sites = on_hosts(n_devices, hosts)
     sizes, weighed_in = weigh(config_or_model_name, dtype)
-    return decide_fitting(sizes, weighed_in, n_devices, device, device_map, max_memory)
+    if not sites:
+        return decide_fitting(sizes, weighed_in, n_devices, device, device_map, max_memory)
+    device, device_map, max_memory = (by_index(e, sites) for e in (device, device_map, max_memory))
+    spread = None if device_map is not None else n_devices
+    with simulate_apart(len(sites), UNLIMITED, hosts):
+        return decide_fitting(sizes, weighed_in, spread, device, device_map, max_memory)
 
 
 def weigh(

@@ -20,8 +20,15 @@ import torch
 from tl_devicefix.attending.choosing import Attention, check_way
 from tl_devicefix.attending.listening import looking_away
 from tl_devicefix.before_loading.blueprints import blueprint, check_options
-from tl_devicefix.before_loading.machines import by_index, how_many, names_devices, within
+from tl_devicefix.before_loading.machines import (
+    by_index,
+    how_many,
+    names_devices,
+    on_hosts,
+    within,
+)
 from tl_devicefix.patches import patched
+from tl_devicefix.placement.crossings import BetweenHosts, by_hosts, in_words
 from tl_devicefix.placement.deciding import DeviceMap, decide
 from tl_devicefix.placement.fitting import check_fit
 from tl_devicefix.placement.memory import MaxMemory, gib
@@ -74,14 +81,21 @@ class Rehearsal:
     """The line of the caller's own code that it stopped at, and the module that was running."""
 
     @property
+    def between_hosts(self) -> BetweenHosts:
+        """Bytes that went from one host to another, by their names."""
+        return by_hosts(((each, each.bytes) for each in self.transfers), self.placement.sites)
+
+    @property
     def runs(self) -> bool:
         """Whether the job ran to its end."""
         return self.error is None
 
     def __repr__(self) -> str:
         rows = [("device", "weights", "peak", "of", "peak in")]
+        sites = self.placement.sites
         for index, (held, peak, room) in enumerate(zip(self.weights, self.peaks, self.memory)):
-            rows.append((str(index), gib(held), gib(peak.bytes), gib(room), peak.module))
+            device = f"{index} ({sites[index].name})" if sites else str(index)
+            rows.append((device, gib(held), gib(peak.bytes), gib(room), peak.module))
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         lines = [
             "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths)) + f"  {row[4]}"
@@ -94,7 +108,8 @@ class Rehearsal:
             f"{_short(source)} -> {_short(target)} {gib(moved.bytes)}"
             for (source, target), moved in self.transfers.by_pair().items()
         )
-        return f"{len(self.transfers)} transfers: {pairs or 'none'}"
+        between = f"; between hosts: {in_words(self.between_hosts)}" if self.placement.sites else ""
+        return f"{len(self.transfers)} transfers: {pairs or 'none'}{between}"
 
     def _outcome(self) -> str:
         if self.error is None:
@@ -118,6 +133,7 @@ def rehearse(
     tokenizer: Any = None,
     cls: Any = None,
     attention: str | None = None,
+    hosts: int | None = None,
     **options: Any,
 ) -> Rehearsal:
     """Run a function on a model at its full size, without its weights and without devices.
@@ -142,6 +158,7 @@ def rehearse(
             `run` may call `enable_compatibility_mode()`, to see what that takes.
         attention: "sdpa" for a model that builds no pattern where nobody listens to it, see
             `tl_devicefix.attention`; masks are taken to leave nothing out.
+        hosts: over how many hosts the devices are divided, as for `plan`.
         options: what the config depends on, as for `from_pretrained`: `fold_ln`, `first_n_layers`,
             `n_ctx`. For a Bridge, as for `boot_transformers`: `n_ctx`, `hf_config_overrides`.
 
@@ -157,11 +174,12 @@ def rehearse(
     check_options(rehearse, config_or_model_name, options, cls)
     check_way(attention)
     grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())  # which `run` may set
-    device_map, max_memory = by_index(device_map), by_index(max_memory)
+    sites = on_hosts(n_devices, hosts)
+    device_map, max_memory = by_index(device_map, sites), by_index(max_memory, sites)
     listed = dict(enumerate(memory)) if isinstance(memory, list | tuple) else None
     there = how_many(n_devices, device_map, max_memory, listed)
     says_which = device_map is not None or (n_devices is None and names_devices(max_memory))
-    with patched(), simulate_apart(there, memory) as machine, grad_mode:
+    with patched(), simulate_apart(there, memory, hosts) as machine, grad_mode:
         max_memory = within(max_memory, there)
         spread = None if says_which else there
         wanted = blueprint(config_or_model_name, dtype, options, cls)

@@ -6,20 +6,24 @@ No formula: it is what the installed TransformerLens allocates, on tensors witho
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tl_devicefix.attending.choosing import Attention
+from tl_devicefix.before_loading.machines import UNLIMITED
 from tl_devicefix.placement.blueprint import Blueprint, Generation
 from tl_devicefix.placement.components import shared_once
+from tl_devicefix.placement.crossings import BetweenHosts, by_hosts
 from tl_devicefix.placement.deciding import DeviceMap, decide
-from tl_devicefix.placement.devices import HOST
+from tl_devicefix.placement.devices import HOST, site_of
 from tl_devicefix.placement.memory import by_device, capacity
 from tl_devicefix.placement.placement import Placement, in_short
-from tl_devicefix.simulation import Machine, simulate_apart
+from tl_devicefix.reading.cache_at_home import CacheAtHome
+from tl_devicefix.simulation import Machine, Transfer, simulate_apart
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class OnDevice:
     """What one device holds, in bytes."""
 
     device: str
-    """Its index ("0 (home)", "1"), or "cpu"."""
+    """Its index ("0 (home)", "1"), with its host if there are several, or "cpu"."""
     components: str
     """Which live there, in short: "embed, blocks.0-3"."""
     weights: int
@@ -113,6 +117,15 @@ class OnDevice:
         return self.headroom is None or self.headroom >= 0
 
 
+class Measured(NamedTuple):
+    """What a rehearsal of a job has shown."""
+
+    devices: tuple[OnDevice, ...]
+    placement: Placement
+    between_hosts: dict[str, BetweenHosts]
+    """What goes from host to host: in a forward, its backward, ..."""
+
+
 @dataclass(frozen=True)
 class Setting:
     """A model, devices, and a job: all that an estimate depends on."""
@@ -125,14 +138,16 @@ class Setting:
     job: Job
     limits: dict[Any, Any] | None = None
     """What weights may take of it (`max_memory`), if that is not all, or not of each device."""
+    hosts: int | None = None
+    """Over how many the devices are divided, if they are."""
 
-    def measure(self) -> tuple[tuple[OnDevice, ...], Placement]:
+    def measure(self) -> Measured:
         """Rehearse the job, once, and measure what it takes on each device."""
         return self._measured
 
     def weights_fit(self) -> bool:
         """Whether there is room for the weights, which is found without a rehearsal."""
-        with simulate_apart(self.n_devices, _UNLIMITED):
+        with simulate_apart(self.n_devices, UNLIMITED, self.hosts):
             placement = self._place()
             rooms = by_device(self.memory, placement.home)
             return all(
@@ -142,8 +157,9 @@ class Setting:
             )
 
     @cached_property
-    def _measured(self) -> tuple[tuple[OnDevice, ...], Placement]:
-        with simulate_apart(self.n_devices, _UNLIMITED) as machine:
+    def _measured(self) -> Measured:
+        # Of what does not fit, it is measured too what it takes.
+        with simulate_apart(self.n_devices, UNLIMITED, self.hosts) as machine:
             placement = self._place()
             rooms = by_device(self.memory, placement.home)
             model = self.model.make(placement)
@@ -151,7 +167,7 @@ class Setting:
             if self.job.attention is not None:
                 Attention(model, self.job.attention)
             made = [machine.memory_allocated(index) for index in range(self.n_devices)]
-            used = _Usage(machine)
+            used = _Usage(machine, placement)
             used.rehearse(self.model, model, self.job)
             gathered = 0 if self.job.gather is None else self.model.largest_stack(model)
             loading = self.model.room_to_load(placement)
@@ -163,7 +179,7 @@ class Setting:
                 visiting = f" + {len(runs) - len(here)} visiting" if len(runs) > len(here) else ""
                 devices.append(
                     OnDevice(
-                        device=str(index) + (" (home)" if device == placement.home else ""),
+                        device=_called(index, device, placement),
                         components=in_short([each.name for each in here]) + visiting,
                         weights=max(planned, made[index] - shared_once(runs)),
                         buffers=shared_once(runs),
@@ -187,7 +203,7 @@ class Setting:
                         capacity=capacity(HOST, rooms),
                     )
                 )
-        return tuple(devices), placement
+        return Measured(tuple(devices), placement, used.between_hosts)
 
     def _place(self) -> Placement:
         """Where the components go, on devices that are there."""
@@ -197,15 +213,18 @@ class Setting:
         return decide(self.model.sizes(), spread, None, self.device_map, limits)
 
 
+def _called(index: int, device: torch.device, placement: Placement) -> str:
+    site = site_of(device, placement.sites)
+    said = [] if site is None else [site.name]
+    said += ["home"] if device == placement.home else []
+    return f"{index} ({', '.join(said)})" if said else str(index)
+
+
 def _stored(placement: Placement, memory: torch.device) -> int:
     """Bytes of weights and buffers that live somewhere, without those that visit."""
     running = [each for each in placement.components if each.device == memory]
     stored = sum(each.weights for each in placement.components if each.stored_on == memory)
     return stored + shared_once(running)
-
-
-_UNLIMITED = 2**60
-"""What simulated devices have, so that what does not fit is measured too."""
 
 
 def _check_cache(job: Job, model: Any) -> None:
@@ -224,10 +243,15 @@ class _Usage:
 
     Args:
         machine: a simulated one, with a model on it.
+        placement: the model's.
+
+    Attributes:
+        between_hosts: what it sends from host to host, by what that is; empty if there is one host.
     """
 
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
+    def __init__(self, machine: Machine, placement: Placement) -> None:
+        self._machine, self._placement = machine, placement
+        self.between_hosts: dict[str, BetweenHosts] = {}
         self._devices = range(len(machine.devices))
         self._base = [machine.memory_allocated(index) for index in self._devices]
         self.cached = self._held()
@@ -248,11 +272,16 @@ class _Usage:
         tokens = torch.zeros(job.batch, job.ctx, dtype=torch.long, device=model.cfg.device)
         wanted: Any = "loss" if job.gradients else "logits"
         self._start()
-        output, _kept = model.run_with_cache(
+        output, kept = model.run_with_cache(
             tokens, names_filter=job.keeps, return_type=wanted, return_cache_object=False
         )
+        self._note_crossings("a forward")
+        if job.cache is not None:
+            self._note_crossings("the cache, read at home", self._to_home(kept))
         if job.gradients:
+            self._machine.reset_transfers()
             output.backward()
+            self._note_crossings("its backward")
         del output, tokens
         model.zero_grad(set_to_none=True)
         self.cached = self._held()
@@ -262,15 +291,31 @@ class _Usage:
         """The prompt, and the last of the new tokens."""
         self._start()
         generation.prompt()
+        self._note_crossings("the prompt")
         prompt_peak = self._peak()
         generation.skip_to(job.ctx + job.generate - 1)
         self._start()
         generation.last_token()
+        self._note_crossings("a generated token")
         self.kv_cache = self._held()
         self._add_work(beside=self.kv_cache, peak=prompt_peak)
         self._add_work(beside=self.kv_cache)
 
+    def _note_crossings(self, what: str, moved: Iterable[Any] | None = None) -> None:
+        """Note what went from host to host: all since the start, if nothing else is given."""
+        if self._placement.sites:
+            there = self._machine.transfers if moved is None else moved
+            sizes = ((each, each.bytes) for each in there)
+            self.between_hosts[what] = by_hosts(sizes, self._placement.sites)
+
+    def _to_home(self, kept: Any) -> Iterator[Transfer]:
+        """What reading all that is cached would take."""
+        there = kept.stored() if isinstance(kept, CacheAtHome) else kept
+        for each in there.values():
+            yield Transfer(each.device, self._placement.home, each.nbytes, each.shape)
+
     def _start(self) -> None:
+        self._machine.reset_transfers()
         for index in self._devices:
             self._machine.reset_peak_memory_stats(index)
 

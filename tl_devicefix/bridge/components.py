@@ -13,7 +13,7 @@ from torch import nn
 from tl_devicefix.bridge.config import hf_config
 from tl_devicefix.bridge.upstream import adapter_for, hf_model_class
 from tl_devicefix.checkpoints.dtypes import torch_dtype
-from tl_devicefix.placement.components import ComponentSize
+from tl_devicefix.placement.components import ComponentSize, is_block
 from tl_devicefix.placement.placement import Placement
 
 REST = "rest"
@@ -48,7 +48,10 @@ class Layout:
         for name, buffer in hf_model.named_buffers(remove_duplicate=False):
             buffers[self.component_of(name)] += buffer.nbytes
         names = self.paths if not weights[REST] + buffers[REST] else (*self.paths, REST)
-        return tuple(ComponentSize(name, weights[name], buffers[name]) for name in names)
+        return tuple(
+            ComponentSize(name, weights[name], buffers[name], gives=_given(name, hf_model))
+            for name in names
+        )
 
     def device_map(self, hf_model: nn.Module, placement: Placement) -> dict[str, str]:
         """A placement as accelerate's `device_map` for `hf_model`: no path lies within another."""
@@ -73,6 +76,18 @@ class Layout:
                 return None
             components[name] = device_map[max(prefixes, key=len)]
         return components
+
+
+def _given(name: str, hf_model: Any) -> int:
+    """Bytes for each token of what a component gives, if that is the residual stream, or logits."""
+    config = hf_model.config.get_text_config()
+    if name == "unembed":
+        width = getattr(config, "vocab_size", 0)
+    elif is_block(name) or name in ("embed", "ln_final"):
+        width = getattr(config, "hidden_size", 0)
+    else:
+        width = 0
+    return int(width) * hf_model.dtype.itemsize
 
 
 def _cover(

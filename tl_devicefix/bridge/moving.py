@@ -61,7 +61,7 @@ def sizes_now(bridge: Any, placement: Placement) -> list[ComponentSize]:
         if module is not None:
             weights = sum(each.nbytes for each in module.parameters())
             buffers = sum(each.nbytes for each in module.buffers())
-        sizes.append(ComponentSize(component.name, weights, buffers))
+        sizes.append(ComponentSize(component.name, weights, buffers, gives=component.gives))
     return sizes
 
 

@@ -1,7 +1,8 @@
 """Check a live model: whether all of it is where the placement says, with values, and nothing else.
 
-One file per question: `places`, `configs`, `setups`, `values`, `norms`, `hooks`. What is asked of a
-HookedTransformer and of a TransformerBridge in different ways is in `hooked` and `bridge`.
+One file per question: `places`, `hosts`, `configs`, `setups`, `values`, `norms`, `hooks`. What is
+asked of a HookedTransformer and of a TransformerBridge in different ways is in `hooked` and
+`bridge`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 from tl_devicefix.checking.by_class import of_class
 from tl_devicefix.checking.configs import config_findings
 from tl_devicefix.checking.hooks import hook_findings, hook_notes
+from tl_devicefix.checking.hosts import host_findings, host_notes
 from tl_devicefix.checking.places import device_findings, memory, place_notes
 from tl_devicefix.checking.report import Finding, Report
 from tl_devicefix.checking.values import value_findings
@@ -40,6 +42,7 @@ def check(model: Any, repair: bool = False) -> Report:
 
     Raises:
         TypeError: if it is neither.
+        RankLost: if a rank is lost that has some of the model.
         ValueError: if the model has no placement and its `cfg.device` does not exist here; or if it
             is to be spread by its config, and does not fit.
         torch.OutOfMemoryError: if a device has no room for what belongs there. What was moved until
@@ -60,11 +63,16 @@ def check(model: Any, repair: bool = False) -> Report:
         findings = _repairable(model)
         repaired = [each for each in found if each not in findings]
     interrupted = [Finding("processing", "model", WHY_REFUSED)] if is_unfinished(model) else []
-    others = [value_findings(model), of_class(model).norm_findings(model), hook_findings(model)]
+    others = [
+        host_findings(model),
+        value_findings(model),
+        of_class(model).norm_findings(model),
+        hook_findings(model),
+    ]
     return Report(
         findings=(*interrupted, *findings, *(each for kind in others for each in kind)),
         repaired=tuple(repaired),
-        notes=(*place_notes(model), *hook_notes(model)),
+        notes=(*place_notes(model), *host_notes(model), *hook_notes(model)),
         n_parameters=of_class(model).count_parameters(model),
         memory=memory(model),
     )

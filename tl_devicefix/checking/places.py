@@ -21,7 +21,7 @@ from tl_devicefix.checking.tensors import (
     tensors,
 )
 from tl_devicefix.patching.versions import is_bridge
-from tl_devicefix.placement.devices import HOST
+from tl_devicefix.placement.devices import HOST, printed
 from tl_devicefix.placement.memory import gib
 from tl_devicefix.running.attached import attached_modules, device_of_weights
 from tl_devicefix.running.module_names import WRAPPED
@@ -52,9 +52,10 @@ def place_notes(model: Any) -> list[Finding]:
     notes = []
     for path, module in attached(model):
         here, there = placement.device_for(path), device_of_weights(module)
-        if there not in (None, here):
+        if there is not None and there != here:
             kind = type(module).__name__
-            message = f"{path} ({kind}) is on {there}, and its block on {here}: it runs where it is"
+            message = f"{path} ({kind}) is on {printed(there)}, and its block on {printed(here)}: "
+            message += "it runs where it is"
             notes.append(Finding("attached", path, message))
     return notes
 
@@ -79,10 +80,10 @@ def _device_finding(model: Any, path: str, misplaced: list[Tensor], is_whole: bo
     if not is_whole:
         name = joined(path, names[0]) if len(names) == 1 else f"{listed(names)} of {name}"
     size = gib(sum({id(t.value): t.value.nbytes for t in misplaced}.values()))
-    there = listed(sorted({str(tensor.value.device) for tensor in misplaced}))
+    there = listed(sorted({printed(tensor.value.device) for tensor in misplaced}))
     planned = misplaced[0].planned
     by = "the placement" if placement_of_model(model) is not None else "cfg.device"
-    message = f"{name} ({size}) is on {there}, but {by} puts it on {planned}"
+    message = f"{name} ({size}) is on {there}, but {by} puts it on {printed(planned)}"
     if _may_run_where_it_is(model, path):
         message += "; model.setup() lets it run where it is, or move it"
     fix = f'{expression(path)}.to("{planned}")'

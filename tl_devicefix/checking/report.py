@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from tl_devicefix.placement.devices import printed, site_of
 from tl_devicefix.placement.memory import gib
 
 Kind = Literal[
@@ -22,6 +23,7 @@ Kind = Literal[
     "norms",  # folded, or not folded, against the config
     "hooks",  # left behind
     "attached",  # an SAE or the like that runs on a device of its own: a note
+    "hosts",  # a device of a host that is gone; or, as a note, more traffic than there need be
 ]
 
 
@@ -96,6 +98,8 @@ class Report:
         if self.well:
             held = [each for each in self.memory if each.held]
             on = f"on {held[0].device}" if len(held) == 1 else f"on {len(held)} devices"
+            hosts = {site.hostname for each in held if (site := site_of(each.device)) is not None}
+            on += f" of {len(hosts)} hosts ({', '.join(sorted(hosts))})" if len(hosts) > 1 else ""
             size = gib(sum(each.held for each in held))
             yield f"all is well: {self.n_parameters:,} parameters ({size} with buffers) {on}"
         else:
@@ -125,7 +129,7 @@ def _listed(lines: Sequence[str], findings: Sequence[Finding]) -> Iterator[str]:
 
 def _table(memory: Sequence[Memory]) -> Iterator[str]:
     rows = [("device", "planned", "really there")]
-    rows += [(str(each.device), gib(each.planned), gib(each.held)) for each in memory]
+    rows += [(printed(each.device), gib(each.planned), gib(each.held)) for each in memory]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     for device, planned, held in rows:
         yield f"{device:<{widths[0]}}  {planned:>{widths[1]}}  {held:>{widths[2]}}"

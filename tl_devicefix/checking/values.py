@@ -12,6 +12,8 @@ from torch import nn
 
 from tl_devicefix.checking.by_class import of_class
 from tl_devicefix.checking.report import Finding
+from tl_devicefix.hosts.peers import RankLost
+from tl_devicefix.placement.devices import printed, site_of
 from tl_devicefix.running.attached import runs_where_it_is
 from tl_devicefix.running.module_names import named_modules
 from tl_devicefix.running.naming import expression, joined
@@ -55,7 +57,10 @@ def _bad_values(model: Any) -> Iterator[Finding]:
         tensors.pop("pos_embed.W_pos", None)  # TransformerLens neither sets nor reads it
     finite = _are_finite(tensors)
     for name, tensor in tensors.items():
-        if not finite[name]:
+        if finite[name] is None:
+            why = f"was never computed on {printed(tensor.device)}, where something failed"
+            yield Finding("values", name, f"{name} {why}", _load(name, assign=True))
+        elif not finite[name]:
             n_nan, n_inf = _count(tensor)
             counts = [(n_nan, "NaN"), (n_inf, "infinite")]
             found = " and ".join(f"{count} {what}" for count, what in counts if count)
@@ -63,17 +68,35 @@ def _bad_values(model: Any) -> Iterator[Finding]:
             yield Finding("values", name, message, _load(name))
 
 
-def _are_finite(tensors: dict[str, torch.Tensor]) -> dict[str, bool]:
-    """Whether each is finite. Each device looks at its own, without a copy, and answers once."""
+def _are_finite(tensors: dict[str, torch.Tensor]) -> dict[str, bool | None]:
+    """Whether each is finite; None for what another host never computed.
+
+    Each device looks at its own, without a copy, and answers once.
+    """
     answers: dict[torch.device, dict[str, torch.Tensor]] = defaultdict(dict)
     for name, tensor in tensors.items():
         # The extremes of a tensor with NaN are NaN.
         answers[tensor.device][name] = torch.stack(tensor.aminmax()).isfinite().all()
-    return {
-        name: finite
-        for on_device in answers.values()
-        for name, finite in zip(on_device, torch.stack(list(on_device.values())).tolist())
-    }
+    found: dict[str, bool | None] = {}
+    for device, on_device in answers.items():
+        try:
+            found |= zip(on_device, torch.stack(list(on_device.values())).tolist())
+        except RankLost:
+            raise
+        except Exception:  # whatever failed on another host is raised here
+            if site_of(device) is None:
+                raise
+            found |= {name: _read(answer) for name, answer in on_device.items()}
+    return found
+
+
+def _read(answer: torch.Tensor) -> bool | None:
+    try:
+        return bool(answer)
+    except RankLost:
+        raise
+    except RuntimeError:  # as something failed that it depends on
+        return None
 
 
 def _count(tensor: torch.Tensor) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def component_sizes(cfg: Any) -> tuple[ComponentSize, ...]:
                 block_sizes[kind] = _size_on_meta(name, cfg)
             known = block_sizes[kind]
             shared = f"{kind or 'global'} attention"
-            sizes.append(ComponentSize(name, known.weights, known.buffers, shared))
+            sizes.append(replace(known, name=name, shared=shared))
         else:
             sizes.append(_size_on_meta(name, cfg))
     return tuple(sizes)
@@ -61,7 +62,8 @@ def _size_on_meta(name: str, cfg: Any) -> ComponentSize:
     module = empty_component(name, cfg)
     weights = sum(p.numel() * p.element_size() for p in module.parameters())
     buffers = sum(b.numel() * b.element_size() for b in module.buffers())
-    return ComponentSize(name, weights, buffers)
+    gives = (cfg.d_vocab_out if name == "unembed" else cfg.d_model) * cfg.dtype.itemsize
+    return ComponentSize(name, weights, buffers, gives=gives)
 
 
 def empty_component(name: str, cfg: Any) -> nn.Module:

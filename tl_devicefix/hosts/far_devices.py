@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from tl_devicefix.hosts.mapped import in_file
 from tl_devicefix.hosts.peers import Peer
 from tl_devicefix.simulation.geometry import Geometry, geometry_of
 from tl_devicefix.simulation.known_shapes import call_without_values, remember
+from tl_devicefix.simulation.sites import Site
 from tl_devicefix.simulation.timeline import Timeline
 
 aten = torch.ops.aten
@@ -39,14 +40,14 @@ class Place:
         rank: of whom it is.
         number: index among the rank's own devices.
         device: as that rank names it.
-        name: as it is printed: "host1/cuda:3".
+        hostname: of the rank's host; "host1" if that is not its alone.
         memory: bytes that the rank reports as free.
     """
 
     rank: int
     number: int
     device: torch.device
-    name: str
+    hostname: str
     memory: int
 
 
@@ -61,6 +62,19 @@ class Storage:
     """On the one without values, whose address is no other's as long as this is."""
     stream: tuple[int, int] = (0, 0)
     recorded: set[tuple[int, int]] = field(default_factory=set)
+
+
+def sites_of(places: Sequence[Place]) -> list[Site]:
+    """Of which host each device is, and what it is called there; ranks are hosts."""
+    of_rank: Counter[int] = Counter()
+    sites = []
+    for position, place in enumerate(places):
+        number = of_rank[place.rank]
+        of_rank[place.rank] += 1
+        kind, index = place.device.type, place.device.index
+        device = f"{kind}:{number if index is None else index}"
+        sites.append(Site(position, place.rank, place.hostname, number, device))
+    return sites
 
 
 class FarDevices:

@@ -19,10 +19,11 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from tl_devicefix.hosts.far_devices import FarDevices, Place
+from tl_devicefix.hosts.far_devices import FarDevices, Place, sites_of
 from tl_devicefix.hosts.lending import Lender
 from tl_devicefix.hosts.peers import Peer, RankLost, Wire, said_by_gloo
 from tl_devicefix.hosts.watching import MEETING, Watch
+from tl_devicefix.simulation.backend import real_accelerator
 from tl_devicefix.simulation.machine import Machine, bytes_of
 from tl_devicefix.simulation.session import entered
 
@@ -107,7 +108,8 @@ class Ranks:
     def entered(self, places: list[Place] | None = None) -> Iterator[Machine]:
         """Have their devices, or those of these places."""
         far = FarDevices(places or self.places, self.peers)
-        with entered([place.memory for place in far.places], far) as machine:
+        memory = [place.memory for place in far.places]
+        with entered(memory, far, sites_of(far.places)) as machine:
             yield machine
 
     def lose(self, rank: int, why: str) -> None:
@@ -211,10 +213,10 @@ def _end(status: int) -> NoReturn:
 
 
 def _own_devices(n_devices: int | None) -> list[torch.device]:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    accelerator = real_accelerator()
     if accelerator is None:
         return [torch.device("cpu")] * (n_devices or 1)
-    there = torch.accelerator.device_count()
+    there = torch.get_device_module(accelerator.type).device_count()
     if (n_devices or there) > there:
         raise ValueError(
             f"n_devices={n_devices}, but this rank has {there} device(s) of type "
@@ -243,8 +245,10 @@ def _check_versions(everyone: list[Any]) -> None:
 
 
 def _places(everyone: list[Any]) -> list[Place]:
+    hosts = [each["host"] for each in everyone]
+    names = [host if hosts.count(host) == 1 else f"host{rank}" for rank, host in enumerate(hosts)]
     return [
-        Place(rank, number, torch.device(device), f"rank {rank}, {each['host']}, {device}", memory)
+        Place(rank, number, torch.device(device), names[rank], memory)
         for rank, each in enumerate(everyone)
         for number, (device, memory) in enumerate(each["devices"])
     ]

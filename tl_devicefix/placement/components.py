@@ -16,6 +16,8 @@ class ComponentSize:
     buffers: int
     shared: str | None = None
     """Blocks on one device that name the same here hold their buffers together, in one copy."""
+    gives: int = 0
+    """What it passes on for each token: of the residual stream, or logits; 0 if that is nothing."""
 
 
 def component_of(name: str) -> str:

@@ -43,6 +43,7 @@ from tl_devicefix.placement.offloading import (
     shares,
 )
 from tl_devicefix.placement.placement import PlacedComponent, Placement, in_short, placed_as
+from tl_devicefix.simulation.sites import names_host
 
 _log = logging.getLogger(__name__)
 
@@ -251,9 +252,9 @@ def _like_home(
         return resolve(home)
     key = max((key for key in device_map if _is_prefix(key, "embed")), key=len, default=None)
     named = None if key is None else device_map[key]
-    return (
-        torch.device(named) if isinstance(named, str | torch.device) and is_device(named) else None
-    )
+    if not isinstance(named, str | torch.device) or not is_device(named):
+        return None
+    return resolve(named) if names_host(named) else torch.device(named)
 
 
 def _device_for(component: str, named: DeviceLike, home: torch.device | None) -> torch.device:

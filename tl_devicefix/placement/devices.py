@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from tl_devicefix.simulation.sites import Site, listed, names_host, site_named
 
 try:
     from transformer_lens.utilities import get_device
@@ -13,7 +16,7 @@ except ImportError:  # TransformerLens 2.x
     from transformer_lens.utils import get_device
 
 DeviceLike = str | int | torch.device
-"""What torch accepts as a device; an int is an index of the home device's type: see `resolve`."""
+"""What torch accepts as a device, or a name with a host; an int is an index: see `resolve`."""
 
 HOST = torch.device("cpu")
 """Where the weights of offloaded blocks live."""
@@ -56,28 +59,27 @@ def has_index(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta")
 
 
-def rank_of(device: torch.device) -> int | None:
-    """Of which rank a device is, after `tl_devicefix.join`; None otherwise."""
-    place = _place_of(device)
-    return None if place is None else int(place.rank)
+def sites_here() -> tuple[Site, ...]:
+    """Of which host each device is, after `tl_devicefix.join`; nothing if there is one host."""
+    simulated: Any = getattr(torch, "sim", None)
+    return simulated.sites() if hasattr(simulated, "sites") else ()
 
 
-def printed(device: torch.device, *more: str) -> str:
-    """A device's name, and where it is: "sim:2 (rank 1, host-b, cuda:0)"."""
-    place = _place_of(device)
-    said = ([] if place is None else [place.name]) + list(more)
-    return f"{device} ({', '.join(said)})" if said else str(device)
+def site_of(device: torch.device, sites: Sequence[Site] | None = None) -> Site | None:
+    """Where a device is, of these sites, or of those here; None if there is one host."""
+    there = sites_here() if sites is None else sites
+    return next((each for each in there if each.here == device), None)
 
 
-def _place_of(device: torch.device) -> Any:
-    module = torch.get_device_module(device.type) if has_index(device) else None
-    there = module is not None and hasattr(module, "place_of") and module.device_count()
-    return module.place_of(device) if there and module is not None else None
+def printed(device: torch.device) -> str:
+    """A device's name, and the one that it has on its host: "sim:2 (node-b/cuda:0)"."""
+    site = site_of(device)
+    return str(device) if site is None else f"{device} ({site.name})"
 
 
 def is_device(named: object) -> bool:
-    """Whether this is an index, or how torch names a device, of whichever machine."""
-    if isinstance(named, int):
+    """Whether this is an index, or how a device is named, of whichever machine."""
+    if isinstance(named, int) or names_host(named):
         return True
     try:
         return isinstance(named, str | torch.device) and bool(torch.device(named).type)
@@ -96,7 +98,8 @@ def resolve(device: DeviceLike, home: torch.device | None = None) -> torch.devic
     """Turn a user's way of naming a device into a `torch.device` that exists here.
 
     Args:
-        device: a name, or an index of a device of home's type.
+        device: a name, or an index of a device of home's type. Of several hosts, also a name with
+            its host: "node-b/cuda:1", or "host1/cuda:1" by the host's number.
         home: where the model is at home, or will be. Without, or if its type has no index (the
             CPU), an index is of the type that TransformerLens would choose.
 
@@ -110,6 +113,8 @@ def resolve(device: DeviceLike, home: torch.device | None = None) -> torch.devic
     if isinstance(device, int):
         numbered = home if home is not None and has_index(home) else default_device()
         return with_index(_existing(torch.device(numbered.type, device), repr(device)))
+    if names_host(device):
+        return site_named(str(device), sites_here()).here
     try:
         return _existing(with_index(torch.device(device)), named=str(device))
     except (RuntimeError, AssertionError) as error:
@@ -171,6 +176,11 @@ def consecutive(first: torch.device, count: int) -> list[torch.device]:
         return [first]
     start = first.index or 0
     there = device_count(first.type)
+    if start + count > there and site_of(first) is not None:
+        raise ValueError(
+            f"n_devices={count} from {str(first)!r} on needs {count} devices, but the hosts have "
+            f"{there - start} ({listed(sites_here())}): start more ranks, or lower n_devices"
+        )
     if first.type == "cpu" or start + count > there:
         names = ", ".join(str(torch.device(first.type, i)) for i in range(start, there))
         raise ValueError(

@@ -15,6 +15,7 @@ from tl_devicefix.placement.devices import (
     HOST,
     all_from,
     free_memory,
+    printed,
 )
 from tl_devicefix.placement.memory import (
     Limits,
@@ -55,8 +56,9 @@ def check_fit(placement: Placement, max_memory: MaxMemory | None, dtype: torch.d
                     "larger devices, a smaller dtype or first_n_layers"
                 )
             raise ValueError(
-                f"the weights do not fit: {device} would hold {gib(needed)} but has {gib(room)} to "
-                f"use; {remedy(placement, limits, dtype, working_room(placement, dtype))}"
+                f"the weights do not fit: {printed(device)} would hold {gib(needed)} but has "
+                f"{gib(room)} to use; "
+                f"{remedy(placement, limits, dtype, working_room(placement, dtype))}"
             )
 
 
@@ -147,8 +149,9 @@ def _out_of_memory(
             held[tensor.device] += tensor.nbytes
     reason = ". ".join(" ".join(str(error).split()).split(". ")[:3]).rstrip(".")
     return torch.OutOfMemoryError(
-        f"{device} ran out of memory while {unit} was brought there: {gib(held[device])} of the "
-        f"{gib(placement.bytes_on(device))} planned for it were there, and there was no room to go "
-        f"on ({reason}); free memory that others hold there, or, as things are, "
+        f"{printed(device)} ran out of memory while {unit} was brought there: "
+        f"{gib(held[device])} of the {gib(placement.bytes_on(device))} planned for it were there, "
+        f"and there was no room to go on ({reason}); free memory that others hold there, or, as "
+        "things are, "
         f"{remedy(placement, None, dtype, working_room(placement, dtype), held)}"
     )

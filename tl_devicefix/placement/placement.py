@@ -6,7 +6,7 @@ Loading, routing, moving and reporting all read the same one. `deciding.py` comp
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,9 +14,18 @@ import torch
 
 from tl_devicefix.misspelt import did_you_mean
 from tl_devicefix.placement.components import ComponentSize, component_of, is_block, shared_once
-from tl_devicefix.placement.devices import HOST, DeviceLike, printed, resolve, with_index
+from tl_devicefix.placement.crossings import BetweenHosts, Crossing, by_hosts, crossings, in_words
+from tl_devicefix.placement.devices import (
+    HOST,
+    DeviceLike,
+    resolve,
+    site_of,
+    sites_here,
+    with_index,
+)
 from tl_devicefix.placement.memory import gib
 from tl_devicefix.placement.offloading import VISITING
+from tl_devicefix.simulation.sites import Site, names_host, site_named
 
 _HOOKS_AT_HOME = ("hook_tokens", "hook_embed", "hook_pos_embed", "hook_unembed")
 """The hooks of a model that are in none of its components: the embeddings', and a Bridge's names
@@ -43,6 +52,8 @@ class PlacedComponent:
     """Blocks on one device that name the same here hold their buffers together, in one copy."""
     offloaded: bool = False
     """Whether its weights live in host memory, and visit its device while it runs."""
+    gives: int = 0
+    """What it passes on for each token: of the residual stream, or logits; 0 if that is nothing."""
 
     @property
     def stored_on(self) -> torch.device:
@@ -55,6 +66,8 @@ class Placement:
     """Where each component of a model lives. Immutable; printing it shows a table."""
 
     components: tuple[PlacedComponent, ...]
+    sites: tuple[Site, ...] = field(default_factory=sites_here)
+    """Of which host each device is, if there are several hosts."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placement:
         return self  # it never changes, and a copied model has it in use
@@ -155,6 +168,8 @@ class Placement:
 
     def _device(self, named: DeviceLike) -> torch.device:
         """A device in use here, or another of this machine, on which there is nothing."""
+        if names_host(named):
+            return site_named(str(named), self.sites).here
         try:
             device = torch.device(self.home.type, named) if isinstance(named, int) else named
             device = torch.device(device)
@@ -175,7 +190,8 @@ class Placement:
 
     def gathered_on(self, device: torch.device) -> Placement:
         """The same components, all on one device, none offloaded."""
-        return Placement(tuple(replace(c, device=device, offloaded=False) for c in self.components))
+        gathered = (replace(each, device=device, offloaded=False) for each in self.components)
+        return Placement(tuple(gathered), self.sites)
 
     def reweighed(self, sizes: Sequence[ComponentSize]) -> Placement:
         """The same devices, with these sizes of the components."""
@@ -184,8 +200,27 @@ class Placement:
             tuple(
                 placed_as(size, known[size.name].device, known[size.name].offloaded)
                 for size in sizes
-            )
+            ),
+            self.sites,
         )
+
+    @cached_property
+    def crossings(self) -> tuple[Crossing, ...]:
+        """What a forward sends from one host to another, in order; backward it goes back."""
+        return crossings(self.components, self.sites)
+
+    def between_hosts(self, batch: int = 1, pos: int = 1) -> BetweenHosts:
+        """Bytes that a forward sends from each host to each other, by their names.
+
+        A backward sends as many of the residual stream back, of its gradient. What is read from
+        another host, as a cache at home, comes on top.
+
+        Args:
+            batch: how many sequences.
+            pos: how many tokens in each.
+        """
+        moved = ((c, c.per_token * batch * pos + c.per_forward) for c in self.crossings)
+        return by_hosts(moved, self.sites)
 
     def __repr__(self) -> str:
         rows = [("device", "components", "weights", "total")]
@@ -196,17 +231,24 @@ class Placement:
         everything = sum(self.bytes_on(memory) for memory in self.memories)
         rows.append(("total", "", gib(sum(c.weights for c in self.components)), gib(everything)))
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        return "\n".join(
+        lines = [
             f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:>{widths[2]}}  "
             f"{row[3]:>{widths[3]}}".rstrip()
             for row in rows
-        )
+        ]
+        if self.crossings:
+            crossing = in_words(self.between_hosts())
+            lines.append(f"between hosts, in a forward of one token: {crossing}")
+        return "\n".join(lines)
 
     def _label(self, memory: torch.device) -> str:
+        site = site_of(memory, self.sites)
+        said = [] if site is None else [site.name]
         if memory == self.home:
-            return printed(memory, "home")
-        offloaded = memory == HOST and any(c.offloaded for c in self.components)
-        return f"{memory} (offloaded)" if offloaded else printed(memory)
+            said.append("home")
+        elif memory == HOST and any(c.offloaded for c in self.components):
+            said.append("offloaded")
+        return f"{memory} ({', '.join(said)})" if said else str(memory)
 
     def _held_in(self, memory: torch.device) -> str:
         """What lives there, and who visits: "blocks.0-2 + 2 visiting", "blocks.3, 5 -> cuda:0"."""
@@ -223,7 +265,9 @@ def placed_as(
     size: ComponentSize, device: torch.device, offloaded: bool = False
 ) -> PlacedComponent:
     """A component of this size, on a device."""
-    return PlacedComponent(size.name, device, size.weights, size.buffers, size.shared, offloaded)
+    return PlacedComponent(
+        size.name, device, size.weights, size.buffers, size.shared, offloaded, size.gives
+    )
 
 
 def in_short(names: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tl_devicefix.patching.applying import original
-from tl_devicefix.placement.devices import free_memory
+from tl_devicefix.placement.devices import free_memory, printed
 from tl_devicefix.placement.gathering_device import chosen_device, gather_on
 from tl_devicefix.placement.memory import gib
 from tl_devicefix.reading.cache_at_home import CacheAtHome
@@ -131,8 +131,8 @@ def check_room(needed: int, device: torch.device, what: str) -> None:
     if room is not None and needed > room:
         other = "" if on_cpu else 'within `with tl_devicefix.gather_on("cpu"):`, or '
         raise torch.OutOfMemoryError(
-            f"{what} is {gib(needed)}, but {device} has {gib(room)} free: read it {other}block by "
-            "block from model.blocks"
+            f"{what} is {gib(needed)}, but {printed(device)} has {gib(room)} free: read it {other}"
+            "block by block from model.blocks"
         )
 
 

@@ -7,7 +7,6 @@ from typing import Any
 from tl_devicefix.hosts.peers import RankLost
 from tl_devicefix.offload.visiting import touring
 from tl_devicefix.patching.applying import original
-from tl_devicefix.placement.devices import rank_of
 from tl_devicefix.placement.placement import in_short
 from tl_devicefix.running.carrying import bring_home, is_output_read
 from tl_devicefix.running.interruption import refuse_unfinished
@@ -21,7 +20,8 @@ HANDLES = "_tl_devicefix_handles"
 def _held_by(model: Any, rank: int) -> str:
     """Which components of a model are lost with a rank."""
     components = model.placement.components
-    names = in_short([each.name for each in components if rank_of(each.device) == rank])
+    on_rank = {each.here for each in model.placement.sites if each.host == rank}
+    names = in_short([each.name for each in components if each.device in on_rank])
     return f"it held {names} of this model" if names else "it held nothing of this model"
 
 

@@ -15,6 +15,7 @@ import torch
 from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.patching.applying import original
+from tl_devicefix.placement.devices import printed
 from tl_devicefix.placement.gathering_device import chosen_device
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.running.joining import JoinedAt
@@ -83,8 +84,8 @@ class HookAcrossDevices:
             if "same device" not in str(error):
                 raise
             raise RuntimeError(
-                f"the hook on {hook.name} mixes devices: its activation is on {here}, so bring "
-                f"other tensors there with .to(activation.device) ({error})"
+                f"the hook on {hook.name} mixes devices: its activation is on {printed(here)}, so "
+                f"bring other tensors there with .to(activation.device) ({error})"
             ) from error
         return _at(result, here, devices, hook.name)
 
@@ -97,7 +98,7 @@ def _at(result: Any, here: torch.device, devices: frozenset[torch.device], name:
         return result
     if result.device not in devices:
         raise RuntimeError(
-            f"the hook on {name} returned a tensor on {result.device}, but its activation is on "
-            f"{here}: return it with .to(activation.device)"
+            f"the hook on {name} returned a tensor on {printed(result.device)}, but its activation "
+            f"is on {printed(here)}: return it with .to(activation.device)"
         )
     return result.to(here)

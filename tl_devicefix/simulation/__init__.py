@@ -4,9 +4,10 @@
 the CPU, so its numbers are the CPU's; what is simulated is the placement: mixed devices raise,
 transfers are recorded, and memory is accounted for on each device.
 
-Read in this order: ``machine`` and ``transfers`` (what is measured), ``tensor`` (how an operation
-runs; without values, ``known_shapes``), ``backend`` (how torch learns of the device type; with
-``autocasting``), ``session`` (entering and leaving; with ``generators``).
+Read in this order: ``machine`` and ``transfers`` (what is measured), ``sites`` (of which host a
+device is), ``tensor`` (how an operation runs; without values, ``known_shapes``), ``backend`` (how
+torch learns of the device type; with ``autocasting``), ``session`` (entering and leaving; with
+``generators``).
 With ``asynchronous=True``, devices run behind the host: ``asynchronous`` (what becomes of an
 operation), ``giving`` (how it is given to a device), ``queues`` (the threads that run them),
 ``geometry`` (what the host knows before), ``ordering`` (what is ordered after what, and races),

@@ -12,12 +12,14 @@ from torch.utils import backend_registration
 from tl_devicefix.simulation import autocasting, streams
 from tl_devicefix.simulation.geometry import geometry_of
 from tl_devicefix.simulation.machine import DEVICE_TYPE, Machine
+from tl_devicefix.simulation.sites import Site
 from tl_devicefix.simulation.tensor import copy_into, run, wrap
 
 aten = torch.ops.aten
 
 _active: Machine | None = None
 _libraries: list[torch.library.Library] = []
+_accelerator: torch.device | None = None
 
 
 def active_machine() -> Machine:
@@ -31,6 +33,13 @@ def active_machine() -> Machine:
             f"There is no {DEVICE_TYPE} device here: enter `with tl_devicefix.simulate(n):` first."
         )
     return _active
+
+
+def real_accelerator() -> torch.device | None:
+    """Return the type of device that torch would use if none had ever been simulated."""
+    if _libraries:  # from when on torch takes simulated devices for its accelerator
+        return _accelerator
+    return torch.accelerator.current_accelerator(check_available=True)
 
 
 def activate(machine: Machine) -> None:
@@ -131,11 +140,9 @@ class DeviceModule:
             return getattr(streams, name)
         raise AttributeError(f"simulated devices that are not asynchronous have no {name!r}")
 
-    def place_of(self, device: int | str | torch.device | None = None) -> Any:
-        """Where a device is, if it is one of several ranks'; None if it is simulated."""
-        machine = active_machine()
-        places = getattr(machine.asynchronous, "places", None)
-        return None if places is None else places[machine.index_of(device)]
+    def sites(self) -> tuple[Site, ...]:
+        """Return of which host each device is; nothing if there are no several hosts."""
+        return () if _active is None else _active.sites
 
     def empty_cache(self) -> None:
         """Do nothing: there is no cache."""
@@ -168,8 +175,10 @@ class _Hooks(_PrivateUse1Hooks):
 
 def register() -> None:
     """Register the device type with torch; once for a process, as torch cannot forget it."""
+    global _accelerator
     if _libraries:
         return
+    _accelerator = real_accelerator()
     backend_registration._setup_privateuseone_for_python_backend(
         rename=DEVICE_TYPE, backend_module=DeviceModule(), hook=_Hooks()
     )

@@ -14,11 +14,11 @@ import torch
 from tl_devicefix.simulation.asynchronous import Asynchronous
 from tl_devicefix.simulation.backward import raise_or_keep
 from tl_devicefix.simulation.pool import Block
+from tl_devicefix.simulation.sites import DEVICE_TYPE as DEVICE_TYPE
+from tl_devicefix.simulation.sites import Site, divided
 from tl_devicefix.simulation.sparse import bytes_in
 from tl_devicefix.simulation.timeline import Timeline
 from tl_devicefix.simulation.transfers import Transfer, Transfers, readable
-
-DEVICE_TYPE = "sim"
 
 _UNITS = {
     "KB": 10**3,
@@ -56,6 +56,7 @@ class Machine:
 
     Attributes:
         devices: the devices, in order.
+        sites: of which host each is; empty if they are of no several hosts.
         behind: where the tensors behind the simulated ones are: the CPU, or meta, without values.
         transfers: every copy between two simulated devices, or between the CPU and one of them,
             since the start or the last :meth:`reset_transfers`. A number that is read (``item``)
@@ -74,8 +75,10 @@ class Machine:
         *,
         values: bool = True,
         asynchronous: Asynchronous | None = None,
+        sites: Sequence[Site] = (),
     ) -> None:
         self.devices = [torch.device(DEVICE_TYPE, index) for index in range(len(capacities))]
+        self.sites = tuple(sites)
         self.behind = torch.device("cpu" if values else "meta")
         self.asynchronous = asynchronous
         self.on_peak: Callable[[int], None] | None = None
@@ -193,11 +196,12 @@ class Machine:
         index = device.index
         free = self._capacities[index] - self._allocated[index]
         if nbytes > free:
+            where = f" ({self.sites[index].name})" if self.sites else ""
             raise_or_keep(
                 torch.OutOfMemoryError(
                     f"{DEVICE_TYPE} out of memory. Tried to allocate {readable(nbytes)}. Device"
-                    f" {index} has a total capacity of {readable(self._capacities[index])} of"
-                    f" which {readable(free)} is free."
+                    f" {index}{where} has a total capacity of"
+                    f" {readable(self._capacities[index])} of which {readable(free)} is free."
                 )
             )
 
@@ -258,6 +262,15 @@ class Machine:
             reference = self._allocations.get(allocation.address)
             if reference is not None and reference() is None:
                 del self._allocations[allocation.address]
+
+
+def sites_on(n_devices: int, hosts: int | None) -> tuple[Site, ...]:
+    """The sites of so many devices; none if nothing is said of hosts.
+
+    Raises:
+        ValueError: if they cannot be divided evenly over so many.
+    """
+    return () if hosts is None else divided(n_devices, hosts)
 
 
 def bytes_of(size: int | str) -> int:

@@ -12,8 +12,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tl_devicefix.simulation import backend, backward, generators
 from tl_devicefix.simulation.asynchronous import Asynchronous
-from tl_devicefix.simulation.machine import Machine, bytes_of
+from tl_devicefix.simulation.machine import Machine, bytes_of, sites_on
 from tl_devicefix.simulation.pinned import WatchingHost
+from tl_devicefix.simulation.sites import Site
 from tl_devicefix.simulation.speed import NO_TIME, speed
 from tl_devicefix.simulation.streams import streams_of
 from tl_devicefix.simulation.tensor import TENSOR_DATA, SimTensor, set_data
@@ -36,6 +37,7 @@ def simulate(
     flops_per_second: float | None = None,
     bytes_per_second: float | None = None,
     seed: int = 0,
+    hosts: int | None = None,
 ) -> Iterator[Machine]:
     """Simulate a machine with devices ``sim:0`` to ``sim:{n_devices - 1}`` on the CPU.
 
@@ -96,6 +98,7 @@ def simulate(
             what the CPU needs itself is part of it, and it is behind only where it needs more
             (``machine.timeline.late``). Leaving waits for what devices are busy with, unless it is
             by an error.
+        hosts: of how many hosts they are, divided evenly in order; names and placements tell.
 
     Yields:
         The machine, which tells transfers and memory.
@@ -104,8 +107,9 @@ def simulate(
         RuntimeError: if torch is a version whose private parts are not known here, if the
             process has another backend of this kind, or inside another `simulate` or
             ``torch.inference_mode``; on leaving, if an operation failed on an asynchronous device.
-        ValueError: if ``n_devices`` or ``memory`` make no sense, ``asynchronous`` devices are to
-            have no values, a speed is not above 0, or one is given to others than these.
+        ValueError: if ``n_devices``, ``memory`` or ``hosts`` make no sense, ``asynchronous``
+            devices are to have no values, a speed is not above 0, or one is given to others than
+            these.
         RaceError: on leaving, from asynchronous devices, if one was found and not yet raised.
 
     >>> with simulate(2) as machine:
@@ -130,8 +134,9 @@ def simulate(
             "flops_per_second and bytes_per_second are for devices that run behind the host: give "
             "asynchronous=True too."
         )
+    sites = sites_on(n_devices, hosts)
     behind = Asynchronous(len(capacities), seed, taking) if asynchronous else None
-    machine = Machine(capacities, values=values, asynchronous=behind)
+    machine = Machine(capacities, values=values, asynchronous=behind, sites=sites)
     with _changed_for(machine), ExitStack() as stack:
         if behind is not None:
             stack.enter_context(_running_behind(machine, behind))
@@ -139,12 +144,13 @@ def simulate(
 
 
 @contextmanager
-def entered(memory: Sequence[int], behind: Any) -> Iterator[Machine]:
+def entered(memory: Sequence[int], behind: Any, sites: Sequence[Site]) -> Iterator[Machine]:
     """Have devices that something else than `Asynchronous` runs.
 
     Args:
         memory: of each device, in bytes.
         behind: what runs them.
+        sites: of which host each is.
 
     Yields:
         The machine.
@@ -155,7 +161,7 @@ def entered(memory: Sequence[int], behind: Any) -> Iterator[Machine]:
     """
     _check_torch()
     backend.register()
-    with _changed_for(Machine(memory, asynchronous=behind)) as machine:
+    with _changed_for(Machine(memory, asynchronous=behind, sites=sites)) as machine:
         yield machine
 
 
@@ -192,7 +198,7 @@ def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def simulate_apart(
-    n_devices: int, memory: int | str | Sequence[int | str] = "80GiB"
+    n_devices: int, memory: int | str | Sequence[int | str] = "80GiB", hosts: int | None = None
 ) -> Iterator[Machine]:
     """`simulate(..., values=False)`, also inside another `simulate`, which is set aside meanwhile.
 
@@ -202,15 +208,17 @@ def simulate_apart(
     Args:
         n_devices: as for `simulate`.
         memory: as for `simulate`.
+        hosts: as for `simulate`.
 
     Yields:
         The machine.
     """
     with backend.set_aside() as within_another:
         if within_another:  # by which torch is changed already
-            apart = _entered(Machine(_capacities(n_devices, memory), values=False))
+            capacities, sites = _capacities(n_devices, memory), sites_on(n_devices, hosts)
+            apart = _entered(Machine(capacities, values=False, sites=sites))
         else:
-            apart = simulate(n_devices, memory, values=False)
+            apart = simulate(n_devices, memory, values=False, hosts=hosts)
         with apart as machine:
             yield machine
 

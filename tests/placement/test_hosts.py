@@ -1,0 +1,191 @@
+"""Devices of several hosts: what they are called, and what a placement over them says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformer_lens import HookedTransformer
+
+import tl_devicefix
+from tl_devicefix import plan, simulate
+from tl_devicefix.simulation.machine import Machine
+from tl_devicefix.simulation.sites import Site, divided, site_named
+
+JOINED = (
+    Site(0, 0, "head", 0, "xpu:0"),
+    Site(1, 0, "head", 1, "xpu:1"),
+    Site(2, 1, "node-b", 0, "xpu:0"),
+    Site(3, 1, "node-b", 1, "xpu:1"),
+)
+"""As after `join`, of hosts with names of their own."""
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[Machine]:
+    with simulate(4, hosts=2) as machine:
+        yield machine
+
+
+@pytest.fixture
+def one_host() -> Iterator[Machine]:
+    with simulate(4, values=False) as machine:
+        yield machine
+
+
+@pytest.mark.parametrize(
+    ("name", "index"),
+    [
+        *(("head/xpu:1", 1), ("node-b/xpu:0", 2), ("host1/xpu:1", 3), ("host0/0", 0)),
+        *(("node-b/xpu", 2), ("node-b/1", 3)),
+    ],
+)
+def test_a_device_is_named_by_its_host_and_what_that_calls_it(name: str, index: int) -> None:
+    assert site_named(name, JOINED).index == index
+
+
+def test_a_host_s_own_name_goes_before_a_number() -> None:
+    crossed = (Site(0, 0, "host1", 0, "xpu:0"), Site(1, 1, "host0", 0, "xpu:0"))
+
+    assert site_named("host0/xpu:0", crossed).index == 1
+
+
+@pytest.mark.parametrize("name", ["node-c/xpu:0", "node-b/xpu:2", "head/cpu:0", "/", "head/"])
+def test_a_name_that_is_not_there_gets_those_that_are(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^there is no device {name!r}: there are") as found:
+        site_named(name, JOINED)
+
+    said = "head/xpu:0 to xpu:1 (host0), node-b/xpu:0 to xpu:1 (host1)"
+    assert str(found.value).endswith(said)
+
+
+@pytest.mark.parametrize("name", ["host1/cuda:0", "host1/0", "host1/sim:0", "host1/cuda"])
+def test_simulated_ones_are_of_any_type(name: str) -> None:
+    assert site_named(name, divided(4, 2)).index == 2
+
+
+@pytest.mark.parametrize(
+    ("n_devices", "hosts", "message"),
+    [
+        (5, 2, "n_devices=5 cannot be divided evenly over hosts=2"),
+        (2, 4, "n_devices=2 cannot be divided evenly over hosts=4"),
+        (4, 0, "hosts=0 is no number of hosts"),
+        (4, "2", "hosts='2' is no number of hosts"),
+    ],
+)
+def test_hosts_have_as_many_devices_each(n_devices: int, hosts: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message), simulate(n_devices, hosts=hosts):
+        pass
+
+
+def test_device_map_max_memory_and_device_take_such_names(config: Any, two_hosts: Machine) -> None:
+    cfg = config(n_layers=4)
+
+    mapped = plan(cfg, device_map={"": "host0/0", "blocks.3": "host1/1"})
+    limited = plan(cfg, max_memory={"host1/0": "1GiB", "host1/1": "1GiB"})
+    at_home = plan(cfg, n_devices=2, device="host1/0")
+
+    assert mapped.device_of("blocks.3") == torch.device("sim:3")
+    assert list(map(str, limited.devices)) == list(map(str, at_home.devices)) == ["sim:2", "sim:3"]
+    assert mapped.bytes_on("host1/1") == mapped.bytes_on("sim:3") > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"device_map": {"": "host2/0"}},
+        {"device_map": "host2/0"},
+        {"max_memory": {"host2/0": "1GiB"}},
+        {"device": "host2/0"},
+    ],
+    ids=str,
+)
+def test_wherever_a_name_is_given_it_has_to_be_there(
+    options: Any, config: Any, two_hosts: Machine
+) -> None:
+    with pytest.raises(ValueError, match="there is no device 'host2/0': there are host0/0 to 1, "):
+        plan(config(), **options)
+
+
+def test_on_one_host_no_device_is_named_by_it(config: Any, one_host: Machine) -> None:
+    with pytest.raises(ValueError, match=r"'host1/0' names a host, .* call tl_devicefix\.join"):
+        plan(config(), device_map={"": 0, "blocks.3": "host1/0"})
+
+
+def test_a_model_is_moved_and_gathered_by_such_a_name(config: Any, two_hosts: Machine) -> None:
+    cfg = config()
+    cfg.device, cfg.n_devices = "sim:0", 4
+    model = HookedTransformer(cfg)
+
+    with tl_devicefix.gather_on("host1/1"):
+        assert model.W_in.device == torch.device("sim:3")
+    model.to("host1/0")
+
+    assert model.placement.devices == (torch.device("sim:2"),)
+
+
+def test_a_placement_says_both_names_and_what_crosses(config: Any, two_hosts: Machine) -> None:
+    placement = plan(config(n_layers=6, d_model=16), n_devices=4)
+
+    lines = repr(placement).splitlines()
+    assert lines[1].startswith("sim:0 (host0/0, home)  embed, pos_embed, blocks.0")
+    assert lines[3].startswith("sim:2 (host1/0) ")
+    assert lines[-1] == (
+        "between hosts, in a forward of one token: host0 -> host1 0.1 KiB, host1 -> host0 0.1 KiB"
+    )
+    assert placement.between_hosts(batch=2, pos=3) == {
+        ("host0", "host1"): 2 * 3 * 16 * 4,
+        ("host1", "host0"): 2 * 3 * 16 * 4,
+    }
+
+
+def test_it_says_so_when_the_devices_are_gone(config: Any) -> None:
+    with simulate(4, hosts=2):
+        placement = plan(config(), n_devices=4)
+        printed = repr(placement)
+
+    assert repr(placement) == printed
+    assert placement.crossings
+
+
+def test_on_one_host_nothing_crosses(config: Any, one_host: Machine) -> None:
+    placement = plan(config(), n_devices=4)
+
+    assert placement.crossings == ()
+    assert "host" not in repr(placement)
+
+
+def test_each_boundary_counts_and_offloaded_weights_do(config: Any, two_hosts: Machine) -> None:
+    there_and_back = {"": 0, "blocks.1": "host1/0", "blocks.3": "host1/0"}
+    offloaded = {"": 0, "blocks.3": "host1/0", "blocks.4": "cpu", "blocks.5": "host1/0"}
+
+    crossings = plan(config(), device_map=there_and_back).crossings
+    visits = plan(config(), device_map=offloaded)
+
+    assert len(crossings) == 4
+    weights = next(each.weights for each in visits.components if each.name == "blocks.4")
+    stream = 16 * 4
+    assert visits.between_hosts() == {
+        ("host0", "host1"): stream + weights,
+        ("host1", "host0"): stream,
+    }
+
+
+def test_logits_cross_if_the_unembedding_is_elsewhere(config: Any, two_hosts: Machine) -> None:
+    placement = plan(config(d_vocab=40), device_map={"": 0, "unembed": "host1/0"})
+
+    assert placement.between_hosts() == {("host0", "host1"): 16 * 4, ("host1", "host0"): 40 * 4}
+
+
+def test_fewer_devices_than_a_plan_needs(config: Any, two_hosts: Machine) -> None:
+    with pytest.raises(ValueError, match=r"the hosts have 4 \(host0/0 to 1, host1/0 to 1\): start"):
+        plan(config(), n_devices=8)
+
+
+def test_a_device_that_is_full_is_named_with_its_host(config: Any, two_hosts: Machine) -> None:
+    with pytest.raises(ValueError, match=r"the weights do not fit: sim:2 \(host1/0\) would hold"):
+        plan(config(), device_map="host1/0", max_memory={"host1/0": 1})
+    with pytest.raises(torch.OutOfMemoryError, match=r"Device 2 \(host1/0\) has"):
+        torch.empty(2**40, device="sim:2")

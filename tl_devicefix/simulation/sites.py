@@ -1,0 +1,114 @@
+"""Of which host a device is, and what it is called there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+DEVICE_TYPE = "sim"
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a device is.
+
+    Attributes:
+        index: that of the device, as torch calls it in this process: of sim:9, 9.
+        host: the host's number, from 0 on: after `tl_devicefix.join`, its rank.
+        hostname: what the host is called: "node-b"; "host1", where it has no name of its own.
+        number: which of the host's devices it is, from 0 on.
+        device: what the host calls it: "cuda:1"; "1", where it is simulated.
+    """
+
+    index: int
+    host: int
+    hostname: str
+    number: int
+    device: str
+
+    @property
+    def here(self) -> torch.device:
+        """The device, as torch calls it in this process."""
+        return torch.device(DEVICE_TYPE, self.index)
+
+    @property
+    def name(self) -> str:
+        """Both: "node-b/cuda:1"."""
+        return f"{self.hostname}/{self.device}"
+
+    def is_called(self, device: str) -> bool:
+        """Whether this is meant by "cuda:1" or "1" on its host, or by "cuda", if it is the first.
+
+        A simulated one is of any type.
+        """
+        number = str(self.number)
+        _kind, _, index = device.rpartition(":")
+        if self.device == number:
+            return index == number or (not self.number and not index.isdecimal())
+        own_kind = self.device.partition(":")[0]
+        return device in (self.device, number) or (not self.number and device == own_kind)
+
+
+def divided(n_devices: int, hosts: int) -> tuple[Site, ...]:
+    """The sites of devices that are divided evenly over hosts, in order.
+
+    Raises:
+        ValueError: if they cannot be.
+    """
+    if type(hosts) is not int or hosts < 1:
+        raise ValueError(f"hosts={hosts!r} is no number of hosts: give an int, at least 1")
+    if n_devices % hosts or not n_devices:
+        raise ValueError(
+            f"n_devices={n_devices} cannot be divided evenly over hosts={hosts}: give the devices "
+            f"of all hosts together, a multiple of {hosts}"
+        )
+    on_each = n_devices // hosts
+    found = []
+    for index in range(n_devices):
+        host, number = divmod(index, on_each)
+        found.append(Site(index, host, f"host{host}", number, str(number)))
+    return tuple(found)
+
+
+def names_host(named: object) -> bool:
+    """Whether a device is named with its host: "host1/cuda:3"."""
+    return isinstance(named, str) and "/" in named
+
+
+def site_named(name: str, sites: Sequence[Site]) -> Site:
+    """The site that is meant by "node-b/cuda:1", "host1/cuda:1" or "host1/1".
+
+    Args:
+        name: a host by its own name or its number, and one of its devices.
+        sites: those there are.
+
+    Raises:
+        ValueError: if there is none; it lists those that there are.
+    """
+    host, _, device = name.rpartition("/")
+    on_host = [each for each in sites if each.hostname == host]
+    on_host = on_host or [each for each in sites if f"host{each.host}" == host]
+    for each in on_host:
+        if each.is_called(device):
+            return each
+    if not sites:
+        raise ValueError(
+            f"device {name!r} names a host, but there is this one only: call tl_devicefix.join() "
+            "first, or leave the host out"
+        )
+    raise ValueError(f"there is no device {name!r}: there are {listed(sites)}")
+
+
+def listed(sites: Sequence[Site]) -> str:
+    """Each host and its devices, in short: "node-a/cuda:0 to cuda:7, node-b/cuda:0 to cuda:7"."""
+    by_host: dict[int, list[Site]] = {}
+    for each in sites:
+        by_host.setdefault(each.host, []).append(each)
+    found = []
+    for first, *others in by_host.values():
+        number = f"host{first.host}"
+        also = "" if first.hostname == number else f" ({number})"
+        found.append(first.name + (f" to {others[-1].device}" if others else "") + also)
+    return ", ".join(found)
