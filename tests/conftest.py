@@ -60,7 +60,11 @@ OF_HOOKED_TRANSFORMER = [
         if path.stem not in OF_EITHER
     ),
     *("simulation/test_models.py", "surface/test_sweep.py"),
-    *("hosts/test_traffic.py", "hosts/test_blocks_run_whole.py"),
+    *(
+        "hosts/test_traffic.py",
+        "hosts/test_blocks_run_whole.py",
+        "hosts/test_gradients_through_whole_blocks.py",
+    ),
     "hosts/test_in_flight_over_ranks.py",
 ]
 # Of TransformerLens 3.9 these are HookedTransformer's; a Bridge's are the same code as on 4.

@@ -162,21 +162,3 @@ def test_an_optimizer_changes_weights_where_they_are(both: Any, tokens: torch.Te
 def on_cpu(model: Any) -> Any:
     twin = copy.deepcopy(model)
     return twin.to("cpu")
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        torch.arange(24.0).view(4, 3, 2)[2:3, 1:2, 1:2].transpose(0, 2),
-        torch.arange(8)[5::4][:1],
-        torch.empty(0, 3, dtype=torch.bfloat16),
-        torch.tensor(True),
-        torch.randn(3, 40_000).T,
-    ],
-    ids=["one of many", "one with a stride", "none", "a bool", "more than a message"],
-)
-def test_values_there_and_back(values: torch.Tensor, machine: Any) -> None:
-    there = values.to("sim:3")
-
-    torch.testing.assert_close(there.cpu(), values, **EQUAL)
-    torch.testing.assert_close(values.to("sim:0").to("sim:3").to("sim:0").cpu(), values, **EQUAL)

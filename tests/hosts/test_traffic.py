@@ -86,3 +86,23 @@ def test_what_is_let_go_is_let_go_there(model: Any, tokens: torch.Tensor, far: F
     first = run()
 
     assert run() == run() == first
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.arange(24.0).view(4, 3, 2)[2:3, 1:2, 1:2].transpose(0, 2),
+        torch.arange(8)[5::4][:1],
+        torch.empty(0, 3, dtype=torch.bfloat16),
+        torch.tensor(True),
+        torch.randn(3, 40_000).T,
+    ],
+    ids=["one of many", "one with a stride", "none", "a bool", "more than a message"],
+)
+def test_values_there_and_back(values: torch.Tensor, machine: Any) -> None:
+    there = values.to("sim:3")
+
+    torch.testing.assert_close(there.cpu(), values, rtol=0, atol=0)
+    torch.testing.assert_close(
+        values.to("sim:0").to("sim:3").to("sim:0").cpu(), values, rtol=0, atol=0
+    )
