@@ -86,6 +86,8 @@ def package(session: nox.Session) -> None:
     session.run("python", str(repository / "docs/figures/patching.py"), results, drawn)
     example = str(repository / "examples/harvest_and_sweep.py")
     session.run("python", example, "--picture", str(tmp / "in_flight.svg"))
+    torchrun = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    session.run(*torchrun, str(repository / "examples/several_hosts.py"))
 
     session.chdir(repository)
     session.install("-c", "constraints.txt", "mypy==2.4.1", "pytest")

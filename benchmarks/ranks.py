@@ -2,12 +2,15 @@
 
     python benchmarks/ranks.py [--size small] [--tokens 1 128 1024] [--context 128] [--new 16]
                                [--repeats 9] [--threads 1] [--flights 16] [--cache DIR]
+    python benchmarks/ranks.py --startup 4
 
 A Llama with random weights is loaded twice into this process: on the CPU, and over the CPU and that
 of another process, which lends it. Both do the same in turns; ratios are medians of those of
 neighbours in time. With `--flights`, runs in flight (`tl_devicefix.in_flight`) over both ranks are
 compared with the loop on one; both ranks have `--threads`. Beside it stands what two processes that
 know nothing of each other do here in the time that one takes: two threads of one core are not two.
+With `--startup`, nothing else is done: so many processes of this host import, wait until all have,
+and join; it is printed what each took.
 """
 
 from __future__ import annotations
@@ -166,6 +169,45 @@ def run_for_ever(arguments: argparse.Namespace) -> None:
                 print("running", flush=True)
 
 
+_RANK = """
+import sys, time
+start = time.perf_counter()
+import tl_devicefix, transformer_lens
+from tl_devicefix.hosts.joining import join
+print(time.perf_counter() - start, flush=True)
+sys.stdin.readline()
+start = time.perf_counter()
+join(memory="1GiB")
+print(time.perf_counter() - start, flush=True)
+"""
+
+
+def show_startup(n_ranks: int) -> None:
+    """What it takes that ranks meet, once each has imported what it needs."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launcher = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(n_ranks)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    ranks: list[Any] = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", _RANK],
+            env={**os.environ, **launcher, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            **pipes,  # type: ignore[call-overload]
+        )
+        for rank in range(n_ranks)
+    ]
+    imported = [float(each.stdout.readline()) for each in ranks]
+    for each in ranks:
+        print(file=each.stdin, flush=True)
+    joined = float(ranks[0].stdout.readline())
+    start = time.perf_counter()
+    assert not any(each.wait() for each in ranks)
+    print(f"{n_ranks} ranks on this host, which has {os.cpu_count()} cores:")
+    print(f"imports, all at once: {min(imported):.1f} to {max(imported):.1f} s")
+    print(f"join: {joined:.2f} s; end of all: {time.perf_counter() - start:.2f} s")
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -177,8 +219,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--flights", type=int, default=16)
     parser.add_argument("--only-run", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--startup", type=int, metavar="RANKS", help="measure that, and no more")
     parser.add_argument("--cache", type=Path, help="keep the checkpoint here and use it again")
     arguments = parser.parse_args()
+    if arguments.startup:
+        show_startup(arguments.startup)
+        return
     torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as directory:
         cache = arguments.cache or Path(directory)

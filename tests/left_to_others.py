@@ -11,7 +11,7 @@ from either_class import BRIDGE
 
 from tl_devicefix.patching.versions import has_hooked_transformer, installed
 
-OF_RANKS = ("test_errors_on_ranks", "test_lost_ranks")
+OF_RANKS = ("test_errors_on_ranks", "test_lost_ranks", "test_what_is_launched")
 BRIDGE_ON_3 = ("test_parity",)
 """Where the Bridge of TransformerLens 3.9 is tested: whether it gives what it gave unpatched."""
 

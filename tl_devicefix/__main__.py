@@ -136,7 +136,10 @@ def _add_lend(commands: Any) -> None:
     lend.add_argument("--n-devices", type=int, help="how many to lend; default: all")
     lend.add_argument("--memory", help="what each may hold: 80GiB; default: what is free")
     lend.add_argument(
-        "--timeout", type=float, default=15.0, help="seconds until rank 0 is given up"
+        "--timeout", type=float, default=15.0, help="seconds until a lost rank 0 is given up"
+    )
+    lend.add_argument(
+        "--wait", type=float, default=600.0, help="seconds to wait for the others at first"
     )
 
 
@@ -184,10 +187,17 @@ def _run_demo(chosen: argparse.Namespace) -> bool:
 
 def _run_selfcheck(chosen: argparse.Namespace) -> bool:
     from tl_devicefix.demo.selfcheck import run_selfcheck
+    from tl_devicefix.hosts.joining import join
+    from tl_devicefix.hosts.peers import RankLost
 
     try:
+        join()  # under a launcher, where it returns on rank 0 only
+    except (RuntimeError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return False
+    try:
         return run_selfcheck(chosen.device)
-    except ValueError as error:
+    except (ValueError, RankLost) as error:
         print(error, file=sys.stderr)
         return False
 
@@ -214,16 +224,20 @@ def _run_harvest(chosen: argparse.Namespace) -> bool:
 
 
 def _run_lend(chosen: argparse.Namespace) -> bool:
-    from tl_devicefix.hosts.joining import join
+    import signal
 
-    join(
-        chosen.master,
-        chosen.rank,
-        chosen.world_size,
-        n_devices=chosen.n_devices,
-        memory=chosen.memory,
-        timeout=chosen.timeout,
-    )
+    from tl_devicefix.hosts.joining import meet
+
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a loop of the shell ends by an interrupt, too
+    if not chosen.rank:
+        print("rank 0 is the script, or the notebook: lend as rank 1 or above", file=sys.stderr)
+        return False
+    options = {name: value for name, value in vars(chosen).items() if name != "command"}
+    try:
+        meet(**options, ignore_interrupts=False)
+    except (RuntimeError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return False
     return True
 
 

@@ -33,6 +33,8 @@ PAGES = {
     "examples/llama_70b.py": "real_job.md",
     "examples/llama_70b.sbatch": "real_job.md",
     "examples/harvest_and_sweep.py": "in_flight.md",
+    "examples/several_hosts.py": "hosts.md",
+    "examples/several_hosts.sbatch": "hosts.md",
 }
 """A file of the repository, and the page of the site that shows it."""
 

@@ -1,27 +1,134 @@
-"""What a user runs on every rank: it says "ready", and computes until it is told otherwise."""
+"""What a user runs on every rank. Where it is told to, it says so and waits for a file to go on.
+
+It says with which error it ends, and when; what else there is to say, a line each.
+"""
 
 from __future__ import annotations
 
-import os
+import json
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
 import torch
 
 import tl_devicefix
 from tl_devicefix.demo.demo import load_checkpoint
+from tl_devicefix.hosts.far_devices import FarDevices
 
-tl_devicefix.join(memory="1GiB", timeout=float(os.environ.get("SECONDS_TO_LOSE", 15)))
-model = load_checkpoint(torch.get_device_module("sim").device_count())
-tokens = torch.arange(4, 20).view(1, 16)
-with torch.no_grad():
-    expected = model(tokens).cpu()
-try:
-    print("ready", flush=True)
-    for _ in range(int(sys.argv[1])):
-        with torch.no_grad():
-            assert torch.equal(model(tokens).cpu(), expected)
-        time.sleep(0.01)
-except (RuntimeError, KeyboardInterrupt) as error:
-    print(f"{time.time()} {type(error).__name__}: {error}", flush=True)
-    sys.exit(3)
+TOKENS = torch.arange(4, 20).view(1, 16)
+FAR = "blocks.4.hook_resid_pre"
+Model = Any
+
+
+def say(*what: object) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def pause() -> None:
+    """Say "ready"; go on when it is told to."""
+    say("ready")
+    while not Path(sys.argv[2]).exists():
+        time.sleep(0.02)
+
+
+def pausing_once() -> Any:
+    """A hook that pauses, and does nothing."""
+    there: list[None] = []
+
+    def hook(value: torch.Tensor, hook: Any) -> None:
+        if not there:
+            there.append(None)
+            pause()
+
+    return hook
+
+
+def load() -> Model:
+    return load_checkpoint(torch.get_device_module("sim").device_count())
+
+
+def logits(model: Model, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
+    with torch.no_grad():
+        return model(tokens).cpu()
+
+
+def first_gradient(model: Model) -> torch.Tensor:
+    """The sum of one that comes last: at home, through all blocks."""
+    return next(each.grad for each in model.parameters() if each.grad is not None).sum()
+
+
+def forwards() -> None:
+    model = load()
+    expected = logits(model)
+    for _ in range(3):
+        assert torch.equal(logits(model), expected)
+
+
+def in_load() -> None:
+    put, weights = FarDevices._put, iter(range(20))
+
+    def and_pause(*given: Any) -> None:
+        if next(weights, None) == 10:
+            pause()
+        put(*given)
+
+    FarDevices._put = and_pause  # type: ignore[assignment, method-assign]
+    load()
+
+
+def in_forward() -> None:
+    model = load()
+    with torch.no_grad():
+        model.run_with_hooks(TOKENS, fwd_hooks=[(FAR, pausing_once())])
+
+
+def in_backward() -> None:
+    model = load()
+    with model.hooks(bwd_hooks=[(FAR, pausing_once())]):
+        model(TOKENS, return_type="loss").backward()
+    first_gradient(model).item()
+
+
+def idle() -> None:
+    model = load()
+    logits(model)
+    pause()
+    logits(model)
+
+
+def for_ever() -> None:
+    model = load()
+    say("ready")
+    while True:
+        logits(model)
+
+
+def backwards_for_ever() -> None:
+    model = load()
+    say("ready")
+    while True:
+        model(TOKENS, return_type="loss").backward()
+        first_gradient(model).item()
+
+
+def without_memory() -> None:
+    """A forward for which a rank has no room, and one for which it has."""
+    model = load()
+    expected = logits(model)
+    pause()
+    try:
+        logits(model, TOKENS.repeat(5_000, 1))
+    except Exception as error:  # noqa: BLE001
+        say(type(error).__name__, str(error))
+    say("the same", torch.equal(logits(model), expected))
+
+
+if __name__ == "__main__":
+    try:
+        tl_devicefix.join(**{"memory": "8GiB", "timeout": 4, **json.loads(sys.argv[3])})
+        globals()[sys.argv[1]]()
+    except (RuntimeError, ValueError, KeyboardInterrupt) as error:
+        say(time.time(), type(error).__name__, str(error))
+        sys.exit(3)

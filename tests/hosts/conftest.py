@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import ForkServer, Launch, Launched
 from ranks import devices_of, lend_to_this_process
 from spread_of_either_class import *  # noqa: F403
 
@@ -46,3 +50,26 @@ def load_over(request: pytest.FixtureRequest) -> Callable[..., Any]:
     checkpoints = request.getfixturevalue("checkpoints")
     boot = TransformerBridge.boot_transformers
     return lambda name, **where: boot(str(checkpoints(name)), **(where or {"n_devices": 4}))
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[ForkServer]:
+    """Starts processes."""
+    found = ForkServer()
+    yield found
+    found.end()
+
+
+@pytest.fixture
+def launch(server: ForkServer, tmp_path: Path) -> Iterator[Launch]:
+    """`launch("forwards", 3)`: the script on three ranks, of which none is left at the end."""
+    with ExitStack() as stack:
+
+        def launch(what: str, world_size: int = 3, **options: Any) -> Launched:
+            directory = tmp_path / f"{what}-{time.monotonic_ns()}"
+            directory.mkdir()
+            found = Launched(server, directory, what, world_size, **options)
+            stack.callback(found.kill)
+            return found
+
+        yield launch

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tl_devicefix.hosts import commands, mapped
+from tl_devicefix.placement.devices import consecutive
 
 
 def test_an_operation_that_fails_there(machine: Any) -> None:
@@ -31,8 +32,13 @@ def test_what_follows_from_it_is_not_another_error(machine: Any) -> None:
 
 
 def test_out_of_memory(machine: Any) -> None:
-    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 8\.00 GiB. Device 2"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"8\.00 GiB. Device 2 \(.*/cpu:0"):
         torch.empty(2 << 30, device="sim:2")
+
+
+def test_more_devices_than_all_ranks_have(machine: Any) -> None:
+    with pytest.raises(ValueError, match=r"the hosts have 4 \(.*: start more ranks"):
+        consecutive(torch.device("sim:0"), 8)
 
 
 def in_a_file(path: Path) -> torch.Tensor:
@@ -51,16 +57,44 @@ def test_a_rank_reads_its_own_file(machine: Any, far: Any, tmp_path: Path) -> No
     assert torch.equal(there.cpu(), tensor.view(-1, 16).T)
 
 
-def test_a_rank_without_the_file_or_with_another(tmp_path: Path) -> None:
-    where = mapped.in_file(in_a_file(tmp_path / "model.safetensors"))
-    assert where is not None
+def test_what_was_written_to_is_sent(machine: Any, far: Any, tmp_path: Path) -> None:
+    tensor = in_a_file(tmp_path / "model.safetensors")
+    tensor[5000] += 1
 
-    missing = where._replace(path=str(tmp_path / "missing.safetensors"))
-    with pytest.raises(RuntimeError, match=r"cannot be read here: No such file"):
-        mapped.read(missing, (1,), (1,), torch.uint8)
-    shorter = where._replace(nbytes=where.nbytes + 1)
-    with pytest.raises(RuntimeError, match=r"is another one than rank 0's .16384"):
-        mapped.read(shorter, (1,), (1,), torch.uint8)
+    there = tensor.to("sim:3")
+
+    assert [type(each) for each in far._kept[1]][-1] is commands.Put
+    assert torch.equal(there.cpu(), tensor)
+
+
+def test_a_file_that_was_written_again_is_read_again(machine: Any, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    before = in_a_file(path).to("sim:3").cpu()
+    path.unlink()
+    path.write_bytes(bytes(256 * 64))
+
+    assert before.any()
+    again: Any = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=256 * 64)
+    there = torch.empty(0, dtype=torch.uint8).set_(again).to("sim:3")
+    assert not there.any().item()
+
+
+def test_a_rank_without_the_file_or_with_another(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    where = mapped.in_file(in_a_file(path))
+    assert where is not None
+    file = where.file
+    assert mapped.differences((file,)) == {}
+
+    missing = file._replace(path=str(tmp_path / "missing.safetensors"))
+    (why,) = mapped.differences((missing,)).values()
+    assert why == "cannot read it: No such file or directory"
+
+    written = path.read_bytes()
+    path.write_bytes(written + b"more")
+    assert "(16388 bytes, and rank 0's 16384)" in mapped.differences((file,))[str(path)]
+    path.write_bytes(written[:-1] + b"?")
+    assert mapped.differences((file,))[str(path)] == "has another one of the same size"
 
 
 def test_a_file_that_is_gone_is_sent(machine: Any, tmp_path: Path) -> None:

@@ -3,133 +3,173 @@
 from __future__ import annotations
 
 import os
+import re
+import resource
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 import pytest
-from ranks import free_port
+from launching import Launch
 
-FOREVER = 100_000
-SCRIPT = Path(__file__).with_name("a_script.py")
-
-
-class Launched:
-    """The script on several ranks, as a launcher starts it.
-
-    Args:
-        world_size: how many ranks.
-        n_forwards: how long it goes on.
-        hosts: network namespaces that ranks are in, and the address of the first; by default all
-            are on this host.
-    """
-
-    def __init__(
-        self, world_size: int, n_forwards: int, hosts: tuple[list[str], str] | None = None
-    ) -> None:
-        address = hosts[1] if hosts else "127.0.0.1"
-        launcher = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port())}
-        launcher |= {"WORLD_SIZE": str(world_size), "SECONDS_TO_LOSE": "4", "OMP_NUM_THREADS": "1"}
-        self.ranks = [
-            subprocess.Popen(
-                [
-                    *(["ip", "netns", "exec", hosts[0][rank]] if hosts else []),
-                    *(sys.executable, str(SCRIPT), str(n_forwards)),
-                ],
-                env={**os.environ, **launcher, "RANK": str(rank)},
-                stdout=subprocess.PIPE if rank == 0 else None,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            )
-            for rank in range(world_size)
-        ]
-
-    @property
-    def said(self) -> IO[str]:
-        assert self.ranks[0].stdout is not None
-        return self.ranks[0].stdout
-
-    def wait_until_ready(self) -> None:
-        assert any(line == "ready\n" for line in self.said)
-
-    def kill(self) -> None:
-        for each in self.ranks:
-            each.kill()
-            each.wait()
-
-    def ends(self, but: int | None = None) -> list[int]:
-        """With what each rank ends, within half a minute."""
-        until = time.monotonic() + 30
-        waited = (each for rank, each in enumerate(self.ranks) if rank != but)
-        return [each.wait(until - time.monotonic()) for each in waited]
+from tl_devicefix.demo.demo import CHECKPOINT
 
 
-@pytest.fixture
-def launched(request: pytest.FixtureRequest) -> Iterator[Launched]:
-    found = Launched(*request.param)
-    yield found
-    found.kill()
+def test_a_script_that_ends_well(launch: Launch) -> None:
+    assert launch("forwards").ends() == [0, 0, 0]
 
 
-OTHERS = pytest.mark.full(reason="it starts processes; by default, one that is killed")
+WHERE = ["in_load", "in_forward", "in_backward", "idle"]
 
 
-@OTHERS
-@pytest.mark.parametrize("launched", [(2, 3)], indirect=True)
-def test_a_script_that_ends_well(launched: Launched) -> None:
-    assert launched.ends() == [0, 0]
+@pytest.mark.parametrize("where", WHERE)
+def test_a_rank_that_is_killed(where: str, launch: Launch) -> None:
+    launched = launch(where)
+    launched.until_ready()
 
+    launched.signal(1, signal.SIGKILL)
 
-@pytest.mark.parametrize("launched", [(3, FOREVER)], indirect=True)
-@pytest.mark.parametrize(
-    ("how", "why"),
-    [
-        (signal.SIGKILL, "Connection"),
-        # As of a host that is cut off.
-        pytest.param(signal.SIGSTOP, "it gave no sign of life for 4 s", marks=OTHERS),
-    ],
-)
-def test_a_rank_that_lends(how: signal.Signals, why: str, launched: Launched) -> None:
-    launched.wait_until_ready()
-
-    launched.ranks[1].send_signal(how)
-
-    at = time.time()
-    when, _, error = launched.said.readline().partition(" ")
+    if where == "idle":  # rank 0 asks nobody, and waits for nobody
+        assert launched.ends(2) == [1]
+    error = launched.error(since=launched.go_on())
     assert error.startswith("RankLost: rank 1 (")
-    assert f"is lost: {why}" in error
-    assert float(when) - at < 15
-    assert launched.ends(but=1) == [3, 1]
+    assert re.search(r", cpu\), which holds blocks\.\d-\d, is lost: ", error)
+    assert set(launched.ends()) == {3, 1, -signal.SIGKILL} - ({1} if where == "idle" else set())
 
 
-@OTHERS
-@pytest.mark.parametrize("launched", [(3, FOREVER)], indirect=True)
-def test_rank_0(launched: Launched) -> None:
-    launched.wait_until_ready()
+def test_a_rank_that_says_nothing(launch: Launch) -> None:
+    launched = launch("for_ever")
+    launched.until_ready()
 
-    launched.ranks[0].kill()
+    error = launched.error(since=launched.signal(1, signal.SIGSTOP))
+
+    assert re.search(r"holds blocks\.\d-\d, is lost: it gave no sign of life for 3 s$", error)
+    assert launched.ends(0, 2) == [3, 1]
+    assert "ends: rank 1 (" in launched.text("stderr", 2)
+
+
+def test_rank_0_killed_and_started_again(launch: Launch) -> None:
+    launched = launch("for_ever")
+    launched.until_ready()
+
+    launched.signal(0, signal.SIGKILL)
 
     assert launched.ends() == [-signal.SIGKILL, 1, 1]
+    assert "ends: rank 0 is lost: " in launched.text("stderr", 1)
+    assert launch("forwards", 2, port=launched.port).ends() == [0, 0]
 
 
-@OTHERS
-@pytest.mark.parametrize("launched", [(2, FOREVER)], indirect=True)
-def test_an_interrupt_of_all(launched: Launched) -> None:
-    launched.wait_until_ready()
+def test_an_interrupt_of_all(launch: Launch) -> None:
+    launched = launch("for_ever")
+    launched.until_ready()
 
-    for each in launched.ranks:  # as a terminal does
-        each.send_signal(signal.SIGINT)
+    for rank in launched.pids:  # as a terminal does
+        launched.signal(rank, signal.SIGINT)
 
-    assert launched.ends() == [3, 0]
+    assert launched.says()[1] == "KeyboardInterrupt"
+    assert launched.ends() == [3, 0, 0]
+
+
+def test_an_interrupt_in_a_backward(launch: Launch) -> None:
+    launched = launch("backwards_for_ever")
+    launched.until_ready()
+    time.sleep(0.3)
+
+    launched.signal(0, signal.SIGINT)
+
+    assert launched.says()[1] == "KeyboardInterrupt"
+    assert launched.ends() == [3, 0, 0]
+
+
+def test_a_rank_without_memory(launch: Launch) -> None:
+    launched = launch("without_memory")
+    launched.until_ready()
+    pid = launched.pids[1]
+    in_use = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.prlimit(pid, resource.RLIMIT_AS, (in_use + (60 << 20),) * 2)
+
+    launched.go_on()
+
+    kind, error = launched.says()
+    assert kind == "OutOfMemoryError"
+    assert "on rank 1 (" in error
+    assert re.search(r"\), which holds blocks\.\d-\d$", error)
+    assert launched.says() == ["the same", True]
+    assert launched.ends() == [0, 0, 0]
+
+
+IN_ITS_PLACE = pytest.mark.skipif(os.geteuid() != 0, reason="another file system needs root")
+
+
+@IN_ITS_PLACE
+@pytest.mark.parametrize("how", ["differs", "is missing"])
+def test_a_checkpoint_that(how: str, launch: Launch, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    if how == "differs":
+        shutil.copytree(CHECKPOINT, other, dirs_exist_ok=True)
+        with (other / "model.safetensors").open("r+b") as file:
+            file.seek(-4, os.SEEK_END)
+            file.write(b"else")
+    launched = launch("forwards", of_rank={2: {"mount": [str(other), str(CHECKPOINT)]}})
+
+    _, kind, error = launched.says()
+
+    assert kind == "ValueError"
+    file, why = {
+        "differs": ("model.safetensors", "has another one of the same size"),
+        "is missing": ("config.json", "cannot read it: No such file or directory"),
+    }[how]
+    assert error.startswith(f"rank 0 loads {CHECKPOINT / file}, but rank 2 (")
+    assert re.search(rf", which holds blocks\.\d-7, {re.escape(why)}", error)
+    assert "give it as hf_model" in error
+    assert launched.ends() == [3, 0, 0]
+
+
+def test_another_version_on_one_rank(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "tl_devicefix-9.9.dist-info").mkdir()
+    metadata = "Metadata-Version: 2.1\nName: tl_devicefix\nVersion: 9.9\n"
+    (tmp_path / "tl_devicefix-9.9.dist-info" / "METADATA").write_text(metadata)
+
+    launched = launch("forwards", of_rank={1: {"path": str(tmp_path)}})
+
+    assert launched.ends() == [3, 3, 3]
+    for rank in range(3):
+        said = launched.text("said", rank)
+        assert "has tl_devicefix 9.9, and rank 0 (" in said
+        assert "install the same on both" in said
+
+
+def test_a_rank_that_never_comes(launch: Launch) -> None:
+    launched = launch("forwards", started=[0, 1], wait=2)
+
+    assert launched.ends() == [3, 3]
+    assert "rank 2 of 3 did not come to 127.0.0.1:" in launched.text("said", 0)
+    assert "within 2 s" in launched.text("said", 0)
+
+
+def test_two_processes_of_one_rank(launch: Launch) -> None:
+    launched = launch("forwards", 3, started=[0, 1], wait=2)
+    assert launched.text("said", 1) == ""
+    other = launch("forwards", 3, started=[1], wait=2, port=launched.port)
+
+    assert {*launched.ends(), *other.ends()} == {3}
+    said = launched.text("said", 1) + other.text("said", 1)
+    assert "another process came to 127.0.0.1:" in said
+
+
+def test_a_host_that_rank_0_is_not_on(launch: Launch) -> None:
+    launched = launch("forwards", started=[1], wait=1)
+
+    assert launched.ends() == [3]
+    assert "rank 0 did not come to 127.0.0.1:" in launched.text("said", 1)
 
 
 @pytest.fixture
-def two_hosts() -> Iterator[tuple[list[str], str]]:
+def two_hosts() -> Iterator[list[str]]:
     """Two network namespaces with a cable between them."""
     names = [f"rank{rank}-{os.getpid()}" for rank in range(2)]
 
@@ -145,27 +185,23 @@ def two_hosts() -> Iterator[tuple[list[str], str]]:
             run("-n", name, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", f"cable{rank}")
             for link in (f"cable{rank}", "lo"):
                 run("-n", name, "link", "set", link, "up")
-        yield names, "10.77.0.1"
+        yield names
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
-@OTHERS
 @pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root, and ip"
 )
-def test_a_host_that_is_cut_off(two_hosts: tuple[list[str], str]) -> None:
-    launched = Launched(2, FOREVER, two_hosts)
-    try:
-        launched.wait_until_ready()
-        unplug = ["ip", "-n", two_hosts[0][1], "link", "set", "cable1", "down"]
-        subprocess.run(unplug, check=True)
-        at = time.time()
-        when, _, error = launched.said.readline().partition(" ")
+def test_a_host_that_is_cut_off(two_hosts: list[str], launch: Launch) -> None:
+    networks = {rank: {"network": name} for rank, name in enumerate(two_hosts)}
+    launched = launch("for_ever", 2, of_rank=networks, address="10.77.0.1")
+    launched.until_ready()
 
-        assert "is lost: it gave no sign of life for 4 s" in error
-        assert float(when) - at < 15
-        assert launched.ends() == [3, 1]
-    finally:
-        launched.kill()
+    unplug = ["ip", "-n", two_hosts[1], "link", "set", "cable1", "down"]
+    subprocess.run(unplug, check=True)
+
+    error = launched.error(since=time.time())
+    assert re.search(r", which holds blocks\.\d-7, is lost: it gave no sign of life", error)
+    assert launched.ends() == [3, 1]

@@ -25,6 +25,7 @@ from tl_devicefix.bridge.moving import (
 )
 from tl_devicefix.bridge.upstream import ArchitectureAdapterFactory, hf_model_class
 from tl_devicefix.checkpoints.dtypes import torch_dtype
+from tl_devicefix.checkpoints.on_ranks import check_on_ranks, wait_for_ranks
 from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.patching.applying import original
 from tl_devicefix.placement.deciding import decide
@@ -114,6 +115,7 @@ def _boot_over_devices(boot: Any, wanted: dict[str, Any]) -> Any:
         place_bridge(bridge, planned.placement)
     else:
         settle_bridge(bridge, planned.placement)
+    wait_for_ranks(planned.placement)
     return bridge
 
 
@@ -157,6 +159,8 @@ class _PlannedClass:
             kwargs["device_map"] = {"": "cpu"}
         if self._wanted.get("max_memory") is not None and self.placement is None:
             kwargs["max_memory"] = self._wanted["max_memory"]
+        if self.placement is not None:
+            check_on_ranks(str(model_name), self.placement, **kwargs)
         hf_model = real.from_pretrained(model_name, **kwargs)
         if self.placement is not None and not self.offloads:
             _bring_root_home(hf_model, self.placement.home)

@@ -1,7 +1,7 @@
 """The self-check: may this machine's devices be trusted with a spread model?
 
 Some boards corrupt copies between two devices without an error, so every pair is compared through
-the CPU before any model is.
+the CPU before any model is. After `tl_devicefix.join`, the devices are those of all ranks.
 """
 
 from __future__ import annotations
@@ -23,11 +23,27 @@ from tl_devicefix.demo.demo import (
     load_checkpoint,
 )
 from tl_devicefix.demo.recall_task import recall_prompts
-from tl_devicefix.placement.devices import consecutive, default_device, device_count, resolve
+from tl_devicefix.hosts.far_devices import far_devices
+from tl_devicefix.placement.devices import (
+    consecutive,
+    default_device,
+    device_count,
+    free_memory,
+    resolve,
+    site_of,
+)
+from tl_devicefix.placement.memory import gib
 from tl_devicefix.simulation import simulate
 
-_COPY_ELEMENTS = 4_000_003
-"""Elements of each test copy (16 MB of float32); odd, so that the last vector access is partial."""
+_COPY_ELEMENTS = 4_500_003
+"""Elements of the large copy (18 MB of float32); odd, so that the last vector access is partial."""
+_SMALL = 1023
+_DTYPES = (
+    *(torch.bfloat16, torch.float16, torch.float64, torch.complex64),
+    *(torch.int64, torch.int32, torch.uint8, torch.bool),
+)
+_LONGEST = 8
+"""Devices that a model is spread over: the shipped checkpoint has as many blocks."""
 _SIMULATED = 4
 _PACKAGES = ("transformer_lens", "torch", "transformers", "accelerate", "tl_devicefix")
 
@@ -55,8 +71,11 @@ def run_selfcheck(device_type: str | None = None) -> bool:
         return _verdict(checks, "The package works here; there is no accelerator to distrust.")
     n_devices = device_count(accelerator.type)
     devices = consecutive(torch.device(accelerator.type, 0), n_devices)
+    _show_ranks(devices)
     checks = [_check_copy(*pair) for pair in permutations([torch.device("cpu"), *devices], 2)]
-    checks += [_check_parity(n, devices[0]) for n in range(1, n_devices + 1)]
+    checks += [_check_parity(n, devices[0]) for n in range(1, min(n_devices, _LONGEST) + 1)]
+    for start in range(_LONGEST, n_devices, _LONGEST):
+        checks.append(_check_parity(min(n_devices - start, _LONGEST), devices[start]))
     return _verdict(checks, "This machine can be trusted.")
 
 
@@ -70,13 +89,36 @@ def _show_versions() -> None:
     print(", ".join(f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES))
 
 
+def _show_ranks(devices: list[torch.device]) -> None:
+    """Show whose each device is, if they are of several ranks."""
+    if far_devices() is None:
+        return
+    print(f"\nthe same versions on all ranks, which have {len(devices)} devices:")
+    for device in devices:
+        site, free = site_of(device), free_memory(device)
+        assert site is not None
+        room = "" if free is None else f", {gib(free)} free"
+        print(f"{device}  {site.name}, of rank {site.host}{room}")
+    print()
+
+
 def _check_copy(source: torch.device, target: torch.device) -> bool:
-    """Whether a copy between two devices arrives as it left, both ends read through the CPU."""
-    sent = torch.randn(_COPY_ELEMENTS)
-    received = sent.to(source).to(target).cpu()
-    wrong = int((received != sent).sum())
+    """Whether copies between two devices arrive as they left, both ends read through the CPU."""
+    large, numbers = torch.randn(_COPY_ELEMENTS), torch.arange(_SMALL)
+    views = [numbers.view(33, 31).T, numbers[:0], numbers[7]]
+    wrong = sum(
+        _n_wrong(sent, source, target)
+        for sent in (large, *(numbers.to(dtype) for dtype in _DTYPES), *views)
+    )
     print(f"copy {source} -> {target}: " + ("ok" if wrong == 0 else f"{wrong} elements WRONG"))
     return wrong == 0
+
+
+def _n_wrong(sent: torch.Tensor, source: torch.device, target: torch.device) -> int:
+    received = sent.to(source).to(target).cpu()
+    if (received.shape, received.dtype) != (sent.shape, sent.dtype):
+        return max(sent.numel(), 1)
+    return int((received != sent).sum())
 
 
 def _check_parity(n_devices: int, home: torch.device) -> bool:

@@ -24,6 +24,7 @@ from tl_devicefix.checkpoints.directories import is_checkpoint_directory, load_t
 from tl_devicefix.checkpoints.dtypes import torch_dtype
 from tl_devicefix.checkpoints.hub import tokenizers_fetched_with
 from tl_devicefix.checkpoints.huggingface import HuggingFaceSource
+from tl_devicefix.checkpoints.on_ranks import check_on_ranks, wait_for_ranks
 from tl_devicefix.checkpoints.source import Source
 from tl_devicefix.checkpoints.state_dict import StateDictSource
 from tl_devicefix.folding import Steps
@@ -133,6 +134,8 @@ def _load(
     cfg = _load_config(model_name, wanted, hf_kwargs, dtype)
     steps = _steps(cfg, wanted)
     placement = _place(cfg, wanted, device_map, max_memory)
+    if wanted["hf_model"] is None:
+        check_on_ranks(model_name, placement, **hf_kwargs)
     with _construction:
         source = _open_source(model_name, cfg, wanted["hf_model"], dtype, hf_kwargs)
         with tokenizers_fetched_with(model_name, hf_kwargs):
@@ -140,6 +143,7 @@ def _load(
     fill(model, source, placement, steps)
     place(model, placement)  # the weights are there already; the buffers are not
     check_placed(model)
+    wait_for_ranks(placement)
     if not wanted["move_to_device"]:
         device = wanted["device"]
         device = resolve(device) if isinstance(device, int) else device or default_device()

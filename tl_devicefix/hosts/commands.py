@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tl_devicefix.hosts.mapped import InFile
+from tl_devicefix.hosts.mapped import File, InFile
 from tl_devicefix.simulation.geometry import Geometry
 
 Operation = Any
@@ -223,6 +223,14 @@ class Failed(NamedTuple):
     kind: str
     """Name of the error's class."""
     message: str
+    follows: bool = False
+    """Whether something that had failed before, here or on another rank, is why."""
+
+
+class Compare(NamedTuple):
+    """Tell which files of a checkpoint this rank has not, or has others of."""
+
+    files: tuple[File, ...]
 
 
 class NotWritten(NamedTuple):

@@ -18,8 +18,11 @@ import torch
 
 from tl_devicefix.hosts import commands
 from tl_devicefix.hosts.commands import Failed, Given, New, Stored, exchanged, tensors_in
-from tl_devicefix.hosts.mapped import in_file
-from tl_devicefix.hosts.peers import Peer
+from tl_devicefix.hosts.holding import held_by
+from tl_devicefix.hosts.mapped import File, in_file
+from tl_devicefix.hosts.peers import Peer, RankLost
+from tl_devicefix.simulation.backend import active_machine
+from tl_devicefix.simulation.backward import raise_or_keep
 from tl_devicefix.simulation.geometry import Geometry, geometry_of
 from tl_devicefix.simulation.known_shapes import call_without_values, remember
 from tl_devicefix.simulation.sites import Site
@@ -98,6 +101,7 @@ class FarDevices:
         self._freed: dict[int, deque[int]] = {rank: deque() for rank in peers}
         self._let_go: dict[int, deque[int]] = {rank: deque() for rank in peers}
         self._storages: dict[int, Storage] = {}  # by the address of the one without values
+        self._same: dict[tuple[int, File], bool] = {}  # whether a rank has a file of rank 0's
         self._lock = threading.RLock()
 
     # Operations
@@ -149,8 +153,7 @@ class FarDevices:
         with self._lock:
             first = [next(_numbers) for _ in func._schema.returns]
             told = commands.Ask(func.name(), *self._said(args, kwargs), first)
-            answer = self._wait_for(rank, told)
-        found = self._of(rank, answer)
+        found = self._answer(rank, told, lambda: _of_zeros(func, args, kwargs))
 
         def make(each: Any) -> Any:
             if isinstance(each, Given):
@@ -159,6 +162,8 @@ class FarDevices:
                 made = _without_values(each.geometry)
                 self._number(made, rank, each.storage)
                 return made
+            if isinstance(each, torch.Tensor):  # of zeros, after an error
+                return self.promise(geometry_of(each), rank)
             return [make(one) for one in each] if type(each) in (list, tuple) else each
 
         result = make(found)
@@ -280,7 +285,7 @@ class FarDevices:
 
     def _put(self, target: torch.Tensor, source: torch.Tensor, rank: int) -> None:
         where = in_file(source) if source.device.type == "cpu" else None
-        if where is not None:
+        if where is not None and self._has(rank, where.file):
             shape, stride = tuple(source.shape), source.stride()
             told = commands.Load(self.stored(target), where, shape, stride, source.dtype)
             self._tell(rank, told)
@@ -293,6 +298,34 @@ class FarDevices:
         self._values[rank].append(values)
         if values.nbytes > _LARGE:
             self._flush(rank)
+
+    def _has(self, rank: int, file: File) -> bool:
+        if (rank, file) not in self._same:
+            self.differences([file], [rank])
+        return self._same[rank, file]
+
+    def differences(self, files: list[File], ranks: list[int]) -> dict[int, dict[str, str]]:
+        """Which files of rank 0's other ranks have not, or have others of, and why.
+
+        Args:
+            files: of rank 0.
+            ranks: which ones are asked, all at once.
+        """
+        with self._lock:
+            asked = {rank: self._wait_for(rank, commands.Compare(tuple(files))) for rank in ranks}
+        found: dict[int, dict[str, str]] = {}
+        for rank, answer in asked.items():
+            found[rank] = self._of(rank, answer)
+            self._same |= {(rank, each): each.path not in found[rank] for each in files}
+        return found
+
+    def name_of(self, rank: int) -> str:
+        """Another rank with its host, its devices, and what it holds."""
+        return f"{self._peers[rank].name}{held_by(rank)}"
+
+    def holds(self, device: int) -> str:
+        """What the rank of a device holds, behind the device's name: ", which holds blocks.3"."""
+        return held_by(self.places[device].rank).rstrip(",")
 
     def converted(
         self,
@@ -349,9 +382,11 @@ class FarDevices:
         rank = self.places[device].rank
         if not rank:
             return tensor
-        with self._lock:
-            answer = self._wait_for(rank, commands.Read(self.stored(tensor)))
-        values: torch.Tensor = self._of(rank, answer)
+        values: torch.Tensor = self._answer(
+            rank,
+            commands.Read(self.stored(tensor)),
+            lambda: torch.zeros(tensor.shape, dtype=tensor.dtype),
+        )
         return values.as_strided(values.shape, values.stride())
 
     # Memory
@@ -397,9 +432,7 @@ class FarDevices:
         """
         rank = self.places[device].rank
         if rank:
-            with self._lock:
-                answer = self._wait_for(rank, commands.Synchronize())
-            self._of(rank, answer)
+            self._answer(rank, commands.Synchronize(), lambda: None)
 
     def keep_busy(self, device: int, seconds: float) -> None:
         """Refuse: these take the time that they take."""
@@ -422,6 +455,20 @@ class FarDevices:
             self._flush(rank)
         return lambda: self._of(rank, answer)
 
+    def _answer(self, rank: int, command: Any, otherwise: Callable[[], Any]) -> Any:
+        """What a rank answers; in a backward, something else after an error, which is kept.
+
+        Raises:
+            RuntimeError: or another error, that was raised on the rank; or the rank is lost.
+        """
+        try:
+            with self._lock:
+                answer = self._wait_for(rank, command)
+            return self._of(rank, answer)
+        except Exception as error:  # noqa: BLE001  # as the engine ends the process at any
+            raise_or_keep(error)
+            return otherwise()
+
     def _wait_for(self, rank: int, command: Any) -> Any:
         """Send all that was kept, and a command that is answered."""
         self._tell(rank, command)
@@ -437,8 +484,25 @@ class FarDevices:
         """
         found = answer.result()
         if isinstance(found, Failed):
-            raise _ERRORS.get(found.kind, RuntimeError)(found.message)
+            raise self._error(rank, found)
         return found
+
+    def _error(self, rank: int, failed: Failed) -> Exception:
+        """What failed first, which may be another rank's; from here on, all goes on."""
+        with self._lock:
+            asked = {
+                other: self._wait_for(other, commands.Synchronize())
+                for other in self._peers
+                if other != rank
+            }
+        failures = {rank: failed}
+        failures |= {other: answer.result() for other, answer in asked.items()}
+        told = [(other, each) for other, each in failures.items() if isinstance(each, Failed)]
+        of, first = next((each for each in told if not each[1].follows), told[0])
+        kind = _ERRORS.get(first.kind, RuntimeError)
+        if "can't allocate memory" in first.message:  # the CPU's has no type of its own
+            kind = torch.OutOfMemoryError
+        return kind(f"{first.message}{held_by(of)}".rstrip(","))
 
     def _tell(self, rank: int, command: Any) -> None:
         with self._lock:
@@ -457,8 +521,12 @@ class FarDevices:
                 self._kept[rank].append(commands.Free(gone))
             kept, self._kept[rank] = self._kept[rank], []
             values, self._values[rank] = self._values[rank], []
-            if kept:
+            if not kept:
+                return
+            try:
                 self._peers[rank].tell(kept, values)
+            except RankLost as error:
+                raise_or_keep(error)
 
     # Tensors
 
@@ -488,6 +556,15 @@ class FarDevices:
         return said, {name: exchanged(each, say) for name, each in kwargs.items()}
 
 
+def far_devices() -> FarDevices | None:
+    """Those of the ranks that are joined, if any are."""
+    try:
+        found = active_machine().asynchronous
+    except RuntimeError:
+        return None
+    return found if isinstance(found, FarDevices) else None
+
+
 _numbers = itertools.count()
 """Of storages, of all machines of a process."""
 _LARGE = 1 << 20
@@ -503,6 +580,16 @@ def _depends_on_values(func: Any, args: Any) -> bool:
     if func is aten.index.Tensor:
         return any(each.dtype in (torch.bool, torch.uint8) for each in tensors_in(args[1]))
     return func is aten._linalg_check_errors.default or bool(_UNKNOWN & set(func.tags))
+
+
+def _of_zeros(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What an operation gives of zeros, for a backward that has failed to go on with."""
+
+    def zeros(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+    given = {name: exchanged(each, zeros) for name, each in kwargs.items()}
+    return func(*exchanged(args, zeros), **given)
 
 
 def _without_values(geometry: Geometry) -> torch.Tensor:

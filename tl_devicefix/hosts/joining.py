@@ -10,6 +10,8 @@ import os
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
@@ -20,13 +22,18 @@ import torch
 import torch.distributed as dist
 
 from tl_devicefix.hosts.far_devices import FarDevices, Place, sites_of
+from tl_devicefix.hosts.holding import held_by
 from tl_devicefix.hosts.lending import Lender
 from tl_devicefix.hosts.peers import Peer, RankLost, Wire, said_by_gloo
-from tl_devicefix.hosts.watching import MEETING, Watch
+from tl_devicefix.hosts.watching import SHORTEST_TIMEOUT, Watch
 from tl_devicefix.simulation.backend import real_accelerator
 from tl_devicefix.simulation.machine import Machine, bytes_of
 from tl_devicefix.simulation.session import entered
 
+_PACKAGES = ("torch", "transformer_lens", "tl_devicefix")
+"""Those whose versions have to be the same on all ranks."""
+_ENDING = 8.0
+"""Seconds that rank 0 waits at its end, for what is on its way to the others."""
 _joined: Machine | None = None
 _for_good = ExitStack()
 
@@ -39,6 +46,7 @@ def join(
     n_devices: int | None = None,
     memory: int | str | None = None,
     timeout: float = 15.0,
+    wait: float = 600.0,
 ) -> None:
     """Have the devices of all ranks in this process, if it is rank 0; lend them to it otherwise.
 
@@ -54,11 +62,12 @@ def join(
         n_devices: how many devices this rank has; by default all that torch sees, or the CPU.
             On the CPU there may be several.
         memory: what each of them may hold; by default what is free.
-        timeout: seconds without a sign of life after which a rank is given up.
+        timeout: seconds within which it is known that a rank is lost; give the same to all.
+        wait: seconds that ranks wait for each other at first.
 
     Raises:
         RuntimeError: if ranks have other versions of torch, TransformerLens or this package, or one
-            does not come within 10 minutes.
+            does not come.
         ValueError: if there are not so many devices, or a launcher has not said where ranks meet.
     """
     global _joined
@@ -68,7 +77,7 @@ def join(
     if master is None:
         master = f"{_launched('MASTER_ADDR')}:{_launched('MASTER_PORT')}"
     rank = int(_launched("RANK")) if rank is None else rank
-    ranks = meet(master, rank, world_size, n_devices, memory, timeout)
+    ranks = meet(master, rank, world_size, n_devices, memory, timeout, wait)
     _joined = _for_good.enter_context(ranks.entered())
 
 
@@ -96,12 +105,13 @@ class Ranks:
 
     def __init__(self, everyone: list[dict[str, Any]], watch: Watch) -> None:
         self.places = _places(everyone)
-        others = range(1, len(everyone))
+        self._watch, self._losing = watch, threading.Lock()
         self.peers = {
-            each: Peer(each, watch.store, functools.partial(self.lose, each)) for each in others
+            rank: Peer(rank, _named(rank, each), watch.store, functools.partial(self.lose, rank))
+            for rank, each in enumerate(everyone)
+            if rank
         }
-        self._everyone, self._watch = everyone, watch
-        watch.begin(list(others), self.lose)
+        watch.begin(list(self.peers), self.lose)
         atexit.register(self._leave)
 
     @contextmanager
@@ -112,11 +122,12 @@ class Ranks:
         with entered(memory, far, sites_of(far.places)) as machine:
             yield machine
 
-    def lose(self, rank: int, why: str) -> None:
+    def lose(self, rank: int | None, why: str) -> None:
         """Give up: whoever waits for any rank is told which one is lost, and all others end."""
-        host = self._everyone[rank]["host"]
-        devices = ", ".join(name for name, _ in self._everyone[rank]["devices"])
-        error = RankLost(f"rank {rank} ({host}, {devices}) is lost: {why}", rank)
+        assert rank is not None  # rank 0 says itself when it is over
+        if not self._losing.acquire(blocking=False):
+            return  # others end by this, and are not what is lost
+        error = RankLost(f"{self.peers[rank].name}{held_by(rank)} is lost: {why}", rank)
         self._watch.tell_all(str(error))
         for peer in self.peers.values():
             peer.lose(error)
@@ -125,8 +136,9 @@ class Ranks:
         self._watch.end()
         for peer in self.peers.values():
             peer.end()
+        until = time.monotonic() + _ENDING
         for peer in self.peers.values():
-            peer.rest()
+            peer.rest(until)
 
 
 def meet(
@@ -136,47 +148,90 @@ def meet(
     n_devices: int | None = None,
     memory: int | str | None = None,
     timeout: float = 15.0,
+    wait: float = 600.0,
+    ignore_interrupts: bool = True,
 ) -> Ranks:
-    """Wait for all ranks. On rank 0 it returns; on the others, the process lends its devices."""
+    """Wait for all ranks. On rank 0 it returns; on the others, the process lends its devices.
+
+    Args and errors are those of `join`, and:
+
+    Args:
+        ignore_interrupts: while it lends, as an interrupt of a terminal is for rank 0 to decide.
+    """
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} is none of {world_size} ranks: they are numbered from 0 on")
+    if timeout < SHORTEST_TIMEOUT:
+        raise ValueError(f"timeout={timeout:g}: give {SHORTEST_TIMEOUT:g} seconds or more")
     devices = _own_devices(n_devices)
-    try:
-        watch = Watch(master, rank, world_size, timeout)
-        watch.meet(world_size)
-    except RuntimeError as error:  # DistError is one
-        raise RuntimeError(
-            f"not all {world_size} ranks came to {master}: start each of them, with a rank of its "
-            "own, and see that this port can be reached"
-        ) from error
-    _choose_interface(master)
-    dist.init_process_group(
-        "gloo", store=watch.store, rank=rank, world_size=world_size, timeout=MEETING
+    watch = Watch(master, rank, world_size, timeout, wait)
+    everyone = watch.meet(
+        {
+            "host": socket.gethostname(),
+            "devices": [(str(each), _free(each, memory)) for each in devices],
+            "versions": {name: version(name) for name in _PACKAGES},
+        }
     )
-    hello: dict[str, Any] = {
-        "host": socket.gethostname(),
-        "devices": [(str(each), _free(each, memory)) for each in devices],
-        "versions": {name: version(name) for name in ("torch", "transformer_lens", "tl_devicefix")},
-    }
-    _keep_until_the_process_ends()
-    everyone: list[Any] = [None] * world_size
-    dist.all_gather_object(everyone, hello)
-    _check_versions(everyone)
+    wrong = _other_versions(everyone)
+    if wrong is not None:
+        watch.refuse(RuntimeError(wrong))
+    with _by_interface_to(master):
+        _connect(watch, rank, world_size)
     if not rank:
         return Ranks(everyone, watch)
-    _lend(rank, hello["host"], devices, watch)
+    if ignore_interrupts:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _lend(rank, _named(rank, everyone[rank]), devices, watch)
 
 
-def _choose_interface(master: str) -> None:
+def _connect(watch: Watch, rank: int, world_size: int) -> None:
+    """Have gloo connect each rank with each.
+
+    Raises:
+        RuntimeError: if it cannot.
+    """
+    try:
+        dist.init_process_group(
+            "gloo", store=watch.store, rank=rank, world_size=world_size, timeout=watch.wait
+        )
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"not every rank can reach each other one ({said_by_gloo(error)}): see that no "
+            "firewall is between their hosts, and that GLOO_SOCKET_IFNAME, if it is set, is the "
+            "network that they have in common"
+        ) from error
+    _keep_until_the_process_ends()
+
+
+@contextmanager
+def _by_interface_to(master: str) -> Iterator[None]:
     """Have gloo use the network by which rank 0 is reached; by itself, it asks for the hostname."""
+    name = "GLOO_SOCKET_IFNAME"
+    found = None if name in os.environ else _interface_to(master)
+    if found is not None:
+        os.environ[name] = found
+    try:
+        yield
+    finally:
+        if found is not None:
+            del os.environ[name]  # processes that are started later may be of other ranks
+
+
+def _interface_to(master: str) -> str | None:
     address, _, port = master.rpartition(":")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         try:
             asked.connect((address, int(port)))  # sends nothing
         except OSError:  # no IPv4
-            return
+            return None
         own = asked.getsockname()[0]
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address == own for each in addresses):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    return next(
+        (
+            name
+            for name, addresses in psutil.net_if_addrs().items()
+            if any(each.address == own for each in addresses)
+        ),
+        None,
+    )
 
 
 def _keep_until_the_process_ends() -> None:
@@ -184,20 +239,21 @@ def _keep_until_the_process_ends() -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
 
 
-def _lend(rank: int, host: str, devices: list[torch.device], watch: Watch) -> NoReturn:
+def _lend(rank: int, name: str, devices: list[torch.device], watch: Watch) -> NoReturn:
     """Lend devices until rank 0 ends, and end then: with 1 if that was no good end."""
 
-    def lose(_: int, why: str) -> None:
-        print(f"rank {rank} ({host}) ends, as rank 0 is lost: {why}", file=sys.stderr)
+    def lose(other: int | None, why: str) -> None:
+        lost = "" if other is None else f"rank {other} is lost: "
+        print(f"{name} ends: {lost}{why}", file=sys.stderr)
         _end(1)
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, for rank 0 to decide
     watch.begin([0], lose)
     try:
-        Lender(
-            f"rank {rank} ({host})", devices, Wire(rank, watch.store, functools.partial(lose, 0))
-        ).lend()
-    except RuntimeError as error:  # gloo's
+        Lender(name, devices, Wire(rank, watch.store, functools.partial(lose, 0))).lend()
+    except RankLost as error:
+        time.sleep(watch.timeout)  # rank 0 is to name that rank, and not this one: it ends this
+        lose(None, str(error))
+    except Exception as error:  # noqa: BLE001  # gloo's, mostly; rank 0 sees the connection closed
         watch.end()
         lose(0, said_by_gloo(error))
     watch.end()
@@ -233,15 +289,22 @@ def _free(device: torch.device, memory: int | str | None) -> int:
     return int(torch.get_device_module(device.type).mem_get_info(device)[0])
 
 
-def _check_versions(everyone: list[Any]) -> None:
+def _other_versions(everyone: list[Any]) -> str | None:
+    """What is wrong if not all have the same versions."""
     for rank, each in enumerate(everyone):
         for name, found in each["versions"].items():
             expected = everyone[0]["versions"][name]
             if found != expected:
-                raise RuntimeError(
+                return (
                     f"rank {rank} ({each['host']}) has {name} {found}, and rank 0 "
                     f"({everyone[0]['host']}) has {expected}: install the same on both"
                 )
+    return None
+
+
+def _named(rank: int, said: dict[str, Any]) -> str:
+    """A rank with its host and devices: "rank 1 (host-b, cuda:0, cuda:1)"."""
+    return f"rank {rank} ({', '.join([said['host'], *(name for name, _ in said['devices'])])})"
 
 
 def _places(everyone: list[Any]) -> list[Place]:

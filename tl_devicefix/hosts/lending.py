@@ -23,11 +23,16 @@ from tl_devicefix.hosts.commands import (
 )
 from tl_devicefix.hosts.files import text_of, write_into
 from tl_devicefix.hosts.graphs import Graph, called
-from tl_devicefix.hosts.mapped import read
+from tl_devicefix.hosts.mapped import differences, read
 from tl_devicefix.hosts.modules import Unpickler
+from tl_devicefix.hosts.peers import RankLost
 from tl_devicefix.simulation.geometry import Geometry, geometry_of
 
 _NEVER = "what it needs was never computed, as something failed before"
+
+
+class _NeverComputed(RuntimeError):
+    """Something failed before, and what it should have given is needed now."""
 
 
 class Lender:
@@ -49,7 +54,12 @@ class Lender:
 
     @torch.no_grad()
     def lend(self) -> None:
-        """Do what rank 0 says, until it says to end."""
+        """Do what rank 0 says, until it says to end.
+
+        Raises:
+            RankLost: if another rank, to which something goes, cannot be reached.
+            RuntimeError: if rank 0 cannot be reached.
+        """
         while True:
             told, values = self._wire.receive_commands()
             for command in told:
@@ -59,7 +69,7 @@ class Lender:
 
     def _do(self, command: Any, values: Callable[[torch.Size, torch.dtype], torch.Tensor]) -> None:
         kind = type(command).__name__.lower()
-        if kind in ("put", "receive", "send", "read", "ask", "look", "synchronize"):
+        if kind in ("put", "receive", "send", "read", "ask", "look", "compare", "synchronize"):
             getattr(self, f"_{kind}")(command, values)
             return
         try:
@@ -70,7 +80,8 @@ class Lender:
     def _fail(self, error: Exception, command: Any) -> None:
         if self._failed is None:  # the first; others are of what it did not give
             at = getattr(command, "operation", type(command).__name__.lower())
-            self._failed = Failed(type(error).__name__, f"{error} (in {at}, on {self._name})")
+            said = f"{error} (in {at}, on {self._name})"
+            self._failed = Failed(type(error).__name__, said, isinstance(error, _NeverComputed))
 
     # Commands
 
@@ -103,7 +114,7 @@ class Lender:
 
     def _backward(self, command: commands.Backward) -> None:
         if command.graph not in self._graphs:
-            raise RuntimeError(_NEVER)
+            raise _NeverComputed(_NEVER)
         graph, gradient = self._graphs[command.graph], self._tensor(command.gradient)
         self._keep_all(graph.backward(gradient, command.which, command.keeps), command)
 
@@ -158,7 +169,11 @@ class Lender:
             self._storages.pop(storage, None)
 
     def _put(self, command: commands.Put, values: Any) -> None:
-        there = values(command.shape, command.dtype)  # comes in any case
+        try:
+            there = values(command.shape, command.dtype)  # comes in any case
+        except MemoryError as error:
+            self._fail(error, command)
+            return
         self._try(command, lambda: self._tensor(command.target).copy_(there))
 
     def _load(self, command: commands.Load) -> None:
@@ -176,14 +191,16 @@ class Lender:
         self._wire.send_values(there, command.rank)
 
     def _receive(self, command: commands.Receive, values: Any) -> None:
-        there = self._wire.receive_values(command.shape, command.dtype, command.rank)
-
         def write() -> None:
+            there = self._wire.receive_values(command.shape, command.dtype, command.rank)
             if there is None:
-                raise RuntimeError(f"rank {command.rank} had nothing to send")
+                raise _NeverComputed(f"rank {command.rank} had nothing to send")
             self._tensor(command.target).copy_(there)
 
         self._try(command, write)
+
+    def _compare(self, command: commands.Compare, values: Any) -> None:
+        self._answer(command, lambda: differences(command.files))
 
     def _synchronize(self, command: commands.Synchronize, values: Any) -> None:
         def wait() -> None:
@@ -221,6 +238,8 @@ class Lender:
     def _try(self, command: Any, do: Callable[[], Any]) -> Any:
         try:
             return do()
+        except RankLost:
+            raise
         except Exception as error:  # noqa: BLE001  # it is raised where rank 0 waits
             self._fail(error, command)
             return None
@@ -235,7 +254,7 @@ class Lender:
 
     def _block(self, number: int) -> torch.nn.Module:
         if number not in self._blocks:
-            raise RuntimeError(_NEVER)
+            raise _NeverComputed(_NEVER)
         return self._blocks[number]
 
     def _found(self, value: Any) -> Any:
@@ -247,7 +266,7 @@ class Lender:
 
     def _tensor(self, stored: Stored) -> torch.Tensor:
         if stored.storage not in self._storages:
-            raise RuntimeError(_NEVER)
+            raise _NeverComputed(_NEVER)
         storage = self._storages[stored.storage]
         tensor = torch.empty(0, dtype=stored.dtype, device=storage.device)
         return tensor.set_(storage, stored.offset, stored.shape, stored.stride)  # type: ignore[call-overload]

@@ -8,6 +8,7 @@ that is lost. All that is sent is bytes: gloo knows few dtypes.
 from __future__ import annotations
 
 import contextlib
+import math
 import pickle
 import queue
 import re
@@ -28,6 +29,8 @@ _COMMANDS, _ANSWERS, _PROGRESS, _VALUES, _NEVER_SENT = range(5)
 _FOREVER = timedelta(days=365)
 """Who waits is woken when a rank is lost; how long a rank computes is not known."""
 _NOTHING = -1
+_PART = 1 << 24
+"""Bytes that are sent at once."""
 _INLINE = 1 << 16
 """Bytes below which values go with their command: gloo takes longer to begin than a queue."""
 _SMALL = 1 << 20
@@ -38,10 +41,10 @@ _LOOK = b""
 """What wakes who waits, to look whether a rank is lost."""
 
 
-def said_by_gloo(error: RuntimeError) -> str:
+def said_by_gloo(error: Exception) -> str:
     """What gloo says of a connection, without where in its source, and advice."""
     found = re.search(r"(Connection|Timed out|Broken)[^.\[]*[a-z]", str(error))
-    return found[0] if found else str(error)
+    return found[0] if found else f"{type(error).__name__}: {error}"
 
 
 def as_bytes(values: torch.Tensor) -> torch.Tensor:
@@ -56,10 +59,6 @@ def _names(rank: int) -> list[str]:
     return [f"{name} {rank}" for name in ("commands", "answers", "progress")]
 
 
-def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(tuple(shape), dtype=dtype)
-
-
 def _give(values: torch.Tensor, rank: int, tag: int) -> None:
     work: Any = dist.isend(values, rank, tag=tag)
     work.wait(_FOREVER)
@@ -71,13 +70,27 @@ def _get(values: torch.Tensor, rank: int, tag: int) -> None:
 
 
 def _send(values: torch.Tensor, rank: int, tag: int) -> None:
-    if values.numel():
-        _give(as_bytes(values), rank, tag=tag)
+    for part in as_bytes(values).split(_PART) if values.numel() else ():
+        _give(part, rank, tag=tag)
 
 
-def _receive(values: torch.Tensor, rank: int, tag: int) -> torch.Tensor:
-    if values.numel():
-        _get(values.view(-1).view(torch.uint8), rank, tag=tag)
+def _receive(shape: Sequence[int], dtype: torch.dtype, rank: int, tag: int) -> torch.Tensor:
+    """Receive values.
+
+    Raises:
+        MemoryError: if there is no memory for them; they have come then, and are gone.
+    """
+    try:
+        values = torch.empty(tuple(shape), dtype=dtype)
+        into = values.view(-1).view(torch.uint8)
+    except RuntimeError as error:
+        nbytes = math.prod(shape) * dtype.itemsize
+        into = torch.empty(min(nbytes, _PART), dtype=torch.uint8)
+        for start in range(0, nbytes, _PART):
+            _get(into[: min(_PART, nbytes - start)], rank, tag=tag)
+        raise MemoryError(str(error)) from error
+    for part in into.split(_PART) if values.numel() else ():
+        _get(part, rank, tag=tag)
     return values
 
 
@@ -88,7 +101,7 @@ def _inline(values: torch.Tensor) -> bytes | None:
 
 def _outlined(told: bytes, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     if not told:
-        return _empty(shape, dtype)
+        return torch.empty(tuple(shape), dtype=dtype)
     return torch.frombuffer(bytearray(told), dtype=torch.uint8).view(dtype).view(tuple(shape))
 
 
@@ -175,6 +188,7 @@ class Peer:
 
     Args:
         rank: which one.
+        name: the same with its host and devices, for errors.
         store: where the ranks met.
         lose: called with why, when the connection to it is lost.
 
@@ -182,8 +196,9 @@ class Peer:
         messages: how many were sent to it.
     """
 
-    def __init__(self, rank: int, store: Any, lose: Callable[[str], None]) -> None:
+    def __init__(self, rank: int, name: str, store: Any, lose: Callable[[str], None]) -> None:
         self.rank = rank
+        self.name = name
         self.messages = 0
         self._lose = lose
         self._lost: RankLost | None = None
@@ -248,16 +263,20 @@ class Peer:
             self._waiting.add(future)
         return future
 
-    def end(self, timeout: float = 5.0) -> None:
-        """Tell it to end; wait until that was sent, unless it is lost."""
+    def end(self) -> None:
+        """Tell it to end, unless it is lost."""
         if self._lost is None:
             self._has_ended = True
-            self._told.put(([commands.End()], []))
-            self._has_sent_all.wait(timeout)
+            with contextlib.suppress(queue.Full):  # it is told so much that it is not waited for
+                self._told.put(([commands.End()], []), timeout=1)
 
-    def rest(self, timeout: float = 3.0) -> None:
-        """Wait until no thread is within gloo, from where it must not come back as Python ends."""
-        until = time.monotonic() + timeout
+    def rest(self, until: float) -> None:
+        """Wait until no thread is within gloo, from where it must not come back as Python ends.
+
+        Args:
+            until: by `time.monotonic()`, until when at most.
+        """
+        self._has_sent_all.wait(max(until - time.monotonic(), 0))
         while self._within_gloo and time.monotonic() < until:
             time.sleep(0.02)
 
@@ -281,8 +300,8 @@ class Peer:
         try:
             while True:
                 do()
-        except RuntimeError as error:  # gloo's
-            if not self._has_ended:
+        except Exception as error:  # noqa: BLE001  # gloo's, mostly; nobody waits for ever
+            if not self._has_ended and self._lost is None:
                 self._lose(said_by_gloo(error))
 
     @contextlib.contextmanager
@@ -320,11 +339,7 @@ class Peer:
         with self._in_gloo("receiving"):
             found = self._answers.pop()
             if isinstance(found, _Values):
-                shape, dtype, told = found
-                if told is None:
-                    found = _receive(_empty(shape, dtype), self.rank, _ANSWERS)
-                else:
-                    found = _outlined(told, shape, dtype)
+                found = self._received(found)
         if isinstance(found, commands.Beside):
             future, found = self._asked_beside.pop(found.number), found.answer
         else:
@@ -332,7 +347,20 @@ class Peer:
         with self._lock:
             if future in self._waiting:
                 self._waiting.remove(future)
-                future.set_result(found)
+                if isinstance(found, Exception):
+                    future.set_exception(found)
+                else:
+                    future.set_result(found)
+
+    def _received(self, there: _Values) -> Any:
+        """The values, or why there is no room for them."""
+        try:
+            shape, dtype, told = there
+            if told is not None:
+                return _outlined(told, shape, dtype)
+            return _receive(shape, dtype, self.rank, _ANSWERS)
+        except MemoryError as error:
+            return torch.OutOfMemoryError(str(error))
 
 
 class Wire:
@@ -370,7 +398,7 @@ class Wire:
         def values(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
             given = next(there)
             if given is None:
-                return _receive(_empty(shape, dtype), 0, _COMMANDS)
+                return _receive(shape, dtype, 0, _COMMANDS)
             return _outlined(given, shape, dtype)
 
         return told, values
@@ -395,17 +423,36 @@ class Wire:
                 _send(found, 0, _ANSWERS)
 
     def send_values(self, values: torch.Tensor | None, rank: int) -> None:
-        """Send values to another rank, or that there are none."""
-        _give(torch.tensor([_NOTHING if values is None else 0]), rank, tag=_VALUES)
-        if values is not None:
-            _send(values, rank, _VALUES)
+        """Send values to another rank, or that there are none.
+
+        Raises:
+            RankLost: if it cannot be reached.
+        """
+        with _losing(rank):
+            _give(torch.tensor([_NOTHING if values is None else 0]), rank, tag=_VALUES)
+            if values is not None:
+                _send(values, rank, _VALUES)
 
     def receive_values(
         self, shape: Sequence[int], dtype: torch.dtype, rank: int
     ) -> torch.Tensor | None:
-        """Receive values from another rank; None if it has none."""
+        """Receive values from another rank; None if it has none.
+
+        Raises:
+            RankLost: if it cannot be reached.
+            MemoryError: if there is no memory for them.
+        """
         there = torch.empty(1, dtype=torch.int64)
-        _get(there, rank, tag=_VALUES)
-        if int(there) == _NOTHING:
-            return None
-        return _receive(_empty(shape, dtype), rank, _VALUES)
+        with _losing(rank):
+            _get(there, rank, tag=_VALUES)
+            if int(there) == _NOTHING:
+                return None
+            return _receive(shape, dtype, rank, _VALUES)
+
+
+@contextlib.contextmanager
+def _losing(rank: int) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # gloo's
+        raise RankLost(f"rank {rank} cannot be reached: {said_by_gloo(error)}", rank) from error

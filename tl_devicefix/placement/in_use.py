@@ -7,6 +7,7 @@ import weakref
 import torch
 
 from tl_devicefix.placement.gathering_device import chosen_device, tell_listeners
+from tl_devicefix.placement.of_ranks import note_parts
 from tl_devicefix.placement.placement import Placement
 
 # By identity, as equal placements of two models are two; in the order they were placed.
@@ -23,6 +24,7 @@ def use(placement: Placement) -> None:
     _placements.pop(key, None)
     _placements[key] = weakref.ref(placement, lambda _: _forget(key))
     _found = []
+    note_parts(placement)
     tell_listeners()
 
 

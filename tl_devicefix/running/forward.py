@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tl_devicefix.hosts.peers import RankLost
 from tl_devicefix.offload.visiting import touring
 from tl_devicefix.patching.applying import original
-from tl_devicefix.placement.placement import in_short
 from tl_devicefix.running.carrying import bring_home, is_output_read
 from tl_devicefix.running.interruption import refuse_unfinished
 from tl_devicefix.running.put_in import look_early
@@ -15,14 +13,6 @@ from tl_devicefix.running.turns import device_of_turn, going_to, return_to
 from tl_devicefix.tracebacks import noting_mixed_devices
 
 HANDLES = "_tl_devicefix_handles"
-
-
-def _held_by(model: Any, rank: int) -> str:
-    """Which components of a model are lost with a rank."""
-    components = model.placement.components
-    on_rank = {each.here for each in model.placement.sites if each.host == rank}
-    names = in_short([each.name for each in components if each.device in on_rank])
-    return f"it held {names} of this model" if names else "it held nothing of this model"
 
 
 def is_aligned(model: Any) -> bool:
@@ -49,10 +39,7 @@ def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             noting_mixed_devices(),
             touring(self, kwargs.get("start_at_layer"), kwargs.get("stop_at_layer")),
         ):
-            try:
-                output = run(self, *args, **kwargs)
-            except RankLost as error:
-                raise RankLost(f"{error}; {_held_by(self, error.rank)}", error.rank) from error
+            output = run(self, *args, **kwargs)
         if not is_output_read():
             return output
         with going_to(self.placement.home):

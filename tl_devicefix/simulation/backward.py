@@ -2,14 +2,16 @@
 
 torch's autograd engine restores the stream of a device while an error passes through it, and for a
 backend in Python that ends the process. So errors of hooks, of a `Function.backward`, and of
-operations, are kept until the engine is done, and the first is raised then.
+operations, and interrupts, are kept until the engine is done, and the first is raised then.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,17 +43,37 @@ def run_backward(engine: Engine) -> Engine:
         _here.engines += 1
         hooks, _here.hooks = _here.hooks, 0  # of an engine around this one
         try:
-            with torch.autograd.set_multithreading_enabled(False):
+            with torch.autograd.set_multithreading_enabled(False), _interrupts_kept():
                 result = engine(t_outputs, *args, **kwargs)
         finally:
             _here.engines -= 1
             _here.hooks = hooks
             errors, _here.errors = _here.errors, []
         if errors:
-            raise errors[0]
+            raise next((each for each in errors if not isinstance(each, Exception)), errors[0])
         return result
 
     return run
+
+
+@contextlib.contextmanager
+def _interrupts_kept() -> Iterator[None]:
+    """Within it, an interrupt is kept as an error is; a hook is interrupted at once."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, _keep_interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _keep_interrupt(*_: Any) -> None:
+    if _here.hooks:
+        raise KeyboardInterrupt
+    _here.errors.append(KeyboardInterrupt())
 
 
 def _check_devices(outputs: Sequence[Any], gradients: Any) -> None:

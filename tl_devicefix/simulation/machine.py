@@ -196,7 +196,8 @@ class Machine:
         index = device.index
         free = self._capacities[index] - self._allocated[index]
         if nbytes > free:
-            where = f" ({self.sites[index].name})" if self.sites else ""
+            holds = getattr(self.asynchronous, "holds", lambda index: "")(index)
+            where = f" ({self.sites[index].name}{holds})" if self.sites else ""
             raise_or_keep(
                 torch.OutOfMemoryError(
                     f"{DEVICE_TYPE} out of memory. Tried to allocate {readable(nbytes)}. Device"

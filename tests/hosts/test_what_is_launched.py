@@ -1,0 +1,86 @@
+"""What a user launches on several ranks: the self-check, the example, a shell that lends again."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import Launch
+from ranks import free_port
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_the_selfcheck(launch: Launch) -> None:
+    launched = launch("selfcheck", 2, command=["-m", "tl_devicefix", "selfcheck"])
+
+    assert launched.ends() == [0, 0]
+    said = launched.text("said", 0)
+    assert (
+        "the same versions on all ranks, which have 2 devices:\nsim:0  host0/cpu:0, of rank 0, "
+        in said
+    )
+    for pair in ("cpu -> sim:1", "sim:0 -> sim:1", "sim:1 -> sim:0", "sim:1 -> cpu"):
+        assert f"copy {pair}: ok" in said
+    assert "parity on sim:0, sim:1: ok" in said
+    assert "can be trusted" in said
+    assert launched.text("said", 1) == ""
+
+
+def test_the_selfcheck_with_another_version_on_one_rank(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "torch-9.9.dist-info").mkdir()
+    metadata = "Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n"
+    (tmp_path / "torch-9.9.dist-info" / "METADATA").write_text(metadata)
+
+    launched = launch(
+        "selfcheck",
+        2,
+        command=["-m", "tl_devicefix", "selfcheck"],
+        of_rank={1: {"path": str(tmp_path)}},
+    )
+
+    assert launched.ends() == [1, 1]
+    for rank in range(2):
+        (sentence,) = launched.text("stderr", rank).splitlines()
+        assert "has torch 9.9, and rank 0 (" in sentence
+
+
+def test_the_example_with_torchrun() -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*torchrun, "--nproc-per-node", "2", str(EXAMPLES / "several_hosts.py")],
+        capture_output=True,
+        text=True,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert "sim:1 (host1/cpu:0)" in done.stdout
+    assert "answer: 'red'" in done.stdout
+    assert done.stdout.count("text: ") == 1
+
+
+@pytest.mark.full(reason="it imports everything twice more; others are killed by default")
+def test_a_shell_that_lends_again(launch: Launch, tmp_path: Path) -> None:
+    port = free_port()
+    lend = f"lend --master 127.0.0.1:{port} --rank 1 --world-size 2 --timeout 4 --memory 8GiB"
+    loop = f"while true; do {shlex.quote(sys.executable)} -m tl_devicefix {lend}; done"
+    shell = subprocess.Popen(["bash", "-c", loop], start_new_session=True)
+    try:
+        first = launch("for_ever", 2, started=[0], port=port)
+        first.until_ready()
+        first.signal(0, signal.SIGKILL)  # as when a notebook's kernel is restarted
+        assert first.ends() == [-signal.SIGKILL]
+
+        second = launch("forwards", 2, started=[0], port=port)
+        assert second.ends() == [0], second.text("said", 0)
+        os.killpg(shell.pid, signal.SIGINT)  # Ctrl-C in its terminal
+        assert shell.wait(timeout=15) != 0
+    finally:
+        if shell.poll() is None:
+            os.killpg(shell.pid, signal.SIGKILL)
+            shell.wait()
