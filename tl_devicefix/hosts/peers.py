@@ -276,6 +276,8 @@ class Peer:
         Args:
             until: by `time.monotonic()`, until when at most.
         """
+        if self._lost is not None:  # who is cut off never lets go
+            until = min(until, time.monotonic() + 1)
         self._has_sent_all.wait(max(until - time.monotonic(), 0))
         while self._within_gloo and time.monotonic() < until:
             time.sleep(0.02)
