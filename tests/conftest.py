@@ -66,6 +66,8 @@ OF_HOOKED_TRANSFORMER = [
         "hosts/test_gradients_through_whole_blocks.py",
     ),
     "hosts/test_in_flight_over_ranks.py",
+    # Processes that are lost or launched: it is no matter of which class their model is.
+    *("hosts/test_lost_ranks.py", "hosts/test_what_is_launched.py"),
 ]
 # Of TransformerLens 3.9 these are HookedTransformer's; a Bridge's are the same code as on 4.
 OF_BRIDGE_ON_4 = ["before_loading/bridge"]

@@ -50,6 +50,7 @@ def test_the_selfcheck_with_another_version_on_one_rank(launch: Launch, tmp_path
         assert "has torch 9.9, and rank 0 (" in sentence
 
 
+@pytest.mark.full(reason="`nox -s package` runs it with the wheel")
 def test_the_example_with_torchrun() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
