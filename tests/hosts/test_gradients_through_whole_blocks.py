@@ -150,3 +150,17 @@ def test_graphs_nobody_needs_are_let_go(model: Any, tokens: torch.Tensor, far: F
 
     assert run() == run() == first
     assert sum(map(len, far._let_go.values())) > 0
+
+
+def test_a_bias_may_be_changed_before_the_backward(
+    model: Any, alone: Any, tokens: torch.Tensor
+) -> None:
+    for each in (model, alone):
+        found = loss(each, tokens)
+        with torch.no_grad():
+            each.blocks[FAR].attn.b_O.add_(1)
+        found.backward()
+
+    same(far_gradients(model), far_gradients(alone))
+    with torch.no_grad():
+        model.blocks[FAR].attn.b_O.sub_(1)

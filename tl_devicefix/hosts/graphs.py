@@ -41,6 +41,7 @@ class Graph:
         keys: of the tensors that ask for gradients.
 
     Attributes:
+        inputs: what asks for gradients.
         output: what the block gives.
     """
 
@@ -50,7 +51,7 @@ class Graph:
         for index, each in enumerate(tensors):
             if each.requires_grad != (index in keys):
                 each.requires_grad_(index in keys)
-        self._inputs = [
+        self.inputs = [
             leaves[key].requires_grad_() if isinstance(key, str) else tensors[key] for key in keys
         ]
         with torch.enable_grad():
@@ -69,7 +70,7 @@ class Graph:
             which: of the keys.
             keeps: whether there may be another backward.
         """
-        inputs = [self._inputs[each].requires_grad_() for each in which]
+        inputs = [self.inputs[each].requires_grad_() for each in which]
         return list(
             torch.autograd.grad(self._made, inputs, gradient, retain_graph=keeps, allow_unused=True)
         )

@@ -58,7 +58,7 @@ class HeldBlock:
     kept: list[torch.Tensor]
     copy: Any = None
     let_go: Callable[[], object] = lambda: None
-    _used: dict[Any, set[Key] | None] = dataclasses.field(default_factory=dict)
+    _used: dict[Any, dict[Key, bool] | None] = dataclasses.field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -69,8 +69,10 @@ class HeldBlock:
         """What was computed there, on its device."""
         return wrap(made, self.machine, self.device)
 
-    def used(self, given: dict[str, Any]) -> set[Key] | None:
-        """Which tensors a backward gives gradients; None if that depends on values.
+    def used(self, given: dict[str, Any]) -> dict[Key, bool] | None:
+        """Which tensors a backward gives gradients, and whether it reads them for others.
+
+        None if that depends on values.
 
         A block without values tells, which is run here once.
         """
@@ -79,7 +81,7 @@ class HeldBlock:
             self._used[named] = self._find_used(given)
         return self._used[named]
 
-    def _find_used(self, given: dict[str, Any]) -> set[Key] | None:
+    def _find_used(self, given: dict[str, Any]) -> dict[Key, bool] | None:
         blank = {
             name: torch.empty_like(each._cpu, device="meta") if type(each) is SimTensor else each
             for name, each in given.items()
@@ -87,12 +89,23 @@ class HeldBlock:
         block = Unpickler(self.told, self._blank, torch.device("meta")).load()
         keys: list[Key] = [n for n, each in blank.items() if _is_differentiable(each)]
         keys += [i for i, each in enumerate(tensors_of(block)) if _is_differentiable(each)]
+        read: set[int] = set()
+
+        def noted(tensor: torch.Tensor) -> torch.Tensor:
+            read.add(tensor.untyped_storage()._cdata)
+            return tensor
+
         try:
-            graph = Graph(block, blank, keys)
+            with torch.autograd.graph.saved_tensors_hooks(noted, lambda each: each):
+                graph = Graph(block, blank, keys)
             gradients = graph.backward(torch.empty_like(graph.output), range(len(keys)))
         except RuntimeError:  # it asks for values, or torch has no rule for it
             return None
-        return {key for key, each in zip(keys, gradients) if each is not None}
+        return {
+            key: each.untyped_storage()._cdata in read
+            for key, each, gradient in zip(keys, graph.inputs, gradients)
+            if gradient is not None
+        }
 
     def _blank(self, there: Stored | int) -> torch.Tensor:
         if isinstance(there, int):

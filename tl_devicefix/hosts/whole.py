@@ -102,7 +102,7 @@ def _with_gradients(
     used = there.used(given)
     if used is None:
         return None
-    keys = tuple(key for key in wanted if key in used)
+    keys = {key: used[key] for key in wanted if key in used}
     made: torch.Tensor = _Whole.apply(there, given, run_here, keys, *(wanted[key] for key in keys))
     return made
 
@@ -121,11 +121,13 @@ class _Whole(torch.autograd.Function):
     ) -> Any:
         ctx.there, ctx.run_here, ctx.keys = there, run_here, keys
         ctx.given = {name: each for name, each in given.items() if name not in keys}
-        ctx.save_for_backward(*wanted)
+        # A bias may be changed before the backward, as nothing reads it.
+        ctx.save_for_backward(*(each for each, is_read in zip(wanted, keys.values()) if is_read))
+        ctx.unread = [each for each, is_read in zip(wanted, keys.values()) if not is_read]
         residual = next(iter(given.values()))
         if there.rank:
             output = there.far.promise(_output(residual), there.rank)
-            ctx.graph = _FarGraph(there, _cpu(given), keys, output)
+            ctx.graph = _FarGraph(there, _cpu(given), tuple(keys), output)
         else:
             ctx.graph = Graph(there.copy, _cpu(given), keys)
             output = ctx.graph.output
@@ -133,7 +135,7 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:  # type: ignore[override]
-        wanted = ctx.saved_tensors  # raises if one was changed, or there was a backward before
+        wanted = _wanted(ctx)
         needed = ctx.needs_input_grad[4:]
         if torch.is_grad_enabled():  # for gradients of gradients
             return None, None, None, None, *_again(ctx, wanted, needed, gradient)
@@ -146,6 +148,16 @@ class _Whole(torch.autograd.Function):
             found = ctx.graph.backward(gradient._cpu, which, keeps)
         gradients = dict(zip(which, map(ctx.there.wrapped, found)))
         return None, None, None, None, *(gradients.get(index) for index in range(len(wanted)))
+
+
+def _wanted(ctx: Any) -> list[torch.Tensor]:
+    """What asks for gradients.
+
+    Raises:
+        RuntimeError: if one that is read was changed, or there was a backward before.
+    """
+    saved, unread = iter(ctx.saved_tensors), iter(ctx.unread)
+    return [next(saved) if is_read else next(unread) for is_read in ctx.keys.values()]
 
 
 def _again(ctx: Any, wanted: Any, needed: Any, gradient: torch.Tensor) -> list[Any]:
