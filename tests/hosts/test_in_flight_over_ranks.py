@@ -14,7 +14,7 @@ from hf_models import N_LAYERS
 from tl_devicefix import in_flight
 from tl_devicefix.hosts.far_devices import FarDevices
 
-FOREVER = 60
+FOREVER = 30
 """Seconds, after which nobody waits any more."""
 
 
@@ -32,8 +32,12 @@ def test_a_rank_is_at_one_run_while_rank_0_is_at_the_next(
     model: Any, tokens: torch.Tensor, far: FarDevices, tmp_path: Path
 ) -> None:
     """Each waits there for the other."""
-    pipe, n_met = tmp_path / "pipe", []
+    pipe, n_met, gave_up = tmp_path / "pipe", [], threading.Event()
     os.mkfifo(pipe)
+    has_begun = threading.Event()
+
+    def begin(value: torch.Tensor, hook: Any) -> None:
+        has_begun.set()
 
     def wait_there(value: torch.Tensor, hook: Any) -> None:
         far.hold(value.device.index, 10**9, pickle.dumps(UntilSomeoneWrites(pipe)))
@@ -44,19 +48,24 @@ def test_a_rank_is_at_one_run_while_rank_0_is_at_the_next(
 
     def run(view: Any, number: int) -> torch.Tensor:
         hooks = {
-            0: [(f"blocks.{N_LAYERS - 1}.hook_resid_pre", wait_there)],
+            0: [
+                ("blocks.0.hook_resid_pre", begin),
+                (f"blocks.{N_LAYERS - 1}.hook_resid_pre", wait_there),
+            ],
             1: [("blocks.0.hook_resid_post", wait_here)],
         }
+        if number:
+            has_begun.wait(FOREVER)  # or it might wait where run 0 has still to come
         with torch.no_grad():
             return view.run_with_hooks(tokens.roll(number, 1), fwd_hooks=hooks.get(number, []))
 
     # To whoever opens it in vain.
-    giving_up = threading.Timer(FOREVER, lambda: (n_met.clear(), os.open(pipe, os.O_RDWR)))
+    giving_up = threading.Timer(FOREVER, lambda: (gave_up.set(), os.open(pipe, os.O_RDWR)))
     giving_up.start()
     found = list(in_flight(model, run, range(3)))
     giving_up.cancel()
 
-    assert n_met == [1]
+    assert n_met == [1] and not gave_up.is_set()
     with torch.no_grad():
         for number, logits in enumerate(found):
             assert torch.equal(logits.cpu(), model(tokens.roll(number, 1)).cpu())
