@@ -506,6 +506,7 @@ class FarDevices:
 
     def _tell(self, rank: int, command: Any) -> None:
         with self._lock:
+            self._say_freed(rank)  # first, or all that a message makes would be there at once
             self._kept[rank].append(command)
             if len(self._kept[rank]) >= _MOST_KEPT:
                 self._flush(rank)
@@ -515,10 +516,7 @@ class FarDevices:
             copies = self._let_go[rank]
             for _ in range(len(copies)):
                 self._kept[rank].append(commands.LetGo(copies.popleft()))
-            freed = self._freed[rank]
-            gone = tuple(freed.popleft() for _ in range(len(freed)))
-            if gone:
-                self._kept[rank].append(commands.Free(gone))
+            self._say_freed(rank)
             kept, self._kept[rank] = self._kept[rank], []
             values, self._values[rank] = self._values[rank], []
             if not kept:
@@ -527,6 +525,12 @@ class FarDevices:
                 self._peers[rank].tell(kept, values)
             except RankLost as error:
                 raise_or_keep(error)
+
+    def _say_freed(self, rank: int) -> None:
+        freed = self._freed[rank]
+        gone = tuple(freed.popleft() for _ in range(len(freed)))
+        if gone:
+            self._kept[rank].append(commands.Free(gone))
 
     # Tensors
 
