@@ -159,9 +159,7 @@ class FarDevices:
             if isinstance(each, Given):
                 return tensors[each.number]
             if isinstance(each, New):
-                made = _without_values(each.geometry)
-                self._number(made, rank, each.storage)
-                return made
+                return self.promise(each.geometry, rank, each.storage)
             if isinstance(each, torch.Tensor):  # of zeros, after an error
                 return self.promise(geometry_of(each), rank)
             return [make(one) for one in each] if type(each) in (list, tuple) else each
@@ -188,10 +186,10 @@ class FarDevices:
 
     # Blocks
 
-    def promise(self, geometry: Geometry, rank: int) -> torch.Tensor:
-        """A tensor that a rank is about to be told to make."""
+    def promise(self, geometry: Geometry, rank: int, number: int | None = None) -> torch.Tensor:
+        """A tensor that a rank is about to be told to make, or has made with this number."""
         made = _without_values(geometry)
-        self._number(made, rank)
+        self._number(made, rank, number)
         return made
 
     def hold(self, device: int, number: int, block: bytes) -> None:

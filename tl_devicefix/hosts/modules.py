@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from tl_devicefix.hosts.commands import HeldTensor, Stored
 from tl_devicefix.hosts.far_devices import FarDevices
 from tl_devicefix.hosts.graphs import Graph, Key
-from tl_devicefix.hosts.snapshots import HOOKS, Snapshot, tensors_of
+from tl_devicefix.hosts.snapshots import HOOKS, Snapshot, is_watched, tensors_of
 from tl_devicefix.simulation.machine import DEVICE_TYPE, Machine
 from tl_devicefix.simulation.tensor import SimTensor, wrap
 
@@ -171,18 +171,17 @@ def _is_looked_into() -> bool:
 
 def _hold(block: nn.Module, machine: Machine, device: torch.device) -> HeldBlock | None:
     far: Any = machine.asynchronous
+    if is_watched(block):
+        return None
     tensors = tensors_of(block)
     if not all(type(each) is SimTensor and each.device == device for each in tensors):
-        return None
-    seen = Snapshot(block)
-    if seen.is_watched:
         return None
     try:
         told, kept = _pickled(block, far)
     except (pickle.PicklingError, AttributeError, TypeError):  # a class of the user's, a lambda
         return None
     place = far.places[device.index]
-    made = HeldBlock(next(_numbers), seen, far, machine, device, told, kept)
+    made = HeldBlock(next(_numbers), Snapshot(block), far, machine, device, told, kept)
     if place.rank:
         far.hold(device.index, made.number, told)
         made.let_go = weakref.finalize(block, far.let_go, place.rank, made.number)

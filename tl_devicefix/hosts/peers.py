@@ -54,11 +54,6 @@ def as_bytes(values: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(flat.shape, (1,), flat.storage_offset()).view(torch.uint8)
 
 
-def _names(rank: int) -> list[str]:
-    """Of the queues between a rank and rank 0, by tag."""
-    return [f"{name} {rank}" for name in ("commands", "answers", "progress")]
-
-
 def _give(values: torch.Tensor, rank: int, tag: int) -> None:
     work: Any = dist.isend(values, rank, tag=tag)
     work.wait(_FOREVER)
@@ -94,6 +89,15 @@ def _receive(shape: Sequence[int], dtype: torch.dtype, rank: int, tag: int) -> t
     return values
 
 
+def _wait_for_loss(rank: int) -> None:
+    """Wait for what a rank never sends.
+
+    Raises:
+        RuntimeError: when the connection to it is lost.
+    """
+    _get(torch.empty(1, dtype=torch.uint8), rank, _NEVER_SENT)
+
+
 def _inline(values: torch.Tensor) -> bytes | None:
     """The bytes of small values, which go with what is said of them; None if they go alone."""
     return bytes(as_bytes(values).numpy()) if values.nbytes <= _INLINE else None
@@ -110,21 +114,22 @@ class _Queue:
 
     Args:
         store: where the ranks met; a connection to it is made.
-        name: of the queue, the same for both.
-        other: the rank at the other end.
-        tag: of what is too large for the store.
+        lender: the rank that speaks with rank 0.
+        other: the rank at the other end: of the lender, 0.
+        tag: what is said, also of what is too large for the store.
         look: called when who waits is woken, to raise if nothing will come.
     """
 
     def __init__(
         self,
         store: Any,
-        name: str,
+        lender: int,
         other: int,
         tag: int,
         look: Callable[[], None] = lambda: None,
     ) -> None:
-        self._store, self._name, self._other, self._tag = store.clone(), name, other, tag
+        self._store, self._other, self._tag = store.clone(), other, tag
+        self._name = f"said {tag} {lender}"
         self._store.set_timeout(_FOREVER)
         self._look = look
 
@@ -212,10 +217,9 @@ class Peer:
         self._within_gloo: set[str] = set()
         self._has_ended = False
         self._sent = self._begun = 0
-        names = _names(rank)
-        self._commands = _Queue(store, names[_COMMANDS], rank, _COMMANDS)
-        self._answers = _Queue(store, names[_ANSWERS], rank, _ANSWERS, self._raise_if_lost)
-        self._progress = _Queue(store, names[_PROGRESS], rank, _PROGRESS, self._raise_if_lost)
+        self._commands = _Queue(store, rank, rank, _COMMANDS)
+        self._answers = _Queue(store, rank, rank, _ANSWERS, self._raise_if_lost)
+        self._progress = _Queue(store, rank, rank, _PROGRESS, self._raise_if_lost)
         for work in (self._send_next, self._receive_next, self._notice_loss):
             name = f"rank {rank}: {work.__name__}"
             threading.Thread(target=self._keep, args=(work,), daemon=True, name=name).start()
@@ -316,7 +320,7 @@ class Peer:
 
     def _notice_loss(self) -> None:
         with self._in_gloo("noticing"):
-            _get(torch.empty(1, dtype=torch.uint8), self.rank, _NEVER_SENT)
+            _wait_for_loss(self.rank)
 
     def _send_next(self) -> None:
         told, values = self._told.get()
@@ -381,10 +385,9 @@ class Wire:
         self.has_ended = False
         self._lose = lose
         threading.Thread(target=self._notice_loss, daemon=True, name="rank 0").start()
-        names = _names(rank)
-        self._commands = _Queue(store, names[_COMMANDS], 0, _COMMANDS)
-        self._answers = _Queue(store, names[_ANSWERS], 0, _ANSWERS)
-        self._progress = _Queue(store, names[_PROGRESS], 0, _PROGRESS)
+        self._commands = _Queue(store, rank, 0, _COMMANDS)
+        self._answers = _Queue(store, rank, 0, _ANSWERS)
+        self._progress = _Queue(store, rank, 0, _PROGRESS)
         self._begun = 0
         self._answering = threading.Lock()
 
@@ -406,9 +409,8 @@ class Wire:
         return told, values
 
     def _notice_loss(self) -> None:
-        """Wait for what rank 0 never sends, until the connection to it is lost."""
         try:
-            _get(torch.empty(1, dtype=torch.uint8), 0, _NEVER_SENT)
+            _wait_for_loss(0)
         except RuntimeError as error:  # gloo's
             if not self.has_ended:
                 self._lose(said_by_gloo(error))

@@ -35,17 +35,14 @@ class Snapshot:
         self._empty = [each for each in dicts if not each]
         # What a point says of itself is no matter as long as nothing more is set in it.
         self._points, self._lengths = points, list(map(len, points))
-        self._cfg = block.cfg
         self.tensors = tensors_of(block)
         self._storages = list(map(_storage, self.tensors))
-        inner = [vars(each) for each in modules if each is not block]
-        self._hooks = [each[name] for each in inner for name in HOOKS]
-        self._has_forward = any("forward" in each for each in inner)
+        self._hooks = hooks_within(block)
 
     @property
     def is_watched(self) -> bool:
-        """Whether a hook is called within the block, or a forward of the user's."""
-        return self._has_forward or any(self._hooks)
+        """Whether a hook is called within the block now."""
+        return any(self._hooks)
 
     def holds(self) -> bool:
         """Whether it all is as it was."""
@@ -68,6 +65,18 @@ def _is_same(seen: tuple[dict[str, Any], tuple[str, ...], tuple[Any, ...]]) -> b
 
 def _storage(tensor: Any) -> Any:
     return tensor._allocation
+
+
+def hooks_within(block: nn.Module) -> list[Any]:
+    """Every dict of hooks within a block, but of its own."""
+    inner = (vars(each) for each in block.modules() if each is not block)
+    return [each[name] for each in inner for name in HOOKS]
+
+
+def is_watched(block: nn.Module) -> bool:
+    """Whether a hook is called within a block, or a forward of the user's."""
+    inner = (vars(each) for each in block.modules() if each is not block)
+    return any("forward" in each for each in inner) or any(hooks_within(block))
 
 
 def tensors_of(module: nn.Module) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -127,7 +127,7 @@ class _Whole(torch.autograd.Function):
         residual = next(iter(given.values()))
         if there.rank:
             output = there.far.promise(_output(residual), there.rank)
-            ctx.graph = _FarGraph(there, _cpu(given), tuple(keys), output)
+            ctx.graph = _FarGraph(there, _cpu(given), tuple(keys), wanted, output)
         else:
             ctx.graph = Graph(there.copy, _cpu(given), keys)
             output = ctx.graph.output
@@ -141,11 +141,7 @@ class _Whole(torch.autograd.Function):
             return None, None, None, None, *_again(ctx, wanted, needed, gradient)
         which = tuple(index for index, is_needed in enumerate(needed) if is_needed)
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
-        if ctx.there.rank:
-            like = [wanted[index] for index in which]
-            found = ctx.graph.backward(gradient._cpu, which, keeps, like)
-        else:
-            found = ctx.graph.backward(gradient._cpu, which, keeps)
+        found = ctx.graph.backward(gradient._cpu, which, keeps)
         gradients = dict(zip(which, map(ctx.there.wrapped, found)))
         return None, None, None, None, *(gradients.get(index) for index in range(len(wanted)))
 
@@ -173,32 +169,35 @@ def _again(ctx: Any, wanted: Any, needed: Any, gradient: torch.Tensor) -> list[A
 
 
 class _FarGraph:
-    """A graph that another rank holds, until this is let go.
+    """A `Graph` that another rank holds, until this is let go.
 
     Args:
         there: the block.
         given: its arguments, as they are there.
         keys: of what asks for gradients.
+        wanted: that itself.
         output: what it will have given.
     """
 
     def __init__(
-        self, there: HeldBlock, given: dict[str, Any], keys: tuple[Key, ...], output: torch.Tensor
+        self,
+        there: HeldBlock,
+        given: dict[str, Any],
+        keys: tuple[Key, ...],
+        wanted: Sequence[torch.Tensor],
+        output: torch.Tensor,
     ) -> None:
         self._there, self._number = there, next(_numbers)
+        self._like = [(each.shape, each.dtype) for each in wanted]
         there.far.record(there.rank, self._number, there.number, given, keys, output)
         self._let_go = weakref.finalize(self, there.far.let_go, there.rank, self._number)
 
     def backward(
-        self,
-        gradient: torch.Tensor,
-        which: tuple[int, ...],
-        keeps: bool,
-        wanted: list[torch.Tensor],
+        self, gradient: torch.Tensor, which: tuple[int, ...], keeps: bool
     ) -> list[torch.Tensor]:
         """Gradients of some of the tensors that ask for them, which the rank is told to make."""
         far, rank = self._there.far, self._there.rank
-        gives = [far.promise(_contiguous(each.shape, each.dtype), rank) for each in wanted]
+        gives = [far.promise(_contiguous(*self._like[each]), rank) for each in which]
         far.backward(rank, self._number, gradient, which, keeps, gives)
         if not keeps:
             self._let_go()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tl_devicefix.placement.devices import HOST
+from tl_devicefix.placement.devices import HOST, site_of
 from tl_devicefix.placement.memory import gib
 from tl_devicefix.simulation.sites import Site
 
@@ -77,8 +77,10 @@ def by_hosts(moved: Iterable[tuple[Any, int]], sites: Sequence[Site]) -> Between
 
 def _host(device: torch.device, sites: Sequence[Site]) -> str:
     """The name of a device's host; of what is no device of one, that is where the script runs."""
-    first = sites[0].hostname if sites else ""
-    return next((each.hostname for each in sites if each.here == device), first)
+    site = site_of(device, sites)
+    if site is None:
+        return sites[0].hostname if sites else ""
+    return site.hostname
 
 
 def in_words(sums: BetweenHosts) -> str:
