@@ -47,6 +47,9 @@ SIZES = {
     **SIZES_OF_LOADS,
     "small": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4,
               "num_attention_heads": 8, "num_key_value_heads": 1, "vocab_size": 16000},
+    # Half of its work is in half of its blocks: an unembedding is little of it.
+    "deep": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8,
+             "num_attention_heads": 8, "num_key_value_heads": 1, "vocab_size": 4000},
 }  # fmt: skip
 WAYS = ("transformers eager", "transformers sdpa", "TransformerLens", "here", "here sdpa")
 FLOORS = ("transformers sdpa", "TransformerLens")

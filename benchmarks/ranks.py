@@ -1,14 +1,15 @@
 """What it costs that half of a model's blocks are another process's: over the same in one process.
 
-    python benchmarks/ranks.py [--size small] [--tokens 1 128 1024] [--context 128] [--new 16]
+    python benchmarks/ranks.py [--size deep] [--tokens 1 128 1024] [--context 128] [--new 16]
                                [--repeats 9] [--threads 1] [--flights 16] [--cache DIR]
     python benchmarks/ranks.py --startup 4
 
 A Llama with random weights is loaded twice into this process: on the CPU, and over the CPU and that
 of another process, which lends it. Both do the same in turns; ratios are medians of those of
-neighbours in time. With `--flights`, runs in flight (`tl_devicefix.in_flight`) over both ranks are
-compared with the loop on one; both ranks have `--threads`. Beside it stands what two processes that
-know nothing of each other do here in the time that one takes: two threads of one core are not two.
+neighbours in time. Each process keeps to its half of the cores, and has `--threads`. With
+`--flights`, runs in flight (`tl_devicefix.in_flight`) over both ranks are compared with the loop on
+one. Beside it stands what two processes that know nothing of each other do here in the time that
+one takes.
 With `--startup`, nothing else is done: so many processes of this host import, wait until all have,
 and join; it is printed what each took.
 """
@@ -62,20 +63,31 @@ def show(what: str, found: tuple[float, float, float]) -> None:
     print(f"{what:<44}{1e3 * here:>10.1f}{ratio:>8.2f}{1e3 * longer:>12.1f}", flush=True)
 
 
+CORES = sorted(os.sched_getaffinity(0))
+HALF = max(len(CORES) // 2, 1)
+
+
+def start(told: list[str], arguments: argparse.Namespace, **pipes: Any) -> subprocess.Popen[str]:
+    """Start a process that has the other half of the cores."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads)}
+    started = subprocess.Popen([sys.executable, *told], env=environment, text=True, **pipes)
+    os.sched_setaffinity(started.pid, CORES[HALF:] or CORES)
+    return started
+
+
 def lend(arguments: argparse.Namespace) -> tuple[str, float]:
     """Start a process that lends its CPU; returns where to meet it, and when that was."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         master = f"127.0.0.1:{free.getsockname()[1]}"
     told = ["lend", "--master", master, "--rank", "1", "--world-size", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads)}
-    subprocess.Popen([sys.executable, "-m", "tl_devicefix", *told], env=environment)
+    start(["-m", "tl_devicefix", *told], arguments)
     return master, time.perf_counter()
 
 
 def compare(arguments: argparse.Namespace) -> None:
     """Load, and print the table."""
-    master, start = lend(arguments)
+    master, started = lend(arguments)
     from transformer_lens import HookedTransformer
 
     import tl_devicefix
@@ -83,7 +95,7 @@ def compare(arguments: argparse.Namespace) -> None:
     load = HookedTransformer.from_pretrained_no_processing
     here = load(HUB_NAME, device="cpu")
     tl_devicefix.join(master, 0, 2)
-    print(f"joined {time.perf_counter() - start:.1f} s after the other process was started")
+    print(f"joined {time.perf_counter() - started:.1f} s after the other process was started")
     far = load(HUB_NAME, n_devices=2)
     print(far.placement)
     print(f"\n{'':<44}{'here, ms':>10}{'ratio':>8}{'longer, ms':>12}")
@@ -145,9 +157,8 @@ def show_flights(far: Any, here: Any, arguments: argparse.Namespace) -> None:
 @contextlib.contextmanager
 def beside(arguments: argparse.Namespace) -> Iterator[None]:
     """While another process runs forwards of the same model, on the CPU."""
-    told = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:], "--only-run"]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads)}
-    other = subprocess.Popen(told, env=environment, stdout=subprocess.PIPE, text=True)
+    told = ["-W", "ignore", __file__, *sys.argv[1:], "--only-run"]
+    other = start(told, arguments, stdout=subprocess.PIPE)
     try:
         assert other.stdout is not None
         next(line for line in other.stdout if line == "running\n")
@@ -211,7 +222,7 @@ def show_startup(n_ranks: int) -> None:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--size", choices=SIZES, default="deep")
     parser.add_argument("--tokens", nargs="*", type=int, default=[1, 128, 1024])
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--new", type=int, default=16)
@@ -234,8 +245,9 @@ def main() -> None:
             offline = {"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
             told = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:], "--cache", str(cache)]
             sys.exit(subprocess.call(told, env={**os.environ, **offline}))
-        if arguments.only_run:
+        if arguments.only_run:  # on the cores that it was started on
             run_for_ever(arguments)
+        os.sched_setaffinity(0, CORES[:HALF])
         compare(arguments)
 
 

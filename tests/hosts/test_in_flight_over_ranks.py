@@ -10,7 +10,10 @@ from typing import Any
 
 import torch
 from hf_models import N_LAYERS
+from test_traffic import names as commands_of
+from test_traffic import told  # noqa: F401  # a fixture
 
+import tl_devicefix
 from tl_devicefix import in_flight
 from tl_devicefix.hosts.far_devices import FarDevices
 
@@ -70,3 +73,21 @@ def test_a_rank_is_at_one_run_while_rank_0_is_at_the_next(
     with torch.no_grad():
         for number, logits in enumerate(found):
             assert torch.equal(logits.cpu(), model(tokens.roll(number, 1)).cpu())
+
+
+def test_blocks_run_whole_in_flight_too_and_are_held_once_for_all_runs(
+    model: Any,
+    tokens: torch.Tensor,
+    told: list[Any],  # noqa: F811
+) -> None:
+    def run(view: Any, number: int) -> torch.Tensor:
+        with torch.no_grad():
+            return view(tokens.roll(number, 1))
+
+    run(model, 0)
+    with tl_devicefix.mix_devices():
+        list(in_flight(model, run, range(3)))
+
+    far_blocks = [each for each in model.blocks if each.mlp.W_in.device.index >= 2]
+    assert commands_of(told).count("Call") == 4 * len(far_blocks)
+    assert commands_of(told).count("Hold") <= len(far_blocks)  # or it was before

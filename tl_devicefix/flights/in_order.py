@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from tl_devicefix.hosts.modules import OutsideBlocks
 from tl_devicefix.running.joining import redispatch
 from tl_devicefix.running.turns import Run, current_run
 
@@ -81,7 +82,7 @@ def _is_in_order(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return condition is not None and condition(args, kwargs)
 
 
-class InOrder(TorchFunctionMode):
+class InOrder(OutsideBlocks, TorchFunctionMode):
     """Within it, a run in flight comes to what is to be in order when the earlier ones are done.
 
     Args:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
+from tl_devicefix.hosts.modules import OutsideBlocks
 from tl_devicefix.offload.copying import module_with_streams
 from tl_devicefix.running.turns import Run, Turns
 from tl_devicefix.running.users_lines import line_of_user
@@ -160,7 +161,7 @@ _WAITING = {
 """Functions of torch at which Python may wait until a device has got there."""
 
 
-class NotingWaits(TorchFunctionMode):
+class NotingWaits(OutsideBlocks, TorchFunctionMode):
     """Within it, the lines are noted at which Python waits for devices.
 
     Args:

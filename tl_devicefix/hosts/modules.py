@@ -5,17 +5,15 @@ The rank holds a copy of the block, whose weights are the very storages that the
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import itertools
 import pickle
 import sys
 import threading
 import weakref
-from collections.abc import Callable
 from types import FunctionType
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import nn
@@ -33,41 +31,52 @@ _GLOBAL_HOOKS = tuple(getattr(torch_modules, f"_global{name}") for name in HOOKS
 _numbers = itertools.count()
 
 
-@dataclasses.dataclass
-class HeldBlock:
-    """A block, as a rank has a copy of it.
+class OutsideBlocks:
+    """Of a mode for torch functions: it changes nothing that is computed within a block.
 
-    Attributes:
-        number: of the copy.
-        seen: what was set in the block when it was copied.
-        far: the devices of all ranks.
-        machine: to which they belong.
+    Whatever else it does there, it need not: blocks run whole within it.
+    """
+
+
+class HeldCopy:
+    """A copy of a block, which its rank has: one for all blocks that are the same, as of views.
+
+    Args:
+        machine: to which the devices of all ranks belong.
         device: where the block is.
         told: the block, as bytes.
         kept: its tensors, if they are rank 0's.
+
+    Attributes:
+        number: of the copy.
+        far: the devices of all ranks.
         copy: the copy, if that is rank 0's.
-        let_go: has a rank let its copy go.
     """
 
-    number: int
-    seen: Snapshot
-    far: FarDevices
-    machine: Machine
-    device: torch.device
-    told: bytes
-    kept: list[torch.Tensor]
-    copy: Any = None
-    let_go: Callable[[], object] = lambda: None
-    _used: dict[Any, dict[Key, bool] | None] = dataclasses.field(default_factory=dict)
+    def __init__(
+        self, machine: Machine, device: torch.device, told: bytes, kept: list[torch.Tensor]
+    ) -> None:
+        self.number = next(_numbers)
+        self.far = cast(FarDevices, machine.asynchronous)
+        self.copy: Any = None
+        self._machine, self._device = machine, device
+        self._told, self._kept = told, kept
+        self._used: dict[Any, dict[Key, bool] | None] = {}
+        if self.rank:
+            self.far.hold(device.index, self.number, told)
+            weakref.finalize(self, self.far.let_go, self.rank, self.number)
+        else:
+            here = self.far.places[device.index].device
+            self.copy = Unpickler(told, kept.__getitem__, here).load()
 
     @property
     def rank(self) -> int:
         """Whose device it is on."""
-        return self.far.places[self.device.index].rank
+        return self.far.places[self._device.index].rank
 
     def wrapped(self, made: torch.Tensor) -> SimTensor:
         """What was computed there, on its device."""
-        return wrap(made, self.machine, self.device)
+        return wrap(made, self._machine, self._device)
 
     def used(self, given: dict[str, Any]) -> dict[Key, bool] | None:
         """Which tensors a backward gives gradients, and whether it reads them for others.
@@ -86,7 +95,7 @@ class HeldBlock:
             name: torch.empty_like(each._cpu, device="meta") if type(each) is SimTensor else each
             for name, each in given.items()
         }
-        block = Unpickler(self.told, self._blank, torch.device("meta")).load()
+        block = Unpickler(self._told, self._blank, torch.device("meta")).load()
         keys: list[Key] = [n for n, each in blank.items() if _is_differentiable(each)]
         keys += [i for i, each in enumerate(tensors_of(block)) if _is_differentiable(each)]
         read: set[int] = set()
@@ -109,7 +118,7 @@ class HeldBlock:
 
     def _blank(self, there: Stored | int) -> torch.Tensor:
         if isinstance(there, int):
-            return torch.empty_like(self.kept[there], device="meta")
+            return torch.empty_like(self._kept[there], device="meta")
         return torch.empty_strided(there.shape, there.stride, dtype=there.dtype, device="meta")
 
 
@@ -117,7 +126,22 @@ def _is_differentiable(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
+class HeldBlock(NamedTuple):
+    """A block, as its rank has a copy of it.
+
+    Attributes:
+        there: the copy.
+        device: where both are.
+        seen: what was set in the block when it was copied.
+    """
+
+    there: HeldCopy
+    device: torch.device
+    seen: Snapshot
+
+
 _held: WeakKeyDictionary[nn.Module, HeldBlock] = WeakKeyDictionary()
+_copies: WeakValueDictionary[Any, HeldCopy] = WeakValueDictionary()
 _holding = threading.Lock()
 
 
@@ -130,31 +154,22 @@ def held(block: nn.Module, residual: Any) -> HeldBlock | None:
     """
     if type(residual) is not SimTensor or _is_looked_into():
         return None
-    far: Any = residual._allocation.machine.asynchronous
-    if not isinstance(far, FarDevices):
+    machine = residual._allocation.machine
+    if not isinstance(machine.asynchronous, FarDevices):
         return None
-    found = _still_held(block, far)
+    found = _still_held(block, machine)
     if found is None:
         with _holding:  # runs in flight are threads, of which one is enough to copy it
-            found = _still_held(block, far) or _hold_anew(block, residual)
+            found = _still_held(block, machine) or _hold(block, machine, residual.device)
     if found is None or found.device != residual.device or found.seen.is_watched:
         return None
     return found
 
 
-def _still_held(block: nn.Module, far: FarDevices) -> HeldBlock | None:
+def _still_held(block: nn.Module, machine: Machine) -> HeldBlock | None:
     found = _held.get(block)
-    return found if found is not None and found.far is far and found.seen.holds() else None
-
-
-def _hold_anew(block: nn.Module, residual: SimTensor) -> HeldBlock | None:
-    before = _held.get(block)
-    found = _hold(block, residual._allocation.machine, residual.device)
-    if found is not None:
-        if before is not None:
-            before.let_go()
-        _held[block] = found
-    return found
+    is_held = found is not None and found.there.far is machine.asynchronous and found.seen.holds()
+    return found if is_held else None
 
 
 def _is_looked_into() -> bool:
@@ -162,32 +177,35 @@ def _is_looked_into() -> bool:
     return (
         any(_GLOBAL_HOOKS)
         or _len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
+        or not all(isinstance(each, OutsideBlocks) for each in _function_modes())
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
         or torch.is_autocast_enabled(DEVICE_TYPE)
     )
 
 
+def _function_modes() -> list[Any]:
+    there = range(torch._C._len_torch_function_stack())
+    return [torch._C._get_function_stack_at(each) for each in there]
+
+
 def _hold(block: nn.Module, machine: Machine, device: torch.device) -> HeldBlock | None:
-    far: Any = machine.asynchronous
     if is_watched(block):
         return None
     tensors = tensors_of(block)
     if not all(type(each) is SimTensor and each.device == device for each in tensors):
         return None
+    far: Any = machine.asynchronous
     try:
         told, kept = _pickled(block, far)
     except (pickle.PicklingError, AttributeError, TypeError):  # a class of the user's, a lambda
         return None
-    place = far.places[device.index]
-    made = HeldBlock(next(_numbers), Snapshot(block), far, machine, device, told, kept)
-    if place.rank:
-        far.hold(device.index, made.number, told)
-        made.let_go = weakref.finalize(block, far.let_go, place.rank, made.number)
-    else:
-        made.copy = Unpickler(told, kept.__getitem__, place.device).load()
-    return made
+    key = far, device, told, tuple(map(id, kept))
+    there = _copies.get(key)
+    if there is None:
+        there = _copies[key] = HeldCopy(machine, device, told, kept)
+    found = _held[block] = HeldBlock(there, device, Snapshot(block))
+    return found
 
 
 _EVERYWHERE = {

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tl_devicefix.hosts.graphs import Graph, Key, called
-from tl_devicefix.hosts.modules import HeldBlock, held
+from tl_devicefix.hosts.modules import HeldCopy, held
 from tl_devicefix.simulation.geometry import Geometry
 from tl_devicefix.simulation.tensor import SimTensor
 
@@ -38,19 +38,19 @@ def run_whole(
         None if its operations must be run one by one.
     """
     residual = next(iter(given.values()))
-    there = held(block, residual)
-    if there is None or residual.dtype != block.cfg.dtype:  # or it would give another dtype
+    found = held(block, residual)
+    if found is None or residual.dtype != block.cfg.dtype:  # or it would give another dtype
         return None
     tensors = {name: each for name, each in given.items() if isinstance(each, torch.Tensor)}
-    if any(each.device != there.device for each in tensors.values()):
+    if any(each.device != found.device for each in tensors.values()):
         return None
     if torch.is_grad_enabled():
-        everything: dict[Key, torch.Tensor] = dict(enumerate(there.seen.tensors))
+        everything: dict[Key, torch.Tensor] = dict(enumerate(found.seen.tensors))
         everything.update(tensors)
         wanted = {key: each for key, each in everything.items() if each.requires_grad}
         if wanted:
-            return _with_gradients(there, given, wanted, entry, run_here)
-    return _without_gradients(there, given, residual, entry)
+            return _with_gradients(found.there, given, wanted, entry, run_here)
+    return _without_gradients(found.there, given, residual, entry)
 
 
 def _cpu(given: dict[str, Any]) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def _contiguous(shape: Any, dtype: torch.dtype) -> Geometry:
 
 
 def _without_gradients(
-    there: HeldBlock, given: dict[str, Any], residual: SimTensor, entry: Any
+    there: HeldCopy, given: dict[str, Any], residual: SimTensor, entry: Any
 ) -> torch.Tensor:
     past = None
     if entry is not None:
@@ -91,7 +91,7 @@ def _without_gradients(
 
 
 def _with_gradients(
-    there: HeldBlock,
+    there: HeldCopy,
     given: dict[str, Any],
     wanted: dict[Key, torch.Tensor],
     entry: Any,
@@ -117,7 +117,7 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, there: HeldBlock, given: Any, run_here: Any, keys: Any, *wanted: Any
+        ctx: Any, there: HeldCopy, given: Any, run_here: Any, keys: Any, *wanted: Any
     ) -> Any:
         ctx.there, ctx.run_here, ctx.keys = there, run_here, keys
         ctx.given = {name: each for name, each in given.items() if name not in keys}
@@ -181,7 +181,7 @@ class _FarGraph:
 
     def __init__(
         self,
-        there: HeldBlock,
+        there: HeldCopy,
         given: dict[str, Any],
         keys: tuple[Key, ...],
         wanted: Sequence[torch.Tensor],

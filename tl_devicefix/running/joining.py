@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from tl_devicefix.hosts.modules import OutsideBlocks
+
 Copies = dict[int, tuple[torch.Tensor, torch.Tensor, int | None]]
 
 
-class Joining(TorchFunctionMode):
+class Joining(OutsideBlocks, TorchFunctionMode):
     """Within it, torch functions that mix devices bring their arguments together.
 
     What is changed in place, or by `out=`, stays where it is, and what is indexed does too: the

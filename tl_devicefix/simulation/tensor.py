@@ -174,7 +174,8 @@ def wrap(cpu: torch.Tensor, machine: Machine, device: torch.device) -> SimTensor
     Raises:
         torch.OutOfMemoryError: if its storage is new on the device, and does not fit.
     """
-    if cpu.is_conj() or cpu.is_neg():
+    # `is_conj` lets other threads go on first, and of others than complex ones the answer is known.
+    if (cpu.is_complex() and cpu.is_conj()) or cpu.is_neg():
         # A wrapper cannot carry these lazy bits, so torch would not resolve them.
         if machine.asynchronous is None:
             cpu = cpu.resolve_conj().resolve_neg()
