@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import runpy
@@ -30,6 +31,8 @@ _PRIVATE, _BIND = 0x44000, 0x1000
 def main() -> None:
     """Start processes, and wait for them, as stdin says."""
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # or those that are forked look at all that is here, and have copies of it
     for line in sys.stdin:
         told = json.loads(line)
         if "wait" in told:
