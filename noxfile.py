@@ -16,6 +16,12 @@ nox.options.default_venv_backend = "uv|venv"
 if "PIP_FIND_LINKS" in os.environ:
     os.environ.setdefault("UV_FIND_LINKS", os.environ["PIP_FIND_LINKS"])
 
+# What is imported is compiled once an environment: in each process anew, that takes longer than all
+# else that happens at an import, and a run of the tests starts some twenty.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# Processes, not threads, are as many as there are cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # TransformerLens 2.x was released before numpy 2, pyarrow 20, datasets 4 and transformers 5.
 BESIDE_2X = ("numpy<2", "pyarrow<20", "datasets<4", "transformers<5")
 

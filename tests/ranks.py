@@ -6,7 +6,7 @@ import dataclasses
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,13 +23,19 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def lend_to_this_process(world_size: int) -> Ranks:
+def start_python(arguments: list[str]) -> None:
+    """Start a Python of its own."""
+    subprocess.Popen([sys.executable, *arguments])
+
+
+def lend_to_this_process(
+    world_size: int, start: Callable[[list[str]], object] = start_python
+) -> Ranks:
     """Start processes that lend their devices to this one, until it ends."""
     master = f"127.0.0.1:{free_port()}"
     for rank in range(1, world_size):
         arguments = ["lend", "--master", master, "--rank", str(rank)]
-        arguments += ["--world-size", str(world_size)]
-        subprocess.Popen([sys.executable, "-m", "tl_devicefix", *arguments])
+        start(["-m", "tl_devicefix", *arguments, "--world-size", str(world_size)])
     return meet(master, 0, world_size)
 
 

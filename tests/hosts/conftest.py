@@ -20,9 +20,19 @@ from tl_devicefix.simulation.machine import Machine
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Ranks:
+def server() -> Iterator[ForkServer]:
+    """Starts processes."""
+    found = ForkServer()
+    yield found
+    found.end()
+
+
+@pytest.fixture(scope="session")
+def ranks(server: ForkServer) -> Ranks:
     """This process, and one that lends its device until the tests end."""
-    return lend_to_this_process(2)
+    return lend_to_this_process(
+        2, lambda arguments: server.tell(environment={}, arguments=arguments)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +60,6 @@ def load_over(request: pytest.FixtureRequest) -> Callable[..., Any]:
     checkpoints = request.getfixturevalue("checkpoints")
     boot = TransformerBridge.boot_transformers
     return lambda name, **where: boot(str(checkpoints(name)), **(where or {"n_devices": 4}))
-
-
-@pytest.fixture(scope="session")
-def server() -> Iterator[ForkServer]:
-    """Starts processes."""
-    found = ForkServer()
-    yield found
-    found.end()
 
 
 @pytest.fixture
