@@ -7,6 +7,7 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from launching import Launch
+from ranks import free_port
 
 from tl_devicefix.demo.demo import CHECKPOINT
 
@@ -35,8 +37,8 @@ def test_a_rank_that_is_killed(where: str, launch: Launch) -> None:
     if where == "idle":  # rank 0 asks nobody, and waits for nobody
         assert launched.ends(2) == [1]
     error = launched.error(since=launched.go_on())
-    assert error.startswith("RankLost: rank 1 (")
-    assert re.search(r", cpu\), which holds blocks\.\d-\d, is lost: ", error)
+    assert error.startswith("RankLost: rank 1 (host1/cpu:0, on ")
+    assert re.search(r"\), which holds blocks\.\d-\d, is lost: ", error)
     assert set(launched.ends()) == {3, 1, -signal.SIGKILL} - ({1} if where == "idle" else set())
 
 
@@ -149,6 +151,49 @@ def test_a_rank_that_never_comes(launch: Launch) -> None:
     assert launched.ends() == [3, 3]
     assert "rank 2 of 3 did not come to 127.0.0.1:" in launched.text("said", 0)
     assert "within 2 s" in launched.text("said", 0)
+
+
+def test_joining_again_after_nobody_came_and_after_an_interrupt(launch: Launch) -> None:
+    launched = launch("joined_again", 2, started=[0])
+    launched.until_ready()
+    assert "rank 1 of 2 did not come to 127.0.0.1:" in launched.error(since=time.time())
+    launched.until_ready()
+    time.sleep(0.3)
+
+    when = launched.signal(0, signal.SIGINT)
+
+    interrupted, kind, _ = launched.says()
+    assert (kind, interrupted - when < 1) == ("KeyboardInterrupt", True)
+    launched.until_ready()
+    assert launch("joined_again", 2, started=[1], port=launched.port).ends() == [0]
+    assert launched.ends() == [0]
+
+
+def test_what_a_lender_says(launch: Launch) -> None:
+    port = free_port()
+    at = ["--master", f"127.0.0.1:{port}", "--world-size", "3", "--memory", "2GiB"]
+    lend = ["-m", "tl_devicefix", "lend", "--rank", "1", *at]
+    interrupted = launch("", 3, started=[1], command=lend)
+    sentence = f"rank 1 of 3 waits for rank 0 at 127.0.0.1:{port}\n"
+    interrupted.until_it_says(sentence, 1)
+    rank_0 = launch("forwards", 3, started=[0], port=port)
+    waiting = f"rank 1 of 3 waits at 127.0.0.1:{port} for rank 2\n"
+    interrupted.until_it_says(waiting, 1)
+    interrupted.signal(1, signal.SIGINT)
+    assert interrupted.ends() == [-signal.SIGINT]  # as a loop of the shell ends by
+    assert interrupted.text("said", 1) == f"{sentence}{waiting}rank 1 ends: it was interrupted\n"
+
+    lending = launch("", 3, started=[1], command=lend)  # in its place
+    others = launch("forwards", 3, started=[2], port=port)
+
+    assert [*rank_0.ends(), *lending.ends(), *others.ends()] == [0, 0, 0]
+    host = socket.gethostname()
+    *_, lends, ends = lending.text("said", 1).splitlines()
+    assert lends == (
+        f"rank 1 (host1/cpu:0, on {host}) lends its device, with 2.00 GiB, to "
+        f"rank 0 (host0/cpu:0, on {host}) until that ends"
+    )
+    assert ends == f"rank 1 (host1/cpu:0, on {host}) ends: rank 0 is done"
 
 
 def test_two_processes_of_one_rank(launch: Launch) -> None:

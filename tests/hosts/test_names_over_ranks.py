@@ -10,7 +10,7 @@ from torch import nn
 
 from tl_devicefix import check
 from tl_devicefix.hosts.far_devices import Place, sites_of
-from tl_devicefix.hosts.joining import _places
+from tl_devicefix.hosts.hello import called, places
 from tl_devicefix.patching.versions import has_hooked_transformer
 
 WHERE = {"": "host0/0", "blocks.3": "host1/cpu:0", "blocks.4": "host1/cpu:1"}
@@ -34,7 +34,14 @@ def test_sites_are_named_by_rank_host_and_device() -> None:
 def test_hosts_of_one_name_are_called_by_their_numbers(hosts: Any, names: list[str]) -> None:
     everyone = [{"host": host, "devices": [("cpu", 1)]} for host in hosts]
 
-    assert [place.hostname for place in _places(everyone)] == names
+    assert [place.hostname for place in places(everyone)] == names
+
+
+def test_a_rank_is_called_as_its_devices_are_in_a_placement() -> None:
+    one, other = ({"host": host, "devices": [("cuda:0", 1), ("cuda:1", 1)]} for host in "ab")
+
+    assert called([one, other], 1) == "rank 1 (b/cuda:0 to cuda:1)"
+    assert called([one, one], 1) == "rank 1 (host1/cuda:0 to cuda:1, on a)"
 
 
 def test_a_model_is_placed_and_printed_by_such_names(over_ranks: Any) -> None:
