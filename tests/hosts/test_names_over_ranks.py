@@ -59,6 +59,23 @@ def test_a_name_that_no_rank_has(load_over: Any, machine: Any) -> None:
         load_over("llama", device_map={"": "host0/0", "blocks.3": "host7/0"})
 
 
+@pytest.mark.parametrize("device", ["sim:0", "sim:2"])
+def test_a_tensor_of_the_cpu_is_told_where_to_go(device: str, machine: Any) -> None:
+    activation = torch.ones(3, device=device)
+
+    with pytest.raises(RuntimeError, match=rf"devices, {device} and cpu! After .*\.to\(activation"):
+        activation + torch.ones(3)
+
+
+def test_a_hook_that_adds_one_is_told_once(over_ranks: Any) -> None:
+    hook = ("blocks.4.hook_resid_post", lambda value, hook: value + torch.ones(value.shape[-1]))
+
+    with pytest.raises(RuntimeError, match=r"is on sim:3 \(host1/cpu:1\)") as told:
+        over_ranks.run_with_hooks(torch.arange(4).view(1, 4), fwd_hooks=[hook])
+
+    assert str(told.value).count(".to(") == 1
+
+
 def test_a_check_is_well_and_says_over_which_hosts(over_ranks: Any) -> None:
     report = check(over_ranks)
 
