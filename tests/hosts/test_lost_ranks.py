@@ -11,6 +11,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -213,40 +214,86 @@ def test_a_host_that_rank_0_is_not_on(launch: Launch) -> None:
     assert "rank 0 did not come to 127.0.0.1:" in launched.text("said", 1)
 
 
-@pytest.fixture
-def two_hosts() -> Iterator[list[str]]:
-    """Two network namespaces with a cable between them."""
-    names = [f"rank{rank}-{os.getpid()}" for rank in range(2)]
+def ip(*command: str) -> None:
+    subprocess.run(["ip", *command], check=True, capture_output=True)
 
-    def run(*command: str) -> None:
-        subprocess.run(["ip", *command], check=True, capture_output=True)
 
-    for name in names:
-        run("netns", "add", name)
+@contextmanager
+def namespaces(*names: str) -> Iterator[list[str]]:
+    """Networks of their own."""
+    found = [f"{name}-{os.getpid()}" for name in names]
+    for name in found:
+        ip("netns", "add", name)
     try:
-        run("link", "add", "cable0", "netns", names[0], "type", "veth", "peer", "name", "cable1",
-            "netns", names[1])  # fmt: skip
-        for rank, name in enumerate(names):
-            run("-n", name, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", f"cable{rank}")
-            for link in (f"cable{rank}", "lo"):
-                run("-n", name, "link", "set", link, "up")
-        yield names
+        yield found
     finally:
-        for name in names:
+        for name in found:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
-@pytest.mark.skipif(
+@pytest.fixture
+def two_hosts() -> Iterator[list[str]]:
+    """Two network namespaces with a cable between them."""
+    with namespaces("rank0", "rank1") as names:
+        ip("link", "add", "cable0", "netns", names[0], "type", "veth", "peer", "name", "cable1",
+           "netns", names[1])  # fmt: skip
+        for rank, name in enumerate(names):
+            set_up(name, rank)
+        yield names
+
+
+@pytest.fixture
+def switched_hosts() -> Iterator[list[str]]:
+    """Three network namespaces, and a switch that connects them."""
+    with namespaces("rank0", "rank1", "rank2", "switch") as (*names, switch):
+        ip("-n", switch, "link", "add", "switch", "up", "type", "bridge")
+        for rank, name in enumerate(names):
+            ip("link", "add", f"cable{rank}", "netns", name, "type", "veth", "peer", "name",
+               f"port{rank}", "netns", switch)  # fmt: skip
+            ip("-n", switch, "link", "set", f"port{rank}", "up", "master", "switch")
+            set_up(name, rank)
+        yield [*names, switch]
+
+
+def set_up(name: str, rank: int) -> None:
+    """Give a rank's network an address."""
+    ip("-n", name, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", f"cable{rank}")
+    for link in (f"cable{rank}", "lo"):
+        ip("-n", name, "link", "set", link, "up")
+
+
+NETWORKS = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root, and ip"
 )
+
+
+@NETWORKS
 def test_a_host_that_is_cut_off(two_hosts: list[str], launch: Launch) -> None:
     networks = {rank: {"network": name} for rank, name in enumerate(two_hosts)}
     launched = launch("for_ever", 2, of_rank=networks, address="10.77.0.1")
     launched.until_ready()
 
-    unplug = ["ip", "-n", two_hosts[1], "link", "set", "cable1", "down"]
-    subprocess.run(unplug, check=True)
+    ip("-n", two_hosts[1], "link", "set", "cable1", "down")
 
     error = launched.error(since=time.time())
     assert re.search(r", which holds blocks\.\d-7, is lost: it gave no sign of life", error)
     assert launched.ends() == [3, 1]
+
+
+@NETWORKS
+@pytest.mark.full(reason="it takes some seconds, and a host that is cut off is tested by default")
+def test_two_ranks_that_lose_each_other_but_not_rank_0(
+    switched_hosts: list[str], launch: Launch
+) -> None:
+    *names, switch = switched_hosts
+    networks = {rank: {"network": name} for rank, name in enumerate(names)}
+    launched = launch("for_ever", 3, of_rank=networks, address="10.77.0.1")
+    launched.until_ready()
+
+    for port in ("port1", "port2"):  # what goes from one such port to another is dropped
+        ip("-n", switch, "link", "set", port, "type", "bridge_slave", "isolated", "on")
+
+    error = launched.error(since=time.time())
+    assert error.startswith("RankLost: rank 1 (")
+    assert error.endswith(" is lost: rank 2 does not hear it, though rank 0 does")
+    assert launched.ends() == [3, 1, 1]

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tl_devicefix.hosts.links import LINKS
+
 _log = logging.getLogger(__name__)
 _EVERY = 0.5
 """Seconds between two signs of life."""
@@ -23,7 +25,9 @@ SHORTEST_TIMEOUT = 2.0
 """Seconds; a busy machine may have no time for a sign of life for one."""
 _REFUSING = timedelta(seconds=10)
 """How long rank 0, which has the store, waits until all others have read in it why they end."""
-_OVER = "over"
+_OVER, _UNHEARD = "over", "unheard"
+_PART = 0.8
+"""Of the time until a rank is lost: in it, one has to hear a part of what another one sends."""
 _LOOKING = 0.5
 """Seconds, at most, between two looks for who is not here yet."""
 _LONG = 10.0
@@ -254,19 +258,37 @@ class Watch:
             if self._ended.wait(_EVERY):
                 return
             try:
-                self.store.set(f"alive {self._rank}", str(beat))
+                self.store.set(f"alive {self._rank}", f"{beat} {LINKS.begun()}")
                 said = {rank: self._said(f"alive {rank}") for rank in others}
-                over = self._said(_OVER)
+                over, unheard = self._said(_OVER), self._unheard()
             except RuntimeError:  # the store is gone, and rank 0 with it
                 return self._tell(lose, 0, "its store cannot be reached")
             if over and self._rank:
                 return self._tell(lose, None, over)
+            if unheard is not None:
+                return self._tell(lose, *unheard)
             for rank in others:
                 if said[rank] != seen[rank][0]:
                     seen[rank] = said[rank], time.monotonic()
                 elif time.monotonic() - seen[rank][1] > self._limit:
                     why = f"it gave no sign of life for {self._limit:g} s"
                     return self._tell(lose, rank, why)
+
+    def _unheard(self) -> tuple[int, str] | None:
+        """For rank 0, a rank that another one cannot hear, and why; another one tells it."""
+        if not self._rank:
+            said = self._said(_UNHEARD)
+            if not said:
+                return None
+            rank, why = json.loads(said)
+            return rank, why
+        awaited = LINKS.awaited
+        if awaited is not None:
+            begun = self._said(f"alive {awaited}").partition(" ")[2]
+            if LINKS.waits_in_vain(awaited, begun, self._rank, _PART * self._limit):
+                why = f"rank {self._rank} does not hear it, though rank 0 does"
+                self.store.set(_UNHEARD, json.dumps([awaited, why]))
+        return None
 
     def _watch_the_watch(self, others: list[int], lose: Callable[[int | None, str], None]) -> None:
         """Give up if the store does not answer: of a host that is cut off, it says nothing."""
