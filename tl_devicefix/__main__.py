@@ -6,6 +6,7 @@ It is parsed before anything large is imported, so that help and mistakes are to
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 import warnings
@@ -228,13 +229,16 @@ def _run_lend(chosen: argparse.Namespace) -> bool:
 
     from tl_devicefix.hosts.joining import meet
 
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a loop of the shell ends by an interrupt, too
     if not chosen.rank:
         print("rank 0 is the script, or the notebook: lend as rank 1 or above", file=sys.stderr)
         return False
     options = {name: value for name, value in vars(chosen).items() if name != "command"}
     try:
-        meet(**options, ignore_interrupts=False)
+        meet(**options, ignore_interrupts=False, tell=functools.partial(print, flush=True))
+    except KeyboardInterrupt:  # a loop of the shell ends by one too, if this does
+        print(f"rank {chosen.rank} ends: it was interrupted", flush=True)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGINT)
     except (RuntimeError, ValueError) as error:
         print(error, file=sys.stderr)
         return False

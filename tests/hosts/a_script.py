@@ -6,6 +6,7 @@ It says with which error it ends, and when; what else there is to say, a line ea
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -125,9 +126,33 @@ def without_memory() -> None:
     say("the same", torch.equal(logits(model), expected))
 
 
+def join(**options: Any) -> None:
+    tl_devicefix.join(**{"memory": "8GiB", "timeout": 4, **json.loads(sys.argv[3]), **options})
+
+
+def joined_again() -> None:
+    """Rank 0 had joined before, or tried to: see `try_to_join`."""
+    forwards()
+
+
+def try_to_join() -> None:
+    """Nobody comes in time; an interrupt comes; each error is kept, as in a notebook."""
+    kept: list[BaseException] = []
+    for seconds in (0.5, 60):
+        say("ready")
+        try:
+            join(wait=seconds)
+        except (RuntimeError, KeyboardInterrupt) as error:
+            kept.append(error)
+            say(time.time(), type(error).__name__, str(error))
+    say("ready")
+
+
 if __name__ == "__main__":
     try:
-        tl_devicefix.join(**{"memory": "8GiB", "timeout": 4, **json.loads(sys.argv[3])})
+        if sys.argv[1] == "joined_again" and os.environ["RANK"] == "0":
+            try_to_join()
+        join()
         globals()[sys.argv[1]]()
     except (RuntimeError, ValueError, KeyboardInterrupt) as error:
         say(time.time(), type(error).__name__, str(error))

@@ -113,6 +113,12 @@ class Launched:
         path = self._directory / f"{kind}-{rank}"
         return path.read_text() if path.exists() else ""
 
+    def until_it_says(self, text: str, rank: int) -> None:
+        until = time.monotonic() + 20
+        while text not in self.text("said", rank):
+            assert time.monotonic() < until, self.text("stderr", rank)
+            time.sleep(0.02)
+
     def until_ready(self) -> None:
         assert self.says() == ["ready"]
 

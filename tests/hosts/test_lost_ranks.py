@@ -7,13 +7,16 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from launching import Launch
+from ranks import free_port
 
 from tl_devicefix.demo.demo import CHECKPOINT
 
@@ -35,8 +38,8 @@ def test_a_rank_that_is_killed(where: str, launch: Launch) -> None:
     if where == "idle":  # rank 0 asks nobody, and waits for nobody
         assert launched.ends(2) == [1]
     error = launched.error(since=launched.go_on())
-    assert error.startswith("RankLost: rank 1 (")
-    assert re.search(r", cpu\), which holds blocks\.\d-\d, is lost: ", error)
+    assert error.startswith("RankLost: rank 1 (host1/cpu:0, on ")
+    assert re.search(r"\), which holds blocks\.\d-\d, is lost: ", error)
     assert set(launched.ends()) == {3, 1, -signal.SIGKILL} - ({1} if where == "idle" else set())
 
 
@@ -151,6 +154,49 @@ def test_a_rank_that_never_comes(launch: Launch) -> None:
     assert "within 2 s" in launched.text("said", 0)
 
 
+def test_joining_again_after_nobody_came_and_after_an_interrupt(launch: Launch) -> None:
+    launched = launch("joined_again", 2, started=[0])
+    launched.until_ready()
+    assert "rank 1 of 2 did not come to 127.0.0.1:" in launched.error(since=time.time())
+    launched.until_ready()
+    time.sleep(0.3)
+
+    when = launched.signal(0, signal.SIGINT)
+
+    interrupted, kind, _ = launched.says()
+    assert (kind, interrupted - when < 1) == ("KeyboardInterrupt", True)
+    launched.until_ready()
+    assert launch("joined_again", 2, started=[1], port=launched.port).ends() == [0]
+    assert launched.ends() == [0]
+
+
+def test_what_a_lender_says(launch: Launch) -> None:
+    port = free_port()
+    at = ["--master", f"127.0.0.1:{port}", "--world-size", "3", "--memory", "2GiB"]
+    lend = ["-m", "tl_devicefix", "lend", "--rank", "1", *at]
+    interrupted = launch("", 3, started=[1], command=lend)
+    sentence = f"rank 1 of 3 waits for rank 0 at 127.0.0.1:{port}\n"
+    interrupted.until_it_says(sentence, 1)
+    rank_0 = launch("forwards", 3, started=[0], port=port)
+    waiting = f"rank 1 of 3 waits at 127.0.0.1:{port} for rank 2\n"
+    interrupted.until_it_says(waiting, 1)
+    interrupted.signal(1, signal.SIGINT)
+    assert interrupted.ends() == [-signal.SIGINT]  # as a loop of the shell ends by
+    assert interrupted.text("said", 1) == f"{sentence}{waiting}rank 1 ends: it was interrupted\n"
+
+    lending = launch("", 3, started=[1], command=lend)  # in its place
+    others = launch("forwards", 3, started=[2], port=port)
+
+    assert [*rank_0.ends(), *lending.ends(), *others.ends()] == [0, 0, 0]
+    host = socket.gethostname()
+    *_, lends, ends = lending.text("said", 1).splitlines()
+    assert lends == (
+        f"rank 1 (host1/cpu:0, on {host}) lends its device, with 2.00 GiB, to "
+        f"rank 0 (host0/cpu:0, on {host}) until that ends"
+    )
+    assert ends == f"rank 1 (host1/cpu:0, on {host}) ends: rank 0 is done"
+
+
 def test_two_processes_of_one_rank(launch: Launch) -> None:
     launched = launch("forwards", 3, started=[0, 1], wait=2)
     assert launched.text("said", 1) == ""
@@ -168,40 +214,86 @@ def test_a_host_that_rank_0_is_not_on(launch: Launch) -> None:
     assert "rank 0 did not come to 127.0.0.1:" in launched.text("said", 1)
 
 
-@pytest.fixture
-def two_hosts() -> Iterator[list[str]]:
-    """Two network namespaces with a cable between them."""
-    names = [f"rank{rank}-{os.getpid()}" for rank in range(2)]
+def ip(*command: str) -> None:
+    subprocess.run(["ip", *command], check=True, capture_output=True)
 
-    def run(*command: str) -> None:
-        subprocess.run(["ip", *command], check=True, capture_output=True)
 
-    for name in names:
-        run("netns", "add", name)
+@contextmanager
+def namespaces(*names: str) -> Iterator[list[str]]:
+    """Networks of their own."""
+    found = [f"{name}-{os.getpid()}" for name in names]
+    for name in found:
+        ip("netns", "add", name)
     try:
-        run("link", "add", "cable0", "netns", names[0], "type", "veth", "peer", "name", "cable1",
-            "netns", names[1])  # fmt: skip
-        for rank, name in enumerate(names):
-            run("-n", name, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", f"cable{rank}")
-            for link in (f"cable{rank}", "lo"):
-                run("-n", name, "link", "set", link, "up")
-        yield names
+        yield found
     finally:
-        for name in names:
+        for name in found:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
-@pytest.mark.skipif(
+@pytest.fixture
+def two_hosts() -> Iterator[list[str]]:
+    """Two network namespaces with a cable between them."""
+    with namespaces("rank0", "rank1") as names:
+        ip("link", "add", "cable0", "netns", names[0], "type", "veth", "peer", "name", "cable1",
+           "netns", names[1])  # fmt: skip
+        for rank, name in enumerate(names):
+            set_up(name, rank)
+        yield names
+
+
+@pytest.fixture
+def switched_hosts() -> Iterator[list[str]]:
+    """Three network namespaces, and a switch that connects them."""
+    with namespaces("rank0", "rank1", "rank2", "switch") as (*names, switch):
+        ip("-n", switch, "link", "add", "switch", "up", "type", "bridge")
+        for rank, name in enumerate(names):
+            ip("link", "add", f"cable{rank}", "netns", name, "type", "veth", "peer", "name",
+               f"port{rank}", "netns", switch)  # fmt: skip
+            ip("-n", switch, "link", "set", f"port{rank}", "up", "master", "switch")
+            set_up(name, rank)
+        yield [*names, switch]
+
+
+def set_up(name: str, rank: int) -> None:
+    """Give a rank's network an address."""
+    ip("-n", name, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", f"cable{rank}")
+    for link in (f"cable{rank}", "lo"):
+        ip("-n", name, "link", "set", link, "up")
+
+
+NETWORKS = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root, and ip"
 )
+
+
+@NETWORKS
 def test_a_host_that_is_cut_off(two_hosts: list[str], launch: Launch) -> None:
     networks = {rank: {"network": name} for rank, name in enumerate(two_hosts)}
     launched = launch("for_ever", 2, of_rank=networks, address="10.77.0.1")
     launched.until_ready()
 
-    unplug = ["ip", "-n", two_hosts[1], "link", "set", "cable1", "down"]
-    subprocess.run(unplug, check=True)
+    ip("-n", two_hosts[1], "link", "set", "cable1", "down")
 
     error = launched.error(since=time.time())
     assert re.search(r", which holds blocks\.\d-7, is lost: it gave no sign of life", error)
     assert launched.ends() == [3, 1]
+
+
+@NETWORKS
+@pytest.mark.full(reason="it takes some seconds, and a host that is cut off is tested by default")
+def test_two_ranks_that_lose_each_other_but_not_rank_0(
+    switched_hosts: list[str], launch: Launch
+) -> None:
+    *names, switch = switched_hosts
+    networks = {rank: {"network": name} for rank, name in enumerate(names)}
+    launched = launch("for_ever", 3, of_rank=networks, address="10.77.0.1")
+    launched.until_ready()
+
+    for port in ("port1", "port2"):  # what goes from one such port to another is dropped
+        ip("-n", switch, "link", "set", port, "type", "bridge_slave", "isolated", "on")
+
+    error = launched.error(since=time.time())
+    assert error.startswith("RankLost: rank 1 (")
+    assert error.endswith(" is lost: rank 2 does not hear it, though rank 0 does")
+    assert launched.ends() == [3, 1, 1]

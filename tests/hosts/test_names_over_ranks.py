@@ -10,7 +10,7 @@ from torch import nn
 
 from tl_devicefix import check
 from tl_devicefix.hosts.far_devices import Place, sites_of
-from tl_devicefix.hosts.joining import _places
+from tl_devicefix.hosts.hello import called, places
 from tl_devicefix.patching.versions import has_hooked_transformer
 
 WHERE = {"": "host0/0", "blocks.3": "host1/cpu:0", "blocks.4": "host1/cpu:1"}
@@ -34,7 +34,14 @@ def test_sites_are_named_by_rank_host_and_device() -> None:
 def test_hosts_of_one_name_are_called_by_their_numbers(hosts: Any, names: list[str]) -> None:
     everyone = [{"host": host, "devices": [("cpu", 1)]} for host in hosts]
 
-    assert [place.hostname for place in _places(everyone)] == names
+    assert [place.hostname for place in places(everyone)] == names
+
+
+def test_a_rank_is_called_as_its_devices_are_in_a_placement() -> None:
+    one, other = ({"host": host, "devices": [("cuda:0", 1), ("cuda:1", 1)]} for host in "ab")
+
+    assert called([one, other], 1) == "rank 1 (b/cuda:0 to cuda:1)"
+    assert called([one, one], 1) == "rank 1 (host1/cuda:0 to cuda:1, on a)"
 
 
 def test_a_model_is_placed_and_printed_by_such_names(over_ranks: Any) -> None:
@@ -50,6 +57,23 @@ def test_a_model_is_placed_and_printed_by_such_names(over_ranks: Any) -> None:
 def test_a_name_that_no_rank_has(load_over: Any, machine: Any) -> None:
     with pytest.raises(ValueError, match="there are host0/cpu:0 to cpu:1, host1/cpu:0 to cpu:1"):
         load_over("llama", device_map={"": "host0/0", "blocks.3": "host7/0"})
+
+
+@pytest.mark.parametrize("device", ["sim:0", "sim:2"])
+def test_a_tensor_of_the_cpu_is_told_where_to_go(device: str, machine: Any) -> None:
+    activation = torch.ones(3, device=device)
+
+    with pytest.raises(RuntimeError, match=rf"devices, {device} and cpu! After .*\.to\(activation"):
+        activation + torch.ones(3)
+
+
+def test_a_hook_that_adds_one_is_told_once(over_ranks: Any) -> None:
+    hook = ("blocks.4.hook_resid_post", lambda value, hook: value + torch.ones(value.shape[-1]))
+
+    with pytest.raises(RuntimeError, match=r"is on sim:3 \(host1/cpu:1\)") as told:
+        over_ranks.run_with_hooks(torch.arange(4).view(1, 4), fwd_hooks=[hook])
+
+    assert str(told.value).count(".to(") == 1
 
 
 def test_a_check_is_well_and_says_over_which_hosts(over_ranks: Any) -> None:

@@ -12,6 +12,8 @@ import torch
 
 import tl_devicefix
 from tl_devicefix import Placement, plan
+from tl_devicefix.placement.balance import balanced
+from tl_devicefix.placement.components import ComponentSize
 
 LAYERS_AND_DEVICES = [
     (26, 4), (26, 8), (46, 4), (46, 8), (62, 4), (62, 8), (32, 3), (80, 3), (28, 8),
@@ -38,14 +40,14 @@ def home_block_and_shared_bytes(placement: Placement) -> tuple[int, list[int], i
     return home, [block.weights for block in blocks], blocks[0].buffers
 
 
-def fullest(
+def how_full(
     home: int, blocks: Sequence[int], shared: int, counts: Sequence[int], free: Sequence[int]
-) -> float:
-    """The relative load of the fullest device when they hold `counts` blocks each."""
+) -> list[float]:
+    """The relative loads of devices, fullest first, when they hold `counts` blocks each."""
     ends = list(itertools.accumulate(counts))
     loads = [shared + sum(blocks[end - count : end]) for count, end in zip(counts, ends)]
     loads[0] += home
-    return max(load / room for load, room in zip(loads, free))
+    return sorted((load / room for load, room in zip(loads, free)), reverse=True)
 
 
 def every_split(n_layers: int, n_devices: int) -> list[list[int]]:
@@ -81,11 +83,14 @@ def test_any_number_of_layers_spreads_evenly_over_any_number_of_devices(
 @pytest.mark.parametrize("d_vocab", [8, 300])
 @pytest.mark.parametrize(
     "memory",
-    [(4, 4), (3, 10), (10, 3), (5, 5, 5), (24, 80, 80), (80, 24, 48), (9, 3, 6, 2), (7, 7, 7, 8)],
+    [
+        *((4, 4), (3, 10), (10, 3), (5, 5, 5), (24, 80, 80), (80, 24, 48), (9, 3, 6, 2)),
+        *((7, 7, 7, 8), (8, 8, 6)),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("n_layers", [4, 7, 11])
-def test_no_other_contiguous_split_leaves_the_fullest_device_less_full(
+def test_no_other_contiguous_split_leaves_the_fullest_less_full_or_the_next_to_fullest(
     n_layers: int, memory: tuple[int, ...], d_vocab: int, config: Any
 ) -> None:
     free = [size * 2**20 for size in memory]
@@ -93,8 +98,15 @@ def test_no_other_contiguous_split_leaves_the_fullest_device_less_full(
         placement = plan(config(n_layers=n_layers, d_vocab=d_vocab), n_devices=len(memory))
 
     loads = home_block_and_shared_bytes(placement)
-    best = min(fullest(*loads, counts, free) for counts in every_split(n_layers, len(memory)))
-    assert fullest(*loads, blocks_per_device(placement), free) == pytest.approx(best)
+    best = min(how_full(*loads, counts, free) for counts in every_split(n_layers, len(memory)))
+    assert how_full(*loads, blocks_per_device(placement), free) == pytest.approx(best)
+
+
+def test_where_the_fullest_cannot_be_less_full_the_next_to_fullest_is() -> None:
+    blocks = [ComponentSize(f"blocks.{layer}", 10, 0) for layer in range(10)]
+
+    assert balanced(blocks, [80, 80, 80, 60]) == [2, 3, 3, 2]  # not 3, 3, 3, 1
+    assert balanced(blocks, [80] * 4) == [2, 2, 3, 3]
 
 
 def test_home_has_fewer_blocks_the_larger_its_embeddings_are(config: Any) -> None:

@@ -12,9 +12,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from importlib.metadata import version
 from typing import Any, NoReturn
 
 import psutil
@@ -22,16 +22,16 @@ import torch
 import torch.distributed as dist
 
 from tl_devicefix.hosts.far_devices import FarDevices, Place, sites_of
+from tl_devicefix.hosts.hello import called, hello, lending, other_versions, places
 from tl_devicefix.hosts.holding import held_by
 from tl_devicefix.hosts.lending import Lender
 from tl_devicefix.hosts.peers import Peer, RankLost, Wire, said_by_gloo
 from tl_devicefix.hosts.watching import SHORTEST_TIMEOUT, Watch
 from tl_devicefix.simulation.backend import real_accelerator
-from tl_devicefix.simulation.machine import Machine, bytes_of
+from tl_devicefix.simulation.machine import Machine
 from tl_devicefix.simulation.session import entered
 
-_PACKAGES = ("torch", "transformer_lens", "tl_devicefix")
-"""Those whose versions have to be the same on all ranks."""
+_log = logging.getLogger(__name__)
 _ENDING = 8.0
 """Seconds that rank 0 waits at its end, for what is on its way to the others."""
 _joined: Machine | None = None
@@ -104,20 +104,21 @@ class Ranks:
     """
 
     def __init__(self, everyone: list[dict[str, Any]], watch: Watch) -> None:
-        self.places = _places(everyone)
+        self.places = places(everyone)
         self._watch, self._losing = watch, threading.Lock()
         self.peers = {
-            rank: Peer(rank, _named(rank, each), watch.store, functools.partial(self.lose, rank))
-            for rank, each in enumerate(everyone)
-            if rank
+            rank: Peer(
+                rank, called(everyone, rank), watch.store, functools.partial(self.lose, rank)
+            )
+            for rank in range(1, len(everyone))
         }
         watch.begin(list(self.peers), self.lose)
         atexit.register(self._leave)
 
     @contextmanager
-    def entered(self, places: list[Place] | None = None) -> Iterator[Machine]:
+    def entered(self, chosen: list[Place] | None = None) -> Iterator[Machine]:
         """Have their devices, or those of these places."""
-        far = FarDevices(places or self.places, self.peers)
+        far = FarDevices(chosen or self.places, self.peers)
         memory = [place.memory for place in far.places]
         with entered(memory, far, sites_of(far.places)) as machine:
             yield machine
@@ -150,6 +151,7 @@ def meet(
     timeout: float = 15.0,
     wait: float = 600.0,
     ignore_interrupts: bool = True,
+    tell: Callable[[str], None] = _log.info,
 ) -> Ranks:
     """Wait for all ranks. On rank 0 it returns; on the others, the process lends its devices.
 
@@ -157,30 +159,33 @@ def meet(
 
     Args:
         ignore_interrupts: while it lends, as an interrupt of a terminal is for rank 0 to decide.
+            Otherwise one ends the process, once all ranks are there.
+        tell: called with what it waits for, what it lends, and why it ends, a sentence each.
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is none of {world_size} ranks: they are numbered from 0 on")
     if timeout < SHORTEST_TIMEOUT:
         raise ValueError(f"timeout={timeout:g}: give {SHORTEST_TIMEOUT:g} seconds or more")
     devices = _own_devices(n_devices)
-    watch = Watch(master, rank, world_size, timeout, wait)
-    everyone = watch.meet(
-        {
-            "host": socket.gethostname(),
-            "devices": [(str(each), _free(each, memory)) for each in devices],
-            "versions": {name: version(name) for name in _PACKAGES},
-        }
-    )
-    wrong = _other_versions(everyone)
-    if wrong is not None:
-        watch.refuse(RuntimeError(wrong))
-    with _by_interface_to(master):
-        _connect(watch, rank, world_size)
+    watch = Watch(master, rank, world_size, timeout, wait, tell)
+    try:
+        everyone = watch.meet(hello(devices, memory))
+        if rank and not ignore_interrupts:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        wrong = other_versions(everyone)
+        if wrong is not None:
+            watch.refuse(RuntimeError(wrong))
+        with _by_interface_to(master):
+            _connect(watch, rank, world_size)
+    except BaseException:  # an interrupt too
+        watch.leave()
+        raise
     if not rank:
         return Ranks(everyone, watch)
     if ignore_interrupts:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _lend(rank, _named(rank, everyone[rank]), devices, watch)
+    tell(lending(everyone, rank))
+    _lend(rank, called(everyone, rank), devices, watch, tell)
 
 
 def _connect(watch: Watch, rank: int, world_size: int) -> None:
@@ -190,8 +195,9 @@ def _connect(watch: Watch, rank: int, world_size: int) -> None:
         RuntimeError: if it cannot.
     """
     try:
-        dist.init_process_group(
-            "gloo", store=watch.store, rank=rank, world_size=world_size, timeout=watch.wait
+        _interruptible(
+            dist.init_process_group,
+            *("gloo", None, watch.wait, world_size, rank, watch.store),
         )
     except RuntimeError as error:
         raise RuntimeError(
@@ -200,6 +206,21 @@ def _connect(watch: Watch, rank: int, world_size: int) -> None:
             "network that they have in common"
         ) from error
     _keep_until_the_process_ends()
+
+
+def _interruptible(do: Callable[..., None], *given: Any) -> None:
+    """Do something in a thread, as nobody but Python hears of an interrupt, and wait for it."""
+    done: Future[None] = Future()
+
+    def work() -> None:
+        try:
+            do(*given)
+            done.set_result(None)
+        except Exception as error:  # noqa: BLE001  # it is raised by who waits
+            done.set_exception(error)
+
+    threading.Thread(target=work, daemon=True, name=do.__name__).start()
+    done.result()
 
 
 @contextmanager
@@ -239,7 +260,13 @@ def _keep_until_the_process_ends() -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
 
 
-def _lend(rank: int, name: str, devices: list[torch.device], watch: Watch) -> NoReturn:
+def _lend(
+    rank: int,
+    name: str,
+    devices: list[torch.device],
+    watch: Watch,
+    tell: Callable[[str], None],
+) -> NoReturn:
     """Lend devices until rank 0 ends, and end then: with 1 if that was no good end."""
 
     def lose(other: int | None, why: str) -> None:
@@ -257,6 +284,7 @@ def _lend(rank: int, name: str, devices: list[torch.device], watch: Watch) -> No
         watch.end()
         lose(0, said_by_gloo(error))
     watch.end()
+    tell(f"{name} ends: rank 0 is done")
     _end(0)
 
 
@@ -279,39 +307,3 @@ def _own_devices(n_devices: int | None) -> list[torch.device]:
             f"{accelerator.type!r}: ask for fewer"
         )
     return [torch.device(accelerator.type, index) for index in range(n_devices or there)]
-
-
-def _free(device: torch.device, memory: int | str | None) -> int:
-    if memory is not None:
-        return bytes_of(memory)
-    if device.type == "cpu":
-        return int(psutil.virtual_memory().available)
-    return int(torch.get_device_module(device.type).mem_get_info(device)[0])
-
-
-def _other_versions(everyone: list[Any]) -> str | None:
-    """What is wrong if not all have the same versions."""
-    for rank, each in enumerate(everyone):
-        for name, found in each["versions"].items():
-            expected = everyone[0]["versions"][name]
-            if found != expected:
-                return (
-                    f"rank {rank} ({each['host']}) has {name} {found}, and rank 0 "
-                    f"({everyone[0]['host']}) has {expected}: install the same on both"
-                )
-    return None
-
-
-def _named(rank: int, said: dict[str, Any]) -> str:
-    """A rank with its host and devices: "rank 1 (host-b, cuda:0, cuda:1)"."""
-    return f"rank {rank} ({', '.join([said['host'], *(name for name, _ in said['devices'])])})"
-
-
-def _places(everyone: list[Any]) -> list[Place]:
-    hosts = [each["host"] for each in everyone]
-    names = [host if hosts.count(host) == 1 else f"host{rank}" for rank, host in enumerate(hosts)]
-    return [
-        Place(rank, number, torch.device(device), names[rank], memory)
-        for rank, each in enumerate(everyone)
-        for number, (device, memory) in enumerate(each["devices"])
-    ]

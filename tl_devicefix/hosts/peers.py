@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from tl_devicefix.hosts import commands
+from tl_devicefix.hosts.links import LINKS
 
 _COMMANDS, _ANSWERS, _PROGRESS, _VALUES, _NEVER_SENT = range(5)
 """Tags."""
@@ -55,13 +56,16 @@ def as_bytes(values: torch.Tensor) -> torch.Tensor:
 
 
 def _give(values: torch.Tensor, rank: int, tag: int) -> None:
+    if tag == _VALUES:
+        LINKS.begin(rank)
     work: Any = dist.isend(values, rank, tag=tag)
     work.wait(_FOREVER)
 
 
 def _get(values: torch.Tensor, rank: int, tag: int) -> None:
     work: Any = dist.irecv(values, rank, tag=tag)
-    work.wait(_FOREVER)
+    with LINKS.getting(rank) if tag == _VALUES else contextlib.nullcontext():
+        work.wait(_FOREVER)
 
 
 def _send(values: torch.Tensor, rank: int, tag: int) -> None:

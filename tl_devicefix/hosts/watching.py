@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -14,13 +16,48 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tl_devicefix.hosts.links import LINKS
+
+_log = logging.getLogger(__name__)
 _EVERY = 0.5
 """Seconds between two signs of life."""
 SHORTEST_TIMEOUT = 2.0
 """Seconds; a busy machine may have no time for a sign of life for one."""
 _REFUSING = timedelta(seconds=10)
 """How long rank 0, which has the store, waits until all others have read in it why they end."""
-_OVER = "over"
+_OVER, _UNHEARD = "over", "unheard"
+_PART = 0.8
+"""Of the time until a rank is lost: in it, one has to hear a part of what another one sends."""
+_LOOKING = 0.5
+"""Seconds, at most, between two looks for who is not here yet."""
+_LONG = 10.0
+"""Seconds after which rank 0 warns that it waits: nobody else is to be seen in a notebook."""
+_CONNECTING = timedelta(seconds=10)
+"""For who listens to answer."""
+_LOOPBACK = "127.0.0.1"
+
+
+def _address_of(master: str) -> tuple[str, int]:
+    address, _, port = master.rpartition(":")
+    if not address or not port.isdecimal():
+        raise ValueError(f'master={master!r} is no address: give "host:port", as "head:29500"')
+    return address, int(port)
+
+
+def _why_not_reached(address: str, port: int) -> OSError | None:
+    try:
+        with socket.create_connection((address, port), timeout=_LOOKING) as found:
+            if found.getsockname() == found.getpeername():
+                return OSError("it reaches itself")  # as TCP may, of one host
+    except OSError as error:
+        return error
+    return None
+
+
+def _listed(ranks: list[int]) -> str:
+    """ "rank 1", "ranks 1, 2"."""
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if ranks[8:] else "")
+    return f"rank{'s' if ranks[1:] else ''} {shown}"
 
 
 class Watch:
@@ -32,6 +69,7 @@ class Watch:
         world_size: how many there are.
         timeout: seconds within which it is known that a rank is lost.
         wait: seconds that ranks wait for each other.
+        tell: called with what this one waits for.
 
     Attributes:
         timeout: as it was given.
@@ -40,12 +78,20 @@ class Watch:
 
     Raises:
         RuntimeError: if rank 0 cannot be reached, or cannot listen there.
+        ValueError: if master is not "host:port".
     """
 
     def __init__(
-        self, master: str, rank: int, world_size: int, timeout: float, wait: float
+        self,
+        master: str,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        wait: float,
+        tell: Callable[[str], None],
     ) -> None:
         self._master, self._rank, self._world_size = master, rank, world_size
+        self._tell_user, self._is_awaited = tell, False
         self.timeout = timeout
         # It was last seen up to a beat before it was lost, and is looked for once a beat.
         self._limit = timeout - 2 * _EVERY
@@ -55,28 +101,55 @@ class Watch:
         self._last_beat = time.monotonic()
 
     def _opened(self) -> Any:
-        address, _, port = self._master.rpartition(":")
+        address, port = _address_of(self._master)
         # A launcher may have its own store there, also when it starts all ranks again.
         elsewhere = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         is_master = self._rank == 0 and not elsewhere
+        wait = self.wait
+        if not is_master:
+            wait = max(wait - self._wait_until_it_listens(address, port), _CONNECTING)
         try:
             store = dist.TCPStore(
-                address,
-                int(port),
+                _LOOPBACK if is_master else address,  # as nothing interrupts what is not reached
+                port,
                 self._world_size,
                 is_master=is_master,
-                timeout=self.wait,
+                timeout=wait,
                 wait_for_workers=False,
             )
         except RuntimeError as error:  # DistError is one
+            if not is_master:
+                raise self._rank_0_is_missing(error) from error
             raise RuntimeError(
                 f"rank 0 cannot listen at {self._master}: choose another port, or end what has it"
-                if is_master
-                else f"rank 0 did not come to {self._master} within {self.wait.total_seconds():g} "
-                "s: start it, and see that this port can be reached from here"
             ) from error
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return dist.PrefixStore(f"tl_devicefix {attempt}", store)
+
+    def _wait_until_it_listens(self, address: str, port: int) -> timedelta:
+        """Wait for rank 0, as torch does that nothing interrupts; returns how long it took."""
+        start, is_told = time.monotonic(), False
+        while True:
+            error = _why_not_reached(address, port)
+            waited = time.monotonic() - start
+            if error is None:
+                return timedelta(seconds=waited)
+            if waited > self.wait.total_seconds():
+                raise self._rank_0_is_missing(error)
+            if not is_told:
+                self._tell_user(f"{self._named} waits for rank 0 at {self._master}")
+                is_told = True
+            time.sleep(_LOOKING)
+
+    def _rank_0_is_missing(self, error: Exception) -> RuntimeError:
+        return RuntimeError(
+            f"rank 0 did not come to {self._master} within {self.wait.total_seconds():g} s: start "
+            f"it, and see that this port can be reached from here ({str(error).splitlines()[0]})"
+        )
+
+    @property
+    def _named(self) -> str:
+        return f"rank {self._rank} of {self._world_size}"
 
     def meet(self, hello: Any) -> list[Any]:
         """Wait until all ranks are here.
@@ -95,13 +168,45 @@ class Watch:
                 f"another process came to {self._master} as rank {self._rank}: each needs a rank "
                 "of its own"
             )
+        self._is_awaited = True
         self.store.set(f"hello {self._rank}", json.dumps(hello))
         keys = [f"hello {rank}" for rank in range(self._world_size)]
         try:
-            self.store.wait(keys, self.wait)
+            self._wait_for(keys)
+            self._is_awaited = False
             return [json.loads(self.store.get(key)) for key in keys]
         except RuntimeError as error:  # DistError is one
             raise RuntimeError(self._why_not_all_came(keys)) from error
+
+    def _wait_for(self, keys: list[str]) -> None:
+        """Look for all ranks again and again: what waits in the store, nothing interrupts.
+
+        Raises:
+            RuntimeError: if not all came, or rank 0 is gone.
+        """
+        start, told, is_warned = time.monotonic(), "", bool(self._rank)
+        for look in itertools.count():
+            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            if not missing:
+                return
+            waited = time.monotonic() - start
+            if waited > self.wait.total_seconds():
+                raise RuntimeError("not all came")
+            shown = f"{self._named} waits at {self._master} for {_listed(missing)}"
+            if shown != told and waited > _LOOKING:
+                self._tell_user(shown)
+                told = shown
+            if waited > _LONG and not is_warned:
+                _log.warning(shown)
+                is_warned = True
+            time.sleep(min(0.02 * 1.2 ** min(look, 99), _LOOKING))
+
+    def leave(self) -> None:
+        """Be as if this rank had not come, so that it may come again, and where it listened."""
+        with contextlib.suppress(RuntimeError):  # rank 0 is gone
+            for what in ("hello", "is here") if self._is_awaited else ():
+                self.store.delete_key(f"{what} {self._rank}")
+        self.store = None  # what shows an error's traceback may hold this
 
     def _why_not_all_came(self, keys: list[str]) -> str:
         try:
@@ -111,9 +216,8 @@ class Watch:
                 f"rank 0 ended before all {self._world_size} ranks had come to {self._master}: see "
                 "what it says, and start all again"
             )
-        shown = ", ".join(map(str, missing[:8])) + (", ..." if missing[8:] else "")
         return (
-            f"rank{'s' if missing[1:] else ''} {shown} of {self._world_size} did not come to "
+            f"{_listed(missing)} of {self._world_size} did not come to "
             f"{self._master} within {self.wait.total_seconds():g} s: start each, with a rank of "
             "its own, and see that this port can be reached from its host"
         )
@@ -154,19 +258,37 @@ class Watch:
             if self._ended.wait(_EVERY):
                 return
             try:
-                self.store.set(f"alive {self._rank}", str(beat))
+                self.store.set(f"alive {self._rank}", f"{beat} {LINKS.begun()}")
                 said = {rank: self._said(f"alive {rank}") for rank in others}
-                over = self._said(_OVER)
+                over, unheard = self._said(_OVER), self._unheard()
             except RuntimeError:  # the store is gone, and rank 0 with it
                 return self._tell(lose, 0, "its store cannot be reached")
             if over and self._rank:
                 return self._tell(lose, None, over)
+            if unheard is not None:
+                return self._tell(lose, *unheard)
             for rank in others:
                 if said[rank] != seen[rank][0]:
                     seen[rank] = said[rank], time.monotonic()
                 elif time.monotonic() - seen[rank][1] > self._limit:
                     why = f"it gave no sign of life for {self._limit:g} s"
                     return self._tell(lose, rank, why)
+
+    def _unheard(self) -> tuple[int, str] | None:
+        """For rank 0, a rank that another one cannot hear, and why; another one tells it."""
+        if not self._rank:
+            said = self._said(_UNHEARD)
+            if not said:
+                return None
+            rank, why = json.loads(said)
+            return rank, why
+        awaited = LINKS.awaited
+        if awaited is not None:
+            begun = self._said(f"alive {awaited}").partition(" ")[2]
+            if LINKS.waits_in_vain(awaited, begun, self._rank, _PART * self._limit):
+                why = f"rank {self._rank} does not hear it, though rank 0 does"
+                self.store.set(_UNHEARD, json.dumps([awaited, why]))
+        return None
 
     def _watch_the_watch(self, others: list[int], lose: Callable[[int | None, str], None]) -> None:
         """Give up if the store does not answer: of a host that is cut off, it says nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ def home_load(sizes: Sequence[Any]) -> int:
 def balanced(sizes: Sequence[Any], capacities: Sequence[int | None]) -> list[int]:
     """Blocks per device so that the fullest device, relative to its capacity, is least full.
 
+    Of several ways, the one with the next to fullest least full, and so on.
+
     No device is left without a block while there are enough, unless that is what makes it fit: a
     home that has room for the embeddings only, or a device with less than a block free.
     """
@@ -37,25 +40,30 @@ def balanced(sizes: Sequence[Any], capacities: Sequence[int | None]) -> list[int
 
 
 def _least_full(sizes: Sequence[Any], capacities: Sequence[int | None], at_least: int) -> list[int]:
-    """By dynamic programming over contiguous ranges. Ties go to the most even spread."""
+    """By dynamic programming over contiguous ranges; of those, by the next to fullest, and so on.
+
+    So a limit on one device changes no more of the others than it must.
+    """
     blocks, shared, around = block_weights(sizes), blocks_share(sizes), home_load(sizes)
     n_used = min(len(capacities), max(len(blocks), 1))
     known = [c for c in capacities if c is not None]
     shares = [float(c if c is not None else max(known, default=1)) or 1.0 for c in capacities]
-    prefix = [0]
-    for block in blocks:
-        prefix.append(prefix[-1] + block)
-    # best[i] = (fullest, sum of squares, counts) over the devices so far, holding blocks 0..i-1
-    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
+    prefix = list(itertools.accumulate(blocks, initial=0))
+    # best[i] = (how full, fullest first; sum of squares; counts) of the devices so far, holding
+    # blocks 0..i-1. Squares differ in rounding only: by it, plans among equals are what they were.
+    best: dict[int, tuple[tuple[float, ...], float, list[int]]] = {0: ((), 0.0, [])}
     for position in range(n_used):
         home = around if position == 0 else 0
-        reached: dict[int, tuple[float, float, list[int]]] = {}
+        reached: dict[int, tuple[tuple[float, ...], float, list[int]]] = {}
+        last = len(blocks) - at_least * (n_used - 1 - position)
         for start, (fullest, squares, counts) in best.items():
-            last = len(blocks) - at_least * (n_used - 1 - position)
             for end in range(min(start + at_least, len(blocks)), last + 1):
                 held = prefix[end] - prefix[start] + (shared if end > start else 0)
                 full = (held + home) / shares[position]
-                candidate = (max(fullest, full), squares + full**2, [*counts, end - start])
+                if end in reached and max(full, *fullest[:1]) > reached[end][0][0]:
+                    continue
+                fuller = tuple(sorted((*fullest, full), reverse=True))
+                candidate = (fuller, squares + full**2, [*counts, end - start])
                 if end not in reached or candidate < reached[end]:
                     reached[end] = candidate
         best = reached

@@ -22,10 +22,12 @@ from tl_devicefix.placement.devices import (
     HOST,
     DeviceLike,
     all_from,
+    and_there_are,
     consecutive,
     default_device,
     is_device,
     known_types,
+    named_in_full,
     resolve,
 )
 from tl_devicefix.placement.fitting import check_fit
@@ -141,7 +143,8 @@ def _devices_to_use(
         return [home]
     if limits is not None:
         raise ValueError(
-            f"max_memory names no {home.type!r} device, but {', '.join(map(str, limits)) or 'none'}"
+            f"max_memory names no {home.type!r} device, but "
+            f"{', '.join(map(_shown, limits)) or 'none'}{and_there_are()}"
         )
     return all_from(home)
 
@@ -159,8 +162,12 @@ def _from(home: torch.device, devices: Sequence[torch.device]) -> list[torch.dev
 
 
 def _warn_of_unused(limits: Limits | None, devices: Sequence[torch.device]) -> None:
-    used = [str(device) for device in devices]
-    tell_of_unused(set(map(str, limits or ())) - set(used), used)
+    used = [_shown(device) for device in devices]
+    tell_of_unused(set(map(_shown, limits or ())) - set(used), used)
+
+
+def _shown(device: torch.device | str) -> str:
+    return device if isinstance(device, str) else named_in_full(device)
 
 
 def tell_of_unused(unused: Collection[str], used: Sequence[str]) -> None:
@@ -262,7 +269,7 @@ def _device_for(component: str, named: DeviceLike, home: torch.device | None) ->
     if not is_device(named):
         raise ValueError(
             f"device_map puts {component} on {named!r}, which is no device: give an index, or a "
-            f"name such as {str(default_device())!r}{_instead(named)}"
+            f"name such as {named_in_full(default_device())!r}{_instead(named)}{and_there_are()}"
         )
     try:
         device = resolve(named, home)
@@ -283,7 +290,7 @@ def _whole_on(device: DeviceLike, home: DeviceLike | None) -> dict[str, DeviceLi
     if not is_device(device):
         raise ValueError(
             f"device_map={device!r} is neither a device nor one of "
-            f"{', '.join(map(repr, STRATEGIES))}{did_you_mean(device, STRATEGIES)}"
+            f"{', '.join(map(repr, STRATEGIES))}{did_you_mean(device, STRATEGIES)}{and_there_are()}"
         )
     try:
         return {"": resolve(device, None if home is None else resolve(home))}

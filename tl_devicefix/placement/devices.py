@@ -77,6 +77,18 @@ def printed(device: torch.device) -> str:
     return str(device) if site is None else f"{device} ({site.name})"
 
 
+def named_in_full(device: torch.device) -> str:
+    """A device's name as a user may give it: with its host, if there are several."""
+    site = site_of(device)
+    return str(device) if site is None else site.name
+
+
+def and_there_are() -> str:
+    """Which devices the hosts have, as the end of a sentence; nothing if there is one host."""
+    sites = sites_here()
+    return f"; the hosts have {listed(sites)}" if sites else ""
+
+
 def is_device(named: object) -> bool:
     """Whether this is an index, or how a device is named, of whichever machine."""
     if isinstance(named, int) or names_host(named):
@@ -120,7 +132,9 @@ def resolve(device: DeviceLike, home: torch.device | None = None) -> torch.devic
     except (RuntimeError, AssertionError) as error:
         # torch says "Expected one of cpu, cuda, ..." or "Torch not compiled with CUDA enabled".
         first_line = str(error).splitlines()[0]
-        raise ValueError(f"device {str(device)!r} cannot be used here: {first_line}") from error
+        raise ValueError(
+            f"device {str(device)!r} cannot be used here: {first_line}{and_there_are()}"
+        ) from error
 
 
 def numbered_or_resolved(device: DeviceLike) -> DeviceLike:
@@ -150,6 +164,11 @@ def resolve_to_move(device: DeviceLike, home: torch.device) -> torch.device:
 
 def _existing(device: torch.device, named: str) -> torch.device:
     count = device_count(device.type)
+    if (device.index or 0) >= count and site_of(torch.device(device.type, 0)) is not None:
+        raise ValueError(
+            f"device {named!r} does not exist: the hosts have {count} ({listed(sites_here())}); "
+            "name one that is there, or start more ranks"
+        )
     if (device.index or 0) >= count:
         raise ValueError(
             f"device {named!r} does not exist: this machine has {count} device(s) of type "

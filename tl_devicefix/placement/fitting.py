@@ -15,6 +15,7 @@ from tl_devicefix.placement.devices import (
     HOST,
     all_from,
     free_memory,
+    named_in_full,
     printed,
 )
 from tl_devicefix.placement.memory import (
@@ -84,7 +85,10 @@ def remedy(
         room is not None and placement.bytes_on(device) + headroom <= room
         for device, room in free_now.items()
     ):
-        needed = (f"{d}: {gib(1.01 * (placement.bytes_on(d) + headroom))}" for d in free_now)
+        needed = (
+            f"{named_in_full(d)}: {gib(1.01 * (placement.bytes_on(d) + headroom))}"
+            for d in free_now
+        )
         return f"more is free: a larger max_memory would fit ({', '.join(needed)})"
 
     def room_on(device: torch.device) -> int | None:
@@ -100,7 +104,7 @@ def remedy(
             for n in range(1, len(rooms) + 1):
                 counts = balanced(components, rooms[:n])
                 if None not in rooms and fits(components, counts, rooms, headroom):
-                    from_there = "" if start == home else f"device={str(start)!r}, "
+                    from_there = "" if start == home else f"device={named_in_full(start)!r}, "
                     in_16_bits = "" if components is sizes else ", dtype='bfloat16'"
                     return f"{from_there}n_devices={n}{in_16_bits} would fit"
     total = sum(placement.bytes_on(device) for device in placement.memories)

@@ -19,6 +19,7 @@ from tl_devicefix.placement.devices import printed
 from tl_devicefix.placement.gathering_device import chosen_device
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.running.joining import JoinedAt
+from tl_devicefix.simulation.tensor import AFTER_JOIN
 
 _DEVICES = "_tl_devicefix_devices"
 
@@ -83,9 +84,10 @@ class HookAcrossDevices:
         except RuntimeError as error:
             if "same device" not in str(error):
                 raise
+            said = str(error).partition(AFTER_JOIN)[0]
             raise RuntimeError(
                 f"the hook on {hook.name} mixes devices: its activation is on {printed(here)}, so "
-                f"bring other tensors there with .to(activation.device) ({error})"
+                f"bring other tensors there with .to(activation.device) ({said})"
             ) from error
         return _at(result, here, devices, hook.name)
 

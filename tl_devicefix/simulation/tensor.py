@@ -16,6 +16,7 @@ from tl_devicefix.simulation.backward import raise_or_keep
 from tl_devicefix.simulation.known_shapes import call_without_values
 from tl_devicefix.simulation.machine import DEVICE_TYPE, Allocation, Machine
 from tl_devicefix.simulation.nowhere import storage_of
+from tl_devicefix.simulation.sites import Site
 from tl_devicefix.simulation.sparse import parts
 from tl_devicefix.tracebacks import note_mixed_devices
 
@@ -274,7 +275,7 @@ def _run_on_one_device(func: Operation, args: tuple[Any, ...], kwargs: dict[str,
     except _OfTwoMachines:
         return run(func, *_brought_together(args, kwargs, simulated))
     if others:
-        _check_cpu_operands(func, args[0], others, device)
+        _check_cpu_operands(func, args[0], others, device, machine)
     target = cpu_kwargs.pop("device", None)
     if target is not None:
         if target.type != DEVICE_TYPE:
@@ -383,13 +384,17 @@ def _brought_together(
 
 
 def _check_cpu_operands(
-    func: Operation, first: Any, operands: list[torch.Tensor], device: torch.device
+    func: Operation,
+    first: Any,
+    operands: list[torch.Tensor],
+    device: torch.device,
+    machine: Machine,
 ) -> None:
     """Refuse CPU tensors beside simulated ones, but for scalars that are read elementwise."""
     writes_to_cpu = func._schema.is_mutable and any(first is operand for operand in operands)
     for operand in operands:
         if writes_to_cpu or operand.dim() > 0 or not _takes_cpu_scalars(func):
-            raise_or_keep(_mixed_error(device, operand.device))
+            raise_or_keep(_mixed_error(device, operand.device, machine.sites))
 
 
 def _label(result: Any, simulated: list[SimTensor], machine: Machine, device: torch.device) -> Any:
@@ -441,10 +446,19 @@ def _takes_cpu_scalars(func: Operation) -> bool:
     )
 
 
-def _mixed_error(one: torch.device, other: torch.device) -> RuntimeError:
+AFTER_JOIN = " After tl_devicefix.join(), "
+"""How begins what is said beside torch's own words, of the CPU that is a device."""
+
+
+def _mixed_error(
+    one: torch.device, other: torch.device, sites: Sequence[Site] = ()
+) -> RuntimeError:
+    is_a_cpu = any(site.here == one and site.device.startswith("cpu") for site in sites)
+    told = f"{AFTER_JOIN}the CPUs of all hosts are {one.type} devices: bring what is on 'cpu' there"
     error = RuntimeError(
         "Expected all tensors to be on the same device, but found at least two devices,"
         f" {one} and {other}!"
+        + (f"{told} with .to(activation.device) or .to(model.cfg.device)" if is_a_cpu else "")
     )
     if one.type == other.type:  # what is on the CPU is so on one device too
         note_mixed_devices(error)

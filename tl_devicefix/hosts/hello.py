@@ -1,0 +1,84 @@
+"""What ranks say of themselves when they meet, and what each is called from then on."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+import psutil
+import torch
+
+from tl_devicefix.hosts.far_devices import Place, sites_of
+from tl_devicefix.simulation.machine import bytes_of
+
+_PACKAGES = ("torch", "transformer_lens", "tl_devicefix")
+"""Those whose versions have to be the same on all ranks."""
+
+
+def hello(devices: Sequence[torch.device], memory: int | str | None) -> dict[str, Any]:
+    """What a rank says, as JSON has it: its host, its devices, and its versions.
+
+    Args:
+        devices: those that it has.
+        memory: what each may hold; None for what is free.
+    """
+    return {
+        "host": socket.gethostname(),
+        "devices": [(str(each), _free(each, memory)) for each in devices],
+        "versions": {name: version(name) for name in _PACKAGES},
+    }
+
+
+def _free(device: torch.device, memory: int | str | None) -> int:
+    if memory is not None:
+        return bytes_of(memory)
+    if device.type == "cpu":
+        return int(psutil.virtual_memory().available)
+    return int(torch.get_device_module(device.type).mem_get_info(device)[0])
+
+
+def other_versions(everyone: Sequence[Any]) -> str | None:
+    """What is wrong if not all have the same versions."""
+    for rank, each in enumerate(everyone):
+        for name, found in each["versions"].items():
+            expected = everyone[0]["versions"][name]
+            if found != expected:
+                return (
+                    f"rank {rank} ({each['host']}) has {name} {found}, and rank 0 "
+                    f"({everyone[0]['host']}) has {expected}: install the same on both"
+                )
+    return None
+
+
+def places(everyone: Sequence[Any]) -> list[Place]:
+    """Where all devices are. A host that several ranks have is called by its rank."""
+    hosts = [each["host"] for each in everyone]
+    names = [host if hosts.count(host) == 1 else f"host{rank}" for rank, host in enumerate(hosts)]
+    return [
+        Place(rank, number, torch.device(device), names[rank], memory)
+        for rank, each in enumerate(everyone)
+        for number, (device, memory) in enumerate(each["devices"])
+    ]
+
+
+def called(everyone: Sequence[Any], rank: int) -> str:
+    """A rank as errors name it: "rank 1 (node-b/cuda:0 to cuda:7)", "rank 1 (host1/cpu:0, on vm)".
+
+    Devices are called as in a placement; where that says no host, the host comes behind.
+    """
+    host = everyone[rank]["host"]
+    first, *others = [each for each in sites_of(places(everyone)) if each.host == rank]
+    devices = first.name + (f" to {others[-1].device}" if others else "")
+    return f"rank {rank} ({devices}{'' if first.hostname == host else f', on {host}'})"
+
+
+def lending(everyone: Sequence[Any], rank: int) -> str:
+    """What a rank lends, and to whom, in a sentence."""
+    memory = [each.memory for each in places(everyone) if each.rank == rank]
+    devices = "its device" if len(memory) == 1 else f"its {len(memory)} devices"
+    return (
+        f"{called(everyone, rank)} lends {devices}, with {sum(memory) / 2**30:.2f} GiB, to "
+        f"{called(everyone, 0)} until that ends"
+    )
