@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -94,17 +95,19 @@ def test_the_components_of_a_block_that_is_looked_into_are_run_whole(
     told: list[Any],  # noqa: F811
 ) -> None:
     names = [f"blocks.{FAR}.{name}" for name in ("hook_resid_pre", "hook_resid_mid")]
+    seen: dict[str, torch.Tensor] = {}
+    hooks = [(name, lambda value, hook: seen.update({hook.name: value.cpu()})) for name in names]
     with torch.no_grad():
-        model.run_with_cache(tokens, names_filter=names)
+        model.run_with_hooks(tokens, fwd_hooks=hooks)
         told.clear()
-        _, cache = model.run_with_cache(tokens, names_filter=names)
+        model.run_with_hooks(tokens, fwd_hooks=hooks)
         expected = reference.run_with_cache(tokens, names_filter=names)[1]
 
     far_blocks = [each for each in model.blocks if each.mlp.W_in.device.index >= 2]
     # ln1 of queries, keys and values, attention, ln2, MLP.
     assert commands_of(told).count("Call") == len(far_blocks) - 1 + 6
     for name in names:
-        torch.testing.assert_close(cache[name].cpu(), expected[name])
+        torch.testing.assert_close(seen[name], expected[name])
 
 
 def test_a_class_of_the_user_s_is_run_here(model: Any, tokens: torch.Tensor) -> None:
@@ -119,3 +122,25 @@ def test_a_class_of_the_user_s_is_run_here(model: Any, tokens: torch.Tensor) -> 
     finally:
         model.blocks[FAR].mlp = mlp
         model.zero_grad()
+
+
+def test_blocks_whose_activations_are_cached_are_run_whole(
+    model: Any,
+    tokens: torch.Tensor,
+    told: list[Any],  # noqa: F811
+) -> None:
+    expected: dict[str, torch.Tensor] = {}
+    every = (lambda name: True, lambda value, hook: expected.update({hook.name: value}))
+    with torch.no_grad():
+        _, cache = model.run_with_cache(tokens)
+        counts = Counter(commands_of(told))
+        model.run_with_hooks(tokens, fwd_hooks=[every])  # operation by operation
+
+    far_blocks = [each for each in model.blocks if each.mlp.W_in.device.index >= 2]
+    assert counts["CallCached"] == len(far_blocks)
+    assert counts["Read"] == 1  # the residual stream, to come home
+    assert Counter(commands_of(told))["CallCached"] == len(far_blocks)
+    assert list(cache) == list(expected)
+    for name, value in expected.items():
+        assert cache[name].stride() == value.stride()
+        assert torch.equal(cache[name].cpu(), value.cpu())

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tl_devicefix.hosts.caching import Layout
 from tl_devicefix.hosts.mapped import File, InFile
 from tl_devicefix.simulation.geometry import Geometry
 
@@ -67,6 +68,16 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
     entry: tuple[type, Stored, Stored, bool] | None
     gives: tuple[tuple[int, Geometry], ...]
+    operation: str = "a block"
+
+
+class CallCached(NamedTuple):
+    """Run a block; what it gives, and what hook points are called with, are in new storages."""
+
+    block: int
+    kwargs: dict[str, Any]
+    layout: Layout
+    storages: tuple[int, ...]
     operation: str = "a block"
 
 

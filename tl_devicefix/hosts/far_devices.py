@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from tl_devicefix.hosts import commands
+from tl_devicefix.hosts.caching import Layout
 from tl_devicefix.hosts.commands import Failed, Given, New, Stored, exchanged, tensors_in
 from tl_devicefix.hosts.holding import held_by
 from tl_devicefix.hosts.mapped import File, in_file
@@ -217,6 +218,20 @@ class FarDevices:
                 there = cls, self.stored(keys), self.stored(values), frozen
             _, said = self._said([], given)
             self._tell(rank, commands.Call(block, said, there, self._promised(gives)))
+
+    def call_cached(
+        self, rank: int, block: int, given: dict[str, Any], layout: Layout
+    ) -> list[torch.Tensor]:
+        """Have a rank run a block that it holds; returns new storages of a layout, as bytes."""
+        with self._lock:
+            _, said = self._said([], given)
+            made = [
+                self.promise(Geometry(torch.Size((nbytes,)), (1,), torch.uint8), rank)
+                for nbytes in layout.nbytes
+            ]
+            numbers = tuple(self.stored(each).storage for each in made)
+            self._tell(rank, commands.CallCached(block, said, layout, numbers))
+        return made
 
     def record(
         self,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tl_devicefix.hosts import commands
+from tl_devicefix.hosts.caching import noting, storages_of
 from tl_devicefix.hosts.commands import (
     Beside,
     Failed,
@@ -106,6 +107,13 @@ class Lender:
             cls, keys, values, is_frozen = command.entry
             entry = cls, self._tensor(keys), self._tensor(values), is_frozen
         self._keep_all(called(self._block(command.block), self._named(command), entry), command)
+
+    def _callcached(self, command: commands.CallCached) -> None:
+        block = self._block(command.block)
+        with noting(block, tuple(sorted(set(command.layout.points)))) as called_with:
+            made = [block(**self._named(command)), *(each for _, each in called_with)]
+        there = storages_of(command.layout, made)
+        self._storages.update(zip(command.storages, there, strict=True))
 
     def _record(self, command: commands.Record) -> None:
         graph = Graph(self._block(command.block), self._named(command), command.keys)

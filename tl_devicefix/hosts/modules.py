@@ -19,11 +19,14 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
+from transformer_lens.hook_points import HookPoint
 
+from tl_devicefix.hosts.caching import Layout, layout_of, noting
 from tl_devicefix.hosts.commands import HeldTensor, Stored
 from tl_devicefix.hosts.far_devices import FarDevices
 from tl_devicefix.hosts.graphs import Graph, Key
-from tl_devicefix.hosts.snapshots import HOOKS, Snapshot, is_watched, tensors_of
+from tl_devicefix.hosts.snapshots import HOOKS, Snapshot, has_forward_within, tensors_of
+from tl_devicefix.simulation.geometry import geometry_of
 from tl_devicefix.simulation.machine import DEVICE_TYPE, Machine
 from tl_devicefix.simulation.tensor import SimTensor, wrap
 
@@ -50,7 +53,6 @@ class HeldCopy:
     Attributes:
         number: of the copy.
         far: the devices of all ranks.
-        copy: the copy, if that is rank 0's.
     """
 
     def __init__(
@@ -58,16 +60,25 @@ class HeldCopy:
     ) -> None:
         self.number = next(_numbers)
         self.far = cast(FarDevices, machine.asynchronous)
-        self.copy: Any = None
+        self._copies: dict[tuple[int, ...], Any] = {}
         self._machine, self._device = machine, device
         self._told, self._kept = told, kept
         self._used: dict[Any, dict[Key, bool] | None] = {}
+        self._layouts: dict[Any, Layout | None] = {}
         if self.rank:
             self.far.hold(device.index, self.number, told)
             weakref.finalize(self, self.far.let_go, self.rank, self.number)
-        else:
-            here = self.far.places[device.index].device
-            self.copy = Unpickler(told, kept.__getitem__, here).load()
+
+    def copy(self, points: tuple[int, ...] = ()) -> Any:
+        """The copy of which these hook points are noted, if it is rank 0's.
+
+        Another one for others: what listens in one thread must not be there for another's.
+        """
+        if points not in self._copies:
+            here = self.far.places[self._device.index].device
+            made = Unpickler(self._told, self._kept.__getitem__, here).load()
+            self._copies.setdefault(points, made)
+        return self._copies[points]
 
     @property
     def rank(self) -> int:
@@ -116,10 +127,37 @@ class HeldCopy:
             if gradient is not None
         }
 
+    def layout(self, given: dict[str, Any], points: tuple[int, ...]) -> Layout | None:
+        """How what it gives, and what hook points are called with, will lie; None if unknown.
+
+        A block without values tells, which is run here once for each geometry.
+        """
+        blank = {
+            name: _blank_like(each._cpu) if type(each) is SimTensor else each
+            for name, each in given.items()
+        }
+        of = tuple(geometry_of(e) if isinstance(e, torch.Tensor) else e for e in blank.values())
+        key = points, tuple(blank), of
+        if key not in self._layouts:
+            block = Unpickler(self._told, self._blank, torch.device("meta")).load()
+            known: dict[Key, torch.Tensor] = dict(enumerate(tensors_of(block)))
+            known |= {n: each for n, each in blank.items() if isinstance(each, torch.Tensor)}
+            try:
+                with torch.no_grad(), noting(block, points) as called:
+                    self._layouts[key] = layout_of(block(**blank), called, known)
+            except RuntimeError:  # it asks for values, or torch has no rule for it
+                self._layouts[key] = None
+        return self._layouts[key]
+
     def _blank(self, there: Stored | int) -> torch.Tensor:
         if isinstance(there, int):
             return torch.empty_like(self._kept[there], device="meta")
         return torch.empty_strided(there.shape, there.stride, dtype=there.dtype, device="meta")
+
+
+def _blank_like(tensor: torch.Tensor) -> torch.Tensor:
+    shape, stride, dtype = geometry_of(tensor)
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
 
 def _is_differentiable(value: Any) -> bool:
@@ -133,11 +171,13 @@ class HeldBlock(NamedTuple):
         there: the copy.
         device: where both are.
         seen: what was set in the block when it was copied.
+        points: to which of its hook points caching hooks listen now.
     """
 
     there: HeldCopy
     device: torch.device
     seen: Snapshot
+    points: tuple[int, ...] = ()
 
 
 _held: WeakKeyDictionary[nn.Module, HeldBlock] = WeakKeyDictionary()
@@ -161,9 +201,10 @@ def held(block: nn.Module, residual: Any) -> HeldBlock | None:
     if found is None:
         with _holding:  # runs in flight are threads, of which one is enough to copy it
             found = _still_held(block, machine) or _hold(block, machine, residual.device)
-    if found is None or found.device != residual.device or found.seen.is_watched:
+    if found is None or found.device != residual.device:
         return None
-    return found
+    points = found.seen.listened()
+    return None if points is None else found._replace(points=points) if points else found
 
 
 def _still_held(block: nn.Module, machine: Machine) -> HeldBlock | None:
@@ -190,7 +231,8 @@ def _function_modes() -> list[Any]:
 
 
 def _hold(block: nn.Module, machine: Machine, device: torch.device) -> HeldBlock | None:
-    if is_watched(block):
+    seen = Snapshot(block)
+    if has_forward_within(block) or seen.listened() is None:
         return None
     tensors = tensors_of(block)
     if not all(type(each) is SimTensor and each.device == device for each in tensors):
@@ -204,7 +246,7 @@ def _hold(block: nn.Module, machine: Machine, device: torch.device) -> HeldBlock
     there = _copies.get(key)
     if there is None:
         there = _copies[key] = HeldCopy(machine, device, told, kept)
-    found = _held[block] = HeldBlock(there, device, Snapshot(block))
+    found = _held[block] = HeldBlock(there, device, seen)
     return found
 
 
@@ -227,6 +269,8 @@ class _Pickler(pickle.Pickler):
         is_named = isinstance(value, type | FunctionType)
         if is_named and value.__module__.partition(".")[0] not in _EVERYWHERE:
             raise pickle.PicklingError(f"{value.__module__} may not be there")
+        if type(value) is HookPoint:
+            return _without_hooks(value)
         return NotImplemented
 
     def persistent_id(self, value: Any) -> Any:
@@ -239,6 +283,17 @@ class _Pickler(pickle.Pickler):
         if isinstance(value, torch.device) and value.type == DEVICE_TYPE:
             return "device"
         return None
+
+
+def _without_hooks(point: HookPoint) -> Any:
+    """How to pickle a hook point: without what listens to it."""
+    reduced: Any = point.__reduce_ex__(5)
+    made, args, state, *rest = reduced
+    state = {**state, **{name: type(state[name])() for name in (*HOOKS, *_SAID_BY_POINT)}}
+    return made, args, state, *rest
+
+
+_SAID_BY_POINT = ("fwd_hooks", "bwd_hooks", "ctx")
 
 
 def _pickled(block: nn.Module, far: FarDevices) -> tuple[bytes, list[torch.Tensor]]:

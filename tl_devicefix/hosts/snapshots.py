@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from transformer_lens.hook_points import HookPoint
 
+from tl_devicefix.hosts.caching import is_caching, points_of
+
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HELD_IN = ("_parameters", "_buffers", "_modules")
 
@@ -38,11 +40,18 @@ class Snapshot:
         self.tensors = tensors_of(block)
         self._storages = list(map(_storage, self.tensors))
         self._hooks = hooks_within(block)
+        #: Its hook points, in order.
+        self.points = points_of(block)
+        self._of_points = [vars(each)["_forward_hooks"] for each in self.points]
 
-    @property
-    def is_watched(self) -> bool:
-        """Whether a hook is called within the block now."""
-        return any(self._hooks)
+    def listened(self) -> tuple[int, ...] | None:
+        """To which hook points caching hooks listen now; None if any other hook is there."""
+        if not any(self._hooks):
+            return ()
+        found = tuple(index for index, each in enumerate(self._of_points) if each)
+        hooks = [hook for index in found for hook in self._of_points[index].values()]
+        is_all = sum(map(len, self._hooks)) == len(hooks) and all(map(is_caching, hooks))
+        return found if is_all else None
 
     def holds(self) -> bool:
         """Whether it all is as it was."""
@@ -73,10 +82,9 @@ def hooks_within(block: nn.Module) -> list[Any]:
     return [each[name] for each in inner for name in HOOKS]
 
 
-def is_watched(block: nn.Module) -> bool:
-    """Whether a hook is called within a block, or a forward of the user's."""
-    inner = (vars(each) for each in block.modules() if each is not block)
-    return any("forward" in each for each in inner) or any(hooks_within(block))
+def has_forward_within(block: nn.Module) -> bool:
+    """Whether a module of a block has a forward of the user's."""
+    return any("forward" in vars(each) for each in block.modules() if each is not block)
 
 
 def tensors_of(module: nn.Module) -> list[torch.Tensor]:

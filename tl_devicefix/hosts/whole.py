@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from tl_devicefix.hosts.caching import noting, tensor_in
 from tl_devicefix.hosts.graphs import Graph, Key, called
-from tl_devicefix.hosts.modules import HeldCopy, held
+from tl_devicefix.hosts.modules import HeldBlock, HeldCopy, held
 from tl_devicefix.simulation.geometry import Geometry
 from tl_devicefix.simulation.tensor import SimTensor
 
@@ -48,8 +49,12 @@ def run_whole(
         everything: dict[Key, torch.Tensor] = dict(enumerate(found.seen.tensors))
         everything.update(tensors)
         wanted = {key: each for key, each in everything.items() if each.requires_grad}
+        if wanted and found.points:
+            return None
         if wanted:
             return _with_gradients(found.there, given, wanted, entry, run_here)
+    if found.points:
+        return None if entry is not None else _cached(found, given)
     return _without_gradients(found.there, given, residual, entry)
 
 
@@ -83,11 +88,42 @@ def _without_gradients(
         there.far.call(there.rank, there.number, _cpu(given), past, gives)
     else:
         with torch.no_grad():
-            gives = called(there.copy, _cpu(given), past)
+            gives = called(there.copy(), _cpu(given), past)
     made = [there.wrapped(each) for each in gives]
     if len(made) > 1:
         entry.past_keys, entry.past_values = made[1:]
     return made[0]
+
+
+def _cached(found: HeldBlock, given: dict[str, Any]) -> torch.Tensor | None:
+    """What a block gives, to whose hook points caching hooks listen, which are called after it."""
+    there = found.there
+    if there.rank:
+        layout = there.layout(given, found.points)
+        if layout is None:
+            return None
+        new = there.far.call_cached(there.rank, there.number, _cpu(given), layout)
+        known: dict[Key, Any] = dict(enumerate(found.seen.tensors))
+        known.update(given)
+        made = [
+            tensor_in(new[-1 - part.of].untyped_storage(), part)
+            if type(part.of) is int and part.of < 0
+            else known[part.of]._cpu.as_strided(
+                part.shape, part.stride, known[part.of]._cpu.storage_offset() + part.offset
+            )
+            for part in layout.parts
+        ]
+        points = layout.points
+    else:
+        block = there.copy(found.points)
+        with torch.no_grad(), noting(block, found.points) as called_with:
+            made = [block(**_cpu(given))]
+        made += [each for _, each in called_with]
+        points = tuple(index for index, _ in called_with)
+    output, *kept = map(there.wrapped, made)
+    for index, each in zip(points, kept, strict=True):
+        found.seen.points[index](each)
+    return output
 
 
 def _with_gradients(
@@ -129,7 +165,7 @@ class _Whole(torch.autograd.Function):
             output = there.far.promise(_output(residual), there.rank)
             ctx.graph = _FarGraph(there, _cpu(given), tuple(keys), wanted, output)
         else:
-            ctx.graph = Graph(there.copy, _cpu(given), keys)
+            ctx.graph = Graph(there.copy(), _cpu(given), keys)
             output = ctx.graph.output
         return there.wrapped(output)
 

@@ -55,13 +55,13 @@ class HookAcrossDevices:
     """
 
     def __init__(self, hook: Any) -> None:
-        self._hook = hook
+        self.__wrapped__ = hook  # as `functools.wraps` names it
 
     def __repr__(self) -> str:
         # As in TransformerLens: a partial's repr shows its arguments, which may be whole caches.
-        if isinstance(self._hook, functools.partial):
-            return f"partial({self._hook.func!r},...)"
-        return repr(self._hook)
+        if isinstance(self.__wrapped__, functools.partial):
+            return f"partial({self.__wrapped__.func!r},...)"
+        return repr(self.__wrapped__)
 
     def __call__(self, activation: Any, *, hook: Any) -> Any:
         """Call the hook.
@@ -77,10 +77,10 @@ class HookAcrossDevices:
         if chosen is not None and here is not None:
             devices |= {here, chosen}
         if not devices or here is None:
-            return self._hook(activation, hook=hook)
+            return self.__wrapped__(activation, hook=hook)
         try:
             with JoinedAt(here, devices):
-                result = self._hook(activation, hook=hook)
+                result = self.__wrapped__(activation, hook=hook)
         except RuntimeError as error:
             if "same device" not in str(error):
                 raise
