@@ -11,6 +11,7 @@ import torch
 from hf_models import N_LAYERS
 from test_traffic import names, told  # noqa: F401  # a fixture
 
+import tl_devicefix
 from tl_devicefix.hosts.far_devices import FarDevices
 
 FAR = N_LAYERS - 1
@@ -108,6 +109,50 @@ def test_weights_that_were_changed_since_are_refused(model: Any, tokens: torch.T
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         found.backward()
+
+
+def test_frozen_weights_that_are_read_and_were_changed_since_are_refused(
+    model: Any, alone: Any, tokens: torch.Tensor
+) -> None:
+    for each in (model, alone):
+        block = each.blocks[FAR]
+        each.requires_grad_(False)
+        block.mlp.b_out.requires_grad_(True)  # whose gradient needs no weight of the block
+        found = loss(each, tokens)
+        block.mlp.W_in.mul_(1)
+        found.backward()
+    same(far_gradients(model), far_gradients(alone))
+
+    model.blocks[FAR].attn.W_Q.requires_grad_(True)
+    found = loss(model, tokens)
+    model.blocks[FAR].mlp.W_in.mul_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        found.backward()
+
+
+def test_gradients_of_gradients_of_a_block_that_was_changed_since_are_refused(
+    model: Any, tokens: torch.Tensor
+) -> None:
+    found = loss(model, tokens)
+    point = model.blocks[FAR].hook_mlp_out
+    point.add_perma_hook(lambda value, hook: value * 2)
+    try:
+        with pytest.raises(RuntimeError, match=f"^blocks.{FAR} was changed, or got hooks"):
+            torch.autograd.grad(found, model.embed.W_E, create_graph=True)
+    finally:
+        point.remove_hooks(including_permanent=True)
+
+
+def test_attention_without_scores_is_one_command_a_block(
+    model: Any,
+    tokens: torch.Tensor,
+    told: list[Any],  # noqa: F811
+) -> None:
+    with tl_devicefix.attention(model, "sdpa"):
+        loss(model, tokens).backward()
+
+    far_blocks = [each for each in model.blocks if each.mlp.W_in.device.index >= 2]
+    assert names(told).count("Record") == names(told).count("Backward") == len(far_blocks)
 
 
 def test_what_a_block_gave_may_be_changed_in_place(

@@ -39,6 +39,12 @@ class Run(NamedTuple):
     gives: tuple[tuple[int, Geometry] | None, ...]
 
 
+class Settings(NamedTuple):
+    """Set what torch computes by, from here on."""
+
+    values: list[Any]
+
+
 class HeldTensor(NamedTuple):
     """A tensor of a block."""
 

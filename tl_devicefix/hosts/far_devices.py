@@ -22,6 +22,7 @@ from tl_devicefix.hosts.commands import Failed, Given, New, Stored, exchanged, t
 from tl_devicefix.hosts.holding import held_by
 from tl_devicefix.hosts.mapped import File, in_file
 from tl_devicefix.hosts.peers import Peer, RankLost
+from tl_devicefix.hosts.settings import settings
 from tl_devicefix.simulation.backend import active_machine
 from tl_devicefix.simulation.backward import raise_or_keep
 from tl_devicefix.simulation.geometry import Geometry, geometry_of
@@ -33,6 +34,7 @@ aten = torch.ops.aten
 _MOST_KEPT = 2000
 """Commands, after which they are sent though nobody waits."""
 _UNKNOWN = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_CHOICE = aten._fused_sdp_choice.default
 _ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
@@ -101,6 +103,7 @@ class FarDevices:
         self._values: dict[int, list[torch.Tensor]] = {rank: [] for rank in peers}
         self._freed: dict[int, deque[int]] = {rank: deque() for rank in peers}
         self._let_go: dict[int, deque[int]] = {rank: deque() for rank in peers}
+        self._settings: dict[int, list[Any]] = {}  # as a rank was told them
         self._storages: dict[int, Storage] = {}  # by the address of the one without values
         self._same: dict[tuple[int, File], bool] = {}  # whether a rank has a file of rank 0's
         self._lock = threading.RLock()
@@ -116,7 +119,7 @@ class FarDevices:
             return func(*args, **kwargs)
         if torch.Tag.inplace_view in func.tags:
             return self._change_view(func, args, kwargs, rank)
-        if torch.Tag.nondeterministic_seeded in func.tags and func is not _ATTENTION:
+        if draws(func, args, kwargs) or func is _CHOICE:
             return self._at_home(func, args, kwargs, device)
         if _depends_on_values(func, args):
             return self._ask(func, args, kwargs, rank)
@@ -182,6 +185,10 @@ class FarDevices:
                 return back[id(made)]
             return self.upload(made, device)
 
+        written = func._schema.arguments if func._schema.is_mutable else ()
+        for given, each in zip(args, written):
+            if each.alias_info is not None and each.alias_info.is_write:
+                upload(read[id(given)])  # also what it does not give, as RReLU its noise
         result = exchanged(result, upload)
         return tuple(result) if type(result) is list else result
 
@@ -307,8 +314,8 @@ class FarDevices:
         if _address(values) == _address(source):
             values = values.clone()  # as rank 0 goes on, and may change it
         values = values.resolve_conj().resolve_neg()
+        self._values[rank].append(values)  # first: with what is told, all may be sent
         self._tell(rank, commands.Put(self.stored(target), tuple(values.shape), values.dtype))
-        self._values[rank].append(values)
         if values.nbytes > _LARGE:
             self._flush(rank)
 
@@ -520,6 +527,10 @@ class FarDevices:
     def _tell(self, rank: int, command: Any) -> None:
         with self._lock:
             self._say_freed(rank)  # first, or all that a message makes would be there at once
+            now = settings()
+            if self._settings.get(rank) != now:
+                self._settings[rank] = now
+                self._kept[rank].append(commands.Settings(now))
             self._kept[rank].append(command)
             if len(self._kept[rank]) >= _MOST_KEPT:
                 self._flush(rank)
@@ -591,6 +602,15 @@ _ERRORS: dict[str, type[Exception]] = {
     "OutOfMemoryError": torch.OutOfMemoryError,
     "_LinAlgError": torch.linalg.LinAlgError,
 }
+
+
+def draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an operation draws random numbers."""
+    if torch.Tag.nondeterministic_seeded not in func.tags or func is _CHOICE:
+        return False
+    if func is not _ATTENTION:
+        return True
+    return bool(kwargs.get("dropout_p", args[3] if len(args) > 3 else 0.0))
 
 
 def _depends_on_values(func: Any, args: Any) -> bool:

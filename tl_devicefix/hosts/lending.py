@@ -25,8 +25,9 @@ from tl_devicefix.hosts.commands import (
 from tl_devicefix.hosts.files import text_of, write_into
 from tl_devicefix.hosts.graphs import Graph, called
 from tl_devicefix.hosts.mapped import differences, read
-from tl_devicefix.hosts.modules import Unpickler
 from tl_devicefix.hosts.peers import RankLost
+from tl_devicefix.hosts.pickling import Unpickler
+from tl_devicefix.hosts.settings import set_as
 from tl_devicefix.simulation.geometry import Geometry, geometry_of
 
 _NEVER = "what it needs was never computed, as something failed before"
@@ -92,6 +93,9 @@ class Lender:
         for made, there in zip(tensors_in(result), command.gives, strict=True):
             if there is not None:
                 self._keep(made, *there)
+
+    def _settings(self, command: commands.Settings) -> None:
+        set_as(command.values)
 
     def _hold(self, command: commands.Hold) -> None:
         device = self._devices[command.device]

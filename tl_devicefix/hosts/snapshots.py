@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from operator import eq, is_
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.hosts.caching import is_caching, points_of
+from tl_devicefix.hosts.classes import SeenClasses
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HELD_IN = ("_parameters", "_buffers", "_modules")
@@ -24,25 +26,30 @@ class Snapshot:
         block: a module with a `cfg`, all of whose tensors are on one device.
 
     Attributes:
-        tensors: its parameters and buffers.
+        tensors: what `tensors_of` gives.
+        classes: of its modules.
     """
 
     def __init__(self, block: Any) -> None:
-        modules = list(block.modules())
-        points = [vars(each) for each in modules if type(each) is HookPoint]
-        dicts = [vars(each) for each in modules if type(each) is not HookPoint]
-        dicts += [vars(each)[name] for each in modules for name in _HELD_IN]
-        dicts.append(vars(block.cfg))
-        self._dicts = [(each, tuple(each), tuple(each.values())) for each in dicts if each]
-        self._empty = [each for each in dicts if not each]
-        # What a point says of itself is no matter as long as nothing more is set in it.
-        self._points, self._lengths = points, list(map(len, points))
+        self._block = weakref.ref(block)  # or what is held for it would hold it
+        self._modules = list(block.modules())[1:]
+        self._classes = [type(block), *map(type, self._modules)]
+        self.classes = SeenClasses([*self._classes, type(block.cfg)])
+        self._attributes = Attributes(block)
         self.tensors = tensors_of(block)
         self._storages = list(map(_storage, self.tensors))
         self._hooks = hooks_within(block)
         #: Its hook points, in order.
         self.points = points_of(block)
         self._of_points = [vars(each)["_forward_hooks"] for each in self.points]
+
+    @property
+    def name(self) -> str:
+        """Of the block, as its hook points say it: "blocks.3", or "blocks.3.attn"."""
+        block: Any = self._block()
+        points = ((name, each) for name, each in block.named_modules() if type(each) is HookPoint)
+        name, point = next(points, ("", None))
+        return str(getattr(point, "name", None) or type(block).__name__).removesuffix(f".{name}")
 
     def listened(self) -> tuple[int, ...] | None:
         """To which hook points caching hooks listen now; None if any other hook is there."""
@@ -56,10 +63,37 @@ class Snapshot:
     def holds(self) -> bool:
         """Whether it all is as it was."""
         return (
+            self._attributes.hold()
+            and [type(self._block()), *map(type, self._modules)] == self._classes
+            and all(map(is_, map(_storage, self.tensors), self._storages))
+            and self.classes.holds()
+        )
+
+
+class Attributes:
+    """What is set in a block's modules and its `cfg`.
+
+    Args:
+        block: a module with a `cfg`.
+    """
+
+    def __init__(self, block: Any) -> None:
+        modules = list(block.modules())
+        points = [vars(each) for each in modules if type(each) is HookPoint]
+        dicts = [vars(each) for each in modules if type(each) is not HookPoint]
+        dicts += [vars(each)[name] for each in modules for name in _HELD_IN]
+        dicts.append(vars(block.cfg))
+        self._dicts = [(each, tuple(each), tuple(each.values())) for each in dicts if each]
+        self._empty = [each for each in dicts if not each]
+        # What a point says of itself is no matter as long as nothing more is set in it.
+        self._points, self._lengths = points, list(map(len, points))
+
+    def hold(self) -> bool:
+        """Whether they all are the same objects."""
+        return (
             all(map(_is_same, self._dicts))
             and not any(self._empty)
             and list(map(len, self._points)) == self._lengths
-            and all(map(is_, map(_storage, self.tensors), self._storages))
         )
 
 
@@ -88,10 +122,11 @@ def has_forward_within(block: nn.Module) -> bool:
 
 
 def tensors_of(module: nn.Module) -> list[torch.Tensor]:
-    """Parameters and buffers, one that is used twice twice."""
+    """Parameters, buffers, and what else is set in modules; one that is used twice twice."""
     return [
         each
         for one in module.modules()
-        for each in (*one._parameters.values(), *one._buffers.values())
-        if each is not None
+        if type(one) is not HookPoint
+        for each in (*one._parameters.values(), *one._buffers.values(), *vars(one).values())
+        if isinstance(each, torch.Tensor)
     ]

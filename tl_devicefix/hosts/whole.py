@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tl_devicefix.hosts.caching import noting, tensor_in
+from tl_devicefix.hosts.classes import is_as_imported
 from tl_devicefix.hosts.graphs import Graph, Key, called
 from tl_devicefix.hosts.modules import HeldBlock, HeldCopy, held
 from tl_devicefix.simulation.geometry import Geometry
@@ -40,7 +41,8 @@ def run_whole(
     """
     residual = next(iter(given.values()))
     found = held(block, residual)
-    if found is None or residual.dtype != block.cfg.dtype:  # or it would give another dtype
+    # Of another dtype, or lying otherwise, it would give another one.
+    if found is None or residual.dtype != block.cfg.dtype or not residual.is_contiguous():
         return None
     tensors = {name: each for name, each in given.items() if isinstance(each, torch.Tensor)}
     if any(each.device != found.device for each in tensors.values()):
@@ -48,14 +50,14 @@ def run_whole(
     if torch.is_grad_enabled():
         everything: dict[Key, torch.Tensor] = dict(enumerate(found.seen.tensors))
         everything.update(tensors)
-        wanted = {key: each for key, each in everything.items() if each.requires_grad}
+        wanted = tuple(key for key, each in everything.items() if each.requires_grad)
         if wanted and found.points:
             return None
         if wanted:
-            return _with_gradients(found.there, given, wanted, entry, run_here)
+            return _with_gradients(found, given, everything, wanted, entry, run_here)
     if found.points:
         return None if entry is not None else _cached(found, given)
-    return _without_gradients(found.there, given, residual, entry)
+    return _without_gradients(found, given, residual, entry)
 
 
 def _cpu(given: dict[str, Any]) -> dict[str, Any]:
@@ -73,22 +75,28 @@ def _contiguous(shape: Any, dtype: torch.dtype) -> Geometry:
 
 
 def _without_gradients(
-    there: HeldCopy, given: dict[str, Any], residual: SimTensor, entry: Any
-) -> torch.Tensor:
-    past = None
+    found: HeldBlock, given: dict[str, Any], residual: SimTensor, entry: Any
+) -> torch.Tensor | None:
+    there, cpu = found.there, _cpu(given)
+    past, outputs = None, [_output(residual)]
     if entry is not None:
-        past = type(entry), entry.past_keys._cpu, entry.past_values._cpu, entry.frozen
-    if there.rank:
-        gives = [there.far.promise(_output(residual), there.rank)]
-        if past is not None and not entry.frozen:
+        keys, values = entry.past_keys, entry.past_values
+        if not (keys.device == values.device == found.device and is_as_imported(type(entry))):
+            return None
+        past = type(entry), keys._cpu, values._cpu, entry.frozen
+        if not entry.frozen:
             for each in past[1:3]:
                 batch, length, *heads = each.shape
                 shape = batch, length + residual.shape[1], *heads
-                gives.append(there.far.promise(_contiguous(shape, each.dtype), there.rank))
-        there.far.call(there.rank, there.number, _cpu(given), past, gives)
+                outputs.append(_contiguous(shape, each.dtype))
+    if there.trial(cpu, past, (), outputs) is None:
+        return None
+    if there.rank:
+        gives = [found.far.promise(each, there.rank) for each in outputs]
+        found.far.call(there.rank, there.number, cpu, past, gives)
     else:
         with torch.no_grad():
-            gives = called(there.copy(), _cpu(given), past)
+            gives = called(there.copy(), cpu, past)
     made = [there.wrapped(each) for each in gives]
     if len(made) > 1:
         entry.past_keys, entry.past_values = made[1:]
@@ -97,12 +105,14 @@ def _without_gradients(
 
 def _cached(found: HeldBlock, given: dict[str, Any]) -> torch.Tensor | None:
     """What a block gives, to whose hook points caching hooks listen, which are called after it."""
-    there = found.there
+    there, cpu = found.there, _cpu(given)
+    if there.trial(cpu, None, (), [_output(next(iter(given.values())))]) is None:
+        return None
     if there.rank:
-        layout = there.layout(given, found.points)
+        layout = there.layout(cpu, found.points)
         if layout is None:
             return None
-        new = there.far.call_cached(there.rank, there.number, _cpu(given), layout)
+        new = there.far.call_cached(there.rank, there.number, cpu, layout)
         known: dict[Key, Any] = dict(enumerate(found.seen.tensors))
         known.update(given)
         made = [
@@ -117,7 +127,7 @@ def _cached(found: HeldBlock, given: dict[str, Any]) -> torch.Tensor | None:
     else:
         block = there.copy(found.points)
         with torch.no_grad(), noting(block, found.points) as called_with:
-            made = [block(**_cpu(given))]
+            made = [block(**cpu)]
         made += [each for _, each in called_with]
         points = tuple(index for index, _ in called_with)
     output, *kept = map(there.wrapped, made)
@@ -127,19 +137,22 @@ def _cached(found: HeldBlock, given: dict[str, Any]) -> torch.Tensor | None:
 
 
 def _with_gradients(
-    there: HeldCopy,
+    found: HeldBlock,
     given: dict[str, Any],
-    wanted: dict[Key, torch.Tensor],
+    everything: dict[Key, torch.Tensor],
+    wanted: tuple[Key, ...],
     entry: Any,
     run_here: Callable[..., torch.Tensor],
 ) -> torch.Tensor | None:
     if entry is not None or torch.is_anomaly_enabled() or _saves_by_hooks():
         return None
-    used = there.used(given)
-    if used is None:
+    output = _output(next(iter(given.values())))
+    trial = found.there.trial(_cpu(given), None, wanted, [output])
+    if trial is None:
         return None
-    keys = {key: used[key] for key in wanted if key in used}
-    made: torch.Tensor = _Whole.apply(there, given, run_here, keys, *(wanted[key] for key in keys))
+    used = (everything[key] for key in trial.used)
+    read = {key: everything[key] for key in trial.read}
+    made: torch.Tensor = _Whole.apply(found, given, run_here, trial.used, read, output, *used)
     return made
 
 
@@ -153,48 +166,60 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, there: HeldCopy, given: Any, run_here: Any, keys: Any, *wanted: Any
-    ) -> Any:
-        ctx.there, ctx.run_here, ctx.keys = there, run_here, keys
-        ctx.given = {name: each for name, each in given.items() if name not in keys}
-        # A bias may be changed before the backward, as nothing reads it.
-        ctx.save_for_backward(*(each for each, is_read in zip(wanted, keys.values()) if is_read))
-        ctx.unread = [each for each, is_read in zip(wanted, keys.values()) if not is_read]
-        residual = next(iter(given.values()))
+        ctx: Any, found: HeldBlock, given: Any, run_here: Any, used: Any, read: Any, output: Any,
+        *wanted: Any,
+    ) -> Any:  # fmt: skip
+        ctx.found, ctx.run_here, ctx.used = found, run_here, used
+        ctx.given = {name: each for name, each in given.items() if name not in used}
+        # Also frozen weights; but a bias may be changed before the backward, as nothing reads it.
+        ctx.save_for_backward(*read.values())
+        ctx.read = tuple(read)
+        ctx.unread = {key: each for key, each in zip(used, wanted) if key not in read}
+        there, cpu = found.there, _cpu(given)
         if there.rank:
-            output = there.far.promise(_output(residual), there.rank)
-            ctx.graph = _FarGraph(there, _cpu(given), tuple(keys), wanted, output)
+            made = found.far.promise(output, there.rank)
+            ctx.graph = _FarGraph(there, cpu, used, wanted, made)
         else:
-            ctx.graph = Graph(there.copy(), _cpu(given), keys)
-            output = ctx.graph.output
-        return there.wrapped(output)
+            ctx.graph = Graph(there.copy(), cpu, used)
+            made = ctx.graph.output
+        return there.wrapped(made)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:  # type: ignore[override]
         wanted = _wanted(ctx)
-        needed = ctx.needs_input_grad[4:]
+        needed = ctx.needs_input_grad[6:]
         if torch.is_grad_enabled():  # for gradients of gradients
-            return None, None, None, None, *_again(ctx, wanted, needed, gradient)
+            return *[None] * 6, *_again(ctx, wanted, needed, gradient)
         which = tuple(index for index, is_needed in enumerate(needed) if is_needed)
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
         found = ctx.graph.backward(gradient._cpu, which, keeps)
-        gradients = dict(zip(which, map(ctx.there.wrapped, found)))
-        return None, None, None, None, *(gradients.get(index) for index in range(len(wanted)))
+        gradients = dict(zip(which, map(ctx.found.there.wrapped, found)))
+        return *[None] * 6, *(gradients.get(index) for index in range(len(wanted)))
 
 
 def _wanted(ctx: Any) -> list[torch.Tensor]:
     """What asks for gradients.
 
     Raises:
-        RuntimeError: if one that is read was changed, or there was a backward before.
+        RuntimeError: if what is read was changed, or there was a backward before.
     """
-    saved, unread = iter(ctx.saved_tensors), iter(ctx.unread)
-    return [next(saved) if is_read else next(unread) for is_read in ctx.keys.values()]
+    there = {**ctx.unread, **dict(zip(ctx.read, ctx.saved_tensors))}
+    return [there[key] for key in ctx.used]
 
 
 def _again(ctx: Any, wanted: Any, needed: Any, gradient: torch.Tensor) -> list[Any]:
-    """Gradients that have gradients themselves: the block's operations are run one by one."""
-    given = {**ctx.given, **{key: each for key, each in zip(ctx.keys, wanted) if type(key) is str}}
+    """Gradients that have gradients themselves: the block's operations are run one by one.
+
+    Raises:
+        RuntimeError: if it would be another block's.
+    """
+    seen = ctx.found.seen
+    if seen.listened() != () or not seen.holds():
+        raise RuntimeError(
+            f"{seen.name} was changed, or got hooks, between a forward and a backward for gradients"
+            " of gradients, which runs it again: change it before the forward, or after both"
+        )
+    given = {**ctx.given, **{key: each for key, each in zip(ctx.used, wanted) if type(key) is str}}
     inputs = [each for each, is_needed in zip(wanted, needed) if is_needed]
     found = iter(
         torch.autograd.grad(

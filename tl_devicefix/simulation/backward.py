@@ -45,6 +45,9 @@ def run_backward(engine: Engine) -> Engine:
         try:
             with torch.autograd.set_multithreading_enabled(False), _interrupts_kept():
                 result = engine(t_outputs, *args, **kwargs)
+        except Exception:
+            if not _here.errors:  # else it comes of these
+                raise
         finally:
             _here.engines -= 1
             _here.hooks = hooks

@@ -1,0 +1,116 @@
+"""Whether a class is what was imported: of one that was changed since, a rank knows nothing."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterable, Iterator
+from types import (
+    BuiltinFunctionType,
+    ClassMethodDescriptorType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodDescriptorType,
+    WrapperDescriptorType,
+)
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from tl_devicefix.patching.applying import original
+
+_PACKAGES = {
+    *sys.stdlib_module_names,
+    *("transformer_lens", "torch", "transformers", "tl_devicefix", "numpy", "einops"),
+} - {"__main__"}
+_OF_C = (
+    *(BuiltinFunctionType, ClassMethodDescriptorType, GetSetDescriptorType),
+    *(MemberDescriptorType, MethodDescriptorType, WrapperDescriptorType),
+)
+
+
+def is_everywhere(module: str | None) -> bool:
+    """Whether all ranks have a module; others, as a notebook, may be rank 0's alone."""
+    return module is not None and _package(module) in _PACKAGES
+
+
+def is_function_everywhere(function: FunctionType) -> bool:
+    """Whether all ranks have a function: what it says of itself may be what it wraps."""
+    return is_everywhere(function.__module__) and is_everywhere(_written_in(function))
+
+
+def is_as_imported(cls: type) -> bool:
+    """Whether a class is what every rank has, now."""
+    before = _known.get(cls)
+    if before is None or not before[0].holds():
+        seen = SeenClasses([cls])
+        _known[cls] = before = seen, seen.are_as_imported()
+    return before[1]
+
+
+class SeenClasses:
+    """What was in classes, and in those that they inherit from.
+
+    Args:
+        classes: of which the same is asked again and again.
+    """
+
+    def __init__(self, classes: Iterable[type]) -> None:
+        inherited = dict.fromkeys(base for each in set(classes) for base in each.__mro__[:-1])
+        self._seen = [(each, vars(each), tuple(vars(each).values())) for each in inherited]
+
+    def holds(self) -> bool:
+        """Whether nothing was put into them since."""
+        return all(tuple(now.values()) == then for _, now, then in self._seen)
+
+    def are_as_imported(self) -> bool:
+        """Whether they are what every rank has."""
+        return all(
+            is_everywhere(cls.__module__)
+            and all(_is_of(cls, name, value) for name, value in now.items())
+            for cls, now, _ in self._seen
+        )
+
+
+def _is_of(cls: type, name: str, value: Any) -> bool:
+    """Whether it is what a class's own module put there, or a package that all ranks have."""
+    functions = list(_functions_in(value))
+    if any(_package(_written_in(each)) == "tl_devicefix" for each in functions):
+        value = original(cls, name)  # which may have been changed before this package came
+        functions = list(_functions_in(value))
+    if functions:
+        return all(_may_be_in(cls, _written_in(each)) for each in functions)
+    acts = callable(value) or hasattr(type(value), "__get__")
+    return not acts or isinstance(value, (type, *_OF_C))
+
+
+def _may_be_in(cls: type, module: str) -> bool:
+    """Whether a class has functions of a module, if nobody put them there by hand.
+
+    Transformers, and this package, put some into torch's own.
+    """
+    is_put = _package(cls.__module__) == "torch" and is_everywhere(module)
+    return module == cls.__module__ or is_put
+
+
+def _functions_in(value: Any) -> Iterator[FunctionType]:
+    if isinstance(value, property):
+        value = [value.fget, value.fset, value.fdel]
+    elif isinstance(value, classmethod | staticmethod):
+        value = [value.__func__]
+    elif isinstance(value, functools.cached_property):
+        value = [value.func]
+    else:
+        value = [value]
+    return (each for each in value if isinstance(each, FunctionType))
+
+
+def _written_in(function: FunctionType) -> str:
+    return str(function.__globals__.get("__name__"))
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]
+
+
+_known: WeakKeyDictionary[type, tuple[SeenClasses, bool]] = WeakKeyDictionary()
