@@ -123,6 +123,7 @@ def check_contents(session: nox.Session, wheel: Path, sdist: Path) -> None:
 IN_CI = ("3.9.0", "4.3.0", "2.18.0")
 WITH_NOTEBOOKS = ("3.9.0",)
 """With the newest HookedTransformer; with the others, they are in the full sessions."""
+NOTEBOOKS_TOO = ("--nbmake", "notebooks", "tests")
 
 
 def install_tests(session: nox.Session, transformer_lens: str) -> None:
@@ -138,9 +139,9 @@ def add_tests(transformer_lens: str) -> None:
     @nox.session(name=f"tests-{transformer_lens}")
     def tests(session: nox.Session) -> None:
         install_tests(session, transformer_lens)
-        session.run("pytest", "-n", "2", "--dist", "worksteal", *session.posargs)
-        if transformer_lens in WITH_NOTEBOOKS and not session.posargs:
-            session.run("pytest", "--nbmake", "notebooks", "-n", "2")
+        # The notebooks first, or a process would wait for the last one.
+        all_of_it = NOTEBOOKS_TOO if transformer_lens in WITH_NOTEBOOKS else ()
+        session.run("pytest", "-n", "2", "--dist", "worksteal", *(session.posargs or all_of_it))
 
 
 def add_full_tests(transformer_lens: str) -> None:
@@ -149,9 +150,8 @@ def add_full_tests(transformer_lens: str) -> None:
     @nox.session(name=f"full-{transformer_lens}")
     def full(session: nox.Session) -> None:
         install_tests(session, transformer_lens)
-        session.run("pytest", "-n", "2", "--dist", "worksteal", "--full", *session.posargs)
-        if not session.posargs:
-            session.run("pytest", "--nbmake", "notebooks", "-n", "2")
+        what = session.posargs or NOTEBOOKS_TOO
+        session.run("pytest", "-n", "2", "--dist", "worksteal", "--full", *what)
 
 
 for version in (*IN_CI, "2.16.1", "3.0.0", "3.5.1"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import large_imports  # isort: skip  # before them
+
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +26,8 @@ from tl_devicefix.patching.versions import has_bridge, has_hooked_transformer, i
 
 if has_hooked_transformer():
     from hooked_fixtures import references, unprocessed, without_weights  # noqa: F401
+
+large_imports.are_done()
 
 # What in a room is a Bridge's is in its folder `bridge`, beside what is HookedTransformer's.
 HERE = Path(__file__).parent

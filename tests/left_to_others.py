@@ -11,6 +11,8 @@ from either_class import BRIDGE
 
 from tl_devicefix.patching.versions import has_hooked_transformer, installed
 
+OF_FILES = ("test_harvest_resumed", "test_open_harvest", "test_token_batches")
+"""What is written and read of a harvest, whichever model it is of."""
 OF_RANKS = ("test_errors_on_ranks", "test_lost_ranks", "test_what_is_launched")
 BRIDGE_ON_3 = ("test_parity",)
 """Where the Bridge of TransformerLens 3.9 is tested: whether it gives what it gave unpatched."""
@@ -20,8 +22,8 @@ def is_left_to_others(item: pytest.Item) -> bool:
     """Whether another version's default run has this test, of the same code."""
     if has_hooked_transformer() and _is_of_bridge(item):
         return item.path.stem not in BRIDGE_ON_3
-    # Simulated devices, and how ranks fail, know nothing of TransformerLens.
-    is_of_torch = item.path.parent.name == "simulation" or item.path.stem in OF_RANKS
+    # Simulated devices, how ranks fail, and files know nothing of TransformerLens.
+    is_of_torch = item.path.parent.name == "simulation" or item.path.stem in (*OF_RANKS, *OF_FILES)
     return installed().major != 3 and is_of_torch
 
 
