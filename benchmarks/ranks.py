@@ -60,7 +60,7 @@ def side_by_side(
 def show(what: str, found: tuple[float, float, float]) -> None:
     """Print a row."""
     here, ratio, longer = found
-    print(f"{what:<44}{1e3 * here:>10.1f}{ratio:>8.2f}{1e3 * longer:>12.1f}", flush=True)
+    print(f"{what:<46}{1e3 * here:>10.1f}{ratio:>8.2f}{1e3 * longer:>12.1f}", flush=True)
 
 
 CORES = sorted(os.sched_getaffinity(0))
@@ -81,7 +81,7 @@ def lend(arguments: argparse.Namespace) -> tuple[str, float]:
         free.bind(("127.0.0.1", 0))
         master = f"127.0.0.1:{free.getsockname()[1]}"
     told = ["lend", "--master", master, "--rank", "1", "--world-size", "2"]
-    start(["-m", "tl_devicefix", *told], arguments)
+    start(["-m", "tl_devicefix", *told], arguments, stdout=subprocess.DEVNULL)
     return master, time.perf_counter()
 
 
@@ -98,7 +98,7 @@ def compare(arguments: argparse.Namespace) -> None:
     print(f"joined {time.perf_counter() - started:.1f} s after the other process was started")
     far = load(HUB_NAME, n_devices=2)
     print(far.placement)
-    print(f"\n{'':<44}{'here, ms':>10}{'ratio':>8}{'longer, ms':>12}")
+    print(f"\n{'':<46}{'here, ms':>10}{'ratio':>8}{'longer, ms':>12}")
     with torch.inference_mode():
         for n_tokens in arguments.tokens:
             show_forward(far, here, n_tokens, arguments.repeats)
@@ -109,7 +109,58 @@ def compare(arguments: argparse.Namespace) -> None:
         run = lambda model: model.run_with_hooks(tokens, fwd_hooks=hooks)  # noqa: E731
         found = side_by_side(lambda: run(far), lambda: run(here), arguments.repeats)
         show(f"a hook on the last block, {arguments.context} tokens", found)
+        show_cache(far, here, arguments)
         show_flights(far, here, arguments)
+    show_backward(far, here, arguments)
+    show_steering(far, here, arguments)
+
+
+def show_cache(far: Any, here: Any, arguments: argparse.Namespace) -> None:
+    """All activations of a prompt: kept where they were computed, and read at home."""
+    tokens = torch.randint(3, 1000, (1, arguments.context))
+
+    def read(model: Any) -> None:
+        for activation in model.run_with_cache(tokens)[1].values():
+            activation.cpu()
+
+    for what, run in (
+        ("run_with_cache, unread", lambda model: model.run_with_cache(tokens)[0]),
+        ("run_with_cache, all read at home", read),
+    ):
+        found = side_by_side(lambda: run(far), lambda: run(here), arguments.repeats)  # noqa: B023
+        show(f"{what}, {arguments.context} tokens", found)
+
+
+def show_backward(far: Any, here: Any, arguments: argparse.Namespace) -> None:
+    """From the loss to all parameters."""
+    tokens = torch.randint(3, 1000, (1, arguments.context))
+
+    def run(model: Any) -> torch.Tensor:
+        model.zero_grad(set_to_none=True)
+        model(tokens, return_type="loss").backward()
+        gradient: torch.Tensor = model.embed.W_E.grad  # the last one, behind all blocks
+        return gradient[0]
+
+    found = side_by_side(lambda: run(far), lambda: run(here), arguments.repeats)
+    show(f"backward to parameters, {arguments.context} tokens", found)
+    for model in (far, here):
+        model.zero_grad(set_to_none=True)
+
+
+def show_steering(far: Any, here: Any, arguments: argparse.Namespace) -> None:
+    """From the loss to a vector that is added to the first block's input, and no parameter."""
+    tokens = torch.randint(3, 1000, (1, arguments.context))
+
+    def run(model: Any) -> torch.Tensor | None:
+        vector = torch.zeros(model.cfg.d_model, device=model.cfg.device, requires_grad=True)
+        hooks = [("blocks.0.hook_resid_pre", lambda value, hook: value + vector)]
+        model.run_with_hooks(tokens, return_type="loss", fwd_hooks=hooks).backward()
+        return vector.grad
+
+    for model in (far, here):
+        model.requires_grad_(False)
+    found = side_by_side(lambda: run(far), lambda: run(here), arguments.repeats)
+    show(f"backward to a steering vector, {arguments.context} tokens", found)
 
 
 def show_forward(far: Any, here: Any, n_tokens: int, repeats: int) -> None:
@@ -129,7 +180,7 @@ def show_generating(far: Any, here: Any, arguments: argparse.Namespace) -> None:
 
     new = arguments.new
     more = side_by_side(of(far, new), of(here, new), arguments.repeats)
-    print(f"{f'a token behind {arguments.context} in a KV cache':<44}", end="")
+    print(f"{f'a token behind {arguments.context} in a KV cache':<46}", end="")
     print(f"{1e3 * more[0] / new:>10.1f}{more[1]:>8.2f}{1e3 * more[2] / new:>12.1f}")
 
 
@@ -146,12 +197,12 @@ def show_flights(far: Any, here: Any, arguments: argparse.Namespace) -> None:
         max(arguments.repeats // 3, 1),
     )
     show(f"{arguments.flights} runs in flight, over the loop on one", found)
-    print(f"{'  how many times as fast':<44}{1 / found[1]:>18.2f}")
+    print(f"{'  how many times as fast':<46}{1 / found[1]:>18.2f}")
     loop = lambda: [here(tokens) for tokens in runs]  # noqa: E731
     alone = min(timed(loop) for _ in range(3))
     with beside(arguments):
         slowed = min(timed(loop) for _ in range(3))
-    print(f"{'  two processes that each run the loop':<44}{2 * alone / slowed:>18.2f}")
+    print(f"{'  two processes that each run the loop':<46}{2 * alone / slowed:>18.2f}")
 
 
 @contextlib.contextmanager

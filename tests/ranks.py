@@ -24,8 +24,8 @@ def free_port() -> int:
 
 
 def start_python(arguments: list[str]) -> None:
-    """Start a Python of its own."""
-    subprocess.Popen([sys.executable, *arguments])
+    """Start a Python of its own, which says nothing."""
+    subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL)
 
 
 def lend_to_this_process(

@@ -204,7 +204,7 @@ def _connect(watch: Watch, rank: int, world_size: int) -> None:
             f"not every rank can reach each other one ({said_by_gloo(error)}): see that no "
             "firewall is between their hosts, and that GLOO_SOCKET_IFNAME, if it is set, is the "
             "network that they have in common"
-        ) from error
+        ) from None
     _keep_until_the_process_ends()
 
 

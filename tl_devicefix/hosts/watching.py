@@ -119,10 +119,10 @@ class Watch:
             )
         except RuntimeError as error:  # DistError is one
             if not is_master:
-                raise self._rank_0_is_missing(error) from error
+                raise self._rank_0_is_missing(error) from None
             raise RuntimeError(
                 f"rank 0 cannot listen at {self._master}: choose another port, or end what has it"
-            ) from error
+            ) from None
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return dist.PrefixStore(f"tl_devicefix {attempt}", store)
 
@@ -175,8 +175,8 @@ class Watch:
             self._wait_for(keys)
             self._is_awaited = False
             return [json.loads(self.store.get(key)) for key in keys]
-        except RuntimeError as error:  # DistError is one
-            raise RuntimeError(self._why_not_all_came(keys)) from error
+        except RuntimeError:  # DistError is one, which shows torch's own stack
+            raise RuntimeError(self._why_not_all_came(keys)) from None
 
     def _wait_for(self, keys: list[str]) -> None:
         """Look for all ranks again and again: what waits in the store, nothing interrupts.
