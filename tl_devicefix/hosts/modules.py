@@ -16,13 +16,13 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
-from tl_devicefix.hosts.caching import Layout, layout_of, noting
+from tl_devicefix.hosts.caching import Layout
 from tl_devicefix.hosts.commands import Stored
 from tl_devicefix.hosts.far_devices import FarDevices
 from tl_devicefix.hosts.graphs import Key
 from tl_devicefix.hosts.pickling import Unpickler, pickled
 from tl_devicefix.hosts.snapshots import HOOKS, Snapshot, has_forward_within, tensors_of
-from tl_devicefix.hosts.trials import Trial, tried
+from tl_devicefix.hosts.trials import Trial, laid_out, tried
 from tl_devicefix.simulation.geometry import Geometry, geometry_of
 from tl_devicefix.simulation.machine import DEVICE_TYPE, Machine
 from tl_devicefix.simulation.tensor import SimTensor, wrap
@@ -112,20 +112,15 @@ class HeldCopy:
     def layout(self, given: dict[str, Any], points: tuple[int, ...]) -> Layout | None:
         """How what it gives, and what hook points are called with, will lie; None if unknown.
 
-        A block without values tells, which is run here once for each geometry.
+        Args:
+            given: its arguments, as they are there.
+            points: which of its hook points.
         """
-        blank = {name: _blank(each) for name, each in given.items()}
-        of = tuple(geometry_of(e) if isinstance(e, torch.Tensor) else e for e in blank.values())
-        key = points, tuple(blank), of
+        blanks = {name: _blank(each) for name, each in given.items()}
+        of = (geometry_of(e) if isinstance(e, torch.Tensor) else e for e in blanks.values())
+        key = points, tuple(blanks), tuple(of)
         if key not in self._layouts:
-            block = self._without_values()
-            known: dict[Key, torch.Tensor] = dict(enumerate(tensors_of(block)))
-            known |= {n: each for n, each in blank.items() if isinstance(each, torch.Tensor)}
-            try:
-                with torch.no_grad(), noting(block, points) as called:
-                    self._layouts[key] = layout_of(block(**blank), called, known)
-            except RuntimeError:  # it asks for values, or torch has no rule for it
-                self._layouts[key] = None
+            self._layouts[key] = laid_out(self._without_values(), blanks, points)
         return self._layouts[key]
 
     def _without_values(self) -> nn.Module:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tl_devicefix.hosts.caching import Layout, layout_of, noting
 from tl_devicefix.hosts.far_devices import draws
 from tl_devicefix.hosts.graphs import Graph, Key, called
 from tl_devicefix.hosts.snapshots import Attributes, tensors_of
@@ -96,6 +97,23 @@ def _try(
     if questions.drew or is_changed or not is_new or list(map(geometry_of, made)) != outputs:
         return None
     return Trial(used, tuple(key for key, each in tensors.items() if _storage(each) in read))
+
+
+def laid_out(block: nn.Module, given: dict[str, Any], points: tuple[int, ...]) -> Layout | None:
+    """How what a block gives, and what hook points are called with, lies; None if not known.
+
+    Args:
+        block: without values.
+        given: its arguments, without values.
+        points: which hook points.
+    """
+    known: dict[Key, torch.Tensor] = dict(enumerate(tensors_of(block)))
+    known |= {name: each for name, each in given.items() if isinstance(each, torch.Tensor)}
+    try:
+        with _without_modes(), torch.no_grad(), noting(block, points) as called_with:
+            return layout_of(block(**given), called_with, known)
+    except Exception:  # noqa: BLE001  # that torch has no rule, or values are asked for
+        return None
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -56,7 +56,7 @@ def run_whole(
         if wanted:
             return _with_gradients(found, given, everything, wanted, entry, run_here)
     if found.points:
-        return None if entry is not None else _cached(found, given)
+        return None if entry is not None else _cached(found, given, residual)
     return _without_gradients(found, given, residual, entry)
 
 
@@ -103,10 +103,10 @@ def _without_gradients(
     return made[0]
 
 
-def _cached(found: HeldBlock, given: dict[str, Any]) -> torch.Tensor | None:
+def _cached(found: HeldBlock, given: dict[str, Any], residual: SimTensor) -> torch.Tensor | None:
     """What a block gives, to whose hook points caching hooks listen, which are called after it."""
     there, cpu = found.there, _cpu(given)
-    if there.trial(cpu, None, (), [_output(next(iter(given.values())))]) is None:
+    if there.trial(cpu, None, (), [_output(residual)]) is None:
         return None
     if there.rank:
         layout = there.layout(cpu, found.points)
