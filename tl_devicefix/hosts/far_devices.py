@@ -177,9 +177,7 @@ class FarDevices:
         """Who has what a rank is about to be told to hold; when that is gone, it lets it go."""
         return self._peers[rank].owner()
 
-    def promise(
-        self, geometry: Geometry, rank: int, owner: Owner | None = None
-    ) -> torch.Tensor:
+    def promise(self, geometry: Geometry, rank: int, owner: Owner | None = None) -> torch.Tensor:
         """A tensor that a rank is about to be told to make, or has made for this owner."""
         made = torch.empty_strided(
             geometry.shape, geometry.stride, dtype=geometry.dtype, device="meta"

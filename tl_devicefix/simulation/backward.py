@@ -43,9 +43,9 @@ def run_backward(engine: Engine) -> Engine:
         _here.engines += 1
         hooks, _here.hooks = _here.hooks, 0  # of an engine around this one
         try:
-            with interrupts.kept(but_when=_is_in_hook):
-                with torch.autograd.set_multithreading_enabled(False):
-                    result = engine(t_outputs, *args, **kwargs)
+            threads = torch.autograd.set_multithreading_enabled
+            with interrupts.kept(but_when=_is_in_hook), threads(False):
+                result = engine(t_outputs, *args, **kwargs)
         finally:
             _here.engines -= 1
             _here.hooks = hooks

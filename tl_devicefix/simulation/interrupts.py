@@ -16,8 +16,8 @@ def _never() -> bool:
     return False
 
 
-class kept:  # a context manager, as those of torch
-    """Within it, an interrupt waits: what it does, by default a KeyboardInterrupt, comes at the end.
+class kept:
+    """Within it, an interrupt waits: its KeyboardInterrupt, or what it does else, comes at the end.
 
     Only the main thread is interrupted: in others this does nothing.
 
