@@ -11,7 +11,6 @@ import pytest
 import torch
 from hf_models import N_LAYERS
 from test_traffic import names as commands_of
-from test_traffic import told  # noqa: F401  # a fixture
 from torch import nn
 
 FAR = N_LAYERS - 1
@@ -89,10 +88,7 @@ def test_an_error_in_a_hook(model: Any, reference: Any, tokens: torch.Tensor) ->
 
 
 def test_the_components_of_a_block_that_is_looked_into_are_run_whole(
-    model: Any,
-    reference: Any,
-    tokens: torch.Tensor,
-    told: list[Any],  # noqa: F811
+    model: Any, reference: Any, tokens: torch.Tensor, told: list[Any]
 ) -> None:
     names = [f"blocks.{FAR}.{name}" for name in ("hook_resid_pre", "hook_resid_mid")]
     seen: dict[str, torch.Tensor] = {}

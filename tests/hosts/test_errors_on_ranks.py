@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from test_traffic import told  # noqa: F401  # a fixture
-
 from tl_devicefix.hosts import commands, mapped
 from tl_devicefix.placement.devices import consecutive
 

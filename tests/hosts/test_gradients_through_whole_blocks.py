@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hf_models import N_LAYERS
-from test_traffic import names, told  # noqa: F401  # a fixture
+from test_traffic import names
 
 from tl_devicefix.hosts.joining import Ranks
 
@@ -46,9 +46,7 @@ def same(one: list[torch.Tensor | None], other: list[torch.Tensor | None]) -> No
 
 
 def test_a_backward_is_one_command_a_block(
-    model: Any,
-    tokens: torch.Tensor,
-    told: list[Any],  # noqa: F811
+    model: Any, tokens: torch.Tensor, told: list[Any]
 ) -> None:
     loss(model, tokens).backward()
     told.clear()

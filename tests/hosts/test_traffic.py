@@ -11,21 +11,6 @@ from hf_models import N_LAYERS
 
 from tl_devicefix.hosts import commands
 from tl_devicefix.hosts.joining import Ranks
-from tl_devicefix.hosts.telling import Telling, Told
-
-
-@pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Every command that is given."""
-    found: list[Any] = []
-    tell = Telling.tell
-
-    def and_note(telling: Telling, told: Told) -> None:
-        found.append(told.command)
-        tell(telling, told)
-
-    monkeypatch.setattr(Telling, "tell", and_note)
-    return found
 
 
 def names(told: list[Any]) -> list[str]:
