@@ -51,7 +51,7 @@ def run_whole(
             return None
     there = found.there
     there.far.wait_for_room(there.rank)
-    with interrupts.kept():  # autograd may end the process at one in its `Function.apply`
+    with interrupts.kept():  # or autograd may be left without gradients, or with hooks
         if wanted:
             return _with_gradients(there, given, wanted, entry, run_here)
         if found.points:
