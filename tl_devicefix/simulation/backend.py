@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -174,19 +173,6 @@ class _Hooks(_PrivateUse1Hooks):
         return True
 
 
-_DeviceGuard: Any = getattr(getattr(torch._C, "_acc", None), "DeviceGuard", object)
-
-
-class _Guard(_DeviceGuard):
-    """Tells which type of device it is for.
-
-    Autograd asks for each operation, where an exception ends the process: an interrupt, which
-    Python raises where a function of its own begins. So this is none.
-    """
-
-    type_ = itertools.repeat(torch._C._autograd.DeviceType.PrivateUse1).__next__
-
-
 def register() -> None:
     """Register the device type with torch; once for a process, as torch cannot forget it."""
     global _accelerator
@@ -194,7 +180,7 @@ def register() -> None:
         return
     _accelerator = real_accelerator()
     backend_registration._setup_privateuseone_for_python_backend(
-        rename=DEVICE_TYPE, backend_module=DeviceModule(), hook=_Hooks(), device_guard=_Guard()
+        rename=DEVICE_TYPE, backend_module=DeviceModule(), hook=_Hooks()
     )
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty.memory_format", _empty, "PrivateUse1")
