@@ -123,7 +123,7 @@ def test_a_class_of_the_user_s_is_run_here(model: Any, tokens: torch.Tensor) -> 
 def test_blocks_whose_activations_are_cached_are_run_whole(
     model: Any,
     tokens: torch.Tensor,
-    told: list[Any],  # noqa: F811
+    told: list[Any],
 ) -> None:
     expected: dict[str, torch.Tensor] = {}
     every = (lambda name: True, lambda value, hook: expected.update({hook.name: value}))
