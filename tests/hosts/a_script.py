@@ -5,6 +5,7 @@ It says with which error it ends, and when; what else there is to say, a line ea
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from interrupting import Interrupting
 
 import tl_devicefix
 from tl_devicefix.demo.demo import load_checkpoint
@@ -112,6 +114,47 @@ def backwards_for_ever() -> None:
     while True:
         model(TOKENS, return_type="loss").backward()
         first_gradient(model).item()
+
+
+def interrupted_anywhere() -> None:
+    """At a line of telling after the other; after each, all is as it was."""
+    model = load()
+    n_devices = torch.get_device_module("sim").device_count()
+    far = [f"sim:{index}" for index in range(n_devices - 2, n_devices)]
+    interrupting, stream = Interrupting(), torch.randn(8, 16)
+
+    def use() -> list[Any]:
+        """Each kind of what ranks are told: blocks, graphs, operations, questions, values."""
+        there = stream.to(far[0])
+        added = [there + 1, there[stream[:, 0] > 0] * 2]
+        there.resize_(16, 16)[8:] = 1
+        there.add_(there.to(far[1]).to(far[0]))
+        model(TOKENS, return_type="loss").backward()
+        gradient = first_gradient(model).item()
+        model.zero_grad()
+        return [logits(model), gradient, there.cpu(), *(each.cpu() for each in added)]
+
+    def held() -> list[int]:
+        gc.collect()
+        for index in range(n_devices):
+            torch.get_device_module("sim").synchronize(index)
+        peers = model.W_E._allocation.machine.asynchronous._peers.values()
+        return [peer.n_held for peer in peers]
+
+    use()
+    expected, before = use(), held()
+    in_use = [torch.get_device_module("sim").memory_allocated(each) for each in range(n_devices)]
+    interrupting.run(use)
+    n_lines, n_raised = interrupting.lines, 0
+    for at in range(1, n_lines, n_lines // 40):
+        n_raised += interrupting.run(use, at)
+        model.zero_grad()
+        assert torch.equal(logits(model), expected[0])
+    torch.testing.assert_close(use(), expected, rtol=0, atol=0)
+    assert held() == before
+    for each in range(n_devices):
+        assert torch.get_device_module("sim").memory_allocated(each) == in_use[each]
+    say("interrupted", n_raised, n_lines)
 
 
 def without_memory() -> None:

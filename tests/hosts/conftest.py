@@ -15,6 +15,7 @@ from spread_of_either_class import *  # noqa: F403
 
 from tl_devicefix.hosts.far_devices import FarDevices
 from tl_devicefix.hosts.joining import Ranks
+from tl_devicefix.hosts.telling import Telling, Told
 from tl_devicefix.patching.versions import has_hooked_transformer
 from tl_devicefix.simulation.machine import Machine
 
@@ -47,6 +48,20 @@ def far(machine: Machine) -> FarDevices:
     """What becomes of operations on them."""
     assert isinstance(machine.asynchronous, FarDevices)
     return machine.asynchronous
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every command that is given."""
+    found: list[Any] = []
+    tell = Telling.tell
+
+    def and_note(telling: Telling, told: Told) -> None:
+        found.append(told.command)
+        tell(telling, told)
+
+    monkeypatch.setattr(Telling, "tell", and_note)
+    return found
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +13,6 @@ import pytest
 import torch
 from hf_models import N_LAYERS
 from test_traffic import names as commands_of
-from test_traffic import told  # noqa: F401  # a fixture
 from torch import nn
 
 FAR = N_LAYERS - 1
@@ -89,10 +90,7 @@ def test_an_error_in_a_hook(model: Any, reference: Any, tokens: torch.Tensor) ->
 
 
 def test_the_components_of_a_block_that_is_looked_into_are_run_whole(
-    model: Any,
-    reference: Any,
-    tokens: torch.Tensor,
-    told: list[Any],  # noqa: F811
+    model: Any, reference: Any, tokens: torch.Tensor, told: list[Any]
 ) -> None:
     names = [f"blocks.{FAR}.{name}" for name in ("hook_resid_pre", "hook_resid_mid")]
     seen: dict[str, torch.Tensor] = {}
@@ -127,7 +125,7 @@ def test_a_class_of_the_user_s_is_run_here(model: Any, tokens: torch.Tensor) -> 
 def test_blocks_whose_activations_are_cached_are_run_whole(
     model: Any,
     tokens: torch.Tensor,
-    told: list[Any],  # noqa: F811
+    told: list[Any],
 ) -> None:
     expected: dict[str, torch.Tensor] = {}
     every = (lambda name: True, lambda value, hook: expected.update({hook.name: value}))
@@ -144,3 +142,17 @@ def test_blocks_whose_activations_are_cached_are_run_whole(
     for name, value in expected.items():
         assert cache[name].stride() == value.stride()
         assert torch.equal(cache[name].cpu(), value.cpu())
+        assert torch.equal(cache[name].cpu(), value.cpu())
+
+
+def test_a_model_that_is_dropped_is_gone(load: Any, tokens: torch.Tensor) -> None:
+    model = load("llama", 4)
+    with torch.no_grad():
+        model.run_with_cache(tokens)
+    model(tokens, return_type="loss").backward()
+    block = weakref.ref(model.blocks[FAR])
+
+    del model
+    gc.collect()
+
+    assert block() is None

@@ -48,22 +48,22 @@ def in_a_file(path: Path) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(values)[256:]
 
 
-def test_a_rank_reads_its_own_file(machine: Any, far: Any, tmp_path: Path) -> None:
+def test_a_rank_reads_its_own_file(machine: Any, told: Any, tmp_path: Path) -> None:
     tensor = in_a_file(tmp_path / "model.safetensors")
 
     there = tensor.view(-1, 16).T.to("sim:3")
 
-    assert [type(each) for each in far._kept[1]][-1] is commands.Load
+    assert type(told[-1]) is commands.Load
     assert torch.equal(there.cpu(), tensor.view(-1, 16).T)
 
 
-def test_what_was_written_to_is_sent(machine: Any, far: Any, tmp_path: Path) -> None:
+def test_what_was_written_to_is_sent(machine: Any, told: Any, tmp_path: Path) -> None:
     tensor = in_a_file(tmp_path / "model.safetensors")
     tensor[5000] += 1
 
     there = tensor.to("sim:3")
 
-    assert [type(each) for each in far._kept[1]][-1] is commands.Put
+    assert type(told[-1]) is commands.Put
     assert torch.equal(there.cpu(), tensor)
 
 

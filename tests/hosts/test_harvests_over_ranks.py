@@ -23,9 +23,9 @@ import tl_devicefix
 from tl_devicefix import harvest, open_harvest
 from tl_devicefix.demo.demo import load_checkpoint
 from tl_devicefix.hosts import commands
-from tl_devicefix.hosts.far_devices import FarDevices
 from tl_devicefix.hosts.files import OtherHost, other_host
 from tl_devicefix.hosts.joining import Ranks
+from tl_devicefix.hosts.telling import Telling, Told
 
 STOP = N_LAYERS - 1  # after the last one, a Bridge goes on to what is behind the blocks
 NEAR, FAR = "blocks.0.hook_resid_post", f"blocks.{STOP - 1}.hook_resid_post"
@@ -88,13 +88,13 @@ def expected(load: tuple[Any, Path]) -> Callable[[str], dict[str, bytes]]:
 def told(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Every command that is given."""
     found: list[Any] = []
-    tell = FarDevices._tell
+    tell = Telling.tell
 
-    def and_note(far: FarDevices, rank: int, command: Any) -> None:
-        found.append(command)
-        tell(far, rank, command)
+    def and_note(telling: Telling, told: Told) -> None:
+        found.append(told.command)
+        tell(telling, told)
 
-    monkeypatch.setattr(FarDevices, "_tell", and_note)
+    monkeypatch.setattr(Telling, "tell", and_note)
     return found
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from hf_models import N_LAYERS
 from test_traffic import names as commands_of
-from test_traffic import told  # noqa: F401  # a fixture
 
 import tl_devicefix
 from tl_devicefix import in_flight
@@ -76,9 +75,7 @@ def test_a_rank_is_at_one_run_while_rank_0_is_at_the_next(
 
 
 def test_blocks_run_whole_in_flight_too_and_are_held_once_for_all_runs(
-    model: Any,
-    tokens: torch.Tensor,
-    told: list[Any],  # noqa: F811
+    model: Any, tokens: torch.Tensor, told: list[Any]
 ) -> None:
     def run(view: Any, number: int) -> torch.Tensor:
         with torch.no_grad():

@@ -87,6 +87,18 @@ def test_an_interrupt_in_a_backward(launch: Launch) -> None:
     assert launched.ends() == [3, 0, 0]
 
 
+def test_interrupts_anywhere(launch: Launch) -> None:
+    launched = launch("interrupted_anywhere")
+
+    said, n_raised, *_ = launched.says()
+
+    assert said == "interrupted"
+    assert n_raised >= 40
+    said_else = launched.text("stderr", 0).replace("\r", "\n").splitlines()
+    assert [line for line in said_else if line and not line.startswith("Loading ")] == []
+    assert launched.ends() == [0, 0, 0]
+
+
 def test_a_rank_without_memory(launch: Launch) -> None:
     launched = launch("without_memory")
     launched.until_ready()

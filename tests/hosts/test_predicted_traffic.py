@@ -14,7 +14,7 @@ from packaging.version import Version
 from tl_devicefix import Estimate, estimate
 from tl_devicefix.before_loading.usage import Job
 from tl_devicefix.hosts import commands, peers
-from tl_devicefix.hosts.far_devices import FarDevices
+from tl_devicefix.hosts.telling import Telling, Told
 from tl_devicefix.patching.versions import has_hooked_transformer, installed
 
 DEVICE_MAP = {"": "host0/0", "blocks.2": "host0/1", "blocks.3": "host1/0", "blocks.4": "host1/1"}
@@ -24,19 +24,20 @@ THERE, BACK = ("host0", "host1"), ("host1", "host0")
 class Wire:
     """What is given to gloo here, and taken from it: values that commands say, and all bytes."""
 
-    def __init__(self, far: FarDevices, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.values: dict[tuple[str, str], int] = defaultdict(int)
         self.bytes: dict[tuple[str, str], int] = defaultdict(int)
         self.commands = 0
-        tell, give, get = far._tell, peers._give, peers._get
+        tell, give, get = Telling.tell, peers._give, peers._get
 
-        def and_note(rank: int, command: Any) -> None:
+        def and_note(telling: Telling, told: Told) -> None:
             self.commands += 1
+            command = told.command
             if isinstance(command, commands.Put):
                 self.values[THERE] += prod(command.shape) * command.dtype.itemsize
             if isinstance(command, commands.Read):
                 self.values[BACK] += prod(command.source.shape) * command.source.dtype.itemsize
-            tell(rank, command)
+            tell(telling, told)
 
         def and_count(pair: tuple[str, str], move: Callable[..., None]) -> Callable[..., None]:
             def moved(values: torch.Tensor, rank: int, tag: int) -> None:
@@ -45,7 +46,7 @@ class Wire:
 
             return moved
 
-        patch.setattr(far, "_tell", and_note)
+        patch.setattr(Telling, "tell", and_note)
         patch.setattr(peers, "_give", and_count(THERE, give))
         patch.setattr(peers, "_get", and_count(BACK, get))
 
@@ -61,8 +62,8 @@ class Wire:
 
 
 @pytest.fixture
-def wire(far: FarDevices, monkeypatch: pytest.MonkeyPatch) -> Wire:
-    return Wire(far, monkeypatch)
+def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
+    return Wire(monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -9,29 +10,23 @@ import torch
 from hf_models import N_LAYERS
 
 from tl_devicefix.hosts import commands
-from tl_devicefix.hosts.far_devices import FarDevices
 from tl_devicefix.hosts.joining import Ranks
-
-
-@pytest.fixture
-def told(far: FarDevices, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Every command that is given."""
-    found: list[Any] = []
-    tell = far._tell
-
-    def and_note(rank: int, command: Any) -> None:
-        found.append(command)
-        tell(rank, command)
-
-    monkeypatch.setattr(far, "_tell", and_note)
-    return found
 
 
 def names(told: list[Any]) -> list[str]:
     return [type(command).__name__ for command in told]
 
 
-def test_a_forward_is_one_message(
+def far_blocks(model: Any) -> list[Any]:
+    return [each for each in model.blocks if each.mlp.W_in.device.index >= 2]
+
+
+def messages_for(n_blocks: int) -> int:
+    """Each is of twice as many blocks as the one before."""
+    return (n_blocks + 1).bit_length()
+
+
+def test_a_forward_is_a_few_messages(
     model: Any, tokens: torch.Tensor, ranks: Ranks, told: list[Any]
 ) -> None:
     with torch.no_grad():
@@ -40,13 +35,44 @@ def test_a_forward_is_one_message(
         before = ranks.peers[1].messages
         model(tokens)
 
-    assert ranks.peers[1].messages - before == 1
+    n_far = len(far_blocks(model))
+    assert ranks.peers[1].messages - before == messages_for(n_far)
     assert names(told).count("Put") == names(told).count("Read") == 1
-    far_blocks = [each for each in model.blocks if each.mlp.W_in.device.index >= 2]
-    assert names(told).count("Call") == len(far_blocks)
+    assert names(told).count("Call") == n_far
 
 
-def test_a_token_is_one_message(
+def test_a_rank_begins_while_rank_0_still_tells(
+    model: Any, tokens: torch.Tensor, ranks: Ranks, told: list[Any]
+) -> None:
+    def until_it_begins(value: torch.Tensor, hook: Any) -> None:
+        until = time.monotonic() + 30
+        while ranks.peers[1].messages == before and time.monotonic() < until:
+            time.sleep(0.001)
+        assert ranks.peers[1].messages == before + 1
+        assert names(told).count("Call") == 1
+
+    with torch.no_grad():
+        model(tokens)
+        told.clear()
+        before = ranks.peers[1].messages
+        second = model.cfg.n_layers - len(far_blocks(model)) + 1
+        name = f"blocks.{second}.hook_resid_pre"
+        model.run_with_hooks(tokens, fwd_hooks=[(name, until_it_begins)])
+
+
+def test_messages_have_an_end(machine: Any, ranks: Ranks) -> None:
+    added = torch.ones(3, device="sim:3")
+    added.sum().item()
+    before = ranks.peers[1].messages
+
+    for _ in range(8 * 2048):
+        added += 1
+
+    assert added.sum().item() == 3 * (8 * 2048 + 1)
+    assert 8 <= ranks.peers[1].messages - before <= 8 + 8
+
+
+def test_a_token_is_as_many_messages_as_a_forward(
     model: Any, tokens: torch.Tensor, ranks: Ranks, told: list[Any]
 ) -> None:
     options = {"do_sample": False, "stop_at_eos": False, "verbose": False}
@@ -55,7 +81,7 @@ def test_a_token_is_one_message(
 
     model.generate(tokens.to("sim:0"), max_new_tokens=5, **options)
 
-    assert ranks.peers[1].messages - before == 5
+    assert ranks.peers[1].messages - before == 5 * messages_for(len(far_blocks(model)))
 
 
 def test_a_hook_brings_its_activation_home_and_back(
@@ -77,11 +103,12 @@ def test_a_hook_brings_its_activation_home_and_back(
     assert [tuple(each.shape) for each in put] == [stream, stream]
 
 
-def test_what_is_let_go_is_let_go_there(model: Any, tokens: torch.Tensor, far: FarDevices) -> None:
+def test_what_is_let_go_is_let_go_there(model: Any, tokens: torch.Tensor, ranks: Ranks) -> None:
     def run() -> int:
         model(tokens, return_type="loss").backward()
         model.zero_grad()
-        return len(far._storages)
+        torch.get_device_module("sim").synchronize("sim:3")
+        return ranks.peers[1].n_held
 
     first = run()
 

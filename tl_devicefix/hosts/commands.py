@@ -61,12 +61,6 @@ class Hold(NamedTuple):
     device: int
 
 
-class LetGo(NamedTuple):
-    """Let a copy of a block, or a graph, go."""
-
-    number: int
-
-
 class Call(NamedTuple):
     """Run a block; each tensor that it gives becomes a storage."""
 
@@ -139,9 +133,9 @@ class Grow(NamedTuple):
 
 
 class Free(NamedTuple):
-    """Let storages go."""
+    """Let storages, copies of blocks, and graphs go."""
 
-    storages: tuple[int, ...]
+    numbers: tuple[int, ...]
 
 
 class Put(NamedTuple):

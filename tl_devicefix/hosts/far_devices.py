@@ -1,17 +1,20 @@
 """What becomes of an operation on a device of another rank: a command, and a tensor without values.
 
 Rank 0 knows what an operation will give, and goes on. Commands are kept until someone waits for a
-value, or a rank for another one's: a message to a rank holds all that it does until then. Devices
-of rank 0 itself compute at once.
+value, or a rank for another one's, or there is enough of them: a message to a rank holds all that
+it does until then. The first is short, and each is twice as long as the one before, so that a rank
+begins early, and has few of them. Devices of rank 0 itself compute at once.
+
+An interrupt may come anywhere: a rank was told something or was not, and what it holds for nobody
+it lets go. Where that needs two steps here, the interrupt waits.
 """
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +25,8 @@ from tl_devicefix.hosts.commands import Failed, Given, New, Stored, exchanged, t
 from tl_devicefix.hosts.holding import held_by
 from tl_devicefix.hosts.mapped import File, in_file
 from tl_devicefix.hosts.peers import Peer, RankLost
-from tl_devicefix.hosts.settings import settings
+from tl_devicefix.hosts.telling import Answer, Owner
+from tl_devicefix.simulation import interrupts
 from tl_devicefix.simulation.backend import active_machine
 from tl_devicefix.simulation.backward import raise_or_keep
 from tl_devicefix.simulation.geometry import Geometry, geometry_of
@@ -31,8 +35,6 @@ from tl_devicefix.simulation.sites import Site
 from tl_devicefix.simulation.timeline import Timeline
 
 aten = torch.ops.aten
-_MOST_KEPT = 2000
-"""Commands, after which they are sent though nobody waits."""
 _UNKNOWN = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _CHOICE = aten._fused_sdp_choice.default
 _ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -55,19 +57,6 @@ class Place:
     device: torch.device
     hostname: str
     memory: int
-
-
-@dataclass
-class Storage:
-    """A storage of another rank, as an allocation's block."""
-
-    number: int
-    rank: int
-    address: int
-    base: torch.Tensor
-    """On the one without values, whose address is no other's as long as this is."""
-    stream: tuple[int, int] = (0, 0)
-    recorded: set[tuple[int, int]] = field(default_factory=set)
 
 
 def sites_of(places: Sequence[Place]) -> list[Site]:
@@ -99,14 +88,8 @@ class FarDevices:
         self.places = places
         self.timeline = Timeline()
         self._peers = peers
-        self._kept: dict[int, list[Any]] = {rank: [] for rank in peers}
-        self._values: dict[int, list[torch.Tensor]] = {rank: [] for rank in peers}
-        self._freed: dict[int, deque[int]] = {rank: deque() for rank in peers}
-        self._let_go: dict[int, deque[int]] = {rank: deque() for rank in peers}
-        self._settings: dict[int, list[Any]] = {}  # as a rank was told them
-        self._storages: dict[int, Storage] = {}  # by the address of the one without values
         self._same: dict[tuple[int, File], bool] = {}  # whether a rank has a file of rank 0's
-        self._lock = threading.RLock()
+        self._between_ranks = threading.Lock()
 
     # Operations
 
@@ -131,39 +114,40 @@ class FarDevices:
             if not (isinstance(error, NotImplementedError) or "meta" in str(error).lower()):
                 remember(func, *blanks, found)
             return found
-        with self._lock:
-            gives = tuple(self._given(each, rank) for each in tensors_in(result))
-            self._tell(rank, commands.Run(func.name(), *self._said(args, kwargs), gives))
+        gives = tuple(self._given(each, rank) for each in tensors_in(result))
+        self.wait_for_room(rank)
+        self._tell(rank, commands.Run(func.name(), *self._said(args, kwargs), gives))
         return result
 
     def _given(self, made: torch.Tensor, rank: int) -> tuple[int, Geometry] | None:
         """Number of the storage of what an operation gives; None if that is known."""
-        if _address(made) in self._storages:
+        if _owner_of(made) is not None:
             return None
-        return self._number(made, rank), geometry_of(made)
+        owner = self.owner(rank)
+        _give_owner(made, owner)
+        return owner.number, geometry_of(made)
 
     def _change_view(self, func: Any, args: Any, kwargs: dict[str, Any], rank: int) -> Any:
-        storage = self._storages[_address(args[0])]
         before = args[0].untyped_storage().nbytes()
-        result = func(*args, **kwargs)
-        after = args[0].untyped_storage().nbytes()
-        if after != before:
-            self._tell(rank, commands.Grow(storage.number, after))
+        with interrupts.kept():
+            result = func(*args, **kwargs)
+            after = args[0].untyped_storage().nbytes()
+            if after != before:
+                self._tell(rank, commands.Grow(self.stored(args[0]).storage, after))
         return result
 
     def _ask(self, func: Any, args: Any, kwargs: dict[str, Any], rank: int) -> Any:
         """Have an operation run whose result is not known before, and wait for it."""
         tensors = list(tensors_in((args, list(kwargs.values()))))
-        with self._lock:
-            first = [next(_numbers) for _ in func._schema.returns]
-            told = commands.Ask(func.name(), *self._said(args, kwargs), first)
+        owners = {owner.number: owner for owner in (self.owner(rank) for _ in func._schema.returns)}
+        told = commands.Ask(func.name(), *self._said(args, kwargs), list(owners))
         found = self._answer(rank, told, lambda: _of_zeros(func, args, kwargs))
 
         def make(each: Any) -> Any:
             if isinstance(each, Given):
                 return tensors[each.number]
             if isinstance(each, New):
-                return self.promise(each.geometry, rank, each.storage)
+                return self.promise(each.geometry, rank, owners[each.storage])
             if isinstance(each, torch.Tensor):  # of zeros, after an error
                 return self.promise(geometry_of(each), rank)
             return [make(one) for one in each] if type(each) in (list, tuple) else each
@@ -194,20 +178,30 @@ class FarDevices:
 
     # Blocks
 
-    def promise(self, geometry: Geometry, rank: int, number: int | None = None) -> torch.Tensor:
-        """A tensor that a rank is about to be told to make, or has made with this number."""
-        made = _without_values(geometry)
-        self._number(made, rank, number)
+    def owner(self, rank: int) -> Owner:
+        """Who has what a rank is about to be told to hold; when that is gone, it lets it go."""
+        return self._peers[rank].owner()
+
+    def promise(self, geometry: Geometry, rank: int, owner: Owner | None = None) -> torch.Tensor:
+        """A tensor that a rank is about to be told to make, or has made for this owner."""
+        made = torch.empty_strided(
+            geometry.shape, geometry.stride, dtype=geometry.dtype, device="meta"
+        )
+        _give_owner(made, self.owner(rank) if owner is None else owner)
         return made
 
+    def wait_for_room(self, rank: int) -> None:
+        """Wait while a rank is too far behind to be told more."""
+        try:
+            if rank:
+                self._peers[rank].wait_for_room()
+        except RankLost as error:
+            raise_or_keep(error)
+
     def hold(self, device: int, number: int, block: bytes) -> None:
-        """Have a rank hold a copy of a block."""
+        """Have a rank hold a copy of a block, by the number of its owner."""
         place = self.places[device]
         self._tell(place.rank, commands.Hold(number, block, place.number))
-
-    def let_go(self, rank: int, number: int) -> None:
-        """Have a rank let a copy of a block, or a graph, go. It may be called at any time."""
-        self._let_go[rank].append(number)
 
     def call(
         self,
@@ -218,26 +212,24 @@ class FarDevices:
         gives: list[torch.Tensor],
     ) -> None:
         """Have a rank run a block that it holds."""
-        with self._lock:
-            there = None
-            if entry is not None:
-                cls, keys, values, frozen = entry
-                there = cls, self.stored(keys), self.stored(values), frozen
-            _, said = self._said([], given)
-            self._tell(rank, commands.Call(block, said, there, self._promised(gives)))
+        there = None
+        if entry is not None:
+            cls, keys, values, frozen = entry
+            there = cls, self.stored(keys), self.stored(values), frozen
+        _, said = self._said([], given)
+        self._tell(rank, commands.Call(block, said, there, self._promised(gives)))
 
     def call_cached(
         self, rank: int, block: int, given: dict[str, Any], layout: Layout
     ) -> list[torch.Tensor]:
         """Have a rank run a block that it holds; returns new storages of a layout, as bytes."""
-        with self._lock:
-            _, said = self._said([], given)
-            made = [
-                self.promise(Geometry(torch.Size((nbytes,)), (1,), torch.uint8), rank)
-                for nbytes in layout.nbytes
-            ]
-            numbers = tuple(self.stored(each).storage for each in made)
-            self._tell(rank, commands.CallCached(block, said, layout, numbers))
+        _, said = self._said([], given)
+        made = [
+            self.promise(Geometry(torch.Size((nbytes,)), (1,), torch.uint8), rank)
+            for nbytes in layout.nbytes
+        ]
+        numbers = tuple(self.stored(each).storage for each in made)
+        self._tell(rank, commands.CallCached(block, said, layout, numbers))
         return made
 
     def record(
@@ -250,10 +242,9 @@ class FarDevices:
         output: torch.Tensor,
     ) -> None:
         """Have a rank run a block that it holds, and hold the graph."""
-        with self._lock:
-            _, said = self._said([], given)
-            gives = self._promised([output])
-            self._tell(rank, commands.Record(graph, block, said, keys, gives))
+        _, said = self._said([], given)
+        gives = self._promised([output])
+        self._tell(rank, commands.Record(graph, block, said, keys, gives))
 
     def backward(
         self,
@@ -265,9 +256,8 @@ class FarDevices:
         gives: list[torch.Tensor],
     ) -> None:
         """Have a rank run a backward through a graph that it holds."""
-        with self._lock:
-            made, there = self._promised(gives), self.stored(gradient)
-            self._tell(rank, commands.Backward(graph, there, which, keeps, made))
+        made, there = self._promised(gives), self.stored(gradient)
+        self._tell(rank, commands.Backward(graph, there, which, keeps, made))
 
     def _promised(self, gives: list[torch.Tensor]) -> tuple[tuple[int, Geometry], ...]:
         return tuple((self.stored(each).storage, geometry_of(each)) for each in gives)
@@ -284,40 +274,48 @@ class FarDevices:
     ) -> None:
         """Copy between any two devices, or the host (None) and one."""
         giving, taking = self._rank_of(of), self._rank_of(to)
+        for rank in (giving, taking):
+            self.wait_for_room(rank)
         if not giving and not taking:
             target.copy_(source)
         elif not giving:
-            with self._lock:
-                self._put(target, source, taking)
+            self._put(target, source, taking)
         elif not taking:
             assert of is not None
             target.copy_(self.read(source, of))
         elif giving == taking:
             self._tell(giving, commands.Copy(self.stored(target), self.stored(source)))
         else:
-            shape, dtype = tuple(source.shape), source.dtype
-            with self._lock:
-                self._tell(giving, commands.Send(self.stored(source), taking))
-                told = commands.Receive(self.stored(target), shape, dtype, giving)
-                self._tell(taking, told)
-                self._flush(giving)  # while rank 0 says what comes next
-                self._flush(taking)
+            self._between(giving, taking, target, source)
+
+    def _between(
+        self, giving: int, taking: int, target: torch.Tensor, source: torch.Tensor
+    ) -> None:
+        """Tell one rank to send and another to receive, in one order for all ranks."""
+        send = commands.Send(self.stored(source), taking)
+        shape, dtype = tuple(source.shape), source.dtype
+        receive = commands.Receive(self.stored(target), shape, dtype, giving)
+        with interrupts.kept(), self._between_ranks:
+            self._tell(giving, send)
+            self._tell(taking, receive)
+        for rank in (giving, taking):  # while rank 0 says what comes next
+            self._peers[rank].send()
 
     def _put(self, target: torch.Tensor, source: torch.Tensor, rank: int) -> None:
         where = in_file(source) if source.device.type == "cpu" else None
         if where is not None and self._has(rank, where.file):
             shape, stride = tuple(source.shape), source.stride()
-            told = commands.Load(self.stored(target), where, shape, stride, source.dtype)
-            self._tell(rank, told)
+            load = commands.Load(self.stored(target), where, shape, stride, source.dtype)
+            self._tell(rank, load)
             return
         values = source.detach().to("cpu").contiguous()
-        if _address(values) == _address(source):
+        if values.untyped_storage()._cdata == source.untyped_storage()._cdata:
             values = values.clone()  # as rank 0 goes on, and may change it
         values = values.resolve_conj().resolve_neg()
-        self._values[rank].append(values)  # first: with what is told, all may be sent
-        self._tell(rank, commands.Put(self.stored(target), tuple(values.shape), values.dtype))
+        told = commands.Put(self.stored(target), tuple(values.shape), values.dtype)
+        self._tell(rank, told, values)
         if values.nbytes > _LARGE:
-            self._flush(rank)
+            self._peers[rank].send()
 
     def _has(self, rank: int, file: File) -> bool:
         if (rank, file) not in self._same:
@@ -331,8 +329,7 @@ class FarDevices:
             files: of rank 0.
             ranks: which ones are asked, all at once.
         """
-        with self._lock:
-            asked = {rank: self._wait_for(rank, commands.Compare(tuple(files))) for rank in ranks}
+        asked = {rank: self._wait_for(rank, commands.Compare(tuple(files))) for rank in ranks}
         found: dict[int, dict[str, str]] = {}
         for rank, answer in asked.items():
             found[rank] = self._of(rank, answer)
@@ -360,10 +357,7 @@ class FarDevices:
             converted = self.run(aten._to_copy.default, [source], options, of)
             if of == to:
                 return converted  # type: ignore[no-any-return]
-            there = self.converted(converted, of, to, {}, non_blocking)
-            if self.places[of].rank:
-                self.free(self._storages[_address(converted)])
-            return there
+            return self.converted(converted, of, to, {}, non_blocking)
         if to is None and self.places[of].rank:
             return self.read(source, of)
         geometry = geometry_of(aten._to_copy.default(source.to("meta")))
@@ -418,29 +412,19 @@ class FarDevices:
             return torch.empty_strided(
                 geometry.shape, geometry.stride, dtype=geometry.dtype, device=place.device
             )
-        made = _without_values(geometry)
-        with self._lock:
-            number = self._number(made, place.rank)
-            self._tell(place.rank, commands.Make(number, geometry, place.number))
+        made = self.promise(geometry, place.rank)
+        self.wait_for_room(place.rank)
+        self._tell(place.rank, commands.Make(self.stored(made).storage, geometry, place.number))
         return made
 
-    def allocate_on_host(self, geometry: Geometry, rank: int) -> tuple[torch.Tensor, Storage]:
-        """A tensor in memory of another rank's host, and its storage, without values of its own."""
-        made = _without_values(geometry)
-        with self._lock:
-            number = self._number(made, rank)
-            self._tell(rank, commands.Make(number, geometry, None))
-            return made, self._storages[_address(made)]
+    def allocate_on_host(self, geometry: Geometry, rank: int) -> torch.Tensor:
+        """A tensor in memory of another rank's host, without values of its own."""
+        made = self.promise(geometry, rank)
+        self._tell(rank, commands.Make(self.stored(made).storage, geometry, None))
+        return made
 
-    def block_of(self, tensor: torch.Tensor, device: int) -> Storage | None:
-        """The storage of a tensor that is on a device from now on; None if that is rank 0's."""
-        return self._storages[_address(tensor)] if self.places[device].rank else None
-
-    def free(self, block: Storage) -> None:
-        """Let a storage go. This may be called in the middle of anything."""
-        if self._storages.get(block.address) is block:
-            del self._storages[block.address]
-        self._freed[block.rank].append(block.number)
+    def block_of(self, tensor: torch.Tensor, device: int) -> None:
+        """None: a storage of another rank has an owner, and is let go of with it."""
 
     # Waiting
 
@@ -463,16 +447,7 @@ class FarDevices:
 
         That raises what `synchronize` raises.
         """
-        with self._lock:
-            answer = self._wait_for(rank, command)
-        return lambda: self._of(rank, answer)
-
-    def ask_beside(self, rank: int, command: Any, number: int) -> Callable[[], Any]:
-        """As `ask`, of a command that does not hold up others, and whose answer has a number."""
-        answer = self._peers[rank].answer_beside(number)
-        with self._lock:
-            self._tell(rank, command)
-            self._flush(rank)
+        answer = self._wait_for(rank, command)
         return lambda: self._of(rank, answer)
 
     def _answer(self, rank: int, command: Any, otherwise: Callable[[], Any]) -> Any:
@@ -482,21 +457,19 @@ class FarDevices:
             RuntimeError: or another error, that was raised on the rank; or the rank is lost.
         """
         try:
-            with self._lock:
-                answer = self._wait_for(rank, command)
-            return self._of(rank, answer)
+            return self._of(rank, self._wait_for(rank, command))
         except Exception as error:  # noqa: BLE001  # as the engine ends the process at any
             raise_or_keep(error)
             return otherwise()
 
-    def _wait_for(self, rank: int, command: Any) -> Any:
+    def _wait_for(self, rank: int, command: Any) -> Answer:
         """Send all that was kept, and a command that is answered."""
-        self._tell(rank, command)
-        for each in self._peers:
-            self._flush(each)
-        return self._peers[rank].answer()
+        answer = self._peers[rank].ask(command)
+        for each in self._peers.values():
+            each.someone_waits()
+        return answer
 
-    def _of(self, rank: int, answer: Any) -> Any:
+    def _of(self, rank: int, answer: Answer) -> Any:
         """The answer, once it is there.
 
         Raises:
@@ -509,12 +482,11 @@ class FarDevices:
 
     def _error(self, rank: int, failed: Failed) -> Exception:
         """What failed first, which may be another rank's; from here on, all goes on."""
-        with self._lock:
-            asked = {
-                other: self._wait_for(other, commands.Synchronize())
-                for other in self._peers
-                if other != rank
-            }
+        asked = {
+            other: self._wait_for(other, commands.Synchronize())
+            for other in self._peers
+            if other != rank
+        }
         failures = {rank: failed}
         failures |= {other: answer.result() for other, answer in asked.items()}
         told = [(other, each) for other, each in failures.items() if isinstance(each, Failed)]
@@ -524,55 +496,23 @@ class FarDevices:
             kind = torch.OutOfMemoryError
         return kind(f"{first.message}{held_by(of)}".rstrip(","))
 
-    def _tell(self, rank: int, command: Any) -> None:
-        with self._lock:
-            self._say_freed(rank)  # first, or all that a message makes would be there at once
-            now = settings()
-            if self._settings.get(rank) != now:
-                self._settings[rank] = now
-                self._kept[rank].append(commands.Settings(now))
-            self._kept[rank].append(command)
-            if len(self._kept[rank]) >= _MOST_KEPT:
-                self._flush(rank)
-
-    def _flush(self, rank: int) -> None:
-        with self._lock:
-            copies = self._let_go[rank]
-            for _ in range(len(copies)):
-                self._kept[rank].append(commands.LetGo(copies.popleft()))
-            self._say_freed(rank)
-            kept, self._kept[rank] = self._kept[rank], []
-            values, self._values[rank] = self._values[rank], []
-            if not kept:
-                return
-            try:
-                self._peers[rank].tell(kept, values)
-            except RankLost as error:
-                raise_or_keep(error)
-
-    def _say_freed(self, rank: int) -> None:
-        freed = self._freed[rank]
-        gone = tuple(freed.popleft() for _ in range(len(freed)))
-        if gone:
-            self._kept[rank].append(commands.Free(gone))
+    def _tell(self, rank: int, command: Any, values: torch.Tensor | None = None) -> None:
+        try:
+            self._peers[rank].tell(command, values)
+        except RankLost as error:
+            raise_or_keep(error)
 
     # Tensors
 
     def _rank_of(self, device: int | None) -> int:
         return 0 if device is None else self.places[device].rank
 
-    def _number(self, made: torch.Tensor, rank: int, number: int | None = None) -> int:
-        """Give the storage of a tensor without values a number."""
-        if number is None:
-            number = next(_numbers)
-        self._storages[_address(made)] = Storage(number, rank, _address(made), made.detach())
-        return number
-
     def stored(self, tensor: torch.Tensor) -> Stored:
         """How a tensor without values lies in a rank's storage."""
-        number = self._storages[_address(tensor)].number
+        owner = _owner_of(tensor)
+        assert owner is not None
         offset = tensor.storage_offset()
-        return Stored(number, tuple(tensor.shape), tensor.stride(), int(offset), tensor.dtype)
+        return Stored(owner.number, tuple(tensor.shape), tensor.stride(), int(offset), tensor.dtype)
 
     def _said(self, args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Arguments as a command says them; those of the CPU go with it."""
@@ -593,8 +533,6 @@ def far_devices() -> FarDevices | None:
     return found if isinstance(found, FarDevices) else None
 
 
-_numbers = itertools.count()
-"""Of storages, of all machines of a process."""
 _LARGE = 1 << 20
 """Bytes from which values are sent at once."""
 _ERRORS: dict[str, type[Exception]] = {
@@ -629,10 +567,6 @@ def _of_zeros(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return func(*exchanged(args, zeros), **given)
 
 
-def _without_values(geometry: Geometry) -> torch.Tensor:
-    return torch.empty_strided(geometry.shape, geometry.stride, dtype=geometry.dtype, device="meta")
-
-
 def _blank(tensor: torch.Tensor) -> torch.Tensor:
     """Without values, but for CPU scalars."""
     return tensor if tensor.is_meta or tensor.dim() == 0 else tensor.to("meta")
@@ -642,5 +576,13 @@ def _blanks(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: exchanged(each, _blank) for name, each in kwargs.items()}
 
 
-def _address(tensor: torch.Tensor) -> int:
-    return torch._C._storage_address(tensor)  # type: ignore[attr-defined,no-any-return]
+def _owner_of(tensor: torch.Tensor) -> Owner | None:
+    """Who has the storage of a tensor without values: it lives as long as this does here."""
+    return getattr(tensor.untyped_storage(), _OWNER, None)
+
+
+def _give_owner(tensor: torch.Tensor, owner: Owner) -> None:
+    setattr(tensor.untyped_storage(), _OWNER, owner)
+
+
+_OWNER = "tl_devicefix_owner"

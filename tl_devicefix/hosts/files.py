@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -130,11 +129,9 @@ class OtherHost:
         return found
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Memory as bytes: a tensor without values here, with which (not a view) it is let go."""
+        """Memory as bytes: a tensor without values here, with which it is let go."""
         geometry = Geometry(torch.Size([nbytes]), (1,), torch.uint8)
-        made, block = self._far.allocate_on_host(geometry, self.rank)
-        weakref.finalize(made, self._far.free, block).atexit = False
-        return made
+        return self._far.allocate_on_host(geometry, self.rank)
 
     def copy(self, here: torch.Tensor, tensor: Any) -> None:
         """Have a tensor copied to its memory."""
@@ -164,7 +161,7 @@ class OtherHost:
         """
         pieces = tuple(tuple(map(self._far.stored, each)) for each in tensors)
         told = commands.Write(next(_numbers), os.path.abspath(path), nbytes, offset, pieces)
-        wait = self._far.ask_beside(self.rank, told, told.number)
+        wait = self._far.ask(self.rank, told)
 
         def written() -> list[bytes]:
             found: list[bytes] | NotWritten = wait()

@@ -101,10 +101,6 @@ class Lender:
         device = self._devices[command.device]
         self._blocks[command.number] = Unpickler(command.block, self._tensor, device).load()
 
-    def _letgo(self, command: commands.LetGo) -> None:
-        self._blocks.pop(command.number, None)
-        self._graphs.pop(command.number, None)
-
     def _call(self, command: commands.Call) -> None:
         entry = None
         if command.entry is not None:
@@ -177,8 +173,9 @@ class Lender:
         self._storages[command.storage].resize_(command.nbytes)
 
     def _free(self, command: commands.Free) -> None:
-        for storage in command.storages:
-            self._storages.pop(storage, None)
+        for number in command.numbers:
+            for held in (self._storages, self._blocks, self._graphs):
+                held.pop(number, None)  # type: ignore[attr-defined]
 
     def _put(self, command: commands.Put, values: Any) -> None:
         try:

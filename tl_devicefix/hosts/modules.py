@@ -5,9 +5,7 @@ The rank holds a copy of the block, whose weights are the very storages that the
 
 from __future__ import annotations
 
-import itertools
 import threading
-import weakref
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -28,7 +26,6 @@ from tl_devicefix.simulation.machine import DEVICE_TYPE, Machine
 from tl_devicefix.simulation.tensor import SimTensor, wrap
 
 _GLOBAL_HOOKS = tuple(getattr(torch_modules, f"_global{name}") for name in HOOKS)
-_numbers = itertools.count()
 
 
 class OutsideBlocks:
@@ -48,14 +45,12 @@ class HeldCopy:
         kept: its tensors, if they are rank 0's.
 
     Attributes:
-        number: of the copy.
         far: the devices of all ranks.
     """
 
     def __init__(
         self, machine: Machine, device: torch.device, told: bytes, kept: list[torch.Tensor]
     ) -> None:
-        self.number = next(_numbers)
         self.far = cast(FarDevices, machine.asynchronous)
         self._copies: dict[tuple[int, ...], Any] = {}
         self._machine, self._device = machine, device
@@ -63,8 +58,8 @@ class HeldCopy:
         self._trials: dict[Any, Trial | None] = {}
         self._layouts: dict[Any, Layout | None] = {}
         if self.rank:
-            self.far.hold(device.index, self.number, told)
-            weakref.finalize(self, self.far.let_go, self.rank, self.number)
+            self._owner = self.far.owner(self.rank)
+            self.far.hold(device.index, self._owner.number, told)
 
     def copy(self, points: tuple[int, ...] = ()) -> Any:
         """The copy of which these hook points are noted, if it is rank 0's.
@@ -76,6 +71,11 @@ class HeldCopy:
             made = Unpickler(self._told, self._kept.__getitem__, here).load()
             self._copies.setdefault(points, made)
         return self._copies[points]
+
+    @property
+    def number(self) -> int:
+        """By which another rank has it."""
+        return self._owner.number
 
     @property
     def rank(self) -> int:

@@ -15,7 +15,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +23,8 @@ import torch.distributed as dist
 
 from tl_devicefix.hosts import commands
 from tl_devicefix.hosts.links import LINKS
+from tl_devicefix.hosts.settings import settings
+from tl_devicefix.hosts.telling import Answer, Message, Owner, Telling, Told
 
 _COMMANDS, _ANSWERS, _PROGRESS, _VALUES, _NEVER_SENT = range(5)
 """Tags."""
@@ -211,12 +212,12 @@ class Peer:
         self.messages = 0
         self._lose = lose
         self._lost: RankLost | None = None
-        self._told: queue.Queue[tuple[list[Any], list[torch.Tensor]]] = queue.Queue(64)
+        self._telling = Telling(rank)
         self._expected: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._asked: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
-        self._asked_beside: dict[int, Future[Any]] = {}
-        self._waiting: set[Future[Any]] = set()
-        self._lock = threading.Lock()
+        self._asked: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._asked_beside: dict[int, Answer] = {}
+        self._waiting: set[Answer] = set()
+        self._lock = threading.Lock()  # of threads of its own: an interrupt finds nobody with it
         self._has_sent_all = threading.Event()
         self._within_gloo: set[str] = set()
         self._has_ended = False
@@ -228,55 +229,60 @@ class Peer:
             name = f"rank {rank}: {work.__name__}"
             threading.Thread(target=self._keep, args=(work,), daemon=True, name=name).start()
 
-    def tell(self, told: list[Any], values: list[torch.Tensor]) -> None:
-        """Give it commands, with the values that come with them, in order.
+    @property
+    def n_held(self) -> int:
+        """How many storages, blocks and graphs it was told to hold, and was not told to let go."""
+        return len(self._telling.owned)
+
+    def owner(self) -> Owner:
+        """Who has what it is about to be told to hold; when that is gone, it lets it go."""
+        return self._telling.owner()
+
+    def tell(self, command: Any, values: torch.Tensor | None = None) -> None:
+        """Give it a command, with the values that come with it.
 
         Raises:
             RankLost: if it, or another rank, is lost.
         """
-        while True:
+        self._raise_if_lost()
+        self._telling.tell(Told(command, values, settings=settings()))
+
+    def ask(self, command: Any) -> Answer:
+        """Give it a command that is answered, and send all that it was told.
+
+        Raises:
+            RankLost: if it, or another rank, is lost.
+        """
+        answer = Answer()
+        self._raise_if_lost()
+        self._telling.tell(Told(command, answer=answer, settings=settings()))
+        self._telling.wait()
+        self._raise_if_lost()  # or nobody might answer
+        return answer
+
+    def send(self) -> None:
+        """Send all that it was told."""
+        self._telling.send()
+
+    def someone_waits(self) -> None:
+        """Send all that it was told: for it, or for what it gives another rank."""
+        self._telling.wait()
+
+    def wait_for_room(self) -> None:
+        """Wait while it is too far behind.
+
+        Raises:
+            RankLost: if it, or another rank, is lost.
+        """
+        while self._telling.is_full:
             self._raise_if_lost()
-            try:
-                self._told.put((told, values), timeout=0.5)
-            except queue.Full:
-                continue
-            self.messages += 1
-            return
-
-    def answer(self) -> Future[Any]:
-        """Its next answer, of those that it was told to give.
-
-        Raises:
-            RankLost: if it, or another rank, is lost.
-        """
-        future = self._awaited()
-        self._asked.put(future)
-        self._expected.put(None)
-        return future
-
-    def answer_beside(self, number: int) -> Future[Any]:
-        """The answer of this number, before or after those of `answer`. Ask for it after this.
-
-        Raises:
-            RankLost: if it, or another rank, is lost.
-        """
-        future = self._asked_beside[number] = self._awaited()
-        self._expected.put(None)
-        return future
-
-    def _awaited(self) -> Future[Any]:
-        future: Future[Any] = Future()
-        with self._lock:
-            self._raise_if_lost()
-            self._waiting.add(future)
-        return future
+            time.sleep(0.005)  # it has much to do until then
 
     def end(self) -> None:
         """Tell it to end, unless it is lost."""
         if self._lost is None:
             self._has_ended = True
-            with contextlib.suppress(queue.Full):  # it is told so much that it is not waited for
-                self._told.put(([commands.End()], []), timeout=1)
+            self._telling.end()
 
     def rest(self, until: float) -> None:
         """Wait until no thread is within gloo, from where it must not come back as Python ends.
@@ -295,12 +301,13 @@ class Peer:
         with self._lock:
             self._lost = self._lost or error
             waiting, self._waiting = self._waiting, set()
+            waiting.update(self._telling.never())
         self._has_sent_all.set()
         with contextlib.suppress(RuntimeError):  # the store is gone: they know
             self._commands.wake(self._answers)
             self._commands.wake(self._progress)
-        for future in waiting:
-            future.set_exception(self._lost)
+        for answer in waiting:
+            answer.give(self._lost)
 
     def _raise_if_lost(self) -> None:
         if self._lost is not None:
@@ -327,22 +334,41 @@ class Peer:
             _wait_for_loss(self.rank)
 
     def _send_next(self) -> None:
-        told, values = self._told.get()
-        with self._in_gloo("sending"):
-            self._send(told, values)
-            is_end = bool(told) and isinstance(told[-1], commands.End)
-            while self._begun < (self._sent if is_end else self._sent - 2 * _AHEAD):
-                self._begun = self._progress.pop()
-        if is_end:
-            self._has_sent_all.set()
+        self._telling.until_wanted()
+        while (message := self._telling.next_message()) is not None:
+            self._expect(message.asked)
+            if self._lost is None:
+                with self._in_gloo("sending"):
+                    self._send(message)
 
-    def _send(self, told: list[Any], values: list[torch.Tensor]) -> None:
-        inline = [_inline(each) for each in values]
-        self._commands.push((told, inline))
+    def _expect(self, asked: list[Told]) -> None:
+        """Be told by the thread that sends whose answers come, in which order."""
+        for told in asked:
+            assert told.answer is not None
+            with self._lock:
+                if self._lost is not None:
+                    told.answer.give(self._lost)
+                    continue
+                self._waiting.add(told.answer)
+            if isinstance(told.command, commands.Write):
+                self._asked_beside[told.command.number] = told.answer
+            else:
+                self._asked.put(told.answer)
+            self._expected.put(None)
+
+    def _send(self, message: Message) -> None:
+        inline = [_inline(each) for each in message.values]
+        self._commands.push((message.commands, inline))
         self._sent += 1
-        for each, there in zip(values, inline):
+        self.messages += 1
+        for each, there in zip(message.values, inline):
             if there is None:
                 _send(each, self.rank, _COMMANDS)
+        is_end = isinstance(message.commands[-1], commands.End)
+        while self._begun < (self._sent if is_end else self._sent - 2 * _AHEAD):
+            self._begun = self._progress.pop()
+        if is_end:
+            self._has_sent_all.set()
 
     def _receive_next(self) -> None:
         self._expected.get()
@@ -351,16 +377,13 @@ class Peer:
             if isinstance(found, _Values):
                 found = self._received(found)
         if isinstance(found, commands.Beside):
-            future, found = self._asked_beside.pop(found.number), found.answer
+            answer, found = self._asked_beside.pop(found.number), found.answer
         else:
-            future = self._asked.get()
+            answer = self._asked.get()
         with self._lock:
-            if future in self._waiting:
-                self._waiting.remove(future)
-                if isinstance(found, Exception):
-                    future.set_exception(found)
-                else:
-                    future.set_result(found)
+            if answer in self._waiting:
+                self._waiting.remove(answer)
+                answer.give(found)
 
     def _received(self, there: _Values) -> Any:
         """The values, or why there is no room for them."""

@@ -6,8 +6,6 @@ on rank 0, all of it is one node of autograd's graph.
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,11 +15,10 @@ from tl_devicefix.hosts.caching import noting, tensor_in
 from tl_devicefix.hosts.classes import is_as_imported
 from tl_devicefix.hosts.graphs import Graph, Key, called
 from tl_devicefix.hosts.modules import HeldBlock, HeldCopy, held
+from tl_devicefix.hosts.telling import Owner
+from tl_devicefix.simulation import interrupts
 from tl_devicefix.simulation.geometry import Geometry
 from tl_devicefix.simulation.tensor import SimTensor
-
-_numbers = itertools.count(1 << 40)
-"""Of graphs, which are none of a block's."""
 
 
 def run_whole(
@@ -47,17 +44,21 @@ def run_whole(
     tensors = {name: each for name, each in given.items() if isinstance(each, torch.Tensor)}
     if any(each.device != found.device for each in tensors.values()):
         return None
+    everything: dict[Key, torch.Tensor] = {}
+    wanted: tuple[Key, ...] = ()
     if torch.is_grad_enabled():
-        everything: dict[Key, torch.Tensor] = dict(enumerate(found.seen.tensors))
+        everything.update(enumerate(found.seen.tensors))
         everything.update(tensors)
         wanted = tuple(key for key, each in everything.items() if each.requires_grad)
         if wanted and found.points:
             return None
+    found.far.wait_for_room(found.there.rank)
+    with interrupts.kept():  # or autograd may be left without gradients, or with hooks
         if wanted:
             return _with_gradients(found, given, everything, wanted, entry, run_here)
-    if found.points:
-        return None if entry is not None else _cached(found, given, residual)
-    return _without_gradients(found, given, residual, entry)
+        if found.points:
+            return None if entry is not None else _cached(found, given, residual)
+        return _without_gradients(found, given, residual, entry)
 
 
 def _cpu(given: dict[str, Any]) -> dict[str, Any]:
@@ -248,10 +249,11 @@ class _FarGraph:
         wanted: Sequence[torch.Tensor],
         output: torch.Tensor,
     ) -> None:
-        self._there, self._number = there, next(_numbers)
+        self._there = there
+        self._owner: Owner | None = there.far.owner(there.rank)
+        self._number = self._owner.number
         self._like = [(each.shape, each.dtype) for each in wanted]
         there.far.record(there.rank, self._number, there.number, given, keys, output)
-        self._let_go = weakref.finalize(self, there.far.let_go, there.rank, self._number)
 
     def backward(
         self, gradient: torch.Tensor, which: tuple[int, ...], keeps: bool
@@ -261,5 +263,5 @@ class _FarGraph:
         gives = [far.promise(_contiguous(*self._like[each]), rank) for each in which]
         far.backward(rank, self._number, gradient, which, keeps, gives)
         if not keeps:
-            self._let_go()
+            self._owner = None
         return gives

@@ -2,19 +2,19 @@
 
 torch's autograd engine restores the stream of a device while an error passes through it, and for a
 backend in Python that ends the process. So errors of hooks, of a `Function.backward`, and of
-operations, and interrupts, are kept until the engine is done, and the first is raised then.
+operations are kept until the engine is done, and the first is raised then; interrupts wait too.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from tl_devicefix.simulation import interrupts
 
 Engine = Callable[..., Any]
 
@@ -43,7 +43,8 @@ def run_backward(engine: Engine) -> Engine:
         _here.engines += 1
         hooks, _here.hooks = _here.hooks, 0  # of an engine around this one
         try:
-            with torch.autograd.set_multithreading_enabled(False), _interrupts_kept():
+            threads = torch.autograd.set_multithreading_enabled
+            with interrupts.kept(but_when=_is_in_hook), threads(False):
                 result = engine(t_outputs, *args, **kwargs)
         except Exception:
             if not _here.errors:  # else it comes of these
@@ -59,24 +60,8 @@ def run_backward(engine: Engine) -> Engine:
     return run
 
 
-@contextlib.contextmanager
-def _interrupts_kept() -> Iterator[None]:
-    """Within it, an interrupt is kept as an error is; a hook is interrupted at once."""
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    signal.signal(signal.SIGINT, _keep_interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _keep_interrupt(*_: Any) -> None:
-    if _here.hooks:
-        raise KeyboardInterrupt
-    _here.errors.append(KeyboardInterrupt())
+def _is_in_hook() -> bool:
+    return _here.hooks > 0
 
 
 def _check_devices(outputs: Sequence[Any], gradients: Any) -> None:
@@ -113,11 +98,13 @@ def _kept(call: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
         return otherwise()
     _here.hooks += 1
     try:
-        return call()
+        result = call()
     except BaseException as error:  # noqa: BLE001  # an interrupt too; it is raised later
+        _here.hooks -= 1  # before any call, at which there might be another
         _here.errors.append(error)
-    finally:
+    else:
         _here.hooks -= 1
+        return result
     return otherwise()
 
 

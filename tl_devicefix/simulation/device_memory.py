@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -21,6 +21,9 @@ class DeviceMemory:
     Args:
         giving: which gives the freeing of memory to its stream.
         pinned: the host's.
+
+    Attributes:
+        settle: called before it is looked what was let go of.
     """
 
     def __init__(self, giving: Giving, pinned: Pinned) -> None:
@@ -30,6 +33,7 @@ class DeviceMemory:
         self._blocks: dict[int, Block] = {}
         self._freed: deque[Block] = deque()  # by any thread, at any time
         self._limbo: list[tuple[Block, list[Task]]] = []
+        self.settle: Callable[[], None] = lambda: None
         giving.free_first = self._collect
 
     def has(self, tensor: torch.Tensor) -> bool:
@@ -75,6 +79,7 @@ class DeviceMemory:
 
     def _collect(self) -> None:
         """Free what has been let go of."""
+        self.settle()
         with self._giving.lock:
             while self._freed:
                 self._free(self._freed.popleft())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import threading
-import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -19,6 +19,7 @@ from tl_devicefix.simulation.sites import Site, divided
 from tl_devicefix.simulation.sparse import bytes_in
 from tl_devicefix.simulation.timeline import Timeline
 from tl_devicefix.simulation.transfers import Transfer, Transfers, readable
+from tl_devicefix.simulation.when_gone import Gone
 
 _UNITS = {
     "KB": 10**3,
@@ -35,17 +36,25 @@ _UNITS = {
 class Allocation:
     """The bytes of one storage on one simulated device; freed with the last tensor on it."""
 
-    __slots__ = ("__weakref__", "address", "block", "device", "machine", "nbytes")
+    __slots__ = ("__weakref__", "address", "block", "counted", "device", "machine")
 
-    def __init__(self, machine: Machine, device: torch.device, address: int, nbytes: int) -> None:
+    def __init__(self, machine: Machine, device: torch.device, address: int) -> None:
         self.machine = machine
         self.device = device
         self.address = address
-        self.nbytes = nbytes
         self.block: Block | None = None
+        self.counted: _Counted
 
-    def __del__(self) -> None:
-        self.machine._free(self)
+
+class _Counted(Gone):
+    """What an allocation counts for, until the machine has settled that it is gone."""
+
+    __slots__ = ("address", "block", "index", "nbytes")
+
+    address: int
+    block: Block | None
+    index: int
+    nbytes: int
 
 
 class Machine:
@@ -91,8 +100,9 @@ class Machine:
         self._allocated = [0] * len(capacities)
         self._peak = [0] * len(capacities)
         # Keyed by the address of torch's storage object, which views share.
-        self._allocations: dict[int, weakref.ref[Allocation]] = {}
-        # Freeing takes it, which may happen anywhere: no other lock is taken while it is held.
+        self._allocations: dict[int, _Counted] = {}
+        self._counted: set[_Counted] = set()
+        self._gone: deque[_Counted] = deque()  # by any thread, in the middle of anything
         self._adding = threading.RLock()
 
     def __repr__(self) -> str:
@@ -101,6 +111,7 @@ class Machine:
 
     def memory_allocated(self, device: int | str | torch.device | None = None) -> int:
         """Return the bytes of the live storages on ``device`` (default: the current one)."""
+        self.settle()
         return self._allocated[self.index_of(device)]
 
     def max_memory_allocated(self, device: int | str | torch.device | None = None) -> int:
@@ -109,11 +120,13 @@ class Machine:
 
     def reset_peak_memory_stats(self, device: int | str | torch.device | None = None) -> None:
         """Start the peak of ``device`` anew from what is allocated now."""
+        self.settle()
         index = self.index_of(device)
         self._peak[index] = self._allocated[index]
 
     def mem_get_info(self, device: int | str | torch.device | None = None) -> tuple[int, int]:
         """Return the free and the total bytes of ``device``."""
+        self.settle()
         index = self.index_of(device)
         return self._capacities[index] - self._allocated[index], self._capacities[index]
 
@@ -165,6 +178,7 @@ class Machine:
         finally:
             self.is_aside = False
             self.transfers[:], self.current_index = transfers, current
+            self.settle()
             self._peak = [max(pair) for pair in zip(peak, self._allocated)]
 
     def index_of(self, device: int | str | torch.device | None) -> int:
@@ -193,6 +207,7 @@ class Machine:
         Raises:
             torch.OutOfMemoryError: with CUDA's wording.
         """
+        self.settle()
         index = device.index
         free = self._capacities[index] - self._allocated[index]
         if nbytes > free:
@@ -220,10 +235,9 @@ class Machine:
 
     def resize(self, allocation: Allocation, tensor: torch.Tensor) -> None:
         """Account for the storage of the CPU tensor ``tensor`` having been resized in place."""
-        growth = tensor.untyped_storage().nbytes() - allocation.nbytes
+        growth = tensor.untyped_storage().nbytes() - allocation.counted.nbytes
         self.check_room(allocation.device, growth)
-        allocation.nbytes += growth
-        self._add(allocation.device.index, growth)
+        self._add(allocation.counted, growth)
 
     def record_transfer(
         self, source: torch.device, target: torch.device, copy: torch.Tensor
@@ -239,30 +253,45 @@ class Machine:
     def _allocate(self, tensor: torch.Tensor, device: torch.device, address: int) -> Allocation:
         nbytes = tensor.untyped_storage().nbytes()
         self.check_room(device, nbytes)
-        allocation = Allocation(self, device, address, nbytes)
+        allocation = Allocation(self, device, address)
         if self.asynchronous is not None:
             allocation.block = self.asynchronous.block_of(tensor, device.index)
-        self._allocations[address] = weakref.ref(allocation)
-        self._add(device.index, nbytes)
+        counted = allocation.counted = _Counted(allocation, self._gone.append)
+        counted.address, counted.block = address, allocation.block
+        counted.index, counted.nbytes = device.index, 0
+        self._counted.add(counted)  # from here on, it is settled when it is gone
+        self._allocations[address] = counted
+        self._add(counted, nbytes)
         return allocation
 
-    def _add(self, index: int, nbytes: int) -> None:
+    def _add(self, counted: _Counted, nbytes: int) -> None:
+        index = counted.index
         with self._adding:  # transformers loads in several threads
+            self.settle()
+            counted.nbytes += nbytes
             self._allocated[index] += nbytes
             if self._allocated[index] > self._peak[index]:
                 self._peak[index] = self._allocated[index]
                 if self.on_peak is not None:
                     self.on_peak(index)
 
-    def _free(self, allocation: Allocation) -> None:
-        self._add(allocation.device.index, -allocation.nbytes)
-        if self.asynchronous is not None and allocation.block is not None:
-            self.asynchronous.free(allocation.block)
-        # The address may be in use again: remove the entry only if it is a dead one.
+    def settle(self) -> None:
+        """Count no more what is gone. An interrupt may come at any call, and all is as it was."""
+        if not self._gone:
+            return
         with self._adding:
-            reference = self._allocations.get(allocation.address)
-            if reference is not None and reference() is None:
-                del self._allocations[allocation.address]
+            while self._gone:
+                counted = self._gone[0]
+                self._allocated[counted.index] -= counted.nbytes
+                block, counted.block, counted.nbytes = counted.block, None, 0
+                if self.asynchronous is not None and block is not None:
+                    self.asynchronous.free(block)
+                # The address may be in use again: remove the entry only if it is this one.
+                if self._allocations.get(counted.address) is counted:
+                    del self._allocations[counted.address]
+                self._counted.discard(counted)
+                if self._gone and self._gone[0] is counted:
+                    self._gone.popleft()
 
 
 def sites_on(n_devices: int, hosts: int | None) -> tuple[Site, ...]:

@@ -181,6 +181,7 @@ def _running_behind(machine: Machine, asynchronous: Asynchronous) -> Iterator[No
     """Have its devices run behind the host; on leaving, wait for them, and raise what failed."""
     pinned = asynchronous.pinned
     watching = WatchingHost(pinned, asynchronous.host_uses)
+    asynchronous.memory.settle = machine.settle
     with ExitStack() as stack:
         stack.callback(setattr, machine, "asynchronous", None)
         stack.push(lambda kind, *_: asynchronous.giving.finish(hurry=kind is not None))
