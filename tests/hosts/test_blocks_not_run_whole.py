@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hf_models import N_LAYERS
-from test_traffic import names, told  # noqa: F401  # a fixture
+from test_traffic import names
 from torch import nn
 from torch.nn.utils import parametrize
 from transformer_lens.components import AbstractAttention, TransformerBlock
@@ -189,7 +189,7 @@ def test_a_mixture_of_experts_is_run_whole_without_gradients(
     from_pretrained: Any,
     on_cpu: Any,
     tokens: torch.Tensor,
-    told: list[Any],  # noqa: F811
+    told: list[Any],
 ) -> None:
     alone, model = on_cpu("mixtral"), from_pretrained("mixtral", n_devices=4)
     with torch.no_grad():
