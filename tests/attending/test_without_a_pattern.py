@@ -353,13 +353,14 @@ def test_sixteen_bits_are_no_further_from_float32(name: str, dtype: torch.dtype,
 @pytest.mark.parametrize("kind", ["llama", "bloom"])
 @pytest.mark.parametrize("spread", [4, "scattered"])
 def test_over_several_devices(
-    model: Any, reference: Any, tokens: torch.Tensor, fused_blocks: list[int]
+    model: Any, reference: Any, tokens: torch.Tensor, machine: Any, fused_blocks: list[int]
 ) -> None:
     mask = padded(tokens, "left")
     with tl_devicefix.attention(model, "sdpa"):
         actual = [model(tokens), model(tokens, attention_mask=mask)]
 
-    assert len(fused_blocks) == 2 * N_LAYERS
+    if not isinstance(machine.asynchronous, FarDevices):  # or the ranks alone know
+        assert len(fused_blocks) == 2 * N_LAYERS
     expected = [reference(tokens), reference(tokens, attention_mask=mask)]
     assert_agrees(actual, expected, home_of(model))
 

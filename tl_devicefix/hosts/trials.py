@@ -60,7 +60,10 @@ def tried(
             return None
         if not questions.were_asked:
             return found[0]
-    return found[0] if found[0] == found[1] else None
+    one, other = found
+    if one is None or other is None or one.used != other.used:
+        return None
+    return Trial(one.used, tuple(dict.fromkeys((*one.read, *other.read))))
 
 
 def _try(
