@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 from transformer_lens.components import AbstractAttention, TransformerBlock
 from transformer_lens.hook_points import HookPoint
 
-from tl_devicefix.hosts import far_devices
+from tl_devicefix.hosts import telling
 
 FAR = N_LAYERS - 1
 EQUAL = {"rtol": 0, "atol": 0}
@@ -202,6 +202,7 @@ def test_a_mixture_of_experts_is_run_whole_without_gradients(
 def test_values_go_with_their_command_whenever_all_is_sent(
     model: Any, reference: Any, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(far_devices, "_MOST_KEPT", 1)
+    monkeypatch.setattr(telling, "_SHORTEST", 1)
+    monkeypatch.setattr(telling, "_LONGEST", 1)
 
     torch.testing.assert_close(model(tokens).cpu(), reference(tokens))

@@ -159,7 +159,7 @@ def test_another_version_on_one_rank(launch: Launch, tmp_path: Path) -> None:
 
 
 def test_a_rank_that_never_comes(launch: Launch) -> None:
-    launched = launch("forwards", started=[0, 1], wait=2)
+    launched = launch("forwards", started=[0, 1], wait=5)
 
     assert launched.ends() == [3, 3]
     assert "rank 2 of 3 did not come to 127.0.0.1:" in launched.text("said", 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from types import (
     BuiltinFunctionType,
     ClassMethodDescriptorType,
@@ -87,10 +88,10 @@ def _is_of(cls: type, name: str, value: Any) -> bool:
 def _may_be_in(cls: type, module: str) -> bool:
     """Whether a class has functions of a module, if nobody put them there by hand.
 
-    Transformers, and this package, put some into torch's own.
+    Transformers, and this package, put some into torch's own, and `dataclass` its own.
     """
     is_put = _package(cls.__module__) == "torch" and is_everywhere(module)
-    return module == cls.__module__ or is_put
+    return module in (cls.__module__, dataclass.__module__) or is_put
 
 
 def _functions_in(value: Any) -> Iterator[FunctionType]:
