@@ -98,6 +98,10 @@ def idle() -> None:
     model = load()
     logits(model)
     pause()
+    try:
+        tl_devicefix.join()
+    except RuntimeError as error:
+        say("joins no more", str(error))
     logits(model)
 
 

@@ -206,3 +206,12 @@ def test_values_go_with_their_command_whenever_all_is_sent(
     monkeypatch.setattr(telling, "_LONGEST", 1)
 
     torch.testing.assert_close(model(tokens).cpu(), reference(tokens))
+
+
+def test_autocast_of_another_type_of_device_is_no_one_s(model: Any, tokens: torch.Tensor) -> None:
+    with torch.no_grad():
+        expected = model(tokens).cpu()
+        with torch.autocast("cpu", torch.bfloat16):
+            found = model(tokens).cpu()
+
+    assert torch.equal(found, expected)

@@ -39,6 +39,15 @@ def other_values(model: Any) -> None:
     model.blocks[FAR].mlp.W_in.data = model.blocks[FAR].mlp.W_in.data * 2
 
 
+def another_part_of_a_storage(model: Any) -> None:
+    weight = model.blocks[FAR].mlp.W_in
+    both = torch.stack([weight.detach(), weight.detach() * 2])
+    weight.data = both[0]
+    with torch.no_grad():
+        model(torch.arange(4)[None].to(model.cfg.device))
+    weight.data = both[1]
+
+
 def values_in_place(model: Any) -> None:
     model.blocks[FAR].mlp.W_in.data.mul_(2)
 
@@ -61,7 +70,14 @@ def a_permanent_hook(model: Any) -> None:
 
 CHANGES = [
     *(another_scale, another_activation, another_module, another_parameter, other_values),
-    *(values_in_place, a_setting, a_forward_of_one_s_own, a_hook_of_torch, a_permanent_hook),
+    *(
+        another_part_of_a_storage,
+        values_in_place,
+        a_setting,
+        a_forward_of_one_s_own,
+        a_hook_of_torch,
+        a_permanent_hook,
+    ),
 ]
 
 
@@ -156,3 +172,18 @@ def test_a_model_that_is_dropped_is_gone(load: Any, tokens: torch.Tensor) -> Non
     gc.collect()
 
     assert block() is None
+
+
+def test_a_model_that_is_moved_leaves_nothing(load: Any, tokens: torch.Tensor) -> None:
+    def held() -> list[int]:
+        gc.collect()
+        return list(map(torch.get_device_module("sim").memory_allocated, range(4)))
+
+    before = held()
+    model = load("llama", 4)
+    with torch.no_grad():
+        model(tokens)
+
+    model.to("cpu")
+
+    assert held() == before

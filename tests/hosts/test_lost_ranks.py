@@ -37,7 +37,10 @@ def test_a_rank_that_is_killed(where: str, launch: Launch) -> None:
 
     if where == "idle":  # rank 0 asks nobody, and waits for nobody
         assert launched.ends(2) == [1]
-    error = launched.error(since=launched.go_on())
+    since = launched.go_on()
+    if where == "idle":
+        assert "a process joins once: restart this one" in launched.says()[1]
+    error = launched.error(since)
     assert error.startswith("RankLost: rank 1 (host1/cpu:0, on ")
     assert re.search(r"\), which holds blocks\.\d-\d, is lost: ", error)
     assert set(launched.ends()) == {3, 1, -signal.SIGKILL} - ({1} if where == "idle" else set())

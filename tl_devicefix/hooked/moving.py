@@ -11,6 +11,7 @@ from torch import nn
 from tl_devicefix.hooked.alignment import align, remember_placement, unalign
 from tl_devicefix.hooked.components import component_sizes
 from tl_devicefix.hooked.shared_buffers import Convert, ConvertedOnce, share_buffers
+from tl_devicefix.hosts.modules import forget
 from tl_devicefix.offload.visiting import pin
 from tl_devicefix.patching.applying import original
 from tl_devicefix.placement.components import component_of
@@ -137,6 +138,7 @@ def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
     Every way to move a module (`to`, `cuda`, a wrapper's `to`, accelerate's `prepare`) ends here.
     """
     before = _devices(self)
+    forget(self)
     nn.Module._apply(self, ConvertedOnce(self, fn), recurse)
     if _devices(self) != before:
         share_buffers(self)

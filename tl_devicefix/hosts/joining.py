@@ -34,7 +34,7 @@ from tl_devicefix.simulation.session import entered
 _log = logging.getLogger(__name__)
 _ENDING = 8.0
 """Seconds that rank 0 waits at its end, for what is on its way to the others."""
-_joined: Machine | None = None
+_joined: Ranks | None = None
 _for_good = ExitStack()
 
 
@@ -67,18 +67,21 @@ def join(
 
     Raises:
         RuntimeError: if ranks have other versions of torch, TransformerLens or this package, or one
-            does not come.
+            does not come; or they are joined, and one is lost.
         ValueError: if there are not so many devices, or a launcher has not said where ranks meet.
     """
     global _joined
     world_size = int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size
+    if _joined is not None:
+        _joined.raise_if_lost()
     if _joined is not None or world_size < 2:
         return
     if master is None:
         master = f"{_launched('MASTER_ADDR')}:{_launched('MASTER_PORT')}"
     rank = int(_launched("RANK")) if rank is None else rank
     ranks = meet(master, rank, world_size, n_devices, memory, timeout, wait)
-    _joined = _for_good.enter_context(ranks.entered())
+    _for_good.enter_context(ranks.entered())
+    _joined = ranks
 
 
 def _launched(name: str) -> str:
@@ -122,6 +125,20 @@ class Ranks:
         memory = [place.memory for place in far.places]
         with entered(memory, far, sites_of(far.places)) as machine:
             yield machine
+
+    def raise_if_lost(self) -> None:
+        """Raise if one is lost, as a process joins once.
+
+        Raises:
+            RankLost: with what to do.
+        """
+        for peer in self.peers.values():
+            if peer.lost is not None:
+                raise RankLost(
+                    f"{peer.lost}; a process joins once: restart this one, or the kernel, "
+                    "and all ranks with it",
+                    peer.lost.rank,
+                )
 
     def lose(self, rank: int | None, why: str) -> None:
         """Give up: whoever waits for any rank is told which one is lost, and all others end."""

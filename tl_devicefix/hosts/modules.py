@@ -22,7 +22,7 @@ from tl_devicefix.hosts.pickling import Unpickler, pickled
 from tl_devicefix.hosts.snapshots import HOOKS, Snapshot, has_forward_within, tensors_of
 from tl_devicefix.hosts.trials import Trial, laid_out, tried
 from tl_devicefix.simulation.geometry import Geometry, geometry_of
-from tl_devicefix.simulation.machine import DEVICE_TYPE, Machine
+from tl_devicefix.simulation.machine import Machine
 from tl_devicefix.simulation.tensor import SimTensor, wrap
 
 _GLOBAL_HOOKS = tuple(getattr(torch_modules, f"_global{name}") for name in HOOKS)
@@ -101,8 +101,7 @@ class HeldCopy:
             wanted: what asks for gradients.
             outputs: what it is to give.
         """
-        kinds = tuple(None if each is None else type(each) for each in given.values())
-        key = kinds, tuple(given), entry and entry[3], wanted
+        key = tuple(map(_kind, given.values())), tuple(given), entry and entry[3], wanted
         if key not in self._trials:
             blanks = {name: _blank(each) for name, each in given.items()}
             past = None if entry is None else tuple(map(_blank, entry))
@@ -120,6 +119,8 @@ class HeldCopy:
         of = (geometry_of(e) if isinstance(e, torch.Tensor) else e for e in blanks.values())
         key = points, tuple(blanks), tuple(of)
         if key not in self._layouts:
+            if len(self._layouts) >= _MOST_LAYOUTS:
+                self._layouts.clear()
             self._layouts[key] = laid_out(self._without_values(), blanks, points)
         return self._layouts[key]
 
@@ -131,6 +132,17 @@ class HeldCopy:
 
         made: nn.Module = Unpickler(self._told, blank, torch.device("meta")).load()
         return made
+
+
+_MOST_LAYOUTS = 64
+"""Of a block: of so many lengths of a prompt."""
+
+
+def _kind(value: Any) -> Any:
+    """What there is to know of an argument but its length."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.dim(), value.shape[:1]
+    return type(value)
 
 
 def _blank(value: Any) -> Any:
@@ -191,6 +203,12 @@ def held(block: nn.Module, residual: Any) -> HeldBlock | None:
     return None if points is None else found._replace(points=points) if points else found
 
 
+def forget(model: nn.Module) -> None:
+    """Let the copies of a model's blocks go, as its weights are about to be elsewhere."""
+    for each in model.modules():
+        _held.pop(each, None)
+
+
 def _still_held(block: nn.Module, machine: Machine) -> HeldBlock | None:
     found = _held.get(block)
     is_held = found is not None and found.far is machine.asynchronous and found.seen.holds()
@@ -205,7 +223,7 @@ def _is_looked_into() -> bool:
         or not all(isinstance(each, OutsideBlocks) for each in _function_modes())
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
-        or torch.is_autocast_enabled(DEVICE_TYPE)
+        or torch._C._is_any_autocast_enabled()
     )
 
 

@@ -204,6 +204,7 @@ class Peer:
 
     Attributes:
         messages: how many were sent to it.
+        lost: why it is not there any more, if it is not.
     """
 
     def __init__(self, rank: int, name: str, store: Any, lose: Callable[[str], None]) -> None:
@@ -211,7 +212,7 @@ class Peer:
         self.name = name
         self.messages = 0
         self._lose = lose
-        self._lost: RankLost | None = None
+        self.lost: RankLost | None = None
         self._telling = Telling(rank)
         self._expected: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._asked: queue.SimpleQueue[Answer] = queue.SimpleQueue()
@@ -280,7 +281,7 @@ class Peer:
 
     def end(self) -> None:
         """Tell it to end, unless it is lost."""
-        if self._lost is None:
+        if self.lost is None:
             self._has_ended = True
             self._telling.end()
 
@@ -290,7 +291,7 @@ class Peer:
         Args:
             until: by `time.monotonic()`, until when at most.
         """
-        if self._lost is not None:  # who is cut off never lets go
+        if self.lost is not None:  # who is cut off never lets go
             until = min(until, time.monotonic() + 1)
         self._has_sent_all.wait(max(until - time.monotonic(), 0))
         while self._within_gloo and time.monotonic() < until:
@@ -299,7 +300,7 @@ class Peer:
     def lose(self, error: RankLost) -> None:
         """Give up on it: whoever waits for it gets the error, and whoever needs it."""
         with self._lock:
-            self._lost = self._lost or error
+            self.lost = self.lost or error
             waiting, self._waiting = self._waiting, set()
             waiting.update(self._telling.never())
         self._has_sent_all.set()
@@ -307,18 +308,18 @@ class Peer:
             self._commands.wake(self._answers)
             self._commands.wake(self._progress)
         for answer in waiting:
-            answer.give(self._lost)
+            answer.give(self.lost)
 
     def _raise_if_lost(self) -> None:
-        if self._lost is not None:
-            raise RankLost(str(self._lost), self._lost.rank)
+        if self.lost is not None:
+            raise RankLost(str(self.lost), self.lost.rank)
 
     def _keep(self, do: Callable[[], None]) -> None:
         try:
             while True:
                 do()
         except Exception as error:  # noqa: BLE001  # gloo's, mostly; nobody waits for ever
-            if not self._has_ended and self._lost is None:
+            if not self._has_ended and self.lost is None:
                 self._lose(said_by_gloo(error))
 
     @contextlib.contextmanager
@@ -337,7 +338,7 @@ class Peer:
         self._telling.until_wanted()
         while (message := self._telling.next_message()) is not None:
             self._expect(message.asked)
-            if self._lost is None:
+            if self.lost is None:
                 with self._in_gloo("sending"):
                     self._send(message)
 
@@ -346,8 +347,8 @@ class Peer:
         for told in asked:
             assert told.answer is not None
             with self._lock:
-                if self._lost is not None:
-                    told.answer.give(self._lost)
+                if self.lost is not None:
+                    told.answer.give(self.lost)
                     continue
                 self._waiting.add(told.answer)
             if isinstance(told.command, commands.Write):

@@ -37,7 +37,7 @@ class Snapshot:
         self.classes = SeenClasses([*self._classes, type(block.cfg)])
         self._attributes = Attributes(block)
         self.tensors = tensors_of(block)
-        self._storages = list(map(_storage, self.tensors))
+        self._lying = list(map(_Lying, self.tensors))
         self._hooks = hooks_within(block)
         #: Its hook points, in order.
         self.points = points_of(block)
@@ -65,7 +65,7 @@ class Snapshot:
         return (
             self._attributes.hold()
             and [type(self._block()), *map(type, self._modules)] == self._classes
-            and all(map(is_, map(_storage, self.tensors), self._storages))
+            and all(map(_Lying.holds, self._lying, self.tensors))
             and self.classes.holds()
         )
 
@@ -82,7 +82,8 @@ class Attributes:
         points = [vars(each) for each in modules if type(each) is HookPoint]
         dicts = [vars(each) for each in modules if type(each) is not HookPoint]
         dicts += [vars(each)[name] for each in modules for name in _HELD_IN]
-        dicts.append(vars(block.cfg))
+        configs = [getattr(each, "cfg", None) for each in modules]
+        dicts += [vars(each) for each in {id(e): e for e in configs if e is not None}.values()]
         self._dicts = [(each, tuple(each), tuple(each.values())) for each in dicts if each]
         self._empty = [each for each in dicts if not each]
         # What a point says of itself is no matter as long as nothing more is set in it.
@@ -106,8 +107,26 @@ def _is_same(seen: tuple[dict[str, Any], tuple[str, ...], tuple[Any, ...]]) -> b
     )
 
 
-def _storage(tensor: Any) -> Any:
-    return tensor._allocation
+class _Lying:
+    """Where a tensor lies: `tensor.data = ...` may change that within its storage, too."""
+
+    __slots__ = ("_allocation", "_cpu", "_offset", "_shape", "_stride")
+
+    def __init__(self, tensor: Any) -> None:
+        self._allocation, self._cpu = tensor._allocation, tensor._cpu
+        self._offset = tensor._cpu.storage_offset()
+        self._shape, self._stride = tensor._cpu.shape, tensor._cpu.stride()
+
+    def holds(self, tensor: Any) -> bool:
+        """Whether it lies there still."""
+        cpu = self._cpu
+        return (
+            tensor._cpu is cpu
+            and tensor._allocation is self._allocation
+            and cpu.stride() == self._stride
+            and cpu.storage_offset() == self._offset
+            and cpu.shape == self._shape
+        )
 
 
 def hooks_within(block: nn.Module) -> list[Any]:

@@ -25,12 +25,13 @@ class kept:
         but_when: tells whether it does not wait just now.
     """
 
-    __slots__ = ("_before", "_but_when", "_came")
+    __slots__ = ("_before", "_but_when", "_came", "_frame")
 
     def __init__(self, but_when: Callable[[], bool] = _never) -> None:
         self._but_when = but_when
         self._before: _Handler | None = None
         self._came = False
+        self._frame: FrameType | None = None
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
@@ -43,11 +44,11 @@ class kept:
         if self._before is not None:
             _signal.signal(signal.SIGINT, self._before)
             if self._came:
-                self._before(signal.SIGINT, None)
+                self._before(signal.SIGINT, self._frame)
 
     def _keep(self, number: int, frame: FrameType | None) -> None:
         if self._but_when():
             assert self._before is not None
             self._before(number, frame)
         else:
-            self._came = True
+            self._came, self._frame = True, frame
