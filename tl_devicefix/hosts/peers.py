@@ -359,9 +359,9 @@ class Peer:
 
     def _send(self, message: Message) -> None:
         inline = [_inline(each) for each in message.values]
+        self.messages += 1  # first, as an answer may be here at once
         self._commands.push((message.commands, inline))
         self._sent += 1
-        self.messages += 1
         for each, there in zip(message.values, inline):
             if there is None:
                 _send(each, self.rank, _COMMANDS)
