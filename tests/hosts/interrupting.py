@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import _thread
-import signal
 import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-WITHIN = ("/tl_devicefix/hosts/", "/simulation/machine.py", "/simulation/backward.py")
+HOSTS, MACHINE, BACKWARD = "/tl_devicefix/hosts/", "/simulation/machine.py", "/backward.py"
+
+
+class _Interrupt:
+    """As an operator, and not a call, at which Python would raise it: in what traces."""
+
+    __neg__ = _thread.interrupt_main
+
+
+_interrupt: Any = _Interrupt()
 
 
 class Interrupting:
@@ -26,7 +34,6 @@ class Interrupting:
     def run(self, what: Callable[[], Any], at: int = 0) -> bool:
         """Run it, with an interrupt at this line; whether there was one that was raised."""
         self.lines, self._at = 0, at
-        before = signal.signal(signal.SIGINT, self._interrupt)
         sys.settrace(self._trace)
         try:
             what()
@@ -34,22 +41,14 @@ class Interrupting:
             return True
         finally:
             sys.settrace(None)
-            signal.signal(signal.SIGINT, before)
         return False
 
     def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
-        if not any(part in frame.f_code.co_filename for part in WITHIN):
+        file = frame.f_code.co_filename
+        if not (HOSTS in file or MACHINE in file or BACKWARD in file):
             return None
         if event == "line":
             self.lines += 1
             if self.lines == self._at:
-                _thread.interrupt_main()
+                self._at = -_interrupt or 0
         return self._trace
-
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if frame is not None and frame.f_code is Interrupting._trace.__code__:
-            # Python would raise it here, from where it would be at a line, and not where Python
-            # looks for it: at the next call, or at a loop's end.
-            _thread.interrupt_main()
-            return
-        raise KeyboardInterrupt

@@ -268,8 +268,8 @@ class Machine:
         index = counted.index
         with self._adding:  # transformers loads in several threads
             self.settle()
-            counted.nbytes += nbytes
-            self._allocated[index] += nbytes
+            allocated = self._allocated[index] + nbytes
+            counted.nbytes, self._allocated[index] = counted.nbytes + nbytes, allocated
             if self._allocated[index] > self._peak[index]:
                 self._peak[index] = self._allocated[index]
                 if self.on_peak is not None:
@@ -282,8 +282,9 @@ class Machine:
         with self._adding:
             while self._gone:
                 counted = self._gone[0]
-                self._allocated[counted.index] -= counted.nbytes
-                block, counted.block, counted.nbytes = counted.block, None, 0
+                allocated = self._allocated[counted.index] - counted.nbytes
+                counted.nbytes, self._allocated[counted.index] = 0, allocated
+                block, counted.block = counted.block, None
                 if self.asynchronous is not None and block is not None:
                     self.asynchronous.free(block)
                 # The address may be in use again: remove the entry only if it is this one.
