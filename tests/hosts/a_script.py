@@ -150,7 +150,7 @@ def interrupted_anywhere() -> None:
     in_use = [torch.get_device_module("sim").memory_allocated(each) for each in range(n_devices)]
     interrupting.run(use)
     n_lines, n_raised = interrupting.lines, 0
-    for at in range(1, n_lines, n_lines // 40):
+    for at in range(1, n_lines, n_lines // 12):
         n_raised += interrupting.run(use, at)
         model.zero_grad()
         assert torch.equal(logits(model), expected[0])
