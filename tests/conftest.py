@@ -67,6 +67,7 @@ OF_HOOKED_TRANSFORMER = [
     *(
         "hosts/test_traffic.py",
         "hosts/test_blocks_run_whole.py",
+        "hosts/test_blocks_not_run_whole.py",
         "hosts/test_gradients_through_whole_blocks.py",
     ),
     "hosts/test_in_flight_over_ranks.py",

@@ -13,11 +13,8 @@ from typing import Any
 class Gone(weakref.ref[Any]):
     """A reference to an object, which is given to a function when that is gone.
 
+    It is made of the object and of a function in C that calls nothing, as a deque's ``append``.
     Something else has to hold it until then. It is equal to none but itself.
-
-    Args:
-        of: the object.
-        note: a function in C that calls nothing, as a deque's ``append``.
     """
 
     __slots__ = ()
