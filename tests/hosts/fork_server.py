@@ -12,6 +12,7 @@ import gc
 import json
 import os
 import runpy
+import signal
 import sys
 import time
 from typing import Any
@@ -60,6 +61,8 @@ def _status(pid: int, seconds: float) -> int | None:
 def _become(told: dict[str, Any]) -> None:
     """Be the process that is wanted."""
     os.setsid()
+    # Who runs the tests in the background has interrupts ignored, by all that they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if name == "stderr" and name not in told:
             continue  # the tests' own

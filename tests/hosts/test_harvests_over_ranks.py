@@ -25,7 +25,6 @@ from tl_devicefix.demo.demo import load_checkpoint
 from tl_devicefix.hosts import commands
 from tl_devicefix.hosts.files import OtherHost, other_host
 from tl_devicefix.hosts.joining import Ranks
-from tl_devicefix.hosts.telling import Telling, Told
 
 STOP = N_LAYERS - 1  # after the last one, a Bridge goes on to what is behind the blocks
 NEAR, FAR = "blocks.0.hook_resid_post", f"blocks.{STOP - 1}.hook_resid_post"
@@ -82,20 +81,6 @@ def model(load: tuple[Any, Path]) -> Any:
 def expected(load: tuple[Any, Path]) -> Callable[[str], dict[str, bytes]]:
     """What one process has written of a case."""
     return lambda case: files(load[1] / case)
-
-
-@pytest.fixture
-def told(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Every command that is given."""
-    found: list[Any] = []
-    tell = Telling.tell
-
-    def and_note(telling: Telling, told: Told) -> None:
-        found.append(told.command)
-        tell(telling, told)
-
-    monkeypatch.setattr(Telling, "tell", and_note)
-    return found
 
 
 def of(told: list[Any], kind: type) -> list[Any]:
