@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hf_models import N_LAYERS
-from test_traffic import names
+from test_traffic import far_blocks, names
 
 import tl_devicefix
 from tl_devicefix.hosts.joining import Ranks
@@ -54,8 +54,7 @@ def test_a_backward_is_one_command_a_block(
 
     loss(model, tokens).backward()
 
-    far_blocks = [each for each in model.blocks if each.mlp.W_in.device.index >= 2]
-    assert names(told).count("Record") == names(told).count("Backward") == len(far_blocks)
+    assert names(told).count("Record") == names(told).count("Backward") == len(far_blocks(model))
 
 
 def test_frozen_weights_get_none(model: Any, alone: Any, tokens: torch.Tensor) -> None:
@@ -149,8 +148,7 @@ def test_attention_without_scores_is_one_command_a_block(
     with tl_devicefix.attention(model, "sdpa"):
         loss(model, tokens).backward()
 
-    far_blocks = [each for each in model.blocks if each.mlp.W_in.device.index >= 2]
-    assert names(told).count("Record") == names(told).count("Backward") == len(far_blocks)
+    assert names(told).count("Record") == names(told).count("Backward") == len(far_blocks(model))
 
 
 def test_what_a_block_gave_may_be_changed_in_place(

@@ -17,6 +17,7 @@ from torch import nn
 from transformer_lens.hook_points import HookPoint
 
 Key = str | int
+"""A tensor of a block's forward: the name of an argument, or which of the block's tensors it is."""
 Called = list[tuple[int, torch.Tensor]]
 """Which hook points were called, in order, and with what."""
 
@@ -146,13 +147,12 @@ def _lies(part: Part, made: torch.Tensor, storage: torch.UntypedStorage) -> bool
     )
 
 
-def tensor_in(storage: torch.UntypedStorage, part: Part, base: int = 0) -> torch.Tensor:
-    """A part of a storage.
+def tensor_in(storage: torch.UntypedStorage, lying: Any) -> torch.Tensor:
+    """A tensor in a storage of any device.
 
     Args:
-        storage: of any device.
-        part: how it lies there.
-        base: where what it is a part of begins.
+        storage: all of it.
+        lying: how it lies there: `dtype`, `offset`, `shape` and `stride`.
     """
-    tensor = torch.empty(0, dtype=part.dtype, device=storage.device)
-    return tensor.set_(storage, base + part.offset, part.shape, part.stride)  # type: ignore[call-overload]
+    tensor = torch.empty(0, dtype=lying.dtype, device=storage.device)
+    return tensor.set_(storage, lying.offset, lying.shape, lying.stride)  # type: ignore[call-overload]

@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tl_devicefix.hosts.caching import Key
 from tl_devicefix.hosts.snapshots import tensors_of
-
-Key = str | int
-"""A tensor of a block's forward: the name of an argument, or which of the block's tensors it is."""
 
 
 def called(

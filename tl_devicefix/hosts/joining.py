@@ -74,7 +74,8 @@ def join(
     world_size = int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size
     if _joined is not None:
         _joined.raise_if_lost()
-    if _joined is not None or world_size < 2:
+        return
+    if world_size < 2:
         return
     if master is None:
         master = f"{_launched('MASTER_ADDR')}:{_launched('MASTER_PORT')}"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tl_devicefix.hosts import commands
-from tl_devicefix.hosts.caching import noting, storages_of
+from tl_devicefix.hosts.caching import noting, storages_of, tensor_in
 from tl_devicefix.hosts.commands import (
     Beside,
     Failed,
@@ -276,9 +276,7 @@ class Lender:
     def _tensor(self, stored: Stored) -> torch.Tensor:
         if stored.storage not in self._storages:
             raise _NeverComputed(_NEVER)
-        storage = self._storages[stored.storage]
-        tensor = torch.empty(0, dtype=stored.dtype, device=storage.device)
-        return tensor.set_(storage, stored.offset, stored.shape, stored.stride)  # type: ignore[call-overload]
+        return tensor_in(self._storages[stored.storage], stored)
 
     def _on_cpu(self, stored: Stored) -> torch.Tensor:
         return self._tensor(stored).to("cpu").contiguous()

@@ -14,10 +14,9 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
-from tl_devicefix.hosts.caching import Layout
+from tl_devicefix.hosts.caching import Key, Layout
 from tl_devicefix.hosts.commands import Stored
 from tl_devicefix.hosts.far_devices import FarDevices
-from tl_devicefix.hosts.graphs import Key
 from tl_devicefix.hosts.pickling import Unpickler, pickled
 from tl_devicefix.hosts.snapshots import HOOKS, Snapshot, has_forward_within, tensors_of
 from tl_devicefix.hosts.trials import Trial, laid_out, tried
@@ -115,12 +114,12 @@ class HeldCopy:
             given: its arguments, as they are there.
             points: which of its hook points.
         """
-        blanks = {name: _blank(each) for name, each in given.items()}
-        of = (geometry_of(e) if isinstance(e, torch.Tensor) else e for e in blanks.values())
-        key = points, tuple(blanks), tuple(of)
+        of = (geometry_of(e) if isinstance(e, torch.Tensor) else e for e in given.values())
+        key = points, tuple(given), tuple(of)
         if key not in self._layouts:
             if len(self._layouts) >= _MOST_LAYOUTS:
                 self._layouts.clear()
+            blanks = {name: _blank(each) for name, each in given.items()}
             self._layouts[key] = laid_out(self._without_values(), blanks, points)
         return self._layouts[key]
 

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tl_devicefix.hosts.caching import Layout, layout_of, noting
+from tl_devicefix.hosts.caching import Key, Layout, layout_of, noting
 from tl_devicefix.hosts.far_devices import draws
-from tl_devicefix.hosts.graphs import Graph, Key, called
+from tl_devicefix.hosts.graphs import Graph, called
 from tl_devicefix.hosts.snapshots import Attributes, tensors_of
 from tl_devicefix.simulation.geometry import Geometry, geometry_of
 

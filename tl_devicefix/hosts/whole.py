@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from tl_devicefix.hosts.caching import noting, tensor_in
+from tl_devicefix.hosts.caching import Key, noting, tensor_in
 from tl_devicefix.hosts.classes import is_as_imported
-from tl_devicefix.hosts.graphs import Graph, Key, called
+from tl_devicefix.hosts.graphs import Graph, called
 from tl_devicefix.hosts.modules import HeldBlock, HeldCopy, held
 from tl_devicefix.hosts.telling import Owner
 from tl_devicefix.simulation import interrupts
