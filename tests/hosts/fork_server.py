@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import json
 import os
@@ -68,6 +69,8 @@ def _become(told: dict[str, Any]) -> None:
             continue  # the tests' own
         flags = os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT
         os.dup2(os.open(told.get(name, os.devnull), flags), number)
+    if "stderr" in told:
+        faulthandler.register(signal.SIGUSR1)
     os.environ.update(told["environment"])
     if "network" in told:
         with open(f"/run/netns/{told['network']}") as namespace:

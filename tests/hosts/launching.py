@@ -56,6 +56,7 @@ class Launched:
         address: of rank 0.
         port: of rank 0; by default one that is free.
         command: instead of the script.
+        environment: of all, beside what a launcher sets.
         options: of `join`.
     """
 
@@ -71,6 +72,7 @@ class Launched:
         address: str = "127.0.0.1",
         port: int | None = None,
         command: list[str] | None = None,
+        environment: dict[str, str] | None = None,
         **options: Any,
     ) -> None:
         self._server, self._directory = server, directory
@@ -80,7 +82,7 @@ class Launched:
         self.pids: dict[int, int] = {}
         for rank in range(world_size) if started is None else started:
             launcher = {"MASTER_ADDR": address, "MASTER_PORT": self.port}
-            launcher |= {"WORLD_SIZE": world_size, "RANK": rank}
+            launcher |= {"WORLD_SIZE": world_size, "RANK": rank} | (environment or {})
             arguments = [str(HERE / "a_script.py"), what, str(self._go), json.dumps(options)]
             self.pids[rank] = server.tell(
                 environment={name: str(value) for name, value in launcher.items()},
@@ -101,7 +103,11 @@ class Launched:
                 found: list[Any] = json.loads(said[self._n_read - 1])
                 return found
             time.sleep(0.02)
-        raise AssertionError(f"rank {rank} says nothing; {self.text('stderr', rank)}")
+        for each in self.pids:  # where they are: see `faulthandler` in `fork_server.py`
+            self.signal(each, signal.SIGUSR1)
+        time.sleep(0.5)
+        where = "\n".join(f"rank {each}:\n{self.text('stderr', each)}" for each in self.pids)
+        raise AssertionError(f"rank {rank} says nothing. {where}")
 
     def error(self, since: float) -> str:
         """The one error with which rank 0 ends, soon after a time."""

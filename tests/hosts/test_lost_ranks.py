@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from launching import Launch
 from ranks import free_port
 
@@ -66,6 +67,34 @@ def test_rank_0_killed_and_started_again(launch: Launch) -> None:
     assert launched.ends() == [-signal.SIGKILL, 1, 1]
     assert "ends: rank 0 is lost: " in launched.text("stderr", 1)
     assert launch("forwards", 2, port=launched.port).ends() == [0, 0]
+
+
+def test_a_machine_that_stands_still_and_goes_on(launch: Launch) -> None:
+    launched = launch("in_forward", timeout=2.5)
+    launched.until_ready()
+
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for rank in launched.pids:
+            launched.signal(rank, number)
+        time.sleep(3)
+
+    launched.go_on()
+    assert launched.ends() == [0, 0, 0]
+
+
+def test_a_store_that_is_lost(launch: Launch) -> None:
+    port = free_port()  # as torchrun has one
+    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    of_launcher = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    launched = launch("for_ever", port=port, environment=of_launcher)
+    launched.until_ready()
+
+    del store
+
+    error = launched.error(since=time.time())
+    at = f"the store at 127.0.0.1:{port}, where they met,"
+    assert error == f"RankLost: all ranks are lost: {at} cannot be reached"
+    assert launched.ends() == [3, 1, 1]
 
 
 def test_an_interrupt_of_all(launch: Launch) -> None:

@@ -116,6 +116,8 @@ class Ranks:
             )
             for rank in range(1, len(everyone))
         }
+        for peer in self.peers.values():
+            peer.begin()
         watch.begin(list(self.peers), self.lose)
         atexit.register(self._leave)
 
@@ -144,9 +146,12 @@ class Ranks:
     def lose(self, rank: int | None, why: str) -> None:
         """Give up: whoever waits for any rank is told which one is lost, and all others end."""
         assert rank is not None  # rank 0 says itself when it is over
+        if rank and not self._watch.has_store():  # without it, the others have ended
+            rank, why = 0, self._watch.no_store
         if not self._losing.acquire(blocking=False):
             return  # others end by this, and are not what is lost
-        error = RankLost(f"{self.peers[rank].name}{held_by(rank)} is lost: {why}", rank)
+        who = f"{self.peers[rank].name}{held_by(rank)} is" if rank else "all ranks are"
+        error = RankLost(f"{who} lost: {why}", rank)
         self._watch.tell_all(str(error))
         for peer in self.peers.values():
             peer.lose(error)

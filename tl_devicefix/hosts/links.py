@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections import Counter
 from collections.abc import Iterator
+
+from tl_devicefix.hosts.late import Late
 
 
 class Links:
@@ -24,7 +25,7 @@ class Links:
         self.awaited: int | None = None
         self._begun: Counter[int] = Counter()
         self._got: Counter[int] = Counter()
-        self._seen, self._since = (-1, 0), 0.0
+        self._late = Late()
 
     def begin(self, rank: int) -> None:
         """A part goes to a rank from now on."""
@@ -53,11 +54,8 @@ class Links:
             own: this rank.
             limit: seconds that a part may take.
         """
-        there, now = (rank, self._got[rank]), time.monotonic()
-        begun = json.loads(said or "{}").get(str(own), 0)
-        if there != self._seen or begun <= there[1]:
-            self._seen, self._since = there, now
-        return now - self._since > limit
+        got, begun = self._got[rank], json.loads(said or "{}").get(str(own), 0)
+        return self._late.look((rank, got) if begun > got else None) > limit
 
 
 LINKS = Links()

@@ -226,8 +226,11 @@ class Peer:
         self._commands = _Queue(store, rank, rank, _COMMANDS)
         self._answers = _Queue(store, rank, rank, _ANSWERS, self._raise_if_lost)
         self._progress = _Queue(store, rank, rank, _PROGRESS, self._raise_if_lost)
+
+    def begin(self) -> None:
+        """Send and receive from now on: to lose it may lose all."""
         for work in (self._send_next, self._receive_next, self._notice_loss):
-            name = f"rank {rank}: {work.__name__}"
+            name = f"rank {self.rank}: {work.__name__}"
             threading.Thread(target=self._keep, args=(work,), daemon=True, name=name).start()
 
     @property
@@ -291,8 +294,8 @@ class Peer:
         Args:
             until: by `time.monotonic()`, until when at most.
         """
-        if self.lost is not None:  # who is cut off never lets go
-            until = min(until, time.monotonic() + 1)
+        if self.lost is not None and self.lost.rank == self.rank:  # if cut off, it never lets go
+            until = min(until, time.monotonic() + 2)
         self._has_sent_all.wait(max(until - time.monotonic(), 0))
         while self._within_gloo and time.monotonic() < until:
             time.sleep(0.02)

@@ -89,14 +89,6 @@ class Owner:
         self.number = number
 
 
-class _Number(Gone):
-    """What is left of an owner."""
-
-    __slots__ = ("number",)
-
-    number: int
-
-
 class Message(NamedTuple):
     """What is sent at once."""
 
@@ -113,25 +105,23 @@ class Telling:
         rank: to which.
 
     Attributes:
-        owned: what is left of owners that are not gone, or of which the rank was not told, by
-            number.
+        owned: numbers by what is left of owners that are not gone, or of which the rank was not
+            told.
     """
 
     def __init__(self, rank: int) -> None:
-        self.owned: dict[int, _Number] = {}
+        self.owned: dict[Gone, int] = {}
         self._rank = rank
-        self._told: deque[Told | _Number] = deque()
+        self._told: deque[Told | Gone] = deque()
         self._wanted: SimpleQueue[None] = SimpleQueue()
-        self._taken: list[Told | _Number] = []
+        self._taken: list[Told | Gone] = []
         self._operations, self._length = 0, _SHORTEST
         self._settings: list[Any] | None = None  # as the rank was told last
 
     def owner(self) -> Owner:
         """Who has what the rank is about to be told to hold."""
         owner = Owner(self._rank, next(_numbers))
-        left = _Number(owner, self._told.append)
-        left.number = owner.number
-        self.owned[owner.number] = left
+        self.owned[Gone(owner, self._told.append)] = owner.number
         return owner
 
     def tell(self, told: Told) -> None:
@@ -180,14 +170,13 @@ class Telling:
                 return self._message(taken)
         return None
 
-    def _message(self, taken: list[Told | _Number]) -> Message:
+    def _message(self, taken: list[Told | Gone]) -> Message:
         message = Message([], [], [])
-        for are_gone, several in itertools.groupby(taken, lambda each: type(each) is _Number):
+        for are_gone, several in itertools.groupby(taken, lambda each: type(each) is Gone):
             if are_gone:
-                numbers: Any = tuple(each.number for each in several)  # type: ignore[union-attr]
-                message.commands.append(commands.Free(numbers))
-                for number in numbers:
-                    self.owned.pop(number)
+                # Of one that an interrupt left without an owner, the rank was told nothing.
+                numbers: Any = (self.owned.pop(each, None) for each in several)  # type: ignore[arg-type]
+                message.commands.append(commands.Free(tuple(n for n in numbers if n is not None)))
                 continue
             for told in several:
                 assert type(told) is Told
@@ -201,7 +190,7 @@ class Telling:
                     message.asked.append(told)
         return message
 
-    def _next(self) -> Told | _Number | None:
+    def _next(self) -> Told | Gone | None:
         try:
             return self._told.popleft()
         except IndexError:

@@ -16,11 +16,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tl_devicefix.hosts.late import EVERY, Late
 from tl_devicefix.hosts.links import LINKS
 
 _log = logging.getLogger(__name__)
-_EVERY = 0.5
-"""Seconds between two signs of life."""
 SHORTEST_TIMEOUT = 2.0
 """Seconds; a busy machine may have no time for a sign of life for one."""
 _REFUSING = timedelta(seconds=10)
@@ -94,11 +93,11 @@ class Watch:
         self._tell_user, self._is_awaited = tell, False
         self.timeout = timeout
         # It was last seen up to a beat before it was lost, and is looked for once a beat.
-        self._limit = timeout - 2 * _EVERY
+        self._limit = timeout - 2 * EVERY
         self.wait = timedelta(seconds=wait)
         self.store: Any = self._opened()
         self._ended = threading.Event()
-        self._last_beat = time.monotonic()
+        self._beat = 0
 
     def _opened(self) -> Any:
         address, port = _address_of(self._master)
@@ -246,31 +245,42 @@ class Watch:
         """Watch no more."""
         self._ended.set()
 
+    def has_store(self) -> bool:
+        """Whether the store can be reached; that of a launcher may be gone before rank 0 is."""
+        try:
+            self.store.check([_OVER])
+        except RuntimeError:
+            return False
+        return True
+
+    @property
+    def no_store(self) -> str:
+        """Why all is lost, if it cannot."""
+        return f"the store at {self._master}, where they met, cannot be reached"
+
     def tell_all(self, why: str) -> None:
         """Tell all ranks that it is over."""
         with contextlib.suppress(RuntimeError):  # the store's: then they know
             self.store.set(_OVER, why)
 
     def _watch(self, others: list[int], lose: Callable[[int | None, str], None]) -> None:
-        seen = {rank: ("", time.monotonic()) for rank in others}
-        for beat in itertools.count():
-            self._last_beat = time.monotonic()
-            if self._ended.wait(_EVERY):
+        late = {rank: Late() for rank in others}
+        while True:
+            self._beat += 1
+            if self._ended.wait(EVERY):
                 return
             try:
-                self.store.set(f"alive {self._rank}", f"{beat} {LINKS.begun()}")
+                self.store.set(f"alive {self._rank}", f"{self._beat} {LINKS.begun()}")
                 said = {rank: self._said(f"alive {rank}") for rank in others}
                 over, unheard = self._said(_OVER), self._unheard()
             except RuntimeError:  # the store is gone, and rank 0 with it
-                return self._tell(lose, 0, "its store cannot be reached")
+                return self._tell(lose, 0, self.no_store)
             if over and self._rank:
                 return self._tell(lose, None, over)
             if unheard is not None:
                 return self._tell(lose, *unheard)
             for rank in others:
-                if said[rank] != seen[rank][0]:
-                    seen[rank] = said[rank], time.monotonic()
-                elif time.monotonic() - seen[rank][1] > self._limit:
+                if late[rank].look(said[rank]) > self._limit:
                     why = f"it gave no sign of life for {self._limit:g} s"
                     return self._tell(lose, rank, why)
 
@@ -292,10 +302,11 @@ class Watch:
 
     def _watch_the_watch(self, others: list[int], lose: Callable[[int | None, str], None]) -> None:
         """Give up if the store does not answer: of a host that is cut off, it says nothing."""
-        self._last_beat = time.monotonic()
-        while not self._ended.wait(_EVERY):
-            if time.monotonic() - self._last_beat > self._limit:
-                return self._tell(lose, 0, f"its store has not answered for {self._limit:g} s")
+        late = Late()
+        while not self._ended.wait(EVERY):
+            if late.look(self._beat) > self._limit:
+                why = f"the store at {self._master} has not answered for {self._limit:g} s"
+                return self._tell(lose, 0, why)
 
     def _tell(self, lose: Callable[[int | None, str], None], rank: int | None, why: str) -> None:
         if not self._ended.is_set():

@@ -282,6 +282,9 @@ class Machine:
         with self._adding:
             while self._gone:
                 counted = self._gone[0]
+                if counted not in self._counted:  # an interrupt came before it was made, or here
+                    self._gone.popleft()
+                    continue
                 allocated = self._allocated[counted.index] - counted.nbytes
                 counted.nbytes, self._allocated[counted.index] = 0, allocated
                 block, counted.block = counted.block, None
@@ -291,8 +294,6 @@ class Machine:
                 if self._allocations.get(counted.address) is counted:
                     del self._allocations[counted.address]
                 self._counted.discard(counted)
-                if self._gone and self._gone[0] is counted:
-                    self._gone.popleft()
 
 
 def sites_on(n_devices: int, hosts: int | None) -> tuple[Site, ...]:
