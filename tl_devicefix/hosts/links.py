@@ -55,7 +55,8 @@ class Links:
             limit: seconds that a part may take.
         """
         got, begun = self._got[rank], json.loads(said or "{}").get(str(own), 0)
-        return self._late.look((rank, got) if begun > got else None) > limit
+        late = self._late.look((rank, got, begun > got))
+        return begun > got and late > limit
 
 
 LINKS = Links()
