@@ -81,7 +81,7 @@ class Launched:
         self._n_read = 0
         self.pids: dict[int, int] = {}
         for rank in range(world_size) if started is None else started:
-            launcher = {"MASTER_ADDR": address, "MASTER_PORT": self.port}
+            launcher: dict[str, Any] = {"MASTER_ADDR": address, "MASTER_PORT": self.port}
             launcher |= {"WORLD_SIZE": world_size, "RANK": rank} | (environment or {})
             arguments = [str(HERE / "a_script.py"), what, str(self._go), json.dumps(options)]
             self.pids[rank] = server.tell(

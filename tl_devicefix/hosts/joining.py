@@ -153,6 +153,8 @@ class Ranks:
         who = f"{self.peers[rank].name}{held_by(rank)} is" if rank else "all ranks are"
         error = RankLost(f"{who} lost: {why}", rank)
         self._watch.tell_all(str(error))
+        for peer in self.peers.values():  # first, as who is told may end this process at once
+            peer.lost = error
         for peer in self.peers.values():
             peer.lose(error)
 
