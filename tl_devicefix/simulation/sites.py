@@ -81,7 +81,7 @@ def site_named(name: str, sites: Sequence[Site]) -> Site:
     """The site that is meant by "node-b/cuda:1", "host1/cuda:1" or "host1/1".
 
     Args:
-        name: a host by its own name or its number, and one of its devices.
+        name: a host by its own name, or else by its number, and one of its devices.
         sites: those there are.
 
     Raises:
@@ -104,11 +104,12 @@ def site_named(name: str, sites: Sequence[Site]) -> Site:
 def listed(sites: Sequence[Site]) -> str:
     """Each host and its devices, in short: "node-a/cuda:0 to cuda:7, node-b/cuda:0 to cuda:7"."""
     by_host: dict[int, list[Site]] = {}
+    names = {each.hostname for each in sites}
     for each in sites:
         by_host.setdefault(each.host, []).append(each)
     found = []
     for first, *others in by_host.values():
         number = f"host{first.host}"
-        also = "" if first.hostname == number else f" ({number})"
+        also = "" if number in names else f" ({number})"  # of a host that has it, that is the name
         found.append(first.name + (f" to {others[-1].device}" if others else "") + also)
     return ", ".join(found)
