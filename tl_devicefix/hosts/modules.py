@@ -208,6 +208,17 @@ def forget(model: nn.Module) -> None:
         _held.pop(each, None)
 
 
+def _forget_what_changed() -> None:
+    """Let copies go that are of no use any more, and with them weights that were exchanged."""
+    for reference in _held.keyrefs():
+        block = reference()
+        if block is None:
+            continue
+        found = _held.get(block)
+        if found is not None and not found.seen.holds():
+            _held.pop(block, None)
+
+
 def _still_held(block: nn.Module, machine: Machine) -> HeldBlock | None:
     found = _held.get(block)
     is_held = found is not None and found.far is machine.asynchronous and found.seen.holds()
@@ -247,4 +258,5 @@ def _hold(block: nn.Module, machine: Machine, device: torch.device) -> HeldBlock
         there = _copies.get(key) or HeldCopy(machine, device, *told)
         _copies[key] = there
     found = _held[block] = HeldBlock(there, far, device, seen)
+    machine.on_full = _forget_what_changed
     return found

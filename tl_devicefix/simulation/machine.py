@@ -76,6 +76,7 @@ class Machine:
         is_aside: True while another machine is entered instead of this one.
         asynchronous: what runs its devices behind the host, while it does.
         on_peak: called with a device's index whenever more is allocated there than ever before.
+        on_full: called when something has no room, to let go of what nobody needs.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Machine:
         self.behind = torch.device("cpu" if values else "meta")
         self.asynchronous = asynchronous
         self.on_peak: Callable[[int], None] | None = None
+        self.on_full: Callable[[], None] | None = None
         self.transfers = Transfers()
         self.timeline = Timeline() if asynchronous is None else asynchronous.timeline
         self._current = threading.local()
@@ -210,6 +212,10 @@ class Machine:
         self.settle()
         index = device.index
         free = self._capacities[index] - self._allocated[index]
+        if nbytes > free and self.on_full is not None:
+            self.on_full()
+            self.settle()
+            free = self._capacities[index] - self._allocated[index]
         if nbytes > free:
             holds = getattr(self.asynchronous, "holds", lambda index: "")(index)
             where = f" ({self.sites[index].name}{holds})" if self.sites else ""
