@@ -11,20 +11,18 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_modules
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from tl_devicefix.hosts.caching import Key, Layout
 from tl_devicefix.hosts.commands import Stored
 from tl_devicefix.hosts.far_devices import FarDevices
 from tl_devicefix.hosts.pickling import Unpickler, pickled
-from tl_devicefix.hosts.snapshots import HOOKS, Snapshot, has_forward_within, tensors_of
+from tl_devicefix.hosts.snapshots import Snapshot, has_forward_within, tensors_of
 from tl_devicefix.hosts.trials import Trial, laid_out, tried
 from tl_devicefix.simulation.geometry import Geometry, geometry_of
 from tl_devicefix.simulation.machine import Machine
 from tl_devicefix.simulation.tensor import SimTensor, wrap
-
-_GLOBAL_HOOKS = tuple(getattr(torch_modules, f"_global{name}") for name in HOOKS)
 
 
 class OutsideBlocks:
@@ -228,7 +226,7 @@ def _still_held(block: nn.Module, machine: Machine) -> HeldBlock | None:
 def _is_looked_into() -> bool:
     """Whether there is something around that sees, or changes, each operation."""
     return (
-        any(_GLOBAL_HOOKS)
+        bool(_has_any_global_hook())
         or _len_torch_dispatch_stack() > 0
         or not all(isinstance(each, OutsideBlocks) for each in _function_modes())
         or torch._C._functorch.peek_interpreter_stack() is not None
