@@ -15,7 +15,7 @@ from tl_devicefix.simulation.asynchronous import Asynchronous
 from tl_devicefix.simulation.backward import raise_or_keep
 from tl_devicefix.simulation.pool import Block
 from tl_devicefix.simulation.sites import DEVICE_TYPE as DEVICE_TYPE
-from tl_devicefix.simulation.sites import Site, divided
+from tl_devicefix.simulation.sites import Hosts, Site, divided
 from tl_devicefix.simulation.sparse import bytes_in
 from tl_devicefix.simulation.timeline import Timeline
 from tl_devicefix.simulation.transfers import Transfer, Transfers, readable
@@ -301,11 +301,11 @@ class Machine:
                     self._gone.popleft()
 
 
-def sites_on(n_devices: int, hosts: int | None) -> tuple[Site, ...]:
+def sites_on(n_devices: int | None, hosts: Hosts | None) -> tuple[Site, ...]:
     """The sites of so many devices; none if nothing is said of hosts.
 
     Raises:
-        ValueError: if they cannot be divided evenly over so many.
+        ValueError: if they cannot be divided over these.
     """
     return () if hosts is None else divided(n_devices, hosts)
 
