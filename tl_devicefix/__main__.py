@@ -77,7 +77,10 @@ def _add_estimate(commands: Any) -> None:
     estimate.add_argument("model", help="a name, or a local checkpoint directory")
     estimate.add_argument("--n-devices", type=int, help="how many devices; default: as named")
     estimate.add_argument(
-        "--hosts", type=int, help="over how many hosts --n-devices are divided; default: one"
+        "--hosts",
+        type=_hosts,
+        help="over how many hosts --n-devices are divided, or how many devices each has: 8,4; "
+        "default: one",
     )
     estimate.add_argument("--dtype", default="float32", help="of the weights; default: %(default)s")
     estimate.add_argument(
@@ -146,6 +149,12 @@ def _add_lend(commands: Any) -> None:
 
 def _device(text: str) -> int | str:
     return int(text) if text.isdecimal() else text
+
+
+def _hosts(text: str) -> int | list[int]:
+    """ "2", or "8,4" as a list."""
+    counts = [int(each) for each in text.split(",")]
+    return counts if len(counts) > 1 else counts[0]
 
 
 def _memory(text: str) -> Any:

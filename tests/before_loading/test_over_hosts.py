@@ -58,6 +58,27 @@ def test_what_makes_no_sense(function: Any, options: Any, message: str) -> None:
         function("gpt2", hosts=2, **run, **options)
 
 
+def test_hosts_may_have_different_numbers_of_devices(capsys: Any) -> None:
+    planned = plan("gpt2", hosts=[1, 3])
+    placements = [
+        planned,
+        plan("gpt2", 4, hosts=(1, 3)),
+        estimate("gpt2", hosts=[1, 3], ctx=8).placement,
+        rehearse("gpt2", id, hosts=[1, 3]).placement,
+    ]
+    main(["estimate", "gpt2", "--hosts", "1,3", "--ctx", "8"])
+    too_large = estimate("gpt2-xl", hosts=[1, 2], max_memory="100MiB", ctx=8)
+
+    names = ["host0/0", "host1/0", "host1/1", "host1/2"]
+    assert [[site.name for site in each.sites] for each in placements] == [names] * 4
+    assert [len(each.devices) for each in placements] == [4] * 4
+    with simulate(4, hosts=[1, 3]):
+        assert plan("gpt2", 4) == planned
+    assert "3 (host1/2)" in capsys.readouterr().out
+    assert not too_large.fits
+    assert "n_devices" not in too_large.advice
+
+
 @pytest.mark.parametrize("toy", TOYS)
 def test_a_forward_sends_what_the_placement_says(toy: str) -> None:
     cfg = TOYS[toy]()

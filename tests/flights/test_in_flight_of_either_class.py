@@ -6,6 +6,7 @@ import contextlib
 import gc
 import itertools
 import random
+import re
 import threading
 import traceback
 import weakref
@@ -533,6 +534,16 @@ def test_progress_and_report(
     assert "sim:3 busy" in said.out
     assert "waited in" in said.out
     assert runs_of_users.__file__ in said.out
+
+
+def test_a_report_of_one_device_claims_no_share_of_it(
+    on_one: Any, batches: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    list(in_flight(on_one("llama"), a_number_that_is_waited_for, batches, report=True))
+    first, *others = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"6 runs in \d+\.\d\d s, all on cpu", first)
+    assert others
+    assert all(" waited in " in line for line in others)
 
 
 def test_pythons_own_random_numbers_are_left_alone(machine: Any, over_devices: Any) -> None:

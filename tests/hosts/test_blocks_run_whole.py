@@ -172,6 +172,24 @@ def test_a_model_that_is_dropped_is_gone(load: Any, tokens: torch.Tensor) -> Non
     assert block() is None
 
 
+def test_weights_that_were_exchanged_leave_a_full_device(
+    machine: Any, load: Any, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load("llama", 4)
+    with torch.no_grad():
+        model(tokens)  # its rank has copies of the blocks
+    mlp, device = model.blocks[FAR].mlp, model.blocks[FAR].mlp.W_in.device.index
+    full = machine.memory_allocated(device) + mlp.W_in.nbytes
+    monkeypatch.setattr(machine, "_capacities", [full] * 4)
+
+    for _ in range(2):
+        mlp.W_in = nn.Parameter(mlp.W_in.detach() * 2)
+
+    assert machine.memory_allocated(device) == full - mlp.W_in.nbytes
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+        mlp.W_in.detach().repeat(2, 1)
+
+
 def test_a_model_that_is_moved_leaves_nothing(load: Any, tokens: torch.Tensor) -> None:
     def held() -> list[int]:
         gc.collect()

@@ -57,6 +57,18 @@ def test_a_backward_is_one_command_a_block(
     assert names(told).count("Record") == names(told).count("Backward") == len(far_blocks(model))
 
 
+def test_gradients_lie_as_their_weights_and_none_is_copied(
+    model: Any, tokens: torch.Tensor, told: list[Any]
+) -> None:
+    loss(model, tokens).backward()
+
+    weights = list(model.blocks[FAR].parameters())
+    assert not all(each.is_contiguous() for each in weights)
+    assert [each.grad.stride() for each in weights] == [each.stride() for each in weights]
+    operations = {getattr(each, "operation", None) for each in told}
+    assert not operations & {"aten::new_empty_strided", "aten::clone"}
+
+
 def test_frozen_weights_get_none(model: Any, alone: Any, tokens: torch.Tensor) -> None:
     for each in (model, alone):
         each.requires_grad_(False)

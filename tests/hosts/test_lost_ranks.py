@@ -20,6 +20,7 @@ from launching import Launch
 from ranks import free_port
 
 from tl_devicefix.demo.demo import CHECKPOINT
+from tl_devicefix.hosts.hello import hello, other_versions
 
 
 def test_a_script_that_ends_well(launch: Launch) -> None:
@@ -188,6 +189,15 @@ def test_another_version_on_one_rank(launch: Launch, tmp_path: Path) -> None:
         said = launched.text("said", rank)
         assert "has tl_devicefix 9.9, and rank 0 (" in said
         assert "install the same on both" in said
+
+
+@pytest.mark.parametrize("name", ["torch", "transformers", "numpy", "einops", "Python"])
+def test_another_version_of_what_blocks_are_made_of(name: str) -> None:
+    one, other = hello([], 0), hello([], 0)
+    other["versions"][name] = "0.1"
+
+    assert other_versions([one, one]) is None
+    assert f"has {name} 0.1, and rank 0 (" in str(other_versions([one, one, other]))
 
 
 def test_a_rank_that_never_comes(launch: Launch) -> None:

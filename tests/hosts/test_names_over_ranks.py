@@ -29,7 +29,13 @@ def test_sites_are_named_by_rank_host_and_device() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "names"), [(("head", "b"), ["head", "b"]), (("head", "head"), ["host0", "host1"])]
+    ("hosts", "names"),
+    [
+        (("head", "b"), ["head", "b"]),
+        (("head", "head"), ["host0", "host1"]),
+        (("head", "head", "host1"), ["host0", "rank1", "host1"]),
+        (("host1", "host1"), ["host0", "host1"]),
+    ],
 )
 def test_hosts_of_one_name_are_called_by_their_numbers(hosts: Any, names: list[str]) -> None:
     everyone = [{"host": host, "devices": [("cpu", 1)]} for host in hosts]

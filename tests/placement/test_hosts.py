@@ -12,7 +12,7 @@ from transformer_lens import HookedTransformer
 import tl_devicefix
 from tl_devicefix import plan, simulate
 from tl_devicefix.simulation.machine import Machine
-from tl_devicefix.simulation.sites import Site, divided, site_named
+from tl_devicefix.simulation.sites import Site, divided, listed, site_named
 
 JOINED = (
     Site(0, 0, "head", 0, "xpu:0"),
@@ -50,6 +50,7 @@ def test_a_host_s_own_name_goes_before_a_number() -> None:
     crossed = (Site(0, 0, "host1", 0, "xpu:0"), Site(1, 1, "host0", 0, "xpu:0"))
 
     assert site_named("host0/xpu:0", crossed).index == 1
+    assert listed(crossed) == "host1/xpu:0, host0/xpu:0"
 
 
 @pytest.mark.parametrize("name", ["node-c/xpu:0", "node-b/xpu:2", "head/cpu:0", "/", "head/"])
@@ -73,6 +74,8 @@ def test_simulated_ones_are_of_any_type(name: str) -> None:
         (2, 4, "n_devices=2 cannot be divided evenly over hosts=4"),
         (4, 0, "hosts=0 is no number of hosts"),
         (4, "2", "hosts='2' is no number of hosts"),
+        (4, [2, 1], r"n_devices=4, but hosts=\[2, 1\] have 3"),
+        (4, [5, -1], r"hosts=\[5, -1\]: give how many devices each has"),
     ],
 )
 def test_hosts_have_as_many_devices_each(n_devices: int, hosts: Any, message: str) -> None:

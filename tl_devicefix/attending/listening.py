@@ -7,17 +7,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch.nn.modules import module as torch_modules
+from torch.nn.modules.module import _has_any_global_hook
 from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.attending.masks import is_minus_infinity
+from tl_devicefix.hosts.snapshots import HOOKS
 
 F = TypeVar("F", bound=Callable[..., Any])
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# torch's, which are called for every module.
-_GLOBAL_HOOKS = tuple(getattr(torch_modules, f"_global{name}") for name in _HOOKS)
-
-
 _LOOKS_AWAY = "_tl_devicefix_looks_away"
 
 
@@ -32,7 +28,7 @@ def listens(point: Any) -> bool:
     if type(point) is not HookPoint:
         return True  # something that was put in its place
     held = vars(point)
-    return "forward" in held or any(_listening(point, name) for name in _HOOKS)
+    return "forward" in held or any(_listening(point, name) for name in HOOKS)
 
 
 def _listening(module: Any, hooks: str) -> bool:
@@ -127,7 +123,7 @@ def why_not_now(attention: Any) -> str | None:
         return "it has hooks of torch's, which see its pattern"  # a Bridge's gives it too
     if attention.training and _drops_out(attention):
         return "its pattern has dropout"
-    if any(_GLOBAL_HOOKS):
+    if _has_any_global_hook():
         return "torch has hooks for every module"
     return why_not_here()
 

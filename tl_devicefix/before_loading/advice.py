@@ -70,7 +70,10 @@ def _more_devices(asked: Setting) -> Iterator[Change]:
     sizes = {size for key, size in asked.memory.items() if key != "cpu"}
     if len(sizes) > 1 or isinstance(asked.device_map, Mapping) or not _limits_are_all(asked):
         return
-    hosts, step = asked.hosts, asked.n_devices // (asked.hosts or asked.n_devices)
+    hosts = asked.hosts
+    if isinstance(hosts, list | tuple):  # of which there are no more of one kind
+        return
+    step = asked.n_devices // (hosts or asked.n_devices)
     most = min(_MOST_DEVICES * (hosts or 1), asked.model.n_layers)
     for n in range(asked.n_devices + step, most + 1, step):
         memory = {**asked.memory, **dict.fromkeys(range(n), *sizes)}

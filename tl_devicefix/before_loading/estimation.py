@@ -25,6 +25,7 @@ from tl_devicefix.placement.crossings import BetweenHosts, in_words
 from tl_devicefix.placement.deciding import DeviceMap
 from tl_devicefix.placement.memory import MaxMemory, gib
 from tl_devicefix.placement.placement import Placement
+from tl_devicefix.simulation.sites import Hosts
 
 
 @dataclass(frozen=True, repr=False)
@@ -121,7 +122,7 @@ def estimate(
     gradients: bool = False,
     gather: str | int | None = None,
     attention: str | None = None,
-    hosts: int | None = None,
+    hosts: Hosts | None = None,
     **options: Any,
 ) -> Estimate:
     """Estimate what a job takes on each device, and whether it fits; nothing is loaded.
@@ -165,6 +166,7 @@ def estimate(
         check_way(attention)
         job = Job(batch, ctx, cache, generate, gradients, gather, attention)
         sites = on_hosts(n_devices, hosts)
+        n_devices = len(sites) or n_devices
         device_map, limits, has = (by_index(e, sites) for e in (device_map, max_memory, memory))
         there = how_many(n_devices, device_map, limits, has)
         _check(job, model, there)

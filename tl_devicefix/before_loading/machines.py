@@ -7,24 +7,25 @@ from typing import Any
 
 from tl_devicefix.placement.deciding import tell_of_unused
 from tl_devicefix.simulation.machine import DEVICE_TYPE, sites_on
-from tl_devicefix.simulation.sites import Site, names_host, site_named
+from tl_devicefix.simulation.sites import Hosts, Site, names_host, site_named
 
 UNLIMITED = 2**60
 """Bytes of a device of which nothing is known, or asked."""
 
 
-def on_hosts(n_devices: int | None, hosts: int | None) -> tuple[Site, ...]:
+def on_hosts(n_devices: int | None, hosts: Hosts | None) -> tuple[Site, ...]:
     """Of which host each device would be; nothing if nothing is said of hosts.
 
     Raises:
-        ValueError: if the devices cannot be divided evenly over so many.
+        ValueError: if the devices cannot be divided over these.
     """
-    if hosts is not None and type(n_devices) is not int:
+    says_each = isinstance(hosts, list | tuple) and n_devices is None
+    if hosts is not None and type(n_devices) is not int and not says_each:
         raise ValueError(
             f"hosts={hosts!r} does not say how many devices they have: give n_devices, of all "
             "hosts together"
         )
-    return sites_on(n_devices or 0, hosts)
+    return sites_on(n_devices, hosts)
 
 
 def by_index(named: Any, sites: Sequence[Site] = ()) -> Any:

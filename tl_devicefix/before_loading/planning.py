@@ -17,6 +17,7 @@ from tl_devicefix.placement.devices import DeviceLike
 from tl_devicefix.placement.memory import MaxMemory
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.simulation import simulate_apart
+from tl_devicefix.simulation.sites import Hosts
 
 
 def plan(
@@ -26,7 +27,7 @@ def plan(
     device_map: DeviceMap | None = None,
     max_memory: MaxMemory | None = None,
     dtype: torch.dtype | str | None = None,
-    hosts: int | None = None,
+    hosts: Hosts | None = None,
 ) -> Placement:
     """Decide where each component of a model lives, without allocating anything.
 
@@ -55,6 +56,7 @@ def plan(
             which a model that is loaded with `fold_ln=True` no longer has.
         hosts: plan for so many hosts, which this one need not know: `n_devices` of all of them
             together are divided evenly over them in order, and called "host0/0", "host0/1", ...
+            Or how many devices each of them has, `[8, 4]`, without `n_devices`.
             What they have free is not known, so give `max_memory`; a `device_map` may be given
             beside `n_devices`. The plan is that of loading over them after `tl_devicefix.join`,
             and says what a forward sends from host to host.
@@ -63,6 +65,7 @@ def plan(
         ValueError: one sentence saying what does not fit together and what to do.
     """
     sites = on_hosts(n_devices, hosts)
+    n_devices = len(sites) or n_devices
     sizes, weighed_in = weigh(config_or_model_name, dtype)
     if not sites:
         return decide_fitting(sizes, weighed_in, n_devices, device, device_map, max_memory)

@@ -35,6 +35,7 @@ from tl_devicefix.placement.memory import MaxMemory, gib
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.running.module_names import named_modules
 from tl_devicefix.simulation import Machine, Transfers, simulate_apart
+from tl_devicefix.simulation.sites import Hosts
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def rehearse(
     tokenizer: Any = None,
     cls: Any = None,
     attention: str | None = None,
-    hosts: int | None = None,
+    hosts: Hosts | None = None,
     **options: Any,
 ) -> Rehearsal:
     """Run a function on a model at its full size, without its weights and without devices.
@@ -175,6 +176,7 @@ def rehearse(
     check_way(attention)
     grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())  # which `run` may set
     sites = on_hosts(n_devices, hosts)
+    n_devices = len(sites) or n_devices
     device_map, max_memory = by_index(device_map, sites), by_index(max_memory, sites)
     listed = dict(enumerate(memory)) if isinstance(memory, list | tuple) else None
     there = how_many(n_devices, device_map, max_memory, listed)

@@ -24,6 +24,7 @@ from tl_devicefix.placement.memory import by_device, capacity
 from tl_devicefix.placement.placement import Placement, in_short
 from tl_devicefix.reading.cache_at_home import CacheAtHome
 from tl_devicefix.simulation import Machine, Transfer, simulate_apart
+from tl_devicefix.simulation.sites import Hosts
 
 
 @dataclass(frozen=True)
@@ -138,8 +139,8 @@ class Setting:
     job: Job
     limits: dict[Any, Any] | None = None
     """What weights may take of it (`max_memory`), if that is not all, or not of each device."""
-    hosts: int | None = None
-    """Over how many the devices are divided, if they are."""
+    hosts: Hosts | None = None
+    """Over how many, or which, the devices are divided, if they are."""
 
     def measure(self) -> Measured:
         """Rehearse the job, once, and measure what it takes on each device."""

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 from transformer_lens.hook_points import HookPoint
 
+from tl_devicefix.hosts.snapshots import HOOKS
 from tl_devicefix.patching.versions import is_bridge, is_hooked_transformer
 
 Hooks = Sequence[tuple[Any, Any]]
@@ -43,7 +44,6 @@ RESIDUAL_STREAM_ALONE = {
 
 # Modules of these do the same in each run, but for `UNSTEADY`. A Bridge's layers are transformers'.
 LIBRARIES = {"bitsandbytes", "peft", "torch", "transformer_lens", "transformers"}
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 UNSTEADY = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm, nn.RReLU)
 
 

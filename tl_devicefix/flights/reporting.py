@@ -47,18 +47,29 @@ class FlightReport:
         """Seconds that so many runs take at best, if a device never waits for the one before it.
 
         The first run passes through all devices; then the slowest one sets the pace. Runs that are
-        on different devices from the start may need less, and never more than they took.
+        on different devices from the start may need less, and never more than they took. On one
+        device, that is what they took.
         """
+        if self._is_on_one:
+            return self.wall
         shares = [seconds / max(self.n_runs, 1) for seconds in self.busy.values()]
         at_best = sum(shares) + max(self.n_runs - 1, 0) * max(shares, default=0.0)
         return min(at_best, self.wall)
 
+    @property
+    def _is_on_one(self) -> bool:
+        """Whether all runs were on one device, without blocks that visit: they take no turns."""
+        return len(self.busy) == 1 and not any(self.busy.values())
+
     def __repr__(self) -> str:
-        rows = [f"{self.n_runs} runs in {self.wall:.2f} s, at best {self.ideal:.2f} s"]
-        rows += [
-            f"{device!s:>12} busy {seconds:8.2f} s  {seconds / self.wall:4.0%}"
-            for device, seconds in self.busy.items()
-        ]
+        if self._is_on_one:
+            rows = [f"{self.n_runs} runs in {self.wall:.2f} s, all on {next(iter(self.busy))}"]
+        else:
+            rows = [f"{self.n_runs} runs in {self.wall:.2f} s, at best {self.ideal:.2f} s"]
+            rows += [
+                f"{device!s:>12} busy {seconds:8.2f} s  {seconds / self.wall:4.0%}"
+                for device, seconds in self.busy.items()
+            ]
         rows += [
             f"{each.seconds:8.2f} s waited in {each.times} calls at {each.line}"
             for each in self.waited[:_MOST_LINES]

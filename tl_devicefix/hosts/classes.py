@@ -20,10 +20,9 @@ from weakref import WeakKeyDictionary
 
 from tl_devicefix.patching.applying import original
 
-_PACKAGES = {
-    *sys.stdlib_module_names,
-    *("transformer_lens", "torch", "transformers", "tl_devicefix", "numpy", "einops"),
-} - {"__main__"}
+PACKAGES = ("torch", "transformer_lens", "tl_devicefix", "transformers", "numpy", "einops")
+"""Those of which blocks may be made, beside Python itself: of one version on all ranks."""
+_PACKAGES = {*sys.stdlib_module_names, *PACKAGES} - {"__main__"}
 _OF_C = (
     *(BuiltinFunctionType, ClassMethodDescriptorType, GetSetDescriptorType),
     *(MemberDescriptorType, MethodDescriptorType, WrapperDescriptorType),

@@ -48,7 +48,7 @@ class Place:
         rank: of whom it is.
         number: index among the rank's own devices.
         device: as that rank names it.
-        hostname: of the rank's host; "host1" if that is not its alone.
+        hostname: of the rank's host; "host1" or "rank1" if that is not its alone.
         memory: bytes that the rank reports as free.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
@@ -10,11 +11,9 @@ from typing import Any
 import psutil
 import torch
 
+from tl_devicefix.hosts.classes import PACKAGES
 from tl_devicefix.hosts.far_devices import Place, sites_of
 from tl_devicefix.simulation.machine import bytes_of
-
-_PACKAGES = ("torch", "transformer_lens", "tl_devicefix")
-"""Those whose versions have to be the same on all ranks."""
 
 
 def hello(devices: Sequence[torch.device], memory: int | str | None) -> dict[str, Any]:
@@ -27,8 +26,13 @@ def hello(devices: Sequence[torch.device], memory: int | str | None) -> dict[str
     return {
         "host": socket.gethostname(),
         "devices": [(str(each), _free(each, memory)) for each in devices],
-        "versions": {name: version(name) for name in _PACKAGES},
+        "versions": {name: version(name) for name in PACKAGES} | {"Python": _python()},
     }
+
+
+def _python() -> str:
+    """Its version, within which classes are pickled alike: "3.12"."""
+    return "{}.{}".format(*sys.version_info)
 
 
 def _free(device: torch.device, memory: int | str | None) -> int:
@@ -42,8 +46,8 @@ def _free(device: torch.device, memory: int | str | None) -> int:
 def other_versions(everyone: Sequence[Any]) -> str | None:
     """What is wrong if not all have the same versions."""
     for rank, each in enumerate(everyone):
-        for name, found in each["versions"].items():
-            expected = everyone[0]["versions"][name]
+        for name, expected in everyone[0]["versions"].items():
+            found = each["versions"].get(name)
             if found != expected:
                 return (
                     f"rank {rank} ({each['host']}) has {name} {found}, and rank 0 "
@@ -53,9 +57,14 @@ def other_versions(everyone: Sequence[Any]) -> str | None:
 
 
 def places(everyone: Sequence[Any]) -> list[Place]:
-    """Where all devices are. A host that several ranks have is called by its rank."""
+    """Where all devices are. A host that several ranks have is called by its rank.
+
+    That is "host1", or "rank1" where another host is really called "host1".
+    """
     hosts = [each["host"] for each in everyone]
-    names = [host if hosts.count(host) == 1 else f"host{rank}" for rank, host in enumerate(hosts)]
+    own = {host for host in hosts if hosts.count(host) == 1}
+    by_rank = (f"rank{n}" if f"host{n}" in own else f"host{n}" for n in range(len(hosts)))
+    names = [host if host in own else number for host, number in zip(hosts, by_rank)]
     return [
         Place(rank, number, torch.device(device), names[rank], memory)
         for rank, each in enumerate(everyone)

@@ -66,8 +66,9 @@ def join(
         wait: seconds that ranks wait for each other at first.
 
     Raises:
-        RuntimeError: if ranks have other versions of torch, TransformerLens or this package, or one
-            does not come; or they are joined, and one is lost.
+        RuntimeError: if ranks have other versions of what blocks are made of (torch, transformers,
+            TransformerLens, this package, numpy, einops, Python), or one does not come; or they are
+            joined, and one is lost.
         ValueError: if there are not so many devices, or a launcher has not said where ranks meet.
     """
     global _joined

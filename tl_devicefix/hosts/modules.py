@@ -11,20 +11,18 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_modules
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from tl_devicefix.hosts.caching import Key, Layout
 from tl_devicefix.hosts.commands import Stored
 from tl_devicefix.hosts.far_devices import FarDevices
 from tl_devicefix.hosts.pickling import Unpickler, pickled
-from tl_devicefix.hosts.snapshots import HOOKS, Snapshot, has_forward_within, tensors_of
+from tl_devicefix.hosts.snapshots import Snapshot, has_forward_within, tensors_of
 from tl_devicefix.hosts.trials import Trial, laid_out, tried
 from tl_devicefix.simulation.geometry import Geometry, geometry_of
 from tl_devicefix.simulation.machine import Machine
 from tl_devicefix.simulation.tensor import SimTensor, wrap
-
-_GLOBAL_HOOKS = tuple(getattr(torch_modules, f"_global{name}") for name in HOOKS)
 
 
 class OutsideBlocks:
@@ -208,6 +206,17 @@ def forget(model: nn.Module) -> None:
         _held.pop(each, None)
 
 
+def _forget_what_changed() -> None:
+    """Let copies go that are of no use any more, and with them weights that were exchanged."""
+    for reference in _held.keyrefs():
+        block = reference()
+        if block is None:
+            continue
+        found = _held.get(block)
+        if found is not None and not found.seen.holds():
+            _held.pop(block, None)
+
+
 def _still_held(block: nn.Module, machine: Machine) -> HeldBlock | None:
     found = _held.get(block)
     is_held = found is not None and found.far is machine.asynchronous and found.seen.holds()
@@ -217,7 +226,7 @@ def _still_held(block: nn.Module, machine: Machine) -> HeldBlock | None:
 def _is_looked_into() -> bool:
     """Whether there is something around that sees, or changes, each operation."""
     return (
-        any(_GLOBAL_HOOKS)
+        bool(_has_any_global_hook())
         or _len_torch_dispatch_stack() > 0
         or not all(isinstance(each, OutsideBlocks) for each in _function_modes())
         or torch._C._functorch.peek_interpreter_stack() is not None
@@ -247,4 +256,5 @@ def _hold(block: nn.Module, machine: Machine, device: torch.device) -> HeldBlock
         there = _copies.get(key) or HeldCopy(machine, device, *told)
         _copies[key] = there
     found = _held[block] = HeldBlock(there, far, device, seen)
+    machine.on_full = _forget_what_changed
     return found

@@ -14,6 +14,7 @@ from tl_devicefix.hosts.caching import is_caching, points_of
 from tl_devicefix.hosts.classes import SeenClasses
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Where a module has its hooks."""
 _HELD_IN = ("_parameters", "_buffers", "_modules")
 
 

@@ -17,7 +17,7 @@ from tl_devicefix.hosts.graphs import Graph, called
 from tl_devicefix.hosts.modules import HeldBlock, HeldCopy, held
 from tl_devicefix.hosts.telling import Owner
 from tl_devicefix.simulation import interrupts
-from tl_devicefix.simulation.geometry import Geometry
+from tl_devicefix.simulation.geometry import Geometry, geometry_of
 from tl_devicefix.simulation.tensor import SimTensor
 
 
@@ -246,13 +246,14 @@ class _FarGraph:
         there: HeldCopy,
         given: dict[str, Any],
         keys: tuple[Key, ...],
-        wanted: Sequence[torch.Tensor],
+        wanted: Sequence[SimTensor],
         output: torch.Tensor,
     ) -> None:
         self._there = there
         self._owner: Owner | None = there.far.owner(there.rank)
         self._number = self._owner.number
-        self._like = [(each.shape, each.dtype) for each in wanted]
+        # As parameters lie: autograd copies a gradient that lies otherwise.
+        self._like = [geometry_of(torch.empty_like(each._cpu)) for each in wanted]
         there.far.record(there.rank, self._number, there.number, given, keys, output)
 
     def backward(
@@ -260,7 +261,7 @@ class _FarGraph:
     ) -> list[torch.Tensor]:
         """Gradients of some of the tensors that ask for them, which the rank is told to make."""
         far, rank = self._there.far, self._there.rank
-        gives = [far.promise(_contiguous(*self._like[each]), rank) for each in which]
+        gives = [far.promise(self._like[each], rank) for each in which]
         far.backward(rank, self._number, gradient, which, keeps, gives)
         if not keeps:
             self._owner = None

@@ -15,7 +15,7 @@ from tl_devicefix.simulation.asynchronous import Asynchronous
 from tl_devicefix.simulation.backward import raise_or_keep
 from tl_devicefix.simulation.pool import Block
 from tl_devicefix.simulation.sites import DEVICE_TYPE as DEVICE_TYPE
-from tl_devicefix.simulation.sites import Site, divided
+from tl_devicefix.simulation.sites import Hosts, Site, divided
 from tl_devicefix.simulation.sparse import bytes_in
 from tl_devicefix.simulation.timeline import Timeline
 from tl_devicefix.simulation.transfers import Transfer, Transfers, readable
@@ -76,6 +76,7 @@ class Machine:
         is_aside: True while another machine is entered instead of this one.
         asynchronous: what runs its devices behind the host, while it does.
         on_peak: called with a device's index whenever more is allocated there than ever before.
+        on_full: called when something has no room, to let go of what nobody needs.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Machine:
         self.behind = torch.device("cpu" if values else "meta")
         self.asynchronous = asynchronous
         self.on_peak: Callable[[int], None] | None = None
+        self.on_full: Callable[[], None] | None = None
         self.transfers = Transfers()
         self.timeline = Timeline() if asynchronous is None else asynchronous.timeline
         self._current = threading.local()
@@ -210,6 +212,10 @@ class Machine:
         self.settle()
         index = device.index
         free = self._capacities[index] - self._allocated[index]
+        if nbytes > free and self.on_full is not None:
+            self.on_full()
+            self.settle()
+            free = self._capacities[index] - self._allocated[index]
         if nbytes > free:
             holds = getattr(self.asynchronous, "holds", lambda index: "")(index)
             where = f" ({self.sites[index].name}{holds})" if self.sites else ""
@@ -296,11 +302,11 @@ class Machine:
                 self._counted.discard(counted)
 
 
-def sites_on(n_devices: int, hosts: int | None) -> tuple[Site, ...]:
+def sites_on(n_devices: int | None, hosts: Hosts | None) -> tuple[Site, ...]:
     """The sites of so many devices; none if nothing is said of hosts.
 
     Raises:
-        ValueError: if they cannot be divided evenly over so many.
+        ValueError: if they cannot be divided over these.
     """
     return () if hosts is None else divided(n_devices, hosts)
 

@@ -14,7 +14,7 @@ from tl_devicefix.simulation import backend, backward, generators
 from tl_devicefix.simulation.asynchronous import Asynchronous
 from tl_devicefix.simulation.machine import Machine, bytes_of, sites_on
 from tl_devicefix.simulation.pinned import WatchingHost
-from tl_devicefix.simulation.sites import Site
+from tl_devicefix.simulation.sites import Hosts, Site
 from tl_devicefix.simulation.speed import NO_TIME, speed
 from tl_devicefix.simulation.streams import streams_of
 from tl_devicefix.simulation.tensor import TENSOR_DATA, SimTensor, set_data
@@ -37,7 +37,7 @@ def simulate(
     flops_per_second: float | None = None,
     bytes_per_second: float | None = None,
     seed: int = 0,
-    hosts: int | None = None,
+    hosts: Hosts | None = None,
 ) -> Iterator[Machine]:
     """Simulate a machine with devices ``sim:0`` to ``sim:{n_devices - 1}`` on the CPU.
 
@@ -98,7 +98,8 @@ def simulate(
             what the CPU needs itself is part of it, and it is behind only where it needs more
             (``machine.timeline.late``). Leaving waits for what devices are busy with, unless it is
             by an error.
-        hosts: of how many hosts they are, divided evenly in order; names and placements tell.
+        hosts: of how many hosts they are, divided evenly in order, or how many devices each of
+            them has: `[4, 2]`; names and placements tell.
 
     Yields:
         The machine, which tells transfers and memory.
@@ -199,7 +200,7 @@ def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def simulate_apart(
-    n_devices: int, memory: int | str | Sequence[int | str] = "80GiB", hosts: int | None = None
+    n_devices: int, memory: int | str | Sequence[int | str] = "80GiB", hosts: Hosts | None = None
 ) -> Iterator[Machine]:
     """`simulate(..., values=False)`, also inside another `simulate`, which is set aside meanwhile.
 

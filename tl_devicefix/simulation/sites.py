@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 
 DEVICE_TYPE = "sim"
+Hosts = int | list[int] | tuple[int, ...]
+"""How many hosts there are, of as many devices each, or how many devices each of them has."""
 
 
 @dataclass(frozen=True)
@@ -51,25 +53,44 @@ class Site:
         return device in (self.device, number) or (not self.number and device == own_kind)
 
 
-def divided(n_devices: int, hosts: int) -> tuple[Site, ...]:
-    """The sites of devices that are divided evenly over hosts, in order.
+def divided(n_devices: int | None, hosts: Hosts) -> tuple[Site, ...]:
+    """The sites of devices that are divided over hosts, in order: evenly, or as many as each has.
 
     Raises:
         ValueError: if they cannot be.
     """
+    places = [
+        (host, number)
+        for host, on_it in enumerate(_on_each(n_devices, hosts))
+        for number in range(on_it)
+    ]
+    return tuple(
+        Site(index, host, f"host{host}", number, str(number))
+        for index, (host, number) in enumerate(places)
+    )
+
+
+def _on_each(n_devices: int | None, hosts: Hosts) -> Sequence[int]:
+    """How many devices each host has."""
+    if isinstance(hosts, list | tuple):
+        if not hosts or any(type(each) is not int or each < 1 for each in hosts):
+            raise ValueError(f"hosts={hosts!r}: give how many devices each has, at least 1")
+        if n_devices not in (None, sum(hosts)):
+            raise ValueError(
+                f"n_devices={n_devices}, but hosts={hosts!r} have {sum(hosts)}: give that, or none"
+            )
+        return hosts
     if type(hosts) is not int or hosts < 1:
-        raise ValueError(f"hosts={hosts!r} is no number of hosts: give an int, at least 1")
-    if n_devices % hosts or not n_devices:
+        raise ValueError(
+            f"hosts={hosts!r} is no number of hosts: give an int, at least 1, or a list of how "
+            "many devices each has"
+        )
+    if not n_devices or n_devices % hosts:
         raise ValueError(
             f"n_devices={n_devices} cannot be divided evenly over hosts={hosts}: give the devices "
-            f"of all hosts together, a multiple of {hosts}"
+            f"of all hosts together, a multiple of {hosts}, or a list of how many each has"
         )
-    on_each = n_devices // hosts
-    found = []
-    for index in range(n_devices):
-        host, number = divmod(index, on_each)
-        found.append(Site(index, host, f"host{host}", number, str(number)))
-    return tuple(found)
+    return [n_devices // hosts] * hosts
 
 
 def names_host(named: object) -> bool:
@@ -81,7 +102,7 @@ def site_named(name: str, sites: Sequence[Site]) -> Site:
     """The site that is meant by "node-b/cuda:1", "host1/cuda:1" or "host1/1".
 
     Args:
-        name: a host by its own name or its number, and one of its devices.
+        name: a host by its own name, or else by its number, and one of its devices.
         sites: those there are.
 
     Raises:
@@ -104,11 +125,12 @@ def site_named(name: str, sites: Sequence[Site]) -> Site:
 def listed(sites: Sequence[Site]) -> str:
     """Each host and its devices, in short: "node-a/cuda:0 to cuda:7, node-b/cuda:0 to cuda:7"."""
     by_host: dict[int, list[Site]] = {}
+    names = {each.hostname for each in sites}
     for each in sites:
         by_host.setdefault(each.host, []).append(each)
     found = []
     for first, *others in by_host.values():
         number = f"host{first.host}"
-        also = "" if first.hostname == number else f" ({number})"
+        also = "" if number in names else f" ({number})"  # of a host that has it, that is the name
         found.append(first.name + (f" to {others[-1].device}" if others else "") + also)
     return ", ".join(found)
