@@ -203,7 +203,7 @@ def held(block: nn.Module, residual: Any) -> HeldBlock | None:
 
 
 def forget(module: nn.Module) -> None:
-    """Let the copies of all blocks within go, and the weights that they hold, which go elsewhere."""
+    """Let the copies of all blocks within go, with the weights they hold, as those go elsewhere."""
     for each in module.modules() if _held else ():
         _held.pop(each, None)
 
