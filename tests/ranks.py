@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import socket
 import subprocess
 import sys
@@ -46,6 +47,11 @@ def devices_of(ranks: Ranks, memory: Sequence[int | str]) -> list[Place]:
         dataclasses.replace(one_each[index * len(one_each) // len(memory)], memory=bytes_of(size))
         for index, size in enumerate(memory)
     ]
+
+
+def without_hosts(text: str) -> str:
+    """What is said of devices where there is one host: "sim:1", not "sim:1 (host1/cpu:0)"."""
+    return re.sub(r" \(host\d+/cpu:\d+\)", "", re.sub(r"\(host\d+/cpu:\d+, ", "(", text))
 
 
 def run_on_ranks(world_size: int) -> None:

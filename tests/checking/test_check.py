@@ -25,6 +25,7 @@ from hooked_faults import (
     on_meta,
     some_parameters_moved,
 )
+from ranks import without_hosts
 from torch import nn
 from transformer_lens import HookedTransformer
 
@@ -163,7 +164,8 @@ def test_a_module_put_in_at_home_is_found_until_it_is_set_up(
     report = check(model)
     assert report
     assert [(each.kind, each.name) for each in report.notes] == [("attached", name)]
-    assert "is on sim:0, and its block on sim:3" in report.notes[0].message
+    said = without_hosts(report.notes[0].message)
+    assert "is on sim:0, and its block on sim:3" in said
     model(tokens)
 
 
@@ -346,7 +348,7 @@ def test_the_documented_example_prints_what_is_documented(
 
     exec(code, {})
 
-    shown = capsys.readouterr().out
+    shown = without_hosts(capsys.readouterr().out)
     assert without_sizes(shown).endswith(without_sizes(printed))
 
 

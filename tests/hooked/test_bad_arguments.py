@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 import tl_devicefix
 from tl_devicefix import plan
+from tl_devicefix.placement.devices import sites_here
 
 QWEN = ARCHITECTURES["qwen2"]
 
@@ -110,9 +111,19 @@ NONSENSE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 
 
+OVER_RANKS = {
+    "4 (sim:0, sim:1, sim:2, sim:3)": "the hosts have 4 (host0/cpu:0",
+    "2 (sim:2, sim:3)": "the hosts have 2 (host",
+    "4 device(s)": "the hosts have 4 (host0/cpu:0",
+}
+"""What the refusal says instead, with `--ranks`."""
+
+
 @pytest.mark.parametrize("case", NONSENSE)
 def test_is_refused(case: str, hf_models: Any, tokenizer: Any, refused: Any) -> None:
     options, says = NONSENSE[case]
+    if sites_here():
+        says = tuple(OVER_RANKS.get(each, each) for each in says)
     hf_model = hf_models("qwen2")
     with refused(*says, error=(ValueError, TypeError), hf_model=hf_model):
         load_hooked(QWEN, hf_model, tokenizer, **options)

@@ -17,6 +17,7 @@ from test_traffic import names as commands_of
 from torch import nn
 
 FAR = N_LAYERS - 1
+FAR_DEVICE = 3
 
 
 def another_scale(model: Any) -> None:
@@ -172,6 +173,12 @@ def test_a_model_that_is_dropped_is_gone(load: Any, tokens: torch.Tensor) -> Non
     assert block() is None
 
 
+def held() -> list[int]:
+    """Bytes on each device."""
+    gc.collect()
+    return list(map(torch.get_device_module("sim").memory_allocated, range(4)))
+
+
 def test_weights_that_were_exchanged_leave_a_full_device(
     machine: Any, load: Any, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,11 +197,24 @@ def test_weights_that_were_exchanged_leave_a_full_device(
         mlp.W_in.detach().repeat(2, 1)
 
 
-def test_a_model_that_is_moved_leaves_nothing(load: Any, tokens: torch.Tensor) -> None:
-    def held() -> list[int]:
-        gc.collect()
-        return list(map(torch.get_device_module("sim").memory_allocated, range(4)))
+@pytest.mark.parametrize("last", [0, FAR_DEVICE], ids=["of rank 0", "of another rank"])
+def test_weights_of_an_offloaded_block_leave_with_it(
+    last: int, from_pretrained: Any, tokens: torch.Tensor
+) -> None:
+    where = {"": 0, "blocks": "cpu", f"blocks.{FAR}": last}  # the other blocks visit that device
+    model = from_pretrained("llama", device_map=where)
+    before = held()
 
+    with torch.no_grad():
+        model(tokens)
+    assert held() == before
+
+    model(tokens, return_type="loss").backward()
+    model.zero_grad()
+    assert held() == before
+
+
+def test_a_model_that_is_moved_leaves_nothing(load: Any, tokens: torch.Tensor) -> None:
     before = held()
     model = load("llama", 4)
     with torch.no_grad():

@@ -206,6 +206,8 @@ def test_logits_cross_if_the_unembedding_is_elsewhere(config: Any, two_hosts: Ma
 def test_fewer_devices_than_a_plan_needs(config: Any, two_hosts: Machine) -> None:
     with pytest.raises(ValueError, match=r"the hosts have 4 \(host0/0 to 1, host1/0 to 1\): start"):
         plan(config(), n_devices=8)
+    with pytest.raises(ValueError, match=r"the hosts have 2 \(host1/0 to 1\): start"):
+        plan(config(), n_devices=3, device="host1/0")
 
 
 def test_a_device_that_is_full_is_named_with_its_host(config: Any, two_hosts: Machine) -> None:

@@ -200,9 +200,9 @@ def held(block: nn.Module, residual: Any) -> HeldBlock | None:
     return None if points is None else found._replace(points=points) if points else found
 
 
-def forget(model: nn.Module) -> None:
-    """Let the copies of a model's blocks go, as its weights are about to be elsewhere."""
-    for each in model.modules():
+def forget(module: nn.Module) -> None:
+    """Let the copies of all blocks within go, with the weights they hold, as those go elsewhere."""
+    for each in module.modules() if _held else ():
         _held.pop(each, None)
 
 

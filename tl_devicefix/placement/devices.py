@@ -198,7 +198,8 @@ def consecutive(first: torch.device, count: int) -> list[torch.device]:
     if start + count > there and site_of(first) is not None:
         raise ValueError(
             f"n_devices={count} from {str(first)!r} on needs {count} devices, but the hosts have "
-            f"{there - start} ({listed(sites_here())}): start more ranks, or lower n_devices"
+            f"{there - start} ({listed(sites_here()[start:])}): start more ranks, or lower "
+            "n_devices"
         )
     if first.type == "cpu" or start + count > there:
         names = ", ".join(str(torch.device(first.type, i)) for i in range(start, there))
