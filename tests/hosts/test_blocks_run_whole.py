@@ -160,8 +160,11 @@ def test_blocks_whose_activations_are_cached_are_run_whole(
         assert torch.equal(cache[name].cpu(), value.cpu())
 
 
-def test_a_model_that_is_dropped_is_gone(load: Any, tokens: torch.Tensor) -> None:
+@pytest.mark.parametrize("own", [False, True], ids=["", "with a forward of its own"])
+def test_a_model_that_is_dropped_is_gone(own: bool, load: Any, tokens: torch.Tensor) -> None:
     model = load("llama", 4)
+    if own:
+        model.blocks[FAR].forward = model.blocks[FAR].forward  # which holds the block
     with torch.no_grad():
         model.run_with_cache(tokens)
     model(tokens, return_type="loss").backward()

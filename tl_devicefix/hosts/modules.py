@@ -187,6 +187,8 @@ def held(block: nn.Module, residual: Any) -> HeldBlock | None:
     """
     if type(residual) is not SimTensor or _is_looked_into():
         return None
+    if "forward" in vars(block):  # no class's; and it may hold the block, which would never be gone
+        return None
     machine = residual._allocation.machine
     if not isinstance(machine.asynchronous, FarDevices):
         return None
