@@ -94,6 +94,17 @@ def in_backward() -> None:
     first_gradient(model).item()
 
 
+def forked() -> None:
+    """As by a DataLoader with workers: one asks a rank, and ends as any process."""
+    model = load()
+    expected = logits(model)
+    child = os.fork()
+    if not child:
+        logits(model)
+    say("the child ends", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    say("the same", torch.equal(logits(model), expected))
+
+
 def idle() -> None:
     model = load()
     logits(model)

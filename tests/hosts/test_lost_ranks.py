@@ -70,6 +70,16 @@ def test_rank_0_killed_and_started_again(launch: Launch) -> None:
     assert launch("forwards", 2, port=launched.port).ends() == [0, 0]
 
 
+def test_a_process_that_rank_0_forks(launch: Launch) -> None:
+    launched = launch("forked")
+
+    error = launched.error(since=time.time())
+    assert error.startswith("RankLost: this process was forked from rank 0, and has no connection")
+    assert launched.says() == ["the child ends", 3]
+    assert launched.says() == ["the same", True]
+    assert launched.ends() == [0, 0, 0]
+
+
 def test_a_machine_that_stands_still_and_goes_on(launch: Launch) -> None:
     launched = launch("in_forward", timeout=2.5)
     launched.until_ready()

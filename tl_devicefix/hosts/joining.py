@@ -121,6 +121,7 @@ class Ranks:
             peer.begin()
         watch.begin(list(self.peers), self.lose)
         atexit.register(self._leave)
+        os.register_at_fork(after_in_child=self._be_forked)
 
     @contextmanager
     def entered(self, chosen: list[Place] | None = None) -> Iterator[Machine]:
@@ -158,6 +159,16 @@ class Ranks:
             peer.lost = error
         for peer in self.peers.values():
             peer.lose(error)
+
+    def _be_forked(self) -> None:
+        """In a process that was forked: connections and threads are its parent's."""
+        atexit.unregister(self._leave)
+        for peer in self.peers.values():
+            peer.lost = peer.lost or RankLost(
+                f"this process was forked from rank 0, and has no connection to {peer.name}: start "
+                'processes by "spawn", and give them what is at home, as by .cpu()',
+                peer.rank,
+            )
 
     def _leave(self) -> None:
         self._watch.end()
