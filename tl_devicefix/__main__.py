@@ -153,7 +153,12 @@ def _device(text: str) -> int | str:
 
 def _hosts(text: str) -> int | list[int]:
     """ "2", or "8,4" as a list."""
-    counts = [int(each) for each in text.split(",")]
+    try:
+        counts = [int(each) for each in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: give a number of hosts, as 2, or how many devices each has, as 8,4"
+        ) from None
     return counts if len(counts) > 1 else counts[0]
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from interrupting import Interrupting
 
 import tl_devicefix
@@ -188,6 +189,14 @@ def join(**options: Any) -> None:
     tl_devicefix.join(**{"memory": "8GiB", "timeout": 4, **json.loads(sys.argv[3]), **options})
 
 
+def be_store() -> None:
+    """What ranks meet at, if that is not rank 0's: a launcher's, as torchrun has one."""
+    port = int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    say("ready", store.port)
+    time.sleep(100)
+
+
 def joined_again() -> None:
     """Rank 0 had joined before, or tried to: see `try_to_join`."""
     forwards()
@@ -207,6 +216,8 @@ def try_to_join() -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "be_store":
+        be_store()
     try:
         if sys.argv[1] == "joined_again" and os.environ["RANK"] == "0":
             try_to_join()

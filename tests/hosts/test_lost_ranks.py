@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 from launching import Launch
 from ranks import free_port
 
@@ -93,18 +92,19 @@ def test_a_machine_that_stands_still_and_goes_on(launch: Launch) -> None:
     assert launched.ends() == [0, 0, 0]
 
 
-def test_a_store_that_is_lost(launch: Launch) -> None:
-    port = free_port()  # as torchrun has one
-    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["ends", "is cut off"])
+def test_a_launcher_whose_store(number: signal.Signals, launch: Launch) -> None:
+    store = launch("be_store", 1)
+    assert store.says() == ["ready", store.port]
     of_launcher = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-    launched = launch("for_ever", port=port, environment=of_launcher)
+    launched = launch("for_ever", port=store.port, environment=of_launcher)
     launched.until_ready()
 
-    del store
+    error = launched.error(since=store.signal(0, number))
 
-    error = launched.error(since=time.time())
-    at = f"the store at 127.0.0.1:{port}, where they met,"
-    assert error == f"RankLost: all ranks are lost: {at} cannot be reached"
+    at = f"the store at 127.0.0.1:{store.port}, where they met,"
+    how = r"(cannot be reached|has not answered for 3 s)"
+    assert re.fullmatch(f"RankLost: all ranks are lost: {at} {how}", error)
     assert launched.ends() == [3, 1, 1]
 
 

@@ -59,11 +59,14 @@ def other_versions(everyone: Sequence[Any]) -> str | None:
 def places(everyone: Sequence[Any]) -> list[Place]:
     """Where all devices are. A host that several ranks have is called by its rank.
 
-    That is "host1", or "rank1" where another host is really called "host1".
+    That is "host1", or "rank1" where another host is really called "host1", or "rank 1".
     """
     hosts = [each["host"] for each in everyone]
     own = {host for host in hosts if hosts.count(host) == 1}
-    by_rank = (f"rank{n}" if f"host{n}" in own else f"host{n}" for n in range(len(hosts)))
+    by_rank = (
+        next(name for name in (f"host{n}", f"rank{n}", f"rank {n}") if name not in own)
+        for n in range(len(hosts))
+    )
     names = [host if host in own else number for host, number in zip(hosts, by_rank)]
     return [
         Place(rank, number, torch.device(device), names[rank], memory)

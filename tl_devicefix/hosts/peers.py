@@ -307,11 +307,15 @@ class Peer:
             waiting, self._waiting = self._waiting, set()
             waiting.update(self._telling.never())
         self._has_sent_all.set()
-        with contextlib.suppress(RuntimeError):  # the store is gone: they know
-            self._commands.wake(self._answers)
-            self._commands.wake(self._progress)
         for answer in waiting:
             answer.give(self.lost)
+        # Beside, as a store may never answer; if it is gone, who waits for it knows.
+        threading.Thread(target=self._wake, daemon=True, name=f"rank {self.rank}: wakes").start()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._commands.wake(self._answers)
+            self._commands.wake(self._progress)
 
     def _raise_if_lost(self) -> None:
         if self.lost is not None:

@@ -33,6 +33,8 @@ _LONG = 10.0
 """Seconds after which rank 0 warns that it waits: nobody else is to be seen in a notebook."""
 _CONNECTING = timedelta(seconds=10)
 """For who listens to answer."""
+_ANSWERING = 2.0
+"""Seconds that the store may take when a rank is lost."""
 _LOOPBACK = "127.0.0.1"
 
 
@@ -51,6 +53,25 @@ def _why_not_reached(address: str, port: int) -> OSError | None:
     except OSError as error:
         return error
     return None
+
+
+def _in_time(ask: Callable[[], Any]) -> bool:
+    """Ask the store something, in a thread: of a host that is cut off, it never answers.
+
+    Returns:
+        Whether it did, within `_ANSWERING` seconds.
+    """
+    answered = threading.Event()
+
+    def work() -> None:
+        with contextlib.suppress(RuntimeError):  # the store's: then it is gone
+            ask()
+            answered.set()
+
+    thread = threading.Thread(target=work, daemon=True, name="asks the store")
+    thread.start()
+    thread.join(_ANSWERING)
+    return answered.is_set()
 
 
 def _listed(ranks: list[int]) -> str:
@@ -247,11 +268,7 @@ class Watch:
 
     def has_store(self) -> bool:
         """Whether the store can be reached; that of a launcher may be gone before rank 0 is."""
-        try:
-            self.store.check([_OVER])
-        except RuntimeError:
-            return False
-        return True
+        return _in_time(lambda: self.store.check([_OVER]))
 
     @property
     def no_store(self) -> str:
@@ -260,8 +277,7 @@ class Watch:
 
     def tell_all(self, why: str) -> None:
         """Tell all ranks that it is over."""
-        with contextlib.suppress(RuntimeError):  # the store's: then they know
-            self.store.set(_OVER, why)
+        _in_time(lambda: self.store.set(_OVER, why))
 
     def _watch(self, others: list[int], lose: Callable[[int | None, str], None]) -> None:
         late = {rank: Late() for rank in others}
@@ -305,7 +321,8 @@ class Watch:
         late = Late()
         while not self._ended.wait(EVERY):
             if late.look(self._beat) > self._limit:
-                why = f"the store at {self._master} has not answered for {self._limit:g} s"
+                at = f"the store at {self._master}, where they met,"
+                why = f"{at} has not answered for {self._limit:g} s"
                 return self._tell(lose, 0, why)
 
     def _tell(self, lose: Callable[[int | None, str], None], rank: int | None, why: str) -> None:
