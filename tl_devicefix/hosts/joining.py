@@ -117,9 +117,12 @@ class Ranks:
             )
             for rank in range(1, len(everyone))
         }
+
+    def begin(self) -> None:
+        """Speak with them, and watch over them, from now on."""
         for peer in self.peers.values():
             peer.begin()
-        watch.begin(list(self.peers), self.lose)
+        self._watch.begin(list(self.peers), self.lose)
         atexit.register(self._leave)
         os.register_at_fork(after_in_child=self._be_forked)
 
@@ -214,15 +217,18 @@ def meet(
             watch.refuse(RuntimeError(wrong))
         with _by_interface_to(master):
             _connect(watch, rank, world_size)
+        speaks = Wire(rank, watch.store) if rank else Ranks(everyone, watch)
+        watch.wait_until_connected()
     except BaseException:  # an interrupt too
         watch.leave()
         raise
-    if not rank:
-        return Ranks(everyone, watch)
+    if isinstance(speaks, Ranks):
+        speaks.begin()
+        return speaks
     if ignore_interrupts:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     tell(lending(everyone, rank))
-    _lend(rank, called(everyone, rank), devices, watch, tell)
+    _lend(speaks, called(everyone, rank), devices, watch, tell)
 
 
 def _connect(watch: Watch, rank: int, world_size: int) -> None:
@@ -298,7 +304,7 @@ def _keep_until_the_process_ends() -> None:
 
 
 def _lend(
-    rank: int,
+    wire: Wire,
     name: str,
     devices: list[torch.device],
     watch: Watch,
@@ -312,8 +318,9 @@ def _lend(
         _end(1)
 
     watch.begin([0], lose)
+    wire.begin(functools.partial(lose, 0))
     try:
-        Lender(name, devices, Wire(rank, watch.store, functools.partial(lose, 0))).lend()
+        Lender(name, devices, wire).lend()
     except RankLost as error:
         time.sleep(watch.timeout)  # rank 0 is to name that rank, and not this one: it ends this
         lose(None, str(error))

@@ -410,16 +410,13 @@ class Wire:
     Args:
         rank: the one that lends.
         store: where the ranks met.
-        lose: called with why, when the connection to rank 0 is lost.
 
     Attributes:
         has_ended: whether rank 0 has told to end.
     """
 
-    def __init__(self, rank: int, store: Any, lose: Callable[[str], None]) -> None:
+    def __init__(self, rank: int, store: Any) -> None:
         self.has_ended = False
-        self._lose = lose
-        threading.Thread(target=self._notice_loss, daemon=True, name="rank 0").start()
         self._commands = _Queue(store, rank, 0, _COMMANDS)
         self._answers = _Queue(store, rank, 0, _ANSWERS)
         self._progress = _Queue(store, rank, 0, _PROGRESS)
@@ -443,12 +440,20 @@ class Wire:
 
         return told, values
 
-    def _notice_loss(self) -> None:
+    def begin(self, lose: Callable[[str], None]) -> None:
+        """Notice it from now on when the connection to rank 0 is lost.
+
+        Args:
+            lose: called with why.
+        """
+        threading.Thread(target=self._notice_loss, args=(lose,), daemon=True, name="rank 0").start()
+
+    def _notice_loss(self, lose: Callable[[str], None]) -> None:
         try:
             _wait_for_loss(0)
         except RuntimeError as error:  # gloo's
             if not self.has_ended:
-                self._lose(said_by_gloo(error))
+                lose(said_by_gloo(error))
 
     def answer(self, found: Any) -> None:
         """Answer rank 0. Several threads may."""

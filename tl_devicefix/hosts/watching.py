@@ -198,6 +198,22 @@ class Watch:
         except RuntimeError:  # DistError is one, which shows torch's own stack
             raise RuntimeError(self._why_not_all_came(keys)) from None
 
+    def wait_until_connected(self) -> None:
+        """Wait until all ranks have all their connections to the store.
+
+        For each that it gets, torch's store asks for a name, in which it answers nobody: seconds,
+        where the network's name service is slow. So none is made once ranks are watched.
+
+        Raises:
+            RuntimeError: if one does not come so far.
+        """
+        self.store.set(f"is connected {self._rank}", "")
+        keys = [f"is connected {rank}" for rank in range(self._world_size)]
+        try:
+            self._wait_for(keys)
+        except RuntimeError:  # as in `meet`
+            raise RuntimeError(self._why_not_all_came(keys)) from None
+
     def _wait_for(self, keys: list[str]) -> None:
         """Look for all ranks again and again: what waits in the store, nothing interrupts.
 
