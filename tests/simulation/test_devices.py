@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
 import copy
 import io
+import multiprocessing
 import re
+import signal
 
 import pytest
 import torch
@@ -470,6 +473,44 @@ def test_an_interrupt_in_a_hook_of_a_backward(machine: Machine) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         doubled_with_hook(interrupted).sum().backward()
+
+
+class Interrupt:
+    """As an operator: at the end of a call it would be raised before torch is called."""
+
+    __neg__ = _thread.interrupt_main
+
+
+def test_an_interrupt_as_torch_records_an_operation(machine: Machine) -> None:
+    def interrupted(interrupt: Any) -> None:
+        x = torch.ones(3, device="sim:0", requires_grad=True)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # as a notebook for each cell
+        x + 1
+        with pytest.raises(KeyboardInterrupt):
+            _ = -interrupt, x * 2
+        assert torch.equal((x * 2).cpu(), torch.full((3,), 2.0))  # and it came once
+
+    process = multiprocessing.get_context("fork").Process(target=interrupted, args=(Interrupt(),))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+def test_handlers_of_interrupts_are_what_they_were() -> None:
+    def mine(*_: Any) -> None: ...
+
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with simulate(1):
+            assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        signal.signal(signal.SIGINT, mine)
+        with simulate(1):
+            torch.ones(3, device="sim:0") + 1
+            assert signal.getsignal(signal.SIGINT) is mine
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_module_s_backward_hook_that_fails(machine: Machine) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import backend_registration
 
-from tl_devicefix.simulation import autocasting, streams
+from tl_devicefix.simulation import autocasting, interrupts, streams
 from tl_devicefix.simulation.geometry import geometry_of
 from tl_devicefix.simulation.machine import DEVICE_TYPE, Machine
 from tl_devicefix.simulation.sites import Site
@@ -173,6 +173,15 @@ class _Hooks(_PrivateUse1Hooks):
         return True
 
 
+_DeviceGuard: Any = getattr(getattr(torch._C, "_acc", None), "DeviceGuard", object)
+
+
+class _Guard(_DeviceGuard):
+    """Of what type devices are; torch makes up the rest."""
+
+    type_ = interrupts.type_of_devices
+
+
 def register() -> None:
     """Register the device type with torch; once for a process, as torch cannot forget it."""
     global _accelerator
@@ -180,7 +189,7 @@ def register() -> None:
         return
     _accelerator = real_accelerator()
     backend_registration._setup_privateuseone_for_python_backend(
-        rename=DEVICE_TYPE, backend_module=DeviceModule(), hook=_Hooks()
+        rename=DEVICE_TYPE, backend_module=DeviceModule(), hook=_Hooks(), device_guard=_Guard()
     )
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty.memory_format", _empty, "PrivateUse1")

@@ -1,15 +1,76 @@
-"""Interrupts that wait, where one would leave half of something behind."""
+"""Interrupts that wait, where one would leave half of something behind, or end the process.
+
+As torch records an operation it asks for the device's stream, and so calls Python: the guard. Also
+where that is C alone, interrupts are looked for on the way to it, and one that raises there ends
+the process. So Python's own handler, which raises, is replaced by one that then waits.
+"""
 
 from __future__ import annotations
 
 import _signal  # `signal.signal` makes enums, which takes ten times as long
+import _thread
+import functools
 import signal
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+import torch
+
 _Handler = Callable[[int, FrameType | None], Any]
+
+type_of_devices: Any = staticmethod(
+    functools.partial(getattr, torch._C._autograd.DeviceType, "PrivateUse1")
+)
+"""What torch calls of the guard. While interrupts are looked for on the way, torch holds it too."""
+
+
+def _n_holders() -> int:
+    return sys.getrefcount(type_of_devices.__func__)
+
+
+_AT_REST = _n_holders()
+
+
+class _Again:
+    """As an operator: at the end of a call Python would see to it at once, and so for ever."""
+
+    __neg__ = _thread.interrupt_main
+
+
+_again: Any = _Again()
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise a KeyboardInterrupt; on the way to the guard, have the interrupt come again instead."""
+    if _n_holders() > _AT_REST:
+        return -_again
+    return _signal.default_int_handler(number, frame)
+
+
+def wait_for_torch() -> None:
+    """Have interrupts wait for torch from now on, unless they are handled in a way of their own.
+
+    A notebook sets Python's handler for each cell, so this is called again and again.
+    """
+    is_pythons = _signal.getsignal(signal.SIGINT) is _signal.default_int_handler
+    if is_pythons and threading.current_thread() is threading.main_thread():
+        _signal.signal(signal.SIGINT, _interrupt)
+
+
+@contextmanager
+def waiting_for_torch() -> Iterator[None]:
+    """Within it, interrupts wait for torch; afterwards Python's handler is back."""
+    wait_for_torch()
+    try:
+        yield
+    finally:
+        is_ours = _signal.getsignal(signal.SIGINT) is _interrupt
+        if is_ours and threading.current_thread() is threading.main_thread():
+            _signal.signal(signal.SIGINT, _signal.default_int_handler)
 
 
 def _never() -> bool:

@@ -10,7 +10,7 @@ import torch
 import torch.fx.experimental._config as meta_config
 from torch.autograd.graph import saved_tensors_hooks
 
-from tl_devicefix.simulation import backend, backward, generators
+from tl_devicefix.simulation import backend, backward, generators, interrupts
 from tl_devicefix.simulation.asynchronous import Asynchronous
 from tl_devicefix.simulation.machine import Machine, bytes_of, sites_on
 from tl_devicefix.simulation.pinned import WatchingHost
@@ -169,7 +169,7 @@ def entered(memory: Sequence[int], behind: Any, sites: Sequence[Site]) -> Iterat
 @contextmanager
 def _changed_for(machine: Machine) -> Iterator[Machine]:
     """Have ``sim`` devices be those of this machine, and torch as it has to be for them."""
-    with _entered(machine), ExitStack() as stack:
+    with _entered(machine), interrupts.waiting_for_torch(), ExitStack() as stack:
         _move_parameters_in_place(stack)
         _avoid_inference_mode(stack)
         _keep_errors_of_backwards(stack)

@@ -13,6 +13,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from tl_devicefix.simulation.backward import raise_or_keep
+from tl_devicefix.simulation.interrupts import wait_for_torch
 from tl_devicefix.simulation.known_shapes import call_without_values
 from tl_devicefix.simulation.machine import DEVICE_TYPE, Allocation, Machine
 from tl_devicefix.simulation.nowhere import storage_of
@@ -59,6 +60,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run ``func`` on the CPU tensors and label what it returns."""
+        wait_for_torch()
         return run(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
