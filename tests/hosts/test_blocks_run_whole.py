@@ -202,7 +202,7 @@ def test_weights_that_were_exchanged_leave_a_full_device(
 
 @pytest.mark.parametrize("last", [0, FAR_DEVICE], ids=["of rank 0", "of another rank"])
 def test_weights_of_an_offloaded_block_leave_with_it(
-    last: int, from_pretrained: Any, tokens: torch.Tensor
+    last: int, machine: Any, from_pretrained: Any, tokens: torch.Tensor
 ) -> None:
     where = {"": 0, "blocks": "cpu", f"blocks.{FAR}": last}  # the other blocks visit that device
     model = from_pretrained("llama", device_map=where)
