@@ -161,7 +161,7 @@ class Ranks:
         for peer in self.peers.values():  # first, as who is told may end this process at once
             peer.lost = error
         for peer in self.peers.values():
-            peer.lose(error)
+            peer.give_up()
 
     def _be_forked(self) -> None:
         """In a process that was forked: connections and threads are its parent's."""

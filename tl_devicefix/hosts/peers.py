@@ -300,10 +300,10 @@ class Peer:
         while self._within_gloo and time.monotonic() < until:
             time.sleep(0.02)
 
-    def lose(self, error: RankLost) -> None:
-        """Give up on it: whoever waits for it gets the error, and whoever needs it."""
+    def give_up(self) -> None:
+        """Give whoever waits for it why it is lost, which is set before; who needs it gets that."""
+        assert self.lost is not None
         with self._lock:
-            self.lost = self.lost or error
             waiting, self._waiting = self._waiting, set()
             waiting.update(self._telling.never())
         self._has_sent_all.set()

@@ -189,14 +189,9 @@ class Watch:
                 "of its own"
             )
         self._is_awaited = True
-        self.store.set(f"hello {self._rank}", json.dumps(hello))
-        keys = [f"hello {rank}" for rank in range(self._world_size)]
-        try:
-            self._wait_for(keys)
-            self._is_awaited = False
-            return [json.loads(self.store.get(key)) for key in keys]
-        except RuntimeError:  # DistError is one, which shows torch's own stack
-            raise RuntimeError(self._why_not_all_came(keys)) from None
+        found = self._gathered("hello", json.dumps(hello))
+        self._is_awaited = False
+        return [json.loads(each) for each in found]
 
     def wait_until_connected(self) -> None:
         """Wait until all ranks have all their connections to the store.
@@ -207,11 +202,20 @@ class Watch:
         Raises:
             RuntimeError: if one does not come so far.
         """
-        self.store.set(f"is connected {self._rank}", "")
-        keys = [f"is connected {rank}" for rank in range(self._world_size)]
+        self._gathered("is connected", "")
+
+    def _gathered(self, what: str, said: str) -> list[bytes]:
+        """Say something, and wait until all ranks have; what each says.
+
+        Raises:
+            RuntimeError: if one does not.
+        """
+        self.store.set(f"{what} {self._rank}", said)
+        keys = [f"{what} {rank}" for rank in range(self._world_size)]
         try:
             self._wait_for(keys)
-        except RuntimeError:  # as in `meet`
+            return [self.store.get(key) for key in keys]
+        except RuntimeError:  # DistError is one, which shows torch's own stack
             raise RuntimeError(self._why_not_all_came(keys)) from None
 
     def _wait_for(self, keys: list[str]) -> None:
