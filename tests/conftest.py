@@ -72,7 +72,8 @@ OF_HOOKED_TRANSFORMER = [
     ),
     "hosts/test_in_flight_over_ranks.py",
     # Processes that are lost or launched: it is no matter of which class their model is.
-    *("hosts/test_lost_ranks.py", "hosts/test_what_is_launched.py"),
+    *("hosts/test_lost_ranks.py", "hosts/test_slow_networks.py"),
+    "hosts/test_what_is_launched.py",
 ]
 # Of TransformerLens 3.9 these are HookedTransformer's; a Bridge's are the same code as on 4.
 OF_BRIDGE_ON_4 = ["before_loading/bridge"]
@@ -111,7 +112,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--ranks",
         type=int,
         metavar="N",
-        help="run tests of simulated devices on devices of N processes, of which N - 1 lend theirs",
+        help="run tests of simulated devices on devices of N processes, of which N - 1 lend "
+        "theirs; tests/surface then compares bit for bit with this package's own model on one CPU",
     )
     parser.addoption(
         "--full",

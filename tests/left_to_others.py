@@ -13,7 +13,10 @@ from tl_devicefix.patching.versions import has_hooked_transformer, installed
 
 OF_FILES = ("test_harvest_resumed", "test_open_harvest", "test_token_batches")
 """What is written and read of a harvest, whichever model it is of."""
-OF_RANKS = ("test_errors_on_ranks", "test_lost_ranks", "test_what_is_launched")
+OF_RANKS = (
+    *("test_errors_on_ranks", "test_lost_ranks", "test_slow_networks"),
+    "test_what_is_launched",
+)
 BRIDGE_ON_3 = ("test_parity",)
 """Where the Bridge of TransformerLens 3.9 is tested: whether it gives what it gave unpatched."""
 

@@ -10,6 +10,8 @@ import json
 import os
 import sys
 import time
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from tl_devicefix.hosts.far_devices import FarDevices
 
 TOKENS = torch.arange(4, 20).view(1, 16)
 FAR = "blocks.4.hook_resid_pre"
+GREEDY = {"do_sample": False, "stop_at_eos": False, "verbose": False}
 Model = Any
 
 
@@ -183,6 +186,58 @@ def without_memory() -> None:
     except Exception as error:  # noqa: BLE001
         say(type(error).__name__, str(error))
     say("the same", torch.equal(logits(model), expected))
+
+
+def generated(model: Model, n_tokens: int) -> torch.Tensor:
+    return model.generate(TOKENS.to(model.cfg.device), max_new_tokens=n_tokens, **GREEDY)
+
+
+def all_of(model: Model) -> dict[str, list[torch.Tensor]]:
+    """What a model is asked for, at home and far from it."""
+    values, cache = model.run_with_cache(TOKENS)
+    model(TOKENS, return_type="loss").backward()
+    weights = [*model.blocks[0].parameters(), *model.blocks[-1].attn.parameters()]
+    return {
+        "logits": [logits(model), values],
+        "cache": [cache[name] for name in ("blocks.0.hook_mlp_out", FAR, "blocks.7.hook_mlp_out")],
+        "gradients": [each.grad for each in weights if each.requires_grad],
+        "tokens": [generated(model, 3)],
+    }
+
+
+def as_one_process() -> None:
+    """How many values differ from those that the CPU gives alone, of what is asked for."""
+    model = load()
+    pause()
+    found, expected = all_of(model), all_of(load_checkpoint(1, torch.device("cpu")))
+    say({name: n_different(values, expected[name]) for name, values in found.items()})
+
+
+def n_different(values: list[torch.Tensor], expected: list[torch.Tensor]) -> int:
+    """How many values are; each device is asked once."""
+    counts: dict[torch.device, Any] = defaultdict(int)
+    for one, other in zip(values, expected, strict=True):
+        counts[one.device] += (one != other.to(one.device)).sum()
+    return sum(int(each) for each in counts.values())
+
+
+def timed() -> None:
+    """Seconds that it takes to read a value of another rank, and to generate a token."""
+    model, there = load(), torch.ones(1, device="sim:1")
+
+    def seconds(do: Callable[[], object]) -> float:
+        start = time.monotonic()
+        do()
+        return time.monotonic() - start
+
+    def seconds_of(n_tokens: int) -> float:
+        return seconds(lambda: generated(model, n_tokens))
+
+    seconds_of(2)
+    say(
+        min(seconds(there.item) for _ in range(3)),
+        min((seconds_of(4) - seconds_of(1)) / 3 for _ in range(2)),
+    )
 
 
 def join(**options: Any) -> None:

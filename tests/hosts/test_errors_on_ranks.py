@@ -32,7 +32,7 @@ def test_what_follows_from_it_is_not_another_error(machine: Any) -> None:
 
 
 def test_out_of_memory(machine: Any) -> None:
-    with pytest.raises(torch.OutOfMemoryError, match=r"8\.00 GiB. Device 2 \(.*/cpu:0"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"8\.00 GiB. sim:2 \(.*/cpu:0\) has"):
         torch.empty(2 << 30, device="sim:2")
 
 

@@ -8,14 +8,13 @@ import resource
 import shutil
 import signal
 import socket
-import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from launching import Launch
+from networks import NETWORKS, ip, on
 from ranks import free_port
 
 from tl_devicefix.demo.demo import CHECKPOINT
@@ -218,6 +217,21 @@ def test_a_rank_that_never_comes(launch: Launch) -> None:
     assert "within 8 s" in launched.text("said", 0)
 
 
+def test_a_rank_that_is_told_another_number_of_ranks(launch: Launch) -> None:
+    rank_0 = launch("forwards", 2, started=[0])
+    # Who comes first is right.
+    there = dist.TCPStore("127.0.0.1", rank_0.port, wait_for_workers=False)
+    dist.PrefixStore("tl_devicefix 0", there).wait(["is here 0"])
+
+    wrong = launch("forwards", 3, started=[1], port=rank_0.port)
+
+    assert wrong.ends() == [3]
+    told = "as one of 3 ranks, but they are 2 by who came first: give all the same world size"
+    assert told in wrong.text("said", 1)
+    right = launch("forwards", 2, started=[1], port=rank_0.port)
+    assert [*rank_0.ends(), *right.ends()] == [0, 0]
+
+
 def test_joining_again_after_nobody_came_and_after_an_interrupt(launch: Launch) -> None:
     launched = launch("joined_again", 2, started=[0])
     launched.until_ready()
@@ -278,63 +292,9 @@ def test_a_host_that_rank_0_is_not_on(launch: Launch) -> None:
     assert "rank 0 did not come to 127.0.0.1:" in launched.text("said", 1)
 
 
-def ip(*command: str) -> None:
-    subprocess.run(["ip", *command], check=True, capture_output=True)
-
-
-@contextmanager
-def namespaces(*names: str) -> Iterator[list[str]]:
-    """Networks of their own."""
-    found = [f"{name}-{os.getpid()}" for name in names]
-    for name in found:
-        ip("netns", "add", name)
-    try:
-        yield found
-    finally:
-        for name in found:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-
-
-@pytest.fixture
-def two_hosts() -> Iterator[list[str]]:
-    """Two network namespaces with a cable between them."""
-    with namespaces("rank0", "rank1") as names:
-        ip("link", "add", "cable0", "netns", names[0], "type", "veth", "peer", "name", "cable1",
-           "netns", names[1])  # fmt: skip
-        for rank, name in enumerate(names):
-            set_up(name, rank)
-        yield names
-
-
-@pytest.fixture
-def switched_hosts() -> Iterator[list[str]]:
-    """Three network namespaces, and a switch that connects them."""
-    with namespaces("rank0", "rank1", "rank2", "switch") as (*names, switch):
-        ip("-n", switch, "link", "add", "switch", "up", "type", "bridge")
-        for rank, name in enumerate(names):
-            ip("link", "add", f"cable{rank}", "netns", name, "type", "veth", "peer", "name",
-               f"port{rank}", "netns", switch)  # fmt: skip
-            ip("-n", switch, "link", "set", f"port{rank}", "up", "master", "switch")
-            set_up(name, rank)
-        yield [*names, switch]
-
-
-def set_up(name: str, rank: int) -> None:
-    """Give a rank's network an address."""
-    ip("-n", name, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", f"cable{rank}")
-    for link in (f"cable{rank}", "lo"):
-        ip("-n", name, "link", "set", link, "up")
-
-
-NETWORKS = pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root, and ip"
-)
-
-
 @NETWORKS
 def test_a_host_that_is_cut_off(two_hosts: list[str], launch: Launch) -> None:
-    networks = {rank: {"network": name} for rank, name in enumerate(two_hosts)}
-    launched = launch("for_ever", 2, of_rank=networks, address="10.77.0.1")
+    launched = launch("for_ever", **on(two_hosts))
     launched.until_ready()
 
     ip("-n", two_hosts[1], "link", "set", "cable1", "down")
@@ -350,8 +310,7 @@ def test_two_ranks_that_lose_each_other_but_not_rank_0(
     switched_hosts: list[str], launch: Launch
 ) -> None:
     *names, switch = switched_hosts
-    networks = {rank: {"network": name} for rank, name in enumerate(names)}
-    launched = launch("for_ever", 3, of_rank=networks, address="10.77.0.1")
+    launched = launch("for_ever", **on(names))
     launched.until_ready()
 
     for port in ("port1", "port2"):  # what goes from one such port to another is dropped

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
 
 from tl_devicefix import check
+from tl_devicefix.demo.demo import devices_for, load_checkpoint
 from tl_devicefix.hosts.far_devices import Place, sites_of
-from tl_devicefix.hosts.hello import called, places
+from tl_devicefix.hosts.hello import called, hello, places
 from tl_devicefix.patching.versions import has_hooked_transformer
 
 WHERE = {"": "host0/0", "blocks.3": "host1/cpu:0", "blocks.4": "host1/cpu:1"}
@@ -119,3 +122,26 @@ def test_a_check_notes_what_goes_between_hosts_without_need(load_over: Any, mach
 
     assert report
     assert "from host to host 4 times in a forward, where 2 would do" in repr(report)
+
+
+def test_cpu_devices_of_a_rank_share_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = psutil.virtual_memory()._replace(available=6 << 30)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+
+    said = hello([torch.device("cpu", index) for index in range(3)], None)
+
+    assert [memory for _, memory in said["devices"]] == [2 << 30] * 3
+
+
+def test_a_demo_over_more_devices_than_ranks_have(machine: Any) -> None:
+    with devices_for(9), pytest.raises(ValueError, match="9 devices, but the hosts have 4"):
+        load_checkpoint(9)
+
+
+def test_a_full_device_is_named_with_what_its_rank_holds(over_ranks: Any) -> None:
+    with pytest.raises(torch.OutOfMemoryError) as told:
+        torch.empty(1 << 40, device="sim:2")
+
+    assert " sim:2 (host1/cpu:0) has a total capacity of 4.00 GiB of which " in str(told.value)
+    # Models of other tests may not be collected yet, of which it holds a part too.
+    assert re.search(r" is free\. Rank 1 holds .*\bblocks\.3-4\b.*\.$", str(told.value))

@@ -135,6 +135,21 @@ def test_autocast_casts_as_on_the_cpu(name: str, machine: Machine) -> None:
     assert torch.equal(actual.cpu(), expected)
 
 
+@pytest.mark.parametrize("function", [F.silu, F.mish])
+def test_gradients_are_those_of_the_cpu_s_own_kernel(
+    function: Callable[[torch.Tensor], torch.Tensor], machine: Machine
+) -> None:
+    values = torch.linspace(-9, 9, 1001)
+
+    here, there = values.clone().requires_grad_(), values.to("sim:1").requires_grad_()
+    for each in (here, there):
+        function(each).sum().backward()
+
+    assert here.grad is not None
+    assert there.grad is not None
+    assert torch.equal(there.grad.cpu(), here.grad)
+
+
 def test_gradients_with_autocast_have_the_weights_dtype(machine: Machine) -> None:
     weight = dense().to("sim:1").requires_grad_()
     with torch.autocast("sim", dtype=torch.bfloat16):

@@ -1,4 +1,10 @@
-"""How a sweep compares: what a call gives, or refuses, and where it is."""
+"""How a sweep compares: what a call gives, or refuses, and where it is.
+
+With simulated devices it compares with unpatched TransformerLens on one CPU, to rounding. Over
+ranks (`pytest tests/surface --ranks 2`) it compares with this package's own model on one CPU, bit
+for bit; all processes must compute with one thread (`OMP_NUM_THREADS=1`), or products round
+otherwise.
+"""
 
 from __future__ import annotations
 
@@ -38,30 +44,46 @@ class Sweep:
 
     Args:
         calls: all that is called.
-        reference: gives a `Run` of the unpatched model of a kind, on the CPU.
+        reference: gives a `Run` of the model of a kind on the CPU: unpatched, or of this package
+            if `exact`.
         order: in which order the tests come.
+        exact: whether to compare bit for bit. Unpatched TransformerLens folds weights in another
+            order, and so rounds otherwise.
     """
 
-    def __init__(self, calls: Calls, reference: Callable[[str], Run], order: Iterable[Key]) -> None:
+    def __init__(
+        self,
+        calls: Calls,
+        reference: Callable[[str], Run],
+        order: Iterable[Key],
+        exact: bool = False,
+    ) -> None:
         self._calls = calls
         self._reference = reference
         self._order = list(dict.fromkeys(order))
+        self._exact = exact
         self._known: dict[Key, Any] = {}
 
     def check(self, name: str, case: str, kind: str, run: Run) -> None:
         """Check that a call gives what it gives on one CPU, at home or on the CPU."""
-        expected = self._expected((name, case, kind))
+        if self._exact:
+            expected = self._outcome(name, case, self._reference(kind))
+        else:
+            expected = self._expected((name, case, kind))
 
         actual = self._outcome(name, case, run)
 
-        assert_agrees(actual, expected, tolerance=1e-4)
+        assert_agrees(actual, expected, tolerance=0 if self._exact else 1e-4)
         # What a call moves to the CPU is there; nothing else is left on a block's device.
         assert devices_in(actual) <= {torch.device(run.model.cfg.device), torch.device("cpu")}
 
     def check_with_sdpa(self, name: str, case: str, kind: str, run: Run) -> None:
         """Check the same of models that build no pattern where nobody listens."""
         with contextlib.ExitStack() as attending:
-            for model in (run.model, run.unused):
+            # Without a pattern, rounding is another: bit for bit, the reference does without too.
+            of_reference = (self._reference(kind),) if self._exact else ()
+            models = {id(m): m for each in (run, *of_reference) for m in (each.model, each.unused)}
+            for model in models.values():
                 if model is not None:
                     attending.enter_context(tl_devicefix.attention(model, "sdpa"))
             self.check(name, case, kind, run)

@@ -5,6 +5,7 @@ With a TransformerBridge.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -55,10 +56,13 @@ def test_what_is_compared_exists() -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(checkpoints: Any, tokens: torch.Tensor) -> Iterator[Callable[..., Run]]:
+def runs(
+    checkpoints: Any, tokens: torch.Tensor, request: pytest.FixtureRequest
+) -> Iterator[Callable[..., Run]]:
     """`runs("gpt2", 4)`: a Bridge over devices of a machine that is open for the whole module.
 
-    Without a number of devices, the unpatched one on the CPU. Booted once; calls change copies.
+    Without a number of devices, the unpatched one on the CPU, or over ranks (`--ranks`) this
+    package's own. Booted once; calls change copies.
     """
     booted: dict[Any, Run] = {}
 
@@ -70,7 +74,8 @@ def runs(checkpoints: Any, tokens: torch.Tensor) -> Iterator[Callable[..., Run]]
 
     def get(kind: str, n_devices: int | None = None) -> Run:
         if n_devices is None:
-            with tl_devicefix.unpatched():
+            own = request.config.getoption("--ranks")
+            with contextlib.nullcontext() if own else tl_devicefix.unpatched():
                 return Run(boot(kind, device="cpu"), tokens, unused=boot(kind, device="cpu"))
         if (kind, n_devices) not in booted:
             bridge = boot(kind, n_devices=n_devices)
@@ -91,7 +96,8 @@ def sweep(runs: Callable[..., Run], request: pytest.FixtureRequest) -> Sweep:
             known[kind] = runs(kind)
         return known[kind]
 
-    return Sweep(CALLS, reference, keys_of(request.session.items))
+    exact = bool(request.config.getoption("--ranks"))
+    return Sweep(CALLS, reference, keys_of(request.session.items), exact)
 
 
 NOT_IN_3 = (

@@ -11,6 +11,7 @@ import pytest
 import torch
 from architectures import ALL_ARCHITECTURES, load_hooked
 from hooked_calls import CALLS, LEFT_OUT, NEW_IN_3, WITHOUT_DEVICES
+from on_demand import OnDemand
 from packaging.version import Version
 from public import RESULTS, public_names
 from registry import Run
@@ -68,9 +69,21 @@ def spread_models(machine: Machine, hf_models: Any, tokenizer: Any) -> Callable[
 
 
 @pytest.fixture(scope="module")
-def sweep(references: Any, tokens: torch.Tensor, request: pytest.FixtureRequest) -> Sweep:
+def on_one_cpu(hf_models: Any, tokenizer: Any) -> Callable[[str], Any]:
+    """`on_one_cpu("gpt2")`: as this package loads it on one CPU; calls change copies only."""
+    return OnDemand(
+        lambda kind: load_hooked(ALL_ARCHITECTURES[kind], hf_models(kind), tokenizer, device="cpu")
+    )
+
+
+@pytest.fixture(scope="module")
+def sweep(
+    references: Any, on_one_cpu: Any, tokens: torch.Tensor, request: pytest.FixtureRequest
+) -> Sweep:
+    exact = bool(request.config.getoption("--ranks"))
+    load = on_one_cpu if exact else references
     order = keys_of(request.session.items)
-    return Sweep(CALLS, lambda kind: Run(references(kind), tokens), order)
+    return Sweep(CALLS, lambda kind: Run(load(kind), tokens), order, exact)
 
 
 @pytest.fixture

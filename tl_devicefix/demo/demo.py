@@ -15,6 +15,7 @@ from tl_devicefix.demo.recall_task import RecallPrompt, recall_prompts
 from tl_devicefix.patching.versions import has_hooked_transformer
 from tl_devicefix.placement.devices import default_device, device_count
 from tl_devicefix.simulation import simulate
+from tl_devicefix.simulation.sites import DEVICE_TYPE
 
 CHECKPOINT = Path(__file__).parent / "recall_checkpoint"
 """The small trained checkpoint that ships with the package; see its README."""
@@ -77,7 +78,8 @@ def devices_for(n_devices: int) -> Iterator[str]:
     """Make `n_devices` devices available, real if there are enough; yields a sentence on which."""
     accelerator = default_device()
     there = device_count(accelerator.type)
-    if n_devices == 1 or (accelerator.type != "cpu" and there >= n_devices):
+    is_simulated = accelerator.type == DEVICE_TYPE  # already, or of ranks: loading says if too few
+    if n_devices == 1 or is_simulated or (accelerator.type != "cpu" and there >= n_devices):
         yield f"Using {n_devices} {accelerator.type} device(s)."
         return
     with simulate(n_devices):

@@ -56,16 +56,20 @@ def attention_whole(
 _OF_ATTENTION = tuple(inspect.signature(AbstractAttention.forward).parameters)[1:]
 
 
-def component_forward(cls: type) -> Any:
+def component_forward(cls: type, is_norm: bool) -> Any:
     """`forward` of an MLP or a norm, run by the rank that has it if nobody looks into it.
 
     Args:
         cls: its class, whose forward takes one tensor and gives one of its shape.
+        is_norm: whether it reads the residual stream several times, as others do beside it. Their
+            gradients are added one by one, and rounded each time: so it is not run whole then.
     """
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         run_here = original(cls, "forward")
-        if _is_far(x) and x.dim() == 3:  # [batch, pos, d_model], and not with heads
+        is_added_to = is_norm and torch.is_grad_enabled() and x.requires_grad
+        # [batch, pos, d_model], and not with heads
+        if _is_far(x) and x.dim() == 3 and not is_added_to:
             made = run_whole(self, {"x": x}, None, functools.partial(run_here, self))
             if made is not None:
                 return made

@@ -35,6 +35,7 @@ grows = "a KV cache grows in place, and its keys are rotated once, if `attention
 lazily = "no scores and no pattern where nobody looks, if `attention` says so"
 whole = "of another rank, and nobody listens: it is run there whole"
 
+_NORMS = (LayerNorm, LayerNormPre, RMSNorm, RMSNormPre)
 PATCHES = (
     Patch(
         "from_pretrained",
@@ -108,8 +109,14 @@ PATCHES = (
                 whole,
             ),
             *(
-                (cls.__name__, "forward", far_blocks.component_forward(cls), ("self", "x"), whole)
-                for cls in (MLP, GatedMLP, LayerNorm, LayerNormPre, RMSNorm, RMSNormPre)
+                (
+                    cls.__name__,
+                    "forward",
+                    far_blocks.component_forward(cls, is_norm=cls in _NORMS),
+                    ("self", "x"),
+                    whole,
+                )
+                for cls in (MLP, GatedMLP, *_NORMS)
             ),
             (
                 "AbstractAttention",

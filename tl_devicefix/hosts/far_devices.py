@@ -22,7 +22,7 @@ import torch
 from tl_devicefix.hosts import commands
 from tl_devicefix.hosts.caching import Layout
 from tl_devicefix.hosts.commands import Failed, Given, New, Stored, exchanged, tensors_in
-from tl_devicefix.hosts.holding import held_by
+from tl_devicefix.hosts.holding import held_by, parts_of
 from tl_devicefix.hosts.mapped import File, in_file
 from tl_devicefix.hosts.peers import Peer, RankLost
 from tl_devicefix.hosts.telling import Answer, Owner
@@ -341,8 +341,10 @@ class FarDevices:
         return f"{self._peers[rank].name}{held_by(rank)}"
 
     def holds(self, device: int) -> str:
-        """What the rank of a device holds, behind the device's name: ", which holds blocks.3"."""
-        return held_by(self.places[device].rank).rstrip(",")
+        """What the rank of a device holds of models, as a sentence: " Rank 1 holds blocks.3."."""
+        rank = self.places[device].rank
+        parts = parts_of(rank)
+        return f" Rank {rank} holds {parts}." if parts else ""
 
     def converted(
         self,
@@ -392,16 +394,22 @@ class FarDevices:
         return tensor
 
     def read(self, tensor: torch.Tensor, device: int) -> torch.Tensor:
-        """The tensor with its values, on the CPU if it is of another rank."""
+        """The tensor with its values, on the CPU if it is of another rank.
+
+        It lies there as `.cpu()` of one process has it: a product rounds by how its factors lie.
+        """
         rank = self.places[device].rank
         if not rank:
             return tensor
+        shape, stride, dtype = geometry_of(aten._to_copy.default(tensor))
+        # Values come in the order of memory, whichever of the dimensions that is.
+        order = sorted(range(tensor.dim()), key=lambda each: -stride[each])
         values: torch.Tensor = self._answer(
             rank,
-            commands.Read(self.stored(tensor)),
-            lambda: torch.zeros(tensor.shape, dtype=tensor.dtype),
+            commands.Read(self.stored(tensor.permute(order))),
+            lambda: torch.zeros(shape, dtype=dtype),
         )
-        return values.as_strided(values.shape, values.stride())
+        return values.as_strided(shape, stride)
 
     # Memory
 

@@ -21,11 +21,11 @@ def hello(devices: Sequence[torch.device], memory: int | str | None) -> dict[str
 
     Args:
         devices: those that it has.
-        memory: what each may hold; None for what is free.
+        memory: what each may hold; None for what is free, of which CPU devices have equal parts.
     """
     return {
         "host": socket.gethostname(),
-        "devices": [(str(each), _free(each, memory)) for each in devices],
+        "devices": [(str(each), _free(each, memory, len(devices))) for each in devices],
         "versions": {name: version(name) for name in PACKAGES} | {"Python": _python()},
     }
 
@@ -35,11 +35,11 @@ def _python() -> str:
     return "{}.{}".format(*sys.version_info)
 
 
-def _free(device: torch.device, memory: int | str | None) -> int:
+def _free(device: torch.device, memory: int | str | None, n_devices: int) -> int:
     if memory is not None:
         return bytes_of(memory)
     if device.type == "cpu":
-        return int(psutil.virtual_memory().available)
+        return int(psutil.virtual_memory().available) // n_devices
     return int(torch.get_device_module(device.type).mem_get_info(device)[0])
 
 

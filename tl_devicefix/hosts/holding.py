@@ -20,8 +20,13 @@ def note(model: Any, parts: Mapping[int, str]) -> None:
     _held[key] = weakref.ref(model, lambda _: _held.pop(key, None)), parts
 
 
+def parts_of(rank: int) -> str:
+    """What a rank holds of models, in short; "" if that is nothing."""
+    parts = [parts[rank] for reference, parts in list(_held.values()) if parts.get(rank)]
+    return " and ".join(dict.fromkeys(parts))  # in a load, the plan is noted beside the model
+
+
 def held_by(rank: int) -> str:
     """What a rank holds, as a clause behind its name; "" if that is nothing."""
-    parts = [parts[rank] for reference, parts in list(_held.values()) if parts.get(rank)]
-    shown = list(dict.fromkeys(parts))  # while a model is loaded, its plan is noted beside it
-    return f", which holds {' and '.join(shown)}," if shown else ""
+    parts = parts_of(rank)
+    return f", which holds {parts}," if parts else ""

@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
@@ -26,6 +25,7 @@ from tl_devicefix.hosts.hello import called, hello, lending, other_versions, pla
 from tl_devicefix.hosts.holding import held_by
 from tl_devicefix.hosts.lending import Lender
 from tl_devicefix.hosts.peers import Peer, RankLost, Wire, said_by_gloo
+from tl_devicefix.hosts.unanswered import within
 from tl_devicefix.hosts.watching import SHORTEST_TIMEOUT, Watch
 from tl_devicefix.simulation.backend import real_accelerator
 from tl_devicefix.simulation.machine import Machine
@@ -90,8 +90,8 @@ def _launched(name: str) -> str:
     """What a launcher says."""
     if name not in os.environ:
         raise ValueError(
-            f"WORLD_SIZE is {os.environ.get('WORLD_SIZE')}, but {name} is not set: launch with "
-            'torchrun, set it, or give join(master="host:port", rank=..., world_size=...)'
+            f"several ranks are to join, but {name} is not set: launch with torchrun, set it, or "
+            'give join(master="host:port", rank=..., world_size=...)'
         )
     return os.environ[name]
 
@@ -180,6 +180,7 @@ class Ranks:
         until = time.monotonic() + _ENDING
         for peer in self.peers.values():
             peer.rest(until)
+        self._watch.rest()
 
 
 def meet(
@@ -209,6 +210,7 @@ def meet(
     devices = _own_devices(n_devices)
     watch = Watch(master, rank, world_size, timeout, wait, tell)
     try:
+        watch.agree()
         everyone = watch.meet(hello(devices, memory))
         if rank and not ignore_interrupts:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -217,7 +219,7 @@ def meet(
             watch.refuse(RuntimeError(wrong))
         with _by_interface_to(master):
             _connect(watch, rank, world_size)
-        speaks = Wire(rank, watch.store) if rank else Ranks(everyone, watch)
+        speaks = watch.asked(lambda: Wire(rank, watch.store) if rank else Ranks(everyone, watch))
         watch.wait_until_connected()
     except BaseException:  # an interrupt too
         watch.leave()
@@ -238,7 +240,8 @@ def _connect(watch: Watch, rank: int, world_size: int) -> None:
         RuntimeError: if it cannot.
     """
     try:
-        _interruptible(
+        within(
+            watch.patience,
             dist.init_process_group,
             *("gloo", None, watch.wait, world_size, rank, watch.store),
         )
@@ -249,21 +252,6 @@ def _connect(watch: Watch, rank: int, world_size: int) -> None:
             "network that they have in common"
         ) from None
     _keep_until_the_process_ends()
-
-
-def _interruptible(do: Callable[..., None], *given: Any) -> None:
-    """Do something in a thread, as nobody but Python hears of an interrupt, and wait for it."""
-    done: Future[None] = Future()
-
-    def work() -> None:
-        try:
-            do(*given)
-            done.set_result(None)
-        except Exception as error:  # noqa: BLE001  # it is raised by who waits
-            done.set_exception(error)
-
-    threading.Thread(target=work, daemon=True, name=do.__name__).start()
-    done.result()
 
 
 @contextmanager

@@ -222,7 +222,7 @@ class Peer:
         self._has_sent_all = threading.Event()
         self._within_gloo: set[str] = set()
         self._has_ended = False
-        self._sent = self._begun = 0
+        self._begun = 0
         self._commands = _Queue(store, rank, rank, _COMMANDS)
         self._answers = _Queue(store, rank, rank, _ANSWERS, self._raise_if_lost)
         self._progress = _Queue(store, rank, rank, _PROGRESS, self._raise_if_lost)
@@ -313,7 +313,7 @@ class Peer:
         threading.Thread(target=self._wake, daemon=True, name=f"rank {self.rank}: wakes").start()
 
     def _wake(self) -> None:
-        with contextlib.suppress(RuntimeError):
+        with self._in_gloo("waking"), contextlib.suppress(RuntimeError):
             self._commands.wake(self._answers)
             self._commands.wake(self._progress)
 
@@ -368,12 +368,12 @@ class Peer:
         inline = [_inline(each) for each in message.values]
         self.messages += 1  # first, as an answer may be here at once
         self._commands.push((message.commands, inline))
-        self._sent += 1
+        self._telling.n_sent += 1
         for each, there in zip(message.values, inline):
             if there is None:
                 _send(each, self.rank, _COMMANDS)
         is_end = isinstance(message.commands[-1], commands.End)
-        while self._begun < (self._sent if is_end else self._sent - 2 * _AHEAD):
+        while self._begun < (self.messages if is_end else self.messages - 2 * _AHEAD):
             self._begun = self._progress.pop()
         if is_end:
             self._has_sent_all.set()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections import deque
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -26,6 +27,8 @@ _OPERATIONS: dict[type, int] = dict.fromkeys(
 """For how many a command counts, if it is not for one."""
 _MOST_MESSAGES = 64
 """That may wait to be sent."""
+_TURN, _PATIENCE = 2e-5, 2e-3
+"""Seconds that it is waited until a first message is sent: at once, and in all."""
 _numbers = itertools.count()
 """Of storages, blocks and graphs, of all machines of a process."""
 
@@ -107,10 +110,12 @@ class Telling:
     Attributes:
         owned: numbers by what is left of owners that are not gone, or of which the rank was not
             told.
+        n_sent: how many messages were, which whoever sends them counts.
     """
 
     def __init__(self, rank: int) -> None:
         self.owned: dict[Gone, int] = {}
+        self.n_sent = 0
         self._rank = rank
         self._told: deque[Told | Gone] = deque()
         self._wanted: SimpleQueue[None] = SimpleQueue()
@@ -129,8 +134,22 @@ class Telling:
         self._told.append(told)
         self._operations += _OPERATIONS.get(type(told.command), 1)
         if self._operations >= self._length:
+            is_first = self._length == _SHORTEST
             self._length = min(2 * self._length, _LONGEST)
+            before = self.n_sent
             self.send()
+            if is_first:
+                self._let_it_be_sent(before)
+
+    def _let_it_be_sent(self, before: int) -> None:
+        """Give the thread that sends the interpreter, as the rank has nothing to do until then.
+
+        Args:
+            before: how many messages had been sent.
+        """
+        until = time.monotonic() + _PATIENCE
+        while self.n_sent == before and time.monotonic() < until:
+            time.sleep(_TURN)
 
     def send(self) -> None:
         """Have all that was told be sent."""

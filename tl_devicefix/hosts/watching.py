@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import logging
@@ -12,13 +13,15 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from tl_devicefix.hosts.late import EVERY, Late
 from tl_devicefix.hosts.links import LINKS
+from tl_devicefix.hosts.unanswered import Unanswered, within
 
+_Found = TypeVar("_Found")
 _log = logging.getLogger(__name__)
 SHORTEST_TIMEOUT = 2.0
 """Seconds; a busy machine may have no time for a sign of life for one."""
@@ -56,22 +59,12 @@ def _why_not_reached(address: str, port: int) -> OSError | None:
 
 
 def _in_time(ask: Callable[[], Any]) -> bool:
-    """Ask the store something, in a thread: of a host that is cut off, it never answers.
-
-    Returns:
-        Whether it did, within `_ANSWERING` seconds.
-    """
-    answered = threading.Event()
-
-    def work() -> None:
-        with contextlib.suppress(RuntimeError):  # the store's: then it is gone
-            ask()
-            answered.set()
-
-    thread = threading.Thread(target=work, daemon=True, name="asks the store")
-    thread.start()
-    thread.join(_ANSWERING)
-    return answered.is_set()
+    """Ask the store something; whether it answers, within `_ANSWERING` seconds."""
+    try:
+        within(_ANSWERING, ask)
+    except RuntimeError:  # also the store's: then it is gone
+        return False
+    return True
 
 
 def _listed(ranks: list[int]) -> str:
@@ -95,6 +88,7 @@ class Watch:
         timeout: as it was given.
         store: where they met.
         wait: as it was given.
+        patience: seconds within which what they wait for has come, or never does.
 
     Raises:
         RuntimeError: if rank 0 cannot be reached, or cannot listen there.
@@ -116,8 +110,10 @@ class Watch:
         # It was last seen up to a beat before it was lost, and is looked for once a beat.
         self._limit = timeout - 2 * EVERY
         self.wait = timedelta(seconds=wait)
+        self.patience = (self.wait + _CONNECTING).total_seconds()
         self.store: Any = self._opened()
         self._ended = threading.Event()
+        self._threads: list[threading.Thread] = []
         self._beat = 0
 
     def _opened(self) -> Any:
@@ -129,7 +125,9 @@ class Watch:
         if not is_master:
             wait = max(wait - self._wait_until_it_listens(address, port), _CONNECTING)
         try:
-            store = dist.TCPStore(
+            store = within(
+                self.patience,
+                dist.TCPStore,
                 _LOOPBACK if is_master else address,  # as nothing interrupts what is not reached
                 port,
                 self._world_size,
@@ -171,6 +169,20 @@ class Watch:
     def _named(self) -> str:
         return f"rank {self._rank} of {self._world_size}"
 
+    def agree(self) -> None:
+        """Find out whether all are told the same number of ranks, before any waits for another.
+
+        Raises:
+            RuntimeError: if this one is told another number than who came first, mostly rank 0.
+        """
+        own = str(self._world_size)
+        found = self.asked(lambda: self.store.compare_set("world size", "", own)).decode()
+        if found != own:
+            raise RuntimeError(
+                f"rank {self._rank} came to {self._master} as one of {own} ranks, but they are "
+                f"{found} by who came first: give all the same world size"
+            )
+
     def meet(self, hello: Any) -> list[Any]:
         """Wait until all ranks are here.
 
@@ -183,7 +195,7 @@ class Watch:
         Raises:
             RuntimeError: if one does not come, or there are two of this one.
         """
-        if self.store.add(f"is here {self._rank}", 1) > 1:
+        if self.asked(lambda: self.store.add(f"is here {self._rank}", 1)) > 1:
             raise RuntimeError(
                 f"another process came to {self._master} as rank {self._rank}: each needs a rank "
                 "of its own"
@@ -210,13 +222,17 @@ class Watch:
         Raises:
             RuntimeError: if one does not.
         """
-        self.store.set(f"{what} {self._rank}", said)
         keys = [f"{what} {rank}" for rank in range(self._world_size)]
-        try:
-            self._wait_for(keys)
-            return [self.store.get(key) for key in keys]
-        except RuntimeError:  # DistError is one, which shows torch's own stack
-            raise RuntimeError(self._why_not_all_came(keys)) from None
+
+        def gather() -> list[bytes]:
+            self.store.set(f"{what} {self._rank}", said)
+            try:
+                self._wait_for(keys)
+                return [self.store.get(key) for key in keys]
+            except RuntimeError:  # DistError is one, which shows torch's own stack
+                raise RuntimeError(self._why_not_all_came(keys)) from None
+
+        return self.asked(gather)
 
     def _wait_for(self, keys: list[str]) -> None:
         """Look for all ranks again and again: what waits in the store, nothing interrupts.
@@ -241,11 +257,28 @@ class Watch:
                 is_warned = True
             time.sleep(min(0.02 * 1.2 ** min(look, 99), _LOOKING))
 
+    def asked(self, ask: Callable[[], _Found]) -> _Found:
+        """Ask the store what takes as long as ranks wait for each other, if it answers.
+
+        Args:
+            ask: does so.
+
+        Returns:
+            What that gives.
+
+        Raises:
+            RuntimeError: if it does not, as of a host that is cut off; or as `ask` does.
+        """
+        try:
+            return within(self.patience, ask)
+        except Unanswered:
+            raise RuntimeError(f"{self._silent} for {self.patience:g} s") from None
+
     def leave(self) -> None:
         """Be as if this rank had not come, so that it may come again, and where it listened."""
-        with contextlib.suppress(RuntimeError):  # rank 0 is gone
-            for what in ("hello", "is here") if self._is_awaited else ():
-                self.store.delete_key(f"{what} {self._rank}")
+        for what in ("hello", "is here") if self._is_awaited else ():
+            if not _in_time(functools.partial(self.store.delete_key, f"{what} {self._rank}")):
+                break  # rank 0 is gone
         self.store = None  # what shows an error's traceback may hold this
 
     def _why_not_all_came(self, keys: list[str]) -> str:
@@ -280,11 +313,22 @@ class Watch:
         """
         for work in (self._watch, self._watch_the_watch):
             name = work.__name__
-            threading.Thread(target=work, args=(others, lose), daemon=True, name=name).start()
+            thread = threading.Thread(target=work, args=(others, lose), daemon=True, name=name)
+            thread.start()
+            self._threads.append(thread)
 
     def end(self) -> None:
         """Watch no more."""
         self._ended.set()
+
+    def rest(self) -> None:
+        """Wait until no thread is within the store: none must come back from there as Python ends.
+
+        If the store does not answer, as of a host that is cut off, nothing comes back.
+        """
+        until = time.monotonic() + _ANSWERING
+        for thread in self._threads:
+            thread.join(max(until - time.monotonic(), 0))
 
     def has_store(self) -> bool:
         """Whether the store can be reached; that of a launcher may be gone before rank 0 is."""
@@ -294,6 +338,10 @@ class Watch:
     def no_store(self) -> str:
         """Why all is lost, if it cannot."""
         return f"the store at {self._master}, where they met, cannot be reached"
+
+    @property
+    def _silent(self) -> str:
+        return f"the store at {self._master}, where they met, has not answered"
 
     def tell_all(self, why: str) -> None:
         """Tell all ranks that it is over."""
@@ -341,9 +389,7 @@ class Watch:
         late = Late()
         while not self._ended.wait(EVERY):
             if late.look(self._beat) > self._limit:
-                at = f"the store at {self._master}, where they met,"
-                why = f"{at} has not answered for {self._limit:g} s"
-                return self._tell(lose, 0, why)
+                return self._tell(lose, 0, f"{self._silent} for {self._limit:g} s")
 
     def _tell(self, lose: Callable[[int | None, str], None], rank: int | None, why: str) -> None:
         if not self._ended.is_set():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -197,10 +198,20 @@ def register() -> None:
     library.impl("_copy_from", _copy_from, "PrivateUse1")
     library.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
     library.impl("_efficientzerotensor", _zeros, "PrivateUse1")
+    for operation in _WITH_KERNELS:
+        library.impl(operation._schema.name, functools.partial(_run, operation), "PrivateUse1")
     everything_else = torch.library.Library("_", "IMPL")
     everything_else.fallback(_make, "PrivateUse1")
     autocasting.register(library, everything_else)
     _libraries.extend((library, everything_else))
+
+
+_WITH_KERNELS = (aten.silu_backward.default, aten.mish_backward.default)
+"""What torch makes of other operations, with other roundings, where a type has no kernel for it."""
+
+
+def _run(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    return run(func, args, kwargs)
 
 
 def _empty(size: Any, *, device: Any = None, pin_memory: Any = None, **options: Any) -> Any:

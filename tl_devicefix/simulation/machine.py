@@ -218,12 +218,14 @@ class Machine:
             free = self._capacities[index] - self._allocated[index]
         if nbytes > free:
             holds = getattr(self.asynchronous, "holds", lambda index: "")(index)
-            where = f" ({self.sites[index].name}{holds})" if self.sites else ""
+            which = f"Device {index}"
+            if self.sites:
+                which = f"{device} ({self.sites[index].name})"
             raise_or_keep(
                 torch.OutOfMemoryError(
-                    f"{DEVICE_TYPE} out of memory. Tried to allocate {readable(nbytes)}. Device"
-                    f" {index}{where} has a total capacity of"
-                    f" {readable(self._capacities[index])} of which {readable(free)} is free."
+                    f"{DEVICE_TYPE} out of memory. Tried to allocate {readable(nbytes)}. {which}"
+                    f" has a total capacity of {readable(self._capacities[index])} of which"
+                    f" {readable(free)} is free.{holds}"
                 )
             )
 

@@ -338,7 +338,10 @@ def _unwrap(arg: Any, simulated: list[SimTensor], others: list[torch.Tensor]) ->
 
 @functools.cache
 def _is_composite(func: Operation) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    """Whether the CPU runs others for it: what has a kernel of its own as well rounds otherwise."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    name = func.name()
+    return has_kernel(name, "CompositeImplicitAutograd") and not has_kernel(name, "CPU")
 
 
 def _only_reads(func: Operation) -> bool:

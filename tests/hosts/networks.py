@@ -1,0 +1,93 @@
+"""Networks of hosts, each of which has addresses of its own, on one machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from a_slow_line import SlowLine, TunDevice
+
+_HAS_NETWORKS = os.geteuid() == 0 and shutil.which("ip") is not None
+NETWORKS = pytest.mark.skipif(not _HAS_NETWORKS, reason="network namespaces need root, and ip")
+LINES = pytest.mark.skipif(
+    not _HAS_NETWORKS or not Path("/dev/net/tun").exists(),
+    reason="a slow line needs root, ip, and /dev/net/tun",
+)
+
+
+def ip(*command: str) -> None:
+    subprocess.run(["ip", *command], check=True, capture_output=True)
+
+
+def on(names: list[str]) -> dict[str, Any]:
+    """How `launch` has each rank in a network of its own."""
+    of_rank = {rank: {"network": name} for rank, name in enumerate(names)}
+    return {"world_size": len(names), "of_rank": of_rank, "address": "10.77.0.1"}
+
+
+@contextmanager
+def _namespaces(*names: str) -> Iterator[list[str]]:
+    """Networks of their own."""
+    found = [f"{name}-{os.getpid()}" for name in names]
+    for name in found:
+        ip("netns", "add", name)
+    try:
+        yield found
+    finally:
+        for name in found:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def _set_up(name: str, rank: int) -> None:
+    """Give a rank's network an address."""
+    ip("-n", name, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", f"cable{rank}")
+    for link in (f"cable{rank}", "lo"):
+        ip("-n", name, "link", "set", link, "up")
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[list[str]]:
+    """Two network namespaces with a cable between them."""
+    with _namespaces("rank0", "rank1") as names:
+        ip("link", "add", "cable0", "netns", names[0], "type", "veth", "peer", "name", "cable1",
+           "netns", names[1])  # fmt: skip
+        for rank, name in enumerate(names):
+            _set_up(name, rank)
+        yield names
+
+
+@pytest.fixture
+def switched_hosts() -> Iterator[list[str]]:
+    """Three network namespaces, and a switch that connects them."""
+    with _namespaces("rank0", "rank1", "rank2", "switch") as (*names, switch):
+        ip("-n", switch, "link", "add", "switch", "up", "type", "bridge")
+        for rank, name in enumerate(names):
+            ip("link", "add", f"cable{rank}", "netns", name, "type", "veth", "peer", "name",
+               f"port{rank}", "netns", switch)  # fmt: skip
+            ip("-n", switch, "link", "set", f"port{rank}", "up", "master", "switch")
+            _set_up(name, rank)
+        yield [*names, switch]
+
+
+@pytest.fixture
+def distant_hosts() -> Iterator[tuple[list[str], SlowLine]]:
+    """Two network namespaces, and the line between them."""
+    with _namespaces("rank0", "rank1") as names:
+        ends = TunDevice(), TunDevice()
+        for rank, (name, end) in enumerate(zip(names, ends)):
+            ip("link", "set", end.name, "netns", name, "name", f"cable{rank}")
+            _set_up(name, rank)
+            # What is lost is sent again after 0.2 s or more, with which a test takes a minute.
+            ip("-n", name, "route", "change", "10.77.0.0/24", "dev", f"cable{rank}",
+               "rto_min", "10ms")  # fmt: skip
+        line = SlowLine((ends[0].file, ends[1].file))
+        yield names, line
+        line.end()
+        for end in ends:
+            os.close(end.file)
