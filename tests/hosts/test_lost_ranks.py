@@ -13,12 +13,28 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from launching import Launch
+from launching import WITHIN, Launch, Launched
 from networks import NETWORKS, ip, on
 from ranks import free_port
 
 from tl_devicefix.demo.demo import CHECKPOINT
 from tl_devicefix.hosts.hello import hello, other_versions
+
+OF_LAUNCHER = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+"""Ranks meet at a store that is not rank 0's."""
+
+
+def store_of_a_launcher(launch: Launch) -> Launched:
+    """Where ranks with `OF_LAUNCHER` meet."""
+    store = launch("be_store", 1)
+    assert store.says() == ["ready", store.port]
+    return store
+
+
+def wait_for(key: str, port: int) -> None:
+    """Until ranks have said so in the store where they meet."""
+    store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
+    dist.PrefixStore("tl_devicefix 0", store).wait([key])
 
 
 def test_a_script_that_ends_well(launch: Launch) -> None:
@@ -93,10 +109,8 @@ def test_a_machine_that_stands_still_and_goes_on(launch: Launch) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["ends", "is cut off"])
 def test_a_launcher_whose_store(number: signal.Signals, launch: Launch) -> None:
-    store = launch("be_store", 1)
-    assert store.says() == ["ready", store.port]
-    of_launcher = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-    launched = launch("for_ever", port=store.port, environment=of_launcher)
+    store = store_of_a_launcher(launch)
+    launched = launch("for_ever", port=store.port, environment=OF_LAUNCHER)
     launched.until_ready()
 
     error = launched.error(since=store.signal(0, number))
@@ -210,18 +224,25 @@ def test_another_version_of_what_blocks_are_made_of(name: str) -> None:
 
 
 def test_a_rank_that_never_comes(launch: Launch) -> None:
-    launched = launch("forwards", started=[0, 1], wait=8)
+    store = store_of_a_launcher(launch)
+    there = {"port": store.port, "environment": OF_LAUNCHER}
+    rank_1 = launch("forwards", started=[1], **there)
+    wait_for("hello 1", store.port)
 
-    assert launched.ends() == [3, 3]
-    assert "rank 2 of 3 did not come to 127.0.0.1:" in launched.text("said", 0)
-    assert "within 8 s" in launched.text("said", 0)
+    rank_0 = launch("forwards", started=[0], wait=2, **there)
+
+    assert rank_0.ends() == [3]
+    assert "rank 2 of 3 did not come to 127.0.0.1:" in rank_0.text("said", 0)
+    assert "within 2 s" in rank_0.text("said", 0)
+    store.signal(0, signal.SIGKILL)
+    assert rank_1.ends() == [3]
+    assert "rank 0 ended before all 3 ranks had come to 127.0.0.1:" in rank_1.text("said", 1)
 
 
 def test_a_rank_that_is_told_another_number_of_ranks(launch: Launch) -> None:
     rank_0 = launch("forwards", 2, started=[0])
     # Who comes first is right.
-    there = dist.TCPStore("127.0.0.1", rank_0.port, wait_for_workers=False)
-    dist.PrefixStore("tl_devicefix 0", there).wait(["is here 0"])
+    wait_for("is here 0", rank_0.port)
 
     wrong = launch("forwards", 3, started=[1], port=rank_0.port)
 
@@ -242,7 +263,7 @@ def test_joining_again_after_nobody_came_and_after_an_interrupt(launch: Launch) 
     when = launched.signal(0, signal.SIGINT)
 
     interrupted, kind, _ = launched.says()
-    assert (kind, interrupted - when < 1) == ("KeyboardInterrupt", True)
+    assert (kind, interrupted - when < WITHIN) == ("KeyboardInterrupt", True)
     launched.until_ready()
     assert launch("joined_again", 2, started=[1], port=launched.port).ends() == [0]
     assert launched.ends() == [0]
@@ -276,13 +297,15 @@ def test_what_a_lender_says(launch: Launch) -> None:
 
 
 def test_two_processes_of_one_rank(launch: Launch) -> None:
-    launched = launch("forwards", 3, started=[0, 1], wait=2)
-    assert launched.text("said", 1) == ""
-    other = launch("forwards", 3, started=[1], wait=2, port=launched.port)
+    launched = launch("forwards", 3, started=[0, 1])
+    wait_for("is here 1", launched.port)
 
-    assert {*launched.ends(), *other.ends()} == {3}
-    said = launched.text("said", 1) + other.text("said", 1)
-    assert "another process came to 127.0.0.1:" in said
+    other = launch("forwards", 3, started=[1], port=launched.port)
+
+    assert other.ends() == [3]
+    assert "another process came to 127.0.0.1:" in other.text("said", 1)
+    rank_2 = launch("forwards", 3, started=[2], port=launched.port)
+    assert [*launched.ends(), *rank_2.ends()] == [0, 0, 0]
 
 
 def test_a_host_that_rank_0_is_not_on(launch: Launch) -> None:
