@@ -137,11 +137,12 @@ def _add_lend(commands: Any) -> None:
     lend.add_argument("--master", required=True, help="where rank 0 listens: host:port")
     lend.add_argument("--rank", type=int, required=True, help="which one this is, from 1 on")
     lend.add_argument("--world-size", type=int, required=True, help="how many ranks there are")
-    lend.add_argument("--n-devices", type=int, help="how many to lend; default: all")
-    lend.add_argument("--memory", help="what each may hold: 80GiB; default: what is free")
     lend.add_argument(
-        "--timeout", type=float, default=15.0, help="seconds until a lost rank 0 is given up"
+        "--n-devices",
+        type=int,
+        help="how many to lend; default: all, or its part where several ranks are on this host",
     )
+    lend.add_argument("--memory", help="what each may hold: 80GiB; default: what is free")
     lend.add_argument(
         "--wait", type=float, default=600.0, help="seconds to wait for the others at first"
     )

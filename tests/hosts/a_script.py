@@ -21,6 +21,7 @@ from interrupting import Interrupting
 
 import tl_devicefix
 from tl_devicefix.demo.demo import load_checkpoint
+from tl_devicefix.hosts import joining
 from tl_devicefix.hosts.far_devices import FarDevices
 
 TOKENS = torch.arange(4, 20).view(1, 16)
@@ -270,7 +271,14 @@ def try_to_join() -> None:
     say("ready")
 
 
+def see_one_gpu() -> None:
+    """The same one as the other ranks on this host, as far as they know."""
+    joining.visible_devices = lambda n_devices: [("cuda:0", "GPU-0")]
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "see_one_gpu":
+        see_one_gpu()
     if sys.argv[1] == "be_store":
         be_store()
     try:

@@ -216,7 +216,7 @@ def test_another_version_on_one_rank(launch: Launch, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["torch", "transformers", "numpy", "einops", "Python"])
 def test_another_version_of_what_blocks_are_made_of(name: str) -> None:
-    one, other = hello([], 0), hello([], 0)
+    one, other = hello([]), hello([])
     other["versions"][name] = "0.1"
 
     assert other_versions([one, one]) is None
@@ -294,6 +294,18 @@ def test_what_a_lender_says(launch: Launch) -> None:
         f"rank 0 (host0/cpu:0, on {host}) until that ends"
     )
     assert ends == f"rank 1 (host1/cpu:0, on {host}) ends: rank 0 is done"
+
+
+def test_a_lender_gives_up_when_rank_0_said_that_it_would(launch: Launch) -> None:
+    rank_0 = launch("for_ever", 2, started=[0])
+    at = ["--master", f"127.0.0.1:{rank_0.port}", "--rank", "1", "--world-size", "2"]
+    lender = launch("", 2, started=[1], command=["-m", "tl_devicefix", "lend", *at])
+    rank_0.until_ready()
+
+    rank_0.signal(0, signal.SIGSTOP)
+
+    assert lender.ends() == [1]
+    assert lender.text("stderr", 1).endswith(" for 3 s\n")
 
 
 def test_two_processes_of_one_rank(launch: Launch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from torch import nn
@@ -13,7 +12,7 @@ from torch import nn
 from tl_devicefix import check
 from tl_devicefix.demo.demo import devices_for, load_checkpoint
 from tl_devicefix.hosts.far_devices import Place, sites_of
-from tl_devicefix.hosts.hello import called, hello, places
+from tl_devicefix.hosts.hello import called, places
 from tl_devicefix.patching.versions import has_hooked_transformer
 
 WHERE = {"": "host0/0", "blocks.3": "host1/cpu:0", "blocks.4": "host1/cpu:1"}
@@ -122,15 +121,6 @@ def test_a_check_notes_what_goes_between_hosts_without_need(load_over: Any, mach
 
     assert report
     assert "from host to host 4 times in a forward, where 2 would do" in repr(report)
-
-
-def test_cpu_devices_of_a_rank_share_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = psutil.virtual_memory()._replace(available=6 << 30)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
-
-    said = hello([torch.device("cpu", index) for index in range(3)], None)
-
-    assert [memory for _, memory in said["devices"]] == [2 << 30] * 3
 
 
 def test_a_demo_over_more_devices_than_ranks_have(machine: Any) -> None:

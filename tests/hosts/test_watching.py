@@ -28,9 +28,9 @@ class HeldStore:
 
 
 def test_a_beat_under_way_is_waited_for() -> None:
-    watch = Watch(f"127.0.0.1:{free_port()}", 0, 1, 15, 60, print)
+    watch = Watch(f"127.0.0.1:{free_port()}", 0, 1, 60, print)
     watch.store = held = HeldStore(watch.store)
-    watch.begin([], lambda rank, why: None)
+    watch.begin([], lambda rank, why: None, 15)
     assert held.is_asked.wait(30)
     watch.end()
     leaving = threading.Thread(target=watch.rest)

@@ -8,24 +8,35 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
-import psutil
 import torch
 
 from tl_devicefix.hosts.classes import PACKAGES
 from tl_devicefix.hosts.far_devices import Place, sites_of
+from tl_devicefix.hosts.sharing import machine
 from tl_devicefix.simulation.machine import bytes_of
 
 
-def hello(devices: Sequence[torch.device], memory: int | str | None) -> dict[str, Any]:
-    """What a rank says, as JSON has it: its host, its devices, and its versions.
+def hello(
+    sees: Sequence[tuple[str, str]],
+    n_devices: int | None = None,
+    memory: int | str | None = None,
+    timeout: float = 15.0,
+) -> dict[str, Any]:
+    """What a rank says, as JSON has it: its host, what it sees and asks for, and its versions.
 
     Args:
-        devices: those that it has.
-        memory: what each may hold; None for what is free, of which CPU devices have equal parts.
+        sees: devices, and by what all ranks know each.
+        n_devices: how many of them it is to have; None for its part.
+        memory: what each may hold; None for what is free.
+        timeout: seconds within which it is known that a rank is lost.
     """
     return {
         "host": socket.gethostname(),
-        "devices": [(str(each), _free(each, memory, len(devices))) for each in devices],
+        "machine": machine(),
+        "sees": list(sees),
+        "n_devices": n_devices,
+        "memory": None if memory is None else bytes_of(memory),
+        "timeout": timeout,
         "versions": {name: version(name) for name in PACKAGES} | {"Python": _python()},
     }
 
@@ -33,14 +44,6 @@ def hello(devices: Sequence[torch.device], memory: int | str | None) -> dict[str
 def _python() -> str:
     """Its version, within which classes are pickled alike: "3.12"."""
     return "{}.{}".format(*sys.version_info)
-
-
-def _free(device: torch.device, memory: int | str | None, n_devices: int) -> int:
-    if memory is not None:
-        return bytes_of(memory)
-    if device.type == "cpu":
-        return int(psutil.virtual_memory().available) // n_devices
-    return int(torch.get_device_module(device.type).mem_get_info(device)[0])
 
 
 def other_versions(everyone: Sequence[Any]) -> str | None:

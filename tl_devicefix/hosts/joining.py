@@ -25,9 +25,9 @@ from tl_devicefix.hosts.hello import called, hello, lending, other_versions, pla
 from tl_devicefix.hosts.holding import held_by
 from tl_devicefix.hosts.lending import Lender
 from tl_devicefix.hosts.peers import Peer, RankLost, Wire, said_by_gloo
+from tl_devicefix.hosts.sharing import free_memory, shared, visible_devices
 from tl_devicefix.hosts.unanswered import within
 from tl_devicefix.hosts.watching import SHORTEST_TIMEOUT, Watch
-from tl_devicefix.simulation.backend import real_accelerator
 from tl_devicefix.simulation.machine import Machine
 from tl_devicefix.simulation.session import entered
 
@@ -59,17 +59,19 @@ def join(
         master: where rank 0 listens, "host:port"; by default as the launcher says.
         rank: which one this is; by default as the launcher says.
         world_size: how many ranks there are; by default as the launcher says.
-        n_devices: how many devices this rank has; by default all that torch sees, or the CPU.
-            On the CPU there may be several.
-        memory: what each of them may hold; by default what is free.
-        timeout: seconds within which it is known that a rank is lost; give the same to all.
+        n_devices: how many devices this rank has; by default all that torch sees, of which ranks
+            on one host have equal parts, or the CPU. On the CPU there may be several.
+        memory: what each of them may hold; by default what is free, of a CPU's memory an equal part
+            of that.
+        timeout: seconds within which it is known that a rank is lost; that of rank 0 holds for all.
         wait: seconds that ranks wait for each other at first.
 
     Raises:
         RuntimeError: if ranks have other versions of what blocks are made of (torch, transformers,
             TransformerLens, this package, numpy, einops, Python), or one does not come; or they are
             joined, and one is lost.
-        ValueError: if there are not so many devices, or a launcher has not said where ranks meet.
+        ValueError: if there are not so many devices, or two ranks would have the same one; or a
+            launcher has not said where ranks meet.
     """
     global _joined
     world_size = int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size
@@ -111,6 +113,7 @@ class Ranks:
     def __init__(self, everyone: list[dict[str, Any]], watch: Watch) -> None:
         self.places = places(everyone)
         self._watch, self._losing = watch, threading.Lock()
+        self._timeout = everyone[0]["timeout"]
         self.peers = {
             rank: Peer(
                 rank, called(everyone, rank), watch.store, functools.partial(self.lose, rank)
@@ -122,7 +125,7 @@ class Ranks:
         """Speak with them, and watch over them, from now on."""
         for peer in self.peers.values():
             peer.begin()
-        self._watch.begin(list(self.peers), self.lose)
+        self._watch.begin(list(self.peers), self.lose, self._timeout)
         atexit.register(self._leave)
         os.register_at_fork(after_in_child=self._be_forked)
 
@@ -207,16 +210,14 @@ def meet(
         raise ValueError(f"rank {rank} is none of {world_size} ranks: they are numbered from 0 on")
     if timeout < SHORTEST_TIMEOUT:
         raise ValueError(f"timeout={timeout:g}: give {SHORTEST_TIMEOUT:g} seconds or more")
-    devices = _own_devices(n_devices)
-    watch = Watch(master, rank, world_size, timeout, wait, tell)
+    said = hello(visible_devices(n_devices), n_devices, memory, timeout)
+    watch = Watch(master, rank, world_size, wait, tell)
     try:
         watch.agree()
-        everyone = watch.meet(hello(devices, memory))
+        everyone = watch.meet(said)
         if rank and not ignore_interrupts:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-        wrong = other_versions(everyone)
-        if wrong is not None:
-            watch.refuse(RuntimeError(wrong))
+        devices = _share(everyone, rank, watch)
         with _by_interface_to(master):
             _connect(watch, rank, world_size)
         speaks = watch.asked(lambda: Wire(rank, watch.store) if rank else Ranks(everyone, watch))
@@ -230,7 +231,28 @@ def meet(
     if ignore_interrupts:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     tell(lending(everyone, rank))
-    _lend(speaks, called(everyone, rank), devices, watch, tell)
+    _lend(speaks, called(everyone, rank), devices, watch, everyone[0]["timeout"], tell)
+
+
+def _share(everyone: list[dict[str, Any]], rank: int, watch: Watch) -> list[torch.device]:
+    """Find out which devices this rank has, and tell everyone's what they may hold.
+
+    Raises:
+        RuntimeError: if ranks have other versions.
+        ValueError: if there are not enough devices for all.
+    """
+    wrong = other_versions(everyone)
+    if wrong is not None:
+        watch.refuse(RuntimeError(wrong))
+    try:
+        names = shared(everyone)
+    except ValueError as error:
+        watch.refuse(error)
+    devices = [torch.device(name) for name in names[rank]]
+    memory = watch.gathered("memory", free_memory(devices, everyone, rank))
+    for each, *its in zip(everyone, names, memory):
+        each["devices"] = list(zip(*its))
+    return devices
 
 
 def _connect(watch: Watch, rank: int, world_size: int) -> None:
@@ -296,6 +318,7 @@ def _lend(
     name: str,
     devices: list[torch.device],
     watch: Watch,
+    timeout: float,
     tell: Callable[[str], None],
 ) -> NoReturn:
     """Lend devices until rank 0 ends, and end then: with 1 if that was no good end."""
@@ -305,12 +328,12 @@ def _lend(
         print(f"{name} ends: {lost}{why}", file=sys.stderr)
         _end(1)
 
-    watch.begin([0], lose)
+    watch.begin([0], lose, timeout)
     wire.begin(functools.partial(lose, 0))
     try:
         Lender(name, devices, wire).lend()
     except RankLost as error:
-        time.sleep(watch.timeout)  # rank 0 is to name that rank, and not this one: it ends this
+        time.sleep(timeout)  # rank 0 is to name that rank, and not this one: it ends this
         lose(None, str(error))
     except Exception as error:  # noqa: BLE001  # gloo's, mostly; rank 0 sees the connection closed
         watch.end()
@@ -326,16 +349,3 @@ def _end(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-def _own_devices(n_devices: int | None) -> list[torch.device]:
-    accelerator = real_accelerator()
-    if accelerator is None:
-        return [torch.device("cpu")] * (n_devices or 1)
-    there = torch.get_device_module(accelerator.type).device_count()
-    if (n_devices or there) > there:
-        raise ValueError(
-            f"n_devices={n_devices}, but this rank has {there} device(s) of type "
-            f"{accelerator.type!r}: ask for fewer"
-        )
-    return [torch.device(accelerator.type, index) for index in range(n_devices or there)]

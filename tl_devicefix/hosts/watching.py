@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
@@ -80,12 +80,10 @@ class Watch:
         master: where rank 0 is, "host:port".
         rank: this one.
         world_size: how many there are.
-        timeout: seconds within which it is known that a rank is lost.
         wait: seconds that ranks wait for each other.
         tell: called with what this one waits for.
 
     Attributes:
-        timeout: as it was given.
         store: where they met.
         wait: as it was given.
         patience: seconds within which what they wait for has come, or never does.
@@ -100,15 +98,11 @@ class Watch:
         master: str,
         rank: int,
         world_size: int,
-        timeout: float,
         wait: float,
         tell: Callable[[str], None],
     ) -> None:
         self._master, self._rank, self._world_size = master, rank, world_size
         self._tell_user, self._is_awaited = tell, False
-        self.timeout = timeout
-        # It was last seen up to a beat before it was lost, and is looked for once a beat.
-        self._limit = timeout - 2 * EVERY
         self.wait = timedelta(seconds=wait)
         self.patience = (self.wait + _CONNECTING).total_seconds()
         self.store: Any = self._opened()
@@ -201,9 +195,9 @@ class Watch:
                 "of its own"
             )
         self._is_awaited = True
-        found = self._gathered("hello", json.dumps(hello))
+        found = self.gathered("hello", hello)
         self._is_awaited = False
-        return [json.loads(each) for each in found]
+        return found
 
     def wait_until_connected(self) -> None:
         """Wait until all ranks have all their connections to the store.
@@ -214,21 +208,24 @@ class Watch:
         Raises:
             RuntimeError: if one does not come so far.
         """
-        self._gathered("is connected", "")
+        self.gathered("is connected", None)
 
-    def _gathered(self, what: str, said: str) -> list[bytes]:
-        """Say something, and wait until all ranks have; what each says.
+    def gathered(self, what: str, said: Any) -> list[Any]:
+        """Say something, as JSON has it, and wait until all ranks have.
+
+        Returns:
+            What each says.
 
         Raises:
             RuntimeError: if one does not.
         """
         keys = [f"{what} {rank}" for rank in range(self._world_size)]
 
-        def gather() -> list[bytes]:
-            self.store.set(f"{what} {self._rank}", said)
+        def gather() -> list[Any]:
+            self.store.set(f"{what} {self._rank}", json.dumps(said))
             try:
                 self._wait_for(keys)
-                return [self.store.get(key) for key in keys]
+                return [json.loads(self.store.get(key)) for key in keys]
             except RuntimeError:  # DistError is one, which shows torch's own stack
                 raise RuntimeError(self._why_not_all_came(keys)) from None
 
@@ -295,7 +292,7 @@ class Watch:
             "its own, and see that this port can be reached from its host"
         )
 
-    def refuse(self, error: RuntimeError) -> None:
+    def refuse(self, error: Exception) -> NoReturn:
         """Raise what all ranks raise, once all have read what it is of."""
         with contextlib.suppress(RuntimeError):
             self.store.set(f"refuses {self._rank}", "")
@@ -304,13 +301,18 @@ class Watch:
                 self.store.wait(keys, _REFUSING)
         raise error
 
-    def begin(self, others: list[int], lose: Callable[[int | None, str], None]) -> None:
+    def begin(
+        self, others: list[int], lose: Callable[[int | None, str], None], timeout: float
+    ) -> None:
         """Watch other ranks from now on.
 
         Args:
             others: which; a rank that lends watches rank 0.
             lose: called with a rank that is lost, or None if rank 0 says that it is over, and why.
+            timeout: seconds within which it is known that a rank is lost.
         """
+        # It was last seen up to a beat before it was lost, and is looked for once a beat.
+        self._limit = timeout - 2 * EVERY
         for work in (self._watch, self._watch_the_watch):
             name = work.__name__
             thread = threading.Thread(target=work, args=(others, lose), daemon=True, name=name)
