@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -9,6 +10,7 @@ import pytest
 import torch
 from launching import Launch
 
+from tl_devicefix.hosts import sharing
 from tl_devicefix.hosts.hello import hello
 from tl_devicefix.hosts.sharing import free_memory, shared, visible_devices
 
@@ -74,10 +76,30 @@ def test_devices_that_two_ranks_would_have(everyone: Any, error: str) -> None:
         parts(*everyone)
 
 
+@pytest.mark.parametrize("has_ids", [True, False])
+def test_processes_of_a_machine_see_the_same_devices(
+    has_ids: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an accelerator's module of torch tells of them; no machine of CI has one."""
+    of_type: dict[str, Any] = {"device_count": lambda: 2}
+    if has_ids:
+        ids = iter("abab")
+        of_type["get_device_properties"] = lambda device: SimpleNamespace(uuid=next(ids))
+    monkeypatch.setattr(sharing, "real_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch, "get_device_module", lambda name: SimpleNamespace(**of_type))
+
+    one, other = visible_devices(None), visible_devices(2)
+
+    assert one == other
+    assert len({found for _, found in one}) == 2
+    with pytest.raises(ValueError, match=r"^n_devices=3, but this rank has 2 device"):
+        visible_devices(3)
+
+
 def test_cpu_devices_of_a_machine_share_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     free = psutil.virtual_memory()._replace(available=6 * GiB)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
-    monkeypatch.setattr("tl_devicefix.hosts.sharing.real_accelerator", lambda: None)
+    monkeypatch.setattr(sharing, "real_accelerator", lambda: None)
     asked = (1, None), (2, None), (1, "1GiB"), (1, None)
     everyone = [hello(visible_devices(n), n, memory) for n, memory in asked]
     everyone[-1]["machine"] = "another"

@@ -38,7 +38,9 @@ def visible_devices(n_devices: int | None) -> list[tuple[str, str]]:
 
 
 def _id_of(device: torch.device) -> str:
-    properties = torch.get_device_module(device.type).get_device_properties(device)
+    of_type = torch.get_device_module(device.type)
+    has_properties = hasattr(of_type, "get_device_properties")  # MPS has none
+    properties = of_type.get_device_properties(device) if has_properties else None
     return str(getattr(properties, "uuid", None) or f"{machine()} {device}")
 
 
