@@ -66,8 +66,8 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def load_over(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """Load over four devices of the machine that is entered, of the newest class that there is."""
+def load_over(request: pytest.FixtureRequest, machine: Machine) -> Callable[..., Any]:
+    """Load over four devices of the machine, of the newest class that there is."""
     if has_hooked_transformer():
         from_pretrained = request.getfixturevalue("from_pretrained")
         return lambda name, **where: from_pretrained(name, **(where or {"n_devices": 4}))

@@ -143,9 +143,9 @@ def test_what_is_put_into_a_class_counts(
 
 
 def test_what_a_forward_sets_in_a_block_is_set_here(
-    from_pretrained: Any, on_cpu: Any, tokens: torch.Tensor
+    load_over: Any, on_cpu: Any, tokens: torch.Tensor
 ) -> None:
-    alone, model = on_cpu("bloom"), from_pretrained("bloom", n_devices=4)
+    alone, model = on_cpu("bloom"), load_over("bloom")
     with torch.no_grad():
         torch.testing.assert_close(model(tokens).cpu(), alone(tokens))
 
@@ -186,12 +186,12 @@ def test_settings_of_torch_are_rank_0_s(model: Any, tokens: torch.Tensor) -> Non
 
 
 def test_a_mixture_of_experts_is_run_whole_without_gradients(
-    from_pretrained: Any,
+    load_over: Any,
     on_cpu: Any,
     tokens: torch.Tensor,
     told: list[Any],
 ) -> None:
-    alone, model = on_cpu("mixtral"), from_pretrained("mixtral", n_devices=4)
+    alone, model = on_cpu("mixtral"), load_over("mixtral")
     with torch.no_grad():
         torch.testing.assert_close(model(tokens).cpu(), alone(tokens))
 

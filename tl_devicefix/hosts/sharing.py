@@ -104,8 +104,8 @@ def _raise_if_another_has(everyone: Sequence[Any], ids: dict[int, list[str]], ra
             if found in ids[rank] and found in ids[other]:
                 raise ValueError(
                     f"ranks {other} and {rank} ({everyone[rank]['host']}) both have the device "
-                    f"that rank {rank} calls {name}: let each see devices of its own, as by "
-                    "CUDA_VISIBLE_DEVICES, or both the same"
+                    f"that rank {rank} calls {name}, but not the same others: let each see devices "
+                    "of its own, or both the same"
                 )
 
 
