@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import sys
 import time
 from collections import defaultdict
@@ -22,6 +23,7 @@ from interrupting import Interrupting
 import tl_devicefix
 from tl_devicefix.demo.demo import load_checkpoint
 from tl_devicefix.hosts.far_devices import FarDevices
+from tl_devicefix.hosts.watching import Watch
 
 TOKENS = torch.arange(4, 20).view(1, 16)
 FAR = "blocks.4.hook_resid_pre"
@@ -270,12 +272,34 @@ def try_to_join() -> None:
     say("ready")
 
 
+def interrupted_at_the_end() -> None:
+    """Rank 0 was interrupted when all had come: see `interrupt_join`."""
+    forwards()
+
+
+def interrupt_join() -> None:
+    """An interrupt comes as the last of all ranks is connected."""
+    wait = Watch.wait_until_connected
+
+    def interrupted(self: Watch) -> None:
+        signal.raise_signal(signal.SIGINT)
+        wait(self)
+
+    Watch.wait_until_connected = interrupted  # type: ignore[method-assign]
+    try:
+        join()
+    except KeyboardInterrupt:
+        say("interrupted")
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "be_store":
         be_store()
     try:
         if sys.argv[1] == "joined_again" and os.environ["RANK"] == "0":
             try_to_join()
+        if sys.argv[1] == "interrupted_at_the_end" and os.environ["RANK"] == "0":
+            interrupt_join()
         join()
         globals()[sys.argv[1]]()
     except (RuntimeError, ValueError, KeyboardInterrupt) as error:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tl_devicefix.simulation import simulate
+from tl_devicefix.simulation import backend, simulate
 
 
 @pytest.fixture
@@ -534,6 +534,24 @@ def test_an_interrupt_as_garbage_is_collected(machine: Machine) -> None:
     process.start()
     process.join()
     assert process.exitcode == 0
+
+
+def test_an_interrupt_as_the_device_type_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def register() -> None:
+        signal.raise_signal(signal.SIGINT)
+        done.append("all of it")
+
+    monkeypatch.setattr(backend, "_libraries", [])
+    monkeypatch.setattr(backend, "_register", register)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            backend.register()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert done == ["all of it"]
 
 
 def test_handlers_of_interrupts_are_what_they_were() -> None:
