@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import sys
 import time
 from collections import defaultdict
@@ -23,6 +24,7 @@ import tl_devicefix
 from tl_devicefix.demo.demo import load_checkpoint
 from tl_devicefix.hosts import joining
 from tl_devicefix.hosts.far_devices import FarDevices
+from tl_devicefix.hosts.watching import Watch
 
 TOKENS = torch.arange(4, 20).view(1, 16)
 FAR = "blocks.4.hook_resid_pre"
@@ -276,14 +278,36 @@ def see_one_gpu() -> None:
     joining.visible_devices = lambda n_devices: [("cuda:0", "GPU-0")]
 
 
-if __name__ == "__main__":
-    if sys.argv[1] == "see_one_gpu":
-        see_one_gpu()
-    if sys.argv[1] == "be_store":
-        be_store()
+def interrupted_at_the_end() -> None:
+    """Rank 0 was interrupted when all had come: see `interrupt_join`."""
+    forwards()
+
+
+def interrupt_join() -> None:
+    """An interrupt comes as the last of all ranks is connected."""
+    wait = Watch.wait_until_connected
+
+    def interrupted(self: Watch) -> None:
+        signal.raise_signal(signal.SIGINT)
+        wait(self)
+
+    Watch.wait_until_connected = interrupted  # type: ignore[method-assign]
     try:
-        if sys.argv[1] == "joined_again" and os.environ["RANK"] == "0":
-            try_to_join()
+        join()
+    except KeyboardInterrupt:
+        say("interrupted")
+
+
+BEFORE_ALL_JOIN = {"be_store": be_store, "see_one_gpu": see_one_gpu}
+BEFORE_RANK_0_JOINS = {"joined_again": try_to_join, "interrupted_at_the_end": interrupt_join}
+
+
+if __name__ == "__main__":
+    try:
+        if sys.argv[1] in BEFORE_ALL_JOIN:
+            BEFORE_ALL_JOIN[sys.argv[1]]()
+        if sys.argv[1] in BEFORE_RANK_0_JOINS and os.environ["RANK"] == "0":
+            BEFORE_RANK_0_JOINS[sys.argv[1]]()
         join()
         globals()[sys.argv[1]]()
     except (RuntimeError, ValueError, KeyboardInterrupt) as error:

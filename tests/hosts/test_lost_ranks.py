@@ -269,6 +269,12 @@ def test_joining_again_after_nobody_came_and_after_an_interrupt(launch: Launch) 
     assert launched.ends() == [0]
 
 
+def test_an_interrupt_when_all_ranks_have_come(launch: Launch) -> None:
+    launched = launch("interrupted_at_the_end", 2)
+    assert launched.says() == ["interrupted"]
+    assert launched.ends() == [0, 0]  # and `join()` returned when it was called again
+
+
 def test_what_a_lender_says(launch: Launch) -> None:
     port = free_port()
     at = ["--master", f"127.0.0.1:{port}", "--world-size", "3", "--memory", "2GiB"]

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import _thread
 import copy
+import gc
 import io
 import multiprocessing
 import re
 import signal
+import sys
+import weakref
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tl_devicefix.simulation import simulate
+from tl_devicefix.simulation import backend, simulate
 
 
 @pytest.fixture
@@ -494,6 +498,60 @@ def test_an_interrupt_as_torch_records_an_operation(machine: Machine) -> None:
     process.start()
     process.join()
     assert process.exitcode == 0
+
+
+class Circle:
+    """Garbage, for which it takes a collection."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_an_interrupt_as_garbage_is_collected(machine: Machine) -> None:
+    def interrupted(interrupt: Any) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # as a notebook for each cell
+        lost: list[Any] = []
+        gone: list[str] = []
+        sys.unraisablehook = lost.append
+
+        def callback(_: Any) -> None:
+            _ = -interrupt
+            gone.append("the first")  # after a call, at which it would come
+
+        circles = Circle(), Circle()
+        references = [
+            weakref.ref(circles[0], callback),
+            weakref.ref(circles[1], lambda _: gone.append("the other")),
+        ]
+        del circles
+        with pytest.raises(KeyboardInterrupt):
+            gc.collect()
+        assert (sorted(gone), lost) == (["the first", "the other"], [])
+        assert [each() for each in references] == [None, None]
+        gc.collect()  # and it came once
+
+    process = multiprocessing.get_context("fork").Process(target=interrupted, args=(Interrupt(),))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+def test_an_interrupt_as_the_device_type_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def register() -> None:
+        signal.raise_signal(signal.SIGINT)
+        done.append("all of it")
+
+    monkeypatch.setattr(backend, "_libraries", [])
+    monkeypatch.setattr(backend, "_register", register)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            backend.register()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert done == ["all of it"]
 
 
 def test_handlers_of_interrupts_are_what_they_were() -> None:

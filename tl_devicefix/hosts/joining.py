@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import functools
 import logging
+import math
 import os
 import signal
 import socket
@@ -28,12 +29,15 @@ from tl_devicefix.hosts.peers import Peer, RankLost, Wire, said_by_gloo
 from tl_devicefix.hosts.sharing import free_memory, shared, visible_devices
 from tl_devicefix.hosts.unanswered import within
 from tl_devicefix.hosts.watching import SHORTEST_TIMEOUT, Watch
+from tl_devicefix.simulation import interrupts
 from tl_devicefix.simulation.machine import Machine
 from tl_devicefix.simulation.session import entered
 
 _log = logging.getLogger(__name__)
 _ENDING = 8.0
 """Seconds that rank 0 waits at its end, for what is on its way to the others."""
+_SOON = 2.0
+"""Seconds within which ranks that are all here connect, if nothing is in their way."""
 _joined: Ranks | None = None
 _for_good = ExitStack()
 
@@ -83,9 +87,11 @@ def join(
     if master is None:
         master = f"{_launched('MASTER_ADDR')}:{_launched('MASTER_PORT')}"
     rank = int(_launched("RANK")) if rank is None else rank
-    ranks = meet(master, rank, world_size, n_devices, memory, timeout, wait)
-    _for_good.enter_context(ranks.entered())
-    _joined = ranks
+    at_once = AtOnce()
+    with interrupts.kept(but_when=at_once):
+        ranks = meet(master, rank, world_size, n_devices, memory, timeout, wait, at_once=at_once)
+        _for_good.enter_context(ranks.entered())
+        _joined = ranks
 
 
 def _launched(name: str) -> str:
@@ -96,6 +102,29 @@ def _launched(name: str) -> str:
             'give join(master="host:port", rank=..., world_size=...)'
         )
     return os.environ[name]
+
+
+class AtOnce:
+    """Whether an interrupt ends `join` at once, as it does while ranks are waited for.
+
+    When all are here, what is done can be done once: an interrupt waits for it, and comes at the
+    end. Only where ranks cannot connect, it does not.
+    """
+
+    def __init__(self) -> None:
+        self._since = -math.inf
+
+    def all_came(self) -> None:
+        """Ranks connect now."""
+        self._since = time.monotonic() + _SOON
+
+    def are_connected(self) -> None:
+        """What is left takes no time."""
+        self._since = math.inf
+
+    def __call__(self) -> bool:
+        """Whether it does now."""
+        return time.monotonic() >= self._since
 
 
 class Ranks:
@@ -196,6 +225,7 @@ def meet(
     wait: float = 600.0,
     ignore_interrupts: bool = True,
     tell: Callable[[str], None] = _log.info,
+    at_once: AtOnce | None = None,
 ) -> Ranks:
     """Wait for all ranks. On rank 0 it returns; on the others, the process lends its devices.
 
@@ -205,7 +235,9 @@ def meet(
         ignore_interrupts: while it lends, as an interrupt of a terminal is for rank 0 to decide.
             Otherwise one ends the process, once all ranks are there.
         tell: called with what it waits for, what it lends, and why it ends, a sentence each.
+        at_once: told how far it is.
     """
+    at_once = at_once or AtOnce()
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is none of {world_size} ranks: they are numbered from 0 on")
     if timeout < SHORTEST_TIMEOUT:
@@ -215,6 +247,7 @@ def meet(
     try:
         watch.agree()
         everyone = watch.meet(said)
+        at_once.all_came()
         if rank and not ignore_interrupts:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         devices = _share(everyone, rank, watch)
@@ -222,6 +255,7 @@ def meet(
             _connect(watch, rank, world_size)
         speaks = watch.asked(lambda: Wire(rank, watch.store) if rank else Ranks(everyone, watch))
         watch.wait_until_connected()
+        at_once.are_connected()
     except BaseException:  # an interrupt too
         watch.leave()
         raise

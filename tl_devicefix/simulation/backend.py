@@ -185,9 +185,13 @@ class _Guard(_DeviceGuard):
 
 def register() -> None:
     """Register the device type with torch; once for a process, as torch cannot forget it."""
+    if not _libraries:
+        with interrupts.kept():  # half of it could neither be used nor be mended
+            _register()
+
+
+def _register() -> None:
     global _accelerator
-    if _libraries:
-        return
     _accelerator = real_accelerator()
     backend_registration._setup_privateuseone_for_python_backend(
         rename=DEVICE_TYPE, backend_module=DeviceModule(), hook=_Hooks(), device_guard=_Guard()

@@ -1,8 +1,12 @@
-"""Interrupts that wait, where one would leave half of something behind, or end the process.
+"""Interrupts that wait, where one would leave half of something, be lost, or end the process.
 
 As torch records an operation it asks for the device's stream, and so calls Python: the guard. Also
 where that is C alone, interrupts are looked for on the way to it, and one that raises there ends
 the process. So Python's own handler, which raises, is replaced by one that then waits.
+
+It also waits for collections of garbage, which take up to half a second where torch and
+transformers are imported. An interrupt that comes meanwhile would be raised in the first callback,
+or ``__del__``, that is called, and so be printed and lost.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import _signal  # `signal.signal` makes enums, which takes ten times as long
 import _thread
 import functools
+import gc
 import signal
 import sys
 import threading
@@ -42,11 +47,29 @@ class _Again:
 
 
 _again: Any = _Again()
+_collecting: int | None = None
+"""The thread that collects garbage."""
+
+
+def _note_collection(phase: str, _: dict[str, int]) -> None:
+    """As Python calls it when a collection begins, and ends."""
+    global _collecting
+    if phase == "start":
+        _collecting = _thread.get_ident()
+        wait_for_torch()
+    else:  # and no call, in which an interrupt could come
+        _collecting = None
+
+
+def _would_be_lost(frame: FrameType | None) -> bool:
+    """Whether nobody hears what is raised here, in what a collection calls."""
+    is_noting = frame is not None and frame.f_code is _note_collection.__code__
+    return is_noting or _collecting == _thread.get_ident()
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise a KeyboardInterrupt; on the way to the guard, have the interrupt come again instead."""
-    if _n_holders() > _AT_REST:
+    """Raise a KeyboardInterrupt; where that ends the process, or is lost, come again instead."""
+    if _n_holders() > _AT_REST or _would_be_lost(frame):
         return -_again
     return _signal.default_int_handler(number, frame)
 
@@ -63,11 +86,15 @@ def wait_for_torch() -> None:
 
 @contextmanager
 def waiting_for_torch() -> Iterator[None]:
-    """Within it, interrupts wait for torch; afterwards Python's handler is back."""
+    """Within it, interrupts wait for torch, and for collections; then Python's handler is back."""
+    global _collecting
     wait_for_torch()
+    gc.callbacks.append(_note_collection)
     try:
         yield
     finally:
+        gc.callbacks.remove(_note_collection)
+        _collecting = None  # also if it is a collection that leaves
         is_ours = _signal.getsignal(signal.SIGINT) is _interrupt
         if is_ours and threading.current_thread() is threading.main_thread():
             _signal.signal(signal.SIGINT, _signal.default_int_handler)
