@@ -67,7 +67,7 @@ def test_ranks_that_each_see_their_own_have_these() -> None:
         ),
         (
             [gpus("a", 0, 1), gpus("a", 1, 2)],
-            "^ranks 0 and 1 .* that rank 1 calls cuda:0: let each",
+            "^ranks 0 and 1 .* rank 1 calls cuda:0, but not the same others",
         ),
     ],
 )
