@@ -66,8 +66,14 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def load_over(request: pytest.FixtureRequest, machine: Machine) -> Callable[..., Any]:
+def load_over(machine: Machine, load_over_entered: Callable[..., Any]) -> Callable[..., Any]:
     """Load over four devices of the machine, of the newest class that there is."""
+    return load_over_entered
+
+
+@pytest.fixture(scope="module")
+def load_over_entered(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """The same for who enters machines of its own: over the one that is entered by then."""
     if has_hooked_transformer():
         from_pretrained = request.getfixturevalue("from_pretrained")
         return lambda name, **where: from_pretrained(name, **(where or {"n_devices": 4}))

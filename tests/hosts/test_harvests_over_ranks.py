@@ -49,16 +49,16 @@ def batches(tokens: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def load(
-    ranks: Ranks, load_over: Any, batches: Any, tmp_path_factory: pytest.TempPathFactory
+    ranks: Ranks, load_over_entered: Any, batches: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Any, Path]]:
     """A model over four devices of two processes, and where one process has written each case."""
     directory = tmp_path_factory.mktemp("in_one_process")
     with tl_devicefix.simulate(4):
-        model = load_over("llama")
+        model = load_over_entered("llama")
         for name, options in CASES.items():
             run(model, batches, directory / name, **options)
     with ranks.entered(devices_of(ranks, ["4GiB"] * 4)):
-        yield load_over("llama"), directory
+        yield load_over_entered("llama"), directory
 
 
 def run(model: Any, batches: Any, to: Path, **options: Any) -> Any:

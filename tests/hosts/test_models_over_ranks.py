@@ -100,14 +100,14 @@ def at_home(result: Any) -> list[Any]:
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
 def both(
-    request: pytest.FixtureRequest, ranks: Ranks, load_over: Any, tokens: torch.Tensor
+    request: pytest.FixtureRequest, ranks: Ranks, load_over_entered: Any, tokens: torch.Tensor
 ) -> Iterator[tuple[Any, dict[str, list[Any]]]]:
     """A model over four devices of two processes, and what each run gives in one process."""
     with tl_devicefix.simulate(4):
-        model = load_over(request.param)
+        model = load_over_entered(request.param)
         expected = {run.__name__: at_home(run(model, tokens.to("sim:0"))) for run in RUNS}
     with ranks.entered(devices_of(ranks, ["4GiB"] * 4)):
-        yield load_over(request.param), expected
+        yield load_over_entered(request.param), expected
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
