@@ -278,6 +278,16 @@ def see_one_gpu() -> None:
     joining.visible_devices = lambda n_devices: [("cuda:0", "GPU-0")]
 
 
+def see_a_full_gpu() -> None:
+    """Rank 1's, of which it cannot even be asked how full it is."""
+
+    def full(*_: Any) -> list[int]:
+        raise RuntimeError("CUDA error: out of memory\nCompile with ...")
+
+    if os.environ["RANK"] == "1":
+        joining.free_memory = full
+
+
 def interrupted_at_the_end() -> None:
     """Rank 0 was interrupted when all had come: see `interrupt_join`."""
     forwards()
@@ -298,7 +308,11 @@ def interrupt_join() -> None:
         say("interrupted")
 
 
-BEFORE_ALL_JOIN = {"be_store": be_store, "see_one_gpu": see_one_gpu}
+BEFORE_ALL_JOIN = {
+    "be_store": be_store,
+    "see_one_gpu": see_one_gpu,
+    "see_a_full_gpu": see_a_full_gpu,
+}
 BEFORE_RANK_0_JOINS = {"joined_again": try_to_join, "interrupted_at_the_end": interrupt_join}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,6 +97,12 @@ def test_processes_of_a_machine_see_the_same_devices(
         visible_devices(3)
 
 
+@pytest.mark.parametrize("n_devices", [0, -1])
+def test_a_rank_that_asks_for_no_device(n_devices: int) -> None:
+    with pytest.raises(ValueError, match=rf"^n_devices={n_devices}: each rank has one or more$"):
+        visible_devices(n_devices)
+
+
 def test_cpu_devices_of_a_machine_share_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     free = psutil.virtual_memory()._replace(available=6 * GiB)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
@@ -119,3 +126,14 @@ def test_all_ranks_refuse_what_they_cannot_share(launch: Launch) -> None:
     for rank in range(2):
         assert "2 ranks are on " in launched.text("said", rank)
         assert "too few devices, 1, for each to have one" in launched.text("said", rank)
+
+
+def test_all_ranks_are_told_of_one_that_cannot_tell_what_is_free(launch: Launch) -> None:
+    launched = launch("see_a_full_gpu")
+
+    assert launched.ends() == [3, 3, 3]
+    for rank in range(3):
+        said = launched.text("said", rank)
+        assert re.search(
+            r'"rank 1 \(.*\) cannot tell how much memory is free: CUDA error: out of memory"', said
+        )

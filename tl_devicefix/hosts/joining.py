@@ -272,7 +272,7 @@ def _share(everyone: list[dict[str, Any]], rank: int, watch: Watch) -> list[torc
     """Find out which devices this rank has, and tell everyone's what they may hold.
 
     Raises:
-        RuntimeError: if ranks have other versions.
+        RuntimeError: if ranks have other versions, or one cannot tell what is free.
         ValueError: if there are not enough devices for all.
     """
     wrong = other_versions(everyone)
@@ -283,10 +283,24 @@ def _share(everyone: list[dict[str, Any]], rank: int, watch: Watch) -> list[torc
     except ValueError as error:
         watch.refuse(error)
     devices = [torch.device(name) for name in names[rank]]
-    memory = watch.gathered("memory", free_memory(devices, everyone, rank))
+    memory = watch.gathered("memory", _free(devices, everyone, rank))
+    for other, found in enumerate(memory):
+        if isinstance(found, str):
+            who = f"rank {other} ({everyone[other]['host']})"
+            watch.refuse(RuntimeError(f"{who} cannot tell how much memory is free: {found}"))
     for each, *its in zip(everyone, names, memory):
         each["devices"] = list(zip(*its))
     return devices
+
+
+def _free(
+    devices: list[torch.device], everyone: list[dict[str, Any]], rank: int
+) -> list[int] | str:
+    """Bytes that each of a rank's devices may hold, or why that is not known."""
+    try:
+        return free_memory(devices, everyone, rank)
+    except RuntimeError as error:  # of a GPU that others have filled; all wait for this rank
+        return str(error).split("\n")[0]
 
 
 def _connect(watch: Watch, rank: int, world_size: int) -> None:

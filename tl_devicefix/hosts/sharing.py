@@ -22,8 +22,10 @@ def visible_devices(n_devices: int | None) -> list[tuple[str, str]]:
         n_devices: how many it is to have, of CPU devices, of which there are as many as it says.
 
     Raises:
-        ValueError: if there are not so many.
+        ValueError: if there are not so many, or it asks for none.
     """
+    if n_devices is not None and n_devices < 1:
+        raise ValueError(f"n_devices={n_devices}: each rank has one or more")
     accelerator = real_accelerator()
     if accelerator is None:  # another process's CPU device is another one
         return [("cpu", uuid.uuid4().hex) for _ in range(n_devices or 1)]
