@@ -105,6 +105,7 @@ def forked() -> None:
     """As by a DataLoader with workers: one asks a rank, and ends as any process."""
     model = load()
     expected = logits(model)
+    say("ready")
     child = os.fork()
     if not child:
         logits(model)

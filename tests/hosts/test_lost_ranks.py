@@ -86,6 +86,7 @@ def test_rank_0_killed_and_started_again(launch: Launch) -> None:
 
 def test_a_process_that_rank_0_forks(launch: Launch) -> None:
     launched = launch("forked")
+    launched.until_ready()
 
     error = launched.error(since=time.time())
     assert error.startswith("RankLost: this process was forked from rank 0, and has no connection")
@@ -258,7 +259,7 @@ def test_joining_again_after_nobody_came_and_after_an_interrupt(launch: Launch) 
     launched.until_ready()
     assert "rank 1 of 2 did not come to 127.0.0.1:" in launched.error(since=time.time())
     launched.until_ready()
-    time.sleep(0.3)
+    wait_for("hello 0", launched.port)
 
     when = launched.signal(0, signal.SIGINT)
 

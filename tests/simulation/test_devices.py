@@ -509,6 +509,7 @@ class Circle:
 
 def test_an_interrupt_as_garbage_is_collected(machine: Machine) -> None:
     def interrupted(interrupt: Any) -> None:
+        gc.disable()  # or it might be collected before that is asked for
         signal.signal(signal.SIGINT, signal.default_int_handler)  # as a notebook for each cell
         lost: list[Any] = []
         gone: list[str] = []
