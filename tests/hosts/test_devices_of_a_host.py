@@ -77,15 +77,15 @@ def test_devices_that_two_ranks_would_have(everyone: Any, error: str) -> None:
         parts(*everyone)
 
 
-@pytest.mark.parametrize("has_ids", [True, False])
+@pytest.mark.parametrize("told", [{"uuid": "abab"}, {"uuid": "0000", "pci_bus_id": "1212"}, {}])
 def test_processes_of_a_machine_see_the_same_devices(
-    has_ids: bool, monkeypatch: pytest.MonkeyPatch
+    told: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As an accelerator's module of torch tells of them; no machine of CI has one."""
     of_type: dict[str, Any] = {"device_count": lambda: 2}
-    if has_ids:
-        ids = iter("abab")
-        of_type["get_device_properties"] = lambda device: SimpleNamespace(uuid=next(ids))
+    if told:
+        found = iter([SimpleNamespace(**dict(zip(told, each))) for each in zip(*told.values())])
+        of_type["get_device_properties"] = lambda device: next(found)
     monkeypatch.setattr(sharing, "real_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch, "get_device_module", lambda name: SimpleNamespace(**of_type))
 

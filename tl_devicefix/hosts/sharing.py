@@ -39,11 +39,16 @@ def visible_devices(n_devices: int | None) -> list[tuple[str, str]]:
     return [(str(each), _id_of(each)) for each in there]
 
 
+_TELLING = ("uuid", "pci_domain_id", "pci_bus_id", "pci_device_id")
+"""Properties that tell devices apart: some of AMD have no UUID, and parts of one the same place."""
+
+
 def _id_of(device: torch.device) -> str:
     of_type = torch.get_device_module(device.type)
     has_properties = hasattr(of_type, "get_device_properties")  # MPS has none
     properties = of_type.get_device_properties(device) if has_properties else None
-    return str(getattr(properties, "uuid", None) or f"{machine()} {device}")
+    found = [str(getattr(properties, each)) for each in _TELLING if hasattr(properties, each)]
+    return " ".join([machine(), *(found or [str(device)])])
 
 
 def machine() -> str:
