@@ -67,6 +67,10 @@ def test_ranks_that_each_see_their_own_have_these() -> None:
             "^n_devices=2, but of the devices of rank 1's host .* leave 0",
         ),
         (
+            [(gpus("a", 0, 1), 2), gpus("a", 0, 1)],
+            "^2 ranks are on .*, which has too few devices, 2, for each to have what it asks for",
+        ),
+        (
             [gpus("a", 0, 1), gpus("a", 1, 2)],
             "^ranks 0 and 1 .* rank 1 calls cuda:0, but not the same others",
         ),

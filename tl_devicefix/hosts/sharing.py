@@ -95,9 +95,11 @@ def _parts(everyone: Sequence[Any], ranks: list[int]) -> dict[int, list[str]]:
         parts[rank], left = left[:n_asked], left[n_asked:]
     others = [rank for rank in ranks if rank not in asking]
     if len(others) > len(left):
+        n_there = len(everyone[ranks[0]]["sees"])
         raise ValueError(
             f"{len(ranks)} ranks are on {everyone[ranks[0]]['host']}, which has too few devices, "
-            f"{len(everyone[ranks[0]]['sees'])}, for each to have one: start fewer there"
+            f"{n_there}, for each to have {'what it asks for, or ' if asking else ''}one: start "
+            "fewer there"
         )
     for number, rank in enumerate(others):
         first, end = (len(left) * each // len(others) for each in (number, number + 1))
