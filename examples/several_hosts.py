@@ -4,7 +4,8 @@
     sbatch examples/several_hosts.sbatch
 
 The first is a try with two processes of one host: the small model that ships with the package, half
-of its blocks another process's. On real hosts there is one process a host, which has all its
+of its blocks another process's (on a host with one GPU, with `CUDA_VISIBLE_DEVICES=` before it:
+both use the CPU). On real hosts there is one process a host, which has all its
 devices, and `--model`, which each host has at the same path or in its hub's cache. Without a
 launcher, the same runs on devices of this host, or on simulated ones.
 """
