@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import os
 import pickle
+import subprocess
+import sys
+import textwrap
 import threading
 from pathlib import Path
 from typing import Any
@@ -99,6 +103,24 @@ def test_there_is_no_end_of_them_where_epochs_is_none(written: Harvest) -> None:
     batches.close()
     assert not [thread for thread in threading.enumerate() if "harvest" in thread.name]
     assert len(written.activations(RESID, 7, epochs=3)) == 30
+
+
+def test_a_script_may_end_amid_them(written: Harvest) -> None:
+    script = f"""
+        from tl_devicefix.harvests.reading import open_harvest
+
+        batches = open_harvest({str(written.directory)!r}).activations({RESID!r}, 7)
+        print(len(next(batches)))
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env={**os.environ, "TL_DEVICEFIX_DISABLE": "1"},  # what it would import takes ten seconds
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "7\n", "")
 
 
 def test_what_was_reduced_comes_by_example(written: Harvest) -> None:

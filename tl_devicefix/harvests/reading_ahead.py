@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import weakref
 
 import torch
 
@@ -34,6 +35,10 @@ class Reader:
             target=self._work, args=(epoch, group, epochs), name="harvest reader", daemon=True
         )
         self._thread.start()
+        # As the process ends, too: a thread that comes back from torch then aborts it.
+        self._finalize = weakref.finalize(
+            self, _end, self._process, self._over, self._ahead, self._thread
+        )
 
     def next(self) -> torch.Tensor:
         """The rows of the next group, in the order in which they are handed out.
@@ -56,12 +61,7 @@ class Reader:
 
     def close(self) -> None:
         """End the thread."""
-        if not self.is_of_this_process:
-            return
-        self._over.set()
-        self._ahead.release()
-        if threading.current_thread() is not self._thread:  # which may collect garbage
-            self._thread.join()
+        self._finalize()
 
     def _work(self, epoch: int, group: int, epochs: int | None) -> None:
         try:
@@ -77,3 +77,14 @@ class Reader:
                 epoch, group = epoch + 1, 0
         except BaseException as error:  # noqa: BLE001  # raised where it is waited for
             self._read.put(error)
+
+
+def _end(
+    process: int, over: threading.Event, ahead: threading.Semaphore, thread: threading.Thread
+) -> None:
+    if process != os.getpid():  # it was forked, and has no such thread
+        return
+    over.set()
+    ahead.release()
+    if threading.current_thread() is not thread:  # which may collect garbage
+        thread.join()
