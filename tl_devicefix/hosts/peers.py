@@ -294,7 +294,8 @@ class Peer:
         Args:
             until: by `time.monotonic()`, until when at most.
         """
-        if self.lost is not None and self.lost.rank == self.rank:  # if cut off, it never lets go
+        # If cut off, it never lets go; nor does a launcher's store, of which "rank 0" is said.
+        if self.lost is not None and self.lost.rank in (self.rank, 0):
             until = min(until, time.monotonic() + 2)
         self._has_sent_all.wait(max(until - time.monotonic(), 0))
         while self._within_gloo and time.monotonic() < until:
