@@ -23,6 +23,15 @@ def dense() -> torch.Tensor:
     return torch.tensor([[0.0, 2.0, 0.0], [3.0, 0.0, 4.0]])
 
 
+@pytest.mark.parametrize("values", [True, False])
+def test_sharing_memory_does_nothing(values: bool) -> None:
+    with tl_devicefix.simulate(2, values=values):
+        tensor = torch.ones(3, device="sim:1")
+
+        assert tensor.share_memory_() is tensor
+        assert tensor.is_shared()
+
+
 def test_sparse_tensors_compute_and_move(machine: Machine) -> None:
     sparse = dense().to("sim:1").to_sparse()
 
