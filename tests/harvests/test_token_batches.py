@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-import os
 import pickle
 import subprocess
 import sys
@@ -107,14 +106,14 @@ def test_there_is_no_end_of_them_where_epochs_is_none(written: Harvest) -> None:
 
 def test_a_script_may_end_amid_them(written: Harvest) -> None:
     script = f"""
-        from tl_devicefix.harvests.reading import open_harvest
+        import tl_devicefix
 
-        batches = open_harvest({str(written.directory)!r}).activations({RESID!r}, 7)
+        harvest = tl_devicefix.open_harvest({str(written.directory)!r})
+        batches = harvest.activations({RESID!r}, 7)
         print(len(next(batches)))
     """
     ended = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],
-        env={**os.environ, "TL_DEVICEFIX_DISABLE": "1"},  # what it would import takes ten seconds
         capture_output=True,
         text=True,
         check=False,
