@@ -76,6 +76,20 @@ def forwards() -> None:
         assert torch.equal(logits(model), expected)
 
 
+def have_a_group() -> None:
+    """All ranks have one of the user's own, where they meet."""
+    dist.init_process_group("gloo")
+
+
+def beside_a_group() -> None:
+    """Rank 0 has another one instead."""
+    forwards()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), world_size=1, rank=0)
+    forwards()
+    say(dist.get_world_size())
+
+
 def in_load() -> None:
     put, weights = FarDevices._put, iter(range(20))
 
@@ -311,6 +325,7 @@ def interrupt_join() -> None:
 
 BEFORE_ALL_JOIN = {
     "be_store": be_store,
+    "beside_a_group": have_a_group,
     "see_one_gpu": see_one_gpu,
     "see_a_full_gpu": see_a_full_gpu,
 }

@@ -79,6 +79,8 @@ def _become(told: dict[str, Any]) -> None:
         _call("unshare", _MOUNTS)
         _call("mount", None, b"/", None, _PRIVATE, None)
         _call("mount", *(each.encode() for each in told["mount"]), None, _BIND, None)
+    if "token" in told:
+        os.environ["TL_DEVICEFIX_TOKEN"] = told["token"]
     if "path" in told:
         sys.path.insert(0, told["path"])
     sys.argv = told["arguments"]

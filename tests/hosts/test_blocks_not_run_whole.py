@@ -15,7 +15,7 @@ from hf_models import N_LAYERS
 from test_traffic import names
 from torch import nn
 from torch.nn.utils import parametrize
-from transformer_lens.components import AbstractAttention, TransformerBlock
+from transformer_lens.components import AbstractAttention, TransformerBlock, abstract_attention
 from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.hosts import telling
@@ -140,6 +140,63 @@ def test_what_is_put_into_a_class_counts(
         monkeypatch.setattr(cls, name, twice(cls, name))
 
         torch.testing.assert_close(model(tokens).cpu(), alone(tokens), **EQUAL)
+
+
+def softmax(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """A user's own, of the name of torch's."""
+    return torch.softmax(*args, **kwargs) * 2
+
+
+@pytest.mark.parametrize(
+    ("of", "name", "mine"),
+    [
+        (F, "softmax", softmax),
+        (F, "gelu", F.relu),
+        (F, "silu", F.relu),
+        (torch.Tensor, "softmax", lambda x, *args, **kwargs: x.sigmoid()),
+        (abstract_attention, "simple_attn_linear", lambda x, w, b: x @ w[0, :, 0, None] + b),
+    ],
+)
+def test_a_function_that_is_exchanged_counts(
+    of: Any,
+    name: str,
+    mine: Any,
+    model: Any,
+    tokens: torch.Tensor,
+    told: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if not hasattr(of, name):
+        pytest.skip("not in this TransformerLens")
+    alone = copy.deepcopy(model).to("cpu")
+    with torch.no_grad():
+        with monkeypatch.context() as exchanging:
+            model(tokens)
+            exchanging.setattr(of, name, mine)
+            told.clear()
+
+            torch.testing.assert_close(model(tokens).cpu(), alone(tokens), **EQUAL)
+        assert "Call" not in names(told)
+        (said,) = caplog.messages
+        where = "torch.Tensor" if of is torch.Tensor else of.__name__
+        assert said.startswith(f"{where}.{name} was exchanged, of which other ranks know nothing:")
+
+        model(tokens)
+        assert "Call" in names(told)
+
+
+def test_all_blocks_may_be_run_operation_by_operation(
+    model: Any, tokens: torch.Tensor, far: Any, told: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with torch.no_grad():
+        expected = model(tokens).cpu()
+        monkeypatch.setattr(far, "whole_blocks", False)  # as `join(whole_blocks=False)` has it
+        told.clear()
+
+        torch.testing.assert_close(model(tokens).cpu(), expected, **EQUAL)
+
+    assert "Call" not in names(told)
 
 
 def test_what_a_forward_sets_in_a_block_is_set_here(

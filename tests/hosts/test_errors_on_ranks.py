@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tl_devicefix.hosts import commands, mapped
 from tl_devicefix.placement.devices import consecutive
@@ -79,22 +80,66 @@ def test_a_file_that_was_written_again_is_read_again(machine: Any, tmp_path: Pat
     assert not there.any().item()
 
 
+def known(path: Path) -> tuple[mapped.File, dict[str, str]]:
+    """A file as rank 0 knows it, of which another rank is told."""
+    return mapped.known(str(path)), mapped.checksums_of(str(path))
+
+
+def differs(there: tuple[mapped.File, dict[str, str]]) -> str | None:
+    """What is wrong with this rank's, if anything is."""
+    return mapped.differences(there[:1], there[1:]).get(there[0].path)
+
+
 def test_a_rank_without_the_file_or_with_another(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    where = mapped.in_file(in_a_file(path))
-    assert where is not None
-    file = where.file
-    assert mapped.differences((file,)) == {}
+    in_a_file(path)
+    file, checksums = there = known(path)
+    assert differs(there) is None
 
     missing = file._replace(path=str(tmp_path / "missing.safetensors"))
-    (why,) = mapped.differences((missing,)).values()
-    assert why == "cannot read it: No such file or directory"
+    assert differs((missing, checksums)) == "cannot read it: No such file or directory"
 
     written = path.read_bytes()
     path.write_bytes(written + b"more")
-    assert "(16388 bytes, and rank 0's 16384)" in mapped.differences((file,))[str(path)]
+    assert differs(there) == "has another one (16388 bytes, and rank 0's 16384)"
     path.write_bytes(written[:-1] + b"?")
-    assert mapped.differences((file,))[str(path)] == "has another one of the same size"
+    assert differs(there) == "has another one of the same size"
+
+
+def weights(differing: slice = slice(0)) -> dict[str, torch.Tensor]:
+    """4 MiB, and some of them other ones."""
+    tensors = {f"layers.{layer}.weight": torch.zeros(2, 1 << 18) for layer in range(2)}
+    tensors["layers.1.weight"].view(-1)[differing] = 1
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("save", "name"),
+    [(save_file, "layers.1.weight"), (torch.save, "model/data/1")],
+    ids=["safetensors", "bin"],
+)
+def test_a_rank_with_other_weights_in_one_tensor(save: Any, name: str, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    save(weights(), path)
+    there = known(path)
+
+    for start in (0, 1 << 12, 1 << 18, (1 << 19) - 75_000):
+        save(weights(slice(start, start + 75_000)), path)  # 300 kB
+        assert str(differs(there)).startswith(
+            f"has another one of the same size, of which {name!r}"
+        )
+
+    save(weights(), path)
+    assert differs(there) is None
+
+
+def test_a_rank_with_other_tensors(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(weights(), path)
+    there = known(path)
+    save_file({**weights(), "layers.0.weight": torch.zeros(1 << 18, 2)}, path)
+
+    assert differs(there) == "has another one of the same size, of which 'layers.0.weight' differs"
 
 
 def test_a_file_that_is_gone_is_sent(machine: Any, tmp_path: Path) -> None:

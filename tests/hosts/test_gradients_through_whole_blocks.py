@@ -157,7 +157,7 @@ def test_attention_without_scores_is_one_command_a_block(
     tokens: torch.Tensor,
     told: list[Any],
 ) -> None:
-    with tl_devicefix.attention(model, "sdpa"):
+    with tl_devicefix.set_attn_implementation(model, "sdpa"):
         loss(model, tokens).backward()
 
     assert names(told).count("Record") == names(told).count("Backward") == len(far_blocks(model))

@@ -151,8 +151,7 @@ def test_interrupts_anywhere(launch: Launch) -> None:
 
     assert said == "interrupted"
     assert n_raised >= 12
-    said_else = launched.text("stderr", 0).replace("\r", "\n").splitlines()
-    assert [line for line in said_else if line and not line.startswith("Loading ")] == []
+    assert not re.search("Traceback|Exception ignored", launched.text("stderr", 0))
     assert launched.ends() == [0, 0, 0]
 
 
@@ -312,7 +311,7 @@ def test_a_lender_gives_up_when_rank_0_said_that_it_would(launch: Launch) -> Non
     rank_0.signal(0, signal.SIGSTOP)
 
     assert lender.ends() == [1]
-    assert lender.text("stderr", 1).endswith(" for 3 s\n")
+    assert " for 3 s\n" in lender.text("stderr", 1)
 
 
 def test_two_processes_of_one_rank(launch: Launch) -> None:

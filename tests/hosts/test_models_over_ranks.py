@@ -75,7 +75,7 @@ def generated(model: Any, tokens: torch.Tensor) -> Any:
 
 
 def with_sdpa(model: Any, tokens: torch.Tensor) -> Any:
-    with tl_devicefix.attention(model, "sdpa"), torch.no_grad():
+    with tl_devicefix.set_attn_implementation(model, "sdpa"), torch.no_grad():
         return model(tokens), model.generate(tokens, **GREEDY)
 
 

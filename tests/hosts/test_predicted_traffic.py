@@ -13,7 +13,8 @@ from packaging.version import Version
 
 from tl_devicefix import Estimate, estimate
 from tl_devicefix.before_loading.usage import Job
-from tl_devicefix.hosts import commands, peers
+from tl_devicefix.hosts import commands
+from tl_devicefix.hosts.peers import Connection
 from tl_devicefix.hosts.telling import Telling, Told
 from tl_devicefix.patching.versions import has_hooked_transformer, installed
 
@@ -28,7 +29,7 @@ class Wire:
         self.values: dict[tuple[str, str], int] = defaultdict(int)
         self.bytes: dict[tuple[str, str], int] = defaultdict(int)
         self.commands = 0
-        tell, give, get = Telling.tell, peers._give, peers._get
+        tell, give, get = Telling.tell, Connection.give, Connection.get
 
         def and_note(telling: Telling, told: Told) -> None:
             self.commands += 1
@@ -40,15 +41,15 @@ class Wire:
             tell(telling, told)
 
         def and_count(pair: tuple[str, str], move: Callable[..., None]) -> Callable[..., None]:
-            def moved(values: torch.Tensor, rank: int, tag: int) -> None:
+            def moved(by: Connection, values: torch.Tensor, rank: int, tag: int) -> None:
                 self.bytes[pair] += values.nbytes
-                move(values, rank, tag)
+                move(by, values, rank, tag)
 
             return moved
 
         patch.setattr(Telling, "tell", and_note)
-        patch.setattr(peers, "_give", and_count(THERE, give))
-        patch.setattr(peers, "_get", and_count(BACK, get))
+        patch.setattr(Connection, "give", and_count(THERE, give))
+        patch.setattr(Connection, "get", and_count(BACK, get))
 
     def during(self, run: Callable[[], Any]) -> dict[tuple[str, str], int]:
         """Bytes of values that went over it meanwhile; all else were commands of some bytes."""

@@ -9,6 +9,7 @@ import pytest
 from ranks import free_port
 
 from tl_devicefix.hosts import watching
+from tl_devicefix.hosts.signing import Signer
 from tl_devicefix.hosts.watching import Watch
 
 
@@ -31,7 +32,7 @@ class HeldStore:
 
 def test_a_beat_under_way_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watching, "_ANSWERING", 60)  # however slow this machine is
-    watch = Watch(f"127.0.0.1:{free_port()}", 0, 1, 60, print)
+    watch = Watch(f"127.0.0.1:{free_port()}", 0, 1, 60, print, Signer(b"key", ""))
     watch.store = held = HeldStore(watch.store)
     watch.begin([], lambda rank, why: None, 15)
     assert held.is_asked.wait(30)

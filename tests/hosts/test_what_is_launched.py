@@ -46,8 +46,26 @@ def test_the_selfcheck_with_another_version_on_one_rank(launch: Launch, tmp_path
 
     assert launched.ends() == [1, 1]
     for rank in range(2):
-        (sentence,) = launched.text("stderr", rank).splitlines()
-        assert "has torch 9.9, and rank 0 (" in sentence
+        said = launched.text("stderr", rank)
+        assert "has torch 9.9, and rank 0 (" in said
+        assert "Traceback" not in said
+
+
+def test_process_groups_of_the_user_s(launch: Launch) -> None:
+    launched = launch("beside_a_group", 2)
+
+    assert launched.says() == [1]
+    assert launched.ends() == [0, 0]
+
+
+def test_another_token_on_one_rank(launch: Launch) -> None:
+    launched = launch("forwards", 2, of_rank={1: {"token": "another that is long enough"}})
+
+    assert launched.ends() == [3, 3]
+    for rank in range(2):
+        said = launched.text("said", rank)
+        assert f"rank {1 - rank} has another token than rank {rank}, which has that of TL_" in said
+        assert "long enough" not in said + launched.text("stderr", rank)
 
 
 @pytest.mark.full(reason="`nox -s package` runs it with the wheel")

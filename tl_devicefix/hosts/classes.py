@@ -1,4 +1,6 @@
-"""Whether a class is what was imported: of one that was changed since, a rank knows nothing."""
+"""Whether classes, and functions of modules, are what was imported: of what was changed since, as
+by `torch.nn.functional.softmax = mine`, other ranks know nothing.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,15 @@ from types import (
     GetSetDescriptorType,
     MemberDescriptorType,
     MethodDescriptorType,
+    ModuleType,
     WrapperDescriptorType,
 )
 from typing import Any
 from weakref import WeakKeyDictionary
+
+import einops
+import torch
+import transformer_lens.hook_points  # noqa: F401  # and with it all components
 
 from tl_devicefix.patching.applying import original
 
@@ -114,3 +121,82 @@ def _package(module: str) -> str:
 
 
 _known: WeakKeyDictionary[type, tuple[SeenClasses, bool]] = WeakKeyDictionary()
+
+
+class _Functions:
+    """Functions of a module, or methods of a class, as they were at first.
+
+    Args:
+        of: the module or class.
+    """
+
+    def __init__(self, of: ModuleType | type) -> None:
+        self._of = of
+        self._is_class = isinstance(of, type)
+        self._name = f"{of.__module__}.{of.__name__}" if isinstance(of, type) else of.__name__
+        self._first = self._now()
+        if _package(self._name) == "torch":  # what is not torch's was exchanged before this
+            now = self._first.items()
+            self._first = {name: None if _is_foreign(each) else each for name, each in now}
+        self._seen: tuple[Any, list[str]] = None, []
+
+    def exchanged(self) -> list[str]:
+        """Names of those that are other ones now."""
+        there = vars(self._of)
+        values = tuple(there.values() if self._is_class else map(there.get, self._first))
+        seen, found = self._seen
+        if values != seen:
+            now = self._now()
+            found = [
+                f"{self._name}.{name}"
+                for name, first in self._first.items()
+                if now.get(name) is not first and not _is_known(now.get(name), name)
+            ]
+            self._seen = values, found
+        return found
+
+    def _now(self) -> dict[str, Any]:
+        bases = reversed(self._of.__mro__) if isinstance(self._of, type) else [self._of]
+        return {
+            name: each
+            for base in bases
+            for name, each in vars(base).items()
+            if callable(each) and not isinstance(each, type) and (self._is_class or name[0] != "_")
+        }
+
+
+def _is_foreign(value: Any) -> bool:
+    return isinstance(value, FunctionType) and not is_function_everywhere(value)
+
+
+def _is_known(value: Any, name: str) -> bool:
+    """Whether it is a function that was put there by torch, by TransformerLens, or by us."""
+    if not isinstance(value, FunctionType) or not is_function_everywhere(value):
+        return False
+    return value.__name__ == name or _package(_written_in(value)) == "tl_devicefix"
+
+
+def _namespaces() -> list[ModuleType | type]:
+    """Where blocks find functions: torch, einops, their own modules, and those of their helpers."""
+    own = [each for name, each in sys.modules.items() if name.startswith(_COMPONENTS)]
+    functions = (it for each in own for it in vars(each).values() if isinstance(it, FunctionType))
+    others = {each for each in map(_written_in, functions) if _package(each) == "transformer_lens"}
+    own += [sys.modules[each] for each in sorted(others - {each.__name__ for each in own})]
+    of_torch: list[ModuleType | type] = [
+        torch,
+        torch.nn.functional,
+        torch.linalg,
+        torch.special,
+        torch.fft,
+        torch.Tensor,
+    ]
+    return [*of_torch, einops, *own]
+
+
+_COMPONENTS = "transformer_lens.components"
+_FUNCTIONS = list(map(_Functions, _namespaces()))
+
+
+def exchanged_functions() -> tuple[str, ...]:
+    """Functions that blocks may use and that are not what was imported: "torch.bmm", say."""
+    return tuple(name for each in _FUNCTIONS for name in each.exchanged())

@@ -242,6 +242,8 @@ class Compare(NamedTuple):
     """Tell which files of a checkpoint this rank has not, or has others of."""
 
     files: tuple[File, ...]
+    checksums: tuple[dict[str, str], ...]
+    """Checksums of the tensors of each, by name."""
 
 
 class NotWritten(NamedTuple):

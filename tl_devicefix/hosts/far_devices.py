@@ -23,7 +23,7 @@ from tl_devicefix.hosts import commands
 from tl_devicefix.hosts.caching import Layout
 from tl_devicefix.hosts.commands import Failed, Given, New, Stored, exchanged, tensors_in
 from tl_devicefix.hosts.holding import held_by, parts_of
-from tl_devicefix.hosts.mapped import File, in_file
+from tl_devicefix.hosts.mapped import File, checksums_of, in_file
 from tl_devicefix.hosts.peers import Peer, RankLost
 from tl_devicefix.hosts.telling import Answer, Owner
 from tl_devicefix.simulation import interrupts
@@ -80,12 +80,15 @@ class FarDevices:
     Args:
         places: where each device is.
         peers: the other ranks.
+        whole_blocks: whether they may run blocks by themselves.
     """
 
     has_streams = False
 
-    def __init__(self, places: list[Place], peers: dict[int, Peer]) -> None:
-        self.places = places
+    def __init__(
+        self, places: list[Place], peers: dict[int, Peer], whole_blocks: bool = True
+    ) -> None:
+        self.places, self.whole_blocks = places, whole_blocks
         self.timeline = Timeline()
         self._peers = peers
         self._same: dict[tuple[int, File], bool] = {}  # whether a rank has a file of rank 0's
@@ -329,7 +332,8 @@ class FarDevices:
             files: of rank 0.
             ranks: which ones are asked, all at once.
         """
-        asked = {rank: self._wait_for(rank, commands.Compare(tuple(files))) for rank in ranks}
+        told = commands.Compare(tuple(files), tuple(checksums_of(each.path) for each in files))
+        asked = {rank: self._wait_for(rank, told) for rank in ranks}
         found: dict[int, dict[str, str]] = {}
         for rank, answer in asked.items():
             found[rank] = self._of(rank, answer)

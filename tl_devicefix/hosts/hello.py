@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 import sys
 from collections.abc import Sequence
@@ -37,6 +38,7 @@ def hello(
         "n_devices": n_devices,
         "memory": None if memory is None else bytes_of(memory),
         "timeout": timeout,
+        "session": secrets.token_hex(16),
         "versions": {name: version(name) for name in PACKAGES} | {"Python": _python()},
     }
 

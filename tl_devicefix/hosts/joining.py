@@ -25,8 +25,9 @@ from tl_devicefix.hosts.far_devices import FarDevices, Place, sites_of
 from tl_devicefix.hosts.hello import called, hello, lending, other_versions, places
 from tl_devicefix.hosts.holding import held_by
 from tl_devicefix.hosts.lending import Lender
-from tl_devicefix.hosts.peers import Peer, RankLost, Wire, said_by_gloo
+from tl_devicefix.hosts.peers import Connection, Peer, RankLost, Wire, said_by_gloo
 from tl_devicefix.hosts.sharing import free_memory, shared, visible_devices
+from tl_devicefix.hosts.signing import signer
 from tl_devicefix.hosts.unanswered import within
 from tl_devicefix.hosts.watching import SHORTEST_TIMEOUT, Watch
 from tl_devicefix.simulation import interrupts
@@ -51,6 +52,7 @@ def join(
     memory: int | str | None = None,
     timeout: float = 15.0,
     wait: float = 600.0,
+    whole_blocks: bool = True,
 ) -> None:
     """Have the devices of all ranks in this process, if it is rank 0; lend them to it otherwise.
 
@@ -69,11 +71,14 @@ def join(
             of that.
         timeout: seconds within which it is known that a rank is lost; that of rank 0 holds for all.
         wait: seconds that ranks wait for each other at first.
+        whole_blocks: whether a rank runs a block by itself where it can, which is quicker. False,
+            on rank 0, has it told each operation: for functions that you have changed where this
+            package does not notice it.
 
     Raises:
         RuntimeError: if ranks have other versions of what blocks are made of (torch, transformers,
-            TransformerLens, this package, numpy, einops, Python), or one does not come; or they are
-            joined, and one is lost.
+            TransformerLens, this package, numpy, einops, Python), or no token or another one, or
+            one does not come; or they are joined, and one is lost.
         ValueError: if there are not so many devices, or two ranks would have the same one; or a
             launcher has not said where ranks meet.
     """
@@ -90,7 +95,7 @@ def join(
     at_once = AtOnce()
     with interrupts.kept(but_when=at_once):
         ranks = meet(master, rank, world_size, n_devices, memory, timeout, wait, at_once=at_once)
-        _for_good.enter_context(ranks.entered())
+        _for_good.enter_context(ranks.entered(whole_blocks=whole_blocks))
         _joined = ranks
 
 
@@ -133,20 +138,19 @@ class Ranks:
     Args:
         everyone: what each said of itself.
         watch: over the others.
+        by: how they are reached.
 
     Attributes:
         places: where their devices are.
         peers: the other ones.
     """
 
-    def __init__(self, everyone: list[dict[str, Any]], watch: Watch) -> None:
+    def __init__(self, everyone: list[dict[str, Any]], watch: Watch, by: Connection) -> None:
         self.places = places(everyone)
         self._watch, self._losing = watch, threading.Lock()
         self._timeout = everyone[0]["timeout"]
         self.peers = {
-            rank: Peer(
-                rank, called(everyone, rank), watch.store, functools.partial(self.lose, rank)
-            )
+            rank: Peer(rank, called(everyone, rank), by, functools.partial(self.lose, rank))
             for rank in range(1, len(everyone))
         }
 
@@ -159,9 +163,11 @@ class Ranks:
         os.register_at_fork(after_in_child=self._be_forked)
 
     @contextmanager
-    def entered(self, chosen: list[Place] | None = None) -> Iterator[Machine]:
+    def entered(
+        self, chosen: list[Place] | None = None, whole_blocks: bool = True
+    ) -> Iterator[Machine]:
         """Have their devices, or those of these places."""
-        far = FarDevices(chosen or self.places, self.peers)
+        far = FarDevices(chosen or self.places, self.peers, whole_blocks)
         memory = [place.memory for place in far.places]
         with entered(memory, far, sites_of(far.places)) as machine:
             yield machine
@@ -243,7 +249,7 @@ def meet(
     if timeout < SHORTEST_TIMEOUT:
         raise ValueError(f"timeout={timeout:g}: give {SHORTEST_TIMEOUT:g} seconds or more")
     said = hello(visible_devices(n_devices), n_devices, memory, timeout)
-    watch = Watch(master, rank, world_size, wait, tell)
+    watch = Watch(master, rank, world_size, wait, tell, signer())
     try:
         watch.agree()
         everyone = watch.meet(said)
@@ -252,8 +258,9 @@ def meet(
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         devices = _share(everyone, rank, watch)
         with _by_interface_to(master):
-            _connect(watch, rank, world_size)
-        speaks = watch.asked(lambda: Wire(rank, watch.store) if rank else Ranks(everyone, watch))
+            group = _connect(watch, rank, world_size)
+        by = Connection(watch.store, group, watch.signer.of_session(everyone))
+        speaks = watch.asked(lambda: Wire(rank, by) if rank else Ranks(everyone, watch, by))
         watch.wait_until_connected()
         at_once.are_connected()
     except BaseException:  # an interrupt too
@@ -303,25 +310,24 @@ def _free(
         return str(error).split("\n")[0]
 
 
-def _connect(watch: Watch, rank: int, world_size: int) -> None:
-    """Have gloo connect each rank with each.
+def _connect(watch: Watch, rank: int, world_size: int) -> dist.ProcessGroupGloo:
+    """Have gloo connect each rank with each, in a group beside torch's default one.
 
     Raises:
         RuntimeError: if it cannot.
     """
+    store = dist.PrefixStore("gloo", watch.store)
     try:
-        within(
-            watch.patience,
-            dist.init_process_group,
-            *("gloo", None, watch.wait, world_size, rank, watch.store),
-        )
+        group = within(watch.patience, dist.ProcessGroupGloo, store, rank, world_size, watch.wait)
     except RuntimeError as error:
         raise RuntimeError(
             f"not every rank can reach each other one ({said_by_gloo(error)}): see that no "
             "firewall is between their hosts, and that GLOO_SOCKET_IFNAME, if it is set, is the "
             "network that they have in common"
         ) from None
-    _keep_until_the_process_ends()
+    # Python must not take it down as it ends: threads that wait within would abort the process.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    return group
 
 
 @contextmanager
@@ -356,11 +362,6 @@ def _interface_to(master: str) -> str | None:
     )
 
 
-def _keep_until_the_process_ends() -> None:
-    """Keep gloo from being taken down by Python, with which threads that wait abort."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
-
-
 def _lend(
     wire: Wire,
     name: str,
@@ -392,7 +393,12 @@ def _lend(
 
 
 def _end(status: int) -> NoReturn:
-    """End the process, whatever its other threads wait for."""
+    """End the process, whatever its other threads wait for.
+
+    Only `os._exit` does so: threads that wait within gloo, or the store, of a host that is cut off
+    hear of no exception, and Python's own end would wait for them, or abort in their C++. What is
+    to be written by then is flushed here; files of a harvest are on the disk before rank 0 is told.
+    """
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

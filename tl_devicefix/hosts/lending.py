@@ -22,7 +22,7 @@ from tl_devicefix.hosts.commands import (
     operation_named,
     tensors_in,
 )
-from tl_devicefix.hosts.files import text_of, write_into
+from tl_devicefix.hosts.file_parts import text_of, write_into
 from tl_devicefix.hosts.graphs import Graph, called
 from tl_devicefix.hosts.mapped import differences, read
 from tl_devicefix.hosts.peers import RankLost
@@ -209,7 +209,7 @@ class Lender:
         self._try(command, write)
 
     def _compare(self, command: commands.Compare, values: Any) -> None:
-        self._answer(command, lambda: differences(command.files))
+        self._answer(command, lambda: differences(command.files, command.checksums))
 
     def _synchronize(self, command: commands.Synchronize, values: Any) -> None:
         def wait() -> None:

@@ -1,23 +1,27 @@
 """Weights that lie in a checkpoint's file: a rank reads its own from its own disk.
 
-Whether that is the same file is asked before anything is read: `differences`.
+Whether that is the same file is asked before anything is read, tensor by tensor: `differences`.
+Small tensors are compared whole, large ones by samples that are spread evenly over them, as weights
+of two trainings differ everywhere.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import mmap
 import os
+import zipfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
 _LEAST = 1 << 12
 """Bytes below which values are sent."""
-_LOOKED_AT = 1 << 16
-"""Bytes of a file's beginning, where safetensors says what is in it, its middle and its end."""
+_SAMPLE, _SAMPLES, _OF_A_FILE = 1 << 12, 16, 4096
+"""Bytes of a sample, and how many there are of a tensor, or of a file of which no more is known."""
 
 
 class File(NamedTuple):
@@ -26,7 +30,7 @@ class File(NamedTuple):
     path: str
     nbytes: int
     checksum: str
-    """Of its beginning, its middle and its end."""
+    """Of all that `checksums_of` gives."""
 
 
 class InFile(NamedTuple):
@@ -78,21 +82,41 @@ def known(path: str) -> File:
     return _known(path, _state(path))
 
 
-def differences(files: tuple[File, ...]) -> dict[str, str]:
-    """Which files of another rank are not here, or are others here, by path; and why."""
+def checksums_of(path: str) -> dict[str, str]:
+    """A checksum of each tensor of a file, by name: where it lies, of what kind it is, and samples.
+
+    Raises:
+        OSError: if it cannot be read.
+    """
+    return _parts(path, _state(path))
+
+
+def differences(files: tuple[File, ...], checksums: tuple[dict[str, str], ...]) -> dict[str, str]:
+    """Which files of another rank are not here, or are others here, by path; and why.
+
+    Args:
+        files: as rank 0 knows them.
+        checksums: of each, what `checksums_of` gives there.
+    """
     found = {}
-    for file in files:
+    for file, there in zip(files, checksums, strict=True):
         try:
-            here = known(file.path)
+            here, own = known(file.path), checksums_of(file.path)
         except OSError as error:
             found[file.path] = f"cannot read it: {error.strerror}"
             continue
         if here != file:
-            sizes = f"{here.nbytes} bytes, and rank 0's {file.nbytes}"
-            found[file.path] = "has another one" + (
-                f" ({sizes})" if here.nbytes != file.nbytes else " of the same size"
-            )
+            sizes = f" ({here.nbytes} bytes, and rank 0's {file.nbytes})"
+            size = " of the same size" if here.nbytes == file.nbytes else sizes
+            found[file.path] = f"has another one{size}{_which(own, there)}"
     return found
+
+
+def _which(own: dict[str, str], there: dict[str, str]) -> str:
+    """Which tensors differ, as a clause, if the files have any."""
+    names = [name for name in {**there, **own} if own.get(name) != there.get(name) and name]
+    more = f" (and {len(names) - 1} more)" if names[1:] else ""
+    return f", of which {names[0]!r}{more} differs" if names else ""
 
 
 def read(
@@ -128,13 +152,58 @@ def _is_as_in_file(tensor: torch.Tensor) -> bool:
 
 @functools.lru_cache(4096)
 def _known(path: str, state: tuple[int, ...]) -> File:
+    found = json.dumps(sorted(_parts(path, state).items()))
+    return File(path, state[0], hashlib.sha256(found.encode()).hexdigest())
+
+
+@functools.lru_cache(4096)
+def _parts(path: str, state: tuple[int, ...]) -> dict[str, str]:
     nbytes, *_ = state
-    checksum = hashlib.sha256()
+    found = _tensors_in(path)
+    n_samples = _SAMPLES if found else _OF_A_FILE
     with Path(path).open("rb") as file:
-        for start in (0, nbytes // 2, max(nbytes - _LOOKED_AT, 0)):
-            file.seek(start)
-            checksum.update(file.read(_LOOKED_AT))
-    return File(path, nbytes, checksum.hexdigest())
+        return {
+            name: f"{first} {end} {kind} {_sampled(file, first, min(end, nbytes), n_samples)}"
+            for name, (first, end, kind) in (found or {"": (0, nbytes, "")}).items()
+        }
+
+
+def _sampled(file: BinaryIO, first: int, end: int, n_samples: int) -> str:
+    """A checksum of a part of a file: of all of it, or of samples from its beginning to its end."""
+    checksum = hashlib.sha256()
+    if end - first <= n_samples * _SAMPLE:
+        checksum.update(os.pread(file.fileno(), max(end - first, 0), first))
+    else:
+        last = end - _SAMPLE - first
+        for number in range(n_samples):
+            start = first + last * number // (n_samples - 1)
+            checksum.update(os.pread(file.fileno(), _SAMPLE, start))
+    return checksum.hexdigest()
+
+
+def _tensors_in(path: str) -> dict[str, tuple[int, int, str]]:
+    """Where tensors lie in a file, and of what kind they are; nothing if that is not known.
+
+    Those of a `.bin`, which is a zip file, have numbers, and checksums of all that is in them.
+    """
+    found = {}
+    try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                for each in archive.infolist():
+                    first, end = each.header_offset, each.header_offset + each.file_size
+                    found[each.filename] = first, end, f"{each.CRC:x}"
+            return found
+        with Path(path).open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length)) if length < os.path.getsize(path) else {}
+        for name, said in header.items():
+            if name != "__metadata__":
+                first, end = (8 + length + abs(int(at)) for at in said["data_offsets"])
+                found[name] = first, end, str(said)
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError, zipfile.BadZipFile):
+        return {}  # it is neither
+    return found
 
 
 @functools.lru_cache(4096)

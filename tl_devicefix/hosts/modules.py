@@ -5,6 +5,7 @@ The rank holds a copy of the block, whose weights are the very storages that the
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -15,6 +16,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from tl_devicefix.hosts.caching import Key, Layout
+from tl_devicefix.hosts.classes import exchanged_functions
 from tl_devicefix.hosts.commands import Stored
 from tl_devicefix.hosts.far_devices import FarDevices
 from tl_devicefix.hosts.pickling import Unpickler, pickled
@@ -23,6 +25,8 @@ from tl_devicefix.hosts.trials import Trial, laid_out, tried
 from tl_devicefix.simulation.geometry import Geometry, geometry_of
 from tl_devicefix.simulation.machine import Machine
 from tl_devicefix.simulation.tensor import SimTensor, wrap
+
+_log = logging.getLogger(__name__)
 
 
 class OutsideBlocks:
@@ -176,6 +180,7 @@ class HeldBlock(NamedTuple):
 _held: WeakKeyDictionary[nn.Module, HeldBlock] = WeakKeyDictionary()
 _copies: WeakValueDictionary[Any, HeldCopy] = WeakValueDictionary()
 _holding = threading.Lock()
+_told: set[tuple[str, ...]] = set()
 
 
 def held(block: nn.Module, residual: Any) -> HeldBlock | None:
@@ -190,7 +195,8 @@ def held(block: nn.Module, residual: Any) -> HeldBlock | None:
     if "forward" in vars(block):  # no class's; and it may hold the block, which would never be gone
         return None
     machine = residual._allocation.machine
-    if not isinstance(machine.asynchronous, FarDevices):
+    far = machine.asynchronous
+    if not isinstance(far, FarDevices) or not far.whole_blocks or _are_functions_exchanged():
         return None
     found = _still_held(block, machine)
     if found is None:
@@ -235,6 +241,19 @@ def _is_looked_into() -> bool:
         or torch.autograd.forward_ad._current_level >= 0
         or torch._C._is_any_autocast_enabled()
     )
+
+
+def _are_functions_exchanged() -> bool:
+    """Whether a block would use functions here that its rank has not, which the user is told."""
+    names = exchanged_functions()
+    if names and names not in _told:
+        _told.add(names)
+        more = f" (and {len(names) - 1} more)" if names[1:] else ""
+        _log.warning(
+            f"{names[0]}{more} was exchanged, of which other ranks know nothing: until it is put "
+            "back, blocks run operation by operation, which takes longer"
+        )
+    return bool(names)
 
 
 def _function_modes() -> list[Any]:

@@ -1,13 +1,15 @@
 """How commands and values get from one rank to another: what is small by queues of the store where
-they met, what is large by torch.distributed's point-to-point.
+they met, what is large by gloo's point-to-point.
 
 On rank 0, a thread for each other rank sends, and another receives, so that nobody waits for a rank
-that is lost. All that is sent is bytes: gloo knows few dtypes.
+that is lost. All that is sent is bytes: gloo knows few dtypes. Whatever is unpickled is signed with
+the ranks' token; the bytes of large values, which nobody unpickles, are not.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import pickle
 import queue
@@ -16,20 +18,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from tl_devicefix.hosts import commands
 from tl_devicefix.hosts.links import LINKS
 from tl_devicefix.hosts.settings import settings
+from tl_devicefix.hosts.signing import SIGNATURE, Signer
 from tl_devicefix.hosts.telling import Answer, Message, Owner, Telling, Told
 
 _COMMANDS, _ANSWERS, _PROGRESS, _VALUES, _NEVER_SENT = range(5)
 """Tags."""
 _FOREVER = timedelta(days=365)
-"""Who waits is woken when a rank is lost; how long a rank computes is not known."""
+"""Nobody knows how long a rank computes, so no operation times out by itself. A wait ends with its
+rank: gloo raises when a connection closes; where a host is cut off and none does, `Watch` notices
+within `join(timeout=...)`, whereupon rank 0 pushes what wakes its threads, and a lender, of which
+nothing could wake a thread within gloo, ends its process."""
 _NOTHING = -1
 _PART = 1 << 24
 """Bytes that are sent at once."""
@@ -56,51 +61,64 @@ def as_bytes(values: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(flat.shape, (1,), flat.storage_offset()).view(torch.uint8)
 
 
-def _give(values: torch.Tensor, rank: int, tag: int) -> None:
-    if tag == _VALUES:
-        LINKS.begin(rank)
-    work: Any = dist.isend(values, rank, tag=tag)
-    work.wait(_FOREVER)
+class Connection(NamedTuple):
+    """All other ranks, as this one reaches them.
 
-
-def _get(values: torch.Tensor, rank: int, tag: int) -> None:
-    work: Any = dist.irecv(values, rank, tag=tag)
-    with LINKS.getting(rank) if tag == _VALUES else contextlib.nullcontext():
-        work.wait(_FOREVER)
-
-
-def _send(values: torch.Tensor, rank: int, tag: int) -> None:
-    for part in as_bytes(values).split(_PART) if values.numel() else ():
-        _give(part, rank, tag=tag)
-
-
-def _receive(shape: Sequence[int], dtype: torch.dtype, rank: int, tag: int) -> torch.Tensor:
-    """Receive values.
-
-    Raises:
-        MemoryError: if there is no memory for them; they have come then, and are gone.
+    Attributes:
+        store: where they met.
+        group: this package's own of gloo, beside which the user may have any.
+        signer: signs what is unpickled.
     """
-    try:
-        values = torch.empty(tuple(shape), dtype=dtype)
-        into = values.view(-1).view(torch.uint8)
-    except RuntimeError as error:
-        nbytes = math.prod(shape) * dtype.itemsize
-        into = torch.empty(min(nbytes, _PART), dtype=torch.uint8)
-        for start in range(0, nbytes, _PART):
-            _get(into[: min(_PART, nbytes - start)], rank, tag=tag)
-        raise MemoryError(str(error)) from error
-    for part in into.split(_PART) if values.numel() else ():
-        _get(part, rank, tag=tag)
-    return values
 
+    store: Any
+    group: Any
+    signer: Signer
 
-def _wait_for_loss(rank: int) -> None:
-    """Wait for what a rank never sends.
+    def give(self, values: torch.Tensor, rank: int, tag: int) -> None:
+        """Send bytes."""
+        if tag == _VALUES:
+            LINKS.begin(rank)
+        self.group.send([values], rank, tag).wait(_FOREVER)
 
-    Raises:
-        RuntimeError: when the connection to it is lost.
-    """
-    _get(torch.empty(1, dtype=torch.uint8), rank, _NEVER_SENT)
+    def get(self, values: torch.Tensor, rank: int, tag: int) -> None:
+        """Receive bytes, as many as there are values."""
+        work = self.group.recv([values], rank, tag)
+        with LINKS.getting(rank) if tag == _VALUES else contextlib.nullcontext():
+            work.wait(_FOREVER)
+
+    def send(self, values: torch.Tensor, rank: int, tag: int) -> None:
+        """Send values."""
+        for part in as_bytes(values).split(_PART) if values.numel() else ():
+            self.give(part, rank, tag)
+
+    def receive(
+        self, shape: Sequence[int], dtype: torch.dtype, rank: int, tag: int
+    ) -> torch.Tensor:
+        """Receive values.
+
+        Raises:
+            MemoryError: if there is no memory for them; they have come then, and are gone.
+        """
+        try:
+            values = torch.empty(tuple(shape), dtype=dtype)
+            into = values.view(-1).view(torch.uint8)
+        except RuntimeError as error:
+            nbytes = math.prod(shape) * dtype.itemsize
+            into = torch.empty(min(nbytes, _PART), dtype=torch.uint8)
+            for start in range(0, nbytes, _PART):
+                self.get(into[: min(_PART, nbytes - start)], rank, tag)
+            raise MemoryError(str(error)) from error
+        for part in into.split(_PART) if values.numel() else ():
+            self.get(part, rank, tag)
+        return values
+
+    def wait_for_loss(self, rank: int) -> None:
+        """Wait for what a rank never sends.
+
+        Raises:
+            RuntimeError: when the connection to it is lost.
+        """
+        self.get(torch.empty(1, dtype=torch.uint8), rank, _NEVER_SENT)
 
 
 def _inline(values: torch.Tensor) -> bytes | None:
@@ -115,10 +133,10 @@ def _outlined(told: bytes, shape: Sequence[int], dtype: torch.dtype) -> torch.Te
 
 
 class _Queue:
-    """What one rank says to another: pickled objects, in order.
+    """What one rank says to another: pickled objects, in order, each signed with its number.
 
     Args:
-        store: where the ranks met; a connection to it is made.
+        by: how ranks are reached; a connection to the store is made.
         lender: the rank that speaks with rank 0.
         other: the rank at the other end: of the lender, 0.
         tag: what is said, also of what is too large for the store.
@@ -127,14 +145,15 @@ class _Queue:
 
     def __init__(
         self,
-        store: Any,
+        by: Connection,
         lender: int,
         other: int,
         tag: int,
         look: Callable[[], None] = lambda: None,
     ) -> None:
-        self._store, self._other, self._tag = store.clone(), other, tag
+        self._by, self._store, self._other, self._tag = by, by.store.clone(), other, tag
         self._name = f"said {tag} {lender}"
+        self._numbers = itertools.count()
         self._store.set_timeout(_FOREVER)
         self._look = look
 
@@ -142,24 +161,32 @@ class _Queue:
         """Say something."""
         told = pickle.dumps(found, protocol=5)
         if len(told) <= _SMALL:
-            self._store.queue_push(self._name, told)
+            self._store.queue_push(self._name, self._signed(told))
             return
-        self._store.queue_push(self._name, pickle.dumps(_Large((len(told),))))
-        _give(torch.frombuffer(bytearray(told), dtype=torch.uint8), self._other, self._tag)
+        self.push(_Large((len(told),)))
+        large = torch.frombuffer(bytearray(self._signed(told)), dtype=torch.uint8)
+        self._by.give(large, self._other, self._tag)
 
     def pop(self) -> Any:
         """Wait for what the other rank says.
 
         Raises:
-            RuntimeError: if the store is gone, or as `look` does.
+            RuntimeError: if the store is gone, or as `look` does; WronglySigned if it is nobody
+                with the token who says it.
         """
-        # From a rank of the process group, whose network is trusted.
-        found = pickle.loads(self._popped())
+        found = self._unpickled(self._popped())
         if isinstance(found, _Large):
-            told = torch.empty(found[0], dtype=torch.uint8)
-            _get(told, self._other, self._tag)
-            found = pickle.loads(bytes(told.numpy()))
+            told = torch.empty(found[0] + SIGNATURE, dtype=torch.uint8)
+            self._by.get(told, self._other, self._tag)
+            found = self._unpickled(bytes(told.numpy()))
         return found
+
+    def _signed(self, told: bytes) -> bytes:
+        return self._by.signer.signed(told, f"{self._name} {next(self._numbers)}")
+
+    def _unpickled(self, told: bytes) -> Any:
+        where = f"{self._name} {next(self._numbers)}"
+        return pickle.loads(self._by.signer.checked(told, where))  # a rank's, whose code runs here
 
     def _popped(self) -> bytes:
         while True:
@@ -199,7 +226,7 @@ class Peer:
     Args:
         rank: which one.
         name: the same with its host and devices, for errors.
-        store: where the ranks met.
+        by: how it is reached.
         lose: called with why, when the connection to it is lost.
 
     Attributes:
@@ -207,8 +234,8 @@ class Peer:
         lost: why it is not there any more, if it is not.
     """
 
-    def __init__(self, rank: int, name: str, store: Any, lose: Callable[[str], None]) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, name: str, by: Connection, lose: Callable[[str], None]) -> None:
+        self.rank, self._by = rank, by
         self.name = name
         self.messages = 0
         self._lose = lose
@@ -223,9 +250,9 @@ class Peer:
         self._within_gloo: set[str] = set()
         self._has_ended = False
         self._begun = 0
-        self._commands = _Queue(store, rank, rank, _COMMANDS)
-        self._answers = _Queue(store, rank, rank, _ANSWERS, self._raise_if_lost)
-        self._progress = _Queue(store, rank, rank, _PROGRESS, self._raise_if_lost)
+        self._commands = _Queue(by, rank, rank, _COMMANDS)
+        self._answers = _Queue(by, rank, rank, _ANSWERS, self._raise_if_lost)
+        self._progress = _Queue(by, rank, rank, _PROGRESS, self._raise_if_lost)
 
     def begin(self) -> None:
         """Send and receive from now on: to lose it may lose all."""
@@ -340,7 +367,7 @@ class Peer:
 
     def _notice_loss(self) -> None:
         with self._in_gloo("noticing"):
-            _wait_for_loss(self.rank)
+            self._by.wait_for_loss(self.rank)
 
     def _send_next(self) -> None:
         self._telling.until_wanted()
@@ -372,7 +399,7 @@ class Peer:
         self._telling.n_sent += 1
         for each, there in zip(message.values, inline):
             if there is None:
-                _send(each, self.rank, _COMMANDS)
+                self._by.send(each, self.rank, _COMMANDS)
         is_end = isinstance(message.commands[-1], commands.End)
         while self._begun < (self.messages if is_end else self.messages - 2 * _AHEAD):
             self._begun = self._progress.pop()
@@ -400,7 +427,7 @@ class Peer:
             shape, dtype, told = there
             if told is not None:
                 return _outlined(told, shape, dtype)
-            return _receive(shape, dtype, self.rank, _ANSWERS)
+            return self._by.receive(shape, dtype, self.rank, _ANSWERS)
         except MemoryError as error:
             return torch.OutOfMemoryError(str(error))
 
@@ -410,17 +437,18 @@ class Wire:
 
     Args:
         rank: the one that lends.
-        store: where the ranks met.
+        by: how they are reached.
 
     Attributes:
         has_ended: whether rank 0 has told to end.
     """
 
-    def __init__(self, rank: int, store: Any) -> None:
+    def __init__(self, rank: int, by: Connection) -> None:
         self.has_ended = False
-        self._commands = _Queue(store, rank, 0, _COMMANDS)
-        self._answers = _Queue(store, rank, 0, _ANSWERS)
-        self._progress = _Queue(store, rank, 0, _PROGRESS)
+        self._by = by
+        self._commands = _Queue(by, rank, 0, _COMMANDS)
+        self._answers = _Queue(by, rank, 0, _ANSWERS)
+        self._progress = _Queue(by, rank, 0, _PROGRESS)
         self._begun = 0
         self._answering = threading.Lock()
 
@@ -436,7 +464,7 @@ class Wire:
         def values(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
             given = next(there)
             if given is None:
-                return _receive(shape, dtype, 0, _COMMANDS)
+                return self._by.receive(shape, dtype, 0, _COMMANDS)
             return _outlined(given, shape, dtype)
 
         return told, values
@@ -451,7 +479,7 @@ class Wire:
 
     def _notice_loss(self, lose: Callable[[str], None]) -> None:
         try:
-            _wait_for_loss(0)
+            self._by.wait_for_loss(0)
         except RuntimeError as error:  # gloo's
             if not self.has_ended:
                 lose(said_by_gloo(error))
@@ -465,7 +493,7 @@ class Wire:
                 return
             self._answers.push(_Values((tuple(found.shape), found.dtype, told)))
             if told is None:
-                _send(found, 0, _ANSWERS)
+                self._by.send(found, 0, _ANSWERS)
 
     def send_values(self, values: torch.Tensor | None, rank: int) -> None:
         """Send values to another rank, or that there are none.
@@ -474,9 +502,9 @@ class Wire:
             RankLost: if it cannot be reached.
         """
         with _losing(rank):
-            _give(torch.tensor([_NOTHING if values is None else 0]), rank, tag=_VALUES)
+            self._by.give(torch.tensor([_NOTHING if values is None else 0]), rank, _VALUES)
             if values is not None:
-                _send(values, rank, _VALUES)
+                self._by.send(values, rank, _VALUES)
 
     def receive_values(
         self, shape: Sequence[int], dtype: torch.dtype, rank: int
@@ -489,10 +517,10 @@ class Wire:
         """
         there = torch.empty(1, dtype=torch.int64)
         with _losing(rank):
-            _get(there, rank, tag=_VALUES)
+            self._by.get(there, rank, _VALUES)
             if int(there) == _NOTHING:
                 return None
-            return _receive(shape, dtype, rank, _VALUES)
+            return self._by.receive(shape, dtype, rank, _VALUES)
 
 
 @contextlib.contextmanager

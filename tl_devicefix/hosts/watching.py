@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from tl_devicefix.hosts.late import EVERY, Late
 from tl_devicefix.hosts.links import LINKS
+from tl_devicefix.hosts.signing import SAME_TOKEN, Signer, WronglySigned
 from tl_devicefix.hosts.unanswered import Unanswered, within
 
 _Found = TypeVar("_Found")
@@ -82,6 +83,7 @@ class Watch:
         world_size: how many there are.
         wait: seconds that ranks wait for each other.
         tell: called with what this one waits for.
+        signer: signs what ranks say of themselves, with the token that all are to have.
 
     Attributes:
         store: where they met.
@@ -100,8 +102,10 @@ class Watch:
         world_size: int,
         wait: float,
         tell: Callable[[str], None],
+        signer: Signer,
     ) -> None:
         self._master, self._rank, self._world_size = master, rank, world_size
+        self.signer = signer
         self._tell_user, self._is_awaited = tell, False
         self.wait = timedelta(seconds=wait)
         self.patience = (self.wait + _CONNECTING).total_seconds()
@@ -128,6 +132,7 @@ class Watch:
                 is_master=is_master,
                 timeout=wait,
                 wait_for_workers=False,
+                multi_tenant=True,  # a group of the user's may meet there too
             )
         except RuntimeError as error:  # DistError is one
             if not is_master:
@@ -195,9 +200,7 @@ class Watch:
                 "of its own"
             )
         self._is_awaited = True
-        found = self.gathered("hello", hello)
-        self._is_awaited = False
-        return found
+        return self.gathered("hello", hello)
 
     def wait_until_connected(self) -> None:
         """Wait until all ranks have all their connections to the store.
@@ -217,19 +220,35 @@ class Watch:
             What each says.
 
         Raises:
-            RuntimeError: if one does not.
+            RuntimeError: if one does not, or has another token.
         """
         keys = [f"{what} {rank}" for rank in range(self._world_size)]
 
-        def gather() -> list[Any]:
-            self.store.set(f"{what} {self._rank}", json.dumps(said))
+        def gather() -> list[bytes]:
+            own = keys[self._rank]
+            self.store.set(own, self.signer.signed(json.dumps(said).encode(), own))
             try:
                 self._wait_for(keys)
-                return [json.loads(self.store.get(key)) for key in keys]
+                return [self.store.get(key) for key in keys]
             except RuntimeError:  # DistError is one, which shows torch's own stack
                 raise RuntimeError(self._why_not_all_came(keys)) from None
 
-        return self.asked(gather)
+        signed = self.asked(gather)
+        self._is_awaited = False
+        return [self._checked(*each) for each in enumerate(zip(keys, signed))]
+
+    def _checked(self, rank: int, said: tuple[str, bytes]) -> Any:
+        """What a rank said of itself, if it has the token that this one has."""
+        key, signed = said
+        try:
+            return json.loads(self.signer.checked(signed, key))
+        except WronglySigned:
+            self.refuse(
+                RuntimeError(
+                    f"rank {rank} has another token than rank {self._rank}, which has that of "
+                    f"{self.signer.source}: {SAME_TOKEN}"
+                )
+            )
 
     def _wait_for(self, keys: list[str]) -> None:
         """Look for all ranks again and again: what waits in the store, nothing interrupts.
