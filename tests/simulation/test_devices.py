@@ -418,8 +418,10 @@ def test_an_untested_torch_is_refused(monkeypatch, version):
 def test_senseless_sizes_are_refused():
     for arguments, message in (
         ((0,), "n_devices must be from 1 to 64, but is 0"),
-        ((2, "lots"), "Cannot read the memory size 'lots'"),
-        ((2, -1), "Cannot read the memory size -1"),
+        ((2, "lots"), "memory='lots' is no size: give bytes"),
+        ((2, -1), "memory=-1 is no size: give bytes"),
+        ((2, "9" * 400 + "GiB"), r"memory='999\S*GiB' is no size: give bytes"),
+        ((10**9,), "n_devices must be from 1 to 64, but is 1000000000"),
         ((2, ["1GiB"]), "memory has 1 sizes for 2 devices"),
     ):
         with pytest.raises(ValueError, match=message), simulate(*arguments):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +31,31 @@ def test_sharing_memory_does_nothing(values: bool) -> None:
 
         assert tensor.share_memory_() is tensor
         assert tensor.is_shared()
+
+
+MADE_OF_SCALARS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "tensor": lambda x, y: torch.tensor([x[1], 4.0]),
+    "tensor, nested": lambda x, y: torch.tensor([[x[1]], (y[2],)], device="sim:0"),
+    "tensor, of one element each": lambda x, y: torch.tensor([x[1:2], y[2:]], device="sim:1"),
+    "as_tensor": lambda x, y: torch.as_tensor([x[1], y[2]], dtype=torch.float64),
+    "asarray": lambda x, y: torch.asarray([x[1], y[2]]),
+    "new_tensor": lambda x, y: x.new_tensor([x[1], y[2]]),
+    "Tensor": lambda x, y: torch.Tensor([x[1], y[2]]),
+    "LongTensor": lambda x, y: torch.LongTensor([x[1].long(), 4]),
+}
+
+
+@pytest.mark.parametrize("made", MADE_OF_SCALARS)
+@pytest.mark.parametrize("options", [{}, {"values": False}, {"asynchronous": True}], ids=str)
+def test_data_may_have_scalars_of_devices_in_it(made: str, options: dict[str, Any]) -> None:
+    with tl_devicefix.simulate(2, **options):
+        x, y = (torch.arange(3.0).to(f"sim:{index}") * 2 for index in range(2))
+
+        tensor = MADE_OF_SCALARS[made](x, y)
+
+        if options.get("values", True):
+            assert tensor.flatten().tolist() == [2, 4]
+        assert tensor.numel() == 2
 
 
 def test_sparse_tensors_compute_and_move(machine: Machine) -> None:

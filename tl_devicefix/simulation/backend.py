@@ -210,8 +210,16 @@ def _register() -> None:
     _libraries.extend((library, everything_else))
 
 
-_WITH_KERNELS = (aten.silu_backward.default, aten.mish_backward.default)
-"""What torch makes of other operations, with other roundings, where a type has no kernel for it."""
+_WITH_KERNELS = (
+    aten.silu_backward.default,
+    aten.mish_backward.default,
+    aten._local_scalar_dense.default,
+)
+"""Operations that need a kernel of their own.
+
+Without one, torch makes the first two of other operations, with other roundings; and reads the
+last, of scalars in the data of `torch.tensor([...])`, below Python, where it finds no fallback.
+"""
 
 
 def _run(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:

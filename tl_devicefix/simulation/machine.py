@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+import reprlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -70,7 +71,8 @@ class Machine:
         transfers: every copy between two simulated devices, or between the CPU and one of them,
             since the start or the last :meth:`reset_transfers`. A number that is read (``item``)
             and CPU tensors that index are not counted. Printing it shows one line for each pair of
-            devices, which ``transfers.by_pair()`` gives to programs.
+            devices, which ``transfers.by_pair()`` gives to programs. Of very many, the list has
+            the last 10 000 at least, and the sums are those of all.
         timeline: what took time on asynchronous devices, and when; empty if nothing was to.
         is_open: False once the ``with`` block is left.
         is_aside: True while another machine is entered instead of this one.
@@ -173,13 +175,14 @@ class Machine:
     @contextmanager
     def set_aside(self) -> Iterator[None]:
         """Within it, another machine is entered; transfers and peaks meanwhile are forgotten."""
-        transfers, peak, current = list(self.transfers), list(self._peak), self.current_index
+        transfers, peak, current = self.transfers, list(self._peak), self.current_index
+        self.transfers = Transfers()
         self.is_aside = True
         try:
             yield
         finally:
             self.is_aside = False
-            self.transfers[:], self.current_index = transfers, current
+            self.transfers, self.current_index = transfers, current
             self.settle()
             self._peak = [max(pair) for pair in zip(peak, self._allocated)]
 
@@ -256,7 +259,8 @@ class Machine:
         """
         nbytes = bytes_in(copy)
         if source != target and nbytes:
-            self.transfers.append(Transfer(source, target, nbytes, copy.shape))
+            with self._adding:  # by any thread, and many are summed
+                self.transfers.append(Transfer(source, target, nbytes, copy.shape))
 
     def _allocate(self, tensor: torch.Tensor, device: torch.device, address: int) -> Allocation:
         nbytes = tensor.untyped_storage().nbytes()
@@ -313,20 +317,29 @@ def sites_on(n_devices: int | None, hosts: Hosts | None) -> tuple[Site, ...]:
     return () if hosts is None else divided(n_devices, hosts)
 
 
-def bytes_of(size: int | str) -> int:
+def bytes_of(size: int | str, called: str = "memory") -> int:
     """Return a size in bytes, given as such or as accelerate writes sizes ("8GiB", "500MB").
 
+    Args:
+        size: as the user gives it.
+        called: what the user calls it.
+
     Raises:
-        ValueError: if ``size`` is negative or cannot be read.
+        ValueError: if ``size`` is negative, cannot be read, or is more than any memory has.
     """
-    if isinstance(size, int):
-        if size >= 0:
-            return size
-    else:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B)\s*", size, re.IGNORECASE)
-        if match is not None:
-            return int(float(match[1]) * _UNITS[match[2].upper()])
-    raise ValueError(
-        f"Cannot read the memory size {size!r}: give bytes as an int, or a string such as"
-        ' "8GiB" or "500MB".'
-    )
+    n_bytes: float = size if type(size) is int else -1
+    if isinstance(size, str):
+        match = re.fullmatch(r"\s*(.+?)\s*([KMGT]i?B)\s*", size, re.IGNORECASE)
+        with suppress(ValueError):
+            n_bytes = float(match[1]) * _UNITS[match[2].upper()] if match else -1
+        if match and match[2].endswith("b") and "i" not in match[2].lower():
+            n_bytes /= 8  # accelerate's bits
+    if not 0 <= n_bytes <= _MOST:
+        raise ValueError(
+            f"{called}={reprlib.repr(size)} is no size: give bytes as an int, or a text such as "
+            "'20GiB'"
+        )
+    return int(n_bytes)
+
+
+_MOST = 2**60

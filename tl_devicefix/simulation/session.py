@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import safetensors
 import torch
 import torch.fx.experimental._config as meta_config
 from torch.autograd.graph import saved_tensors_hooks
 
 from tl_devicefix.simulation import backend, backward, generators, interrupts
 from tl_devicefix.simulation.asynchronous import Asynchronous
-from tl_devicefix.simulation.machine import Machine, bytes_of, sites_on
+from tl_devicefix.simulation.machine import DEVICE_TYPE, Machine, bytes_of, sites_on
 from tl_devicefix.simulation.pinned import WatchingHost
-from tl_devicefix.simulation.sites import Hosts, Site
+from tl_devicefix.simulation.sites import Hosts, Site, check_number
 from tl_devicefix.simulation.speed import NO_TIME, speed
 from tl_devicefix.simulation.streams import streams_of
 from tl_devicefix.simulation.tensor import TENSOR_DATA, SimTensor, set_data
@@ -23,7 +26,6 @@ from tl_devicefix.simulation.tensor import TENSOR_DATA, SimTensor, set_data
 # these two and with 2.13.
 _OLDEST_TORCH, _NEWEST_TORCH = (2, 10), (2, 15)
 _TESTED_TORCH = f"{_OLDEST_TORCH[0]}.{_OLDEST_TORCH[1]} to {_NEWEST_TORCH[0]}.{_NEWEST_TORCH[1]}"
-_MOST_DEVICES = 64
 _meta_setting: Any = meta_config.patch  # type: ignore[attr-defined]  # torch adds it at import
 
 
@@ -52,11 +54,10 @@ def simulate(
     may change the last bits of sums, and then the numbers would not be the CPU's.
 
     Refused, in one sentence: tensors of other sparse layouts than ``to_sparse()`` gives, and what
-    depends on values where there are none; all sparse tensors, if ``asynchronous``. torch itself
-    fails at ``torch.tensor([x.sum(), y.sum()])`` of simulated scalars: write ``torch.stack``. Other
-    than on CUDA: autocast casts what it casts on the CPU; a ``torch.Generator`` gives the CPU's
-    numbers; a tensor that is pickled, or is sent to a process that was not forked, arrives on the
-    CPU.
+    depends on values where there are none; all sparse tensors, if ``asynchronous``. Other than on
+    CUDA: autocast casts what it casts on the CPU; a ``torch.Generator`` gives the CPU's numbers; a
+    tensor that is pickled, or is sent to a process that was not forked, arrives on the CPU.
+    safetensors reads files to simulated devices within the ``with`` block only.
 
     torch keeps the name of the device type until the process ends: afterwards
     ``torch.accelerator.current_accelerator()`` is ``sim``, with 0 devices. Real GPUs are better
@@ -138,9 +139,13 @@ def simulate(
     sites = sites_on(n_devices, hosts)
     behind = Asynchronous(len(capacities), seed, taking) if asynchronous else None
     machine = Machine(capacities, values=values, asynchronous=behind, sites=sites)
-    with _changed_for(machine), ExitStack() as stack:
+    with ExitStack() as stack:
+        stack.enter_context(_changed_for(machine))
         if behind is not None:
             stack.enter_context(_running_behind(machine, behind))
+        # If it is left open until Python ends: later, the modules are gone that leaving needs.
+        atexit.register(stack.close)
+        stack.callback(atexit.unregister, stack.close)
         yield machine
 
 
@@ -174,6 +179,7 @@ def _changed_for(machine: Machine) -> Iterator[Machine]:
         _avoid_inference_mode(stack)
         _keep_errors_of_backwards(stack)
         _replace(stack, torch, "Generator", generators.Generator)
+        _open_safetensors(stack)
         yield machine
 
 
@@ -237,8 +243,7 @@ def _entered(machine: Machine) -> Iterator[Machine]:
 
 
 def _capacities(n_devices: int, memory: int | str | Sequence[int | str]) -> list[int]:
-    if type(n_devices) is not int or not 1 <= n_devices <= _MOST_DEVICES:
-        raise ValueError(f"n_devices must be from 1 to {_MOST_DEVICES}, but is {n_devices!r}.")
+    check_number(n_devices)
     if isinstance(memory, (int, str)):
         return [bytes_of(memory)] * n_devices
     if not isinstance(memory, (list, tuple)):
@@ -266,8 +271,9 @@ def _move_parameters_in_place(stack: ExitStack) -> None:
     """Make ``nn.Module.to`` set ``param.data`` across device types, as it does from CPU to CUDA."""
     compatible = torch._has_compatible_shallow_copy_type
 
-    def is_compatible(one: torch.Tensor, other: torch.Tensor) -> bool:
-        return type(one) is SimTensor or type(other) is SimTensor or compatible(one, other)
+    # Of any signature: torch.compile compares it with its own, if it is first imported meanwhile.
+    def is_compatible(*tensors: torch.Tensor) -> bool:
+        return any(type(each) is SimTensor for each in tensors) or compatible(*tensors)
 
     _replace(stack, torch, "_has_compatible_shallow_copy_type", is_compatible)
     _replace(stack, torch.Tensor, "data", property(TENSOR_DATA.__get__, set_data))
@@ -297,6 +303,30 @@ def _keep_errors_of_backwards(stack: ExitStack) -> None:
     function, saved = torch.autograd.function.BackwardCFunction, saved_tensors_hooks
     _replace(stack, function, "apply", backward.applying(function.apply))
     _replace(stack, saved, "__init__", backward.saving(saved.__init__))
+
+
+def _open_safetensors(stack: ExitStack) -> None:
+    """Let ``safe_open``, and so ``load_file``, read files to simulated devices.
+
+    safetensors takes names of the types that it knows only, but an index of any type's devices.
+    """
+    own: Any = safetensors.safe_open
+
+    def safe_open(
+        filename: Any, framework: Any, device: Any = "cpu", *args: Any, **kwargs: Any
+    ) -> Any:
+        if isinstance(device, str) and device.partition(":")[0] == DEVICE_TYPE:
+            device = backend.active_machine().index_of(device)
+        return own(filename, framework, device, *args, **kwargs)
+
+    def exchange(there: Any, other: Any) -> None:
+        """Exchange it in every module, as modules import it by name; also in those to come."""
+        for module in list(sys.modules.values()):
+            if getattr(module, "__dict__", {}).get("safe_open") is there:
+                setattr(module, "safe_open", other)  # noqa: B010
+
+    stack.callback(exchange, safe_open, own)
+    exchange(own, safe_open)
 
 
 def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:

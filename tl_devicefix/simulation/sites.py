@@ -57,7 +57,7 @@ def divided(n_devices: int | None, hosts: Hosts) -> tuple[Site, ...]:
     """The sites of devices that are divided over hosts, in order: evenly, or as many as each has.
 
     Raises:
-        ValueError: if they cannot be.
+        ValueError: if they cannot be, or are more than there may be.
     """
     places = [
         (host, number)
@@ -79,6 +79,7 @@ def _on_each(n_devices: int | None, hosts: Hosts) -> Sequence[int]:
             raise ValueError(
                 f"n_devices={n_devices}, but hosts={hosts!r} have {sum(hosts)}: give that, or none"
             )
+        check_number(sum(hosts))
         return hosts
     if type(hosts) is not int or hosts < 1:
         raise ValueError(
@@ -90,7 +91,21 @@ def _on_each(n_devices: int | None, hosts: Hosts) -> Sequence[int]:
             f"n_devices={n_devices} cannot be divided evenly over hosts={hosts}: give the devices "
             f"of all hosts together, a multiple of {hosts}, or a list of how many each has"
         )
+    check_number(n_devices)
     return [n_devices // hosts] * hosts
+
+
+def check_number(n_devices: object) -> None:
+    """Check that there may be so many devices.
+
+    Raises:
+        ValueError: if not.
+    """
+    if type(n_devices) is not int or not 1 <= n_devices <= _MOST_DEVICES:
+        raise ValueError(f"n_devices must be from 1 to {_MOST_DEVICES}, but is {n_devices!r}.")
+
+
+_MOST_DEVICES = 64
 
 
 def names_host(named: object) -> bool:

@@ -48,6 +48,10 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
     # Of a sparse tensor; `_allocation` is its values'.
     _allocations_of_indices: Sequence[Allocation] = ()
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make what ``type(parameter)(data, requires_grad=...)`` makes elsewhere, or a tensor."""
+        return (torch.nn.Parameter if "requires_grad" in kwargs else torch.Tensor)(*args, **kwargs)
+
     # Without this, torch would call Python once more for each operation.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

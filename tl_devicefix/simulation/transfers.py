@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import SupportsIndex, overload
+from types import MappingProxyType
+from typing import NamedTuple, SupportsIndex, overload
 
 import torch
 
@@ -33,13 +35,27 @@ class Moved:
     """Their sum."""
 
 
-def by_pair(transfers: Iterable[Transfer]) -> dict[tuple[torch.device, torch.device], Moved]:
-    """What went between each two devices: ``(source, target)`` -> count and bytes, in order."""
-    pairs: dict[tuple[torch.device, torch.device], Moved] = {}
+class Pair(NamedTuple):
+    """Between which devices."""
+
+    source: torch.device
+    target: torch.device
+
+
+def by_pair(
+    transfers: Iterable[Transfer], before: Mapping[Pair, Moved] = MappingProxyType({})
+) -> dict[Pair, Moved]:
+    """Sum transfers by their pair of devices: ``(source, target)`` -> count and bytes, in order.
+
+    Args:
+        transfers: one by one.
+        before: sums of others, which are added.
+    """
+    pairs = dict(before)
     for each in transfers:
-        so_far = pairs.get((each.source, each.target), Moved(0, 0))
-        moved = Moved(so_far.count + 1, so_far.bytes + each.bytes)
-        pairs[each.source, each.target] = moved
+        pair = Pair(each.source, each.target)
+        so_far = pairs.get(pair, Moved(0, 0))
+        pairs[pair] = Moved(so_far.count + 1, so_far.bytes + each.bytes)
     return dict(sorted(pairs.items(), key=lambda item: [_order(device) for device in item[0]]))
 
 
@@ -47,8 +63,33 @@ def _order(device: torch.device) -> tuple[str, int]:
     return device.type, -1 if device.index is None else device.index
 
 
+_KEPT = 10_000
+
+
 class Transfers(list[Transfer]):
-    """A list of transfers, in the order they were made. Printing it shows a line for each pair."""
+    """A list of transfers, in the order they were made. Printing it shows a line for each pair.
+
+    It has the last 10 000 to 20 000; sums, as printed and by `by_pair`, are those of all.
+    """
+
+    _before: Mapping[Pair, Moved] = MappingProxyType({})
+    """The sums of those that it has no more."""
+
+    def append(self, transfer: Transfer) -> None:
+        """Add one; of too many, the older ones are only summed from then on."""
+        super().append(transfer)
+        if len(self) >= 2 * _KEPT:
+            before = by_pair(self[:_KEPT], self._before)
+            self._before, self[:_KEPT] = before, []
+
+    def clear(self) -> None:
+        """Forget all, and the sums."""
+        super().clear()
+        self._before = {}
+
+    def copy(self) -> Transfers:
+        """Return another list of the same, with their sums."""
+        return copy.copy(self)
 
     @overload
     def __getitem__(self, index: SupportsIndex) -> Transfer: ...
@@ -61,9 +102,14 @@ class Transfers(list[Transfer]):
         found = super().__getitem__(index)
         return Transfers(found) if isinstance(found, list) else found
 
-    def by_pair(self) -> dict[tuple[torch.device, torch.device], Moved]:
+    def by_pair(self) -> dict[Pair, Moved]:
         """What went between each two devices: ``(source, target)`` -> count and bytes, in order."""
-        return by_pair(self)
+        return by_pair(self, self._before)
+
+    def together(self) -> Moved:
+        """How many there were in all, and their bytes."""
+        sums = self.by_pair().values()
+        return Moved(sum(each.count for each in sums), sum(each.bytes for each in sums))
 
     def __repr__(self) -> str:
         pairs = self.by_pair()
@@ -71,7 +117,8 @@ class Transfers(list[Transfer]):
             (f"{source} -> {target}", str(moved.count), readable(moved.bytes))
             for (source, target), moved in pairs.items()
         ]
-        rows.append(("all", str(len(self)), readable(sum(each.bytes for each in self))))
+        together = self.together()
+        rows.append(("all", str(together.count), readable(together.bytes)))
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         return "\n".join(
             f"{pair:<{widths[0]}}  {count:>{widths[1]}}  {size:>{widths[2]}}"

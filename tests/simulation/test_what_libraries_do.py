@@ -1,0 +1,141 @@
+"""Libraries that make tensors and parameters on devices, or leave `simulate` open."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from accelerate.utils import set_module_tensor_to_device
+from safetensors import safe_open
+
+import tl_devicefix
+from tl_devicefix.demo import selfcheck
+from tl_devicefix.placement.workers import each_on_its_device
+from tl_devicefix.simulation.backend import DeviceModule
+
+OWN = safe_open
+TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2)}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    safetensors.torch.save_file(TENSORS, tmp_path / "x.safetensors")
+    return tmp_path / "x.safetensors"
+
+
+@pytest.mark.parametrize("options", [{}, {"values": False}, {"asynchronous": True}], ids=str)
+def test_safetensors_reads_a_file_to_a_device(options: dict[str, Any], file: Path) -> None:
+    with tl_devicefix.simulate(3, **options):
+        with safe_open(file, framework="pt", device="sim:1") as opened:
+            read = [opened.get_tensor("a"), opened.get_slice("a")[:, 1:]]
+        read.append(safetensors.torch.load_file(file, device="sim:1")["a"])
+        on_the_cpu = safetensors.torch.load_file(file)
+
+        assert [tensor.device for tensor in read] == [torch.device("sim:1")] * 3
+        assert [tensor.shape for tensor in read] == [(2, 3), (2, 2), (2, 3)]
+        if options.get("values", True):
+            assert torch.equal(read[1].cpu(), TENSORS["a"][:, 1:])
+        assert torch.equal(on_the_cpu["a"], TENSORS["a"])
+
+
+def test_safetensors_is_its_own_outside(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
+    with tl_devicefix.simulate(2):
+        imports: Any = ModuleType("imports")
+        imports.safe_open = safetensors.safe_open  # as it is found meanwhile
+        monkeypatch.setitem(sys.modules, "imports", imports)
+        with pytest.raises(RuntimeError, match="Invalid device sim:2"):
+            safe_open(file, "pt", "sim:2")
+
+    found = [m.safe_open for m in (safetensors, safetensors.torch, imports, sys.modules[__name__])]
+    assert all(each is OWN for each in found)
+
+
+@pytest.mark.parametrize("to", ["cpu", "sim:1"])
+def test_accelerate_puts_tied_parameters_on_a_device(to: str) -> None:
+    with tl_devicefix.simulate(2):
+        linear = torch.nn.Linear(2, 3).to("sim:0").requires_grad_(False)
+        weight = linear.weight.cpu()
+
+        set_module_tensor_to_device(linear, "weight", to, tied_params_map={})
+        set_module_tensor_to_device(linear, "weight", to, weight + 1)
+
+        assert isinstance(linear.weight, torch.nn.Parameter)
+        assert linear.weight.device == torch.device(to)
+        assert not linear.weight.requires_grad
+        assert torch.equal(linear.weight.cpu(), weight + 1)
+
+
+def test_workers_run_on_a_type_of_device_without_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    def note(_unit: int) -> None:
+        seen.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
+
+    seen: list[Any] = []
+    with tl_devicefix.simulate(2) as machine:
+        monkeypatch.delattr(DeviceModule, "get_amp_supported_dtype")
+        each_on_its_device(note, [0, 1], machine.devices)
+        with torch.autocast("cpu", torch.float16):
+            each_on_its_device(note, [0, 1], machine.devices)
+
+    assert [enabled for enabled, _ in seen] == [False, False, True, True]
+    assert seen[-1][1] == torch.float16
+
+
+@pytest.fixture
+def checked_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The self-check looks at gradients only, in short."""
+    for name in ("_check_copy", "_check_parity"):
+        monkeypatch.setattr(selfcheck, name, lambda *_: True)
+    monkeypatch.setattr(selfcheck, "_BUSY", (2, 1))
+    monkeypatch.setattr(selfcheck, "_COPY_ELEMENTS", 3)
+    with tl_devicefix.simulate(2, asynchronous=True):
+        yield
+
+
+def test_the_selfcheck_looks_whether_gradients_keep_their_memory(
+    checked_alone: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert selfcheck.run_selfcheck("sim")
+    assert "gradients between streams of sim:1: ok" in capsys.readouterr().out
+
+    def overwrite(gradient: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(gradient)
+
+    register = torch.Tensor.register_hook
+    monkeypatch.setattr(torch.Tensor, "register_hook", lambda x, _: register(x, overwrite))
+    assert not selfcheck.run_selfcheck("sim")
+    assert "gradients between streams of sim:1: 3 WRONG" in capsys.readouterr().out
+
+
+LEFT_OPEN = """
+import os, torch
+from tl_devicefix.simulation import simulate
+
+child = os.fork()
+entered = simulate(2, asynchronous=bool(child))
+entered.__enter__()
+torch.ones(3, device="sim:1").cpu()
+if child:
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_script_may_end_within_simulate() -> None:
+    here = Path(tl_devicefix.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT_OPEN],
+        env={**os.environ, "PYTHONPATH": str(here), "TL_DEVICEFIX_DISABLE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
+    assert "Exception ignored" not in done.stderr
