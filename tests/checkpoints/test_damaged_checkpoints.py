@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -198,7 +199,24 @@ def test_an_index_that_is_cut_short(
         load(checkpoint)
 
 
-@pytest.mark.parametrize("index", ["[]", "3", '{"weight_map": []}', '{"weight_map": null}', "{}"])
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json"])
+def test_json_that_is_nested_too_deep(
+    file: str, tensors: Any, hf_models: Any, write_checkpoint: Any, refused: Any
+) -> None:
+    checkpoint = write_checkpoint(hf_models("qwen2"), tensors, n_files=3)
+    (checkpoint / file).write_text('{"a":' * 100_000)
+
+    with refused(file, str(checkpoint), "recursion"):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        *("[]", "3", "{}", '{"weight_map": []}', '{"weight_map": null}', '{"weight_map": {}}'),
+        *('{"weight_map": {"a": 5}}', '{"weight_map": {"a": {}}}', '{"weight_map": {"a": "../b"}}'),
+    ],
+)
 def test_an_index_that_is_something_else(
     index: str, tensors: Any, hf_models: Any, write_checkpoint: Any, refused: Any
 ) -> None:
@@ -267,12 +285,38 @@ def test_a_pickled_shard_that_is_not_there(write_pickles: Any, refused: Any) -> 
         load(checkpoint)
 
 
-def test_a_pickle_of_something_else(write_pickles: Any, refused: Any) -> None:
+@pytest.mark.parametrize("held", [[1, 2, 3], {"a": 5}, {"a": {}}, {5: torch.ones(2)}], ids=repr)
+def test_a_pickle_of_something_else(held: Any, write_pickles: Any, refused: Any) -> None:
     checkpoint = write_pickles(1)
-    torch.save([1, 2, 3], checkpoint / "pytorch_model.bin")
+    torch.save(held, checkpoint / "pytorch_model.bin")
 
-    with refused(str(checkpoint)):
+    with refused(str(checkpoint), "not tensors by name", "again"):
         load(checkpoint)
+
+
+class Malicious:
+    """Runs code where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self._path),)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_pickle_that_would_run_code(
+    zipped: bool, write_pickles: Any, refused: Any, tmp_path: Path
+) -> None:
+    checkpoint = write_pickles(1)
+    torch.save(
+        {"a": Malicious(tmp_path / "it ran")},
+        checkpoint / "pytorch_model.bin",
+        _use_new_zipfile_serialization=zipped,
+    )
+    with refused("pytorch_model.bin would run", ".mkdir", "do not use this checkpoint"):
+        load(checkpoint)
+    assert not (tmp_path / "it ran").exists()
 
 
 def test_a_checkpoint_without_any_weights(
@@ -309,6 +353,30 @@ def test_an_architecture_that_transformer_lens_has_not(
     config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
 
     with refused(str(checkpoint), says, error=(ValueError, RuntimeError)):
+        load(checkpoint)
+
+
+WRONG_VALUES: dict[str, Any] = {
+    "hidden_size": "x",
+    "num_attention_heads": 0,
+    "hidden_act": "x",
+    "vocab_size": -1,
+    "architectures": 5,
+    "num_hidden_layers": 10**9,
+    "num_labels": 10**9,
+}
+
+
+@pytest.mark.parametrize("field", WRONG_VALUES)
+def test_a_config_with_a_wrong_value(
+    field: str, tensors: Any, hf_models: Any, write_checkpoint: Any, refused: Any
+) -> None:
+    checkpoint = write_checkpoint(hf_models("qwen2"), tensors)
+    config = checkpoint / "config.json"
+    changes = {field: WRONG_VALUES[field]}
+    config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+
+    with refused(f"config.json of {str(checkpoint)!r} cannot be read"):
         load(checkpoint)
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 from hf_models import D_VOCAB, N_LAYERS
+from hub_cache import HubCache
 from transformer_lens import HookedTransformer
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, dynamic_module_utils
 
 from tl_devicefix import plan
 
@@ -119,3 +124,46 @@ def test_a_directory_with_an_adapter_only(tmp_path: Path, refused: Any) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     with refused(str(tmp_path), "PEFT adapter", "hf_model"):
         HookedTransformer.from_pretrained(str(tmp_path))
+
+
+@pytest.fixture
+def with_code(
+    directory: Any, hf_models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """A tiny Qwen3 in a directory called as models are whose code TransformerLens runs."""
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "modules")])
+    path = directory("Qwen/Qwen3-mine")
+    hf_models("qwen3").save_pretrained(path)
+    (path / "own.py").write_text(f"open({str(tmp_path / 'it ran')!r}, 'w')\nclass Own: ...\n")
+    for file, key, value in (
+        ("config.json", "AutoConfig", "own.Own"),
+        ("config.json", "AutoModelForCausalLM", "own.Own"),
+        ("tokenizer_config.json", "AutoTokenizer", ["own.Own", "own.Own"]),
+    ):
+        fields = json.loads((path / file).read_text())
+        fields.setdefault("auto_map", {})[key] = value
+        (path / file).write_text(json.dumps(fields))
+    return path.relative_to(tmp_path)
+
+
+@pytest.mark.parametrize("how", [str, os.path.abspath], ids=["relative", "absolute"])
+def test_code_in_a_directory_does_not_run_whatever_it_is_called(
+    how: Callable[[Path], str], with_code: Path, hf_models: Any, machine: Any, tmp_path: Path
+) -> None:
+    model = HookedTransformer.from_pretrained(how(with_code), n_devices=2, fold_ln=False)
+    assert not model.cfg.trust_remote_code
+    assert not (tmp_path / "it ran").exists()
+    with contextlib.suppress(Exception):  # what it holds is no model
+        HookedTransformer.from_pretrained(how(with_code), trust_remote_code=True)
+    assert (tmp_path / "it ran").exists()
+
+
+def test_nor_does_that_of_a_name_that_transformer_lens_does_not_list(
+    with_code: Path, hub: HubCache, hf_models: Any, machine: Any, tmp_path: Path
+) -> None:
+    there = hub.add("Qwen/Qwen3-tuned", hf_models("qwen3"))
+    shutil.copytree(with_code, there, dirs_exist_ok=True)
+    model = HookedTransformer.from_pretrained("Qwen/Qwen3-tuned", n_devices=2)
+    assert model.tokenizer is not None
+    assert not (tmp_path / "it ran").exists()

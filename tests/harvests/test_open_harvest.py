@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from written_by_hand import D_MODEL, N_EXAMPLES, REDUCED, RESID, WIDTH, write_by
 
 import tl_devicefix
 from tl_devicefix.__main__ import main
-from tl_devicefix.harvests.format import INDEX
+from tl_devicefix.harvests.format import INDEX, _checksum_of_fields
 from tl_devicefix.harvests.reading import Harvest
 
 
@@ -88,12 +88,66 @@ def test_a_directory_without_a_harvest_and_indices_that_cannot_be_read(tmp_path:
     with pytest.raises(FileNotFoundError, match=r"there is no harvest in"):
         tl_devicefix.open_harvest(tmp_path)
     (tmp_path / INDEX).write_text('{"version": 99}')
-    with pytest.raises(ValueError, match=r"version 99 of the format.* reads version 1"):
+    with pytest.raises(ValueError, match=r"version 99 of the format.* reads version 2"):
         tl_devicefix.open_harvest(tmp_path)
-    for damaged in ("{", "[]", '{"version": 1}'):
+    for damaged in ("{", "[]", '{"version": 2}', "[" * 100_000):
         (tmp_path / INDEX).write_text(damaged)
         with pytest.raises(ValueError, match="is damaged"):
             tl_devicefix.open_harvest(tmp_path)
+
+
+def first(part: str, **fields: Any) -> Callable[[Any], Any]:
+    """Changes fields of the first entry or shard; of those of RESID."""
+    return lambda index: index[part][2 if part == "entries" else 0].update(fields)
+
+
+INDICES_THAT_LIE: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "another dtype": (first("entries", dtype="int32"), ""),
+    "a dtype of as many bytes": (first("entries", dtype="float16"), ""),
+    "another shape": (first("entries", shape=[WIDTH * D_MODEL]), ""),
+    "a shape that is huge": (first("entries", shape=[10**12]), "too small for what is in it"),
+    "an axis that is none": (first("entries", axis="tokn"), "cannot be bfloat16 .* by tokn"),
+    "another axis": (first("entries", axis="shared"), ""),
+    "a field that is none": (first("entries", axes="token"), "unexpected keyword argument 'axes'"),
+    "the same as none": (first("entries", same_as="blocks.9"), "is not the same as blocks.9"),
+    "an entry dropped": (lambda index: index["entries"].pop(), ""),
+    "tokens dropped": (lambda index: index["entries"].pop(0), "there is no tokens"),
+    "an entry twice": (
+        lambda index: index["entries"].append(index["entries"][2]), "a name is there twice",
+    ),
+    "a shard twice": (lambda index: index["shards"].insert(1, index["shards"][0]), "is no shard 1"),
+    "a gap": (lambda index: index["shards"].pop(0), "is no shard 0"),
+    "an overlap": (
+        lambda index: index["shards"][1].update(start=3), "cannot have the examples 3 to 8",
+    ),
+    "fewer examples": (first("shards", stop=3), "cannot have the examples 0 to 3"),
+    "no number": (first("shards", tokens=True), "is no shard 0"),
+    "another directory's": (first("shards", file="../shard-00000.safetensors"), "is no shard 0"),
+    "an absolute name": (first("shards", file="/shard-00000.safetensors"), "is no shard 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lie", INDICES_THAT_LIE)
+def test_an_index_that_is_not_as_it_was_written_is_not_believed(lie: str, written: Harvest) -> None:
+    change, message = INDICES_THAT_LIE[lie]
+    path = written.directory / INDEX
+    index = json.loads(path.read_text())
+    change(index)
+    path.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="is damaged: its checksum is not that"):
+        tl_devicefix.open_harvest(written.directory)
+
+    # Also by whoever knows how its checksum is made: what shards say of themselves decides.
+    index.pop("xxh3_128")
+    path.write_text(json.dumps({**index, "xxh3_128": _checksum_of_fields(index)}))
+    if message:
+        with pytest.raises(ValueError, match=f"is damaged: .*{message}"):
+            tl_devicefix.open_harvest(written.directory)
+        return
+    opened = tl_devicefix.open_harvest(written.directory)
+    with pytest.raises(ValueError, match="does not begin as it was written"):
+        opened.tokens[0]
+    assert len(opened.verify()) == len(opened.index.shards)
 
 
 @pytest.fixture

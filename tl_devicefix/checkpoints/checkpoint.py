@@ -43,7 +43,9 @@ def load_hf_model(model_name: str, cfg: Any, **kwargs: Any) -> torch.nn.Module:
     if "revision" not in kwargs and cfg.from_checkpoint:
         kwargs["revision"] = _revision(model_name, cfg)
     kwargs.setdefault("token", os.environ.get("HF_TOKEN") or None)
-    if model_name.startswith(tuple(tl_loading.NEED_REMOTE_CODE_MODELS)):
+    # Never what is only called so: a directory, or a name that TransformerLens does not list.
+    listed = not is_directory and model_name in tl_loading.OFFICIAL_MODEL_NAMES
+    if listed and model_name.startswith(tuple(tl_loading.NEED_REMOTE_CODE_MODELS)):
         kwargs.setdefault("trust_remote_code", True)
     multimodal = cfg.original_architecture == "Gemma3ForConditionalGeneration"
     auto: Any = AutoModel if multimodal else AutoModelForCausalLM
@@ -70,10 +72,11 @@ def load_hf_model(model_name: str, cfg: Any, **kwargs: Any) -> torch.nn.Module:
     return model.requires_grad_(False)
 
 
-# What transformers, safetensors and torch raise for files that are not as they should be.
+# What transformers, safetensors and torch raise for files, and values of a config, that are not as
+# they should be.
 _UNREADABLE = (
-    OSError, ValueError, RuntimeError, EOFError, AttributeError, pickle.UnpicklingError,
-    SafetensorError,
+    OSError, ValueError, RuntimeError, EOFError, AttributeError, ArithmeticError, AssertionError,
+    LookupError, pickle.UnpicklingError, SafetensorError,
 )  # fmt: skip
 
 

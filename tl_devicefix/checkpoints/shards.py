@@ -58,7 +58,14 @@ def _check_pickles(directory: Path) -> None:
         try:
             _unpickled(file)
         except _DAMAGED_PICKLE as error:
-            reason = " ".join(str(error).split())
+            # Around it, torch says how to unpickle it all the same.
+            reason = " ".join(str(error.__context__ or error).split())
+            if (called := re.search(r"GLOBAL (\w[\w.]*)", reason)) is not None:
+                raise ValueError(
+                    f"{file} would run {called[1]} when it is unpickled, which no weights need, so "
+                    "it was not read: do not use this checkpoint, or have whoever made it save it "
+                    "as safetensors"
+                ) from error
             raise ValueError(
                 f"{file} cannot be unpickled, perhaps as it is cut short at "
                 f"{file.stat().st_size} bytes ({reason}){_listed_in(file, index)}; fetch it again"
@@ -73,8 +80,10 @@ def _unpickled(file: Path) -> Mapping[str, torch.Tensor]:
     if file.stat().st_size == 0 or (is_zip and not zipfile.is_zipfile(file)):
         raise ValueError("it has no end")
     held = torch.load(file, map_location="meta", weights_only=True, mmap=is_zip)
-    if not isinstance(held, Mapping):
-        raise ValueError(f"it holds a {type(held).__name__}, not tensors by name")
+    values = held.items() if isinstance(held, Mapping) else [("", held)]
+    for name, value in values:
+        if not isinstance(value, torch.Tensor) or not isinstance(name, str) or not name:
+            raise ValueError(f"it holds a {type(value).__name__} by {name!r}, not tensors by name")
     return held
 
 
@@ -139,10 +148,16 @@ def _index(directory: Path, name: str = _INDEX) -> dict[str, str]:
     if not index.is_file():
         return {}
     try:
-        weight_map = json.loads(index.read_text())["weight_map"]
-        return dict(weight_map.items())
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        weight_map = dict(json.loads(index.read_text())["weight_map"].items())
+        if not weight_map or any(Path(file).name != file for file in weight_map.values()):
+            raise ValueError("it does not list tensors and the files here that they are in")
+        return weight_map
+    except _NOT_AS_WRITTEN as error:
         raise ValueError(f"{index} cannot be read ({error!r}); fetch it again") from error
+
+
+# What JSON, and what is made of it, raise if it is damaged; the last if it is nested too deep.
+_NOT_AS_WRITTEN = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
 def _read_header(file: Path) -> dict[str, Any]:
@@ -161,7 +176,7 @@ def _read_header(file: Path) -> dict[str, Any]:
         try:
             header = json.loads(opened.read(header_size))
             header.pop("__metadata__", None)
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except _NOT_AS_WRITTEN as error:
             raise ValueError(
                 f"the header of {file} is damaged ({error!r}); fetch it again"
             ) from error

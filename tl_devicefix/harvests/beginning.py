@@ -7,11 +7,13 @@ import errno
 import fcntl
 import importlib.metadata
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -19,7 +21,9 @@ from tl_devicefix.harvests.format import INDEX, SHARDS, TEMPORARY, Index, read_i
 from tl_devicefix.patching.versions import installed
 from tl_devicefix.placement.memory import gib
 
-LOCK = "lock"
+LOCK = ".tl_devicefix.lock"
+_OURS = re.compile(rb"[0-9a-f]{0,32}")
+"""What we write in it."""
 
 SHAPES = ("n_layers", "d_model", "n_heads", "n_key_value_heads", "d_head", "d_mlp", "d_vocab")
 """Fields of a config that say what shapes a model's activations have."""
@@ -34,12 +38,13 @@ def alone_in(directory: Path) -> Iterator[str]:
 
     Raises:
         NotADirectoryError: if it is a file.
+        FileExistsError: if the file `LOCK` is somebody's own, which is left as it is.
         RuntimeError: if another one does.
     """
     if directory.is_file():
         raise NotADirectoryError(f"{directory} is a file: give a directory to harvest to")
     directory.mkdir(parents=True, exist_ok=True)
-    with (directory / LOCK).open("a") as file:
+    with _opened(directory / LOCK) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.fstat(file.fileno()).st_nlink:  # another one ended just now, and removed it
@@ -50,8 +55,10 @@ def alone_in(directory: Path) -> Iterator[str]:
                 "another directory"
             ) from None
         try:
-            file.truncate(0)
-            file.write(text := uuid.uuid4().hex)
+            if not _OURS.fullmatch(file.read(33)):
+                raise _not_ours(directory / LOCK)
+            file.seek(0)
+            file.write((text := uuid.uuid4().hex).encode())
             file.flush()
             os.fsync(file.fileno())
             yield text
@@ -59,8 +66,29 @@ def alone_in(directory: Path) -> Iterator[str]:
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
+def _opened(path: Path) -> BinaryIO:
+    """A file that is made if it is not there, and not changed."""
+
+    def open_here(path: str, flags: int) -> int:
+        return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+
+    try:
+        return open(path, "rb+", opener=open_here)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR):
+            raise _not_ours(path) from None
+        raise
+
+
+def _not_ours(path: Path) -> FileExistsError:
+    return FileExistsError(
+        f"{path}, by which other harvests are kept out, is not a file of tl_devicefix: take it "
+        "away, or give another directory"
+    )
+
+
 def what_is_there(directory: Path, resume: bool) -> Index | None:
-    """The index of a harvest that is gone on with, if one was begun.
+    """The index of a harvest that is gone on with, if one was begun: up to a shard that is missing.
 
     Raises:
         FileExistsError: if something is there that is not to be gone on with.
@@ -81,7 +109,10 @@ def what_is_there(directory: Path, resume: bool) -> Index | None:
             f"{index.model.get('name')}: pass resume=True to go on with it, or give another "
             "directory"
         )
-    return index
+    there = [(directory / each.file).is_file() for each in index.shards]
+    if all(there):
+        return index
+    return replace(index, shards=index.shards[: there.index(False)], is_complete=False)
 
 
 def leave_nothing_empty(directory: Path, is_new: bool) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from transformer_lens import ActivationCache
 
+from tl_devicefix.harvests.stored import Stored
 from tl_devicefix.misspelt import did_you_mean
+from tl_devicefix.placement.devices import HOST
 from tl_devicefix.reading.cache_at_home import CacheAtHome
 
 
@@ -42,3 +45,32 @@ class CacheOnDisk(CacheAtHome):
     def copy(self) -> CacheAtHome:
         """A shallow copy, of which nothing has been read."""
         return self.of({name: dict.__getitem__(self, name) for name in self})
+
+
+def cache_of(
+    stored: Mapping[str, Stored], which: int | slice | list[int], model: Any
+) -> ActivationCache:
+    """An ActivationCache of what is stored, of which nothing is read yet.
+
+    Args:
+        stored: by name.
+        which: an example's number, for a cache without a batch axis, or several.
+        model: at whose home it is read; None for the CPU.
+    """
+    cache = CacheOnDisk(_home(model))
+    for name, each in stored.items():
+        cache[name] = _not_read(each, which)  # type: ignore[assignment]
+    return ActivationCache(cache, model, has_batch_dim=not isinstance(which, int))
+
+
+def _home(model: Any) -> torch.device:
+    placement = getattr(model, "placement", None)
+    if placement is not None:
+        return placement.home
+    return HOST if model is None else next(model.parameters()).device
+
+
+def _not_read(stored: Stored, which: int | slice | list[int]) -> NotRead:
+    if stored.entry.axis == "shared":
+        return NotRead(lambda: stored.of_shard(0))
+    return NotRead(lambda: stored[which])

@@ -9,19 +9,22 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import accumulate, groupby
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, get_args
 
 import torch
 
-from tl_devicefix.hosts.files import OtherHost, checksum, write_at
+from tl_devicefix.hosts.file_parts import checksum, write_at
 
-VERSION = 1
+if TYPE_CHECKING:
+    from tl_devicefix.hosts.files import OtherHost
+
+VERSION = 2
 INDEX = "index.json"
 SHARDS = "shard-*.safetensors"
 TEMPORARY = ".part"
@@ -29,6 +32,8 @@ TEMPORARY = ".part"
 
 TOKENS, MASK, KEPT = "tokens", "attention_mask", "kept"
 """What is stored with the activations, in the same way."""
+NOT_BY_TOKEN = ("hook_pattern", "hook_attn_scores")
+"""Activations whose second axis is a head, and not a position."""
 
 Axis = Literal["example", "token", "shared"]
 Pieces = Mapping[str, Sequence[torch.Tensor]]
@@ -49,6 +54,7 @@ _CODES = {
     torch.float8_e5m2: "F8_E5M2",
 }
 """How safetensors calls dtypes."""
+_DTYPES = {str(dtype).removeprefix("torch.") for dtype in _CODES}
 
 
 @dataclass(frozen=True)
@@ -144,35 +150,91 @@ def read_index(directory: Path) -> Index:
 
     Raises:
         FileNotFoundError: if it has none.
-        ValueError: if it cannot be read, or is of another version.
+        ValueError: if it cannot be read, is not as it was written, or is of another version.
     """
+    path = directory / INDEX
     try:
-        read = json.loads((directory / INDEX).read_text())
+        read = json.loads(path.read_text())
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(
             f"there is no harvest in {directory}: it has no {INDEX}, which tl_devicefix.harvest "
             "writes with the first batch"
         ) from None
-    except ValueError as error:
-        raise ValueError(f"{directory / INDEX} is damaged: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
     if not isinstance(read, dict):
-        raise ValueError(f"{directory / INDEX} is damaged: it is no object")
+        raise ValueError(f"{path} is damaged: it is no object")
     if read.get("version") != VERSION:
         raise ValueError(
             f"the harvest in {directory} is of version {read.get('version')} of the format, but "
-            f"this tl_devicefix reads version {VERSION}"
+            f"this tl_devicefix reads version {VERSION}: harvest it again to another directory"
+        )
+    if read.pop(_CHECKSUM, None) != _checksum_of_fields(read):
+        raise ValueError(
+            f"{path} is damaged: its checksum is not that of what was written; put back a copy of "
+            "it, or harvest again to another directory"
         )
     try:
         entries = tuple(Entry(**{**e, "shape": tuple(e["shape"])}) for e in read.pop("entries"))
         shards = tuple(Shard(**each) for each in read.pop("shards"))
-        return Index(entries=entries, shards=shards, **read)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{directory / INDEX} is damaged: {error}") from error
+        index = Index(entries=entries, shards=shards, **read)
+        wrong = next(_wrong_in(index), None)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if wrong is not None:
+        raise ValueError(f"{path} is damaged: {wrong}")
+    return index
+
+
+_CHECKSUM = "xxh3_128"
+
+
+def _checksum_of_fields(fields: Mapping[str, Any]) -> str:
+    """The checksum of an index: of its other fields, however they are laid out in the file."""
+    return str(checksum(json.dumps(fields, sort_keys=True).encode()).hexdigest())
+
+
+def _wrong_in(index: Index) -> Iterator[str]:
+    """What an index says that cannot be."""
+    stored = {entry.name: entry for entry in index.entries if entry.same_as is None}
+    n_bytes = dict.fromkeys(get_args(Axis), 0)
+    for entry in index.entries:
+        known = entry.dtype in _DTYPES and entry.axis in n_bytes
+        if not known or not all(_is_count(size, 0) for size in entry.shape):
+            yield f"{entry.name} cannot be {entry.dtype} {entry.shape} by {entry.axis}"
+        elif entry.same_as is None:
+            n_bytes[entry.axis] += entry.row_bytes
+        elif replace(entry, name=entry.same_as, same_as=None) != stored.get(entry.same_as):
+            yield f"{entry.name} is not the same as {entry.same_as}"
+    if len({entry.name for entry in index.entries}) < len(index.entries):
+        yield "a name is there twice"
+    if not {TOKENS, MASK} <= stored.keys():
+        yield f"there is no {TOKENS} or no {MASK}"
+    if not _is_count(index.examples_per_shard, 1) or type(index.is_complete) is not bool:
+        yield "its shards are of no size"
+    end = 0
+    for number, shard in enumerate(index.shards):
+        sizes = (shard.start, shard.stop, shard.tokens, shard.bytes)
+        if not all(_is_count(size, 0) for size in sizes) or shard.file != shard_name(number):
+            yield f"{shard.file!r} is no shard {number}"
+        full = shard.start + index.examples_per_shard
+        is_last = number == len(index.shards) - 1
+        if shard.start != end or not (shard.stop == full or (is_last and end < shard.stop < full)):
+            yield f"{shard.file} cannot have the examples {shard.start} to {shard.stop}"
+        rows = _n_rows(shard)
+        if sum(rows[axis] * size for axis, size in n_bytes.items()) >= shard.bytes:
+            yield f"{shard.file} is too small for what is in it"
+        end = shard.stop
+
+
+def _is_count(value: object, least: int) -> bool:
+    return type(value) is int and value >= least
 
 
 def write_index(directory: Path, index: Index) -> None:
     """Put an index in the place of the one that is there."""
-    text = json.dumps(asdict(index), indent=1) + "\n"
+    fields = asdict(index)
+    text = json.dumps({**fields, _CHECKSUM: _checksum_of_fields(fields)}, indent=1) + "\n"
     write_whole(directory / INDEX, lambda file: file.write(text.encode()))
 
 
@@ -203,7 +265,8 @@ def write_whole(path: Path, write: Callable[[BinaryIO], Any]) -> None:
 def write_shard(
     path: Path,
     pieces: Pieces,
-    metadata: Mapping[str, str],
+    start: int,
+    stop: int,
     others: Mapping[str, OtherHost] = MappingProxyType({}),
 ) -> tuple[int, str]:
     """Write a safetensors file of tensors that are in pieces, which are not put together first.
@@ -211,7 +274,8 @@ def write_shard(
     Args:
         path: of the file.
         pieces: the tensors.
-        metadata: a text for the file's header.
+        start: the first of the examples that they are of.
+        stop: the first of the next shard's.
         others: by name, which host has a tensor in its memory, and writes it, if not this one.
 
     Returns:
@@ -220,10 +284,13 @@ def write_shard(
     Raises:
         OSError: if it cannot be written; it names another rank's host, if it is that one's.
     """
-    # As safetensors does: the widest dtypes first, so that each tensor is aligned.
-    names = sorted(pieces, key=lambda name: -pieces[name][0].itemsize)
+    tensors = {
+        name: (of[0].dtype, (sum(map(len, of)), *of[0].shape[1:]) if of[0].dim() else ())
+        for name, of in pieces.items()
+    }
+    header = _header(tensors, start, stop)
+    names = _in_order(tensors)
     sizes = [sum(piece.nbytes for piece in pieces[name]) for name in names]
-    header = _header(names, pieces, sizes, metadata)
     starts = [*accumulate(sizes, initial=len(header))]
     found: dict[int, list[bytes]] = {}
 
@@ -248,24 +315,48 @@ def write_shard(
     return starts[-1], _checksum_of_all(checksum(header).digest(), *checksums)
 
 
-def _header(
-    names: Sequence[str], pieces: Pieces, sizes: Sequence[int], metadata: Mapping[str, str]
-) -> bytes:
-    """How a safetensors file begins."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+Tensors = Mapping[str, tuple[torch.dtype, Sequence[int]]]
+"""By name, the dtype and the shape of each."""
+
+
+def _in_order(tensors: Tensors) -> list[str]:
+    """As safetensors does: the widest dtypes first, so that each tensor is aligned."""
+    return sorted(tensors, key=lambda name: -tensors[name][0].itemsize)
+
+
+def _header(tensors: Tensors, start: int, stop: int) -> bytes:
+    """How a safetensors file begins, with some examples."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", "examples": f"{start}:{stop}"}}
     end = 0
-    for name, size in zip(names, sizes):
-        first, start = pieces[name][0], end
-        end += size
-        rows = sum(len(piece) if piece.dim() else 1 for piece in pieces[name])
+    for name in _in_order(tensors):
+        dtype, shape = tensors[name]
+        first, end = end, end + torch.Size(shape).numel() * dtype.itemsize
         header[name] = {
-            "dtype": _CODES[first.dtype],
-            "shape": [rows, *first.shape[1:]] if first.dim() else [],
-            "data_offsets": [start, end],
+            "dtype": _CODES[dtype],
+            "shape": list(shape),
+            "data_offsets": [first, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
+
+
+def has_its_header(path: Path, index: Index, shard: Shard) -> bool:
+    """Whether a file begins as that of a shard: with its examples, and what the index has."""
+    rows = _n_rows(shard)
+    tensors = {
+        e.name: (e.torch_dtype, e.shape if e.axis == "shared" else (rows[e.axis], *e.shape))
+        for e in index.entries
+        if e.same_as is None
+    }
+    header = _header(tensors, shard.start, shard.stop)
+    with path.open("rb") as file:
+        return file.read(len(header)) == header
+
+
+def _n_rows(shard: Shard) -> dict[Axis, int]:
+    """How many rows of each axis a shard has."""
+    return {"example": shard.stop - shard.start, "token": shard.tokens, "shared": 1}
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -290,11 +381,13 @@ def faults(directory: Path, index: Index) -> Iterable[str]:
             yield f"{shard.file} has {size} bytes, but was written with {shard.bytes}"
         elif checksum_of(path, _sizes(index, shard)) != shard.xxh3_128:
             yield f"{shard.file} is damaged: its checksum is not that of what was written"
+        elif not has_its_header(path, index, shard):
+            yield f"{shard.file} is not the shard of these examples that {INDEX} says"
 
 
 def _sizes(index: Index, shard: Shard) -> list[int]:
     """Bytes of a shard's header, and of each of its tensors."""
-    n_rows = {"example": shard.stop - shard.start, "token": shard.tokens, "shared": 1}
+    n_rows = _n_rows(shard)
     stored = [entry for entry in index.entries if entry.same_as is None]
     stored.sort(key=lambda entry: -entry.torch_dtype.itemsize)
     sizes = [entry.row_bytes * n_rows[entry.axis] for entry in stored]

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import convert_file_size_to_int
 
 from tl_devicefix.checkpoints.dtypes import torch_dtype
 from tl_devicefix.flights.viewing import viewing
@@ -23,6 +22,7 @@ from tl_devicefix.harvests.reading import Harvest, open_harvest
 from tl_devicefix.harvests.under_way import UnderWay
 from tl_devicefix.harvests.wanted import wanted_of
 from tl_devicefix.misspelt import refuse_misspelt
+from tl_devicefix.simulation.machine import bytes_of
 
 
 def harvest(
@@ -103,7 +103,7 @@ def harvest(
     source = Batches(batches, model, batch_size, prepend_bos)
     dtype = None if dtype is None else torch_dtype(dtype)
     keeping = Keeping(wanted_of(names_filter, model), dtype, reduce, keep)
-    shard_bytes = _size(shard_size)
+    shard_bytes = bytes_of(shard_size, "shard_size")
     with contextlib.ExitStack() as stack:
         if not resume:
             beginning.what_is_there(directory, resume)  # before a directory is made
@@ -129,13 +129,3 @@ _INSTEAD = {
     "padding_side": "set model.tokenizer.padding_side before",
     "pos_slice": "give a reduce, such as lambda activation: activation[:, -1]",
 }
-
-
-def _size(size: int | str) -> int:
-    try:
-        found = int(convert_file_size_to_int(size))
-    except (ValueError, AttributeError, TypeError):
-        found = 0
-    if found < 1:
-        raise ValueError(f"shard_size={size!r} is no size: give bytes, or a text as '512MiB'")
-    return found

@@ -8,15 +8,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from tl_devicefix.harvests.format import Axis, Entry, can_be_stored
+from tl_devicefix.harvests.format import NOT_BY_TOKEN, Axis, Entry, can_be_stored
 from tl_devicefix.misspelt import did_you_mean
 from tl_devicefix.reading.cache_at_home import CacheAtHome
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 Keep = Callable[[torch.Tensor], torch.Tensor] | Literal["attention_mask"]
-
-# Their second axis is a head, and not a position.
-NOT_BY_TOKEN = ("hook_pattern", "hook_attn_scores")
 
 
 class Found(NamedTuple):

@@ -1,29 +1,34 @@
-"""`open_harvest`: what was harvested, of which only that is read which is asked for."""
+"""`open_harvest`: what was harvested, of which only that is read which is asked for.
+
+TransformerLens and datasets are imported by what returns theirs: importing them takes longer than
+reading.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformer_lens import ActivationCache
 
-try:
-    from transformer_lens.utilities import get_act_name
-except ImportError:  # TransformerLens 2.x
-    from transformer_lens.utils import get_act_name
-
-from tl_devicefix.harvests.cache_on_disk import CacheOnDisk, NotRead
-from tl_devicefix.harvests.exporting import to_dataset
-from tl_devicefix.harvests.format import KEPT, MASK, TOKENS, Index, faults, read_index
-from tl_devicefix.harvests.keeping import NOT_BY_TOKEN
-from tl_devicefix.harvests.stored import Stored
+from tl_devicefix.harvests.format import (
+    KEPT,
+    MASK,
+    NOT_BY_TOKEN,
+    TOKENS,
+    Index,
+    faults,
+    read_index,
+)
+from tl_devicefix.harvests.stored import Shards, Stored
 from tl_devicefix.harvests.token_batches import Shuffle, TokenBatches
 from tl_devicefix.misspelt import did_you_mean
-from tl_devicefix.placement.devices import HOST
 from tl_devicefix.placement.memory import gib
+
+if TYPE_CHECKING:
+    from transformer_lens import ActivationCache
 
 
 def open_harvest(directory: str | os.PathLike[str]) -> Harvest:
@@ -59,7 +64,8 @@ class Harvest:
 
     def __init__(self, directory: Path, index: Index) -> None:
         self.directory, self.index = directory, index
-        self._stored = {each.name: Stored(directory, index, each) for each in index.entries}
+        shards = Shards(directory, index)
+        self._stored = {each.name: Stored(shards, each) for each in index.entries}
         self.names = [name for name in self._stored if name not in (TOKENS, MASK, KEPT)]
         self.model = index.model
         self.is_complete = index.is_complete
@@ -76,7 +82,7 @@ class Harvest:
 
     def __getitem__(self, name: str | tuple[Any, ...]) -> Stored:
         if isinstance(name, tuple):  # as a cache is indexed: h["resid_post", 2]
-            name = get_act_name(*name)
+            name = _act_name(*name)
         if not isinstance(name, str):
             raise TypeError(
                 f"give the name of one activation, and not a {type(name).__name__}: h[name][3] is "
@@ -116,6 +122,8 @@ class Harvest:
             IndexError: if there is no such example.
             TypeError: for what is no number.
         """
+        from tl_devicefix.harvests.cache_on_disk import cache_of
+
         if self.kept is not None:
             raise ValueError(
                 "a cache has all tokens, but keep has left some out of this harvest: read h[name]"
@@ -131,10 +139,7 @@ class Harvest:
                 )
             if not -len(self) <= number < len(self):
                 raise IndexError(f"there is no example {number} among {len(self)}")
-        cache = CacheOnDisk(_home(model))
-        for name in self.names:
-            cache[name] = _not_read(self._stored[name], which)  # type: ignore[assignment]
-        return ActivationCache(cache, model, has_batch_dim=not isinstance(which, int))
+        return cache_of({name: self._stored[name] for name in self.names}, which, model)
 
     def _check_shapes(self, model: Any) -> None:
         for name in ("n_layers", "d_model"):
@@ -196,12 +201,17 @@ class Harvest:
         Raises:
             ValueError: for another dtype, or activations that have no row for each example.
         """
+        from tl_devicefix.harvests.exporting import to_dataset
+
         names = [names] if isinstance(names, str) else self.names if names is None else names
         wanted = {name: self[name] for name in names}
         return to_dataset(wanted, self.tokens, self.index, dtype, cache_dir)
 
     def verify(self) -> list[str]:
-        """What is wrong, in a sentence for each shard that is not as it was written; reads all."""
+        """What is wrong, in a sentence for each shard that is not as it was written; reads all.
+
+        Only this finds values that have changed on disk: what is read is not compared with them.
+        """
         return list(faults(self.directory, self.index))
 
     def __repr__(self) -> str:
@@ -218,14 +228,10 @@ class Harvest:
         )
 
 
-def _home(model: Any) -> torch.device:
-    placement = getattr(model, "placement", None)
-    if placement is not None:
-        return placement.home
-    return HOST if model is None else next(model.parameters()).device
-
-
-def _not_read(stored: Stored, which: int | slice | list[int]) -> NotRead:
-    if stored.entry.axis == "shared":
-        return NotRead(lambda: stored.of_shard(0))
-    return NotRead(lambda: stored[which])
+def _act_name(*parts: Any) -> str:
+    """The name of a hook point, as TransformerLens writes it."""
+    try:
+        from transformer_lens.utilities import get_act_name
+    except ImportError:  # TransformerLens 2.x
+        from transformer_lens.utils import get_act_name
+    return get_act_name(*parts)

@@ -10,31 +10,49 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from tl_devicefix.harvests.format import KEPT, Entry, Index
+from tl_devicefix.harvests.format import KEPT, Entry, Index, has_its_header
 
 
-def mapped(path: Path, name: str) -> torch.Tensor:
-    """A tensor of a safetensors file, mapped: what of it is used is read then.
+class Shards:
+    """The shards in a directory, each of which is compared with the index when it is first read.
 
-    Each call maps the file anew, so that who changes the tensor changes it for himself only.
-
-    Raises:
-        FileNotFoundError: if the file is not there.
-        ValueError: if it is cut off.
+    Args:
+        directory: of the harvest.
+        index: what it has.
     """
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{path} is missing: `python -m tl_devicefix harvest verify {path.parent}` says what "
-            "else is"
-        )
-    try:
-        with safe_open(str(path), framework="pt", device="cpu") as file:
-            return file.get_tensor(name)
-    except SafetensorError as error:
-        raise ValueError(
-            f"{path} is damaged ({error}): `python -m tl_devicefix harvest verify {path.parent}` "
-            "says what else is"
-        ) from error
+
+    def __init__(self, directory: Path, index: Index) -> None:
+        self._directory, self.index = directory, index
+        self._compared: set[int] = set()
+
+    def __reduce__(self) -> Any:  # so that a data set of it is called the same once it was read
+        return Shards, (self._directory, self.index)
+
+    def mapped(self, number: int, name: str) -> torch.Tensor:
+        """A tensor of a shard, mapped: what of it is used is read then.
+
+        Each call maps the file anew, so that who changes the tensor changes it for himself only.
+
+        Raises:
+            FileNotFoundError: if the file is not there.
+            ValueError: if it is cut off, or is another.
+        """
+        shard = self.index.shards[number]
+        path = self._directory / shard.file
+        verify = f"`python -m tl_devicefix harvest verify {self._directory}` says what else is"
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is missing: {verify}")
+        if number not in self._compared:
+            if not has_its_header(path, self.index, shard):
+                raise ValueError(
+                    f"{path} is damaged (it does not begin as it was written): {verify}"
+                )
+            self._compared.add(number)
+        try:
+            with safe_open(str(path), framework="pt", device="cpu") as file:
+                return file.get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged ({error}): {verify}") from error
 
 
 class Stored:
@@ -45,15 +63,14 @@ class Stored:
     that were kept, one example's after the other's, where `keep` left some out.
 
     Args:
-        directory: of the harvest.
-        index: what it has.
+        shards: of the harvest.
         entry: which.
     """
 
-    def __init__(self, directory: Path, index: Index, entry: Entry) -> None:
-        self._directory, self._index, self.entry = directory, index, entry
+    def __init__(self, shards: Shards, entry: Entry) -> None:
+        self._shards, self._index, self.entry = shards, shards.index, entry
         self._name = entry.same_as or entry.name
-        self._starts = [shard.start for shard in index.shards]
+        self._starts = [shard.start for shard in self._index.shards]
         self._ends: dict[int, list[int]] = {}
 
     @property
@@ -109,7 +126,7 @@ class Stored:
 
     def of_shard(self, number: int) -> torch.Tensor:
         """All rows that a shard has, mapped."""
-        return mapped(self._directory / self._index.shards[number].file, self._name)
+        return self._shards.mapped(number, self._name)
 
     def rows_of_shards(self) -> list[int]:
         """How many rows each shard has."""
@@ -135,7 +152,7 @@ class Stored:
         if self.entry.axis != "token":
             return slice(start - first, stop - first)
         if shard not in self._ends:
-            kept = mapped(self._directory / self._index.shards[shard].file, KEPT)
+            kept = self._shards.mapped(shard, KEPT)
             self._ends[shard] = [0, *kept.sum(1).cumsum(0).tolist()]
         return slice(self._ends[shard][start - first], self._ends[shard][stop - first])
 

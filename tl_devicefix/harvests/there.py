@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from tl_devicefix.harvests.format import KEPT, Entry, Index, same_bytes
-from tl_devicefix.harvests.stored import Stored
+from tl_devicefix.harvests.stored import Shards, Stored
 
 
 class There:
@@ -21,7 +21,8 @@ class There:
 
     def __init__(self, directory: Path, index: Index) -> None:
         self._directory, self._index = directory, index
-        self._stored = {each.name: Stored(directory, index, each) for each in index.entries}
+        shards = Shards(directory, index)
+        self._stored = {each.name: Stored(shards, each) for each in index.entries}
 
     def refuse_other(self, index: Index) -> None:
         """Refuse to go on with a harvest of something else.

@@ -175,8 +175,7 @@ class Writer:
             name: [self._shared[name]] if axis == "shared" else filled.pieces[name]
             for name, axis in self._axes.items()
         }
-        metadata = {"format": "pt", "examples": f"{start}:{stop}"}
-        size, checksum = write_shard(self._directory / name, pieces, metadata, self._others)
+        size, checksum = write_shard(self._directory / name, pieces, start, stop, self._others)
         self.index = self.index.with_shard(
             Shard(name, start, stop, filled.n_tokens, size, checksum)
         )
