@@ -1,18 +1,21 @@
 """HookedTransformer and TransformerBridge over several devices: import before loading.
 
-Importing applies the patches that `report()` lists, unless TL_DEVICEFIX_DISABLE=1 is set.
+Importing applies the patches that `report()` lists, unless TL_DEVICEFIX_DISABLE=1 is set: at once
+if TransformerLens is imported already, or else as soon as it is.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
-import sys
 from typing import TYPE_CHECKING, Any
 
-from tl_devicefix.patches import apply, patched, report, restore, unpatched
+from tl_devicefix.patches import apply as _apply
+from tl_devicefix.patching.import_hook import call_now, when_imported
+from tl_devicefix.patching.versions import check_version
 
 if TYPE_CHECKING:
-    from tl_devicefix.attending.choosing import attention
+    from tl_devicefix.attention.implementation import set_attn_implementation
     from tl_devicefix.before_loading.estimation import Estimate, estimate
     from tl_devicefix.before_loading.planning import plan
     from tl_devicefix.before_loading.rehearsal import Rehearsal, rehearse
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from tl_devicefix.harvests.harvesting import harvest
     from tl_devicefix.harvests.reading import open_harvest
     from tl_devicefix.hosts.joining import join
+    from tl_devicefix.patches import apply, patched, report, restore, unpatched
     from tl_devicefix.placement.gathering_device import gather_on
     from tl_devicefix.placement.placement import Placement
     from tl_devicefix.running.mixing import mix_devices
@@ -33,7 +37,6 @@ __all__ = [
     "Placement",
     "Rehearsal",
     "apply",
-    "attention",
     "check",
     "estimate",
     "gather_on",
@@ -48,13 +51,14 @@ __all__ = [
     "rehearse",
     "report",
     "restore",
+    "set_attn_implementation",
     "simulate",
     "sweep",
     "unpatched",
 ]
 
 _LAZY = {
-    "attention": "tl_devicefix.attending.choosing",
+    **dict.fromkeys(("apply", "patched", "report", "restore", "unpatched"), "tl_devicefix.patches"),
     "check": "tl_devicefix.checking",
     "Estimate": "tl_devicefix.before_loading.estimation",
     "estimate": "tl_devicefix.before_loading.estimation",
@@ -69,6 +73,7 @@ _LAZY = {
     "plan": "tl_devicefix.before_loading.planning",
     "Rehearsal": "tl_devicefix.before_loading.rehearsal",
     "rehearse": "tl_devicefix.before_loading.rehearsal",
+    "set_attn_implementation": "tl_devicefix.attention.implementation",
     "simulate": "tl_devicefix.simulation",
     "sweep": "tl_devicefix.flights.sweeping",
 }
@@ -76,26 +81,17 @@ _LAZY = {
 
 def __getattr__(name: str) -> Any:
     """Import what needs TransformerLens or torch only when it is asked for."""
-    import importlib
-
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'tl_devicefix' has no attribute {name!r}")
+    if name not in _LAZY:
+        raise AttributeError(f"module 'tl_devicefix' has no attribute {name!r}")
+    if name != "open_harvest":  # which needs no TransformerLens
+        call_now()
+    return getattr(importlib.import_module(_LAZY[name]), name)
 
 
 def __dir__() -> list[str]:
     return __all__
 
 
-def _is_the_command() -> bool:
-    """Whether this is `python -m tl_devicefix`, which applies the patches once it needs them.
-
-    Python's own: while `-m` looks for its module, and so imports this, `sys.argv[0]` is "-m".
-    """
-    started = sys.orig_argv
-    named = started[started.index("-m") + 1 :][:1] if "-m" in started else []
-    return sys.argv[:1] == ["-m"] and named == ["tl_devicefix"]
-
-
-if os.environ.get("TL_DEVICEFIX_DISABLE", "0") in ("", "0") and not _is_the_command():
-    apply()
+if os.environ.get("TL_DEVICEFIX_DISABLE", "0") in ("", "0"):
+    check_version()
+    when_imported(_apply)

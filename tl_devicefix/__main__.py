@@ -23,6 +23,8 @@ def main(arguments: list[str] | None = None) -> int:
         The exit status: 0 if all is well.
     """
     chosen = _parser().parse_args(_as_spelt_now(sys.argv[1:] if arguments is None else arguments))
+    if chosen.command == "harvest":  # which needs neither
+        return 0 if _run_harvest(chosen) else 1
     import transformers.utils.logging as hf_logging
 
     from tl_devicefix.patches import apply
@@ -113,8 +115,8 @@ def _add_estimate(commands: Any) -> None:
         "--gather", type=_device, help="where stacked weights are gathered: cpu, 0"
     )
     estimate.add_argument(
-        "--attention",
-        choices=("sdpa", "as_installed"),
+        "--attn-implementation",
+        choices=("sdpa", "eager"),
         help="sdpa: no pattern is built where none is kept",
     )
     estimate.add_argument("--json", action="store_true", help="print JSON, in bytes")
@@ -262,7 +264,6 @@ def _run_lend(chosen: argparse.Namespace) -> bool:
 
 _COMMANDS = {
     "estimate": _run_estimate,
-    "harvest": _run_harvest,
     "lend": _run_lend,
     "demo": _run_demo,
     "selfcheck": _run_selfcheck,

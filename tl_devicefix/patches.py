@@ -1,23 +1,33 @@
-"""The whole table of patches, put together from the rooms' own; apply it, undo it, and show it."""
+"""The whole table of patches, put together from the rooms' own; apply it, undo it, and show it.
+
+Of a model, what the patches do to it is shown: which forward each block runs.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
+from typing import Any, NamedTuple, overload
 
 from packaging.version import Version
 
 from tl_devicefix.patching import applying
-from tl_devicefix.patching.applying import is_applied, restore, unpatched
+from tl_devicefix.patching.applying import State, is_applied, restore, state, unpatched
 from tl_devicefix.patching.patch import Patch
 from tl_devicefix.patching.versions import (
     check_version,
+    class_names,
     has_bridge,
     has_hooked_transformer,
     installed,
+    is_bridge,
+    is_hooked_transformer,
 )
 
 __all__ = [
+    "BlockReport",
+    "ModelReport",
     "PatchReport",
     "apply",
     "is_applied",
@@ -56,11 +66,16 @@ def table() -> tuple[Patch, ...]:
 def apply() -> None:
     """Replace everything in the table; does nothing if that is done already.
 
+    What an interrupt has left halfway, here or in `restore`, the next call of either mends.
+
     Raises:
         UnsupportedTransformerLens: if this TransformerLens cannot be patched; it is untouched.
     """
-    if not is_applied():
-        applying.apply(table())
+    if is_applied():
+        return
+    whole = table()
+    if not is_applied():  # by the import hook, when TransformerLens was imported for the table
+        applying.apply(whole)
 
 
 @contextlib.contextmanager
@@ -83,35 +98,103 @@ class PatchReport(tuple[Patch, ...]):
 
     version: Version
     """That of TransformerLens."""
-    is_applied: bool
-    """Whether the patches were in place when the report was made."""
+    state: State
+    """Whether the patches were in place when the report was made: "applied", "not applied", or
+    "applied in part" after an interrupt, which the next `apply()` or `restore()` mends."""
 
     def __repr__(self) -> str:
         # One line, so that a notebook does not show the table twice.
         return f"PatchReport({len(self)} patches of transformer_lens {self.version}, {self.state})"
 
     @property
-    def state(self) -> str:
-        """Whether they are in place, as a person would say it."""
-        return "applied" if self.is_applied else "not applied"
+    def is_applied(self) -> bool:
+        """Whether all of them were."""
+        return self.state == "applied"
 
 
-def report() -> PatchReport:
-    """Print a table of what is replaced, for which TransformerLens versions, and why.
+class BlockReport(NamedTuple):
+    """What one block would run if a forward came now."""
+
+    forward: str
+    """"one function" of a HookedTransformer, "transformers' own layer" of a Bridge, or
+    "as installed: ..." with the reason."""
+    attention: str
+    """"sdpa", "eager", or "eager: ..." with the reason; "none" if nothing in the block attends."""
+
+
+class ModelReport(dict[str, BlockReport]):
+    """Name of each block -> what it runs; `report(model)` has printed the table."""
+
+    def __repr__(self) -> str:
+        # One line, so that a notebook does not show the table twice.
+        return f"ModelReport({len(self)} blocks)"
+
+
+@overload
+def report() -> PatchReport: ...
+@overload
+def report(model: Any) -> ModelReport: ...
+def report(model: Any = None) -> PatchReport | ModelReport:
+    """Print what is replaced in TransformerLens, or which forward each block of a model runs.
+
+        tl_devicefix.report()       # what is replaced, for which versions, and why
+        tl_devicefix.report(model)  # each block of this model: its fast way, or why not
+
+    A hook counts while it is there: those of `run_with_hooks` are gone when the call returns, so
+    ask within one of them.
+
+    Args:
+        model: a HookedTransformer or a TransformerBridge.
 
     Returns:
-        The same for programs: each patch's `target`, `since`, `until` and `why`, and of all
-        together the `version` and `is_applied`.
+        The same for programs. Without a model, each patch's `target`, `since`, `until` and `why`,
+        and of all together the `version`, the `state` and `is_applied`; of a model, a dict of each
+        block's name to its `forward` and `attention`.
 
     Raises:
         UnsupportedTransformerLens: if this TransformerLens is not one that is known.
+        TypeError: if the model is of another class.
     """
+    return _report_of_patches() if model is None else _report_of_model(model)
+
+
+def _report_of_patches() -> PatchReport:
     told = PatchReport(patch for patch in table() if patch.replacement is not None)
-    told.version, told.is_applied = installed(), is_applied()
+    told.version, told.state = installed(), state()
     print(f"tl_devicefix on transformer_lens {told.version}: {told.state}")
-    rows = [("target", "TL versions", "why")]
-    rows += [(patch.target, f"{patch.since} - {patch.until}", patch.why) for patch in told]
-    widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    for target, versions, why in rows:
-        print(f"{target:<{widths[0]}}  {versions:<{widths[1]}}  {why}")
+    rows = [(patch.target, f"{patch.since} - {patch.until}", patch.why) for patch in told]
+    _print_table(("target", "TL versions", "why"), *rows)
     return told
+
+
+def _report_of_model(model: Any) -> ModelReport:
+    # Imported here for the same reason as in `table`.
+    from tl_devicefix.attention.implementation import attention_of_each
+    from tl_devicefix.placement.placement import in_short
+
+    if is_hooked_transformer(model):
+        from tl_devicefix.hooked.known_blocks import forward_of_each
+    elif is_bridge(model):
+        from tl_devicefix.bridge.plain_layer import forward_of_each
+    else:
+        raise TypeError(
+            f"report looks through a {class_names()}, but this is a {type(model).__name__}: give "
+            "the model itself, or nothing to see what is replaced in TransformerLens"
+        )
+    attends = attention_of_each(model)
+    told = ModelReport()
+    for name, forward in forward_of_each(model).items():
+        own = [said for attention, said in attends.items() if attention.startswith(f"{name}.")]
+        told[name] = BlockReport(forward, "; ".join(dict.fromkeys(own)) or "none")
+    kind = type(model).__name__
+    print(f"{kind}, tl_devicefix on transformer_lens {installed()}: {state()}")
+    groups = itertools.groupby(told, told.__getitem__)
+    rows = [(in_short(list(names)), *block) for block, names in groups]
+    _print_table(("block", "forward", "attention"), *rows)
+    return told
+
+
+def _print_table(*rows: tuple[str, str, str]) -> None:
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    for first, second, third in rows:
+        print(f"{first:<{widths[0]}}  {second:<{widths[1]}}  {third}")

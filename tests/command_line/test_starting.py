@@ -14,7 +14,7 @@ import tl_devicefix
 from tl_devicefix.__main__ import main
 
 ROOT = Path(tl_devicefix.__file__).parents[1]
-LARGE = ("torch", "transformer_lens", "transformers")
+LARGE = ("torch", "transformer_lens", "transformers", "bitsandbytes", "peft", "datasets")
 AT_EXIT = (
     "import atexit, sys; atexit.register(lambda: print('IMPORTED', "
     f"*(n for n in {LARGE} if n in sys.modules)))"
@@ -55,40 +55,13 @@ def test_help_and_mistakes_import_nothing_large(
     assert done.stdout.splitlines()[-1].split() == ["IMPORTED"]
 
 
-INSTEAD_OF_PATCHING = """
-import sys, types
-
-patches = types.ModuleType("tl_devicefix.patches")
-patches.apply = lambda: print("APPLIED")
-patches.patched = patches.report = patches.restore = patches.unpatched = None
-sys.modules["tl_devicefix.patches"] = patches
-"""
-
-
-@pytest.mark.parametrize(
-    ("arguments", "applied"),
-    [
-        (["-c", "import tl_devicefix", "-m", "tl_devicefix"], True),
-        (["-m", "mine"], True),
-        (["mine/__init__.py", "-m", "tl_devicefix"], True),
-        (["-m", "mine", "-m", "tl_devicefix"], True),
-        (["-m", "tl_devicefix", "--help"], False),
-    ],
-    ids=["-c", "-m", "a script", "-m with a name", "the command"],
-)
-def test_importing_applies_the_patches_however_python_is_started(
-    arguments: list[str], applied: bool, tmp_path: Path
-) -> None:
-    """What applying them takes is left out here; tests/patching has it."""
+def test_looking_at_a_harvest_imports_no_models(tmp_path: Path) -> None:
     (tmp_path / "usercustomize.py").write_text("")
-    (tmp_path / "sitecustomize.py").write_text(INSTEAD_OF_PATCHING)
-    (tmp_path / "mine").mkdir()
-    # Imported while -m looks for it.
-    (tmp_path / "mine" / "__init__.py").write_text("import tl_devicefix")
-    (tmp_path / "mine" / "__main__.py").write_text("")
-    done = python(*arguments, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert ("APPLIED" in done.stdout.splitlines()) == applied
+    (tmp_path / "sitecustomize.py").write_text(AT_EXIT)
+    done = python("-m", "tl_devicefix", "harvest", "info", "nothing", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "there is no harvest in nothing" in done.stderr
+    assert done.stdout.split() == ["IMPORTED", "torch"]
 
 
 def test_the_old_spelling_works_with_a_warning(capsys: Any) -> None:

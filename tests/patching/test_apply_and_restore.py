@@ -8,8 +8,10 @@ import importlib.util
 import inspect
 import pydoc
 import sys
+import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,11 @@ from packaging.version import Version
 from tl_parts import MODEL_CLASS, changed, ours, parts_of_transformer_lens
 
 import tl_devicefix
+from tl_devicefix.patches import table
+from tl_devicefix.patching import applying
 from tl_devicefix.patching.applying import is_applied
+from tl_devicefix.patching.patch import Patch
+from tl_devicefix.patching.targets import class_named
 from tl_devicefix.patching.versions import has_bridge, has_hooked_transformer, installed
 
 FUNCTION = "get_device_for_block_index"
@@ -182,7 +188,7 @@ def test_help_shows_what_is_new_after_what_was_there() -> None:
         documentation = MODEL_CLASS.from_pretrained.__doc__
 
     new = {name: parameters[name] for name in parameters if name not in original}
-    assert list(new) == ["device_map", "max_memory", "attention"]
+    assert list(new) == ["device_map", "max_memory", "attn_implementation"]
     assert all(p.kind is p.KEYWORD_ONLY and p.default is None for p in new.values())
     assert [p for name, p in parameters.items() if name not in new] == list(original.values())
     shown = pydoc.plain(pydoc.render_doc(MODEL_CLASS.from_pretrained))
@@ -229,6 +235,41 @@ def test_a_transformer_bridge_that_is_not_known_stays_as_it_was() -> None:
     assert not differences & bridge
 
 
+FORWARDS = [patch for patch in table() if patch.name == "forward"]
+
+
+@pytest.mark.parametrize("patch", FORWARDS, ids=lambda patch: patch.target)
+def test_tools_see_the_installed_forward_through_its_replacement(patch: Patch) -> None:
+    """nnsight looks through a wrapper that calls one function of its closure, by name."""
+    cls = class_named(str(patch.owner))
+    with tl_devicefix.unpatched():
+        installed_forward = vars(cls)["forward"]
+
+    forward = vars(cls)["forward"]
+    cells = zip(forward.__code__.co_freevars, forward.__closure__)
+    functions = {
+        name: cell.cell_contents
+        for name, cell in cells
+        if isinstance(cell.cell_contents, types.FunctionType)
+    }
+    (name,) = functions
+    assert functions[name] is installed_forward
+    assert f"{name}(" in inspect.getsource(forward.__code__)
+    assert inspect.signature(forward) == inspect.signature(installed_forward)
+
+
+def test_a_method_kept_from_before_restoring_does_what_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tl_devicefix.restore()
+    stub = functools.wraps(MODEL_CLASS.forward)(lambda *args: ("installed", *args))
+    monkeypatch.setattr(MODEL_CLASS, "forward", stub)
+    with tl_devicefix.patched():
+        kept = MODEL_CLASS.forward
+    assert kept is not stub
+    assert kept("self", "input") == ("installed", "self", "input")
+
+
 @of_hooked_transformer
 def test_a_module_that_is_imported_while_patched_is_restored_too(
     monkeypatch: pytest.MonkeyPatch,
@@ -249,3 +290,91 @@ def test_a_module_that_is_imported_while_patched_is_restored_too(
 
     tl_devicefix.apply()
     assert getattr(later, FUNCTION) is replacement
+
+
+def stop_after(n_lines: int, switch: Callable[[], Any]) -> bool:
+    """Interrupt a switch at one of the lines that it runs; whether it came so far.
+
+    Not where it lets go of a lock, which no signal interrupts.
+    """
+    left, before = n_lines, sys.gettrace()
+    lines = Path(applying.__file__).read_text().splitlines()
+
+    def trace(frame: types.FrameType, event: str, arg: Any) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename != applying.__file__:
+            return None
+        left -= event == "line"
+        if left < 0 and "with _switching" not in lines[frame.f_lineno - 1]:
+            sys.settrace(before)
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        switch()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_whatever_an_interrupt_has_left_the_next_call_of_either_mends() -> None:
+    tl_devicefix.restore()
+    original = parts_of_transformer_lens()
+    tl_devicefix.apply()
+    patched = parts_of_transformer_lens()
+    switches = {tl_devicefix.apply: patched, tl_devicefix.restore: original}
+    seen = set()
+    for stopped, starts_with in zip(switches, reversed(switches)):
+        for mends, wanted in switches.items():
+            n_lines = 1
+            starts_with()
+            while stop_after(n_lines, stopped):
+                there = parts_of_transformer_lens()
+                was = {bool(changed(each, there)) for each in switches.values()}
+                seen.add(applying.state())
+                assert (applying.state() == "applied in part") == (was == {True})
+                mends()
+                assert changed(wanted, parts_of_transformer_lens()) == set()
+                assert is_applied() == (mends is tl_devicefix.apply)
+                starts_with()
+                n_lines *= 4
+    assert seen == {"applied", "not applied", "applied in part"}
+
+
+def test_report_says_so_where_it_was_interrupted(capsys: pytest.CaptureFixture[str]) -> None:
+    name, before = PROCESSING, applying.original(MODEL_CLASS, PROCESSING)
+    setattr(MODEL_CLASS, name, before)
+    told = tl_devicefix.report()
+    assert capsys.readouterr().out.splitlines()[0].endswith(": applied in part")
+    assert (told.is_applied, told.state) == (False, "applied in part")
+    tl_devicefix.apply()
+    assert vars(MODEL_CLASS)[name] is not before
+
+
+def test_threads_that_switch_at_once() -> None:
+    tl_devicefix.restore()
+    original = parts_of_transformer_lens()
+    errors = []
+
+    def switch() -> None:
+        try:
+            for _ in range(10):
+                tl_devicefix.apply()
+                applying.original(MODEL_CLASS, PROCESSING)
+                tl_devicefix.restore()
+        except Exception as error:  # noqa: BLE001
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    threads = [threading.Thread(target=switch) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sys.setswitchinterval(interval)
+    assert errors == []
+    assert changed(original, parts_of_transformer_lens()) == set()

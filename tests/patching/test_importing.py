@@ -51,6 +51,8 @@ DEVICEFIX_FIRST = """
     import sys
 
     import tl_devicefix
+
+    assert not {"torch", "transformers", "transformer_lens"} & sys.modules.keys()
     from tl_parts import ours, parts_of_transformer_lens
 
     replaced = {path.partition(":")[2] for path in ours(parts_of_transformer_lens())}
@@ -80,7 +82,11 @@ BRIDGE_FIRST = """
 """
 
 DEVICEFIX_BEFORE_BRIDGE = """
+    import sys
+
     import tl_devicefix
+
+    assert not {"torch", "transformers", "transformer_lens"} & sys.modules.keys()
     from tl_parts import ours, parts_of_transformer_lens
 
     replaced = {path.partition(":")[2] for path in ours(parts_of_transformer_lens())}
@@ -88,6 +94,42 @@ DEVICEFIX_BEFORE_BRIDGE = """
     tl_devicefix.restore()
     left = ours(parts_of_transformer_lens())
     assert left == set(), left
+"""
+
+ONE_OF_OURS_FIRST = """
+    import sys
+
+    import tl_devicefix
+    from tl_devicefix.reading import activations  # which imports TransformerLens
+
+    assert tl_devicefix.patches.is_applied()
+    assert sys.modules["tl_devicefix.reading.activations"] is activations
+"""
+
+REFUSED_AND_THEN_NOT = """
+    import sys
+
+    import tl_devicefix
+    from tl_devicefix.patching import applying
+    from tl_devicefix.patching.versions import UnsupportedTransformerLens
+
+    def refuse(patch):
+        raise UnsupportedTransformerLens("not this one")
+
+    check, applying.check_target = applying.check_target, refuse
+    for attempt in range(2):
+        try:
+            import transformer_lens
+        except UnsupportedTransformerLens as error:
+            assert str(error) == "not this one"
+        else:
+            raise AssertionError("it was imported")
+    assert not tl_devicefix.patches.is_applied()
+
+    applying.check_target = check
+    import transformer_lens
+
+    assert tl_devicefix.patches.is_applied()
 """
 
 DISABLED = """
@@ -124,6 +166,8 @@ def test_importing_first_or_last_or_disabled() -> None:
         "tl_devicefix first": start(
             DEVICEFIX_FIRST if hooked else DEVICEFIX_BEFORE_BRIDGE, disable="0"
         ),
+        "a module of tl_devicefix first": start(ONE_OF_OURS_FIRST, disable=None),
+        "refused, and then not": start(REFUSED_AND_THEN_NOT, disable=None),
         "disabled": start(DISABLED, disable="1"),
     }
     errors = {name: run.communicate(timeout=300)[1] for name, run in interpreters.items()}

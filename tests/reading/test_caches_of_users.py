@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,3 +148,14 @@ def test_it_is_gathered_where_one_says(model: Any, tokens: torch.Tensor) -> None
     with tl_devicefix.gather_on("cpu"):
         assert cache["resid_post", 4].device.type == "cpu"
         assert {each.device.type for each in cache.values()} == {"cpu"}
+
+
+def test_its_model_may_be_anything_that_has_what_is_read() -> None:
+    """As in TransformerLens's own tests: a cache asks its model for weights, not for parameters."""
+    attn = SimpleNamespace(W_O=torch.ones(2, 4, 8))
+    stub: Any = SimpleNamespace(
+        cfg=SimpleNamespace(n_layers=1, n_heads=2), blocks=[SimpleNamespace(attn=attn)]
+    )
+    cache = ActivationCache({"blocks.0.attn.hook_z": torch.ones(1, 3, 2, 4)}, stub)
+    cache.compute_head_results()
+    assert torch.equal(cache["blocks.0.attn.hook_result"], torch.full((1, 3, 2, 8), 4.0))

@@ -8,51 +8,75 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, wraps
-from typing import Any
+from functools import cache, partial, wraps
+from typing import Any, Literal, NamedTuple
 
 from tl_devicefix.patching.patch import Patch
-from tl_devicefix.patching.targets import check_target, class_named, modules, owners
+from tl_devicefix.patching.targets import check_target, modules, owners
+
+State = Literal["applied", "not applied", "applied in part"]
 
 _MISSING = object()
-# What was replaced: (object, attribute, what was there, or _MISSING if it was inherited).
-_replaced: list[tuple[Any, str, Any]] = []
 
 
+class _Replacement(NamedTuple):
+    """One attribute that is replaced; `before` is _MISSING if it was inherited."""
+
+    owner: Any
+    name: str
+    before: Any
+    after: Any
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether what was there before is not; another library may have wrapped what came."""
+        return vars(self.owner).get(self.name, _MISSING) is not self.before
+
+
+# All that is replaced: known whole before anything is touched and until all is as it was before,
+# so that whatever stops `apply` or `restore` halfway, the next call of either can do all of it.
+_replaced: tuple[_Replacement, ...] = ()
 # The table that is applied, or was applied last: `unpatched` applies it again.
 _applied: Sequence[Patch] = ()
+# Held by the thread that switches.
+_switching = threading.RLock()
 
 
 def apply(table: Sequence[Patch]) -> None:
-    """Replace everything in a table.
+    """Replace everything in a table; does nothing if that is done already.
 
     Args:
-        table: the patches; nothing may be applied yet.
+        table: the patches.
 
     Raises:
         UnsupportedTransformerLens: if this TransformerLens cannot be patched; it is untouched.
     """
-    assert not _replaced, "patches are applied already"
-    for patch in table:
-        check_target(patch)
-    _replace(table)
+    with _switching:
+        if is_applied():
+            return
+        restore()  # what an interrupt has left halfway
+        for patch in table:
+            check_target(patch)
+        _replace(table)
 
 
 def _replace(table: Sequence[Patch]) -> None:
-    """Replace everything in a table that was checked."""
-    global _applied
-    _originals.clear()
-    _applied = table
+    """Replace everything in a table that was checked; nothing of it is replaced yet."""
+    global _applied, _originals, _replaced
     # Looked for once: it takes longer than all else.
     imported = modules()
+    wanted = []
     for patch in table:
         if patch.replacement is None:
             continue
         for owner in owners(patch, imported):
             there = vars(owner).get(patch.name, _MISSING)
-            _replaced.append((owner, patch.name, there))
-            setattr(owner, patch.name, _as_found(patch, there))
+            wanted.append(_Replacement(owner, patch.name, there, _as_found(patch, owner, there)))
+    _applied, _replaced, _originals = table, tuple(wanted), {}
+    for owner, name, _, after in _replaced:
+        setattr(owner, name, after)
 
 
 def restore() -> None:
@@ -62,36 +86,47 @@ def restore() -> None:
     home, its weights are not gathered, and hooks that are added before `apply` is called again may
     not mix devices.
     """
-    _originals.clear()
-    there_now = modules() if _replaced else []
-    while _replaced:
-        owner, name, there = _replaced.pop()
-        replacement = vars(owner).get(name)
-        if there is _MISSING:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, there)
-        if inspect.ismodule(owner):
-            for module in there_now:  # also those that were imported since
-                if vars(module).get(name) is replacement:
-                    setattr(module, name, there)
+    global _originals, _replaced
+    with _switching:
+        there_now = modules() if _replaced else []
+        for owner, name, before, after in _replaced:
+            if before is not _MISSING:
+                setattr(owner, name, before)
+            elif name in vars(owner):
+                delattr(owner, name)
+            if inspect.ismodule(owner):
+                for module in there_now:  # also those that were imported since
+                    if vars(module).get(name) is after:
+                        setattr(module, name, before)
+        _replaced, _originals = (), {}
 
 
 @contextlib.contextmanager
 def unpatched() -> Iterator[None]:
     """TransformerLens as it was installed, within a `with` block."""
-    were_applied = is_applied()
-    restore()
+    with _switching:
+        were_applied = is_applied()
+        restore()
     try:
         yield
     finally:
-        if were_applied and not is_applied():
-            _replace(_applied)
+        with _switching:
+            if were_applied and not is_applied():
+                restore()
+                _replace(_applied)
 
 
 def is_applied() -> bool:
-    """Whether the patches are in place."""
-    return bool(_replaced)
+    """Whether all patches are in place."""
+    return state() == "applied"
+
+
+def state() -> State:
+    """What is in place now; "applied in part" where `apply` or `restore` was interrupted."""
+    in_place = [each.is_in_place for each in _replaced]
+    if not any(in_place):
+        return "not applied"
+    return "applied" if all(in_place) else "applied in part"
 
 
 def original(cls: type, name: str) -> Any:
@@ -100,12 +135,14 @@ def original(cls: type, name: str) -> Any:
     Raises:
         AttributeError: if TransformerLens has no such attribute.
     """
-    if (cls, name) not in _originals:
-        _originals[cls, name] = _find_original(cls, name)
-    return _originals[cls, name]
+    known = _originals
+    if (cls, name) not in known:
+        known[cls, name] = _find_original(cls, name)
+    return known[cls, name]
 
 
-# Looked up at every forward, so kept; forgotten when the patches change.
+# Looked up at every forward, so kept; another one when the patches change, so that what a thread
+# has found amid that is not kept.
 _originals: dict[tuple[type, str], Any] = {}
 
 
@@ -114,41 +151,62 @@ def _find_original(cls: type, name: str) -> Any:
         # A subclass's own from_pretrained is not TransformerLens's: look further up.
         if base.__module__.partition(".")[0] not in ("transformer_lens", "torch"):
             continue
-        replaced = {attribute: there for owner, attribute, there in _replaced if owner is base}
+        replaced = {each.name: each.before for each in _replaced if each.owner is base}
         found = replaced.get(name, vars(base).get(name, _MISSING))
         if found is not _MISSING:
             return found
     raise AttributeError(f"{cls.__name__} has no {name}")
 
 
-def _as_found(patch: Patch, there: Any) -> Any:
+def _as_found(patch: Patch, owner: Any, there: Any) -> Any:
     """The replacement in the form of what it replaces: a classmethod stays one."""
     assert patch.replacement is not None
     if isinstance(there, classmethod):
         return _classmethod_like(there, patch.replacement)
     if isinstance(there, property):
         return _property_like(there, patch.replacement)
-    takes = inspect.signature(patch.replacement).parameters.values()
-    if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in takes):
-        owner = class_named(patch.owner or "HookedTransformer")
-        return _method_like(getattr(owner, patch.name), patch.replacement)
+    if isinstance(there, staticmethod):
+        return _staticmethod_like(there, patch.replacement)
+    if takes_original(patch.replacement):
+        return _around(getattr(owner, patch.name), patch.replacement)
     return patch.replacement
 
 
-@cache  # so that applying again puts the same object there
-def _method_like(there: Any, replacement: Callable[..., Any]) -> Any:
-    """The replacement with the signature and docstring of what it wraps."""
+def takes_original(replacement: Callable[..., Any]) -> bool:
+    """Whether a replacement is to be called with what is installed first: `original`."""
+    return next(iter(inspect.signature(replacement).parameters), None) == "original"
 
-    @wraps(there)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return replacement(self, *args, **kwargs)
+
+@cache  # so that applying again puts the same object there
+def _around(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """A wrapper of the installed function that calls a replacement with it.
+
+    nnsight's `.source` looks through a wrapper that calls, by name, exactly one function of its
+    closure, and exchanges that function for a copy of its own. So the replacement is held as a
+    partial, and calls whatever `original` is by then.
+    """
+    call = partial(replacement)
+
+    @wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        if not _replaced:  # somebody kept this method from before `restore`
+            return original(*args, **kwargs)
+        return call(original, *args, **kwargs)
 
     return method
 
 
 @cache
-def _property_like(there: property, replacement: Any) -> property:
+def _staticmethod_like(there: Any, replacement: Callable[..., Any]) -> Any:
+    return staticmethod(_around(there.__func__, replacement))
+
+
+@cache
+def _property_like(there: property, replacement: Callable[..., Any]) -> property:
     """The replacement, a getter, with the docstring of what it replaces."""
+    if takes_original(replacement):
+        assert there.fget is not None
+        replacement = _around(there.fget, replacement)
     return property(replacement, doc=there.__doc__)
 
 

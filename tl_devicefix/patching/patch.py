@@ -14,7 +14,11 @@ class Patch:
     name: str
     """The attribute of `owner`, or the function."""
     replacement: Callable[..., Any] | None
-    """What takes its place; None if it is only called, and has to be there."""
+    """What takes its place; None if it is only called, and has to be there.
+
+    If its first parameter is `original`, it is called with what is installed first, and then with
+    the arguments; else with the arguments alone. A classmethod's gets the class.
+    """
     parameters: tuple[str, ...]
     """Parameters that the installed target must have, in this order, for the patch to be right."""
     why: str

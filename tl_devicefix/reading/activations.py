@@ -6,15 +6,12 @@ A cache of a spread model is a `CacheAtHome`: what is read together is read at h
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformer_lens import ActivationCache
+from torch import nn
 
-from tl_devicefix.patching.applying import original
 from tl_devicefix.placement.devices import with_index
 from tl_devicefix.placement.gathering_device import chosen_device, gather_nowhere, gather_on
 from tl_devicefix.placement.placement import Placement
@@ -24,53 +21,35 @@ from tl_devicefix.running.carrying import move
 from tl_devicefix.tracebacks import noting_mixed_devices
 
 
-def get_caching_hooks(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`HookedTransformer.get_caching_hooks`, with a cache that is read at home."""
-    return _with_cache_at_home(self, "get_caching_hooks", args, kwargs)
-
-
-def add_caching_hooks(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`HookedTransformer.add_caching_hooks`, with a cache that is read at home."""
-    return _with_cache_at_home(self, "add_caching_hooks", args, kwargs)
-
-
-def _with_cache_at_home(
-    model: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Call a method that makes a cache, and have it make one that is read at home.
+def with_cache_at_home(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`get_caching_hooks` and `add_caching_hooks`, with a cache that is read at home.
 
     With a `device` that the caller names, activations stay there and are read there. A model on one
     device, and a dict that the caller brings, are left as they are.
     """
-    unpatched = original(type(model), method)
-    placement: Placement | None = getattr(model, "placement", None)
+    placement: Placement | None = getattr(self, "placement", None)
     if placement is None or len(placement.devices) == 1:
-        return unpatched(model, *args, **kwargs)
-    given = inspect.signature(unpatched).bind(model, *args, **kwargs)
+        return original(self, *args, **kwargs)
+    given = inspect.signature(original).bind(self, *args, **kwargs)
     if given.arguments.get("cache") is None:
         device = given.arguments.get("device")
         read_on = placement.home if device is None else with_index(torch.device(device))
         given.arguments["cache"] = CacheAtHome(read_on)
-    return unpatched(*given.args, **given.kwargs)
+    return original(*given.args, **given.kwargs)
 
 
-def read_one(self: Any, *args: Any) -> Any:
+def read_one(original: Any, self: Any, *args: Any) -> Any:
     """`ActivationCache.__getitem__`, also of a plain dict, as hooks have filled it: at home."""
     device = chosen_device(home_of(_model_of(self))) or _home_of_kept(self)
-    activation = original(ActivationCache, "__getitem__")(self, *args)
+    activation = original(self, *args)
     return activation if device is None else move(activation, device)
 
 
-@functools.cache
-def read_all(name: str) -> Callable[..., Any]:
+def read_all(original: Any, self: Any, *args: Any) -> Any:
     """`ActivationCache.items` and `values`, also of a plain dict, as hooks have filled it."""
-
-    def method(self: Any, *args: Any) -> Any:
-        device = chosen_device(home_of(_model_of(self))) or _home_of_kept(self)
-        view = self if device is None else _read_at(self, device)
-        return original(ActivationCache, name)(view, *args)
-
-    return method
+    device = chosen_device(home_of(_model_of(self))) or _home_of_kept(self)
+    view = self if device is None else _read_at(self, device)
+    return original(view, *args)
 
 
 def _home_of_kept(cache: Any) -> torch.device | None:
@@ -92,31 +71,27 @@ def _home_of_kept(cache: Any) -> torch.device | None:
     return None
 
 
-@functools.cache
-def reading_together(name: str) -> Callable[..., Any]:
+def reading_together(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """A method of ActivationCache that reads activations and weights of several blocks together.
 
     They come to the device on which the cache is read: home, or that of `gather_on`, or where
     `cache.to(...)` brought it. The model stays where it is.
     """
 
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        there, device = original(ActivationCache, name), _read_on(self)
-        if device is None:
-            return there(self, *args, **kwargs)
-        view = _read_at(self, device)
-        view.model = ReadOn(_model_of(self), device)
-        with gather_on(device), noting_mixed_devices():
-            result = there(
-                view,
-                *(move(each, device) for each in args),
-                **{key: move(each, device) for key, each in kwargs.items()},
-            )
-        if view.cache_dict is not self.cache_dict:
-            _keep_head_results(view.cache_dict, self.cache_dict)
-        return result
-
-    return method
+    device = _read_on(self)
+    if device is None:
+        return original(self, *args, **kwargs)
+    view = _read_at(self, device)
+    view.model = ReadOn(_model_of(self), device)
+    with gather_on(device), noting_mixed_devices():
+        result = original(
+            view,
+            *(move(each, device) for each in args),
+            **{key: move(each, device) for key, each in kwargs.items()},
+        )
+    if view.cache_dict is not self.cache_dict:
+        _keep_head_results(view.cache_dict, self.cache_dict)
+    return result
 
 
 def _keep_head_results(read: CacheAtHome, cache_dict: dict[str, torch.Tensor]) -> None:
@@ -126,14 +101,14 @@ def _keep_head_results(read: CacheAtHome, cache_dict: dict[str, torch.Tensor]) -
             cache_dict[name] = read[name]
 
 
-def compute_head_results(self: Any) -> None:
+def compute_head_results(original: Any, self: Any) -> None:
     """`ActivationCache.compute_head_results`, each block's on the block's own device.
 
     The results are larger than what they are computed from, and so stay there until they are read.
     """
     placement = getattr(_model_of(self), "placement", None)
     if not isinstance(self.cache_dict, CacheAtHome) or placement is None:
-        reading_together("compute_head_results")(self)
+        reading_together(original, self)
         return
     in_place = _in_place(self)
     in_place.model = ReadWhereRun(_model_of(self))
@@ -141,41 +116,38 @@ def compute_head_results(self: Any) -> None:
         if name.endswith("attn.hook_z"):  # someone may have put it elsewhere
             in_place.cache_dict[name] = move(value, placement.device_of(name))
     with gather_nowhere():
-        original(ActivationCache, "compute_head_results")(in_place)
+        original(in_place)
     self.cache_dict.update(in_place.cache_dict)
 
 
-def remove_batch_dim(self: Any, *args: Any, **kwargs: Any) -> Any:
+def remove_batch_dim(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """`ActivationCache.remove_batch_dim`, which leaves each activation where it is."""
-    there = original(ActivationCache, "remove_batch_dim")
     if not isinstance(self.cache_dict, CacheAtHome):
-        return there(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
     in_place = _in_place(self)
-    there(in_place, *args, **kwargs)
+    original(in_place, *args, **kwargs)
     self.cache_dict.update(in_place.cache_dict)
     self.has_batch_dim = in_place.has_batch_dim
     return self
 
 
-def apply_slice_to_batch_dim(self: Any, batch_slice: Any) -> Any:
+def apply_slice_to_batch_dim(original: Any, self: Any, batch_slice: Any) -> Any:
     """`ActivationCache.apply_slice_to_batch_dim`, which leaves each activation where it is."""
-    there = original(ActivationCache, "apply_slice_to_batch_dim")
     if not isinstance(self.cache_dict, CacheAtHome):
-        return there(self, batch_slice)
-    sliced = there(_in_place(self), batch_slice)
+        return original(self, batch_slice)
+    sliced = original(_in_place(self), batch_slice)
     sliced.cache_dict = self.cache_dict.of(sliced.cache_dict)
     return sliced
 
 
-def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+def to(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """`ActivationCache.to`: each activation goes there from where it is, not by way of home."""
-    there = original(ActivationCache, "to")
     if not isinstance(self.cache_dict, CacheAtHome):
-        there(self, *args, **kwargs)
+        original(self, *args, **kwargs)
         if _is_of_several_devices(_model_of(self)):
             self.cache_dict = _staying(self.cache_dict)
         return self
-    moved = there(_in_place(self), *args, **kwargs).cache_dict
+    moved = original(_in_place(self), *args, **kwargs).cache_dict
     self.cache_dict = _staying(moved)
     return self
 
@@ -223,8 +195,9 @@ def _read_on(cache: Any) -> torch.device | None:
         return home
     model = _model_of(cache)
     placement = getattr(model, "placement", None)
-    lie_on = {tensor.device for tensor in cache.cache_dict.values()}
+    lie_on = {each.device for each in cache.cache_dict.values() if hasattr(each, "device")}
     if placement is None:  # it is on one device; the cache may have been moved to another
-        has_moved = len(lie_on) == 1 and next(model.parameters()).device not in lie_on
+        weight = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+        has_moved = weight is not None and len(lie_on) == 1 and weight.device not in lie_on
         return lie_on.pop() if has_moved else None
     return lie_on.pop() if len(lie_on) == 1 else placement.home

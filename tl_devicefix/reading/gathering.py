@@ -15,7 +15,6 @@ import psutil
 import torch
 from torch import nn
 
-from tl_devicefix.patching.applying import original
 from tl_devicefix.placement.devices import free_memory, printed
 from tl_devicefix.placement.gathering_device import chosen_device, gather_on
 from tl_devicefix.placement.memory import gib
@@ -66,11 +65,11 @@ def stack_on(
 
 
 @functools.cache
-def single(name: str) -> Callable[[Any], Any]:
+def single(name: str) -> Callable[..., Any]:
     """The getter of `HookedTransformer.W_E` and its like: a copy, if it is read elsewhere."""
 
-    def get(self: Any) -> Any:
-        weight, device = original(type(self), name).fget(self), gathering_device(self)
+    def get(original: Any, self: Any) -> Any:
+        weight, device = original(self), gathering_device(self)
         if device is None or weight.device == device:
             return weight
         check_room(weight.nbytes, device, f"model.{name}")
@@ -183,37 +182,30 @@ class ReadWhereRun:
         ]
 
 
-@functools.cache
-def gathered(name: str) -> Callable[..., Any]:
+def gathered(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """A method of HookedTransformer that reads weights of several blocks, reading them together."""
-
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        device = gathering_device(self)
-        there = original(type(self), name)
-        if device is None:
-            return there(self, *args, **kwargs)
-        with gather_on(device), noting_mixed_devices():
-            return there(ReadOn(self, device), *args, **kwargs)
-
-    return method
+    device = gathering_device(self)
+    if device is None:
+        return original(self, *args, **kwargs)
+    with gather_on(device), noting_mixed_devices():
+        return original(ReadOn(self, device), *args, **kwargs)
 
 
-def get_W_E_pos(self: Any) -> torch.Tensor:
+def get_W_E_pos(original: Any, self: Any) -> torch.Tensor:
     """`HookedTransformer.W_E_pos`, also where the two are on different devices."""
     device = gathering_device(self)
     if device is None:
-        return original(type(self), "W_E_pos").fget(self)
+        return original(self)
     return torch.cat([move(self.W_E, device), move(self.W_pos, device)], dim=0)
 
 
-def tokens_to_residual_directions(self: Any, tokens: Any) -> torch.Tensor:
+def tokens_to_residual_directions(original: Any, self: Any, tokens: Any) -> torch.Tensor:
     """See TransformerLens's. The directions are read from W_U where that is, and gathered."""
-    there = original(type(self), "tokens_to_residual_directions")
     device = gathering_device(self)
     if device is None:
-        return there(self, tokens)
+        return original(self, tokens)
     with gather_on(self.unembed.W_U.device):
-        directions = there(self, move(tokens, self.unembed.W_U.device))
+        directions = original(self, move(tokens, self.unembed.W_U.device))
     return move(directions, device)
 
 
@@ -230,8 +222,8 @@ class ParametersReadOn(dict[str, torch.Tensor]):
         return weight if device is None else move(weight, device)
 
 
-def init_svd_interpreter(self: Any, model: Any) -> None:
+def init_svd_interpreter(original: Any, self: Any, model: Any) -> None:
     """`SVDInterpreter.__init__`: it reads the weights of several components together."""
-    original(type(self), "__init__")(self, model)
+    original(self, model)
     if isinstance(model, nn.Module) and not isinstance(self.params, CacheAtHome):
         self.params = ParametersReadOn(model, self.params)

@@ -17,9 +17,9 @@ Row = tuple[Callable[..., Any], tuple[str, ...], str]
 
 GATHERED: dict[str, Row] = {
     "W_E_pos": (gathering.get_W_E_pos, (), gathers),
-    "accumulated_bias": (gathering.gathered("accumulated_bias"), ("self",), gathers),
+    "accumulated_bias": (gathering.gathered, ("self",), gathers),
     "all_composition_scores": (
-        gathering.gathered("all_composition_scores"),
+        gathering.gathered,
         ("self", "mode"),
         gathers,
     ),
@@ -32,8 +32,8 @@ GATHERED: dict[str, Row] = {
 """What reads weights together, in both classes."""
 
 CACHING: dict[str, Row] = {
-    "get_caching_hooks": (activations.get_caching_hooks, hook_names, at_home),
-    "add_caching_hooks": (activations.add_caching_hooks, hook_names, at_home),
+    "get_caching_hooks": (activations.with_cache_at_home, hook_names, at_home),
+    "add_caching_hooks": (activations.with_cache_at_home, hook_names, at_home),
 }
 """What makes hooks that fill a cache, in both classes."""
 
@@ -49,7 +49,7 @@ PATCHES = (
     *(
         Patch(
             name,
-            activations.reading_together(name),
+            activations.reading_together,
             ("self",),
             "cached activations meet weights on one device",
             owner="ActivationCache",
@@ -110,7 +110,7 @@ PATCHES = (
     *(
         Patch(
             name,
-            activations.read_all(name),
+            activations.read_all,
             ("self",),
             "activations are read at home, or on the device of `gather_on`",
             owner="ActivationCache",

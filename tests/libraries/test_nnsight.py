@@ -1,0 +1,65 @@
+"""nnsight's `.source` shows the operations of TransformerLens's own forwards: `nox -s nnsight`."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from comparison import assert_agrees
+from either_class import HOOKED
+
+import tl_devicefix
+
+pytest.importorskip("nnsight", reason="not installed here: nox -s nnsight")
+
+from nnsight import NNsight
+
+# "" is the model itself.
+MODULES = ["", "blocks.3", "blocks.3.attn", "blocks.3.mlp", "blocks.3.ln1", "ln_final"]
+
+
+def source(traced: Any, path: str) -> Any:
+    """The operations of a module's forward."""
+    return (traced.get(path) if path else traced).source
+
+
+@pytest.mark.parametrize("path", MODULES)
+@pytest.mark.parametrize("where", ["on_one", "over_devices"])
+def test_its_operations_are_those_without_the_patches(
+    cls: str, where: str, path: str, machine: Any, request: pytest.FixtureRequest
+) -> None:
+    model = request.getfixturevalue(where)("llama")
+    with tl_devicefix.unpatched():
+        expected = source(NNsight(copy.deepcopy(model)), path).names
+
+    assert source(NNsight(copy.deepcopy(model)), path).names == expected
+
+
+@pytest.mark.parametrize("where", ["on_one", "over_devices"])
+def test_an_operation_is_read_and_changed(
+    cls: str, where: str, machine: Any, request: pytest.FixtureRequest, tokens: torch.Tensor
+) -> None:
+    if cls != HOOKED:
+        pytest.skip("the operations of a Bridge's attention are those of transformers")
+    model = copy.deepcopy(request.getfixturevalue(where)("llama"))
+    tokens = tokens.to(model.cfg.device)
+    logits, cache = model.run_with_cache(tokens)
+    traced = NNsight(model)
+    block = traced.blocks[3].source  # before the block runs
+
+    with traced.trace(tokens):
+        pattern = traced.blocks[3].attn.source.self_hook_pattern_0.output.save()
+        block.self_hook_resid_post_0.output[:] = 0
+        changed = traced.output.save()
+
+    assert_agrees(pattern, cache["pattern", 3])
+    zeroed = model.run_with_hooks(tokens, fwd_hooks=[("blocks.3.hook_resid_post", zero)])
+    assert_agrees(changed, zeroed)
+    assert not torch.equal(changed.cpu(), logits.cpu())
+
+
+def zero(activation: torch.Tensor, hook: Any) -> torch.Tensor:
+    """A hook that makes all of it zero."""
+    return torch.zeros_like(activation)
