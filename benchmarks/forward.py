@@ -5,10 +5,10 @@
                                  [--repeats 5] [--threads 2] [--limit 600] [--bridge] [--json FILE]
 
 A Llama with random weights is loaded by transformers (eager, and with SDPA), by TransformerLens
-without this package, and by this package as installed and with `attention(model, "sdpa")`, each in
-a process of its own. Each prefills `--tokens`, and generates `--new` tokens behind `--context`
-tokens in a KV cache, for `--batches`: they take turns, one forward or token each, as machines are
-not equally fast all the time.
+without this package, and by this package as installed and with `set_attn_implementation(model,
+"sdpa")`, each in a process of its own. Each prefills `--tokens`, and generates `--new` tokens
+behind `--context` tokens in a KV cache, for `--batches`: they take turns, one forward or token
+each, as machines are not equally fast all the time.
 
 Wall and CPU seconds are medians; for generation those of one token for all of the batch. Ratios are
 medians of the ratios of forwards that were side by side. Memory is what the process's anonymous
@@ -50,6 +50,9 @@ SIZES = {
     # Half of its work is in half of its blocks: an unembedding is little of it.
     "deep": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8,
              "num_attention_heads": 8, "num_key_value_heads": 1, "vocab_size": 4000},
+    # Kernels take next to nothing: what is left is Python, see `launch.py`.
+    "launch": {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 10,
+               "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000},
 }  # fmt: skip
 WAYS = ("transformers eager", "transformers sdpa", "TransformerLens", "here", "here sdpa")
 FLOORS = ("transformers sdpa", "TransformerLens")
@@ -121,7 +124,7 @@ def load(way: str, dtype: torch.dtype, device: str, bridge: bool) -> Any:
             HUB_NAME, dtype=dtype, device=device
         )
     if way == "here sdpa":
-        tl_devicefix.attention(loaded, "sdpa")
+        tl_devicefix.set_attn_implementation(loaded, "sdpa")
     return loaded
 
 

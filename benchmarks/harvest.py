@@ -1,7 +1,7 @@
 """What a harvest costs: memory, time over throwing the activations away, and reading them back.
 
-    python benchmarks/harvest.py [memory] [wall] [slow] [read] [--size 256] [--batches 40]
-        [--rounds 3] [--to DIRECTORY] [--json FILE]
+    python benchmarks/harvest.py [memory] [wall] [slow] [read] [importing] [--size 256]
+        [--batches 40] [--rounds 3] [--to DIRECTORY] [--json FILE]
 
 A random model of four blocks runs on the CPU, and two of its activations are written to a temporary
 directory of `--to`. Peak memory is what is private to the process and no file's: "Anonymous" in
@@ -11,6 +11,7 @@ directory of `--to`. Peak memory is what is private to the process and no file's
     wall    a harvest over the same runs whose activations are thrown away, taking turns
     slow    a writer slowed to half the rate: bytes a second over its rate, and the peak
     read    reading a layer over safetensors alone; shuffled batches of tokens over reading it
+    importing  CPU time of a reading script's imports, and of those of one with a model
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import resource
 import statistics
 import subprocess
 import sys
@@ -47,7 +49,13 @@ from tl_devicefix.harvests.format import (
 )
 
 NAMES = ["blocks.1.hook_resid_post", "blocks.3.hook_resid_post"]
-PARTS = ("memory", "wall", "slow", "read")
+PARTS = ("memory", "wall", "slow", "read", "importing")
+IMPORTS = (
+    "import tl_devicefix",
+    "import torch",
+    "import tl_devicefix; tl_devicefix.open_harvest",
+    "import tl_devicefix; tl_devicefix.harvest",
+)
 BATCH, POSITIONS = 8, 64
 
 
@@ -236,9 +244,9 @@ def slowed_to(rate: float) -> Iterator[None]:
     """Within it, shards are written with so many bytes a second, from the first one on."""
     write, began, so_far = writing.write_shard, [], [0]
 
-    def slowly(path: Path, pieces: Any, metadata: Any) -> tuple[int, str]:
+    def slowly(*args: Any) -> tuple[int, str]:
         began.append(time.perf_counter())
-        written = write(path, pieces, metadata)
+        written = write(*args)
         so_far[0] += written[0]
         time.sleep(max(0, began[0] + so_far[0] / rate - time.perf_counter()))
         return written
@@ -256,10 +264,9 @@ def random_harvest(to: Path) -> Any:
     rows = {e.name: torch.ones(n_examples, *e.shape, dtype=e.torch_dtype) for e in entries}
     for number in range(16):
         start, name = number * n_examples, shard_name(number)
-        written = write_shard(to / name, {each: [rows[each]] for each in rows}, {})
-        index = index.with_shard(
-            Shard(name, start, start + n_examples, n_examples * POSITIONS, *written)
-        )
+        stop = start + n_examples
+        written = write_shard(to / name, {each: [rows[each]] for each in rows}, start, stop)
+        index = index.with_shard(Shard(name, start, stop, n_examples * POSITIONS, *written))
     write_index(to, index)
     return tl_devicefix.open_harvest(to)
 
@@ -302,6 +309,21 @@ def read(options: argparse.Namespace) -> dict[str, float]:
         * 2**20
         / (2 * found.index.shards[0].bytes),
     }
+
+
+def importing(options: argparse.Namespace) -> dict[str, float]:
+    """Of imports, which take turns: the least of each, less what Python takes to start."""
+
+    def started(script: str) -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-c", script], check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    scripts = ("", *IMPORTS)
+    rounds = [[started(script) for script in scripts] for _ in range(options.rounds)]
+    nothing, *least = (min(times) for times in zip(*rounds))
+    return {f"CPU seconds of {s}": taken - nothing for s, taken in zip(IMPORTS, least)}
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 from pathlib import Path
 from typing import Any
 
@@ -230,3 +231,17 @@ def test_a_dtype_may_be_named(machine: Any, boot: Any) -> None:
         assert boot("llama", n_devices=2, dtype=dtype).embed.W_E.dtype == torch.bfloat16
     with pytest.raises(ValueError, match="bf17"):
         boot("llama", dtype="bf17")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("hidden_size", "x"), ("hidden_act", "x"), ("num_hidden_layers", 10**9)]
+)
+def test_a_config_with_a_wrong_value_is_refused_in_a_sentence(
+    field: str, value: Any, hf_models: Any, machine: Any, tmp_path: Path
+) -> None:
+    hf_models("llama").save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**fields, field: value}))
+    with pytest.raises(ValueError, match=r"^config.json of '\S+' cannot be read: .*$") as caught:
+        TransformerBridge.boot_transformers(str(tmp_path), n_devices=2)
+    assert "\n" not in str(caught.value)

@@ -13,6 +13,8 @@ from tl_devicefix.patching.versions import has_hooked_transformer
 if not has_hooked_transformer():
     pytest.skip("this TransformerLens has no HookedTransformer", allow_module_level=True)
 
+from transformer_lens import HookedTransformer, HookedTransformerConfig
+
 from tl_devicefix.hooked.alignment import get_device_for_block_index
 from tl_devicefix.patching.targets import function_named
 from tl_devicefix.patching.versions import installed
@@ -46,3 +48,12 @@ def test_no_block_is_beyond_the_last_device(n_layers, n_devices):
     there = [get_device_for_block_index(index, cfg).index for index in range(n_layers)]
     assert there == sorted(there)
     assert set(there) <= set(range(n_devices))
+
+
+@pytest.mark.fails_unpatched
+def test_devices_that_are_simulated_are_the_default(machine):
+    sizes = {"n_layers": 4, "d_model": 8, "n_ctx": 8, "d_head": 4, "d_vocab": 9, "act_fn": "relu"}
+    cfg = HookedTransformerConfig(**sizes, n_devices=4)
+    assert torch.device(cfg.device) == machine.devices[0]
+    placed = {p.device for p in HookedTransformer(cfg).parameters()}
+    assert placed == set(machine.devices)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -206,15 +207,22 @@ class BridgeGeneration(Generation):
         self._tokens = torch.zeros(batch, ctx, dtype=torch.long, device=bridge.cfg.device)
         self._kv_cache = DynamicCache(config=bridge.original_model.config)
         self._length = ctx
+        takes = inspect.signature(bridge.original_model.forward).parameters
+        # Without attention there are no keys that a mask could leave out, nor positions.
+        self._attends = "cache_params" not in takes
+        name = "past_key_values" if self._attends else "cache_params"
+        self._cached = {name: self._kv_cache, "use_cache": True}
 
     def prompt(self) -> None:
         """Run the prompt, which fills the KV cache."""
-        self._bridge(self._tokens, past_key_values=self._kv_cache, use_cache=True)
+        self._bridge(self._tokens, **self._cached)
 
     def skip_to(self, length: int) -> None:
         """Have the KV cache as long as if this many tokens had been run."""
         layers: Any = self._kv_cache.layers
         for layer in layers:
+            if getattr(layer, "keys", None) is None:
+                continue  # the state of a state space model, which does not grow
             held = length
             if getattr(layer, "is_sliding", False):  # which keeps the last tokens only
                 held = min(length, layer.sliding_window - 1)
@@ -227,13 +235,10 @@ class BridgeGeneration(Generation):
 
     def last_token(self) -> None:
         """Run one token more."""
-        shape = self._tokens.shape[0], self._length + 1
-        mask = torch.ones(shape, dtype=torch.long, device=self._tokens.device)
-        self._bridge(
-            self._tokens[:, :1],
-            past_key_values=self._kv_cache,
-            use_cache=True,
-            attention_mask=mask,
-            position_ids=torch.full_like(self._tokens[:, :1], self._length),
-        )
+        token = self._tokens[:, :1]
+        where = {
+            "attention_mask": token.new_ones(token.shape[0], self._length + 1),
+            "position_ids": torch.full_like(token, self._length),
+        }
+        self._bridge(token, **self._cached, **(where if self._attends else {}))
         del self._tokens  # so that only the KV cache is still held

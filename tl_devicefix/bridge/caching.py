@@ -8,25 +8,23 @@ from typing import Any
 import torch
 from transformer_lens import ActivationCache
 
-from tl_devicefix.patching.applying import original
 from tl_devicefix.placement.devices import with_index
 from tl_devicefix.reading.cache_at_home import CacheAtHome
 from tl_devicefix.running.carrying import bring_home, is_output_read
 
 
-def run_with_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
+def run_with_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """See TransformerLens's. Activations stay where they are computed, and are read at home.
 
     With `device`, they are moved there as they are computed, and read there.
     """
-    there = original(type(self), "run_with_cache")
     placement = getattr(self, "placement", None)
     if placement is None or len(placement.devices) == 1:
-        return there(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
     with warnings.catch_warnings():
         # TransformerLens says that it ignores `device`, and does not.
         warnings.filterwarnings("ignore", message=r"run_with_cache\(device=.*ignored")
-        output, cache = there(self, *args, **kwargs)
+        output, cache = original(self, *args, **kwargs)
     device = kwargs.get("device")
     read_on = placement.home if device is None else with_index(torch.device(device))
     if isinstance(cache, ActivationCache):

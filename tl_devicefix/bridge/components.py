@@ -10,9 +10,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 
-from tl_devicefix.bridge.config import hf_config
-from tl_devicefix.bridge.upstream import adapter_for, hf_model_class
-from tl_devicefix.checkpoints.dtypes import torch_dtype
+from tl_devicefix.checkpoints.directories import reading_config
 from tl_devicefix.placement.components import ComponentSize, is_block
 from tl_devicefix.placement.placement import Placement
 
@@ -134,28 +132,13 @@ def layout_of(hf_model: nn.Module, adapter: Any) -> Layout:
     return Layout({**first, **paths})
 
 
-def weigh_bridge(
-    config_or_model_name: Any, dtype: torch.dtype | str | None
-) -> tuple[tuple[ComponentSize, ...], torch.dtype]:
-    """What each component of a Bridge weighs, and the dtype it is weighed in, for `plan`.
-
-    Args:
-        config_or_model_name: a transformers config, or a name or directory that it is read from.
-        dtype: by default float32, as in `boot_transformers`.
+def empty_hf_model(model_class: Any, config: Any, dtype: torch.dtype, **kwargs: Any) -> nn.Module:
+    """A Hugging Face model whose parameters have shapes but no values.
 
     Raises:
-        ValueError: if it is none of these, or the config cannot be had.
+        ValueError: if the config has values of which none can be made.
     """
-    wanted = torch.float32 if dtype is None else torch_dtype(dtype)
-    config = hf_config(config_or_model_name)
-    name = str(getattr(config, "_name_or_path", None) or config_or_model_name)
-    adapter = adapter_for(config, name, wanted)
-    hf_model = empty_hf_model(hf_model_class(adapter), config, wanted)
-    return layout_of(hf_model, adapter).sizes(hf_model), wanted
-
-
-def empty_hf_model(model_class: Any, config: Any, dtype: torch.dtype, **kwargs: Any) -> nn.Module:
-    """A Hugging Face model whose parameters have shapes but no values."""
     make = getattr(model_class, "from_config", None) or model_class._from_config
-    with init_empty_weights():
+    called = getattr(config, "_name_or_path", None) or config.model_type
+    with reading_config(called), init_empty_weights():
         return make(config, dtype=dtype, **kwargs)

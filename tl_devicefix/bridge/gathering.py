@@ -7,32 +7,34 @@ from typing import Any
 
 import torch
 
-from tl_devicefix.patching.applying import original
 from tl_devicefix.reading.cache_at_home import CacheAtHome
 from tl_devicefix.reading.gathering import gathering_device, stack_on
 
 
 def stack_block_params(
-    self: Any, attr_path: str, reshape_fn: Callable[[torch.Tensor], torch.Tensor] | None = None
+    original: Any,
+    self: Any,
+    attr_path: str,
+    reshape_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """`TransformerBridge._stack_block_params`, of blocks on any devices, in one copy."""
     device = gathering_device(self)
-    there = original(type(self), "_stack_block_params")
     if device is None:
-        return there(self, attr_path, reshape_fn)
+        return original(self, attr_path, reshape_fn)
     weights: list[torch.Tensor] = []
-    there(self, attr_path, _collecting(device, weights, reshape_fn))
+    original(self, attr_path, _collecting(device, weights, reshape_fn))
     return stack_on(device, weights, f"bridge.{attr_path.rpartition('.')[2]}")
 
 
-def get_params(self: Any) -> dict[str, torch.Tensor]:
+def get_params(original: Any, self: Any) -> dict[str, torch.Tensor]:
     """`TransformerBridge.get_params`: a dict whose weights are read together when asked for."""
     device = gathering_device(self)
-    weights: dict[str, torch.Tensor] = original(type(self), "get_params")(self)
+    weights: dict[str, torch.Tensor] = original(self)
     return weights if device is None else CacheAtHome(device).of(weights)
 
 
 def stack_params_for(
+    original: Any,
     self: Any,
     submodule: str,
     attr_path: str,
@@ -40,11 +42,10 @@ def stack_params_for(
 ) -> tuple[list[int], torch.Tensor]:
     """`TransformerBridge.stack_params_for`, of blocks on any devices, in one copy."""
     device = gathering_device(self)
-    there = original(type(self), "stack_params_for")
     if device is None:
-        return there(self, submodule, attr_path, reshape_fn)
+        return original(self, submodule, attr_path, reshape_fn)
     weights: list[torch.Tensor] = []
-    indices, _ = there(self, submodule, attr_path, _collecting(device, weights, reshape_fn))
+    indices, _ = original(self, submodule, attr_path, _collecting(device, weights, reshape_fn))
     return indices, stack_on(device, weights, f"bridge.{attr_path.rpartition('.')[2]}")
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
-from transformer_lens.model_bridge import TransformerBridge
 from transformers import PreTrainedModel
 
-from tl_devicefix.attending.choosing import Attention, check_way
+from tl_devicefix.attention.implementation import (
+    check_attn_implementation,
+    set_attn_implementation,
+)
 from tl_devicefix.bridge.alignment import settle_bridge, take_inputs_at
 from tl_devicefix.bridge.components import empty_hf_model, layout_of
 from tl_devicefix.bridge.moving import (
@@ -24,17 +26,19 @@ from tl_devicefix.bridge.moving import (
     record_one_device,
 )
 from tl_devicefix.bridge.upstream import ArchitectureAdapterFactory, hf_model_class
+from tl_devicefix.checkpoints.directories import is_checkpoint_directory, read_config
 from tl_devicefix.checkpoints.dtypes import torch_dtype
 from tl_devicefix.checkpoints.on_ranks import check_on_ranks, wait_for_ranks
 from tl_devicefix.misspelt import refuse_unknown
-from tl_devicefix.patching.applying import original
 from tl_devicefix.placement.deciding import decide
 from tl_devicefix.placement.devices import simulated_device
 from tl_devicefix.placement.fitting import check_fit
 from tl_devicefix.placement.placement import Placement
 
 
-def boot_transformers(*args: Any, attention: str | None = None, **kwargs: Any) -> Any:
+def boot_transformers(
+    original: Any, *args: Any, attn_implementation: str | None = None, **kwargs: Any
+) -> Any:
     """Boot a model from transformers, over one or several devices.
 
     See `TransformerBridge.boot_transformers`. With `n_devices`, or one of the strategies "auto",
@@ -44,26 +48,26 @@ def boot_transformers(*args: Any, attention: str | None = None, **kwargs: Any) -
     "blocks.3", "blocks"), or modules of the Hugging Face model, as transformers takes it. With
     "cpu" in `max_memory`, or for blocks in `device_map`, blocks are offloaded: their weights live
     in host memory, and visit the device that runs them. The Bridge's `placement` says where all of
-    it is. `dtype` may also be a name ("bfloat16"). With `attention="sdpa"`, no scores and no
-    pattern are built where nobody listens to them: see `tl_devicefix.attention`.
+    it is. `dtype` may also be a name ("bfloat16"). With `attn_implementation="sdpa"`, no
+    scores and no pattern are built where nobody listens to them: see
+    `tl_devicefix.set_attn_implementation`.
 
     Raises:
         ValueError: if the arguments do not fit together, or the model does not fit.
         TypeError: if there is no such argument; it names what may be meant.
     """
-    if attention is None:
-        return _boot(args, kwargs)
-    check_way(attention)
-    bridge = _boot(args, kwargs)
-    Attention(bridge, attention)
+    if attn_implementation is None:
+        return _boot(original, args, kwargs)
+    check_attn_implementation(attn_implementation)
+    bridge = _boot(original, args, kwargs)
+    set_attn_implementation(bridge, attn_implementation)
     return bridge
 
 
-def _boot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Boot a model by the arguments of `boot_transformers`."""
-    boot = _unpatched_boot()
+def _boot(boot: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Boot a model by the arguments of the installed `boot_transformers`."""
     takes = inspect.signature(boot)
-    refuse_unknown("boot_transformers", kwargs, [*takes.parameters, "attention"])
+    refuse_unknown("boot_transformers", kwargs, [*takes.parameters, "attn_implementation"])
     given = takes.bind(*args, **kwargs)
     wanted = given.arguments
     if isinstance(wanted.get("dtype"), str):  # as HookedTransformer takes it
@@ -76,13 +80,6 @@ def _boot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return bridge
     with _booting:
         return _boot_over_devices(boot, wanted)
-
-
-def _unpatched_boot() -> Any:
-    found = original(TransformerBridge, "boot_transformers")
-    if isinstance(found, classmethod):  # TransformerLens 3.9
-        return functools.partial(found.__func__, TransformerBridge)
-    return found.__func__
 
 
 def _spreads(wanted: Mapping[str, Any]) -> bool:
@@ -99,6 +96,10 @@ _booting = threading.RLock()
 
 
 def _boot_over_devices(boot: Any, wanted: dict[str, Any]) -> Any:
+    name = str(wanted["model_name"])
+    if is_checkpoint_directory(name):  # before TransformerLens reads it, whatever is in it
+        trusted = wanted.get("trust_remote_code", False)
+        read_config(name, Path(name), trust_remote_code=trusted)
     planned = _PlannedClass(wanted)
     arguments = dict(wanted)
     for name in ("device", "n_devices", "max_memory"):
@@ -129,6 +130,7 @@ class _PlannedClass:
     def __init__(self, wanted: Mapping[str, Any]) -> None:
         self._wanted = wanted
         self._adapter: Any = None
+        self._is_stateful = False
         self.placement: Placement | None = None
 
     @property
@@ -145,12 +147,16 @@ class _PlannedClass:
 
         def select(cfg: Any) -> Any:
             self._adapter = there(cfg)
+            # TransformerLens refuses state space models over several devices. Their caches hold
+            # what each block makes where it made it, so it is told only afterwards that it is one.
+            self._is_stateful, cfg.is_stateful = cfg.is_stateful, False
             return self._adapter
 
         return mock.patch.object(ArchitectureAdapterFactory, "select_architecture_adapter", select)
 
     def from_pretrained(self, model_name: Any, **kwargs: Any) -> Any:
         """The model, loaded where the plan puts it."""
+        self._adapter.cfg.is_stateful = self._is_stateful
         real = self._wanted.get("model_class") or hf_model_class(self._adapter)
         if isinstance(real, type) and issubclass(real, PreTrainedModel):
             kwargs.pop("code_revision", None)  # which only the Auto classes take

@@ -8,7 +8,6 @@ import torch
 
 from tl_devicefix.bridge.alignment import settle_bridge
 from tl_devicefix.bridge.units import bridge_components
-from tl_devicefix.patching.applying import original
 from tl_devicefix.placement.components import ComponentSize
 from tl_devicefix.placement.devices import HOST, resolve_to_move, with_index
 from tl_devicefix.placement.in_use import use
@@ -16,7 +15,7 @@ from tl_devicefix.placement.placement import PlacedComponent, Placement
 from tl_devicefix.reading.gathering import home_of
 
 
-def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+def to(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """See `TransformerBridge.to`. A dtype keeps the placement, which weighs what it then does.
 
     As in TransformerLens, a Bridge over several devices is not moved to one, with a warning. One
@@ -31,7 +30,7 @@ def to(self: Any, *args: Any, **kwargs: Any) -> Any:
         args = (resolve_to_move(args[0], home_of(self) or HOST), *args[1:])
     if type(kwargs.get("device")) is int:
         kwargs["device"] = resolve_to_move(kwargs["device"], home_of(self) or HOST)
-    moved = original(type(self), "to")(self, *args, **kwargs)
+    moved = original(self, *args, **kwargs)
     placement: Placement | None = getattr(self, "placement", None)
     if placement is not None and len(placement.memories) > 1:
         placement = placement.reweighed(sizes_now(self, placement))

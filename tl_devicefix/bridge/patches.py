@@ -8,6 +8,7 @@ from tl_devicefix.bridge import (
     caching,
     loading,
     moving,
+    plain_layer,
     processing,
     tokenizing,
 )
@@ -18,7 +19,6 @@ from tl_devicefix.reading.patches import CACHING, GATHERED, gathers
 
 BRIDGE = {"owner": "TransformerBridge", "since": "3.9", "until": "4"}
 IN_4 = {**BRIDGE, "since": "4.0"}
-ATTENTION = {**IN_4, "owner": "AttentionBridge"}
 STEPS = {"owner": "ProcessWeights", "since": "3.9", "until": "4"}
 
 folds = "each component where it lies, in float32 or wider, rounded once; all or nothing"
@@ -28,34 +28,13 @@ flags = ("fold_ln", "center_writing_weights", "center_unembed", "fold_value_bias
 PATCHES = (
     *(
         Patch(
-            name,
-            getattr(attention, name),
-            parameters,
-            "no scores and no pattern where nobody looks, if `attention` says so",
-            **ATTENTION,
+            "forward",
+            plain_layer.forward,
+            ("self",),
+            "transformers' own layer where nobody listens in a block",
+            **{**IN_4, "owner": owner},
         )
-        for name, parameters in (
-            ("_update_kv_cache", ("self", "k", "v")),
-            (
-                "_apply_reconstruct_attention_mask",
-                ("self", "attn_scores", "attention_mask", "seq_len", "q_seq_len"),
-            ),
-            ("_masked_softmax", ("self", "attn_scores", "dtype")),
-        )
-    ),
-    Patch(
-        "_process_output",
-        attention._process_output,
-        ("self", "output"),
-        "no promised pattern leaves the block",
-        **{**IN_4, "owner": "JointQKVAttentionBridge"},
-    ),
-    Patch(
-        "forward",
-        attention.forward_of_block,
-        ("self",),
-        "no promised pattern leaves the block",
-        **{**IN_4, "owner": "PositionEmbeddingsAttentionBridge"},
+        for owner in ("BlockBridge", "BloomBlockBridge", "OpaqueBlockBridge", "AltUpBlockBridge")
     ),
     Patch(
         "boot_transformers",
@@ -78,13 +57,13 @@ PATCHES = (
         "forward",
         attention.forward,
         ("self", "input", "return_type"),
-        "what leaves the model is at home; no mask is made for blocks without scores",
+        "what leaves the model is at home",
         **BRIDGE,
     ),
     *(
         Patch(
             name,
-            tokenizing.with_own_tokenizer(name),
+            tokenizing.with_own_tokenizer,
             ("self", "input"),
             "runs in flight do not change what others read",
             **BRIDGE,
@@ -92,7 +71,7 @@ PATCHES = (
         for name in ("generate", "generate_stream")
     ),
     *(
-        Patch(name, tokenizing.reading(name), ("self", "input"), "one run at a time", **BRIDGE)
+        Patch(name, tokenizing.reading, ("self", "input"), "one run at a time", **BRIDGE)
         for name in ("to_tokens", "to_str_tokens")
     ),
     Patch("to", moving.to, ("self",), "a dtype keeps the placement", **BRIDGE),

@@ -24,11 +24,11 @@ from transformer_lens.utilities.quantization import require_readable_weight
 
 from tl_devicefix.bridge.alignment import register_hooks
 from tl_devicefix.bridge.originals import Originals, all_or_nothing
+from tl_devicefix.bridge.plain_layer import forget
 from tl_devicefix.bridge.steps import BLOCK, Processing, private_copies
 from tl_devicefix.bridge.units import Unit, device_of, units
 from tl_devicefix.folding import Steps, Weights, WorkingCopies
 from tl_devicefix.offload.visiting import pin
-from tl_devicefix.patching.applying import original
 from tl_devicefix.patching.versions import installed
 from tl_devicefix.placement.devices import HOST
 from tl_devicefix.placement.placement import Placement, in_short
@@ -37,7 +37,7 @@ from tl_devicefix.placement.workers import each_on_its_device
 _log = logging.getLogger(__name__)
 
 
-def enable_compatibility_mode(self: Any, *args: Any, **kwargs: Any) -> None:
+def enable_compatibility_mode(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """See TransformerLens's. If it fails, the Bridge is as it was before, and can be used.
 
     Raises:
@@ -48,7 +48,7 @@ def enable_compatibility_mode(self: Any, *args: Any, **kwargs: Any) -> None:
     names = [(each, each.name) for each in self.modules() if isinstance(each, HookPoint)]
     was_on = self.compatibility_mode
     try:
-        original(type(self), "enable_compatibility_mode")(self, *args, **kwargs)
+        original(self, *args, **kwargs)
     except BaseException:
         for component, mode, silent in modes:
             component.compatibility_mode, component.disable_warnings = mode, silent
@@ -109,6 +109,7 @@ def process_weights(
         fold_value_biases,
         refactor_factored_attn_matrices,
     )
+    forget(self)
     with all_or_nothing() as originals:
         _process(self, Processing(steps, self.cfg, self.adapter), originals, verbose)
 
@@ -248,7 +249,7 @@ def _fold_into_batched_experts(bridge: Any, unit: Unit) -> None:
     kind, _, index = unit.name.partition(".")
     blocks = [None] * int(index) + [unit.components[unit.name]]
     only = SimpleNamespace(adapter=bridge.adapter, cfg=bridge.cfg, **{kind: blocks})
-    original(type(bridge), "_fold_layer_norms_into_batched_experts")(only)
+    type(bridge)._fold_layer_norms_into_batched_experts(only)
 
 
 def _replace_by_copies(block: Any) -> None:

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
-from tl_devicefix.patching.applying import original
 from tl_devicefix.running.own_tokenizer import reading_text, take_own_tokenizer
 
 
-@functools.cache
-def with_own_tokenizer(name: str) -> Callable[..., Any]:
+def with_own_tokenizer(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """A method of a Bridge that changes the tokenizer's padding side while it runs."""
-
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        take_own_tokenizer(self)
-        return original(type(self), name)(self, *args, **kwargs)
-
-    return method
+    take_own_tokenizer(self)
+    return original(self, *args, **kwargs)
 
 
-@functools.cache
-def reading(name: str) -> Callable[..., Any]:
+def reading(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """A method of a Bridge that calls the tokenizer."""
-
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with reading_text():
-            return original(type(self), name)(self, *args, **kwargs)
-
-    return method
+    with reading_text():
+        return original(self, *args, **kwargs)

@@ -15,10 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tl_devicefix.attending.masks import SOURCE
 from tl_devicefix.hooked.components import is_own
 from tl_devicefix.offload.visiting import let_stay, let_visit
-from tl_devicefix.patching.applying import original
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.running.attached import attach, detach
 from tl_devicefix.running.carrying import bring_home, move
@@ -55,8 +53,6 @@ def _hooks(model: Any, placement: Placement) -> Iterator[tuple[str, bool, Any]]:
         if name.startswith("blocks."):
             yield name, True, CarryToBlock(device)
             yield name, False, keep_mask
-            if model.cfg.positional_embedding_type == "alibi":
-                yield f"{name}.attn", True, PrepareAlibi(device)
         else:
             yield name, True, CarryTo(device)
             yield name, False, BringHome(placement.home)
@@ -87,9 +83,9 @@ def unalign(model: Any) -> None:
             block.attn.alibi = None  # TransformerLens makes it anew
 
 
-def setup(self: Any) -> Any:
+def setup(original: Any, self: Any) -> Any:
     """`HookedRootModule.setup`, which is called whenever a module has been attached or removed."""
-    result = original(type(self), "setup")(self)
+    result = original(self)
     if is_aligned(self):
         align(self, self.placement)
     return result
@@ -162,6 +158,8 @@ class CarryToBlock:
 
 
 _MASK = "_tl_devicefix_mask"
+SOURCE = "_tl_devicefix_source"
+"""Attribute of a mask that was carried to another device: the one that it is a copy of."""
 _VERSION = "_tl_devicefix_version"
 """Attribute of a mask that was carried: how often its source was changed before, by hooks."""
 
@@ -185,28 +183,6 @@ class BringHome:
         """Return the output, at home."""
         with going_to(self.home):
             return bring_home(output, self.home)
-
-
-@dataclass(frozen=True)
-class PrepareAlibi:
-    """Forward pre-hook: have an attention layer's ALiBi bias on the layer's own device.
-
-    TransformerLens makes it on `cfg.device`, which is home, when it is missing or too short.
-    """
-
-    device: torch.device
-
-    def __call__(self, attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Set the layer's `alibi`, if the one it has is missing, short or elsewhere."""
-        keys = kwargs["key_input"] if "key_input" in kwargs else args[1]
-        length = keys.shape[1]
-        cached = kwargs.get("past_kv_cache_entry")
-        if cached is not None:
-            length += cached.past_keys.shape[1]
-        bias = attention.alibi
-        if bias is None or bias.shape[-1] < length:
-            bias = attention.create_alibi_bias(attention.cfg.n_heads, length, self.device)
-        attention.alibi = move(bias, self.device)
 
 
 # Which placement belongs to a config: TransformerLens asks for a block's device by config alone.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import transformer_lens
 from transformer_lens import HookedTransformer
 from transformer_lens.loading_from_pretrained import get_pretrained_model_config
 
-from tl_devicefix.attending.growing import let_go
+from tl_devicefix.attention.kv_cache import let_go
 from tl_devicefix.checkpoints.dtypes import torch_dtype
 from tl_devicefix.checkpoints.hub import HUB_ARGUMENTS
 from tl_devicefix.hooked.components import component_sizes
@@ -105,7 +106,7 @@ class HookedBlueprint(Blueprint):
 
 def option_names(config_or_model_name: Any) -> Sequence[str]:
     """What a config that is named depends on; one that is given says all."""
-    if not isinstance(config_or_model_name, str | Path):
+    if not isinstance(config_or_model_name, str | os.PathLike):
         return ()
     takes = inspect.signature(get_pretrained_model_config).parameters
     of_config = [name for name in takes if name not in _SAID_OTHERWISE]
@@ -124,16 +125,16 @@ def _config_at_full_size(
     config_or_model_name: Any, dtype: torch.dtype | str | None, options: dict[str, Any]
 ) -> Any:
     """The config that `from_pretrained` would make with these options; a copy of a given one."""
-    if isinstance(config_or_model_name, str | Path):
+    if isinstance(config_or_model_name, str | os.PathLike):
         wanted = torch.float32 if dtype is None else torch_dtype(dtype)
         sized = {name: value for name, value in options.items() if name not in _OF_NO_SIZE}
         options = {"fold_ln": True, **sized}
-        name = str(config_or_model_name)
+        name = os.fspath(config_or_model_name)
         return model_config(name, prefer_known=True, dtype=wanted, device="cpu", **options)
     if not hasattr(config_or_model_name, "n_layers"):
         raise ValueError(
-            f"{config_or_model_name!r} is neither a model's name, nor a checkpoint directory, nor "
-            "a HookedTransformerConfig"
+            f"a {type(config_or_model_name).__name__} is neither a model's name, nor a checkpoint "
+            "directory, nor a HookedTransformerConfig"
         )
     cfg = copy.deepcopy(config_or_model_name)
     cfg.dtype = cfg.dtype if dtype is None else torch_dtype(dtype)

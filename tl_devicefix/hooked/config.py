@@ -23,16 +23,21 @@ from unittest import mock
 import transformer_lens.loading_from_pretrained as tl_loading
 from transformers import AutoConfig
 
-from tl_devicefix.checkpoints.directories import _has_tokenizer, is_checkpoint_directory
+from tl_devicefix.checkpoints.directories import (
+    _has_tokenizer,
+    is_checkpoint_directory,
+    read_config,
+    reading_config,
+)
 from tl_devicefix.checkpoints.hub import (
     has_tokenizer,
     hub_arguments,
     snapshot,
 )
 from tl_devicefix.checkpoints.known_configs import known_config
+from tl_devicefix.hooked.components import component_sizes
 from tl_devicefix.hooked.overlooked import gemma_sizes, olmo_sizes, overlooked
-from tl_devicefix.patching.applying import original
-from tl_devicefix.placement.devices import consecutive, resolve
+from tl_devicefix.placement.devices import consecutive, resolve, simulated_device
 
 _log = logging.getLogger(__name__)
 
@@ -195,8 +200,9 @@ def _config_of_directory(path: str, kwargs: dict[str, Any], on_hub: str | None =
     called, fetching = on_hub or path, hub_arguments(kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in fetching}
     # By its name, as code that comes with it is not in the directory yet.
-    trusted = {"trust_remote_code": kwargs.get("trust_remote_code", False)}
-    hf_config = _read_hf_config(called, **trusted, **(fetching if on_hub else {}))
+    trusted = kwargs.get("trust_remote_code", False)
+    fetched = fetching if on_hub else {}
+    hf_config = read_config(called, Path(path), trust_remote_code=trusted, **fetched)
     architecture = (hf_config.architectures or [None])[0]
     if architecture is None:
         raise ValueError(f"config.json in {called!r} names no architecture: add 'architectures'")
@@ -205,25 +211,35 @@ def _config_of_directory(path: str, kwargs: dict[str, Any], on_hub: str | None =
             f"{called!r} holds a {architecture}: load it with {_OTHER_CLASSES[architecture]}"
         )
     try:
-        if architecture in _CONFIGURED_BY_NAME:
-            cfg = _config_by_name(_CONFIGURED_BY_NAME[architecture], hf_config, **kwargs)
-            sizes = olmo_sizes if architecture.startswith("Olmo") else gemma_sizes
-            text_config = getattr(hf_config, "text_config", hf_config)
-            overrides = {**sizes(text_config), **_requested_sizes(kwargs)}
-        else:
-            cfg = _config_by_name(_UnguessedPath(path), hf_config, **kwargs)
-            overrides = overlooked(architecture, hf_config)
+        with reading_config(called):
+            cfg = _config_of_architecture(architecture, hf_config, path, kwargs)
+            component_sizes(cfg)  # of which TransformerLens can make modules
     except NotImplementedError as error:
         raise ValueError(
             f"{called!r} holds a {architecture}, which TransformerLens cannot convert to a "
             f"HookedTransformer; it supports {', '.join(_supported_architectures())}"
         ) from error
-    cfg = type(cfg).from_dict({**cfg.to_dict(), **overrides})
     cfg.load_in_4bit = False  # packed weights arrive dequantised
+    cfg.trust_remote_code = trusted  # which TransformerLens sets for some architectures
     cfg.original_architecture = architecture
     cfg.model_name = Path(path).resolve().name
     cfg.tokenizer_name = path if _has_tokenizer(path) else None
     return cfg
+
+
+def _config_of_architecture(
+    architecture: str, hf_config: Any, path: str, kwargs: dict[str, Any]
+) -> Any:
+    """By what transformers has read."""
+    if architecture in _CONFIGURED_BY_NAME:
+        cfg = _config_by_name(_CONFIGURED_BY_NAME[architecture], hf_config, **kwargs)
+        sizes = olmo_sizes if architecture.startswith("Olmo") else gemma_sizes
+        text_config = getattr(hf_config, "text_config", hf_config)
+        overrides = {**sizes(text_config), **_requested_sizes(kwargs)}
+    else:
+        cfg = _config_by_name(_UnguessedPath(path), hf_config, **kwargs)
+        overrides = overlooked(architecture, hf_config)
+    return type(cfg).from_dict({**cfg.to_dict(), **overrides})
 
 
 def _supported_architectures() -> list[str]:
@@ -264,28 +280,24 @@ class _ReadableAutoConfig:
         return hf_config
 
 
-def _read_hf_config(name: str, **kwargs: Any) -> Any:
-    try:
-        return AutoConfig.from_pretrained(name, **kwargs)
-    except (ValueError, KeyError, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"transformers cannot read config.json of {name!r}: {reason}") from error
-
-
 def _requested_sizes(kwargs: dict[str, Any]) -> dict[str, Any]:
     """The sizes that the caller chose: config.json must not undo them."""
     wanted = {"n_layers": kwargs.get("first_n_layers"), "n_ctx": kwargs.get("n_ctx")}
     return {name: size for name, size in wanted.items() if size is not None}
 
 
-def config_post_init(self: Any) -> None:
+def config_post_init(original: Any, self: Any) -> None:
     """`HookedTransformerConfig.__post_init__`, which counts CUDA devices whatever the device is.
+
+    Over several devices, those of `tl_devicefix.simulate` are the default within it.
 
     Raises:
         ValueError: if there are not `n_devices` devices of the config's own type.
     """
     n_devices, self.n_devices = self.n_devices, 1
-    original(type(self), "__post_init__")(self)
+    if self.device is None and n_devices > 1 and simulated_device() is not None:
+        self.device = str(simulated_device())
+    original(self)
     self.n_devices = n_devices
     if n_devices > 1:
         consecutive(resolve(self.device), n_devices)

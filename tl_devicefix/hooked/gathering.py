@@ -6,20 +6,18 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from tl_devicefix.patching.applying import original
 from tl_devicefix.reading.gathering import STACKED, gathering_device, stack_on
 
 
 @functools.cache
-def stacked(name: str) -> Callable[[Any], Any]:
+def stacked(name: str) -> Callable[..., Any]:
     """The getter of `HookedTransformer.W_Q` and its like: [n_layers, ...], in one copy."""
 
-    def get(self: Any) -> Any:
+    def get(original: Any, self: Any) -> Any:
         path = STACKED[name].split(".")
         device = gathering_device(self)
-        there = original(type(self), name).fget
         if device is None or (name == "W_gate" and not self.cfg.gated_mlp):
-            return there(self)
+            return original(self)
         repeats = 1
         if hasattr(self.blocks[0].attn, f"_{path[-1]}"):  # of key-value heads, each for its group
             repeats = self.blocks[0].attn.repeat_kv_heads

@@ -18,7 +18,10 @@ import torch
 import transformer_lens.loading_from_pretrained as tl_loading
 from transformer_lens import HookedTransformer
 
-from tl_devicefix.attending.choosing import Attention, check_way
+from tl_devicefix.attention.implementation import (
+    check_attn_implementation,
+    set_attn_implementation,
+)
 from tl_devicefix.checkpoints.checkpoint import load_hf_model
 from tl_devicefix.checkpoints.directories import is_checkpoint_directory, load_tokenizer
 from tl_devicefix.checkpoints.dtypes import torch_dtype
@@ -55,7 +58,7 @@ def from_pretrained(
     *args: Any,
     device_map: DeviceMap | None = None,
     max_memory: MaxMemory | None = None,
-    attention: str | None = None,
+    attn_implementation: str | None = None,
     **kwargs: Any,
 ) -> Any:
     """Load a model, its weights folded, over one or several devices.
@@ -67,8 +70,8 @@ def from_pretrained(
             dict from components ("embed", "blocks.3", "unembed") or prefixes to devices.
         max_memory: the most that weights may take of each device: `{0: "20GiB", 1: "40GiB"}`. The
             devices that it names are used, unless `n_devices` says how many.
-        attention: "sdpa": build no scores and no pattern where nobody listens to them, see
-            `tl_devicefix.attention`.
+        attn_implementation: "sdpa": build no scores and no pattern where nobody listens, see
+            `tl_devicefix.set_attn_implementation`.
 
     `model_name` may also be a local directory with a Hugging Face checkpoint, or the hub's name of
     a fine-tune that TransformerLens does not list; `revision`, `cache_dir`, `token` and
@@ -94,11 +97,11 @@ def from_pretrained(
         ImportError: if `hf_model` needs an optional library (peft, bitsandbytes).
         torch.OutOfMemoryError: saying which device was full, what it held, and what would fit.
     """
-    check_way(attention)
+    check_attn_implementation(attn_implementation)
     with _nothing_left_of_a_failure():
         model = _load(cls, _bind(cls, args, kwargs), device_map, max_memory)
-    if attention is not None:
-        Attention(model, attention)
+    if attn_implementation is not None:
+        set_attn_implementation(model, attn_implementation)
     return model
 
 
@@ -123,7 +126,7 @@ def _load(
     """Load a model, by all arguments of `from_pretrained`."""
     hf_kwargs = wanted.pop("from_pretrained_kwargs", {})
     refuse_misspelt(
-        "from_pretrained", hf_kwargs, [*wanted, "device_map", "max_memory", "attention"]
+        "from_pretrained", hf_kwargs, [*wanted, "device_map", "max_memory", "attn_implementation"]
     )
     dtype = torch_dtype(hf_kwargs.pop("torch_dtype", wanted["dtype"]))
     wanted["model_name"] = os.fspath(wanted["model_name"])
@@ -295,7 +298,7 @@ def _open_source(
 def empty_model(cls: Any, cfg: Any, tokenizer: Any, default_padding_side: Any = None) -> Any:
     """A model whose parameters have shapes but no values; its buffers are real."""
     if tokenizer is None and is_checkpoint_directory(cfg.tokenizer_name or ""):
-        tokenizer = load_tokenizer(cfg.tokenizer_name)
+        tokenizer = load_tokenizer(cfg.tokenizer_name, cfg.trust_remote_code)
     # TransformerLens 2 and 3 have different defaults.
     side = {} if default_padding_side is None else {"default_padding_side": default_padding_side}
     with _construction, _components_without_values():

@@ -13,7 +13,6 @@ from tl_devicefix.hooked.components import component_sizes
 from tl_devicefix.hooked.shared_buffers import Convert, ConvertedOnce, share_buffers
 from tl_devicefix.hosts.modules import forget
 from tl_devicefix.offload.visiting import pin
-from tl_devicefix.patching.applying import original
 from tl_devicefix.placement.components import component_of
 from tl_devicefix.placement.deciding import decide_fitting
 from tl_devicefix.placement.devices import HOST, resolve, resolve_to_move
@@ -165,7 +164,7 @@ def _devices(model: nn.Module) -> set[torch.device]:
     return {parameter.device for parameter in model.parameters()}
 
 
-def move_model_modules_to_device(self: Any) -> None:
+def move_model_modules_to_device(original: Any, self: Any) -> None:
     """Place the model by its config's `device` and `n_devices`."""
     placement: Placement | None = getattr(self, "placement", None)
     if placement is not None and _is_spread_by(placement, self.cfg):
@@ -177,7 +176,7 @@ def move_model_modules_to_device(self: Any) -> None:
     elif placement is not None:
         place(self, placement.gathered_on(resolve(self.cfg.device)))
     else:
-        original(type(self), "move_model_modules_to_device")(self)
+        original(self)
 
 
 def _is_spread_by(placement: Placement, cfg: Any) -> bool:

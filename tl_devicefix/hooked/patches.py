@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from transformer_lens.components import (
-    MLP,
-    GatedMLP,
-    LayerNorm,
-    LayerNormPre,
-    RMSNorm,
-    RMSNormPre,
-)
-
 from tl_devicefix.hooked import (
     alignment,
-    attention,
+    block,
     config,
-    far_blocks,
     loading,
     moving,
     processing,
@@ -31,11 +21,8 @@ from tl_devicefix.running import interruption
 loads = "one component at a time, to its planned device, folded in float32"
 folds = "each component on its own device, in float32 or wider, rounded once"
 state = ("self", "state_dict")
-grows = "a KV cache grows in place, and its keys are rotated once, if `attention` says so"
-lazily = "no scores and no pattern where nobody looks, if `attention` says so"
-whole = "of another rank, and nobody listens: it is run there whole"
+plain = "one function of the weights; hook points are called where somebody listens"
 
-_NORMS = (LayerNorm, LayerNormPre, RMSNorm, RMSNormPre)
 PATCHES = (
     Patch(
         "from_pretrained",
@@ -85,7 +72,7 @@ PATCHES = (
     *(Patch(name, *row) for name, row in CACHING.items()),
     Patch(
         "forward",
-        attention.forward_of_model,
+        block.forward_of_model,
         ("self", "input", "return_type", "start_at_layer", "stop_at_layer"),
         "what leaves the model is at home",
     ),
@@ -98,76 +85,19 @@ PATCHES = (
         for name in ("W_E", "W_U", "b_U", "W_pos")
     ),
     *(Patch(name, *row) for name, row in GATHERED.items()),
-    *(
-        Patch(name, replacement, parameters, why, owner=owner)
-        for owner, name, replacement, parameters, why in (
-            (
-                "TransformerBlock",
-                "forward",
-                far_blocks.block_forward,
-                ("self", "resid_pre", "shortformer_pos_embed", "past_kv_cache_entry"),
-                whole,
-            ),
-            *(
-                (
-                    cls.__name__,
-                    "forward",
-                    far_blocks.component_forward(cls, is_norm=cls in _NORMS),
-                    ("self", "x"),
-                    whole,
-                )
-                for cls in (MLP, GatedMLP, *_NORMS)
-            ),
-            (
-                "AbstractAttention",
-                "forward",
-                attention.forward,
-                ("self", "query_input", "key_input", "value_input", "past_kv_cache_entry"),
-                grows,
-            ),
-            (
-                "AbstractAttention",
-                "apply_rotary",
-                attention.apply_rotary,
-                ("self", "x", "past_kv_pos_offset", "attention_mask"),
-                grows,
-            ),
-            (
-                "AbstractAttention",
-                "calculate_attention_scores",
-                attention.calculate_attention_scores,
-                ("self", "q", "k"),
-                lazily,
-            ),
-            (
-                "GroupedQueryAttention",
-                "calculate_attention_scores",
-                attention.calculate_grouped_attention_scores,
-                ("self", "q", "k"),
-                lazily,
-            ),
-            (
-                "AbstractAttention",
-                "apply_causal_mask",
-                attention.apply_causal_mask,
-                ("self", "attn_scores", "past_kv_pos_offset", "attention_mask"),
-                lazily,
-            ),
-            (
-                "AbstractAttention",
-                "calculate_z_scores",
-                attention.calculate_z_scores,
-                ("self", "v", "pattern"),
-                lazily,
-            ),
-            (
-                "GroupedQueryAttention",
-                "calculate_z_scores",
-                attention.calculate_grouped_z_scores,
-                ("self", "v", "pattern"),
-                lazily,
-            ),
-        )
+    Patch(
+        "forward",
+        block.block_forward,
+        ("self", "resid_pre", "shortformer_pos_embed", "past_kv_cache_entry"),
+        plain,
+        owner="TransformerBlock",
+    ),
+    Patch(
+        "forward",
+        block.attention_forward,
+        ("self", "query_input", "key_input", "value_input", "past_kv_cache_entry"),
+        plain,
+        owner="AbstractAttention",
     ),
     *(
         Patch(

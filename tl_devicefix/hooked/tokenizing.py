@@ -11,7 +11,6 @@ from typing import Any
 
 from tl_devicefix.checkpoints.hub import TOKENIZER_FILES
 from tl_devicefix.hooked.alignment import placement_of, remember_placement
-from tl_devicefix.patching.applying import original
 from tl_devicefix.running.own_tokenizer import reading_text, take_own_tokenizer
 from tl_devicefix.running.turns import current_run
 
@@ -39,10 +38,10 @@ def warn_without_tokenizer(model: Any, model_name: str) -> None:
 def asking_for_tokenizer(name: str) -> Callable[..., Any]:
     """A method of HookedTransformer that needs a tokenizer for text, and says so without one."""
 
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def method(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             with reading_text() if name in _READING else contextlib.nullcontext():
-                return original(type(self), name)(self, *args, **kwargs)
+                return original(self, *args, **kwargs)
         except AssertionError as error:
             if self.tokenizer is not None or _REMEDY in str(error):
                 raise
@@ -59,7 +58,7 @@ _REMEDY = (
 )
 
 
-def override_defaults(self: Any) -> Any:
+def override_defaults(original: Any, self: Any) -> Any:
     """`LocallyOverridenDefaults.__enter__`, which changes the config and the tokenizer of a model.
 
     A run in flight changes copies of its own, as other runs read these meanwhile.
@@ -73,7 +72,7 @@ def override_defaults(self: Any) -> Any:
             model.cfg = copy.copy(model.cfg)
             if placement is not None:
                 remember_placement(model.cfg, placement)
-    return original(type(self), "__enter__")(self)
+    return original(self)
 
 
 def _differs(given: Any, default: Any) -> bool:

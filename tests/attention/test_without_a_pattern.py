@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,8 +19,6 @@ from shapes_made import ShapesMade
 from torch.nn.modules.module import register_module_forward_hook
 
 import tl_devicefix
-from tl_devicefix.attending.known import made_once, one_forward
-from tl_devicefix.attending.masks import Causal
 from tl_devicefix.hosts.far_devices import FarDevices
 
 AS_INSTALLED = {"gemma-2": "soft cap", "gpt-oss": "attention sinks"}
@@ -36,7 +33,7 @@ def sdpa(on_cpu: Any) -> Iterator[Callable[[str], Any]]:
 
     def get(name: str) -> Any:
         model = on_cpu(name)
-        chosen.append(tl_devicefix.attention(model, "sdpa"))
+        chosen.append(tl_devicefix.set_attn_implementation(model, "sdpa"))
         return model
 
     yield get
@@ -46,7 +43,7 @@ def sdpa(on_cpu: Any) -> Iterator[Callable[[str], Any]]:
 
 def installed(model: Any, run: Callable[[Any], Any]) -> Any:
     """What a run of a model gives as it is installed."""
-    with tl_devicefix.attention(model, "as_installed"):
+    with tl_devicefix.set_attn_implementation(model, "eager"):
         return run(model)
 
 
@@ -82,7 +79,7 @@ def test_logits_and_gradients(
 
     actual = run(model)
 
-    said = tl_devicefix.attention(model).blocks.values()
+    said = tl_devicefix.set_attn_implementation(model).blocks.values()
     # TransformerLens 2 overlooks the sinks.
     has_sinks = getattr(model.cfg, "use_attention_sinks", False)
     if name == "gemma-2" or has_sinks:
@@ -128,7 +125,7 @@ def test_each_hook_point_listened_to_in_turn(
     name: str, sdpa: Any, tokens: torch.Tensor, fused_blocks: list[int]
 ) -> None:
     model = sdpa(name)
-    goes_without = set(tl_devicefix.attention(model).blocks.values()) == {"sdpa"}
+    goes_without = set(tl_devicefix.set_attn_implementation(model).blocks.values()) == {"sdpa"}
     expected, gradients = installed(model, lambda model: listening(model, tokens))
     for hook in expected:
         if hook.endswith("_grad") or (hook.startswith("blocks.") and "blocks.0." not in hook):
@@ -241,7 +238,7 @@ def test_options_of_a_model(
     run = with_gradients(tokens)
 
     assert_agrees(run(model), installed(model, run))
-    assert len(fused_blocks) == N_LAYERS
+    assert len(fused_blocks) == (N_LAYERS if option == "ungrouped" else 0)
 
 
 @contextmanager
@@ -327,7 +324,7 @@ def test_transforms_of_functions_take_the_installed_path(
 
     actual = run(block)
 
-    with tl_devicefix.attention(block, "as_installed"):
+    with tl_devicefix.set_attn_implementation(block, "eager"):
         assert_same_bits(actual, run(block))
 
 
@@ -356,7 +353,7 @@ def test_over_several_devices(
     model: Any, reference: Any, tokens: torch.Tensor, machine: Any, fused_blocks: list[int]
 ) -> None:
     mask = padded(tokens, "left")
-    with tl_devicefix.attention(model, "sdpa"):
+    with tl_devicefix.set_attn_implementation(model, "sdpa"):
         actual = [model(tokens), model(tokens, attention_mask=mask)]
 
     if not isinstance(machine.asynchronous, FarDevices):  # or the ranks alone know
@@ -366,7 +363,7 @@ def test_over_several_devices(
 
 
 def test_gradients_over_several_devices(model: Any, reference: Any, tokens: torch.Tensor) -> None:
-    with tl_devicefix.attention(model, "sdpa"):
+    with tl_devicefix.set_attn_implementation(model, "sdpa"):
         actual = with_gradients(tokens.to(home_of(model)))(model)
 
     assert_agrees(actual, with_gradients(tokens)(reference))
@@ -377,7 +374,7 @@ def test_with_offloaded_blocks(
 ) -> None:
     there = {"embed": 0, "blocks": 0, "blocks.1": "cpu", "blocks.3": "cpu"}
     device_map = {**there, "ln_final": 0, "unembed": 0}
-    model = from_pretrained("llama", device_map=device_map, attention="sdpa")
+    model = from_pretrained("llama", device_map=device_map, attn_implementation="sdpa")
     options = {"max_new_tokens": 3, "do_sample": False, "stop_at_eos": False, "verbose": False}
 
     assert_agrees(model(tokens.to("sim:0")), reference(tokens), home_of(model))
@@ -400,12 +397,12 @@ def test_memory_grows_with_the_tokens_and_not_with_their_square(
             model(tokens, return_type=None)
         return int(machine.max_memory_allocated(0) - before)
 
-    with tl_devicefix.attention(model, "sdpa"):
+    with tl_devicefix.set_attn_implementation(model, "sdpa"):
         assert peak(32) < 2.2 * peak(16)
-    as_installed = peak(32)
-    assert as_installed > 2.5 * peak(16)
+    assert peak(32) > 2.5 * peak(16)
     model.add_hook("blocks.0.attn.hook_pattern", lambda pattern, hook: None)
-    with tl_devicefix.attention(model, "sdpa"):
+    as_installed = peak(32)
+    with tl_devicefix.set_attn_implementation(model, "sdpa"):
         assert peak(32) <= as_installed  # as much as before, of one block
     model.reset_hooks()
 
@@ -432,7 +429,8 @@ def test_a_mask_is_made_once_for_all_blocks(name: str, where: str | None, sdpa: 
     with ShapesMade() as made, torch.no_grad():
         model(tokens, **options)
 
-    assert made.operations["aten.tril_.default"] == 1
+    made_for_masks = [n for name, n in made.operations.items() if name == "aten.le.Tensor"]
+    assert made_for_masks in ([1], [])  # TransformerLens 2 keeps one
 
 
 def test_no_mask_is_held_after_a_forward(sdpa: Any, tokens: torch.Tensor) -> None:
@@ -441,38 +439,26 @@ def test_no_mask_is_held_after_a_forward(sdpa: Any, tokens: torch.Tensor) -> Non
     with torch.no_grad():
         sdpa("llama")(tokens, attention_mask=mask)
 
-    assert not any(type(each) is Causal for each in gc.get_objects())
     held = weakref.ref(mask)
     del mask
     assert held() is None
-
-
-def test_what_is_made_of_a_block_s_own_mask_goes_with_it() -> None:
-    mask = torch.zeros(3)
-
-    with one_forward():
-        made = made_once(mask, "added", lambda: mask + 1)
-        assert made is made_once(mask, "added", lambda: mask + 1)
-        held = weakref.ref(made)
-        del mask, made
-        assert held() is None
 
 
 def test_for_a_while(on_cpu: Any, tokens: torch.Tensor, fused_blocks: list[int]) -> None:
     model = on_cpu("gpt2")
     before = model(tokens)
 
-    with tl_devicefix.attention(model, "sdpa"):
-        with tl_devicefix.attention(model, "as_installed"):
+    with tl_devicefix.set_attn_implementation(model, "sdpa"):
+        with tl_devicefix.set_attn_implementation(model, "eager"):
             assert_same_bits(model(tokens), before)
         model(tokens)
         assert len(fused_blocks) == N_LAYERS
-    with pytest.raises(IndexError), tl_devicefix.attention(model, "sdpa"):
+    with pytest.raises(IndexError), tl_devicefix.set_attn_implementation(model, "sdpa"):
         model(tokens + 1000)
 
     assert_same_bits(model(tokens), before)
     assert len(fused_blocks) == N_LAYERS
-    assert set(tl_devicefix.attention(model).blocks.values()) == {"as installed"}
+    assert set(tl_devicefix.set_attn_implementation(model).blocks.values()) == {"eager"}
 
 
 def test_copies_attend_as_the_model_does(
@@ -491,14 +477,14 @@ def test_a_run_in_flight_attends_as_its_own_view_does(
     model = sdpa("gpt2")
 
     def run(view: Any, way: str) -> Any:
-        tl_devicefix.attention(view, way)
+        tl_devicefix.set_attn_implementation(view, way)
         return view(tokens)
 
-    for _ in tl_devicefix.in_flight(model, run, ["as_installed", "sdpa", "as_installed"]):
+    for _ in tl_devicefix.in_flight(model, run, ["eager", "sdpa", "eager"]):
         pass
 
     assert len(fused_blocks) == N_LAYERS
-    assert set(tl_devicefix.attention(model).blocks.values()) == {"sdpa"}
+    assert set(tl_devicefix.set_attn_implementation(model).blocks.values()) == {"sdpa"}
 
 
 def test_without_the_patches_a_model_attends_as_installed(
@@ -516,15 +502,15 @@ def test_it_says_which_block_goes_which_way(sdpa: Any) -> None:
     model = sdpa("gpt2")
     model.add_hook("blocks.1.attn.hook_pattern", lambda value, hook: None)
 
-    said = repr(tl_devicefix.attention(model)).splitlines()
+    said = repr(tl_devicefix.set_attn_implementation(model)).splitlines()
 
     assert said[0] == "blocks.0.attn  sdpa"
-    assert said[1] == "blocks.1.attn  as installed: hook_pattern has hooks"
+    assert said[1] == "blocks.1.attn  eager: hook_pattern has hooks"
     model.reset_hooks()
 
 
 def test_loaded_so(from_pretrained: Any, tokens: torch.Tensor, fused_blocks: list[int]) -> None:
-    model = from_pretrained("gpt2", device="cpu", attention="sdpa")
+    model = from_pretrained("gpt2", device="cpu", attn_implementation="sdpa")
 
     model(tokens)
 
@@ -535,7 +521,7 @@ def test_a_while_may_be_entered_again(
     on_cpu: Any, tokens: torch.Tensor, fused_blocks: list[int]
 ) -> None:
     model = on_cpu("llama")
-    sdpa = tl_devicefix.attention(model, "sdpa")
+    sdpa = tl_devicefix.set_attn_implementation(model, "sdpa")
     for _ in range(2):
         fused_blocks.clear()
         with sdpa:
@@ -548,19 +534,19 @@ def test_a_while_may_be_entered_again(
 def test_what_is_in_the_way_is_said(on_cpu: Any) -> None:
     model = copy.deepcopy(on_cpu("llama"))
     model.blocks[1].attn.IGNORE = torch.tensor(-1e5)
-    said = tl_devicefix.attention(model, "sdpa")
-    assert said.blocks["blocks.1.attn"] == "as installed: its IGNORE is not minus infinity"
+    said = tl_devicefix.set_attn_implementation(model, "sdpa")
+    assert said.blocks["blocks.1.attn"] == "eager: its IGNORE is not minus infinity"
     assert said.blocks["blocks.2.attn"] == "sdpa"
     with tl_devicefix.unpatched():
-        assert said.blocks["blocks.2.attn"] == "as installed: TransformerLens is unpatched"
+        assert said.blocks["blocks.2.attn"] == "eager: TransformerLens is unpatched"
         with pytest.raises(RuntimeError, match=r"call tl_devicefix\.apply"):
-            tl_devicefix.attention(model, "sdpa")
+            tl_devicefix.set_attn_implementation(model, "sdpa")
 
 
 def test_a_way_that_is_not_there(on_cpu: Any, from_pretrained: Any) -> None:
-    with pytest.raises(ValueError, match="no attention 'spda': did you mean 'sdpa'"):
-        tl_devicefix.attention(on_cpu("gpt2"), "spda")
-    with pytest.raises(ValueError, match="no attention 'flash': give 'sdpa' or 'as_installed'"):
-        from_pretrained("gpt2", attention="flash")
+    with pytest.raises(ValueError, match="no attn_implementation 'spda': did you mean 'sdpa'"):
+        tl_devicefix.set_attn_implementation(on_cpu("gpt2"), "spda")
+    with pytest.raises(ValueError, match="no attn_implementation 'flash': give 'sdpa' or 'eager'"):
+        from_pretrained("gpt2", attn_implementation="flash")
     with pytest.raises(ValueError, match="no module of the Linear attends"):
-        tl_devicefix.attention(torch.nn.Linear(1, 1), "sdpa")
+        tl_devicefix.set_attn_implementation(torch.nn.Linear(1, 1), "sdpa")

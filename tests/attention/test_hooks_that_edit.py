@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 import torch
 from either_way import assert_either_way
-from kinds import new_kv_cache
 
 import tl_devicefix
-from tl_devicefix.attending.promises import Promised
 
 
 def silence_a_head(value: torch.Tensor, hook: Any) -> torch.Tensor:
@@ -55,9 +53,9 @@ def test_keys_of_more_heads_than_the_model_has_are_refused_as_ever(
 
     model = on_cpu("llama")
     hooks = [(f"blocks.1.attn.hook_{name}", repeat) for name in "kv"]
-    for way in ("as_installed", "sdpa"):
+    for way in ("eager", "sdpa"):
         with (
-            tl_devicefix.attention(model, way),
+            tl_devicefix.set_attn_implementation(model, way),
             pytest.raises(RuntimeError),
         ):
             model.run_with_hooks(tokens, fwd_hooks=hooks)
@@ -90,37 +88,13 @@ def test_code_of_users_gets_a_pattern(change: Any, on_cpu: Any, tokens: torch.Te
         seen.append(pattern)
         return type(model.blocks[0].attn).calculate_z_scores(self, v, pattern)
 
-    with change(attention, mix), tl_devicefix.attention(model, "sdpa") as said:
+    with change(attention, mix), tl_devicefix.set_attn_implementation(model, "sdpa") as said:
         model(tokens)
-        assert said.blocks["blocks.1.attn"] == (
-            "as installed: its calculate_z_scores is not TransformerLens's"
-        )
+        what = "class Own" if change is own_class else "calculate_z_scores"
+        assert said.blocks["blocks.1.attn"] == f"eager: its {what} is not TransformerLens's"
         assert said.blocks["blocks.0.attn"] == "sdpa"
 
     assert [type(each) for each in seen] == [torch.Tensor]
-
-
-def test_who_calls_a_method_gets_scores(on_cpu: Any) -> None:
-    attention = on_cpu("gpt2").blocks[0].attn
-    q, k = torch.randn(2, 1, 5, 4, 4, generator=torch.Generator().manual_seed(0))
-
-    with tl_devicefix.attention(attention, "sdpa"):
-        scores = attention.calculate_attention_scores(q, k)
-
-    assert not isinstance(scores, Promised)
-
-
-def test_caches_hold_tensors_with_values(on_cpu: Any, tokens: torch.Tensor) -> None:
-    model = on_cpu("llama")
-    kv_cache = new_kv_cache(model, len(tokens))
-    with torch.no_grad(), tl_devicefix.attention(model, "sdpa"):
-        _, cache = model.run_with_cache(tokens)
-        _, part = model.run_with_cache(tokens, names_filter=lambda name: "1.attn" not in name)
-        model(tokens, past_kv_cache=kv_cache)
-
-    held = [*cache.values(), *part.values()]
-    held += [each for entry in kv_cache.entries for each in (entry.past_keys, entry.past_values)]
-    assert not any(isinstance(each, Promised) for each in held)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -145,12 +119,15 @@ def test_within_autocast(on_cpu: Any, tokens: torch.Tensor) -> None:
     exact = model(tokens)
 
     def distance(way: str) -> float:
-        with tl_devicefix.attention(model, way), torch.autocast("cpu", torch.bfloat16):
+        with (
+            tl_devicefix.set_attn_implementation(model, way),
+            torch.autocast("cpu", torch.bfloat16),
+        ):
             logits = model(tokens).detach()
         assert logits.dtype == torch.bfloat16
         return float((logits.float() - exact).abs().mean())
 
-    assert 0 < distance("sdpa") <= 1.1 * distance("as_installed")
+    assert 0 < distance("sdpa") <= 1.1 * distance("eager")
 
 
 def test_a_mask_that_is_changed_where_torch_does_not_count_is_seen(
@@ -182,7 +159,7 @@ def test_a_hook_that_asks_for_scores_gets_scores(
         keys = value.new_ones(1, 4, attention.cfg.n_key_value_heads, attention.cfg.d_head)
         found.append(attention.calculate_attention_scores(heads, keys))
 
-    with tl_devicefix.attention(model, "sdpa"):
+    with tl_devicefix.set_attn_implementation(model, "sdpa"):
         model.run_with_hooks(tokens, fwd_hooks=[(f"blocks.1.attn.hook_{name}", ask)])
 
     assert type(found[0]) is torch.Tensor

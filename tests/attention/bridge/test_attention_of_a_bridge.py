@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,9 +13,6 @@ from shapes_made import ShapesMade
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import tl_devicefix
-from tl_devicefix.attending.masks import Causal
-from tl_devicefix.attending.scores import Scores
-from tl_devicefix.bridge.masks import Mask
 from tl_devicefix.patching.versions import has_hooked_transformer
 
 pytestmark = [
@@ -28,11 +24,11 @@ ITS_OWN_WAY = "in its own way"
 AS_INSTALLED = {
     "gemma-2": "soft cap",
     "gpt-oss": "attention sinks",
-    **dict.fromkeys(("bloom", "opt", "gpt-neo", "gpt-j"), ITS_OWN_WAY),
+    **dict.fromkeys(("bloom", "gpt-neo", "gpt-j"), ITS_OWN_WAY),
 }
 """Architecture -> why its blocks take the installed path."""
 SDPA = ["llama", "qwen2", "gpt2", "mixtral", "pythia", "gemma", "gemma-3", "phi", "phi-3"]
-SDPA += ["mistral", "qwen3", "olmo", "olmo-2", "olmoe", "apertus"]
+SDPA += ["mistral", "qwen3", "olmo", "olmo-2", "olmoe", "apertus", "opt"]
 
 
 @pytest.fixture
@@ -42,7 +38,7 @@ def sdpa(references: Any) -> Iterator[Callable[..., Any]]:
 
     def get(name: str, **options: Any) -> Any:
         bridge = references(name, **options)
-        chosen.append(tl_devicefix.attention(bridge, "sdpa"))
+        chosen.append(tl_devicefix.set_attn_implementation(bridge, "sdpa"))
         return bridge
 
     yield get
@@ -51,7 +47,7 @@ def sdpa(references: Any) -> Iterator[Callable[..., Any]]:
 
 
 def installed(bridge: Any, run: Callable[[Any], Any]) -> Any:
-    with tl_devicefix.attention(bridge, "as_installed"):
+    with tl_devicefix.set_attn_implementation(bridge, "eager"):
         return run(bridge)
 
 
@@ -83,7 +79,7 @@ def test_logits_and_gradients(
 
     actual = run(bridge)
 
-    said = tl_devicefix.attention(bridge).blocks.values()
+    said = tl_devicefix.set_attn_implementation(bridge).blocks.values()
     if name in AS_INSTALLED:
         assert all(AS_INSTALLED[name] in each for each in said)
         assert not fused_blocks
@@ -97,10 +93,10 @@ def test_logits_and_gradients(
 def test_it_says_which_block_goes_which_way(sdpa: Any) -> None:
     bridge = sdpa("llama", compatible=False)
     with bridge.hooks(fwd_hooks=[("blocks.1.attn.hook_pattern", lambda value, hook: None)]):
-        said = repr(tl_devicefix.attention(bridge)).splitlines()
+        said = repr(tl_devicefix.set_attn_implementation(bridge)).splitlines()
 
     assert said[0] == "blocks.0.attn  sdpa"
-    assert said[1] == "blocks.1.attn  as installed: hook_pattern has hooks"
+    assert said[1] == "blocks.1.attn  eager: attn.hook_pattern has hooks"
 
 
 @pytest.mark.cover
@@ -129,6 +125,7 @@ def test_padding_without_gradients(
     assert len(fused_blocks) == N_LAYERS
 
 
+OUTER = ("blocks.0.hook_resid_pre", "blocks.0.hook_resid_post")
 OTHERS = pytest.mark.full("dozens of forwards and backwards each; in the default run, of one")
 
 
@@ -167,10 +164,10 @@ def test_each_hook_point_listened_to_in_turn(
 
         seen, gradients = listening(bridge)
 
-        needs_scores = hook.endswith(("hook_attn_scores", "hook_pattern"))
+        is_within = hook not in ("blocks.0.hook_in", "blocks.0.hook_out", *OUTER)
         goes_without = name not in AS_INSTALLED
-        assert len(fused_blocks) == (N_LAYERS - needs_scores if goes_without else 0)
-        tolerance = 0 if needs_scores or not goes_without else 1e-5
+        assert len(fused_blocks) == (N_LAYERS - is_within if goes_without else 0)
+        tolerance = 0 if hook == "blocks.0.hook_in" or not goes_without else 1e-5
         assert_agrees(seen.pop(hook), expected.pop(hook), tolerance=tolerance)
         assert_agrees([seen, gradients], [expected, expected_gradients])
 
@@ -199,7 +196,7 @@ def test_generate(name: str, sdpa: Any, tokens: torch.Tensor, fused_blocks: list
 def test_booted_so_over_several_devices(
     machine: Any, boot: Any, references: Any, tokens: torch.Tensor, fused_blocks: list[int]
 ) -> None:
-    bridge = boot("llama", n_devices=4, attention="sdpa")
+    bridge = boot("llama", n_devices=4, attn_implementation="sdpa")
 
     actual = bridge(tokens.to("sim:0"))
 
@@ -208,8 +205,8 @@ def test_booted_so_over_several_devices(
 
 
 def test_a_way_that_is_not_there(boot: Any) -> None:
-    with pytest.raises(ValueError, match="no attention 'sdp': did you mean 'sdpa'"):
-        boot("llama", attention="sdp")
+    with pytest.raises(ValueError, match="no attn_implementation 'sdp': did you mean 'sdpa'"):
+        boot("llama", attn_implementation="sdp")
 
 
 LONG = torch.full((1, 29), 7)
@@ -233,7 +230,7 @@ def test_nothing_of_every_query_and_key_is_made(name: str, compatible: bool, sdp
 
 @torch.no_grad()
 def test_nothing_of_every_query_and_key_is_made_on_several_devices(boot: Any, machine: Any) -> None:
-    bridge = boot("llama", n_devices=4, attention="sdpa")
+    bridge = boot("llama", n_devices=4, attn_implementation="sdpa")
 
     with ShapesMade() as made:
         bridge(LONG.to("sim:0"))
@@ -255,42 +252,30 @@ def test_a_block_that_listens_has_the_mask_built(sdpa: Any) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_nothing_is_held_after_a_forward(
-    name: str, sdpa: Any, tokens: torch.Tensor, mask: torch.Tensor
-) -> None:
-    bridge = sdpa(name, compatible=False)
+def test_a_cache_of_the_residual_stream_makes_nothing_of_every_query_and_key(sdpa: Any) -> None:
+    bridge = sdpa("llama", compatible=True)
+    bridge.run_with_cache(LONG)  # some hooks of transformers' are there from now on
 
-    bridge(tokens)
-    bridge(tokens, attention_mask=mask)
+    with ShapesMade() as made:
+        _, cache = bridge.run_with_cache(LONG, names_filter=lambda name: "hook_resid_p" in name)
 
-    assert not any(type(each) in (Scores, Causal) for each in gc.get_objects())
+    assert len(cache) == 2 * N_LAYERS
+    assert not made.of_pairs(29)
 
 
 @torch.no_grad()
-def test_no_mask_is_held_after_a_forward_over_several_devices(
-    boot: Any, machine: Any, tokens: torch.Tensor
-) -> None:
-    boot("llama", n_devices=4, attention="sdpa")(tokens.to("sim:0"))
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral"])
+def test_a_block_that_listens_behind_a_kv_cache(name: str, sdpa: Any, tokens: torch.Tensor) -> None:
+    bridge = sdpa(name, compatible=False)
 
-    assert not any(type(each) is Mask for each in gc.get_objects())
+    def run(bridge: Any) -> Any:
+        hooks = [("blocks.1.attn.hook_z", lambda value, hook: value * 2)]
+        with bridge.hooks(fwd_hooks=hooks):
+            first, cache = bridge(tokens, return_type="logits_and_cache")
+            second = bridge(tokens[:, :3], past_key_values=cache)
+            return first, second, bridge(tokens[:, 3:4], past_key_values=cache)
 
-
-def test_transformers_masks_are_its_own_after_a_forward(sdpa: Any, tokens: torch.Tensor) -> None:
-    bridge, there = sdpa("llama", compatible=False), ALL_MASK_ATTENTION_FUNCTIONS["eager"]
-    during = []
-    block = bridge.blocks[0].register_forward_hook(
-        lambda *_: during.append(ALL_MASK_ATTENTION_FUNCTIONS["eager"])
-    )
-    try:
-        bridge(tokens)
-        with pytest.raises(IndexError):
-            bridge(tokens + 1000)
-    finally:
-        block.remove()
-
-    assert during[0] is not there
-    assert ALL_MASK_ATTENTION_FUNCTIONS["eager"] is there
+    assert_agrees(run(bridge), installed(bridge, run))
 
 
 def test_a_function_for_masks_of_a_user_s_own(sdpa: Any, tokens: torch.Tensor) -> None:

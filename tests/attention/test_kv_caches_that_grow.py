@@ -13,6 +13,7 @@ from hf_models import N_LAYERS
 from kinds import home_of, new_kv_cache
 
 import tl_devicefix
+from tl_devicefix.hooked import attention as block
 
 N_TOKENS = 18
 KINDS = ["llama", "bloom", "gpt2", "gpt-neo", "pythia"]  # grouped, ALiBi, neither, local, in part
@@ -39,7 +40,7 @@ def read(
 ) -> tuple[list[torch.Tensor], Any]:
     """Read a text with a cache: some tokens, then one by one, then three; the logits."""
     cache, logits, at = new_kv_cache(model, len(text)), [], 0
-    with tl_devicefix.attention(model, way):
+    with tl_devicefix.set_attn_implementation(model, way):
         for n in (6, *[1] * (N_TOKENS - 9), 3):
             if step is not None:
                 step(cache, at)
@@ -69,7 +70,7 @@ def test_logits_and_what_is_in_the_cache(
 ) -> None:
     model = on_cpu(name)
     with torch.inference_mode() if inference else torch.no_grad():
-        expected, as_installed = read(model, text, masks[mask], "as_installed")
+        expected, as_installed = read(model, text, masks[mask], "eager")
         actual, cache = read(model, text, masks[mask], "sdpa")
 
     assert_agrees(actual, expected)
@@ -81,17 +82,17 @@ def test_it_is_written_behind_what_is_there_and_keys_are_rotated_once(
 ) -> None:
     model, places, rotated = on_cpu("llama"), set(), []
     attention = model.blocks[0].attn
-    there = attention.rotate_every_two
+    there = block._rotated
 
-    def rotate(x: torch.Tensor) -> torch.Tensor:
-        if x.shape[2] == 2:  # keys, of which there are two heads
+    def rotate(attn: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
+        if attn is attention and x.shape[2] == 2:  # keys, of which there are two heads
             rotated.append(x.shape[1])
-        return there(x)
+        return there(attn, x, *args)
 
     def look(cache: Any, at: int) -> None:
         places.add(cache[0].past_keys.data_ptr())
 
-    monkeypatch.setattr(attention, "rotate_every_two", rotate)
+    monkeypatch.setattr(block, "_rotated", rotate)
     with torch.no_grad():
         read(model, text, masks["padded"], "sdpa", look)
 
@@ -102,8 +103,8 @@ def test_it_is_written_behind_what_is_there_and_keys_are_rotated_once(
 def test_it_grows_beyond_its_room(on_cpu: Any, text: torch.Tensor, masks: Any) -> None:
     model = on_cpu("gpt2")
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tl_devicefix.attending.growing._LEAST_ROOM", 2)
-        expected = read(model, text, masks["padded"], "as_installed")
+        patch.setattr("tl_devicefix.attention.kv_cache._LEAST_ROOM", 2)
+        expected = read(model, text, masks["padded"], "eager")
         actual = read(model, text, masks["padded"], "sdpa")
 
     assert_agrees(actual[0], expected[0])
@@ -147,7 +148,7 @@ def test_what_is_done_to_a_cache_by_hand(
 ) -> None:
     model = on_cpu("llama")
     with mode():
-        expected = read(model, text, masks[mask].clone(), "as_installed", step)
+        expected = read(model, text, masks[mask].clone(), "eager", step)
         actual = read(model, text, masks[mask].clone(), "sdpa", step)
 
     assert_agrees(actual[0], expected[0])
@@ -170,7 +171,7 @@ def test_a_hook_that_edits_rotated_keys(
         with model.hooks(fwd_hooks=[("blocks.1.attn.hook_rot_k", edit_rotated)]):
             return read(model, text, masks["all"], way)[0]
 
-    assert_agrees(run("sdpa"), run("as_installed"))
+    assert_agrees(run("sdpa"), run("eager"))
 
 
 def shallow(cache: Any) -> Any:
@@ -187,7 +188,7 @@ def test_two_texts_with_one_beginning(duplicate: Any, on_cpu: Any, text: torch.T
     together = [torch.cat([text[:, :6], each[:, 6:9]], dim=1) for each in (text, other)]
     expected = [model(each)[:, 6:] for each in together]
 
-    with tl_devicefix.attention(model, "sdpa"):
+    with tl_devicefix.set_attn_implementation(model, "sdpa"):
         first = new_kv_cache(model, 2)
         everything = torch.ones_like(text[:, :1])
         model(text[:, :6], past_kv_cache=first, attention_mask=everything.expand(-1, 6))
@@ -207,7 +208,7 @@ def test_a_cache_that_is_cut_and_read_on(on_cpu: Any, text: torch.Tensor) -> Non
 
     def run(way: str) -> list[torch.Tensor]:
         cache = new_kv_cache(model, 2)
-        with tl_devicefix.attention(model, way):
+        with tl_devicefix.set_attn_implementation(model, way):
             model(text[:, :9], past_kv_cache=cache, attention_mask=one.expand(-1, 9))
             kept = [entry.past_keys for entry in cache.entries]
             for entry in cache.entries:
@@ -220,12 +221,12 @@ def test_a_cache_that_is_cut_and_read_on(on_cpu: Any, text: torch.Tensor) -> Non
             ]
         return [*logits, *kept]
 
-    assert_agrees(run("sdpa"), run("as_installed"))
+    assert_agrees(run("sdpa"), run("eager"))
 
 
 def test_a_graph_that_holds_keys_while_the_cache_grows(on_cpu: Any, text: torch.Tensor) -> None:
     model, cache = on_cpu("llama"), new_kv_cache(on_cpu("llama"), 2)
-    with torch.no_grad(), tl_devicefix.attention(model, "sdpa"):
+    with torch.no_grad(), tl_devicefix.set_attn_implementation(model, "sdpa"):
         model(text[:, :6], past_kv_cache=cache)
         keys = cache[0].past_keys
         weight = torch.ones(keys.shape[-1], requires_grad=True)
@@ -245,7 +246,7 @@ def test_with_gradients(on_cpu: Any, text: torch.Tensor, masks: Any) -> None:
         weights = [each for each in model.parameters() if each.requires_grad]
         return torch.autograd.grad(model.loss_fn(logits, text), weights, allow_unused=True)
 
-    assert_agrees(run("sdpa"), run("as_installed"))
+    assert_agrees(run("sdpa"), run("eager"))
 
 
 @pytest.mark.cover
@@ -255,7 +256,7 @@ def test_generate(
     model: Any, reference: Any, tokens: torch.Tensor, fused_blocks: list[int]
 ) -> None:
     options = {"max_new_tokens": 6, "do_sample": False, "stop_at_eos": False, "verbose": False}
-    with tl_devicefix.attention(model, "sdpa"):
+    with tl_devicefix.set_attn_implementation(model, "sdpa"):
         actual = model.generate(tokens.to(home_of(model)), **options)
 
     assert len(fused_blocks) == 6 * N_LAYERS

@@ -1,0 +1,199 @@
+"""Python's own time of a forward and of a token, where kernels cost next to nothing.
+
+    python benchmarks/launch.py [--rounds 200] [--only WORD ...] [--json FILE]
+
+A Llama of ten tiny blocks is loaded in each way, all in this process, and the ways take turns: CPU
+seconds of one thread, best of many rounds, as ratios over transformers with SDPA. TransformerLens
+alone is this very process with the patches off. "Forward" is one of 8 tokens; "token" is one behind
+16 in a KV cache. The last column is over TransformerLens alone doing the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from forward import continuing, forward_of, load, make_checkpoint
+from packaging.version import Version
+
+FLOOR = "transformers sdpa"
+ALONE = "TransformerLens alone"
+N_FORWARD, N_CONTEXT = 8, 16
+BRIDGE = Version(version("transformer_lens")) >= Version("4.dev0")
+
+Run = Callable[[torch.Tensor], Any]
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run the model.
+
+    Attributes:
+        model: loaded for this way.
+        forward: makes logits of tokens.
+        begin: a fresh KV cache's function that makes logits of tokens behind those before them;
+            None if the way is not one to generate in.
+        alone: whether the patches are off.
+        over: the way of TransformerLens alone that does the same.
+    """
+
+    model: Any
+    forward: Run
+    begin: Callable[[], Run] | None
+    alone: bool = False
+    over: str = ALONE
+
+
+def ways() -> dict[str, Way]:
+    """All ways that there are here, by name."""
+    made = {FLOOR: of(FLOOR)}
+    for mode in ("", ", compatibility mode") if BRIDGE else ("",):
+        alone = ALONE + mode
+        made[alone] = of("TransformerLens", alone=True, mode=mode)
+        made[f"imported{mode}"] = of("here", over=alone, mode=mode)
+        made[f"with sdpa{mode}"] = of("here sdpa", over=alone, mode=mode)
+    if not BRIDGE:
+        for name, alone in ((f"{ALONE}, ", True), ("", False)):
+            kind = "TransformerLens" if alone else "here"
+            hooked = f"{ALONE}, one hook on one of ten blocks"
+            made[f"{name}one hook on one of ten blocks"] = one_hook(of(kind, alone, hooked))
+            for what, wanted in (("residual streams", "hook_resid_post"), ("every activation", "")):
+                over = f"{ALONE}, cache of {what}"
+                made[f"{name}cache of {what}"] = caching(of(kind, alone, over), wanted)
+    made.update(of_nnsight())
+    return made
+
+
+def of(kind: str, alone: bool = False, over: str = ALONE, mode: str = "") -> Way:
+    """A way of `forward.py`, patched or not."""
+    import tl_devicefix
+
+    with tl_devicefix.unpatched() if alone else contextlib.nullcontext():
+        model = load(kind, torch.float32, "cpu", BRIDGE)
+        if mode:
+            model.enable_compatibility_mode()
+    forward = forward_of(kind, model, BRIDGE)
+    return Way(model, forward, lambda: continuing(kind, model, BRIDGE, 1), alone, over)
+
+
+def one_hook(way: Way) -> Way:
+    """The same, with somebody listening in one block."""
+    way.model.add_hook("blocks.4.hook_resid_post", lambda activation, hook: None)
+    return way
+
+
+def caching(way: Way, wanted: str) -> Way:
+    """`run_with_cache` of the activations whose names end so."""
+
+    def forward(tokens: torch.Tensor) -> Any:
+        return way.model.run_with_cache(tokens, names_filter=lambda name: name.endswith(wanted))
+
+    return Way(way.model, forward, None, way.alone, way.over)
+
+
+def of_nnsight() -> dict[str, Way]:
+    """One residual stream by nnsight, of transformers with SDPA; says so if it is not there."""
+    try:
+        from nnsight import NNsight
+    except ImportError:
+        print("left out: nnsight is not installed")
+        return {}
+    plain = load(FLOOR, torch.float32, "cpu", bridge=False)
+    model = NNsight(plain)
+
+    def forward(tokens: torch.Tensor) -> Any:
+        with model.trace(tokens, use_cache=False):
+            saved = model.model.layers[4].output.save()
+        return saved
+
+    return {f"nnsight {version('nnsight')}, one block's output": Way(plain, forward, None)}
+
+
+def measure(all_ways: dict[str, Way], rounds: int) -> dict[str, dict[str, float]]:
+    """Name of a way -> CPU seconds of a forward and of a token, the best of all rounds."""
+    import tl_devicefix
+
+    prompt = torch.randint(3, 100, (1, N_CONTEXT))
+    best: dict[str, dict[str, float]] = {name: {} for name in all_ways}
+    for _ in range(rounds):
+        for name, way in all_ways.items():
+            with tl_devicefix.unpatched() if way.alone else contextlib.nullcontext():
+                seconds = {"forward": timed(way.forward, prompt[:, :N_FORWARD])}
+                if way.begin is not None:
+                    run = way.begin()
+                    run(prompt)
+                    seconds["token"] = timed(run, prompt[:, :1])
+            for what, took in seconds.items():
+                best[name][what] = min(took, best[name].get(what, took))
+    return best
+
+
+def timed(run: Run, tokens: torch.Tensor, calls: int = 2) -> float:
+    """CPU seconds of this thread for one call, after one to warm up."""
+    run(tokens)
+    start = time.thread_time()
+    for _ in range(calls):
+        run(tokens)
+    return (time.thread_time() - start) / calls
+
+
+def ratios(best: dict[str, dict[str, float]], all_ways: dict[str, Way]) -> dict[str, Any]:
+    """What each took over transformers, and its forward over TransformerLens alone."""
+    return {
+        name: {
+            "ms": {what: 1000 * took for what, took in of_way.items()},
+            "over transformers": {w: took / best[FLOOR][w] for w, took in of_way.items()},
+            "over TransformerLens alone": {
+                what: took / best[over][what]
+                for what, took in of_way.items()
+                if (over := all_ways[name].over) in best
+            },
+        }
+        for name, of_way in best.items()
+    }
+
+
+def main() -> None:
+    """Measure and print a table; write JSON if asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="ways whose names have one")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as cache, torch.inference_mode():
+        # Before transformers is imported, which reads them then.
+        os.environ.update(HF_HUB_CACHE=cache, HF_HUB_OFFLINE="1", TL_DEVICEFIX_DISABLE="")
+        with torch.inference_mode(False), contextlib.redirect_stderr(io.StringIO()):
+            make_checkpoint(Path(cache), "launch", 128, "cpu")
+            all_ways = ways()
+        words = arguments.only or [""]
+        kept = {n: w for n, w in all_ways.items() if n == FLOOR or any(x in n for x in words)}
+        found = ratios(measure(kept, arguments.rounds), kept)
+    names = ("transformer_lens", "transformers", "torch")
+    print(", ".join(f"{name} {version(name)}" for name in names))
+    print(f"{'':<62} {'over transformers':^15} {'over alone':^15}")
+    print(f"{'':<62}" + f" {'forward':>8} {'token':>8}" * 2)
+    for name, each in found.items():
+        columns = (each["over transformers"], each["over TransformerLens alone"])
+        cells = [of_floor.get(what) for of_floor in columns for what in ("forward", "token")]
+        print(f"{name:<62}" + "".join(f" {'' if c is None else f'{c:.2f}':>8}" for c in cells))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

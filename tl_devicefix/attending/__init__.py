@@ -1,1 +1,0 @@
-"""Attention without a pattern: where nobody looks at scores and pattern, they are not built."""

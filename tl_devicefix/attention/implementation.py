@@ -1,0 +1,208 @@
+"""`set_attn_implementation(model, "sdpa")`, and what it says of each block."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from transformer_lens.hook_points import HookPoint
+
+from tl_devicefix.patching.applying import is_applied
+
+EAGER, SDPA = "eager", "sdpa"
+_IMPLEMENTATION = "_tl_devicefix_attn_implementation"
+
+WHY_NOT: list[Callable[[Any, str, Any], Any]] = []
+"""For each model class, why an attention would be eager now although SDPA is set.
+
+Takes the model, the attention's name and the attention; returns a reason, None if it would be
+SDPA, or NotImplemented for an attention of another class.
+"""
+
+
+_LOOKS_AWAY = "_tl_devicefix_looks_away"
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
+
+
+def looking_away(hook: _Hook) -> _Hook:
+    """A hook of torch's that notes when a module runs, and not what it is given or gives."""
+    setattr(hook, _LOOKS_AWAY, True)
+    return hook
+
+
+def listens(point: Any) -> bool:
+    """Whether somebody sees the activation of a hook point: by a hook, or in its place."""
+    if type(point) is not HookPoint or "forward" in vars(point):
+        return True
+    hooks = (hook for name in HOOKS for hook in vars(point)[name].values())
+    return not all(map(looks_away, hooks))
+
+
+def looks_away(hook: Any) -> bool:
+    """Whether a hook of torch's is `looking_away`."""
+    return hasattr(hook, _LOOKS_AWAY)
+
+
+HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+
+
+def is_sdpa(module: Any) -> bool:
+    """Whether SDPA is set for a block's attention, or for a model."""
+    return module.__dict__.get(_IMPLEMENTATION) == SDPA
+
+
+def set_attn_implementation(
+    model: Any, attn_implementation: str | None = None
+) -> AttnImplementation:
+    """Set how a model's blocks attend, from now on or within a `with` block.
+
+    With "sdpa", a block builds neither scores nor pattern in a forward in which nobody listens to
+    them: `torch.nn.functional.scaled_dot_product_attention` takes memory that grows with the tokens
+    and not with their square. A block that has a hook on `hook_attn_scores` or `hook_pattern`, also
+    one of `run_with_cache`, is eager, bit for bit the installed TransformerLens; so is one with
+    something that SDPA cannot express. All other hooks fire as ever. A KV cache grows in place.
+
+        tl_devicefix.set_attn_implementation(model, "sdpa")            # from now on
+        with tl_devicefix.set_attn_implementation(model, "sdpa"): ...  # for a while
+        print(tl_devicefix.set_attn_implementation(model))             # each block, and why
+
+    Second derivatives do not go through SDPA: set "eager" before you differentiate twice.
+    `torch.func`, forward-mode autograd and `torch.compile` are eager by themselves.
+
+    Args:
+        model: a HookedTransformer, or a TransformerBridge of TransformerLens 4, on whatever
+            devices; a view or a block of one will do.
+        attn_implementation: "sdpa", "eager", or None to change nothing.
+
+    Returns:
+        What each block does; after a `with` block, all is set as before it.
+
+    Raises:
+        ValueError: if there is no such implementation, or nothing in the model that attends.
+        RuntimeError: if TransformerLens is unpatched.
+    """
+    return AttnImplementation(model, attn_implementation)
+
+
+class AttnImplementation:
+    """How each block of a model attends; printing it shows a table.
+
+    Args:
+        model: the model.
+        attn_implementation: what to set, if anything.
+    """
+
+    def __init__(self, model: Any, attn_implementation: str | None) -> None:
+        self._modules = _all_that_attend(model) if isinstance(model, torch.nn.Module) else {}
+        check_attn_implementation(attn_implementation)
+        if not self._modules:
+            raise ValueError(
+                f"no module of the {type(model).__name__} attends as TransformerLens's blocks do: "
+                "give a HookedTransformer or a TransformerBridge"
+            )
+        if attn_implementation == SDPA and not is_applied():
+            raise RuntimeError(
+                "TransformerLens is unpatched, so that blocks can only attend as installed: call "
+                "tl_devicefix.apply(), and leave `unpatched`, first"
+            )
+        # The model as a whole too, for what a forward makes for all blocks.
+        self._set = {"": model, **self._modules}
+        self._implementation = attn_implementation
+        self._before: dict[str, str | None] | None = self._begin()
+
+    def _begin(self) -> dict[str, str | None]:
+        """Set the implementation; returns what was set before."""
+        before = {name: vars(module).get(_IMPLEMENTATION) for name, module in self._set.items()}
+        if self._implementation is not None:
+            for module in self._set.values():
+                _set(module, self._implementation)
+        return before
+
+    def __enter__(self) -> AttnImplementation:
+        if self._before is None:  # entered again
+            self._before = self._begin()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        before, self._before = self._before or {}, None
+        for name, implementation in before.items():
+            _set(self._set[name], implementation)
+
+    @property
+    def blocks(self) -> dict[str, str]:
+        """Name of each attention -> "sdpa", or "eager" and why, if a forward came now."""
+        return attention_of_each(self._set[""], self._modules)
+
+    def __repr__(self) -> str:
+        blocks = self.blocks
+        width = max(map(len, blocks))
+        return "\n".join(f"{name:<{width}}  {said}" for name, said in blocks.items())
+
+
+def attention_of_each(model: Any, attentions: dict[str, Any] | None = None) -> dict[str, str]:
+    """Name of each attention of a model -> "sdpa", or "eager" and why, if a forward came now.
+
+    Args:
+        model: any module.
+        attentions: those of the model, by name, if they were looked for before.
+    """
+    attentions = _all_that_attend(model) if attentions is None else attentions
+    return {name: _said(model, name, attention) for name, attention in attentions.items()}
+
+
+def check_attn_implementation(attn_implementation: str | None) -> None:
+    """Check that there is such an implementation, if one is asked for.
+
+    Raises:
+        ValueError: if there is not.
+    """
+    if attn_implementation not in (SDPA, EAGER, None):
+        name = str(attn_implementation).lower()
+        close = difflib.get_close_matches(name, (SDPA, EAGER), n=1, cutoff=0.3)
+        hint = f"did you mean {close[0]!r}?" if close else "give 'sdpa' or 'eager'"
+        raise ValueError(f"there is no attn_implementation {attn_implementation!r}: {hint}")
+
+
+def _all_that_attend(model: Any) -> dict[str, Any]:
+    """Each module that does, by its shortest name: a Bridge's has transformers' names too."""
+    names: dict[Any, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if _attends(module):
+            names[module] = min(names.get(module, name), name, key=len)
+    return {name: module for module, name in names.items()}
+
+
+def _attends(module: Any) -> bool:
+    computes = hasattr(module, "attn_scale") or hasattr(module, "_apply_reconstruct_attention_mask")
+    return computes and all(
+        isinstance(getattr(module, name, None), HookPoint)
+        for name in ("hook_attn_scores", "hook_pattern")
+    )
+
+
+def _set(module: Any, attn_implementation: str | None) -> None:
+    if attn_implementation == SDPA:
+        vars(module)[_IMPLEMENTATION] = SDPA
+    else:
+        vars(module).pop(_IMPLEMENTATION, None)
+
+
+def _said(model: Any, name: str, module: Any) -> str:
+    if not is_sdpa(module):
+        return EAGER
+    if not is_applied():
+        return "eager: TransformerLens is unpatched"
+    said = (why(model, name, module) for why in WHY_NOT)
+    why = next(
+        (each for each in said if each is not NotImplemented),
+        f"a {type(module).__name__} attends in its own way",
+    )
+    return SDPA if why is None else f"eager: {why}"

@@ -1,0 +1,148 @@
+"""KV caches that grow in place, and whose keys are rotated once.
+
+TransformerLens makes all of a block's entry anew for each token, and rotates all of its keys. Here
+`past_keys` and `past_values` of an entry are the beginning of larger tensors, which have room, and
+rotated keys are kept beside them. Whatever else becomes of an entry (frozen, copied, cut, its
+tensors exchanged or edited), it is appended to as TransformerLens does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float
+
+Heads = Float[torch.Tensor, "batch pos kv_head_index d_head"]
+_GROWN = "_tl_devicefix_grown"
+_LEAST_ROOM = 64
+
+
+def append(entry: Any, new_keys: Heads, new_values: Heads) -> tuple[Heads, Heads]:
+    """Append to a block's entry of a KV cache; returns all keys and all values."""
+    if entry.frozen or not _fits(entry, new_keys, new_values):
+        appended: tuple[Heads, Heads] = entry.append(new_keys, new_values)
+        return appended
+    with torch.inference_mode(False), torch.no_grad():
+        grown = vars(entry).get(_GROWN)
+        length = entry.past_keys.shape[1] + new_keys.shape[1]
+        if grown is None or not grown.is_of(entry) or length > grown.room:
+            grown = vars(entry)[_GROWN] = _Grown(entry, length)
+        entry.past_keys, entry.past_values = grown.append(new_keys, new_values)
+    return entry.past_keys, entry.past_values
+
+
+def let_go(entry: Any) -> None:
+    """Let go of the room behind an entry's tensors, which are exchanged for others."""
+    vars(entry).pop(_GROWN, None)
+
+
+def rotated_keys(
+    entry: Any, keys: Heads, tables: tuple[Any, ...], rotate: Callable[[Heads, int], Heads]
+) -> Heads:
+    """All keys of an entry, rotated; those that were rotated before are not rotated again.
+
+    Args:
+        entry: what `append` has appended to.
+        keys: all keys, as `append` has returned them.
+        tables: what rotating depends on: equal tuples, equal rotations.
+        rotate: rotates some keys, the first of which is at a position.
+    """
+    grown = vars(entry).get(_GROWN)
+    if grown is None or grown.keys is not keys:
+        return rotate(keys, 0)
+    with torch.inference_mode(False), torch.no_grad():
+        rotated: Heads = grown.rotated(tables, rotate)
+    return rotated
+
+
+def _fits(entry: Any, new_keys: Heads, new_values: Heads) -> bool:
+    """Whether it can be written behind what is there; in a graph, what is there is needed."""
+    if torch.is_grad_enabled() or not _is_of_transformer_lens(entry):
+        return False
+    return all(
+        past.dim() == 4
+        and (past.shape[0], *past.shape[2:]) == (new.shape[0], *new.shape[2:])
+        and (past.dtype, past.device) == (new.dtype, new.device)
+        for past, new in ((entry.past_keys, new_keys), (entry.past_values, new_values))
+    )
+
+
+def _is_of_transformer_lens(entry: Any) -> bool:
+    return type(entry).append.__module__.partition(".")[0] == "transformer_lens"
+
+
+class _Grown:
+    """What an entry's keys and values are the beginning of.
+
+    Args:
+        entry: TransformerLens's.
+        length: how many positions there have to be at least.
+    """
+
+    def __init__(self, entry: Any, length: int) -> None:
+        self.room = length + max(length // 4, _LEAST_ROOM)
+        earlier = vars(entry).get(_GROWN)
+        keeps = earlier is not None and earlier.is_of(entry)
+        self._all_keys, self._all_values = (
+            _with_room(past, self.room) for past in (entry.past_keys, entry.past_values)
+        )
+        self._rotated = self._tables = None
+        self._n_rotated = 0
+        if keeps and earlier._rotated is not None and earlier._is_as_written():
+            self._rotated = _with_room(earlier._rotated[:, : earlier._n_rotated], self.room)
+            self._tables, self._n_rotated = earlier._tables, earlier._n_rotated
+        self.keys, self.values = entry.past_keys, entry.past_values
+        self._versions = self._now()
+
+    def is_of(self, entry: Any) -> bool:
+        """Whether an entry's tensors are the ones that were put there last."""
+        return entry.past_keys is self.keys and entry.past_values is self.values
+
+    def append(self, new_keys: Heads, new_values: Heads) -> tuple[Heads, Heads]:
+        """Append both; returns all of both."""
+        if not self._is_as_written():
+            self._n_rotated = 0
+        start, end = self.keys.shape[1], self.keys.shape[1] + new_keys.shape[1]
+        # Not a change of what graphs hold of it.
+        self._all_keys.data[:, start:end] = new_keys
+        self._all_values.data[:, start:end] = new_values
+        self.keys, self.values = self._all_keys[:, :end], self._all_values[:, :end]
+        self._versions = self._now()
+        return self.keys, self.values
+
+    def rotated(self, tables: tuple[Any, ...], rotate: Callable[[Heads, int], Heads]) -> Heads:
+        """All keys, rotated."""
+        if self._rotated is None or self._tables != tables:
+            self._n_rotated = 0
+        start, end = self._n_rotated, self.keys.shape[1]
+        new = rotate(self.keys[:, start:], start)
+        if self._rotated is None:
+            self._rotated = new.new_empty((new.shape[0], self.room, *new.shape[2:]))
+        self._rotated.data[:, start:end] = new
+        self._tables, self._n_rotated = tables, end
+        self._versions = self._now()
+        return self._rotated[:, :end]
+
+    def _now(self) -> tuple[int, int]:
+        rotated = self._rotated
+        return self._all_keys._version, 0 if rotated is None else rotated._version
+
+    def _is_as_written(self) -> bool:
+        """Whether nobody else has written to keys, or rotated keys, since."""
+        return self._versions == self._now()
+
+    # A copy of an entry, or one that was saved, begins anew.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+def _with_room(start: torch.Tensor, room: int) -> torch.Tensor:
+    whole = start.new_empty((start.shape[0], room, *start.shape[2:]))
+    whole[:, : start.shape[1]] = start
+    return whole

@@ -1,0 +1,72 @@
+"""What is found out or made once in a forward, for all of its blocks: masks, positions, ways."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tl_devicefix.simulation.tensor import has_values
+
+Made = TypeVar("Made")
+_this_forward: ContextVar[dict[Any, Any] | None] = ContextVar("tl_devicefix_forward", default=None)
+
+
+@contextlib.contextmanager
+def one_forward() -> Iterator[None]:
+    """Within it, `kept_in_forward` is one dict."""
+    token = _this_forward.set({})
+    try:
+        yield
+    finally:
+        _this_forward.reset(token)
+
+
+def kept_in_forward() -> dict[Any, Any]:
+    """What this thread's forward keeps; a new dict outside of one, as where a block is called."""
+    kept = _this_forward.get()
+    return {} if kept is None else kept
+
+
+def made_once(
+    of: tuple[torch.Tensor | None, ...], what: Hashable, make: Callable[[], Made]
+) -> Made:
+    """What is made of some tensors, once in a forward.
+
+    Args:
+        of: the tensors, by identity: kept, so that no others get their ids.
+        what: all else that it depends on, as how often a tensor was changed.
+        make: makes it.
+    """
+    kept, key = kept_in_forward(), (what, *map(id, of))
+    if key not in kept:
+        kept[key] = of, make()
+    made: Made = kept[key][1]
+    return made
+
+
+def known(tensor: torch.Tensor, what: Hashable, find_out: Callable[[torch.Tensor], bool]) -> bool:
+    """A fact about a tensor's values, asked of its device once for as long as it is not changed.
+
+    Args:
+        tensor: a buffer of a model; without values, as in a rehearsal, the fact is taken for true.
+        what: names the fact.
+        find_out: finds it out.
+    """
+    if not has_values(tensor):
+        return True
+    if tensor.is_inference():  # whose changes are not counted
+        return find_out(tensor)
+    facts = _facts.setdefault(tensor, {})
+    if facts.get(what, (None,))[0] != tensor._version:
+        facts[what] = tensor._version, find_out(tensor)
+    fact: bool = facts[what][1]
+    return fact
+
+
+# Not on the tensors: copies of them, and what is saved of them, would take it along.
+_facts: Any = WeakIdKeyDictionary()
