@@ -32,7 +32,7 @@ large_imports.are_done()
 # What in a room is a Bridge's is in its folder `bridge`, beside what is HookedTransformer's.
 HERE = Path(__file__).parent
 SHARED_ROOMS = (
-    "attending",
+    "attention",
     "before_loading",
     "checking",
     "flights",

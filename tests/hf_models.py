@@ -147,6 +147,50 @@ def _gpt_oss() -> PretrainedConfig:
     )
 
 
+_RECURRENT = {"hidden_size": D_MODEL, "num_hidden_layers": N_LAYERS, "vocab_size": D_VOCAB}
+_RECURRENT |= {"state_size": 4, "conv_kernel": 3, **_TOKENS}
+_HEADS = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 4}
+
+
+def _mamba() -> PretrainedConfig:
+    return transformers.MambaConfig(**_RECURRENT, time_step_rank=2)
+
+
+def _falcon_mamba() -> PretrainedConfig:
+    return transformers.FalconMambaConfig(**_RECURRENT, time_step_rank=2)
+
+
+def _mamba2() -> PretrainedConfig:
+    return transformers.Mamba2Config(
+        **_RECURRENT, num_heads=4, head_dim=8, n_groups=2, chunk_size=4
+    )
+
+
+def _bamba() -> PretrainedConfig:
+    return transformers.BambaConfig(
+        **_GROUPED, **_HEADS, attn_layer_indices=[1, 3], mamba_chunk_size=4
+    )
+
+
+def _nemotron_h() -> PretrainedConfig:
+    sizes = {name: value for name, value in _GROUPED.items() if name != "num_hidden_layers"}
+    return transformers.NemotronHConfig(
+        **sizes, layers_block_type=["mamba", "attention", "mlp", "mamba", "moe"], head_dim=4,
+        mamba_num_heads=4, mamba_head_dim=8, n_groups=1, ssm_state_size=4, chunk_size=4,
+        n_routed_experts=3, num_experts_per_tok=2, moe_intermediate_size=8,
+        moe_shared_expert_intermediate_size=8,
+    )  # fmt: skip
+
+
+def _olmo_hybrid() -> PretrainedConfig:
+    kinds = ["linear_attention", "full_attention"]
+    return transformers.OlmoHybridConfig(
+        **_GROUPED, layer_types=[kinds[layer % 2] for layer in range(N_LAYERS)],
+        linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=4,
+        linear_value_head_dim=8,
+    )  # fmt: skip
+
+
 HF_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "gpt2": _gpt2,
     "llama": _llama,
@@ -169,6 +213,12 @@ HF_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "olmoe": _olmoe,
     "apertus": _apertus,
     "gpt-oss": _gpt_oss,
+    "mamba": _mamba,
+    "falcon-mamba": _falcon_mamba,
+    "mamba-2": _mamba2,
+    "bamba": _bamba,
+    "nemotron-h": _nemotron_h,
+    "olmo-hybrid": _olmo_hybrid,
 }
 """Name of an architecture -> the config of a tiny model of it."""
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+import secrets
 import socket
 import subprocess
 import sys
@@ -16,6 +18,9 @@ from tl_devicefix.hosts.far_devices import Place
 from tl_devicefix.hosts.joining import Ranks, meet
 from tl_devicefix.simulation import simulate
 from tl_devicefix.simulation.machine import Machine, bytes_of
+
+# That of all processes that tests start: none is made in the user's home.
+os.environ["TL_DEVICEFIX_TOKEN"] = secrets.token_hex(32)
 
 
 def free_port() -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from tl_devicefix import open_harvest
+from tl_devicefix.harvests.beginning import LOCK
 from tl_devicefix.harvests.copying import Ring
 from tl_devicefix.harvests.format import MASK, TOKENS, Entry, Index, write_index
 from tl_devicefix.harvests.reading import Harvest
@@ -53,7 +54,7 @@ def write_by_hand(directory: Path, dtype: torch.dtype = torch.bfloat16) -> Harve
 
 def files(directory: Path) -> dict[str, bytes]:
     """What a reader sees in a directory: by the names of files, what is in them."""
-    return {path.name: path.read_bytes() for path in directory.iterdir() if path.name != "lock"}
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.name != LOCK}
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a job takes without a pattern: `attention="sdpa"` of `estimate` and `rehearse`."""
+"""What a job takes without a pattern: `attn_implementation="sdpa"` of `estimate` and `rehearse`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def run(model: Any, job: Job) -> Any:
 def test_it_is_what_a_loaded_model_takes(gradients: bool, llama: str, load: Any) -> None:
     job = Job(ctx=N_TOKENS, gradients=gradients)
     with simulate(2) as machine:
-        model = load(llama, n_devices=2, attention="sdpa")
+        model = load(llama, n_devices=2, attn_implementation="sdpa")
         run(model, Job(ctx=8))  # TransformerLens 2 keeps a mask, which is looked at once
         for index in range(2):
             machine.reset_peak_memory_stats(index)
@@ -63,7 +63,7 @@ def test_it_is_what_a_loaded_model_takes(gradients: bool, llama: str, load: Any)
         peaks = [machine.max_memory_allocated(index) for index in range(2)]
         del model, _kept
 
-    found = estimate(llama, 2, ctx=N_TOKENS, gradients=gradients, attention="sdpa")
+    found = estimate(llama, 2, ctx=N_TOKENS, gradients=gradients, attn_implementation="sdpa")
     installed = estimate(llama, 2, ctx=N_TOKENS, gradients=gradients)
 
     assert [each.total for each in found.devices] == pytest.approx(peaks, rel=0.001)
@@ -75,7 +75,7 @@ def test_it_is_what_a_loaded_model_takes(gradients: bool, llama: str, load: Any)
 def test_what_is_kept_is_built(llama: str) -> None:
     options: Any = {"ctx": 256, "cache": "pattern"}
 
-    found = estimate(llama, attention="sdpa", **options)
+    found = estimate(llama, attn_implementation="sdpa", **options)
 
     assert found.devices[0].cached == estimate(llama, **options).devices[0].cached > 0
 
@@ -85,7 +85,7 @@ def test_a_kv_cache_has_room(llama: str) -> None:
     options: Any = {"ctx": 512, "generate": 64}
     exact = estimate(llama, **options).devices[0].kv_cache
 
-    found = estimate(llama, attention="sdpa", **options).devices[0].kv_cache
+    found = estimate(llama, attn_implementation="sdpa", **options).devices[0].kv_cache
 
     # A quarter more, and keys also rotated.
     assert found == pytest.approx(1.25 * 1.5 * exact, rel=0.01)
@@ -99,18 +99,19 @@ def nothing_else_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("nothing_else_is_tried")
 def test_it_is_told_where_it_would_fit(llama: str) -> None:
     totals = [
-        estimate(llama, ctx=N_TOKENS, attention=way).devices[0].total for way in (None, "sdpa")
+        estimate(llama, ctx=N_TOKENS, attn_implementation=way).devices[0].total
+        for way in (None, "sdpa")
     ]
     room = sum(totals) // 2
 
     found = estimate(llama, ctx=N_TOKENS, max_memory=room)
 
-    assert found.advice == "What would: attention='sdpa'."
-    assert estimate(llama, ctx=N_TOKENS, max_memory=room, attention="sdpa").fits
+    assert found.advice == "What would: attn_implementation='sdpa'."
+    assert estimate(llama, ctx=N_TOKENS, max_memory=room, attn_implementation="sdpa").fits
 
 
 @pytest.mark.usefixtures("nothing_else_is_tried")
-@pytest.mark.parametrize("options", [{"attention": "sdpa"}, {"cache": "pattern"}])
+@pytest.mark.parametrize("options", [{"attn_implementation": "sdpa"}, {"cache": "pattern"}])
 def test_it_is_not_told_where_it_is_chosen_or_does_not_help(options: Any, llama: str) -> None:
     found = estimate(llama, ctx=512, max_memory="512KiB", **options)
 
@@ -133,7 +134,7 @@ def test_a_rehearsal_builds_a_pattern_where_somebody_listens(llama: str) -> None
 
     peaks = []
     for job in (read, listen):
-        rehearsed = rehearse(llama, job, attention="sdpa")
+        rehearsed = rehearse(llama, job, attn_implementation="sdpa")
         assert rehearsed.runs, rehearsed
         peaks.append(rehearsed.peaks[0].bytes - rehearsed.weights[0])
 
@@ -141,12 +142,12 @@ def test_a_rehearsal_builds_a_pattern_where_somebody_listens(llama: str) -> None
 
 
 def test_the_command_takes_it(llama: str, capsys: Any) -> None:
-    assert main(["estimate", llama, "--ctx", "64", "--attention", "sdpa"]) == 0
-    assert "64 tokens, attention sdpa" in capsys.readouterr().out
+    assert main(["estimate", llama, "--ctx", "64", "--attn-implementation", "sdpa"]) == 0
+    assert "64 tokens, attn_implementation sdpa" in capsys.readouterr().out
 
 
 def test_a_way_that_is_not_there(llama: str) -> None:
-    with pytest.raises(ValueError, match="no attention 'spda': did you mean 'sdpa'"):
-        estimate(llama, attention="spda")
-    with pytest.raises(ValueError, match="no attention 'flash': give 'sdpa' or 'as_installed'"):
-        rehearse(llama, lambda model: None, attention="flash")
+    with pytest.raises(ValueError, match="no attn_implementation 'spda': did you mean 'sdpa'"):
+        estimate(llama, attn_implementation="spda")
+    with pytest.raises(ValueError, match="no attn_implementation 'flash': give 'sdpa' or 'eager'"):
+        rehearse(llama, lambda model: None, attn_implementation="flash")

@@ -8,8 +8,9 @@ from ast import literal_eval
 from typing import Any
 
 import pytest
+import torch
 
-from tl_devicefix import Estimate, estimate
+from tl_devicefix import Estimate, estimate, plan
 from tl_devicefix.__main__ import main
 
 GIB = 2**30
@@ -56,8 +57,8 @@ def test_unequal_devices_are_used_by_what_they_have() -> None:
     [
         ({"max_memory": "4GiB"}, "n_devices"),
         ({"max_memory": "4GiB"}, "dtype"),
-        ({"batch": 16, "ctx": 512, "max_memory": "7GiB"}, "batch"),
-        ({"batch": 16, "ctx": 512, "max_memory": "7GiB"}, "ctx"),
+        ({"batch": 16, "ctx": 512, "max_memory": "6.5GiB"}, "batch"),
+        ({"batch": 16, "ctx": 512, "max_memory": "6.5GiB"}, "ctx"),
         ({"n_devices": 2, "device_map": "sequential", "max_memory": "4.7GiB"}, "device_map"),
     ],
 )
@@ -105,6 +106,11 @@ def test_printing_shows_a_table_and_the_verdict() -> None:
         ({"gather": 1}, "gather=1 is no place to gather: give 'cpu' or an index < 1"),
         ({"gather": "sim:7"}, "gather='sim:7' is no place"),
         ({"max_memory": "much"}, "'much' is no size"),
+        ({"max_memory": {0: "9" * 400 + "GiB"}}, r"max_memory\[0\]='999\S*GiB' is no size"),
+        ({"memory": "1e999GiB"}, "'1e999GiB' is no size"),
+        ({"n_devices": 10**9}, "n_devices must be from 1 to 64, but is 1000000000"),
+        ({"device_map": {"": 10**9}}, "n_devices must be from 1 to 64"),
+        ({"hosts": [10**9]}, "n_devices must be from 1 to 64"),
     ],
 )
 def test_arguments_that_make_no_sense(options: dict[str, Any], message: str) -> None:
@@ -112,10 +118,11 @@ def test_arguments_that_make_no_sense(options: dict[str, Any], message: str) -> 
         estimate("gpt2", **{"ctx": 8, **options})
 
 
-@pytest.mark.parametrize("model", [None, 3])
-def test_what_is_no_model(model: Any) -> None:
-    with pytest.raises(ValueError, match="is neither a model's name"):
-        estimate(model)
+@pytest.mark.parametrize("model", [None, 3, torch.nn.Linear(2, 2)])
+@pytest.mark.parametrize("function", [estimate, plan])
+def test_what_is_no_model(function: Any, model: Any) -> None:
+    with pytest.raises(ValueError, match=r"^a [A-Za-z]+ is neither a model's name"):
+        function(model)
 
 
 @pytest.mark.parametrize("cache", ["resid_post,z", " resid_post , hook_z"])

@@ -28,7 +28,7 @@ def machine() -> Iterator[Machine]:
     """Four devices of a type that is not TransformerLens's default."""
     with simulate(4) as machine, pytest.MonkeyPatch.context() as patch:
         patch.setattr(devices, "simulated_device", lambda: None)
-        patch.setattr(devices, "get_device", lambda: "cpu")
+        patch.setattr(devices, "_unsimulated_device", lambda: torch.device("cpu"))
         assert default_device() == torch.device("cpu")
         yield machine
 

@@ -98,7 +98,7 @@ def test_what_fits_is_not_offloaded(
     limits = {0: room(blocks=6), "cpu": "1GiB"}
     assert plan(config(), max_memory=limits) == plan(config())
     assert plan(config(), n_devices=3, max_memory={"cpu": "1GiB"}) == plan(config(), n_devices=3)
-    assert caplog.text == ""
+    assert "tl_devicefix" not in {record.name.partition(".")[0] for record in caplog.records}
 
 
 def test_nothing_is_offloaded_unless_the_host_is_named(

@@ -85,7 +85,7 @@ class Sweep:
             models = {id(m): m for each in (run, *of_reference) for m in (each.model, each.unused)}
             for model in models.values():
                 if model is not None:
-                    attending.enter_context(tl_devicefix.attention(model, "sdpa"))
+                    attending.enter_context(tl_devicefix.set_attn_implementation(model, "sdpa"))
             self.check(name, case, kind, run)
 
     def check_in_flight(self, name: str, case: str, run: Run) -> None:

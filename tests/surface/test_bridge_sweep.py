@@ -178,7 +178,7 @@ WITH_SDPA = (
 
 def every_call_with_sdpa() -> Iterator[Any]:
     """A parameter for each call, on a Bridge in compatibility mode if it takes one."""
-    others = pytest.mark.full("in the default run, some, and tests/attending")
+    others = pytest.mark.full("in the default run, some, and tests/attention")
     for name, case, kind, n in (call.values for call in EVERY_CALL):
         is_chosen = (kind, n) == PATCHED or name.startswith("JacobianLens.")
         if is_chosen and not has_hooked_transformer():

@@ -169,7 +169,7 @@ WITH_SDPA = (
 
 def every_call_with_sdpa() -> Iterator[Any]:
     """A parameter for each call of the kind that has most of what attention has."""
-    others = pytest.mark.full("in the default run, some, and tests/attending")
+    others = pytest.mark.full("in the default run, some, and tests/attention")
     for name, case, kind, n in (call.values for call in EVERY_CALL):
         if (kind, n) == ("llama", 4):
             marks = [] if (name, case) in WITH_SDPA else [others]

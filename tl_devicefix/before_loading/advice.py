@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tl_devicefix.attending.choosing import SDPA
+from tl_devicefix.attention.implementation import SDPA
 from tl_devicefix.before_loading.usage import Setting
 
 _MOST_DEVICES = 16
@@ -128,14 +128,14 @@ def _as_given(size: int | str) -> str:
 
 
 def _without_pattern(asked: Setting) -> Iterator[Change]:
-    if asked.job.attention == SDPA:
+    if asked.job.attn_implementation == SDPA:
         return
-    tried = replace(asked, job=replace(asked.job, attention=SDPA))
+    tried = replace(asked, job=replace(asked.job, attn_implementation=SDPA))
     try:
         tried.measure()
     except ValueError:  # nothing in the model attends as TransformerLens's blocks do
         return
-    yield f"attention={SDPA!r}", tried
+    yield f"attn_implementation={SDPA!r}", tried
 
 
 def _smaller_batch(asked: Setting) -> Iterator[Change]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tl_devicefix.attending.choosing import check_way
+from tl_devicefix.attention.implementation import check_attn_implementation
 from tl_devicefix.before_loading.advice import what_would_fit
 from tl_devicefix.before_loading.blueprints import blueprint, check_options
 from tl_devicefix.before_loading.machines import (
@@ -25,7 +25,7 @@ from tl_devicefix.placement.crossings import BetweenHosts, in_words
 from tl_devicefix.placement.deciding import DeviceMap
 from tl_devicefix.placement.memory import MaxMemory, gib
 from tl_devicefix.placement.placement import Placement
-from tl_devicefix.simulation.sites import Hosts
+from tl_devicefix.simulation.sites import Hosts, check_number
 
 
 @dataclass(frozen=True, repr=False)
@@ -121,7 +121,7 @@ def estimate(
     generate: int = 0,
     gradients: bool = False,
     gather: str | int | None = None,
-    attention: str | None = None,
+    attn_implementation: str | None = None,
     hosts: Hosts | None = None,
     **options: Any,
 ) -> Estimate:
@@ -148,8 +148,8 @@ def estimate(
         generate: how many new tokens, with a KV cache.
         gradients: take gradients, from the loss back to every parameter.
         gather: where stacked weights are gathered: "cpu" or a device's index. The largest counts.
-        attention: "sdpa" for a model that builds no pattern where none is kept, see
-            `tl_devicefix.attention`; nothing is taken to be padded.
+        attn_implementation: "sdpa" for a model that builds no pattern where none is kept, see
+            `tl_devicefix.set_attn_implementation`; nothing is taken to be padded.
         hosts: over how many hosts the devices are divided, as for `plan`: what goes from host to
             host is estimated too.
         options: what the config depends on, as for `from_pretrained`: `first_n_layers`, `n_ctx`.
@@ -163,8 +163,8 @@ def estimate(
         check_options(estimate, config_or_model_name, options)
         model = blueprint(config_or_model_name, dtype, options)
         ctx = min(1024, model.n_ctx) if ctx is None else ctx
-        check_way(attention)
-        job = Job(batch, ctx, cache, generate, gradients, gather, attention)
+        check_attn_implementation(attn_implementation)
+        job = Job(batch, ctx, cache, generate, gradients, gather, attn_implementation)
         sites = on_hosts(n_devices, hosts)
         n_devices = len(sites) or n_devices
         device_map, limits, has = (by_index(e, sites) for e in (device_map, max_memory, memory))
@@ -191,6 +191,7 @@ def _check(job: Job, model: Blueprint, n_devices: int) -> None:
             raise ValueError(
                 f"{name}={value!r} is no number of {_COUNTED[name]}: give an int, at least {least}"
             )
+    check_number(n_devices)
     if not isinstance(job.cache, str | None) or job.cache == "":
         raise ValueError(f"cache={job.cache!r} is no text such as 'resid_post,z', and not 'all'")
     if not (job.gather in (None, "cpu") or job.gather in range(n_devices)):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import os
 from typing import Any
 
 import torch
 
-from tl_devicefix.before_loading.blueprints import is_of_bridge
+from tl_devicefix.before_loading.blueprints import blueprint, is_of_bridge
 from tl_devicefix.before_loading.machines import UNLIMITED, by_index, on_hosts
-from tl_devicefix.checkpoints.dtypes import torch_dtype
 from tl_devicefix.placement.components import ComponentSize
 from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
 from tl_devicefix.placement.devices import DeviceLike
@@ -87,26 +84,7 @@ def weigh(
     Raises:
         ValueError: if the config cannot be had.
     """
-    if not is_of_bridge(config_or_model_name):
-        return _weigh_hooked(config_or_model_name, dtype)
-    from tl_devicefix.bridge.components import weigh_bridge
-
-    return weigh_bridge(config_or_model_name, dtype)
-
-
-def _weigh_hooked(
-    config_or_model_name: Any, dtype: torch.dtype | str | None
-) -> tuple[tuple[ComponentSize, ...], torch.dtype]:
-    from tl_devicefix.hooked.components import component_sizes
-    from tl_devicefix.hooked.config import model_config
-
-    if isinstance(config_or_model_name, str | os.PathLike):
-        wanted = torch.float32 if dtype is None else torch_dtype(dtype)
-        name = os.fspath(config_or_model_name)
-        cfg = model_config(name, prefer_known=True, dtype=wanted)
-    elif dtype is None:
-        cfg = config_or_model_name
-    else:
-        cfg = copy.copy(config_or_model_name)
-        cfg.dtype = torch_dtype(dtype)
-    return component_sizes(cfg), cfg.dtype
+    # Norms are weighed too; of a Bridge, nothing is folded as it is booted.
+    options = {} if is_of_bridge(config_or_model_name) else {"fold_ln": False}
+    model = blueprint(config_or_model_name, dtype, options)
+    return model.sizes(), model.dtype

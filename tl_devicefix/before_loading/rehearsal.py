@@ -17,8 +17,11 @@ from typing import Any
 
 import torch
 
-from tl_devicefix.attending.choosing import Attention, check_way
-from tl_devicefix.attending.listening import looking_away
+from tl_devicefix.attention.implementation import (
+    check_attn_implementation,
+    looking_away,
+    set_attn_implementation,
+)
 from tl_devicefix.before_loading.blueprints import blueprint, check_options
 from tl_devicefix.before_loading.machines import (
     by_index,
@@ -84,7 +87,8 @@ class Rehearsal:
     @property
     def between_hosts(self) -> BetweenHosts:
         """Bytes that went from one host to another, by their names."""
-        return by_hosts(((each, each.bytes) for each in self.transfers), self.placement.sites)
+        moved = self.transfers.by_pair().items()
+        return by_hosts(((pair, sums.bytes) for pair, sums in moved), self.placement.sites)
 
     @property
     def runs(self) -> bool:
@@ -110,7 +114,7 @@ class Rehearsal:
             for (source, target), moved in self.transfers.by_pair().items()
         )
         between = f"; between hosts: {in_words(self.between_hosts)}" if self.placement.sites else ""
-        return f"{len(self.transfers)} transfers: {pairs or 'none'}{between}"
+        return f"{self.transfers.together().count} transfers: {pairs or 'none'}{between}"
 
     def _outcome(self) -> str:
         if self.error is None:
@@ -133,7 +137,7 @@ def rehearse(
     memory: int | str | Sequence[int | str] = "80GiB",
     tokenizer: Any = None,
     cls: Any = None,
-    attention: str | None = None,
+    attn_implementation: str | None = None,
     hosts: Hosts | None = None,
     **options: Any,
 ) -> Rehearsal:
@@ -157,8 +161,8 @@ def rehearse(
         cls: HookedTransformer or a subclass of it, or TransformerBridge, which is the default for
             a transformers config, and with TransformerLens 4. A Bridge is made as it is booted:
             `run` may call `enable_compatibility_mode()`, to see what that takes.
-        attention: "sdpa" for a model that builds no pattern where nobody listens to it, see
-            `tl_devicefix.attention`; masks are taken to leave nothing out.
+        attn_implementation: "sdpa" for a model that builds no pattern where nobody listens, see
+            `tl_devicefix.set_attn_implementation`; masks are taken to leave nothing out.
         hosts: over how many hosts the devices are divided, as for `plan`.
         options: what the config depends on, as for `from_pretrained`: `fold_ln`, `first_n_layers`,
             `n_ctx`. For a Bridge, as for `boot_transformers`: `n_ctx`, `hf_config_overrides`.
@@ -173,7 +177,7 @@ def rehearse(
     if not callable(run):
         raise ValueError(f"run={run!r} is no function to call with the model")
     check_options(rehearse, config_or_model_name, options, cls)
-    check_way(attention)
+    check_attn_implementation(attn_implementation)
     grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())  # which `run` may set
     sites = on_hosts(n_devices, hosts)
     n_devices = len(sites) or n_devices
@@ -188,8 +192,8 @@ def rehearse(
         placement = decide(wanted.sizes(), spread, None, device_map, max_memory)
         check_fit(placement, max_memory, wanted.dtype)
         model = wanted.make(placement, tokenizer)
-        if attention is not None:
-            Attention(model, attention)
+        if attn_implementation is not None:
+            set_attn_implementation(model, attn_implementation)
         return _watch(machine, model, placement, run)
 
 
@@ -229,7 +233,7 @@ def _watch(
         memory=tuple(machine.mem_get_info(index)[1] for index in devices),
         peaks=tuple(Peak(machine.max_memory_allocated(i), at_peak[i]) for i in devices),
         timeline=tuple(timeline),
-        transfers=Transfers(machine.transfers),
+        transfers=machine.transfers.copy(),
         result=result,
         error=error,
         stopped_at=stopped_at,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tl_devicefix.attending.choosing import Attention
+from tl_devicefix.attention.implementation import set_attn_implementation
 from tl_devicefix.before_loading.machines import UNLIMITED
 from tl_devicefix.placement.blueprint import Blueprint, Generation
 from tl_devicefix.placement.components import shared_once
@@ -43,7 +43,7 @@ class Job:
     """Whether gradients are on; then a backward from the loss is taken too."""
     gather: str | int | None = None
     """Where stacked weights (`model.W_in`) are gathered: "cpu", a device's index, or nowhere."""
-    attention: str | None = None
+    attn_implementation: str | None = None
     """How blocks attend: "sdpa", without a pattern where none is kept, or as installed."""
 
     def keeps(self, name: str) -> bool:
@@ -61,7 +61,11 @@ class Job:
         parts += [f"generating {self.generate}"] if self.generate else []
         parts += ["with gradients"] if self.gradients else []
         parts += [f"gathering on {self.gather}"] if self.gather is not None else []
-        parts += [f"attention {self.attention}"] if self.attention is not None else []
+        parts += (
+            [f"attn_implementation {self.attn_implementation}"]
+            if self.attn_implementation is not None
+            else []
+        )
         return ", ".join(parts)
 
 
@@ -165,8 +169,8 @@ class Setting:
             rooms = by_device(self.memory, placement.home)
             model = self.model.make(placement)
             _check_cache(self.job, model)
-            if self.job.attention is not None:
-                Attention(model, self.job.attention)
+            if self.job.attn_implementation is not None:
+                set_attn_implementation(model, self.job.attn_implementation)
             made = [machine.memory_allocated(index) for index in range(self.n_devices)]
             used = _Usage(machine, placement)
             used.rehearse(self.model, model, self.job)

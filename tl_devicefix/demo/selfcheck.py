@@ -38,6 +38,8 @@ from tl_devicefix.simulation import simulate
 _COPY_ELEMENTS = 4_500_003
 """Elements of the large copy (18 MB of float32); odd, so that the last vector access is partial."""
 _SMALL = 1023
+_BUSY = 4096, 20
+"""The size of matrices, and how many products of them take longer than a backward of one number."""
 _DTYPES = (
     *(torch.bfloat16, torch.float16, torch.float64, torch.complex64),
     *(torch.int64, torch.int32, torch.uint8, torch.bool),
@@ -74,6 +76,7 @@ def run_selfcheck(device_type: str | None = None) -> bool:
     _show_ranks(devices)
     checks = [_check_copy(*pair) for pair in permutations([torch.device("cpu"), *devices], 2)]
     checks += [_check_parity(n, devices[0]) for n in range(1, min(n_devices, _LONGEST) + 1)]
+    checks += [_check_streams(device) for device in devices if _has_streams(device)]
     for start in range(_LONGEST, n_devices, _LONGEST):
         checks.append(_check_parity(min(n_devices - start, _LONGEST), devices[start]))
     return _verdict(checks, "This machine can be trusted.")
@@ -119,6 +122,47 @@ def _n_wrong(sent: torch.Tensor, source: torch.device, target: torch.device) -> 
     if (received.shape, received.dtype) != (sent.shape, sent.dtype):
         return max(sent.numel(), 1)
     return int((received != sent).sum())
+
+
+def _has_streams(device: torch.device) -> bool:
+    return hasattr(torch.get_device_module(device.type), "Stream")
+
+
+def _check_streams(device: torch.device) -> bool:
+    """Whether a gradient keeps its memory until another stream has read it.
+
+    torch's autograd says so to the device's guard (`recordDataPtrOnStream`), which a backend may
+    lack; then gradients in flight are wrong without an error.
+    """
+    module = torch.get_device_module(device.type)
+    size, products = _BUSY
+    main, side = module.current_stream(device), module.Stream(device)
+    matrix = torch.ones(size, size, device=device)
+    product, weight = torch.empty_like(matrix), torch.full((_COPY_ELEMENTS,), 5.0, device=device)
+    x = torch.ones(_COPY_ELEMENTS, device=device, requires_grad=True)
+    written: list[torch.Tensor] = []
+
+    def keep_busy(gradient: torch.Tensor) -> None:  # the stream that reads this gradient next
+        for _ in range(products):
+            torch.mm(matrix, matrix, out=product)
+
+    def write(
+        gradient: torch.Tensor,
+    ) -> None:  # to free memory, meanwhile, by the main stream
+        written.extend(torch.zeros_like(weight) for _ in range(4))
+
+    read_last = x * 3
+    read_last.register_hook(write)
+    side.wait_stream(main)
+    with module.stream(side):
+        read_late = x * 2
+    main.wait_stream(side)
+    read_late.register_hook(keep_busy)
+    ((read_late * weight).sum() + read_last.sum()).backward()
+    assert x.grad is not None
+    wrong = int((x.grad != 2 * 5 + 3).sum())
+    print(f"gradients between streams of {device}: " + ("ok" if wrong == 0 else f"{wrong} WRONG"))
+    return wrong == 0
 
 
 def _check_parity(n_devices: int, home: torch.device) -> bool:

@@ -42,7 +42,7 @@ class CallersState:
             functools.partial(torch.inference_mode, torch.is_inference_mode_enabled()),
             functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()),
             functools.partial(torch.autograd.set_multithreading_enabled, multithreading),
-            *(_autocast(kind) for kind in dict.fromkeys((*types, "cpu"))),
+            *(_autocast(kind) for kind in _casting((*types, "cpu"))),
             *_saved_tensors_hooks(),
             *_modes(_get_current_function_mode_stack(), _push_mode, _pop_mode),
             *_modes(
@@ -77,10 +77,14 @@ def _current_stream(device: torch.device) -> Iterator[Callable[[], Any]]:
         yield functools.partial(module.set_stream, module.current_stream(device))
 
 
+def _casting(kinds: Iterable[str]) -> Iterator[str]:
+    """The types of device that autocast is on for: there are types that do not support it."""
+    return filter(torch.is_autocast_enabled, dict.fromkeys(kinds))
+
+
 def _autocast(kind: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-    caching = torch.is_autocast_cache_enabled()
-    return functools.partial(torch.autocast, kind, dtype, enabled, caching)
+    dtype, caching = torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+    return functools.partial(torch.autocast, kind, dtype, True, caching)
 
 
 def _saved_tensors_hooks() -> Iterator[Callable[[], contextlib.AbstractContextManager[Any]]]:

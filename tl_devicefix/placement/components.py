@@ -34,6 +34,23 @@ def is_block(name: str) -> bool:
     return name.partition(".")[2].partition(".")[0].isdecimal()
 
 
+def check_count(name: str, count: Any) -> None:
+    """Check that a model may have so many blocks, or experts: nothing is made of each before.
+
+    Args:
+        name: what a config calls them.
+        count: how many there are.
+
+    Raises:
+        ValueError: if no model has so many.
+    """
+    if isinstance(count, int) and count > _MOST:
+        raise ValueError(f"{name}={count} is more than any model has: give at most {_MOST}")
+
+
+_MOST = 10_000
+
+
 def shared_once(on_one_device: Sequence[Any]) -> int:
     """Bytes of the buffers of some components (anything like `ComponentSize`) on one device."""
     copies = {component.shared or component.name: component.buffers for component in on_one_device}

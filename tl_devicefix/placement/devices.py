@@ -10,11 +10,6 @@ import torch
 
 from tl_devicefix.simulation.sites import Site, listed, names_host, site_named
 
-try:
-    from transformer_lens.utilities import get_device
-except ImportError:  # TransformerLens 2.x
-    from transformer_lens.utils import get_device
-
 DeviceLike = str | int | torch.device
 """What torch accepts as a device, or a name with a host; an int is an index: see `resolve`."""
 
@@ -27,7 +22,15 @@ def default_device() -> torch.device:
 
     Inside `tl_devicefix.simulate` that is the first simulated device.
     """
-    return simulated_device() or with_index(torch.device(get_device()))
+    return simulated_device() or with_index(_unsimulated_device())
+
+
+def _unsimulated_device() -> torch.device:
+    try:  # only now: who reads a harvest needs no TransformerLens
+        from transformer_lens.utilities import get_device
+    except ImportError:  # TransformerLens 2.x
+        from transformer_lens.utils import get_device
+    return torch.device(get_device())
 
 
 def simulated_device() -> torch.device | None:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from accelerate.utils import convert_file_size_to_int
 
 from tl_devicefix.placement.devices import DeviceLike, free_memory, resolve
+from tl_devicefix.simulation.machine import bytes_of
 
 MaxMemory = Mapping[DeviceLike, int | str]
 """Device (or its index) -> most bytes to use there, as accelerate writes it: {0: "20GiB"}."""
@@ -36,14 +36,7 @@ def by_device(max_memory: MaxMemory | Limits | None, home: torch.device) -> Limi
             limits["disk"] = 0
             continue
         named = resolve(key, home)
-        try:
-            allowed = int(convert_file_size_to_int(limit))
-        except (ValueError, AttributeError, TypeError) as error:
-            raise ValueError(
-                f"max_memory[{key!r}]={limit!r} is no size: give bytes as an int, or a text "
-                "such as '20GiB'"
-            ) from error
-        limits.setdefault(named, allowed)
+        limits.setdefault(named, bytes_of(limit, f"max_memory[{key!r}]"))
     return limits
 
 

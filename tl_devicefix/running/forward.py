@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from tl_devicefix.offload.visiting import touring
-from tl_devicefix.patching.applying import original
 from tl_devicefix.running.carrying import bring_home, is_output_read
 from tl_devicefix.running.interruption import refuse_unfinished
 from tl_devicefix.running.put_in import look_early
@@ -20,7 +19,7 @@ def is_aligned(model: Any) -> bool:
     return HANDLES in model.__dict__
 
 
-def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """`HookedTransformer.forward`, whose results are at home also where it stops at a layer.
 
     A patch and not a hook, as `generate` and `run_with_hooks` call `forward` and pass hooks by.
@@ -29,9 +28,8 @@ def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         RuntimeError: if the model's weights are only partly processed.
     """
     refuse_unfinished(self)
-    run = original(type(self), "forward")
     if not is_aligned(self):
-        return run(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
     look_early(self, self.placement)
     before = device_of_turn()
     try:
@@ -39,7 +37,7 @@ def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             noting_mixed_devices(),
             touring(self, kwargs.get("start_at_layer"), kwargs.get("stop_at_layer")),
         ):
-            output = run(self, *args, **kwargs)
+            output = original(self, *args, **kwargs)
         if not is_output_read():
             return output
         with going_to(self.placement.home):

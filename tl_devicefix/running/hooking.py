@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from transformer_lens.hook_points import HookPoint
 
-from tl_devicefix.patching.applying import original
 from tl_devicefix.placement.devices import printed
 from tl_devicefix.placement.gathering_device import chosen_device
 from tl_devicefix.placement.placement import Placement
@@ -37,10 +36,10 @@ def let_hooks_be(model: Any) -> None:
         module.__dict__.pop(_DEVICES, None)
 
 
-def add_hook(self: Any, hook: Any, *args: Any, **kwargs: Any) -> Any:
+def add_hook(original: Any, self: Any, hook: Any, *args: Any, **kwargs: Any) -> Any:
     """`HookPoint.add_hook`; on a model on several devices, the hook may mix them."""
     before = [*self.fwd_hooks, *self.bwd_hooks]
-    added = original(type(self), "add_hook")(self, HookAcrossDevices(hook), *args, **kwargs)
+    added = original(self, HookAcrossDevices(hook), *args, **kwargs)
     for handle in (*self.fwd_hooks, *self.bwd_hooks):
         if hasattr(handle, "user_hook") and not any(handle is each for each in before):
             handle.user_hook = hook

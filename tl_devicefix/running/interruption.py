@@ -6,8 +6,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from tl_devicefix.patching.applying import original
-
 _UNFINISHED = "_tl_devicefix_unfinished"
 
 WHY_REFUSED = (
@@ -25,9 +23,9 @@ def changing_weights(model: Any) -> Iterator[None]:
     del model.__dict__[_UNFINISHED]
 
 
-def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+def load_state_dict(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """`torch.nn.Module.load_state_dict`: with all the weights, the model can be used again."""
-    result = original(type(self), "load_state_dict")(self, *args, **kwargs)
+    result = original(self, *args, **kwargs)
     if not result.missing_keys:
         self.__dict__.pop(_UNFINISHED, None)
     return result

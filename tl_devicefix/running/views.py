@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from tl_devicefix.running.twins import Twins, contents_of, refill
 
@@ -52,6 +53,7 @@ def restore(view: Any) -> None:
     if not is_view(view):
         raise ValueError(f"a {type(view).__name__} that is no view cannot be restored: give a view")
     vars(view)[_AS_MADE].restore(view)
+    RemovableHandle.next_id += 1  # as if the hooks that are back had been registered
 
 
 class _AsMade:
