@@ -19,6 +19,15 @@ if "PIP_FIND_LINKS" in os.environ:
 # What is imported is compiled once an environment: in each process anew, that takes longer than all
 # else that happens at an import, and a run of the tests starts some twenty.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# Who has no home, or none to write to, has one here: for pip's, uv's, Hugging Face's and Jupyter's.
+try:
+    _home = Path.home()  # where HOME is not set, as the system knows it
+except RuntimeError:
+    _home = Path(".nox")
+if not os.access(_home, os.W_OK):
+    _home = Path(".nox")
+(_home := _home.resolve()).mkdir(exist_ok=True)
+os.environ["HOME"] = str(_home)
 # Processes, not threads, are as many as there are cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -188,6 +197,14 @@ def dictionary_learning(session: nox.Session) -> None:
     session.install("--no-deps", "dictionary-learning==0.1.0", "nnsight==0.3.7")
     session.install("wandb", "python-socketio[client]")
     session.run("pytest", *(session.posargs or ["tests/libraries/test_dictionary_learning.py"]))
+
+
+@nox.session
+def nnsight(session: nox.Session) -> None:
+    """nnsight's `.source` on models of either class; outside the default run."""
+    install(session, "3.9.0", "-e", ".[test]")
+    session.install("nnsight==0.8.1")
+    session.run("pytest", *(session.posargs or ["tests/libraries/test_nnsight.py"]))
 
 
 # The ends of torch's range: setup.cfg's minimum, and the newest that the simulation holds for.
