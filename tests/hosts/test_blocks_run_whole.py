@@ -119,8 +119,8 @@ def test_the_components_of_a_block_that_is_looked_into_are_run_whole(
         model.run_with_hooks(tokens, fwd_hooks=hooks)
         expected = reference.run_with_cache(tokens, names_filter=names)[1]
 
-    # ln1 of queries, keys and values, attention, ln2, MLP.
-    assert commands_of(told).count("Call") == len(far_blocks(model)) - 1 + 6
+    # ln1, attention, ln2, MLP.
+    assert commands_of(told).count("Call") == len(far_blocks(model)) - 1 + 4
     for name in names:
         torch.testing.assert_close(seen[name], expected[name])
 
