@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,13 +36,18 @@ def attention_whole(
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     entry: Any,
     attention_mask: torch.Tensor | None,
+    run_here: Callable[..., torch.Tensor],
 ) -> torch.Tensor | None:
     """What attention gives, run by the rank that has it; None if somebody looks into it."""
     if entry is not None and is_sdpa(attn):
         return None  # it grows in place, here
     names = "query_input", "key_input", "value_input"
     given = {**dict(zip(names, inputs)), "attention_mask": attention_mask}
-    return run_whole(attn, given, entry, functools.partial(type(attn).forward, attn))
+
+    def one_by_one(attention_mask: torch.Tensor | None, **named: torch.Tensor) -> torch.Tensor:
+        return run_here(attn, tuple(named[each] for each in names), None, attention_mask)
+
+    return run_whole(attn, given, entry, one_by_one)
 
 
 def component_whole(component: Any, x: torch.Tensor, is_norm: bool = False) -> torch.Tensor | None:
