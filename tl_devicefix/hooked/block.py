@@ -140,7 +140,7 @@ def run_block(
         or why_attention_as_installed(attn, look) is not None
         or not fits(attn, inputs, past_kv_cache_entry)
     ):
-        if shortformer_pos_embed is None and not post_norm:
+        if shortformer_pos_embed is None and not post_norm and sees(attn):
             # A tensor of its own, as the installed forward has it: hooks may edit it in place.
             q_input, k_input = q_input + 0.0, k_input + 0.0
         attn_out = attn(

@@ -15,7 +15,6 @@ import inspect
 import textwrap
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import transformer_lens.components as components
@@ -85,19 +84,25 @@ _FOLDERS = {Path(inspect.getfile(each)).parent for each in (HookPoint, original)
 class Look:
     """What was found out of a block, or of its attention, and by what a change of it is noticed.
 
-    Args:
-        module: the block or attention.
-
     Attributes:
         why: why it runs the installed forward, whatever its config says.
         why_attention: of a block, the same of its attention.
     """
 
-    def __init__(self, module: Any) -> None:
+    found_anew = True
+    """By another rank."""
+
+    def __init__(self) -> None:
+        self._sized: list[dict[str, Any]] = []
+
+    def look(self, module: Any) -> None:
+        """Find it out."""
         inside = [each for each in module.modules() if each is not module]
         held = [vars(each) for each in (module, *inside)]
         self._sized = held + [each["_parameters"] for each in held if each["_parameters"]]
         self._sizes = list(map(len, self._sized))
+        self._components = [each for each in inside if type(each) is not HookPoint]
+        self._classes = list(map(type, self._components))
         self._children = [each["_modules"] for each in held if each["_modules"]]
         self._children_seen = list(map(dict, self._children))
         self._hooks = [each[name] for each in held[1:] for name in HOOKS]
@@ -107,24 +112,41 @@ class Look:
             _why_as_built(module._modules["attn"]) if "attn" in module._modules else None
         )
 
+    def may_be_of(self, held: dict[str, Any]) -> bool:
+        """Whether it was not of something else, as of what a view is of."""
+        return not self._sized or self._sized[0] is held
+
     def holds(self) -> bool:
         """Whether it has the same modules still, and they as many attributes and parameters."""
-        return self._sizes == list(map(len, self._sized)) and self._children == self._children_seen
+        return bool(
+            self._sized
+            and self._sizes == list(map(len, self._sized))
+            and self._children == self._children_seen
+            and self._classes == list(map(type, self._components))
+        )
 
     def is_heard(self) -> bool:
         """Whether somebody listens in it: on a hook point or a component, or in place of one."""
         return self._has_others or any(self._hooks)
 
+    # A copy is looked at anew.
+
+    def __reduce__(self) -> Any:
+        return Look, ()
+
 
 def look_at(module: Any) -> Look:
     """What is known of a block or its attention, found out anew where something has changed."""
-    look = _looks.get(module)
-    if look is None or not look.holds():
-        look = _looks[module] = Look(module)
+    held = module.__dict__
+    look: Look | None = held.get(_LOOK)
+    if look is None or not look.may_be_of(held):
+        look = held[_LOOK] = Look()
+    if not look.holds():
+        look.look(module)
     return look
 
 
-_looks: WeakKeyDictionary[Any, Look] = WeakKeyDictionary()
+_LOOK = "_tl_devicefix_look"
 
 
 def why_as_installed(block: Any, look: Look | None = None) -> str | None:
@@ -185,7 +207,7 @@ def _why_by_config(cfg: Any, of_attention: bool) -> str | None:
     """Why all blocks with a config run the installed forward, or their attentions; None if not."""
     kept, key = kept_in_forward(), ("by config", id(cfg), of_attention)
     if key not in kept:
-        kept[key] = _why_now() or (_of_attention(cfg) if of_attention else _of_block(cfg))
+        kept[key] = _why_now() or _of_block(cfg) or (_of_attention(cfg) if of_attention else None)
     why: str | None = kept[key]
     return why
 
@@ -216,8 +238,10 @@ def fits(attn: Any, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], ent
         return False
     if not (
         key_input is value_input is query_input
-        or (query_input.device == key_input.device == value_input.device
-        and query_input.shape == key_input.shape == value_input.shape)
+        or (
+            query_input.device == key_input.device == value_input.device
+            and query_input.shape == key_input.shape == value_input.shape
+        )
     ):
         return False
     buffers = attn._buffers
