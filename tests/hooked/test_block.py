@@ -647,7 +647,7 @@ def test_which_blocks_run_as_installed(variant: str) -> None:
     model = shared(variant)
 
     said = known_blocks.why_as_installed(model.blocks[1])
-    of_attention = known_blocks.why_as_installed(model.blocks[1].attn)
+    of_attention = known_blocks.why_attention_as_installed(model.blocks[1].attn)
 
     assert (said is not None) == (variant in BLOCKS_AS_INSTALLED)
     assert (of_attention is not None) == (variant in ATTENTION_AS_INSTALLED)

@@ -214,7 +214,7 @@ def get_device_for_block_index(
     placement = placement_of(cfg)
     if placement is None:
         return _by_index(index, cfg, torch.device(cfg.device if device is None else device))
-    if index == 0:
+    if index == 0 or len(placement.devices) == 1:
         return placement.home
     here = device_of_turn()
     if here is not None and index > first_block():

@@ -16,7 +16,7 @@ from tl_devicefix.attention.implementation import WHY_NOT, is_sdpa, listens
 from tl_devicefix.attention.one_forward import kept_in_forward, known, made_once
 from tl_devicefix.hooked.far_blocks import attention_whole
 from tl_devicefix.hooked.hook_points import at
-from tl_devicefix.hooked.known_blocks import IS_2, why_as_installed
+from tl_devicefix.hooked.known_blocks import IS_2, why_attention_as_installed
 from tl_devicefix.hooked.norms import run_norm
 from tl_devicefix.simulation.tensor import SimTensor, has_values
 
@@ -40,7 +40,7 @@ def run_attention(
     """What a block's attention makes of its normalised inputs.
 
     Args:
-        attn: an attention for which `why_as_installed` is None.
+        attn: an attention for which `why_attention_as_installed` is None.
         inputs: what queries, keys and values are made of, each [batch, pos, d_model].
         past_kv_cache_entry: the block's entry of a KV cache, which it appends to.
         attention_mask: zero where a key is padding.
@@ -208,7 +208,7 @@ def _why_always_eager(attn: Any) -> str | None:
 def _why_not_sdpa(model: Any, name: str, attn: Any) -> Any:
     if not isinstance(attn, AbstractAttention):
         return NotImplemented
-    return why_as_installed(attn) or why_eager(attn)
+    return why_attention_as_installed(attn) or why_eager(attn)
 
 
 WHY_NOT.append(_why_not_sdpa)

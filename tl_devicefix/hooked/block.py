@@ -18,8 +18,15 @@ from transformer_lens.components import MLP, AbstractAttention, TransformerBlock
 from tl_devicefix.attention.one_forward import one_forward
 from tl_devicefix.hooked.attention import Padding, Residual, alibi_bias, run_attention
 from tl_devicefix.hooked.far_blocks import block_whole, component_whole
-from tl_devicefix.hooked.hook_points import MLPS, anyone_listens, at, is_heard, sees
-from tl_devicefix.hooked.known_blocks import IS_2, fits, why_as_installed
+from tl_devicefix.hooked.hook_points import MLPS, at, is_heard, sees
+from tl_devicefix.hooked.known_blocks import (
+    IS_2,
+    Look,
+    fits,
+    look_at,
+    why_as_installed,
+    why_attention_as_installed,
+)
 from tl_devicefix.hooked.norms import run_norm
 from tl_devicefix.patching.applying import original as installed
 from tl_devicefix.running import forward as running
@@ -50,13 +57,16 @@ def block_forward(
     """`TransformerBlock.forward` as `run_block`, or as installed where it has to be."""
     # A tool such as nnsight puts a copy of its own in the place of what is installed.
     as_known = original is installed(TransformerBlock, "forward")
-    run = run_block if as_known and why_as_installed(self) is None else original
+    look = look_at(self)
+    is_run = as_known and why_as_installed(self, look) is None
     given = resid_pre, shortformer_pos_embed, past_kv_cache_entry, attention_mask
     if type(resid_pre) is SimTensor:
-        output = block_whole(self, *given, run)
+        output = block_whole(self, *given, run_block if is_run else original)
         if output is not None:
             return output
-    return run(self, *given)  # type: ignore[no-any-return]
+    if is_run:
+        return run_block(self, *given, look)
+    return original(self, *given)  # type: ignore[no-any-return]
 
 
 def attention_forward(
@@ -76,7 +86,7 @@ def attention_forward(
         additive_attention_mask is None
         and position_bias is None
         and original is installed(AbstractAttention, "forward")
-        and why_as_installed(self) is None
+        and why_attention_as_installed(self) is None
         and fits(self, inputs, past_kv_cache_entry)
     ):
         return run_attention(self, inputs, past_kv_cache_entry, attention_mask)
@@ -94,6 +104,7 @@ def run_block(
     shortformer_pos_embed: Residual | None = None,
     past_kv_cache_entry: Any = None,
     attention_mask: Padding | None = None,
+    look: Look | None = None,
 ) -> Residual:
     """What a block makes of the residual stream.
 
@@ -103,10 +114,12 @@ def run_block(
         shortformer_pos_embed: what is added to queries' and keys' inputs, if anything.
         past_kv_cache_entry: the block's entry of a KV cache, which it appends to.
         attention_mask: zero where a key is padding.
+        look: at the block just now, if there was one.
     """
     modules, cfg = block._modules, block.cfg
+    look = look_at(block) if look is None else look
     # Where nobody listens, no code of the user's runs that could add a hook.
-    heard = anyone_listens(block)
+    heard = look.is_heard()
     post_norm = not IS_2 and cfg.original_architecture in _POST_NORM
     if heard:
         resid_pre = at(modules, "hook_resid_pre", resid_pre)
@@ -124,10 +137,10 @@ def run_block(
     inputs = q_input, k_input, v_input
     if (
         (heard and is_heard(attn))
-        or why_as_installed(attn) is not None
+        or why_attention_as_installed(attn, look) is not None
         or not fits(attn, inputs, past_kv_cache_entry)
     ):
-        if shortformer_pos_embed is None and not post_norm:
+        if shortformer_pos_embed is None and not post_norm and sees(attn):
             # A tensor of its own, as the installed forward has it: hooks may edit it in place.
             q_input, k_input = q_input + 0.0, k_input + 0.0
         attn_out = attn(

@@ -1,4 +1,4 @@
-"""Whether somebody listens: on a hook point, on a module, or anywhere in a block."""
+"""Whether somebody listens on a hook point or a module, or stands in its place."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tl_devicefix.attention.implementation import HOOKS, looks_away
 
 NORMS = frozenset((LayerNorm, LayerNormPre, RMSNorm, RMSNormPre))
 MLPS = frozenset((MLP, GatedMLP))
-_OWN = frozenset((*NORMS, *MLPS, Attention, GroupedQueryAttention, HookPoint))
+OWN = frozenset((*NORMS, *MLPS, Attention, GroupedQueryAttention, HookPoint))
 
 
 def is_heard(module: Any) -> bool:
@@ -41,7 +41,7 @@ def sees(module: Any) -> bool:
     modules = (module, *module._modules.values())
     hooks = (hook for each in modules for name in HOOKS for hook in each.__dict__[name].values())
     return not all(map(looks_away, hooks)) or any(
-        "forward" in each.__dict__ or type(each) not in _OWN for each in modules
+        "forward" in each.__dict__ or type(each) not in OWN for each in modules
     )
 
 
@@ -49,21 +49,3 @@ def at(modules: dict[str, Any], name: str, x: torch.Tensor) -> torch.Tensor:
     """An activation as it leaves its hook point, which is called if somebody listens there."""
     point = modules[name]
     return point(x) if is_heard(point) or type(point) is not HookPoint else x
-
-
-def anyone_listens(block: Any) -> bool:
-    """Whether somebody listens in a block: on a hook point or a component, or in place of one."""
-    for module in block._modules.values():
-        held = module.__dict__
-        # As `is_heard`, spelt out where it is asked twenty times a block.
-        if (
-            held["_forward_hooks"]
-            or held["_forward_pre_hooks"]
-            or held["_backward_hooks"]
-            or held["_backward_pre_hooks"]
-            or "forward" in held
-            or type(module) not in _OWN
-            or (held["_modules"] and anyone_listens(module))
-        ):
-            return True
-    return False

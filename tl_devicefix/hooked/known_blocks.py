@@ -25,8 +25,9 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities import attention as attention_utilities
 from transformer_lens.utilities.addmm import batch_addmm
 
+from tl_devicefix.attention.implementation import HOOKS
 from tl_devicefix.attention.one_forward import kept_in_forward
-from tl_devicefix.hooked.hook_points import MLPS, NORMS
+from tl_devicefix.hooked.hook_points import MLPS, NORMS, OWN
 from tl_devicefix.patching.applying import is_applied, original
 from tl_devicefix.patching.versions import installed
 
@@ -80,16 +81,96 @@ _FOLDERS = {Path(inspect.getfile(each)).parent for each in (HookPoint, original)
 """Where TransformerLens's methods are defined, and the wrappers that stand in their place here."""
 
 
-def why_as_installed(module: Any) -> str | None:
-    """Why a block, or a block's attention, runs the installed forward; None if it does not.
+class Look:
+    """What was found out of a block, or of its attention, and by what a change of it is noticed.
 
-    It is found out once in a forward.
+    Attributes:
+        why: why it runs the installed forward, whatever its config says.
+        why_attention: of a block, the same of its attention.
     """
-    ways = kept_in_forward()
-    if module not in ways:
-        ways[module] = _why_as_installed(module)
-    why: str | None = ways[module]
-    return why
+
+    found_anew = True
+    """By another rank."""
+
+    def __init__(self) -> None:
+        self._sized: list[dict[str, Any]] = []
+
+    def look(self, module: Any) -> None:
+        """Find it out."""
+        inside = [each for each in module.modules() if each is not module]
+        held = [vars(each) for each in (module, *inside)]
+        self._sized = held + [each["_parameters"] for each in held if each["_parameters"]]
+        self._sizes = list(map(len, self._sized))
+        self._components = [each for each in inside if type(each) is not HookPoint]
+        self._classes = list(map(type, self._components))
+        self._children = [each["_modules"] for each in held if each["_modules"]]
+        self._children_seen = list(map(dict, self._children))
+        self._hooks = [each[name] for each in held[1:] for name in HOOKS]
+        self._has_others = any(type(each) not in OWN or "forward" in vars(each) for each in inside)
+        self.why = _why_as_built(module)
+        self.why_attention = (
+            _why_as_built(module._modules["attn"]) if "attn" in module._modules else None
+        )
+
+    def may_be_of(self, held: dict[str, Any]) -> bool:
+        """Whether it was not of something else, as of what a view is of."""
+        return not self._sized or self._sized[0] is held
+
+    def holds(self) -> bool:
+        """Whether it has the same modules still, and they as many attributes and parameters."""
+        return bool(
+            self._sized
+            and self._sizes == list(map(len, self._sized))
+            and self._children == self._children_seen
+            and self._classes == list(map(type, self._components))
+        )
+
+    def is_heard(self) -> bool:
+        """Whether somebody listens in it: on a hook point or a component, or in place of one."""
+        return self._has_others or any(self._hooks)
+
+    # A copy is looked at anew.
+
+    def __reduce__(self) -> Any:
+        return Look, ()
+
+
+def look_at(module: Any) -> Look:
+    """What is known of a block or its attention, found out anew where something has changed."""
+    held = module.__dict__
+    look: Look | None = held.get(_LOOK)
+    if look is None or not look.may_be_of(held):
+        look = held[_LOOK] = Look()
+    if not look.holds():
+        look.look(module)
+    return look
+
+
+_LOOK = "_tl_devicefix_look"
+
+
+def why_as_installed(block: Any, look: Look | None = None) -> str | None:
+    """Why a block runs the installed forward; None if it does not.
+
+    Args:
+        block: the block.
+        look: at it just now, if there was one.
+    """
+    look = look_at(block) if look is None else look
+    return look.why or _why_by_config(block.cfg, of_attention=False)
+
+
+def why_attention_as_installed(attn: Any, look: Look | None = None) -> str | None:
+    """Why a block's attention runs the installed forward; None if it does not.
+
+    Args:
+        attn: the attention.
+        look: at its block just now, if there was one.
+    """
+    why = look_at(attn).why if look is None else look.why_attention
+    if why is None and attn._parameters["b_O"].device.type == "mps":
+        return "it is on an Apple GPU, for which TransformerLens multiplies otherwise"
+    return why or _why_by_config(attn.cfg, of_attention=True)
 
 
 def forward_of_each(model: Any) -> dict[str, str]:
@@ -103,43 +184,45 @@ def _forward_of(block: Any) -> str:
         why = "something else was put in the place of its forward"
     if why is not None:
         return f"as installed: {why}"
-    why = why_as_installed(block.attn)
+    why = why_attention_as_installed(block.attn)
     return "one function" if why is None else f"one function; attention as installed: {why}"
 
 
-def _why_as_installed(module: Any) -> str | None:
+def _why_as_built(module: Any) -> str | None:
     cls: Any = type(module)
-    cfg: Any = getattr(module, "cfg", None)
     if cls not in (TransformerBlock, Attention, GroupedQueryAttention):
         return f"its class {cls.__name__} is not TransformerLens's"
-    unknown = _why_unknown()
-    if unknown is not None:
-        return unknown
     own = [name for name in _METHODS if name in module.__dict__]
     if own:
         return f"its {own[0]} is not TransformerLens's"
+    if cls is TransformerBlock:
+        return None
+    shared = "" if cls is Attention else "_"
+    weights = "W_Q", "W_O", "b_Q", "b_O", *(shared + name for name in ("W_K", "W_V", "b_K", "b_V"))
+    missing = [name for name in weights if name not in module._parameters]
+    return f"its {missing[0]} is not a parameter of its own" if missing else None
+
+
+def _why_by_config(cfg: Any, of_attention: bool) -> str | None:
+    """Why all blocks with a config run the installed forward, or their attentions; None if not."""
+    kept, key = kept_in_forward(), ("by config", id(cfg), of_attention)
+    if key not in kept:
+        kept[key] = _why_now() or _of_block(cfg) or (_of_attention(cfg) if of_attention else None)
+    why: str | None = kept[key]
+    return why
+
+
+def _of_block(cfg: Any) -> str | None:
     if cfg.use_attn_in or cfg.use_split_qkv_input:
         return "use_split_qkv_input or use_attn_in is set"
-    if _has_any_global_hook():
-        return "torch has hooks for every module"
-    if torch.compiler.is_compiling():
-        return "it is compiled"
-    return None if cls is TransformerBlock else _why_attention_as_installed(module)
+    return None
 
 
-def _why_attention_as_installed(attn: Any) -> str | None:
-    cfg = attn.cfg
+def _of_attention(cfg: Any) -> str | None:
     if cfg.use_attn_result:
         return "use_attn_result is set"
     if cfg.load_in_4bit:
         return "its weights have 4 bits"
-    shared = "" if type(attn) is Attention else "_"
-    weights = "W_Q", "W_O", "b_Q", "b_O", *(shared + name for name in ("W_K", "W_V", "b_K", "b_V"))
-    missing = [name for name in weights if name not in attn._parameters]
-    if missing:
-        return f"its {missing[0]} is not a parameter of its own"
-    if attn.b_O.device.type == "mps":
-        return "it is on an Apple GPU, for which TransformerLens multiplies otherwise"
     if not IS_2 and (cfg.use_dynamic_ntk_rope or cfg.use_logn_attn):
         return "its positions depend on the length (dynamic NTK, or log-n scaling)"
     if cfg.positional_embedding_type == "relative_positional_bias":
@@ -153,11 +236,14 @@ def fits(attn: Any, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], ent
     device = attn._parameters["b_O"].device
     if query_input.device != device:
         return False
-    if key_input is not query_input or value_input is not query_input:
-        if key_input.device != device or value_input.device != device:
-            return False
-        if not query_input.shape == key_input.shape == value_input.shape:
-            return False
+    if not (
+        key_input is value_input is query_input
+        or (
+            query_input.device == key_input.device == value_input.device
+            and query_input.shape == key_input.shape == value_input.shape
+        )
+    ):
+        return False
     buffers = attn._buffers
     table = buffers.get("rotary_cos")
     if table is None and not IS_2:
@@ -167,14 +253,13 @@ def fits(attn: Any, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], ent
     return all(each is None or (n_keys <= len(each) and each.device == device) for each in tables)
 
 
-def _why_unknown() -> str | None:
-    """Why the blocks, as their classes are in this forward, are not known; None if they are."""
-    kept = kept_in_forward()
-    if "unknown" not in kept:
-        now = tuple(getattr(cls, name, None) for cls, name in _CALLED_PAST)
-        kept["unknown"] = _why_functions_unknown(now)
-    why: str | None = kept["unknown"]
-    return why
+def _why_now() -> str | None:
+    """Why no block can be run otherwise than installed in this forward; None if some can."""
+    if _has_any_global_hook():
+        return "torch has hooks for every module"
+    if torch.compiler.is_compiling():
+        return "it is compiled"
+    return _why_functions_unknown(tuple(getattr(cls, name, None) for cls, name in _CALLED_PAST))
 
 
 @functools.lru_cache(maxsize=4)

@@ -53,6 +53,8 @@ class _Pickler(pickle.Pickler):
         self.kept: list[torch.Tensor] = []
 
     def reducer_override(self, value: Any) -> Any:
+        if getattr(type(value), "found_anew", False):  # what is known of a block
+            return NotImplemented
         if not self._is_same_there(value):
             raise pickle.PicklingError(f"{type(value).__name__} may be another there")
         return _without_hooks(value) if type(value) is HookPoint else NotImplemented

@@ -86,7 +86,7 @@ class Placement:
         """The device of `embed`: tokens, logits, losses and everything gathered are here."""
         return self.components[0].device
 
-    @property
+    @cached_property
     def devices(self) -> tuple[torch.device, ...]:
         """The devices in use, home first, then in the order that the residual stream visits."""
         return tuple(dict.fromkeys(component.device for component in self.components))
