@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tl_devicefix.bridge import (
     analysis,
-    attention,
     caching,
+    forward,
     loading,
     moving,
     plain_layer,
@@ -55,7 +55,7 @@ PATCHES = (
     ),
     Patch(
         "forward",
-        attention.forward,
+        forward.forward,
         ("self", "input", "return_type"),
         "what leaves the model is at home",
         **BRIDGE,

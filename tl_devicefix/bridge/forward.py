@@ -1,0 +1,29 @@
+"""`TransformerBridge.forward`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tl_devicefix.attention.implementation import is_sdpa
+from tl_devicefix.bridge.sdpa import let_masks_be_for_sdpa
+from tl_devicefix.bridge.this_forward import ThisForward, within
+from tl_devicefix.running import forward as running
+
+
+def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`TransformerBridge.forward`, whose results are at home.
+
+    Raises:
+        RuntimeError: if the model's weights are only partly processed.
+    """
+    by_sdpa = is_sdpa(self) and let_masks_be_for_sdpa(self)
+    with within(ThisForward(True, _may_pad(args, kwargs), by_sdpa)):
+        return running.forward(original, self, *args, **kwargs)
+
+
+def _may_pad(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether there may be tokens that others do not see."""
+    tokens = args[0] if args else kwargs.get("input")
+    masks = (kwargs.get(name) for name in ("attention_mask", "one_zero_attention_mask"))
+    return len(args) > 2 or isinstance(tokens, list) or any(mask is not None for mask in masks)

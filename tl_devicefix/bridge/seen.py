@@ -1,0 +1,133 @@
+"""What a block of a Bridge was like when it was looked through, and who listens in it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from operator import itemgetter
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformer_lens.hook_points import HookPoint
+from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
+
+from tl_devicefix.attention.implementation import HOOKS, looks_away
+
+hooks_of = itemgetter(*HOOKS)
+
+
+class Seen:
+    """A block's modules, their hooks, and attributes of transformers', as they are now.
+
+    Args:
+        block: which it does not hold.
+    """
+
+    def __init__(self, block: Any) -> None:
+        modules = [each for each in block.modules() if each is not block]
+        outside = {id(block._modules.get(name)) for name in ("hook_in", "hook_out")}
+        inside = [each for each in modules if id(each) not in outside]
+        self._all = [vars(block), *map(vars, inside)]
+        self._lengths = list(map(len, self._all))
+        self._hooks = list(map(hooks_of, self._all))
+        with_children = [each for each in (block, *inside) if each._modules]
+        self._children_now = [each._modules for each in with_children]
+        self._children = [dict(each._modules) for each in with_children]
+        self._attributes = [_getter(vars(each)) for each in inside if _is_of_layer(each)]
+        self._values = [get(held) for get, held in self._attributes]
+        config = getattr(block, "config", None)
+        self._config = vars(config) if hasattr(config, "__dict__") else {}
+        self._unheard_since = -1
+        self._sort_hooks(block, inside)
+
+    def _sort_hooks(self, block: Any, inside: list[nn.Module]) -> None:
+        """Which dicts of hooks may have none, and which have some that do nothing by themselves."""
+        wired = {handle.id for handle in getattr(block, "_capture_hook_handles", ())}
+        self._flat: list[dict[int, Any]] = []
+        self._harmless: list[tuple[dict[int, Any], list[int]]] = []
+        self.is_recorded = False
+        """Whether transformers records what a forward of its own is asked for."""
+        for module in inside:
+            wired |= _relays(module)
+            for hooks in hooks_of(vars(module)):
+                recording = {key for key, hook in hooks.items() if _is_of_transformers(hook)}
+                away = {key for key, hook in hooks.items() if looks_away(hook)}
+                if hooks and wired | recording | away >= hooks.keys():
+                    self._harmless.append((hooks, list(hooks)))
+                    self.is_recorded |= bool(recording)
+                else:
+                    self._flat.append(hooks)
+
+    def is_as_seen(self) -> bool:
+        """Whether modules, their hooks' dicts, and attributes of transformers' are the same.
+
+        torch counts the hooks that are registered, anywhere: where none was, none is looked for.
+        """
+        try:
+            if self._unheard_since != RemovableHandle.next_id and not (
+                self._hooks == list(map(hooks_of, self._all))
+                and all(list(hooks) == known for hooks, known in self._harmless)
+            ):
+                return False
+            return (
+                self._lengths == list(map(len, self._all))
+                and self._children == self._children_now
+                and self._values == [get(held) for get, held in self._attributes]
+            )
+        except (RuntimeError, ValueError, KeyError):  # tensors among attributes, and others now
+            return False
+
+    def heard(self) -> dict[int, Any] | None:
+        """Hooks that listen, of the first module that has any."""
+        now = RemovableHandle.next_id
+        if self._unheard_since != now:
+            hooks = next(filter(None, self._flat), None)
+            if hooks is not None:
+                return hooks
+            self._unheard_since = now
+        return None
+
+    def is_asked_for_heads(self) -> bool:
+        """Whether attention is to have other steps, also if nobody listens to them."""
+        return any(map(self._config.get, _FLAGS))
+
+
+_FLAGS = ("use_attn_result", "use_split_qkv_input", "use_attn_in")
+
+
+def _getter(held: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], Any], dict[str, Any]]:
+    """What reads the attributes of a module that its forward may read."""
+    names = [name for name in held if name in _READ or name not in _OF_ANY_MODULE]
+    return itemgetter(*names), held
+
+
+_READ = ("training", "_parameters", "_buffers")
+_OF_ANY_MODULE = frozenset(vars(nn.Module()))
+
+
+def _is_of_layer(module: nn.Module) -> bool:
+    return not isinstance(module, (HookPoint, GeneralizedComponent))
+
+
+def _relays(point: nn.Module) -> set[int]:
+    """Which hooks of a hook point hand on to another, in a module that only stands for a part."""
+    return {
+        handle.hook.id
+        for handle in getattr(point, "fwd_hooks", ())
+        if isinstance(point, HookPoint)
+        and getattr(inspect.unwrap(handle.user_hook or _nothing), "__module__", None)
+        == "transformer_lens.model_bridge.component_setup"
+    }
+
+
+def _nothing() -> None:
+    """Instead of a hook."""
+
+
+def _is_of_transformers(hook: Any) -> bool:
+    """Whether it is the hook by which transformers records what a forward is asked for.
+
+    TransformerLens asks for attentions in each forward, and gives them to nobody.
+    """
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
