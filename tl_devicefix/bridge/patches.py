@@ -9,6 +9,7 @@ from tl_devicefix.bridge import (
     loading,
     moving,
     plain_layer,
+    plain_model,
     processing,
     tokenizing,
 )
@@ -35,6 +36,13 @@ PATCHES = (
             **{**IN_4, "owner": owner},
         )
         for owner in ("BlockBridge", "BloomBlockBridge", "OpaqueBlockBridge", "AltUpBlockBridge")
+    ),
+    Patch(
+        "forward",
+        plain_model.forward,
+        ("self", "input_ids"),
+        "transformers' own modules where nobody listens to anything of them",
+        **{**IN_4, "owner": "TransformersDriver"},
     ),
     Patch(
         "boot_transformers",

@@ -14,7 +14,15 @@ from typing import Any
 
 import torch
 from packaging.version import Version
+from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
+from transformer_lens.model_bridge.generalized_components import (
+    EmbeddingBridge,
+    NormalizationBridge,
+    RMSNormalizationBridge,
+    RotaryEmbeddingBridge,
+    UnembeddingBridge,
+)
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 
 from tl_devicefix.attention.implementation import WHY_NOT, is_sdpa
@@ -27,14 +35,21 @@ from tl_devicefix.bridge.sdpa import (
 )
 from tl_devicefix.bridge.seen import Seen, hooks_of
 from tl_devicefix.bridge.this_forward import ThisForward, this_forward, within
-from tl_devicefix.bridge.without_wrappers import Copies, NotPlain, check, check_weights
+from tl_devicefix.bridge.without_wrappers import (
+    Copies,
+    NotPlain,
+    as_bridge_computes,
+    check,
+    check_weights,
+    replaced_in,
+)
 from tl_devicefix.patching.applying import is_applied
 from tl_devicefix.patching.versions import installed
 
 
 def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """A block's forward, with transformers' own layer where nobody listens in it."""
-    layer = _layer_of(self)
+    layer = layer_of(self)
     is_plain = layer.is_unheard(self)
     now = this_forward.get()
     if now.attends_by_sdpa or layer.attends_by_sdpa or (layer.is_compatible and now.may_pad):
@@ -48,16 +63,22 @@ def why_installed(block: Any) -> str | None:
         return "TransformerLens is unpatched"
     if installed() < Version("4.0"):
         return f"transformer_lens {installed()} is older than 4.0"
-    for kind in type(block).__mro__:
-        run = vars(kind).get("forward")
-        if run is not None and not hasattr(run, "__wrapped__"):
-            if "__class__" not in run.__code__.co_freevars:  # by which it would call `super`
-                return f"a {type(block).__name__} computes in its own way"
-        elif run is not None:
-            break
-    layer = _layer_of(block)
+    if _goes_its_own_way(type(block)):
+        return f"a {type(block).__name__} computes in its own way"
+    layer = layer_of(block)
     with within(ThisForward(True)):
         return None if layer.is_unheard(block) else layer.why(block)
+
+
+def _goes_its_own_way(kind: type) -> bool:
+    """Whether a class of blocks has a forward that does not come to the one above."""
+    forwards = (vars(each)["forward"] for each in kind.__mro__ if "forward" in vars(each))
+    for run in forwards:
+        if hasattr(run, "__wrapped__"):
+            return False
+        if "__class__" not in run.__code__.co_freevars:  # by which it would call `super`
+            return True
+    return True
 
 
 def forward_of_each(bridge: Any) -> dict[str, str]:
@@ -73,13 +94,14 @@ def forward_of_each(bridge: Any) -> dict[str, str]:
     }
 
 
-_LAYER = "_tl_devicefix_plain_layer"
+PLAIN = "_tl_devicefix_plain"
 
 
-def _layer_of(block: Any) -> PlainLayer:
-    layer: PlainLayer | None = vars(block).get(_LAYER)
+def layer_of(block: Any) -> PlainLayer:
+    """A block's plain layer."""
+    layer: PlainLayer | None = vars(block).get(PLAIN)
     if layer is None:
-        layer = vars(block)[_LAYER] = PlainLayer()
+        layer = vars(block)[PLAIN] = PlainLayer()
     return layer
 
 
@@ -87,13 +109,13 @@ def prepare(bridge: Any) -> None:
     """Have each block know its plain layer, which views restore then and do not drop."""
     for module in bridge.modules():
         if getattr(module, "is_list_item", False):
-            _layer_of(module)
+            layer_of(module)
 
 
 def forget(bridge: Any) -> None:
     """Let go of plain layers, which hold weights that are about to be exchanged."""
-    for module in bridge.modules():
-        vars(module).pop(_LAYER, None)
+    for module in (bridge.original_model, *bridge.modules()):
+        vars(module).pop(PLAIN, None)
 
 
 _FORWARD_STATE = ("_start_at_layer_idx", "_start_residual", "_stop_at_layer_idx")
@@ -112,6 +134,7 @@ class PlainLayer:
         self.is_compatible = False
         """Whether it is in compatibility mode."""
         self._mask_at = -1
+        self._plain: Any = None
 
     # A copy's block makes its own.
 
@@ -134,9 +157,9 @@ class PlainLayer:
             seen = self._look_through(block)
         if self._why is not None or _has_any_global_hook() or torch.compiler.is_compiling():
             return False
-        if seen.is_recorded and not this_forward.get().is_of_bridge:
-            return False
         if self._listens(seen):
+            return False
+        if seen.is_recorded and not this_forward.get().is_of_bridge:
             return False
         return not (self.attends_by_sdpa and _differentiates_otherwise())
 
@@ -164,17 +187,36 @@ class PlainLayer:
 
     def _look_through(self, block: Any) -> Seen:
         """Make the layer, or know why not."""
-        self._seen = Seen(block)
+        around = [block, block._modules.get("hook_in"), block._modules.get("hook_out")]
+        inside = [each for each in block.modules() if each not in around]
+        self._seen = Seen([each for each in around if each is not None], inside)
         self.attends_by_sdpa = False
+        self._plain = None
         try:
-            self._block = self._around(block)
+            self._make(block)
             self._why = None
         except NotPlain as reason:
             self._why = str(reason)
         return self._seen
 
-    def _around(self, block: Any) -> Any:
-        """The block, for one forward of its own code: around the plain layer.
+    def instead_of(self, block: Any) -> Any:
+        """What may be called instead of the block in this very forward: at best the plain layer."""
+        unheard = self.is_unheard(block) and self._seen and not self._seen.is_heard_around()
+        return self._plain if unheard and self._plain and self._is_all(block) else block
+
+    def _is_all(self, block: Any) -> bool:
+        """Whether the plain layer, given what the block is given, is all that the block runs."""
+        now, held = this_forward.get(), vars(block)
+        has_own_mask = now.may_pad and (self.attends_by_sdpa or self.is_compatible)
+        return (
+            now.attends_by_sdpa == self.attends_by_sdpa
+            and not has_own_mask
+            and held.get("_start_at_layer_idx") is None
+            and held.get("_stop_at_layer_idx") is None
+        )
+
+    def _make(self, block: Any) -> None:
+        """Make the layer, and the block for one forward of its own code, around the layer.
 
         Raises:
             NotPlain: if there is something in the block that the plain layer would leave out.
@@ -189,10 +231,10 @@ class PlainLayer:
         copies = Copies({id(each) for each in chosen if why_no_sdpa(each) is None})
         self.attends_by_sdpa = bool(copies.chosen)
         for module in block.modules():
-            check(module, block)
+            check(module, is_outermost=module is block)
         plain = copies(layer)
         check_weights(block, plain, copies.parted)
-        twin = object.__new__(type(block))
+        twin: Any = object.__new__(type(block))
         vars(twin).update(vars(block))
         vars(twin).update(
             _modules={**block._modules, "_original_component": plain},
@@ -200,7 +242,9 @@ class PlainLayer:
             _clear_attention_capture=_nothing,
             _filter_kwargs_for_forward=_Filter(layer),
         )
-        return twin
+        self._block = twin
+        if replaced_in(block) is None and not _goes_its_own_way(type(block)):
+            self._plain = plain
 
     def block_around_it(self, block: Any) -> Any:
         """The block to run instead: of the same class, around the plain layer."""
@@ -233,6 +277,35 @@ class PlainLayer:
         if is_named:
             return is_plain, args, {**kwargs, "attention_mask": mask}
         return is_plain, (*args[: self._mask_at], mask, *args[self._mask_at + 1 :]), kwargs
+
+
+class PlainPart(PlainLayer):
+    """transformers' own module of an embedding, a norm or an unembedding outside of blocks."""
+
+    def _make(self, block: Any) -> None:
+        wrapped = block.original_component
+        if type(block) not in _PARTS or _is_wrapped(wrapped):
+            raise NotPlain(f"a {type(block).__name__} computes in its own way")
+        if type(block) is EmbeddingBridge and not isinstance(wrapped, nn.Embedding):
+            raise NotPlain(f"a {type(wrapped).__name__} embeds in its own way")
+        for module in block.modules():
+            check(module)
+        self._plain = as_bridge_computes(block) or wrapped
+
+    def _is_all(self, block: Any) -> bool:
+        return True
+
+
+_PARTS = (
+    *(EmbeddingBridge, RotaryEmbeddingBridge, UnembeddingBridge),
+    *(NormalizationBridge, RMSNormalizationBridge),
+)
+
+
+def _is_wrapped(module: Any) -> bool:
+    return module is None or any(
+        isinstance(each, GeneralizedComponent) for each in module.modules()
+    )
 
 
 def _nothing() -> None:

@@ -1,9 +1,9 @@
-"""What a block of a Bridge was like when it was looked through, and who listens in it."""
+"""What modules of a Bridge were like when they were looked through, and who listens in them."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from operator import itemgetter
 from typing import Any
 
@@ -18,32 +18,33 @@ hooks_of = itemgetter(*HOOKS)
 
 
 class Seen:
-    """A block's modules, their hooks, and attributes of transformers', as they are now.
+    """Modules, their hooks, and attributes of transformers', as they are now.
 
     Args:
-        block: which it does not hold.
+        around: those whose hooks are asked for by `is_heard_around` only: a block, its first and
+            last hook point.
+        inside: all others.
     """
 
-    def __init__(self, block: Any) -> None:
-        modules = [each for each in block.modules() if each is not block]
-        outside = {id(block._modules.get(name)) for name in ("hook_in", "hook_out")}
-        inside = [each for each in modules if id(each) not in outside]
-        self._all = [vars(block), *map(vars, inside)]
+    def __init__(self, around: list[nn.Module], inside: list[nn.Module]) -> None:
+        self._around = list(map(vars, around))
+        self._unheard_around_since = -1
+        self._all = [*self._around[:1], *map(vars, inside)]
         self._lengths = list(map(len, self._all))
         self._hooks = list(map(hooks_of, self._all))
-        with_children = [each for each in (block, *inside) if each._modules]
+        with_children = [each for each in (*around[:1], *inside) if each._modules]
         self._children_now = [each._modules for each in with_children]
         self._children = [dict(each._modules) for each in with_children]
         self._attributes = [_getter(vars(each)) for each in inside if _is_of_layer(each)]
         self._values = [get(held) for get, held in self._attributes]
-        config = getattr(block, "config", None)
+        config = getattr(around[0], "config", None) if around else None
         self._config = vars(config) if hasattr(config, "__dict__") else {}
         self._unheard_since = -1
-        self._sort_hooks(block, inside)
+        handles = self._around[0].get("_capture_hook_handles", ()) if around else ()
+        self._sort_hooks(inside, {handle.id for handle in handles})
 
-    def _sort_hooks(self, block: Any, inside: list[nn.Module]) -> None:
+    def _sort_hooks(self, inside: list[nn.Module], wired: set[int]) -> None:
         """Which dicts of hooks may have none, and which have some that do nothing by themselves."""
-        wired = {handle.id for handle in getattr(block, "_capture_hook_handles", ())}
         self._flat: list[dict[int, Any]] = []
         self._harmless: list[tuple[dict[int, Any], list[int]]] = []
         self.is_recorded = False
@@ -51,13 +52,17 @@ class Seen:
         for module in inside:
             wired |= _relays(module)
             for hooks in hooks_of(vars(module)):
-                recording = {key for key, hook in hooks.items() if _is_of_transformers(hook)}
-                away = {key for key, hook in hooks.items() if looks_away(hook)}
-                if hooks and wired | recording | away >= hooks.keys():
-                    self._harmless.append((hooks, list(hooks)))
-                    self.is_recorded |= bool(recording)
-                else:
+                if not (hooks and self._are_harmless(hooks, wired)):
                     self._flat.append(hooks)
+
+    def _are_harmless(self, hooks: dict[int, Any], wired: Collection[int] = ()) -> bool:
+        recording = {key for key, hook in hooks.items() if _is_of_transformers(hook)}
+        away = {key for key, hook in hooks.items() if looks_away(hook)}
+        if not recording | away | {*wired} >= hooks.keys():
+            return False
+        self._harmless.append((hooks, list(hooks)))
+        self.is_recorded |= bool(recording)
+        return True
 
     def is_as_seen(self) -> bool:
         """Whether modules, their hooks' dicts, and attributes of transformers' are the same.
@@ -82,11 +87,21 @@ class Seen:
         """Hooks that listen, of the first module that has any."""
         now = RemovableHandle.next_id
         if self._unheard_since != now:
-            hooks = next(filter(None, self._flat), None)
-            if hooks is not None:
-                return hooks
+            for hooks in list(filter(None, self._flat)):
+                if not self._are_harmless(hooks):
+                    return hooks
+                self._flat = [each for each in self._flat if each is not hooks]
             self._unheard_since = now
         return None
+
+    def is_heard_around(self) -> bool:
+        """Whether there are hooks around."""
+        now = RemovableHandle.next_id
+        if self._unheard_around_since != now:
+            if any(any(hooks_of(held)) for held in self._around):
+                return True
+            self._unheard_around_since = now
+        return False
 
     def is_asked_for_heads(self) -> bool:
         """Whether attention is to have other steps, also if nobody listens to them."""

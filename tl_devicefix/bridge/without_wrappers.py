@@ -45,7 +45,7 @@ class Copies:
         """
         while isinstance(module, GeneralizedComponent):
             if not self.chosen and isinstance(module, NormalizationBridge):
-                norm = _as_bridge_computes(module)
+                norm = as_bridge_computes(module)
                 if norm is not None:
                     return norm
             self._note_parts(module)
@@ -119,7 +119,7 @@ class Norm(nn.Module):
         self.forward = wrapper._python_norm_forward
 
 
-def _as_bridge_computes(wrapper: Any) -> Norm | None:
+def as_bridge_computes(wrapper: Any) -> Norm | None:
     """A norm for a wrapper that does not call transformers' own; None if it does."""
     if type(wrapper).forward is not NormalizationBridge.forward:
         return None
@@ -180,19 +180,32 @@ def _order(split: Any, whole: Any, name: str, joint: Any) -> torch.Tensor | None
     return _orders[key]
 
 
-def check(module: nn.Module, block: Any) -> None:
+def replaced_in(module: nn.Module) -> str | None:
+    """Name of a method that a module has in place of its class's, but for accelerate's forward."""
+    held, kind = vars(module), type(module)
+    for name, value in held.items():
+        if callable(value) and not isinstance(value, nn.Module) and hasattr(kind, name):
+            if name == "forward" and _is_put_in_by_accelerate(module, value):
+                continue
+            if isinstance(getattr(kind, name), (types.FunctionType, property)):
+                return name
+    return None
+
+
+def check(module: nn.Module, is_outermost: bool = False) -> None:
     """Check that a module of a block computes what the plain layer's does.
+
+    Args:
+        module: the block, or one in it.
+        is_outermost: whether it is the block, whose own methods are run.
 
     Raises:
         NotPlain: if not.
     """
     held, kind = vars(module), type(module)
-    for name, value in held.items():
-        if callable(value) and not isinstance(value, nn.Module) and hasattr(kind, name):
-            if module is block or (name == "forward" and _is_put_in_by_accelerate(module, value)):
-                continue
-            if isinstance(getattr(kind, name), (types.FunctionType, property)):
-                raise NotPlain(f"{name} of a {kind.__name__} in it is not its class's")
+    replaced = None if is_outermost else replaced_in(module)
+    if replaced is not None:
+        raise NotPlain(f"{replaced} of a {kind.__name__} in it is not its class's")
     hook = held.get("_hf_hook")
     if hook is not None and not _is_of_accelerate(module):
         raise NotPlain(f"accelerate's {type(hook).__name__} is on a {kind.__name__} in it")
