@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
@@ -40,25 +40,27 @@ class Seen:
         config = getattr(around[0], "config", None) if around else None
         self._config = vars(config) if hasattr(config, "__dict__") else {}
         self._unheard_since = -1
-        handles = self._around[0].get("_capture_hook_handles", ()) if around else ()
-        self._sort_hooks(inside, {handle.id for handle in handles})
-
-    def _sort_hooks(self, inside: list[nn.Module], wired: set[int]) -> None:
-        """Which dicts of hooks may have none, and which have some that do nothing by themselves."""
+        # A list that grows when the block's own forward runs first.
+        self._wired = self._around[0].get("_capture_hook_handles", ()) if around else ()
+        self._relayed: set[int] = set()
         self._flat: list[dict[int, Any]] = []
+        """Dicts of hooks that may have none."""
         self._harmless: list[tuple[dict[int, Any], list[int]]] = []
+        """Those that have some, and which, that do nothing by themselves."""
         self.is_recorded = False
         """Whether transformers records what a forward of its own is asked for."""
         for module in inside:
-            wired |= _relays(module)
+            self._relayed |= _relays(module)
             for hooks in hooks_of(vars(module)):
-                if not (hooks and self._are_harmless(hooks, wired)):
+                if not (hooks and self._are_harmless(hooks)):
                     self._flat.append(hooks)
 
-    def _are_harmless(self, hooks: dict[int, Any], wired: Collection[int] = ()) -> bool:
+    def _are_harmless(self, hooks: dict[int, Any]) -> bool:
+        """Whether hooks do nothing by themselves, which is noted then."""
         recording = {key for key, hook in hooks.items() if _is_of_transformers(hook)}
         away = {key for key, hook in hooks.items() if looks_away(hook)}
-        if not recording | away | {*wired} >= hooks.keys():
+        wired = {handle.id for handle in self._wired}
+        if not recording | away | wired | self._relayed >= hooks.keys():
             return False
         self._harmless.append((hooks, list(hooks)))
         self.is_recorded |= bool(recording)
