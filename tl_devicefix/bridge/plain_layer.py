@@ -29,6 +29,7 @@ from tl_devicefix.attention.implementation import WHY_NOT, is_sdpa
 from tl_devicefix.bridge.sdpa import (
     blinds,
     built,
+    is_causal_itself,
     is_of_pairs,
     place_of_mask,
     why_no_sdpa,
@@ -52,7 +53,7 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     layer = layer_of(self)
     is_plain = layer.is_unheard(self)
     now = this_forward.get()
-    if now.attends_by_sdpa or layer.attends_by_sdpa or (layer.is_compatible and now.may_pad):
+    if now.attends_by_sdpa or layer.attends_by_sdpa or (layer.minds_padding and now.may_pad):
         is_plain, args, kwargs = layer.with_its_mask(is_plain, args, kwargs)
     return original(layer.block_around_it(self) if is_plain else self, *args, **kwargs)
 
@@ -133,6 +134,8 @@ class PlainLayer:
         """Whether it attends by SDPA where nobody listens."""
         self.is_compatible = False
         """Whether it is in compatibility mode."""
+        self.minds_padding = False
+        """Whether of a query that sees no key, or of what is causal, the Bridge makes another thing."""
         self._mask_at = -1
         self._plain: Any = None
 
@@ -207,7 +210,7 @@ class PlainLayer:
     def _is_all(self, block: Any) -> bool:
         """Whether the plain layer, given what the block is given, is all that the block runs."""
         now, held = this_forward.get(), vars(block)
-        has_own_mask = now.may_pad and (self.attends_by_sdpa or self.is_compatible)
+        has_own_mask = now.may_pad and (self.attends_by_sdpa or self.minds_padding)
         return (
             now.attends_by_sdpa == self.attends_by_sdpa
             and not has_own_mask
@@ -227,6 +230,7 @@ class PlainLayer:
         wrappers = [each for each in block.modules() if isinstance(each, GeneralizedComponent)]
         chosen = [each.original_component for each in wrappers if is_sdpa(each)]
         self.is_compatible = block.compatibility_mode
+        self.minds_padding = self.is_compatible or any(map(is_causal_itself, layer.modules()))
         self._mask_at = place_of_mask(layer)
         copies = Copies({id(each) for each in chosen if why_no_sdpa(each) is None})
         self.attends_by_sdpa = bool(copies.chosen)
@@ -268,11 +272,13 @@ class PlainLayer:
             return is_plain, args, kwargs
         mask = kwargs["attention_mask"] if is_named else args[self._mask_at]
         if is_plain and self.attends_by_sdpa and (mask is None or is_of_pairs(mask)):
-            if mask is None or self.is_compatible or not blinds(mask):
+            if mask is None or self.is_compatible or not blinds(mask, residual.shape[1]):
                 return True, args, kwargs
             is_plain = not (residual.requires_grad and torch.is_grad_enabled())
-        elif is_plain and self.is_compatible:
-            is_plain = not blinds(mask)
+        elif is_plain and self.minds_padding:
+            is_plain = not blinds(mask, residual.shape[1])
+        if not this_forward.get().attends_by_sdpa:  # the mask is as for "eager"
+            return is_plain, args, kwargs
         mask = built(mask, residual)
         if is_named:
             return is_plain, args, {**kwargs, "attention_mask": mask}

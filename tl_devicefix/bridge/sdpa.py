@@ -145,6 +145,12 @@ def built(mask: Any, residual: torch.Tensor) -> Any:
     return _once(mask, _added, residual.dtype) if is_of_pairs(mask) else mask
 
 
+def is_causal_itself(attention: nn.Module) -> bool:
+    """Whether attention has a triangle of its own, beside the mask that it is given."""
+    triangle = attention._buffers.get("bias")
+    return triangle is not None and triangle.dim() == 4
+
+
 def is_of_pairs(mask: Any) -> bool:
     """Whether a mask says of each query and key whether it is seen, as SDPA wants it."""
     return isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and mask.dim() == 4
@@ -155,13 +161,17 @@ def _added(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return added.masked_fill_(~seen, torch.finfo(dtype).min)
 
 
-def blinds(mask: Any) -> bool:
-    """Whether there are queries that see no key."""
+def blinds(mask: Any, n_queries: int) -> bool:
+    """Whether there are, or may be, queries that see no key."""
     if not isinstance(mask, torch.Tensor) or mask.dim() != 4:
         return mask is not None
-    return bool(_once(mask, _any_blind))
+    return bool(_once(mask, _any_blind, n_queries))
 
 
-def _any_blind(mask: torch.Tensor) -> bool:
+def _any_blind(mask: torch.Tensor, n_queries: int) -> bool:
     seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
-    return has_values(seen) and not bool(seen.any(dim=-1).all())
+    if not has_values(seen):
+        return False
+    if mask.shape[-2] != n_queries:  # what is causal is added within the layer
+        return not bool(seen.all())
+    return not bool(seen.any(dim=-1).all())
