@@ -263,15 +263,23 @@ def double(activation: torch.Tensor, hook: Any) -> torch.Tensor:
     return activation * 2
 
 
+def a_hook(name: str, bridge: Any) -> None:
+    bridge.add_hook(name, double)
+
+
 HOOK_POINTS = "embed.hook_out", "rotary_emb.hook_cos", "ln_final.hook_scale", "unembed.hook_in"
 OUTSIDE = (
     *(a_weight_of_the_unembedding, a_norm_with_a_forward_of_its_own, another_unembedding),
     *(another_last_block, a_forward_of_the_whole, a_hook_of_torch_s_on_the_whole),
-    *(functools.partial(lambda name, bridge: bridge.add_hook(name, double), n) for n in HOOK_POINTS),
+    *(
+        functools.partial(lambda name, bridge: bridge.add_hook(name, double), n)
+        for n in HOOK_POINTS
+    ),
 )
 
 
 @torch.no_grad()
+@pytest.mark.filterwarnings("ignore:A forward hook edited hook_scale:UserWarning")
 @pytest.mark.parametrize("change", OUTSIDE, ids=lambda change: getattr(change, "__name__", "hook"))
 def test_what_is_changed_outside_of_blocks_is_seen(
     change: Any, boot: Any, tokens: torch.Tensor

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from packaging.version import Version
-from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 from transformer_lens.model_bridge.generalized_components import (
     EmbeddingBridge,
@@ -106,13 +105,6 @@ def layer_of(block: Any) -> PlainLayer:
     return layer
 
 
-def prepare(bridge: Any) -> None:
-    """Have each block know its plain layer, which views restore then and do not drop."""
-    for module in bridge.modules():
-        if getattr(module, "is_list_item", False):
-            layer_of(module)
-
-
 def forget(bridge: Any) -> None:
     """Let go of plain layers, which hold weights that are about to be exchanged."""
     for module in (bridge.original_model, *bridge.modules()):
@@ -135,7 +127,7 @@ class PlainLayer:
         self.is_compatible = False
         """Whether it is in compatibility mode."""
         self.minds_padding = False
-        """Whether of a query that sees no key, or of what is causal, the Bridge makes another thing."""
+        """Whether the Bridge may make other things of padding."""
         self._mask_at = -1
         self._plain: Any = None
 
@@ -224,20 +216,17 @@ class PlainLayer:
         Raises:
             NotPlain: if there is something in the block that the plain layer would leave out.
         """
-        layer = block.original_component
-        if layer is None:
-            raise NotPlain("it has no layer")
         wrappers = [each for each in block.modules() if isinstance(each, GeneralizedComponent)]
         chosen = [each.original_component for each in wrappers if is_sdpa(each)]
-        self.is_compatible = block.compatibility_mode
-        self.minds_padding = self.is_compatible or any(map(is_causal_itself, layer.modules()))
-        self._mask_at = place_of_mask(layer)
         copies = Copies({id(each) for each in chosen if why_no_sdpa(each) is None})
         self.attends_by_sdpa = bool(copies.chosen)
         for module in block.modules():
             check(module, is_outermost=module is block)
-        plain = copies(layer)
+        layer, plain = block.original_component, copies(block)
         check_weights(block, plain, copies.parted)
+        self.is_compatible = block.compatibility_mode
+        self.minds_padding = self.is_compatible or any(map(is_causal_itself, layer.modules()))
+        self._mask_at = place_of_mask(layer)
         twin: Any = object.__new__(type(block))
         vars(twin).update(vars(block))
         vars(twin).update(
@@ -292,8 +281,6 @@ class PlainPart(PlainLayer):
         wrapped = block.original_component
         if type(block) not in _PARTS or _is_wrapped(wrapped):
             raise NotPlain(f"a {type(block).__name__} computes in its own way")
-        if type(block) is EmbeddingBridge and not isinstance(wrapped, nn.Embedding):
-            raise NotPlain(f"a {type(wrapped).__name__} embeds in its own way")
         for module in block.modules():
             check(module)
         self._plain = as_bridge_computes(block) or wrapped

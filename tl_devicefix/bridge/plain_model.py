@@ -22,11 +22,8 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """`TransformersDriver.forward`, of a model whose wrappers are there where somebody listens."""
     if not this_forward.get().is_of_bridge:
         return original(self, *args, **kwargs)
-    model = self._model
-    plain: PlainModel | None = vars(model).get(PLAIN)
-    if plain is None:
-        plain = vars(model)[PLAIN] = PlainModel()
-    twin = plain.now(model)
+    plain = _plain_of(self._model)
+    twin = plain.now(self._model)
     if twin is None:
         return original(self, *args, **kwargs)
     driver: Any = object.__new__(type(self))
@@ -36,6 +33,21 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     finally:
         if twin.is_written():
             plain.stay_installed()
+
+
+def prepare(bridge: Any) -> None:
+    """Have the model and each block know what is plain, which views restore then and do not drop."""
+    _plain_of(bridge.original_model)
+    for module in bridge.modules():
+        if getattr(module, "is_list_item", False):
+            layer_of(module)
+
+
+def _plain_of(model: Any) -> PlainModel:
+    plain: PlainModel | None = vars(model).get(PLAIN)
+    if plain is None:
+        plain = vars(model)[PLAIN] = PlainModel()
+    return plain
 
 
 class PlainModel:

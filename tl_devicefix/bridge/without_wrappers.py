@@ -217,8 +217,6 @@ def check(module: nn.Module, is_outermost: bool = False) -> None:
                 raise NotPlain(f"a {type(child).__name__} is its {name}")
     if getattr(module, "_use_processed_weights", False) and _has_norms(module.original_component):
         raise NotPlain(f"a {kind.__name__} leaves out a norm, with weights that are processed")
-    if isinstance(module, HookPoint) and (type(module) is not HookPoint or "forward" in held):
-        raise NotPlain(f"a hook point in it is a {kind.__name__}")
     if module.training and _drops_out(module):
         raise NotPlain("it drops out in training")
 
