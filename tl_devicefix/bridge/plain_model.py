@@ -36,7 +36,7 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def prepare(bridge: Any) -> None:
-    """Have the model and each block know what is plain, which views restore then and do not drop."""
+    """Have the model and its blocks know what is plain, which views do not drop then."""
     _plain_of(bridge.original_model)
     for module in bridge.modules():
         if getattr(module, "is_list_item", False):
