@@ -51,10 +51,18 @@ def test_an_architecture(name: str, compatible: bool, tokenizer: Any) -> None:
         )
     if compatible:
         bridge.enable_compatibility_mode(disable_warnings=True)
-    with tl_devicefix.unpatched():
-        expected = bridge(tokens)
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
 
-    actual = bridge(tokens)
+    def run() -> Any:
+        first, cache = bridge(tokens, return_type="logits_and_cache", use_cache=True)
+        later = bridge(tokens[:, :1], past_key_values=cache) if hasattr(cache, "update") else None
+        return first, later, bridge(tokens), bridge(tokens, attention_mask=mask)
+
+    with tl_devicefix.unpatched():
+        expected = run()
+
+    actual = run()
 
     lists = ("blocks", "encoder_blocks", "decoder_blocks", "L_blocks", "H_blocks")
     ways = {why_installed(block) for each in lists for block in getattr(bridge, each, ())}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import weakref
 from collections import OrderedDict
@@ -14,6 +15,7 @@ import torch
 from comparison import assert_agrees
 from hf_models import N_LAYERS
 from transformer_lens.hook_points import HookPoint
+from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 
 import tl_devicefix
 from tl_devicefix.bridge.plain_layer import why_installed
@@ -185,6 +187,130 @@ def test_what_is_changed_is_seen(name: str, change: Any, boot: Any, tokens: torc
 
     assert not torch.equal(bridge(tokens), before)
     assert_as_unpatched(bridge, lambda bridge: bridge(tokens))
+
+
+@pytest.fixture
+def wrappers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the Bridge's wrappers that run."""
+    ran: list[str] = []
+    there = GeneralizedComponent.__call__
+
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        ran.append(self.name)
+        return there(self, *args, **kwargs)
+
+    monkeypatch.setattr(GeneralizedComponent, "__call__", noting)
+    return ran
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attends", ["eager", "sdpa"])
+@pytest.mark.parametrize("compatible", [False, True])
+def test_no_wrapper_runs_in_which_nobody_listens(
+    compatible: bool, attends: str, boot: Any, tokens: torch.Tensor, wrappers: list[str]
+) -> None:
+    bridge = boot("llama", device="cpu", compatible=compatible)
+    tl_devicefix.set_attn_implementation(bridge, attends)
+    hooks = [("blocks.1.hook_resid_post", lambda residual, hook: residual * 2)]
+
+    _, cache = bridge(tokens, return_type="logits_and_cache", use_cache=True)
+    bridge(tokens[:, :1], past_key_values=cache, attention_mask=torch.ones(len(tokens), 9))
+    bridge.run_with_cache(tokens)
+    wrappers.clear()
+    bridge(tokens)
+    assert wrappers == []
+    bridge.run_with_hooks(tokens, fwd_hooks=hooks)
+    assert wrappers == ["model.layers.1"]
+    bridge(tokens)
+    assert wrappers == ["model.layers.1"]
+
+
+def a_weight_of_the_unembedding(bridge: Any) -> None:
+    bridge.unembed.original_component.weight = torch.nn.Parameter(bridge.unembed.weight * 2)
+
+
+def a_norm_with_a_forward_of_its_own(bridge: Any) -> None:
+    there = bridge.ln_final.forward
+    vars(bridge.ln_final)["forward"] = lambda *args: there(*args) * 2
+
+
+def another_unembedding(bridge: Any) -> None:
+    there = bridge.original_model.lm_head
+    bridge.original_model.lm_head = torch.nn.Linear(*reversed(there.weight.shape))
+
+
+def another_last_block(bridge: Any) -> None:
+    bridge.blocks[-1] = copy.deepcopy(bridge.blocks[-1])
+    a_weight_edited_in_place(bridge.blocks[-1])
+
+
+def a_forward_of_the_whole(bridge: Any) -> None:
+    inner, there = bridge.original_model.model, bridge.original_model.model.forward
+
+    def doubled(*args: Any, **kwargs: Any) -> Any:
+        output = there(*args, **kwargs)
+        output.last_hidden_state = output.last_hidden_state * 2
+        return output
+
+    inner.forward = doubled
+
+
+def a_hook_of_torch_s_on_the_whole(bridge: Any) -> None:
+    bridge.original_model.lm_head.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
+
+
+def double(activation: torch.Tensor, hook: Any) -> torch.Tensor:
+    return activation * 2
+
+
+def a_hook(name: str, bridge: Any) -> None:
+    bridge.add_hook(name, double)
+
+
+HOOK_POINTS = "embed.hook_out", "rotary_emb.hook_cos", "ln_final.hook_scale", "unembed.hook_in"
+OUTSIDE = (
+    *(a_weight_of_the_unembedding, a_norm_with_a_forward_of_its_own, another_unembedding),
+    *(another_last_block, a_forward_of_the_whole, a_hook_of_torch_s_on_the_whole),
+    *(
+        functools.partial(lambda name, bridge: bridge.add_hook(name, double), n)
+        for n in HOOK_POINTS
+    ),
+)
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:A forward hook edited hook_scale:UserWarning")
+@pytest.mark.parametrize("change", OUTSIDE, ids=lambda change: getattr(change, "__name__", "hook"))
+def test_what_is_changed_outside_of_blocks_is_seen(
+    change: Any, boot: Any, tokens: torch.Tensor
+) -> None:
+    bridge = boot("llama", device="cpu")
+    before = bridge(tokens)
+
+    change(bridge)
+
+    assert not torch.equal(bridge(tokens), before)
+    assert_as_unpatched(bridge, lambda bridge: bridge(tokens))
+    bridge.reset_hooks()
+    assert_as_unpatched(bridge, lambda bridge: bridge(tokens))
+
+
+@torch.no_grad()
+def test_a_model_that_notes_things_has_them(boot: Any, tokens: torch.Tensor) -> None:
+    bridge = boot("llama", device="cpu")
+    inner = bridge.original_model.model
+    kind = type(inner)
+
+    class Noting(kind):  # type: ignore[misc, valid-type]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            self.n_forwards = vars(self).get("n_forwards", 0) + 1
+            return super().forward(*args, **kwargs)
+
+    inner.__class__ = Noting
+    for _ in range(3):
+        bridge(tokens)
+
+    assert inner.n_forwards == 3
 
 
 @torch.no_grad()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from tl_devicefix.bridge import (
     analysis,
-    attention,
     caching,
+    forward,
     loading,
     moving,
     plain_layer,
+    plain_model,
     processing,
     tokenizing,
 )
@@ -37,6 +38,13 @@ PATCHES = (
         for owner in ("BlockBridge", "BloomBlockBridge", "OpaqueBlockBridge", "AltUpBlockBridge")
     ),
     Patch(
+        "forward",
+        plain_model.forward,
+        ("self", "input_ids"),
+        "transformers' own modules where nobody listens to anything of them",
+        **{**IN_4, "owner": "TransformersDriver"},
+    ),
+    Patch(
         "boot_transformers",
         loading.boot_transformers,
         ("model_name", "device", "dtype", "hf_model", "device_map", "n_devices", "max_memory"),
@@ -55,7 +63,7 @@ PATCHES = (
     ),
     Patch(
         "forward",
-        attention.forward,
+        forward.forward,
         ("self", "input", "return_type"),
         "what leaves the model is at home",
         **BRIDGE,

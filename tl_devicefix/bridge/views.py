@@ -6,14 +6,14 @@ from typing import Any
 
 from transformer_lens.model_bridge.generalized_components import position_embeddings_attention
 
-from tl_devicefix.bridge import plain_layer
+from tl_devicefix.bridge import plain_model
 from tl_devicefix.running import views
 from tl_devicefix.running.twins import Twins
 
 
 def view_of(bridge: Any) -> Any:
     """A view of a Bridge: see `running/views.py:view_of`."""
-    plain_layer.prepare(bridge)
+    plain_model.prepare(bridge)
     twins = Twins()
     view = views.view_of(bridge, twins)
     _register_attention(bridge, twins)

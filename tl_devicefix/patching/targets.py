@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from packaging.version import Version
+
 from tl_devicefix.patching.patch import Patch
 from tl_devicefix.patching.versions import (
     SUPPORTED,
@@ -36,6 +38,9 @@ def modules() -> list[Any]:
     ]
 
 
+_DRIVER = "transformer_lens.model_bridge.sources.transformers_driver"
+
+
 def class_named(name: str) -> Any:
     """The class, wherever it is in this TransformerLens; None if nowhere."""
     for module_name in (
@@ -44,6 +49,7 @@ def class_named(name: str) -> Any:
         "transformer_lens.hook_points",
         "transformer_lens.model_bridge",
         *(["transformer_lens.model_bridge.generalized_components"] if has_bridge() else []),
+        *([_DRIVER] if installed() >= Version("4.dev0") else []),
         "transformer_lens.weight_processing",
         "transformer_lens.utilities",
         "transformer_lens.utils",  # of 2.x

@@ -1,0 +1,39 @@
+"""`TransformerBridge.forward`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tl_devicefix.attention.implementation import is_sdpa
+from tl_devicefix.bridge.sdpa import let_masks_be_for_sdpa
+from tl_devicefix.bridge.this_forward import ThisForward, within
+from tl_devicefix.running import forward as running
+from tl_devicefix.simulation.tensor import has_values
+
+
+def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`TransformerBridge.forward`, whose results are at home.
+
+    Raises:
+        RuntimeError: if the model's weights are only partly processed.
+    """
+    by_sdpa = is_sdpa(self) and let_masks_be_for_sdpa(self)
+    with within(ThisForward(True, _may_pad(args, kwargs), by_sdpa)):
+        return running.forward(original, self, *args, **kwargs)
+
+
+def _may_pad(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether there may be tokens that others do not see."""
+    tokens = args[0] if args else kwargs.get("input")
+    masks = (kwargs.get(name) for name in ("attention_mask", "one_zero_attention_mask"))
+    return len(args) > 2 or isinstance(tokens, list) or any(map(_masks, masks))
+
+
+def _masks(mask: Any) -> bool:
+    """Whether a mask may leave out any token; that of `generate` does not, for one prompt."""
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2 and has_values(mask):
+        return not bool(mask.all())
+    return mask is not None
