@@ -85,6 +85,7 @@ def harvest(
             names that the model has not, or does not compute; and, with `resume`, another model,
             filter, dtype or data than what is there: named.
         FileExistsError: if a harvest is there, without `resume`.
+        FileNotFoundError: if others than the last of its shards are gone, or all are.
         RuntimeError: if someone else harvests to the directory.
         OSError: if the disk has not the room, before anything is written; or is full; or another
             rank, which is named, cannot write.
