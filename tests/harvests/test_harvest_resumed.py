@@ -410,6 +410,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "a dict without tokens": ({"data": [{"content": "w4"}]}, TypeError, r"with \['content'\]"),
     "nothing kept": ({"names_filter": lambda name: False}, ValueError, "keeps no activation"),
+    "no byte": ({"shard_size": 0}, ValueError, "shard_size=0 is no byte"),
+    "no byte as a text": ({"shard_size": "0.0KB"}, ValueError, "shard_size='0.0KB' is no byte"),
     "no size": ({"shard_size": "much"}, ValueError, "'much' is no size"),
     "no batch size": ({"batch_size": 0}, ValueError, "1 or more examples, but is 0"),
     "a mask": ({"attention_mask": torch.ones(2)}, TypeError, "give batches that are dicts"),

@@ -105,6 +105,8 @@ def harvest(
     dtype = None if dtype is None else torch_dtype(dtype)
     keeping = Keeping(wanted_of(names_filter, model), dtype, reduce, keep)
     shard_bytes = bytes_of(shard_size, "shard_size")
+    if shard_bytes < 1:
+        raise ValueError(f"shard_size={shard_size!r} is no byte: give one or more, as '512MiB'")
     with contextlib.ExitStack() as stack:
         if not resume:
             beginning.what_is_there(directory, resume)  # before a directory is made
