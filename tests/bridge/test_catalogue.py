@@ -49,6 +49,7 @@ def test_an_architecture(name: str, compatible: bool, tokenizer: Any, tmp_path: 
         pytest.skip("TransformerLens does not process it")
     model, tokens = catalogue.make(name), torch.tensor([[3, 4, 5, 6, 7, 8, 9, 10]] * 2)
     model.save_pretrained(tmp_path)
+    model = type(model).from_pretrained(tmp_path, attn_implementation="eager")
     with tl_devicefix.unpatched():
         bridge = TransformerBridge.boot_transformers(
             name, hf_model=model, tokenizer=tokenizer, device="cpu"
