@@ -69,17 +69,33 @@ _ALSO: dict[str, dict[str, Any]] = {
     "JambaForCausalLM": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "HunYuanDenseV1ForCausalLM": {"head_dim": 8, "num_key_value_heads": 2},
     "NemotronForCausalLM": {"head_dim": 8, "num_key_value_heads": 2},
+    "Zamba2ForCausalLM": {
+        "layers_block_type": ["mamba", "hybrid"] * 2,
+        "hybrid_layer_ids": [1, 3],
+        "n_mamba_heads": 4,
+        "mamba_headdim": 16,
+        "mamba_ngroups": 1,
+        "num_mem_blocks": 1,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "num_key_value_heads": 4,
+        "adapter_rank": 4,
+    },
+    "GraniteMoeHybridForCausalLM": {
+        "layer_types": ["mamba", "attention"] * 2,
+        "mamba_n_groups": 1,
+        "shared_intermediate_size": 48,
+        "position_embedding_type": "rope",  # without, TransformerLens alone does not run it either
+    },
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 2},
 }
-_UNMADE = ("Zamba2ForCausalLM", "GraniteMoeHybridForCausalLM")
-"""What does not run in such sizes, with TransformerLens alone either."""
 _OF_TEXT = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")
 
 
 def names() -> list[str]:
     """The architectures of text that transformers has a class for, by its name."""
     there = (name for name in SUPPORTED_ARCHITECTURES if name.endswith(_OF_TEXT))
-    return sorted(name for name in there if hasattr(transformers, name) and name not in _UNMADE)
+    return sorted(name for name in there if hasattr(transformers, name))
 
 
 def make(name: str) -> Any:

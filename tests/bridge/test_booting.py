@@ -18,6 +18,7 @@ from hf_models import D_VOCAB, N_LAYERS, randomize, save_checkpoint
 from transformer_lens.model_bridge import TransformerBridge
 
 import tl_devicefix
+from tl_devicefix.bridge.components import empty_hf_model
 
 
 def devices_of(bridge: Any) -> dict[str, torch.device]:
@@ -245,3 +246,18 @@ def test_a_config_with_a_wrong_value_is_refused_in_a_sentence(
     with pytest.raises(ValueError, match=r"^config.json of '\S+' cannot be read: .*$") as caught:
         TransformerBridge.boot_transformers(str(tmp_path), n_devices=2)
     assert "\n" not in str(caught.value)
+    assert "StrictDataclass" not in str(caught.value)
+    assert str(caught.value).endswith("; correct it there, or fetch the file again")
+
+
+@pytest.mark.parametrize("error", [ImportError, AttributeError])
+def test_a_model_s_own_error_is_not_its_config_s(
+    error: type[Exception], hf_models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: Any, **options: Any) -> None:
+        raise error("no kernels")
+
+    model = hf_models("llama")
+    monkeypatch.setattr(type(model), "_from_config", fails)
+    with pytest.raises(error, match=r"^no kernels$"):
+        empty_hf_model(type(model), model.config, torch.float32)

@@ -1,4 +1,7 @@
-"""Every architecture runs transformers' own layer with the Bridge's results, or says why not."""
+"""Every architecture runs transformers' own layer with the Bridge's results, or says why not.
+
+Over two devices, it gives them too.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +44,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @torch.no_grad()
 @pytest.mark.parametrize("compatible", [False, True])
 @pytest.mark.parametrize("name", catalogue.names())
-def test_an_architecture(name: str, compatible: bool, tokenizer: Any) -> None:
+def test_an_architecture(name: str, compatible: bool, tokenizer: Any, tmp_path: Path) -> None:
     if compatible and name in NOT_COMPATIBLE:
         pytest.skip("TransformerLens does not process it")
     model, tokens = catalogue.make(name), torch.tensor([[3, 4, 5, 6, 7, 8, 9, 10]] * 2)
+    model.save_pretrained(tmp_path)
+    model = type(model).from_pretrained(tmp_path, attn_implementation="eager")
     with tl_devicefix.unpatched():
         bridge = TransformerBridge.boot_transformers(
             name, hf_model=model, tokenizer=tokenizer, device="cpu"
@@ -73,3 +78,11 @@ def test_an_architecture(name: str, compatible: bool, tokenizer: Any) -> None:
         assert all(reason in str(way) for way in ways)
     is_rounded = name.removesuffix("ForCausalLM").removesuffix("LMHeadModel") in ROUNDED
     assert_agrees(actual, expected, tolerance=1e-5 if is_rounded else 0)
+    with tl_devicefix.simulate(2):
+        spread = TransformerBridge.boot_transformers(
+            str(tmp_path), tokenizer=tokenizer, n_devices=2
+        )
+        if compatible:
+            spread.enable_compatibility_mode(disable_warnings=True)
+        assert len(spread.placement.devices) == 2
+        assert_agrees(spread(tokens).cpu(), expected, tolerance=1e-5 if is_rounded else 0)

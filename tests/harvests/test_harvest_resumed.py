@@ -22,7 +22,7 @@ from written_by_hand import files
 
 from tl_devicefix import harvest, open_harvest
 from tl_devicefix.harvests import beginning, writing
-from tl_devicefix.harvests.format import TEMPORARY, read_index, write_index
+from tl_devicefix.harvests.format import TEMPORARY, read_index, shard_name, write_index
 
 NAMES = ["blocks.1.hook_resid_post", "blocks.3.hook_resid_post"]
 N_BATCHES = 16
@@ -142,12 +142,6 @@ def test_a_harvest_that_is_complete_is_left_as_it_is(start: Start, tmp_path: Pat
     before = files(tmp_path / "out")
     assert start(resume=True).is_complete
     assert files(tmp_path / "out") == before
-
-
-def other_model(model: Any) -> Any:
-    """With one weight that is another."""
-    parameter = next(model.parameters())
-    return parameter.data.mul_(2)
 
 
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
@@ -358,9 +352,36 @@ def test_a_shard_that_is_damaged_is_mended_by_taking_it_away(
     damaged.write_bytes(before[damaged.name][:-1] + b"\0")  # in a mask
     with pytest.raises(ValueError, match=r"attention_mask .*, if no shard is damaged, which"):
         start(batches[:6], resume=True)
-    damaged.unlink()
+    for each in index.shards[2:]:
+        (tmp_path / "out" / each.file).unlink()
     assert start(batches[:6], resume=True).is_complete
     assert files(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize(
+    ("missing", "data", "options", "what"),
+    [
+        ([0], slice(6), OTHERS["reduce of the same shape"][0], "it back, or harvest to another"),
+        (range(6), slice(6), OTHERS["reduce of the same shape"][0], "it back, or harvest to"),
+        ([1], slice(3), {}, "it back, delete those after shard-00001.safetensors too, or harvest"),
+    ],
+)
+def test_shards_that_others_follow_are_not_harvested_again(
+    missing: Any,
+    data: slice,
+    options: Any,
+    what: str,
+    begun: Path,
+    start: Start,
+    batches: Any,
+) -> None:
+    """They would be another model's, or of fewer examples: a disk may say so for a moment."""
+    for number in missing:
+        (begun / shard_name(number)).unlink(missing_ok=True)
+    before = files(begun)
+    with pytest.raises(FileNotFoundError, match=rf"-0000\d.safetensors is missing: put {what}"):
+        start(batches[data], resume=True, **options)
+    assert files(begun) == before
 
 
 def test_tokens_that_were_kept_are_compared(start: Start, batches: Any, tmp_path: Path) -> None:
@@ -389,6 +410,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "a dict without tokens": ({"data": [{"content": "w4"}]}, TypeError, r"with \['content'\]"),
     "nothing kept": ({"names_filter": lambda name: False}, ValueError, "keeps no activation"),
+    "no byte": ({"shard_size": 0}, ValueError, "shard_size=0 is no byte"),
+    "no byte as a text": ({"shard_size": "0.0KB"}, ValueError, "shard_size='0.0KB' is no byte"),
     "no size": ({"shard_size": "much"}, ValueError, "'much' is no size"),
     "no batch size": ({"batch_size": 0}, ValueError, "1 or more examples, but is 0"),
     "a mask": ({"attention_mask": torch.ones(2)}, TypeError, "give batches that are dicts"),

@@ -106,6 +106,7 @@ INDICES_THAT_LIE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a dtype of as many bytes": (first("entries", dtype="float16"), ""),
     "another shape": (first("entries", shape=[WIDTH * D_MODEL]), ""),
     "a shape that is huge": (first("entries", shape=[10**12]), "too small for what is in it"),
+    "a shape that torch cannot count": (first("entries", shape=[10**30]), "cannot be bfloat16"),
     "an axis that is none": (first("entries", axis="tokn"), "cannot be bfloat16 .* by tokn"),
     "another axis": (first("entries", axis="shared"), ""),
     "a field that is none": (first("entries", axes="token"), "unexpected keyword argument 'axes'"),

@@ -133,6 +133,16 @@ def test_a_rank_with_other_weights_in_one_tensor(save: Any, name: str, tmp_path:
     assert differs(there) is None
 
 
+def test_a_part_of_a_large_tensor_differs(tmp_path: Path) -> None:
+    path, tensor = tmp_path / "model.safetensors", torch.zeros(24 << 18)  # 24 MiB
+    save_file({"embed": tensor}, path)
+    there = known(path)
+    tensor[5 << 18 : (5 << 18) + (1 << 16)] = 1  # 256 KiB
+    save_file({"embed": tensor}, path)
+
+    assert differs(there) == "has another one of the same size, of which 'embed' differs"
+
+
 def test_a_rank_with_other_tensors(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file(weights(), path)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from ranks import free_port
 
-from tl_devicefix.hosts import peers, watching
+from tl_devicefix.hosts import peers, signing, watching
 from tl_devicefix.hosts.joining import _connect
 from tl_devicefix.hosts.peers import Connection
 from tl_devicefix.hosts.signing import Signer, WronglySigned, signer
@@ -187,6 +187,30 @@ def test_the_first_rank_makes_a_token_and_others_have_it(home: Path) -> None:
     assert set(found) == {says(Signer(path.read_bytes(), ""))}
     assert path.stat().st_mode & 0o777 == 0o600
     assert len(path.read_text()) == 64
+
+
+def test_a_rank_that_is_killed_as_it_makes_the_token_leaves_none(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(size: int) -> str:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(signing.secrets, "token_hex", killed)
+        with pytest.raises(KeyboardInterrupt):
+            signer()
+    assert not (home / ".cache/tl_devicefix/token").exists()
+
+    assert says(signer()) == says(signer())
+
+
+def test_another_user_s_token_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    signer()
+    other = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: other)
+
+    with pytest.raises(RuntimeError, match=r"token of all ranks, but other users may open it"):
+        signer()
 
 
 def test_the_environment_comes_first(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,6 +132,47 @@ REFUSED_AND_THEN_NOT = """
     assert tl_devicefix.patches.is_applied()
 """
 
+TWO_THREADS = """
+    import importlib, sys, threading
+    import tl_devicefix
+
+    is_amid_it, other_comes, seen, found = threading.Event(), threading.Event(), [], []
+    import_module = importlib.import_module
+
+    def pause(event, args):
+        if event == "import" and threading.current_thread() is first:
+            if args[0].startswith("transformer_lens."):
+                is_amid_it.set()
+                other_comes.wait()
+        elif event == "import" and threading.current_thread() is second:
+            seen.append(args[0])
+            if "tl_devicefix.flights.patches" in seen[:-1]:
+                other_comes.set()  # which imports TransformerLens, and whose lock is held
+
+    def told(name, package=None):
+        if name == "transformer_lens":
+            other_comes.set()
+        return import_module(name, package)
+
+    def imports():
+        import transformer_lens
+
+        found.append(tl_devicefix.patches.is_applied())
+
+    def touches():
+        is_amid_it.wait()
+        found.append(callable(tl_devicefix.harvest))
+
+    first, second = (threading.Thread(target=each, daemon=True) for each in (imports, touches))
+    importlib.import_module = told
+    sys.addaudithook(pause)
+    first.start()
+    second.start()
+    first.join()
+    second.join()
+    assert found == [True, True], found
+"""
+
 DISABLED = """
     import sys
 
@@ -168,6 +209,7 @@ def test_importing_first_or_last_or_disabled() -> None:
         ),
         "a module of tl_devicefix first": start(ONE_OF_OURS_FIRST, disable=None),
         "refused, and then not": start(REFUSED_AND_THEN_NOT, disable=None),
+        "two threads": start(TWO_THREADS, disable=None),
         "disabled": start(DISABLED, disable="1"),
     }
     errors = {name: run.communicate(timeout=300)[1] for name, run in interpreters.items()}

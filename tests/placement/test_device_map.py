@@ -76,7 +76,7 @@ def test_the_device_map_of_a_placement_gives_that_placement_again(
     assert plan(config(n_layers=26), device_map=placement.device_map) == placement
 
 
-@pytest.mark.parametrize("limit", [15_000, "15KB", "0.015MB", "120kb"])  # b: bits
+@pytest.mark.parametrize("limit", [15_000, "15KB", "0.015MB", "15kB"])
 def test_max_memory_bounds_what_a_device_holds(limit: int | str, config: Any, machine: Any) -> None:
     sim_1 = devices(1)[0]
     assert plan(config(n_layers=12), n_devices=4).bytes_on(sim_1) > 15_000

@@ -419,6 +419,7 @@ def test_senseless_sizes_are_refused():
     for arguments, message in (
         ((0,), "n_devices must be from 1 to 64, but is 0"),
         ((2, "lots"), "memory='lots' is no size: give bytes"),
+        ((2, "500mb"), "memory='500mb' is no size: give bytes"),  # bits, as accelerate reads it
         ((2, -1), "memory=-1 is no size: give bytes"),
         ((2, "9" * 400 + "GiB"), r"memory='999\S*GiB' is no size: give bytes"),
         ((10**9,), "n_devices must be from 1 to 64, but is 1000000000"),

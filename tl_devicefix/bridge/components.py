@@ -132,6 +132,10 @@ def layout_of(hf_model: nn.Module, adapter: Any) -> Layout:
     return Layout({**first, **paths})
 
 
+_OF_VALUES = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
+"""What a model's class raises of wrong values; anything else is no fault of a config."""
+
+
 def empty_hf_model(model_class: Any, config: Any, dtype: torch.dtype, **kwargs: Any) -> nn.Module:
     """A Hugging Face model whose parameters have shapes but no values.
 
@@ -140,5 +144,5 @@ def empty_hf_model(model_class: Any, config: Any, dtype: torch.dtype, **kwargs: 
     """
     make = getattr(model_class, "from_config", None) or model_class._from_config
     called = getattr(config, "_name_or_path", None) or config.model_type
-    with reading_config(called), init_empty_weights():
+    with reading_config(called, _OF_VALUES), init_empty_weights():
         return make(config, dtype=dtype, **kwargs)

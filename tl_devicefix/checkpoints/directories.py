@@ -41,25 +41,30 @@ def read_config(name: str, directory: Path | None, **kwargs: Any) -> Any:
 
 
 @contextlib.contextmanager
-def reading_config(name: str) -> Iterator[None]:
+def reading_config(name: str, errors: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
     """Within it, whatever wrong values of a config.json make Python raise is one sentence of it.
 
     Args:
         name: of the checkpoint.
+        errors: what wrong values may raise; a value may be anything.
 
     Raises:
         ValueError: in that case.
     """
     try:
         yield
-    except NotImplementedError:  # nothing is wrong with it
+    except (ImportError, NotImplementedError):  # nothing is wrong with it
         raise
-    except Exception as error:  # a value may be anything
+    except errors as error:
         if is_out_of_memory(error):
             raise
-        reason = " ".join(str(error).split())
-        if not isinstance(error, (ValueError, OSError)):
+        is_strict = type(error).__name__.startswith("StrictDataclass")
+        said = (is_strict and error.__cause__) or error
+        reason = " ".join(str(said).split())
+        if not is_strict and not isinstance(error, (ValueError, OSError)):
             reason = f"{type(error).__name__}: {reason}"
+        if not isinstance(error, OSError):
+            reason = f"{reason.removesuffix('.')}; correct it there, or fetch the file again"
         raise ValueError(f"config.json of {name!r} cannot be read: {reason}") from error
 
 

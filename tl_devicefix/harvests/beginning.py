@@ -88,10 +88,11 @@ def _not_ours(path: Path) -> FileExistsError:
 
 
 def what_is_there(directory: Path, resume: bool) -> Index | None:
-    """The index of a harvest that is gone on with, if one was begun: up to a shard that is missing.
+    """The index of a harvest that is gone on with, if one was begun: without shards that are gone.
 
     Raises:
         FileExistsError: if something is there that is not to be gone on with.
+        FileNotFoundError: if others than the last shards are gone, or all are.
     """
     if not (directory / INDEX).exists():
         if (directory / shard_name(0)).exists() and not resume:
@@ -112,7 +113,14 @@ def what_is_there(directory: Path, resume: bool) -> Index | None:
     there = [(directory / each.file).is_file() for each in index.shards]
     if all(there):
         return index
-    return replace(index, shards=index.shards[: there.index(False)], is_complete=False)
+    first = there.index(False)
+    if not first or any(there[first:]):  # what is there would be written over, or be lost
+        more = f", delete those after {index.shards[first].file} too" if first else ""
+        raise FileNotFoundError(
+            f"{directory / index.shards[first].file} is missing: put it back{more}, or harvest to "
+            "another directory; resume=True harvests the last shards again, not those before others"
+        )
+    return replace(index, shards=index.shards[:first], is_complete=False)
 
 
 def leave_nothing_empty(directory: Path, is_new: bool) -> None:

@@ -7,6 +7,7 @@ there: a shard is added to the index once it has its name.
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -187,6 +188,8 @@ def read_index(directory: Path) -> Index:
 
 
 _CHECKSUM = "xxh3_128"
+_MOST = 2**60
+"""Values in one row."""
 
 
 def _checksum_of_fields(fields: Mapping[str, Any]) -> str:
@@ -200,7 +203,7 @@ def _wrong_in(index: Index) -> Iterator[str]:
     n_bytes = dict.fromkeys(get_args(Axis), 0)
     for entry in index.entries:
         known = entry.dtype in _DTYPES and entry.axis in n_bytes
-        if not known or not all(_is_count(size, 0) for size in entry.shape):
+        if not known or not _is_shape(entry.shape):
             yield f"{entry.name} cannot be {entry.dtype} {entry.shape} by {entry.axis}"
         elif entry.same_as is None:
             n_bytes[entry.axis] += entry.row_bytes
@@ -225,6 +228,12 @@ def _wrong_in(index: Index) -> Iterator[str]:
         if sum(rows[axis] * size for axis, size in n_bytes.items()) >= shard.bytes:
             yield f"{shard.file} is too small for what is in it"
         end = shard.stop
+
+
+def _is_shape(shape: tuple[object, ...]) -> bool:
+    """Whether it is one that torch can count."""
+    counts = [size for size in shape if isinstance(size, int) and _is_count(size, 0)]
+    return len(counts) == len(shape) and math.prod(max(size, 1) for size in counts) <= _MOST
 
 
 def _is_count(value: object, least: int) -> bool:
@@ -330,7 +339,7 @@ def _header(tensors: Tensors, start: int, stop: int) -> bytes:
     end = 0
     for name in _in_order(tensors):
         dtype, shape = tensors[name]
-        first, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+        first, end = end, end + math.prod(shape) * dtype.itemsize
         header[name] = {
             "dtype": _CODES[dtype],
             "shape": list(shape),

@@ -85,6 +85,7 @@ def harvest(
             names that the model has not, or does not compute; and, with `resume`, another model,
             filter, dtype or data than what is there: named.
         FileExistsError: if a harvest is there, without `resume`.
+        FileNotFoundError: if others than the last of its shards are gone, or all are.
         RuntimeError: if someone else harvests to the directory.
         OSError: if the disk has not the room, before anything is written; or is full; or another
             rank, which is named, cannot write.
@@ -104,6 +105,8 @@ def harvest(
     dtype = None if dtype is None else torch_dtype(dtype)
     keeping = Keeping(wanted_of(names_filter, model), dtype, reduce, keep)
     shard_bytes = bytes_of(shard_size, "shard_size")
+    if shard_bytes < 1:
+        raise ValueError(f"shard_size={shard_size!r} is no byte: give one or more, as '512MiB'")
     with contextlib.ExitStack() as stack:
         if not resume:
             beginning.what_is_there(directory, resume)  # before a directory is made

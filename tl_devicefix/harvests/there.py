@@ -49,7 +49,7 @@ class There:
         Raises:
             ValueError: naming what differs.
         """
-        for name, here in found.items() if self._index.shards else ():
+        for name, here in found.items():
             there = self._stored[name].of_shard(0)
             if self._stored[name].entry.axis != "shared":
                 n_rows = min(len(there), len(here))

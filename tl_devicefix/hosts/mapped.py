@@ -1,8 +1,9 @@
 """Weights that lie in a checkpoint's file: a rank reads its own from its own disk.
 
 Whether that is the same file is asked before anything is read, tensor by tensor: `differences`.
-Small tensors are compared whole, large ones by samples that are spread evenly over them, as weights
-of two trainings differ everywhere.
+Tensors are compared whole, but large ones by samples at even distances: weights of two trainings
+differ everywhere, and what was put into one of them, as new tokens are, is seen if it is as long as
+that distance.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import torch
 
 _LEAST = 1 << 12
 """Bytes below which values are sent."""
-_SAMPLE, _SAMPLES, _OF_A_FILE = 1 << 12, 16, 4096
-"""Bytes of a sample, and how many there are of a tensor, or of a file of which no more is known."""
+_SAMPLE, _DISTANCE, _WHOLE = 1 << 12, 1 << 18, 1 << 20
+"""Bytes of a sample, from one to the next, and up to which a tensor is compared whole."""
 
 
 class File(NamedTuple):
@@ -160,23 +161,20 @@ def _known(path: str, state: tuple[int, ...]) -> File:
 def _parts(path: str, state: tuple[int, ...]) -> dict[str, str]:
     nbytes, *_ = state
     found = _tensors_in(path)
-    n_samples = _SAMPLES if found else _OF_A_FILE
     with Path(path).open("rb") as file:
         return {
-            name: f"{first} {end} {kind} {_sampled(file, first, min(end, nbytes), n_samples)}"
+            name: f"{first} {end} {kind} {_sampled(file, first, min(end, nbytes))}"
             for name, (first, end, kind) in (found or {"": (0, nbytes, "")}).items()
         }
 
 
-def _sampled(file: BinaryIO, first: int, end: int, n_samples: int) -> str:
+def _sampled(file: BinaryIO, first: int, end: int) -> str:
     """A checksum of a part of a file: of all of it, or of samples from its beginning to its end."""
     checksum = hashlib.sha256()
-    if end - first <= n_samples * _SAMPLE:
+    if end - first <= _WHOLE:
         checksum.update(os.pread(file.fileno(), max(end - first, 0), first))
     else:
-        last = end - _SAMPLE - first
-        for number in range(n_samples):
-            start = first + last * number // (n_samples - 1)
+        for start in (*range(first, end - _SAMPLE, _DISTANCE), end - _SAMPLE):
             checksum.update(os.pread(file.fileno(), _SAMPLE, start))
     return checksum.hexdigest()
 

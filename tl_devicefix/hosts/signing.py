@@ -13,7 +13,7 @@ import hmac
 import os
 import secrets
 import stat
-import time
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,6 @@ _FILE = Path("~/.cache/tl_devicefix/token")
 _SHORTEST = 16
 """Bytes of a token; who can guess it can sign."""
 SAME_TOKEN = f"set {VARIABLE} to the same on all ranks, as `openssl rand -hex 32` gives it"
-_WRITING = 5.0
-"""Seconds for another rank, which has just made the file, to have written it."""
 SIGNATURE = hashlib.sha256().digest_size
 """Bytes by which a signed message is longer."""
 
@@ -117,23 +115,29 @@ def _token_in(path: Path) -> bytes:
 
     Raises:
         OSError: if it cannot be made or read.
-        RuntimeError: if others can read it, or it is no file.
+        RuntimeError: if others can read it or own it, or it is no file.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):  # one makes it, of ranks that come at once
-        made = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    if not os.path.lexists(path):
+        _make(path)
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as there:
+        found = os.fstat(there.fileno())
+        if not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077 or found.st_uid != os.geteuid():
+            raise RuntimeError(
+                f"{path} is to have the token of all ranks, but other users may open it: "
+                f"remove it, and a new one is made, or {SAME_TOKEN}"
+            )
+        return there.read().strip()
+
+
+def _make(path: Path) -> None:
+    """Make a file with a new token, which has its name once it is written."""
+    part = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    try:
+        made = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         with os.fdopen(made, "w") as file:
             file.write(secrets.token_hex(32))
-    until = time.monotonic() + _WRITING
-    while True:
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as there:
-            mode = os.fstat(there.fileno()).st_mode
-            if not stat.S_ISREG(mode) or mode & 0o077:
-                raise RuntimeError(
-                    f"{path} is to have the token of all ranks, but other users may open it: "
-                    f"remove it, and a new one is made, or {SAME_TOKEN}"
-                )
-            token = there.read().strip()
-        if token or time.monotonic() > until:
-            return token
-        time.sleep(0.05)
+        with contextlib.suppress(FileExistsError):  # one gives it, of ranks that come at once
+            os.link(part, path)
+    finally:
+        part.unlink(missing_ok=True)

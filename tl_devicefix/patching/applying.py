@@ -103,7 +103,10 @@ def restore() -> None:
 
 @contextlib.contextmanager
 def unpatched() -> Iterator[None]:
-    """TransformerLens as it was installed, within a `with` block."""
+    """TransformerLens as it was installed, within a `with` block.
+
+    That holds for all threads; of several within it, who entered first ends it for all.
+    """
     with _switching:
         were_applied = is_applied()
         restore()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import sys
 import threading
@@ -42,7 +43,12 @@ class _ImportHook(MetaPathFinder):
             self.call()
 
     def call(self) -> None:
-        """Call the function; if it raises an error, the next import calls it again."""
+        """Call the function; if it raises an error, the next import calls it again.
+
+        TransformerLens is imported first, while this thread holds no lock of a module of ours: the
+        thread that imports it already waits for those, and then this one waits for that thread.
+        """
+        importlib.import_module("transformer_lens")
         self._within(self._then)
         self.waits = False  # and stays there: other threads may be going through the finders
 

@@ -333,7 +333,7 @@ def bytes_of(size: int | str, called: str = "memory") -> int:
         with suppress(ValueError):
             n_bytes = float(match[1]) * _UNITS[match[2].upper()] if match else -1
         if match and match[2].endswith("b") and "i" not in match[2].lower():
-            n_bytes /= 8  # accelerate's bits
+            n_bytes = -1  # bits to accelerate, and bytes to who writes it
     if not 0 <= n_bytes <= _MOST:
         raise ValueError(
             f"{called}={reprlib.repr(size)} is no size: give bytes as an int, or a text such as "
