@@ -24,12 +24,11 @@ def append(entry: Any, new_keys: Heads, new_values: Heads) -> tuple[Heads, Heads
     if entry.frozen or not _fits(entry, new_keys, new_values):
         appended: tuple[Heads, Heads] = entry.append(new_keys, new_values)
         return appended
-    with torch.inference_mode(False), torch.no_grad():
-        grown = vars(entry).get(_GROWN)
-        length = entry.past_keys.shape[1] + new_keys.shape[1]
-        if grown is None or not grown.is_of(entry) or length > grown.room:
-            grown = vars(entry)[_GROWN] = _Grown(entry, length)
-        entry.past_keys, entry.past_values = grown.append(new_keys, new_values)
+    grown = vars(entry).get(_GROWN)
+    length = entry.past_keys.shape[1] + new_keys.shape[1]
+    if grown is None or not grown.is_of(entry) or length > grown.room:
+        grown = vars(entry)[_GROWN] = _Grown(entry, length)
+    entry.past_keys, entry.past_values = grown.append(new_keys, new_values)
     return entry.past_keys, entry.past_values
 
 
@@ -52,8 +51,7 @@ def rotated_keys(
     grown = vars(entry).get(_GROWN)
     if grown is None or grown.keys is not keys:
         return rotate(keys, 0)
-    with torch.inference_mode(False), torch.no_grad():
-        rotated: Heads = grown.rotated(tables, rotate)
+    rotated: Heads = grown.rotated(tables, rotate)
     return rotated
 
 
@@ -119,7 +117,7 @@ class _Grown:
         start, end = self._n_rotated, self.keys.shape[1]
         new = rotate(self.keys[:, start:], start)
         if self._rotated is None:
-            self._rotated = new.new_empty((new.shape[0], self.room, *new.shape[2:]))
+            self._rotated = _room(new, self.room)
         self._rotated.data[:, start:end] = new
         self._tables, self._n_rotated = tables, end
         self._versions = self._now()
@@ -143,6 +141,11 @@ class _Grown:
 
 
 def _with_room(start: torch.Tensor, room: int) -> torch.Tensor:
-    whole = start.new_empty((start.shape[0], room, *start.shape[2:]))
+    whole = _room(start, room)
     whole[:, : start.shape[1]] = start
     return whole
+
+
+def _room(like: torch.Tensor, room: int) -> torch.Tensor:
+    with torch.inference_mode(False):  # or its changes would not be counted
+        return like.new_empty((like.shape[0], room, *like.shape[2:]))

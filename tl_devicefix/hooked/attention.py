@@ -13,7 +13,7 @@ from transformer_lens.components import AbstractAttention, GroupedQueryAttention
 
 from tl_devicefix.attention import kv_cache, sdpa
 from tl_devicefix.attention.implementation import WHY_NOT, is_sdpa, listens
-from tl_devicefix.attention.one_forward import kept_in_forward, known, made_once
+from tl_devicefix.attention.one_forward import known, made_once
 from tl_devicefix.hooked.far_blocks import attention_whole
 from tl_devicefix.hooked.hook_points import at
 from tl_devicefix.hooked.known_blocks import IS_2, why_attention_as_installed
@@ -179,10 +179,7 @@ def why_eager(attn: Any, heard: bool = True) -> str | None:
     for name in ("hook_attn_scores", "hook_pattern") if heard else ():
         if listens(attn._modules[name]):
             return f"{name} has hooks"
-    kept, key = kept_in_forward(), ("eager", attn)
-    if key not in kept:
-        kept[key] = _why_always_eager(attn)
-    return kept[key] or sdpa.why_not_here()
+    return _why_always_eager(attn) or sdpa.why_not_here()
 
 
 def _takes_sdpa(attn: Any, q: Heads, k: Heads) -> bool:
@@ -200,9 +197,14 @@ def _why_always_eager(attn: Any) -> str | None:
         return "it has attention sinks"
     if not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
         return f"attn_scale is {scale}"
-    if not known(attn.IGNORE, "minus infinity", lambda ignore: bool(ignore.isneginf())):
+    ignore = attn._buffers["IGNORE"]
+    if not made_once((ignore,), "minus infinity", lambda: _is_minus_infinity(ignore)):
         return "its IGNORE is not minus infinity"
     return None
+
+
+def _is_minus_infinity(ignore: torch.Tensor) -> bool:
+    return known(ignore, "minus infinity", lambda each: bool(each.isneginf()))
 
 
 def _why_not_sdpa(model: Any, name: str, attn: Any) -> Any:
