@@ -81,10 +81,10 @@ def _goes_its_own_way(kind: type) -> bool:
     return True
 
 
-def forward_of_each(bridge: Any) -> dict[str, str]:
+def forward_of_each(model: Any) -> dict[str, str]:
     """Name of each block of a Bridge -> which forward it would run, and why."""
     names: dict[Any, str] = {}
-    for name, module in bridge.named_modules(remove_duplicate=False):  # transformers' names too
+    for name, module in model.named_modules(remove_duplicate=False):  # transformers' names too
         if getattr(module, "is_list_item", False):
             names[module] = min(names.get(module, name), name, key=len)
     whys = {name: why_installed(block) for block, name in names.items()}
