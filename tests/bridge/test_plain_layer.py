@@ -370,6 +370,14 @@ def test_what_transformers_records_is_recorded(boot: Any, tokens: torch.Tensor) 
 
 
 @torch.no_grad()
+def test_a_block_by_itself(boot: Any, tokens: torch.Tensor) -> None:
+    bridge = boot("llama", device="cpu")
+    stream = bridge(tokens, stop_at_layer=0)
+
+    assert_as_unpatched(bridge, lambda bridge: bridge.blocks[1](stream)[0])
+
+
+@torch.no_grad()
 def test_copies_and_views_have_layers_of_their_own(boot: Any, tokens: torch.Tensor) -> None:
     bridge = boot("gpt2", device="cpu")
     expected = bridge(tokens)

@@ -34,7 +34,7 @@ from tl_devicefix.bridge.sdpa import (
     why_no_sdpa,
 )
 from tl_devicefix.bridge.seen import Seen, hooks_of
-from tl_devicefix.bridge.this_forward import ThisForward, this_forward, within
+from tl_devicefix.bridge.this_forward import this_forward
 from tl_devicefix.bridge.without_wrappers import (
     Copies,
     NotPlain,
@@ -49,9 +49,9 @@ from tl_devicefix.patching.versions import installed
 
 def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """A block's forward, with transformers' own layer where nobody listens in it."""
-    layer = layer_of(self)
-    is_plain = layer.is_unheard(self)
-    now = this_forward.get()
+    layer, now = layer_of(self), this_forward.get()
+    # By itself, a block makes by its wrappers what its layer would have to be given.
+    is_plain = now.is_of_bridge and layer.is_unheard(self)
     if now.attends_by_sdpa or layer.attends_by_sdpa or (layer.minds_padding and now.may_pad):
         is_plain, args, kwargs = layer.with_its_mask(is_plain, args, kwargs)
     return original(layer.block_around_it(self) if is_plain else self, *args, **kwargs)
@@ -66,8 +66,7 @@ def why_installed(block: Any) -> str | None:
     if _goes_its_own_way(type(block)):
         return f"a {type(block).__name__} computes in its own way"
     layer = layer_of(block)
-    with within(ThisForward(True)):
-        return None if layer.is_unheard(block) else layer.why(block)
+    return None if layer.is_unheard(block) else layer.why(block)
 
 
 def _goes_its_own_way(kind: type) -> bool:
@@ -153,8 +152,6 @@ class PlainLayer:
         if self._why is not None or _has_any_global_hook() or torch.compiler.is_compiling():
             return False
         if self._listens(seen):
-            return False
-        if seen.is_recorded and not this_forward.get().is_of_bridge:
             return False
         return not (self.attends_by_sdpa and _differentiates_otherwise())
 

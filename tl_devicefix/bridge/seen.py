@@ -47,8 +47,6 @@ class Seen:
         """Dicts of hooks that may have none."""
         self._harmless: list[tuple[dict[int, Any], list[int]]] = []
         """Those that have some, and which, that do nothing by themselves."""
-        self.is_recorded = False
-        """Whether transformers records what a forward of its own is asked for."""
         for module in inside:
             self._relayed |= _relays(module)
             for hooks in hooks_of(vars(module)):
@@ -63,7 +61,6 @@ class Seen:
         if not recording | away | wired | self._relayed >= hooks.keys():
             return False
         self._harmless.append((hooks, list(hooks)))
-        self.is_recorded |= bool(recording)
         return True
 
     def is_as_seen(self) -> bool:
