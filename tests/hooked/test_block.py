@@ -253,6 +253,8 @@ def test_a_kv_cache_with_padding(variant: str, grad: bool) -> None:
         return seen
 
     masks = (None, padded(7), padded(7, left=3), padded(7, right=2))
+    # TransformerLens's ALiBi table grows, and the last bits depend on how large it is.
+    model(tokens(7))
     assert_all_as_installed({str(mask): partial(generated, mask) for mask in masks})
 
 
