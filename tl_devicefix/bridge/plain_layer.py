@@ -32,6 +32,7 @@ from tl_devicefix.bridge.sdpa import (
     is_of_pairs,
     place_of_mask,
     why_no_sdpa,
+    why_not_eager,
 )
 from tl_devicefix.bridge.seen import Seen, hooks_of
 from tl_devicefix.bridge.this_forward import this_forward
@@ -214,6 +215,9 @@ class PlainLayer:
             NotPlain: if there is something in the block that the plain layer would leave out.
         """
         wrappers = [each for each in block.modules() if isinstance(each, GeneralizedComponent)]
+        for each in wrappers:
+            if (why := why_not_eager(each.original_component)) is not None:
+                raise NotPlain(why)
         chosen = [each.original_component for each in wrappers if is_sdpa(each)]
         copies = Copies({id(each) for each in chosen if why_no_sdpa(each) is None})
         self.attends_by_sdpa = bool(copies.chosen)

@@ -17,10 +17,23 @@ from tl_devicefix.bridge.this_forward import this_forward
 from tl_devicefix.simulation.tensor import has_values
 
 
+def _looks_up(attention: Any) -> bool:
+    """Whether attention of transformers' goes by what its config says."""
+    code = getattr(inspect.unwrap(type(attention).forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def why_not_eager(attention: Any) -> str | None:
+    """Why attention of transformers' is not what a Bridge computes in its place; None if it is."""
+    how = getattr(getattr(attention, "config", None), "_attn_implementation", None) or "eager"
+    if how == "eager" or not _looks_up(attention):
+        return None
+    return f"its config in transformers has attention be {how!r}, and the Bridge's is eager"
+
+
 def why_no_sdpa(attention: Any) -> str | None:
     """Why attention of transformers' cannot go by SDPA; None if it can."""
-    code = getattr(inspect.unwrap(type(attention).forward), "__code__", None)
-    if code is None or "ALL_ATTENTION_FUNCTIONS" not in code.co_names:
+    if not _looks_up(attention):
         return f"a {type(attention).__name__} computes in its own way"
     if any(getattr(attention, name, None) is not None for name in _SOFT_CAPS):
         return "its scores have a soft cap"
