@@ -370,6 +370,31 @@ def test_what_transformers_records_is_recorded(boot: Any, tokens: torch.Tensor) 
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("compatible", [False, True])
+def test_a_mask_of_each_query_and_key(
+    name: str, compatible: bool, boot: Any, tokens: torch.Tensor
+) -> None:
+    bridge = boot(name, device="cpu")
+    if compatible:
+        bridge.enable_compatibility_mode()
+    n_tokens = tokens.shape[1]
+    mask = torch.ones(len(tokens), 1, n_tokens, n_tokens, dtype=torch.bool).tril()
+    mask[0, :, :, 0] = False
+
+    assert_as_unpatched(bridge, lambda bridge: bridge(tokens, attention_mask=mask))
+
+
+@torch.no_grad()
+def test_a_bridge_around_a_model_that_attends_by_sdpa(boot: Any, tokens: torch.Tensor) -> None:
+    bridge = boot("llama", device="cpu")
+    bridge.original_model.config._attn_implementation = "sdpa"
+
+    assert_as_unpatched(bridge, lambda bridge: bridge(tokens))
+    assert all("has attention be 'sdpa'" in str(why) for why in ways(bridge))
+
+
+@torch.no_grad()
 def test_a_block_by_itself(boot: Any, tokens: torch.Tensor) -> None:
     bridge = boot("llama", device="cpu")
     stream = bridge(tokens, stop_at_layer=0)
