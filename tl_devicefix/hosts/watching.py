@@ -243,12 +243,13 @@ class Watch:
         try:
             return json.loads(self.signer.checked(signed, key))
         except WronglySigned:
-            self.refuse(
-                RuntimeError(
-                    f"rank {rank} has another token than rank {self._rank}, which has that of "
-                    f"{self.signer.source}: {SAME_TOKEN}"
-                )
+            pass
+        self.refuse(
+            RuntimeError(
+                f"rank {rank} has another token than rank {self._rank}, which has that of "
+                f"{self.signer.source}: {SAME_TOKEN}"
             )
+        )
 
     def _wait_for(self, keys: list[str]) -> None:
         """Look for all ranks again and again: what waits in the store, nothing interrupts.

@@ -337,7 +337,7 @@ def bytes_of(size: int | str, called: str = "memory") -> int:
     if not 0 <= n_bytes <= _MOST:
         raise ValueError(
             f"{called}={reprlib.repr(size)} is no size: give bytes as an int, or a text such as "
-            "'20GiB'"
+            "'20GiB' or '500MB', with a capital B"
         )
     return int(n_bytes)
 
