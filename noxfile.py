@@ -99,7 +99,7 @@ def package(session: nox.Session) -> None:
     session.run("python", example, "--shipped", "--output", results)
     drawn = str(tmp / "patching.svg")
     session.run("python", str(repository / "docs/figures/patching.py"), results, drawn)
-    example = str(repository / "examples/harvest_and_sweep.py")
+    example = str(repository / "examples/save_activations_and_sweep.py")
     session.run("python", example, "--picture", str(tmp / "in_flight.svg"))
     torchrun = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     session.run(*torchrun, str(repository / "examples/several_hosts.py"))
@@ -173,7 +173,7 @@ for version in IN_CI:
 def asynchronous(session: nox.Session) -> None:
     """Test running and offloading on simulated devices that run behind the host, seed by seed."""
     install_tests(session, "3.9.0")
-    rooms = ("tests/running", "tests/offload")
+    rooms = ("tests/dispatch", "tests/offload")
     for seed in ("0", "1", "2"):
         session.run("pytest", "-n", "2", "--asynchronous", seed, *(session.posargs or rooms))
 
@@ -219,7 +219,7 @@ def add_torch(name: str, torch: str) -> None:
         """Test an end of torch's range: a CUDA build of several gigabytes, run on the CPU."""
         install(session, "3.9.0", "-e", ".[test]")
         session.install(f"torch=={torch}")  # in place of the one in constraints.txt
-        rooms = ("tests/simulation", "tests/placement", "tests/running")
+        rooms = ("tests/simulation", "tests/placement", "tests/dispatch")
         session.run("pytest", *(session.posargs or rooms))
 
 

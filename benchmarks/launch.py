@@ -80,7 +80,7 @@ def of(kind: str, alone: bool = False, over: str = ALONE, mode: str = "") -> Way
     """A way of `forward.py`, patched or not."""
     import tl_devicefix
 
-    with tl_devicefix.unpatched() if alone else contextlib.nullcontext():
+    with tl_devicefix.disabled() if alone else contextlib.nullcontext():
         model = load(kind, torch.float32, "cpu", BRIDGE)
         if mode:
             model.enable_compatibility_mode()
@@ -129,7 +129,7 @@ def measure(all_ways: dict[str, Way], rounds: int) -> dict[str, dict[str, float]
     best: dict[str, dict[str, float]] = {name: {} for name in all_ways}
     for _ in range(rounds):
         for name, way in all_ways.items():
-            with tl_devicefix.unpatched() if way.alone else contextlib.nullcontext():
+            with tl_devicefix.disabled() if way.alone else contextlib.nullcontext():
                 seconds = {"forward": timed(way.forward, prompt[:, :N_FORWARD])}
                 if way.begin is not None:
                     run = way.begin()

@@ -35,7 +35,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as hf_logging
 
 import tl_devicefix
-from tl_devicefix.hooked import filling
+from tl_devicefix.hooked_transformer import filling
 
 CONFIG = LlamaConfig(
     hidden_size=384, intermediate_size=1056, num_hidden_layers=12, num_attention_heads=8,

@@ -25,7 +25,7 @@ import torch
 
 import tl_devicefix
 from tl_devicefix.demo.demo import CHECKPOINT
-from tl_devicefix.running.put_in import Look
+from tl_devicefix.dispatch.put_in import Look
 
 
 def seconds(call: Callable[[], Any], times: int) -> float:

@@ -54,7 +54,7 @@ def time_forwards(rounds: int, forwards: int = 20) -> tuple[list[float], list[fl
         seconds_per_forward()  # warm up
         for _ in range(rounds):
             patched.append(seconds_per_forward())
-            with tl_devicefix.unpatched():
+            with tl_devicefix.disabled():
                 unpatched.append(seconds_per_forward())
     return patched, unpatched
 

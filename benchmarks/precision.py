@@ -88,7 +88,7 @@ def load(name: str, variant: str, dtype: torch.dtype) -> Any:
 
     import tl_devicefix
 
-    by = tl_devicefix.patched() if variant == "folded here" else tl_devicefix.unpatched()
+    by = tl_devicefix.enabled() if variant == "folded here" else tl_devicefix.disabled()
     with by:
         if variant == "not folded":
             return HookedTransformer.from_pretrained_no_processing(name, dtype=dtype, device="cpu")

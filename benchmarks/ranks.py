@@ -7,9 +7,9 @@
 A Llama with random weights is loaded twice into this process: on the CPU, and over the CPU and that
 of another process, which lends it. Both do the same in turns; ratios are medians of those of
 neighbours in time. Each process keeps to its half of the cores, and has `--threads`. With
-`--flights`, runs in flight (`tl_devicefix.in_flight`) over both ranks are compared with the loop on
-one. Beside it stands what two processes that know nothing of each other do here in the time that
-one takes.
+`--flights`, runs in flight (`tl_devicefix.pipeline_map`) over both ranks are compared with the
+loop on one. Beside it stands what two processes that know nothing of each other do here in the
+time that one takes.
 With `--startup`, nothing else is done: so many processes of this host import, wait until all have,
 and join; it is printed what each took.
 """
@@ -94,7 +94,7 @@ def compare(arguments: argparse.Namespace) -> None:
 
     load = HookedTransformer.from_pretrained_no_processing
     here = load(HUB_NAME, device="cpu")
-    tl_devicefix.join(master, 0, 2)
+    tl_devicefix.init_hosts(master, 0, 2)
     print(f"joined {time.perf_counter() - started:.1f} s after the other process was started")
     far = load(HUB_NAME, n_devices=2)
     print(far.placement)
@@ -188,11 +188,11 @@ def show_flights(far: Any, here: Any, arguments: argparse.Namespace) -> None:
     """Many runs at once over both, and one after the other on one."""
     if not arguments.flights:
         return
-    from tl_devicefix import in_flight
+    from tl_devicefix import pipeline_map
 
     runs = [torch.randint(3, 1000, (1, arguments.context)) for _ in range(arguments.flights)]
     found = side_by_side(
-        lambda: list(in_flight(far, lambda model, tokens: model(tokens), runs)),
+        lambda: list(pipeline_map(far, lambda model, tokens: model(tokens), runs)),
         lambda: [here(tokens) for tokens in runs],
         max(arguments.repeats // 3, 1),
     )
@@ -235,11 +235,11 @@ _RANK = """
 import sys, time
 start = time.perf_counter()
 import tl_devicefix, transformer_lens
-from tl_devicefix.hosts.joining import join
+from tl_devicefix.multihost.init_hosts import init_hosts
 print(time.perf_counter() - start, flush=True)
 sys.stdin.readline()
 start = time.perf_counter()
-join(memory="1GiB")
+init_hosts(memory="1GiB")
 print(time.perf_counter() - start, flush=True)
 """
 

@@ -26,7 +26,7 @@ TEXT = "Emma likes red . Bob likes blue . Emma likes"
 def main() -> None:
     """Load, and look into the last block, which another rank has."""
     options = arguments()
-    tl_devicefix.join()  # the other ranks lend their devices from here on, and end with this one
+    tl_devicefix.init_hosts()  # the other ranks are workers from here on, and end with this one
     with devices_for(options.n_devices):
         model = load(options)
         print(model.placement)

@@ -10,7 +10,7 @@ import torch
 from transformer_lens import HookedTransformer, HookedTransformerConfig
 
 import tl_devicefix
-from tl_devicefix.hooked.known_blocks import IS_2
+from tl_devicefix.hooked_transformer.known_blocks import IS_2
 
 N_LAYERS, N_CTX, D_VOCAB = 2, 24, 40
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -151,7 +151,7 @@ def assert_as_installed(run: Callable[[], Seen]) -> Seen:
 
 def assert_all_as_installed(runs: Mapping[str, Callable[[], Seen]]) -> dict[str, Seen]:
     """Several runs do; they share one switch to the installed forwards, which takes its time."""
-    with tl_devicefix.unpatched():
+    with tl_devicefix.disabled():
         expected = {key: _outcome(run) for key, run in runs.items()}
     actual = {key: _outcome(run) for key, run in runs.items()}
     for key, wanted in expected.items():

@@ -36,7 +36,7 @@ def references(checkpoints: Any) -> Callable[..., Any]:
     def boot(
         name: str, *, compatible: bool = False, dtype: torch.dtype = torch.float32, **options: Any
     ) -> Any:
-        with tl_devicefix.unpatched():
+        with tl_devicefix.disabled():
             bridge = TransformerBridge.boot_transformers(
                 str(checkpoints(name)), device="cpu", dtype=dtype
             )

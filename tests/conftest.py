@@ -22,23 +22,23 @@ from machines import machine, n_devices  # noqa: F401
 from on_demand import OnDemand
 from transformers import PreTrainedModel
 
-from tl_devicefix.patching.versions import has_bridge, has_hooked_transformer, installed
+from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer, installed
 
 if has_hooked_transformer():
     from hooked_fixtures import references, unprocessed, without_weights  # noqa: F401
 
 large_imports.are_done()
 
-# What in a room is a Bridge's is in its folder `bridge`, beside what is HookedTransformer's.
+# A Bridge's tests of a package are in its folder `transformer_bridge`.
 HERE = Path(__file__).parent
 SHARED_ROOMS = (
     "attention",
-    "before_loading",
+    "planning",
     "checking",
-    "flights",
+    "pipelining",
     "offload",
-    "reading",
-    "running",
+    "gathering",
+    "dispatch",
 )
 # What is written once for both classes.
 OF_EITHER = (
@@ -47,15 +47,19 @@ OF_EITHER = (
     *("test_hooks_of_either_class", "test_mixing_of_either_class", "test_put_in_by_hand"),
     *("test_check_of_either_class", "test_estimate_of_either_class"),
     "test_attention_of_either_class",
-    *("test_rehearse_of_either_class", "test_offload_of_either_class"),
-    *("test_in_flight_of_either_class", "test_in_flight_behind_the_host_of_either_class"),
-    "test_offloaded_in_flight_of_either_class",
+    *("test_dry_run_of_either_class", "test_offload_of_either_class"),
+    *("test_pipeline_map_of_either_class", "test_pipeline_map_behind_the_host_of_either_class"),
+    "test_offloaded_pipeline_map_of_either_class",
     "test_views_of_either_class",
     *("test_sweep_of_either_class", "test_patching_loops_of_either_class"),
 )
-OF_BRIDGE = ["bridge", *(f"{room}/bridge" for room in SHARED_ROOMS), "surface/test_bridge_sweep.py"]
+OF_BRIDGE = [
+    "transformer_bridge",
+    *(f"{room}/transformer_bridge" for room in SHARED_ROOMS),
+    "surface/test_bridge_sweep.py",
+]
 OF_HOOKED_TRANSFORMER = [
-    *("checkpoints", "folding", "hooked", "parity", "placement"),
+    *("checkpoints", "weight_processing", "hooked_transformer", "parity", "placement"),
     *("libraries/test_sae_lens*.py", "libraries/test_circuit_tracer.py"),
     *(
         str(path.relative_to(HERE))
@@ -65,18 +69,18 @@ OF_HOOKED_TRANSFORMER = [
     ),
     *("simulation/test_models.py", "surface/test_sweep.py"),
     *(
-        "hosts/test_traffic.py",
-        "hosts/test_blocks_run_whole.py",
-        "hosts/test_blocks_not_run_whole.py",
-        "hosts/test_gradients_through_whole_blocks.py",
+        "multihost/test_traffic.py",
+        "multihost/test_blocks_run_whole.py",
+        "multihost/test_blocks_not_run_whole.py",
+        "multihost/test_gradients_through_whole_blocks.py",
     ),
-    "hosts/test_in_flight_over_ranks.py",
+    "multihost/test_pipeline_map_over_ranks.py",
     # Processes that are lost or launched: it is no matter of which class their model is.
-    *("hosts/test_lost_ranks.py", "hosts/test_slow_networks.py"),
-    "hosts/test_what_is_launched.py",
+    *("multihost/test_lost_ranks.py", "multihost/test_slow_networks.py"),
+    "multihost/test_what_is_launched.py",
 ]
 # Of TransformerLens 3.9 these are HookedTransformer's; a Bridge's are the same code as on 4.
-OF_BRIDGE_ON_4 = ["before_loading/bridge"]
+OF_BRIDGE_ON_4 = ["planning/transformer_bridge"]
 collect_ignore_glob = [
     *([] if has_bridge() else OF_BRIDGE),
     *([] if has_hooked_transformer() else OF_HOOKED_TRANSFORMER),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tl_devicefix.patching.versions import has_bridge, has_hooked_transformer
+from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
 
 HOOKED, BRIDGE = "HookedTransformer", "TransformerBridge"
 CLASSES = [*([HOOKED] if has_hooked_transformer() else []), *([BRIDGE] if has_bridge() else [])]

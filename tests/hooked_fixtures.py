@@ -49,7 +49,7 @@ def references(hf_models: Any, tokenizer: Any) -> Callable[..., HookedTransforme
         load_state_dict = mock.patch.object(
             torch.nn.Module, "load_state_dict", _load_one_where_it_belongs
         )
-        with tl_devicefix.unpatched(), load_state_dict:
+        with tl_devicefix.disabled(), load_state_dict:
             try:
                 return load_hooked(
                     architecture, hf_model, tokenizer, device="cpu", dtype=dtype, **options
@@ -68,7 +68,7 @@ def unprocessed(references: Any) -> Callable[[str], HookedTransformer]:
     def make(name: str) -> HookedTransformer:
         if name in ALL_ARCHITECTURES:
             return references(name, **NO_PROCESSING)
-        with tl_devicefix.unpatched():
+        with tl_devicefix.disabled():
             model = HookedTransformer(TOYS[name](), move_to_device=False)
         randomize(model)
         return model

@@ -9,9 +9,9 @@ from __future__ import annotations
 import pytest
 from either_class import BRIDGE
 
-from tl_devicefix.patching.versions import has_hooked_transformer, installed
+from tl_devicefix.monkeypatch.versions import has_hooked_transformer, installed
 
-OF_FILES = ("test_harvest_resumed", "test_open_harvest", "test_token_batches")
+OF_FILES = ("test_saved_activations_resumed", "test_load_activations", "test_token_batches")
 """What is written and read of a harvest, whichever model it is of."""
 OF_RANKS = (
     *("test_errors_on_ranks", "test_lost_ranks", "test_slow_networks"),
@@ -32,5 +32,5 @@ def is_left_to_others(item: pytest.Item) -> bool:
 
 def _is_of_bridge(item: pytest.Item) -> bool:
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    in_files = item.path.parent.name == "bridge" or "bridge" in item.path.stem
+    in_files = item.path.parent.name == "transformer_bridge" or "bridge" in item.path.stem
     return in_files or parameters.get("cls") == BRIDGE

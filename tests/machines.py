@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import tl_devicefix
-from tl_devicefix.patching.versions import has_hooked_transformer
+from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.simulation.machine import Machine
 
 if has_hooked_transformer():
@@ -37,6 +37,6 @@ def machine(n_devices: int, request: pytest.FixtureRequest) -> Iterator[Machine]
         elif has_hooked_transformer():
             unpatched = transformer_lens_alone(machine)
         else:
-            unpatched = tl_devicefix.unpatched()
+            unpatched = tl_devicefix.disabled()
         with unpatched:
             yield machine

@@ -1,4 +1,4 @@
-"""Devices of other processes, as simulated ones are: for `tests/hosts`, and `pytest --ranks 2`."""
+"""Devices of other processes, as simulated ones: for `tests/multihost`, and `pytest --ranks 2`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import tl_devicefix
-from tl_devicefix.hosts.far_devices import Place
-from tl_devicefix.hosts.joining import Ranks, meet
+from tl_devicefix.multihost.far_devices import Place
+from tl_devicefix.multihost.init_hosts import Ranks, meet
 from tl_devicefix.simulation import simulate
 from tl_devicefix.simulation.machine import Machine, bytes_of
 

@@ -37,7 +37,7 @@ LEAST = 1e-4 if TYPE else 0.0
 
 _OF_DTYPE = {torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
-OF_SIMULATED_HOSTS = ("placement/test_hosts.py", "before_loading/test_over_hosts.py")
+OF_SIMULATED_HOSTS = ("placement/test_hosts.py", "planning/test_over_hosts.py")
 NOT_RUN = (
     *(("simulation", *OF_SIMULATED_HOSTS) if TYPE else ()),
     *(("offload",) if TYPE == "cpu" else ()),
@@ -126,7 +126,7 @@ def simulate(n_devices: int, memory: Any = None, **options: Any) -> Iterator[Rea
         module.set_device(0)
     with ExitStack() as stack:
         home = devices.with_index(torch.device(TYPE, 0))
-        for owner in (devices, sys.modules.get("tl_devicefix.bridge.loading")):
+        for owner in (devices, sys.modules.get("tl_devicefix.transformer_bridge.loading")):
             if owner is not None:
                 stack.enter_context(mock.patch.object(owner, "simulated_device", return_value=home))
         counting = _Counting(n_devices)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from either_class import cls, folded, folded_on_one, on_one, over_devices
 
-from tl_devicefix.patching.versions import has_bridge, has_hooked_transformer
+from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
 
 __all__ = ["cls", "folded", "folded_on_one", "on_one", "over_devices"]
 

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from tl_devicefix.demo.demo import CHECKPOINT, hf_logits
 from tl_devicefix.demo.recall_task import recall_prompts
-from tl_devicefix.patching.versions import has_bridge, has_hooked_transformer
+from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
 
 TOLERANCE = 5e-5
 """Of logits up to 23; transformers' own, in float32, are 3e-5 from its float64 ones."""

@@ -42,7 +42,7 @@ def transformer_lens_alone(machine: Machine) -> Iterator[None]:
     # TransformerLens 3 imports the function itself, 2 the module that has it.
     owner = _tl_model if hasattr(_tl_model, name) else _tl_model.devices
     with (
-        tl_devicefix.unpatched(),
+        tl_devicefix.disabled(),
         mock.patch("torch.cuda.device_count", return_value=len(machine.devices)),
         mock.patch.object(tl_loading, "get_pretrained_model_config", configure_on_first_device),
         mock.patch.object(owner, name, get_best_available_device),

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
-from tl_devicefix import open_harvest
-from tl_devicefix.harvests.beginning import LOCK
-from tl_devicefix.harvests.copying import Ring
-from tl_devicefix.harvests.format import MASK, TOKENS, Entry, Index, write_index
-from tl_devicefix.harvests.reading import Harvest
-from tl_devicefix.harvests.writing import Copied, Writer
+from tl_devicefix import load_activations
+from tl_devicefix.activation_store.beginning import LOCK
+from tl_devicefix.activation_store.copying import Ring
+from tl_devicefix.activation_store.format import MASK, TOKENS, Entry, Index, write_index
+from tl_devicefix.activation_store.loading import SavedActivations
+from tl_devicefix.activation_store.writing import Copied, Writer
 
 RESID, REDUCED = "blocks.0.hook_resid_post", "blocks.1.hook_resid_post"
 N_EXAMPLES, WIDTH, D_MODEL = 11, 6, 4
@@ -19,7 +19,7 @@ PER_SHARD = 4
 MODEL = {"name": "none", "class": "none", "n_layers": 2, "d_model": D_MODEL}
 
 
-def write_by_hand(directory: Path, dtype: torch.dtype = torch.bfloat16) -> Harvest:
+def write_by_hand(directory: Path, dtype: torch.dtype = torch.bfloat16) -> SavedActivations:
     """A harvest of eleven examples in three shards.
 
     `RESID` counts: each token's activation is its number, four times; `REDUCED` has the number of
@@ -49,7 +49,7 @@ def write_by_hand(directory: Path, dtype: torch.dtype = torch.bfloat16) -> Harve
         }
         writer.put(Copied(tensors, [WIDTH] * len(rows), 0, buffer))
     writer.close(is_complete=True)
-    return open_harvest(directory)
+    return load_activations(directory)
 
 
 def files(directory: Path) -> dict[str, bytes]:

@@ -10,72 +10,72 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-from tl_devicefix.patches import apply as _apply
-from tl_devicefix.patching.import_hook import call_now, when_imported
-from tl_devicefix.patching.versions import check_version
+from tl_devicefix.monkeypatch.import_hook import call_now, when_imported
+from tl_devicefix.monkeypatch.versions import check_version
+from tl_devicefix.patches import enable as _enable
 
 if TYPE_CHECKING:
+    from tl_devicefix.activation_store.loading import load_activations
+    from tl_devicefix.activation_store.saving import save_activations
     from tl_devicefix.attention.implementation import set_attn_implementation
-    from tl_devicefix.before_loading.estimation import Estimate, estimate
-    from tl_devicefix.before_loading.planning import plan
-    from tl_devicefix.before_loading.rehearsal import Rehearsal, rehearse
     from tl_devicefix.checking import check
-    from tl_devicefix.flights.flying import in_flight
-    from tl_devicefix.flights.sweeping import one_by_one, sweep
-    from tl_devicefix.harvests.harvesting import harvest
-    from tl_devicefix.harvests.reading import open_harvest
-    from tl_devicefix.hosts.joining import join
-    from tl_devicefix.patches import apply, patched, report, restore, unpatched
+    from tl_devicefix.dispatch.mixing import mix_devices
+    from tl_devicefix.multihost.init_hosts import init_hosts
+    from tl_devicefix.patches import disable, disabled, enable, enabled, report
+    from tl_devicefix.pipelining.pipeline_map import pipeline_map
+    from tl_devicefix.pipelining.sweeping import sequential, sweep
     from tl_devicefix.placement.gathering_device import gather_on
     from tl_devicefix.placement.placement import Placement
-    from tl_devicefix.running.mixing import mix_devices
+    from tl_devicefix.planning.dry_run import DryRun, dry_run
+    from tl_devicefix.planning.estimation import Estimate, estimate
+    from tl_devicefix.planning.plan import plan
     from tl_devicefix.simulation import simulate
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = [
+    "DryRun",
     "Estimate",
     "Placement",
-    "Rehearsal",
-    "apply",
     "check",
+    "disable",
+    "disabled",
+    "dry_run",
+    "enable",
+    "enabled",
     "estimate",
     "gather_on",
-    "harvest",
-    "in_flight",
-    "join",
+    "init_hosts",
+    "load_activations",
     "mix_devices",
-    "one_by_one",
-    "open_harvest",
-    "patched",
+    "pipeline_map",
     "plan",
-    "rehearse",
     "report",
-    "restore",
+    "save_activations",
+    "sequential",
     "set_attn_implementation",
     "simulate",
     "sweep",
-    "unpatched",
 ]
 
 _LAZY = {
-    **dict.fromkeys(("apply", "patched", "report", "restore", "unpatched"), "tl_devicefix.patches"),
+    **dict.fromkeys(("enable", "enabled", "report", "disable", "disabled"), "tl_devicefix.patches"),
     "check": "tl_devicefix.checking",
-    "Estimate": "tl_devicefix.before_loading.estimation",
-    "estimate": "tl_devicefix.before_loading.estimation",
+    "Estimate": "tl_devicefix.planning.estimation",
+    "estimate": "tl_devicefix.planning.estimation",
     "gather_on": "tl_devicefix.placement.gathering_device",
-    "harvest": "tl_devicefix.harvests.harvesting",
-    "in_flight": "tl_devicefix.flights.flying",
-    "join": "tl_devicefix.hosts.joining",
-    "mix_devices": "tl_devicefix.running.mixing",
-    "one_by_one": "tl_devicefix.flights.sweeping",
-    "open_harvest": "tl_devicefix.harvests.reading",
+    "save_activations": "tl_devicefix.activation_store.saving",
+    "pipeline_map": "tl_devicefix.pipelining.pipeline_map",
+    "init_hosts": "tl_devicefix.multihost.init_hosts",
+    "mix_devices": "tl_devicefix.dispatch.mixing",
+    "sequential": "tl_devicefix.pipelining.sweeping",
+    "load_activations": "tl_devicefix.activation_store.loading",
     "Placement": "tl_devicefix.placement.placement",
-    "plan": "tl_devicefix.before_loading.planning",
-    "Rehearsal": "tl_devicefix.before_loading.rehearsal",
-    "rehearse": "tl_devicefix.before_loading.rehearsal",
+    "plan": "tl_devicefix.planning.plan",
+    "DryRun": "tl_devicefix.planning.dry_run",
+    "dry_run": "tl_devicefix.planning.dry_run",
     "set_attn_implementation": "tl_devicefix.attention.implementation",
     "simulate": "tl_devicefix.simulation",
-    "sweep": "tl_devicefix.flights.sweeping",
+    "sweep": "tl_devicefix.pipelining.sweeping",
 }
 
 
@@ -83,7 +83,7 @@ def __getattr__(name: str) -> Any:
     """Import what needs TransformerLens or torch only when it is asked for."""
     if name not in _LAZY:
         raise AttributeError(f"module 'tl_devicefix' has no attribute {name!r}")
-    if name != "open_harvest":  # which needs no TransformerLens
+    if name != "load_activations":  # which needs no TransformerLens
         call_now()
     return getattr(importlib.import_module(_LAZY[name]), name)
 
@@ -94,4 +94,4 @@ def __dir__() -> list[str]:
 
 if os.environ.get("TL_DEVICEFIX_DISABLE", "0") in ("", "0"):
     check_version()
-    when_imported(_apply)
+    when_imported(_enable)

@@ -1,4 +1,4 @@
-"""The command line: `python -m tl_devicefix estimate`, `harvest`, `demo` and `selfcheck`.
+"""The command line: `python -m tl_devicefix estimate`, `save_activations`, `demo` and `selfcheck`.
 
 It is parsed before anything large is imported, so that help and mistakes are told at once.
 """
@@ -27,9 +27,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 0 if _run_harvest(chosen) else 1
     import transformers.utils.logging as hf_logging
 
-    from tl_devicefix.patches import apply
+    from tl_devicefix.patches import enable
 
-    apply()  # a command is an explicit wish, also where TL_DEVICEFIX_DISABLE is set
+    enable()  # a command is an explicit wish, also where TL_DEVICEFIX_DISABLE is set
     hf_logging.disable_progress_bar()
     # TransformerLens 3 says at each load that HookedTransformer is deprecated.
     warnings.filterwarnings("ignore", message=".*HookedTransformer", category=DeprecationWarning)
@@ -131,7 +131,7 @@ def _add_harvest(commands: Any) -> None:
         choices=["info", "verify"],
         help="info: print what is there; verify: read all, and compare checksums",
     )
-    harvest.add_argument("directory", help="as it was given to tl_devicefix.harvest")
+    harvest.add_argument("directory", help="as it was given to tl_devicefix.save_activations")
 
 
 def _add_lend(commands: Any) -> None:
@@ -183,7 +183,7 @@ def _device_map(text: str) -> Any:
 
 
 def _run_estimate(chosen: argparse.Namespace) -> bool:
-    from tl_devicefix.before_loading.estimation import estimate
+    from tl_devicefix.planning.estimation import estimate
 
     options = {k: v for k, v in vars(chosen).items() if k not in ("command", "model", "json")}
     if chosen.n_ctx is None:  # else the model's config is made with it
@@ -205,26 +205,26 @@ def _run_demo(chosen: argparse.Namespace) -> bool:
 
 def _run_selfcheck(chosen: argparse.Namespace) -> bool:
     from tl_devicefix.demo.selfcheck import run_selfcheck
-    from tl_devicefix.hosts.joining import join
-    from tl_devicefix.hosts.peers import RankLost
+    from tl_devicefix.multihost.init_hosts import init_hosts
+    from tl_devicefix.multihost.peers import HostLost
 
     try:
-        join()  # under a launcher, where it returns on rank 0 only
+        init_hosts()  # under a launcher, where it returns on rank 0 only
     except (RuntimeError, ValueError) as error:
         print(error, file=sys.stderr)
         return False
     try:
         return run_selfcheck(chosen.device)
-    except (ValueError, RankLost) as error:
+    except (ValueError, HostLost) as error:
         print(error, file=sys.stderr)
         return False
 
 
 def _run_harvest(chosen: argparse.Namespace) -> bool:
-    from tl_devicefix.harvests.reading import open_harvest
+    from tl_devicefix.activation_store.loading import load_activations
 
     try:
-        harvest = open_harvest(chosen.directory)
+        harvest = load_activations(chosen.directory)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return False
@@ -244,7 +244,7 @@ def _run_harvest(chosen: argparse.Namespace) -> bool:
 def _run_lend(chosen: argparse.Namespace) -> bool:
     import signal
 
-    from tl_devicefix.hosts.joining import meet
+    from tl_devicefix.multihost.init_hosts import meet
 
     if not chosen.rank:
         print("rank 0 is the script, or the notebook: lend as rank 1 or above", file=sys.stderr)

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, overload
 
 from packaging.version import Version
 
-from tl_devicefix.patching import applying
-from tl_devicefix.patching.applying import State, is_applied, restore, state, unpatched
-from tl_devicefix.patching.patch import Patch
-from tl_devicefix.patching.versions import (
+from tl_devicefix.monkeypatch import applying
+from tl_devicefix.monkeypatch.applying import State, disable, disabled, is_enabled, state
+from tl_devicefix.monkeypatch.patch import Patch
+from tl_devicefix.monkeypatch.versions import (
     check_version,
     class_names,
     has_bridge,
@@ -29,13 +29,13 @@ __all__ = [
     "BlockReport",
     "ModelReport",
     "PatchReport",
-    "apply",
-    "is_applied",
-    "patched",
+    "disable",
+    "disabled",
+    "enable",
+    "enabled",
+    "is_enabled",
     "report",
-    "restore",
     "table",
-    "unpatched",
 ]
 
 
@@ -47,47 +47,47 @@ def table() -> tuple[Patch, ...]:
     """
     check_version()
     # Imported here, as they import what only a TransformerLens that is known has.
-    from tl_devicefix.flights.patches import PATCHES as OF_FLIGHTS
-    from tl_devicefix.reading.patches import PATCHES as OF_READING
-    from tl_devicefix.running.patches import PATCHES as OF_RUNNING
+    from tl_devicefix.dispatch.patches import PATCHES as OF_DISPATCH
+    from tl_devicefix.gathering.patches import PATCHES as OF_GATHERING
+    from tl_devicefix.pipelining.patches import PATCHES as OF_PIPELINING
 
-    patches = [*OF_READING, *OF_RUNNING, *OF_FLIGHTS]
+    patches = [*OF_GATHERING, *OF_DISPATCH, *OF_PIPELINING]
     if has_hooked_transformer():
-        from tl_devicefix.hooked.patches import PATCHES as OF_HOOKED_TRANSFORMER
+        from tl_devicefix.hooked_transformer.patches import PATCHES as OF_HOOKED_TRANSFORMER
 
         patches += OF_HOOKED_TRANSFORMER
     if has_bridge():
-        from tl_devicefix.bridge.patches import PATCHES as OF_BRIDGE
+        from tl_devicefix.transformer_bridge.patches import PATCHES as OF_BRIDGE
 
         patches += OF_BRIDGE
     return tuple(patch for patch in patches if installed() >= Version(patch.since))
 
 
-def apply() -> None:
+def enable() -> None:
     """Replace everything in the table; does nothing if that is done already.
 
-    What an interrupt has left halfway, here or in `restore`, the next call of either mends.
+    What an interrupt has left halfway, here or in `disable`, the next call of either mends.
 
     Raises:
         UnsupportedTransformerLens: if this TransformerLens cannot be patched; it is untouched.
     """
-    if is_applied():
+    if is_enabled():
         return
     whole = table()
-    if not is_applied():  # by the import hook, when TransformerLens was imported for the table
-        applying.apply(whole)
+    if not is_enabled():  # by the import hook, when TransformerLens was imported for the table
+        applying.enable(whole)
 
 
 @contextlib.contextmanager
-def patched() -> Iterator[None]:
+def enabled() -> Iterator[None]:
     """Apply the patches within a `with` block, and leave them as they were after it."""
-    were_applied = is_applied()
-    apply()
+    were_enabled = is_enabled()
+    enable()
     try:
         yield
     finally:
-        if not were_applied:
-            restore()
+        if not were_enabled:
+            disable()
 
 
 class PatchReport(tuple[Patch, ...]):
@@ -100,14 +100,14 @@ class PatchReport(tuple[Patch, ...]):
     """That of TransformerLens."""
     state: State
     """Whether the patches were in place when the report was made: "applied", "not applied", or
-    "applied in part" after an interrupt, which the next `apply()` or `restore()` mends."""
+    "applied in part" after an interrupt, which the next `enable()` or `disable()` mends."""
 
     def __repr__(self) -> str:
         # One line, so that a notebook does not show the table twice.
         return f"PatchReport({len(self)} patches of transformer_lens {self.version}, {self.state})"
 
     @property
-    def is_applied(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether all of them were."""
         return self.state == "applied"
 
@@ -148,7 +148,7 @@ def report(model: Any = None) -> PatchReport | ModelReport:
 
     Returns:
         The same for programs. Without a model, each patch's `target`, `since`, `until` and `why`,
-        and of all together the `version`, the `state` and `is_applied`; of a model, a dict of each
+        and of all together the `version`, the `state` and `is_enabled`; of a model, a dict of each
         block's name to its `forward` and `attention`.
 
     Raises:
@@ -173,9 +173,9 @@ def _report_of_model(model: Any) -> ModelReport:
     from tl_devicefix.placement.placement import in_short
 
     if is_hooked_transformer(model):
-        from tl_devicefix.hooked.known_blocks import forward_of_each
+        from tl_devicefix.hooked_transformer.known_blocks import forward_of_each
     elif is_bridge(model):
-        from tl_devicefix.bridge.plain_layer import forward_of_each
+        from tl_devicefix.transformer_bridge.plain_layer import forward_of_each
     else:
         raise TypeError(
             f"report looks through a {class_names()}, but this is a {type(model).__name__}: give "

@@ -3,7 +3,7 @@
 A notebook becomes a page that shows the outputs it was committed with; README of the notebooks,
 CONTRIBUTING and CHANGELOG become pages. In the sources, links are as they work in the repository.
 
-Where a page names a file, or what is in one (`hooked/loading.py:from_pretrained`),
+Where a page names a file, or what is in one (`hooked_transformer/loading.py:from_pretrained`),
 it has to be there: in the repository, or in the package.
 """
 
@@ -32,7 +32,7 @@ PAGES = {
     **{f"notebooks/{path.name}": f"notebooks/{path.stem}.md" for path in NOTEBOOKS},
     "examples/llama_70b.py": "real_job.md",
     "examples/llama_70b.sbatch": "real_job.md",
-    "examples/harvest_and_sweep.py": "in_flight.md",
+    "examples/save_activations_and_sweep.py": "in_flight.md",
     "examples/several_hosts.py": "hosts.md",
     "examples/several_hosts.sbatch": "hosts.md",
 }

@@ -1,6 +1,6 @@
 """Draw eight runs over four simulated devices, as a loop and in flight, as an SVG.
 
-python docs/figures/in_flight.py docs/figures/in_flight.svg
+python docs/figures/pipeline_map.py docs/figures/in_flight.svg
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def timelines(n_runs: int, stage: float) -> dict[str, Timeline]:
         for number in numbers:
             run(model, number)
         loop = recorded()
-        list(tl_devicefix.in_flight(model, run, numbers))
+        list(tl_devicefix.pipeline_map(model, run, numbers))
         return {
             f"{n_runs} runs in a loop: one device at a time": loop,
             "the same in flight": recorded(),

@@ -19,7 +19,7 @@ from shapes_made import ShapesMade
 from torch.nn.modules.module import register_module_forward_hook
 
 import tl_devicefix
-from tl_devicefix.hosts.far_devices import FarDevices
+from tl_devicefix.multihost.far_devices import FarDevices
 
 AS_INSTALLED = {"gemma-2": "soft cap", "gpt-oss": "attention sinks"}
 """Architecture -> why its blocks take the installed path."""
@@ -480,7 +480,7 @@ def test_a_run_in_flight_attends_as_its_own_view_does(
         tl_devicefix.set_attn_implementation(view, way)
         return view(tokens)
 
-    for _ in tl_devicefix.in_flight(model, run, ["eager", "sdpa", "eager"]):
+    for _ in tl_devicefix.pipeline_map(model, run, ["eager", "sdpa", "eager"]):
         pass
 
     assert len(fused_blocks) == N_LAYERS
@@ -492,7 +492,7 @@ def test_without_the_patches_a_model_attends_as_installed(
 ) -> None:
     model = sdpa("gpt2")
 
-    with tl_devicefix.unpatched():
+    with tl_devicefix.disabled():
         model(tokens)
 
     assert not fused_blocks
@@ -537,9 +537,9 @@ def test_what_is_in_the_way_is_said(on_cpu: Any) -> None:
     said = tl_devicefix.set_attn_implementation(model, "sdpa")
     assert said.blocks["blocks.1.attn"] == "eager: its IGNORE is not minus infinity"
     assert said.blocks["blocks.2.attn"] == "sdpa"
-    with tl_devicefix.unpatched():
+    with tl_devicefix.disabled():
         assert said.blocks["blocks.2.attn"] == "eager: TransformerLens is unpatched"
-        with pytest.raises(RuntimeError, match=r"call tl_devicefix\.apply"):
+        with pytest.raises(RuntimeError, match=r"call tl_devicefix\.enable"):
             tl_devicefix.set_attn_implementation(model, "sdpa")
 
 

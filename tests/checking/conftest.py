@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from either_class import cls  # noqa: F401
 
-from tl_devicefix.patching.versions import has_bridge, has_hooked_transformer
+from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
 
 if has_bridge():
     from bridges import boot  # noqa: F401

@@ -90,7 +90,7 @@ def test_interrupted_processing_is_found(model: Any, monkeypatch: pytest.MonkeyP
     def fail(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tl_devicefix.hooked.processing.load_component", fail)
+    monkeypatch.setattr("tl_devicefix.hooked_transformer.processing.load_component", fail)
     with pytest.raises(KeyboardInterrupt):
         model.load_and_process_state_dict(model.state_dict())
 
@@ -210,7 +210,7 @@ def test_a_module_put_in_a_model_on_one_device(load: Any) -> None:
 
 
 def test_a_model_without_a_placement_is_compared_with_its_config() -> None:
-    with tl_devicefix.unpatched():
+    with tl_devicefix.disabled():
         model: Any = HookedTransformer(attention_only_config())
     randomize(model)
     with tl_devicefix.simulate(2):

@@ -13,7 +13,7 @@ from faults import Fault
 from torch import nn
 
 from tl_devicefix import check
-from tl_devicefix.patching.versions import has_hooked_transformer
+from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not support:UserWarning")
 

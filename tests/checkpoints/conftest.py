@@ -54,7 +54,7 @@ def reference_of(tokenizer: Any) -> Callable[..., HookedTransformer]:
     ) -> HookedTransformer:
         if isinstance(architecture, str):
             architecture = ALL_ARCHITECTURES[architecture]
-        with tl_devicefix.unpatched():
+        with tl_devicefix.disabled():
             return load_hooked(architecture, hf_model, tokenizer, device="cpu", **options)
 
     return reference_of

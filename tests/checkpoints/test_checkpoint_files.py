@@ -150,7 +150,7 @@ def test_bfloat16_weights_loaded_in_float32_lose_nothing(
     references(name)  # skips what the installed TransformerLens cannot convert
     in_float32 = hf_models(name, torch.bfloat16, torch.float32)
     architecture = ALL_ARCHITECTURES[name]
-    with tl_devicefix.unpatched():
+    with tl_devicefix.disabled():
         reference = load_hooked(architecture, copy.deepcopy(in_float32), tokenizer, device="cpu")
 
     if form == "checkpoint":
@@ -348,7 +348,7 @@ def own_models(monkeypatch: pytest.MonkeyPatch) -> OwnModels:
 def test_transformer_lens_s_own_models(
     name: str, n_devices: int, own_models: OwnModels, machine: Any, tokens: torch.Tensor
 ) -> None:
-    with tl_devicefix.unpatched():
+    with tl_devicefix.disabled():
         reference = HookedTransformer.from_pretrained(name, device="cpu")
 
     model = HookedTransformer.from_pretrained(name, n_devices=n_devices)
@@ -361,7 +361,7 @@ def test_a_training_checkpoint_of_transformer_lens_s_own_models(
     own_models: OwnModels, machine: Any, tokens: torch.Tensor
 ) -> None:
     name = "NeelNanda/GELU_3L512W_C4_Code"
-    with tl_devicefix.unpatched():
+    with tl_devicefix.disabled():
         reference = HookedTransformer.from_pretrained(name, checkpoint_index=1, device="cpu")
 
     model = HookedTransformer.from_pretrained(name, checkpoint_index=1, n_devices=3)

@@ -71,7 +71,7 @@ def test_a_listed_name_is_the_model_that_transformer_lens_loads_by_it(
 ) -> None:
     name = ALL_ARCHITECTURES[architecture].official_name
     hub.add(name, hf_models(architecture), tokenizer)
-    with tl_devicefix.unpatched():
+    with tl_devicefix.disabled():
         reference = HookedTransformer.from_pretrained(name, device="cpu")
 
     model = HookedTransformer.from_pretrained(name, n_devices=3)

@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING
 
 from tl_devicefix import Placement, plan, simulate
 from tl_devicefix.checkpoints.known_configs import known_config, known_fields
-from tl_devicefix.hooked.config import model_config
+from tl_devicefix.hooked_transformer.config import model_config
 from tl_devicefix.simulation.machine import Machine
 
 WRITTEN_DOWN = ("llama-", "meta-llama/", "codellama/", "google/gemma", "google/medgemma")

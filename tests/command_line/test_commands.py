@@ -92,7 +92,7 @@ def test_a_corrupted_copy_is_noticed(capsys: Any, monkeypatch: Any) -> None:
 
 
 def test_commands_apply_the_patches_that_are_not_applied(capsys: Any) -> None:
-    with tl_devicefix.unpatched():
+    with tl_devicefix.disabled():
         assert main(["demo", "--n-devices", "1"]) == 0
     assert ALL_RECALLED in capsys.readouterr().out
 

@@ -60,7 +60,7 @@ def test_looking_at_a_harvest_imports_no_models(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(AT_EXIT)
     done = python("-m", "tl_devicefix", "harvest", "info", "nothing", cwd=tmp_path)
     assert done.returncode == 1
-    assert "there is no harvest in nothing" in done.stderr
+    assert "there are no saved activations in nothing" in done.stderr
     assert done.stdout.split() == ["IMPORTED", "torch"]
 
 

@@ -15,7 +15,7 @@ from either_class import CLASSES, HOOKED
 from hf_models import N_LAYERS
 
 import tl_devicefix
-from tl_devicefix.patching.versions import has_bridge
+from tl_devicefix.monkeypatch.versions import has_bridge
 
 
 @pytest.fixture

@@ -120,7 +120,7 @@ def load(hf_models: Any, tokenizer: Any) -> Callable[..., Any]:
 @pytest.fixture(scope="module")
 def on_one(load: Any) -> Any:
     """The model on one CPU."""
-    with tl_devicefix.unpatched():
+    with tl_devicefix.disabled():
         return load(device="cpu")
 
 
@@ -142,7 +142,7 @@ def tensors(value: Any) -> Any:
 
 @pytest.mark.parametrize("call", CALLS)
 def test_it_is_as_on_one_device(call: str, on_one: Any, over_four: Any) -> None:
-    with tl_devicefix.unpatched():
+    with tl_devicefix.disabled():
         expected = tensors(CALLS[call](on_one))
 
     assert len({parameter.device for parameter in over_four.parameters()}) == 4

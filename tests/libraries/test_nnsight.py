@@ -31,7 +31,7 @@ def test_its_operations_are_those_without_the_patches(
     cls: str, where: str, path: str, machine: Any, request: pytest.FixtureRequest
 ) -> None:
     model = request.getfixturevalue(where)("llama")
-    with tl_devicefix.unpatched():
+    with tl_devicefix.disabled():
         expected = source(NNsight(copy.deepcopy(model)), path).names
 
     assert source(NNsight(copy.deepcopy(model)), path).names == expected

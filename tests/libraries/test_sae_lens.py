@@ -16,8 +16,8 @@ from sae_lens.saes.sae import SAEMetadata
 from transformer_lens import HookedTransformer
 
 import tl_devicefix
-from tl_devicefix.hooked.views import view_of
-from tl_devicefix.running.views import restore
+from tl_devicefix.dispatch.views import restore
+from tl_devicefix.hooked_transformer.views import view_of
 
 HOOK = "blocks.2.hook_resid_post"
 """A hook point on the third of four devices."""
@@ -131,7 +131,7 @@ def test_an_sae_that_is_added_and_reset_is_left_as_it_was(
     assert_agrees(model(tokens), reference(tokens), model.placement.home)
     assert {parameter.device for parameter in sae.parameters()} == {torch.device("sim:0")}
     assert all("forward" not in vars(module) for module in sae.modules())
-    assert tl_devicefix.patches.is_applied()
+    assert tl_devicefix.patches.is_enabled()
 
 
 @pytest.mark.parametrize("at", ["sim:0", "sim:2"])

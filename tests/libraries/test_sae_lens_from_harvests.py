@@ -12,13 +12,13 @@ from sae_lens.config import LoggingConfig, SAETrainerConfig
 from sae_lens.training.sae_trainer import SAETrainer
 from written_by_hand import D_MODEL, N_EXAMPLES, RESID, WIDTH, write_by_hand
 
-from tl_devicefix.harvests.reading import Harvest
+from tl_devicefix.activation_store.loading import SavedActivations
 
 N_TOKENS = N_EXAMPLES * WIDTH
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> Harvest:
+def written(tmp_path: Path) -> SavedActivations:
     return write_by_hand(tmp_path / "written")
 
 
@@ -50,7 +50,7 @@ def trained_on(batches: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in trained.state_dict().items()}
 
 
-def test_a_trainer_takes_batches_of_tokens_as_its_data(written: Harvest) -> None:
+def test_a_trainer_takes_batches_of_tokens_as_its_data(written: SavedActivations) -> None:
     def batches() -> Any:
         return written.activations(RESID, 16, seed=3, epochs=2)
 
@@ -60,7 +60,7 @@ def test_a_trainer_takes_batches_of_tokens_as_its_data(written: Harvest) -> None
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
-def test_an_activation_store_reads_the_data_set(written: Harvest, tmp_path: Path) -> None:
+def test_an_activation_store_reads_the_data_set(written: SavedActivations, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     written.to_dataset([RESID], cache_dir=tmp_path).save_to_disk(saved)
     store = ActivationsStore(
@@ -87,7 +87,7 @@ def test_an_activation_store_reads_the_data_set(written: Harvest, tmp_path: Path
     assert {tuple(row.tolist()) for row in rows} <= known
 
 
-def saved_tokens(written: Harvest) -> Any:
+def saved_tokens(written: SavedActivations) -> Any:
     """What the store would tokenise, if it had to."""
     from datasets import Dataset
 

@@ -66,7 +66,7 @@ def of_either_class(
         boot = TransformerBridge.boot_transformers
         if where == "spread":
             return boot(str(checkpoints("llama")), n_devices=4)
-        with tl_devicefix.unpatched():
+        with tl_devicefix.disabled():
             return boot(str(checkpoints("llama")), device="cpu")
 
     return make

@@ -158,7 +158,7 @@ def test_torch_s_modules_of_transformer_lens_itself_are_left_alone(
 
 def test_it_runs_without_the_patches_too(model: Any, reference: Any, tokens: torch.Tensor) -> None:
     at_home = tokens.to(home_of(model))
-    with tl_devicefix.unpatched():
+    with tl_devicefix.disabled():
         assert_agrees(model(at_home), reference(tokens))
     assert_at_rest(model)
 

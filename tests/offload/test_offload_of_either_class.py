@@ -13,8 +13,8 @@ from either_class import BRIDGE, CLASSES, HOOKED
 from offloads import OFFLOADED, assert_at_rest, offloaded_blocks
 from packaging.version import Version
 
-from tl_devicefix.patching.versions import installed
-from tl_devicefix.running.forward import is_aligned
+from tl_devicefix.dispatch.forward import is_aligned
+from tl_devicefix.monkeypatch.versions import installed
 
 # TransformerLens 3 cannot fold a Bridge's offloaded blocks.
 FOLDED = (False, True) if installed() >= Version("4.0") else (False,)

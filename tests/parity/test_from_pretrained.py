@@ -26,7 +26,7 @@ from hf_models import N_CTX, N_LAYERS
 from transformer_lens import HookedTransformer
 
 import tl_devicefix
-from tl_devicefix.hooked.conventions import installed_conventions
+from tl_devicefix.hooked_transformer.conventions import installed_conventions
 
 PROCESSING: dict[str, dict[str, bool]] = {
     "default": {},
@@ -205,7 +205,7 @@ def test_a_bfloat16_model_is_rounded_only_once(
     name: str, load: Any, hf_models: Any, tokenizer: Any, machine: Any
 ) -> None:
     rounded = hf_models(name, torch.bfloat16, torch.float64)
-    with tl_devicefix.unpatched():
+    with tl_devicefix.disabled():
         reference = load_hooked(
             ALL_ARCHITECTURES[name], rounded, tokenizer, dtype=torch.float64, device="cpu"
         )

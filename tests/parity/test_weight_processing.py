@@ -20,8 +20,8 @@ from comparison import (
 )
 
 import tl_devicefix
-from tl_devicefix.hooked import processing
-from tl_devicefix.hooked.conventions import installed_conventions
+from tl_devicefix.hooked_transformer import processing
+from tl_devicefix.hooked_transformer.conventions import installed_conventions
 
 LAYER_NORM = [name for name, a in ARCHITECTURES.items() if not a.has_rms_norms] + list(TOYS)
 RMS_NORM = [name for name, a in ARCHITECTURES.items() if a.has_rms_norms]
@@ -100,7 +100,7 @@ def test_a_method_does_what_it_did_with_weights_on_one_device(
         pytest.skip("this TransformerLens cannot fold the norms of mixtures of experts")
     given = scattered(unprocessed(name).state_dict(), machine.devices)
     exact = {key: t.double() if t.is_floating_point() else t for key, t in on_cpu(given).items()}
-    with tl_devicefix.unpatched():
+    with tl_devicefix.disabled():
         expected = getattr(unprocessed(name), method)(exact, **options)
 
     result = getattr(without_weights(name, n_devices=4), method)(given, **options)
@@ -164,7 +164,7 @@ def test_missing_keys_are_filled_from_the_model(
     for key in missing:
         del given[key]
     before = Snapshot(given)
-    with tl_devicefix.unpatched():
+    with tl_devicefix.disabled():
         expected = model.fill_missing_keys(dict(given))
 
     filled = model.fill_missing_keys(given)
@@ -195,7 +195,7 @@ def test_loading_weights_that_lie_anywhere(
 ) -> None:
     options = PROCESSING[processing]
     weights = unprocessed(name).state_dict()
-    with tl_devicefix.unpatched():
+    with tl_devicefix.disabled():
         reference = without_weights(name)
         reference.load_and_process_state_dict(dict(weights), **options)
     choose = random.Random(0).choice
@@ -221,7 +221,7 @@ def test_processing_an_unprocessed_model_in_place(
     tokens: torch.Tensor,
 ) -> None:
     weights = unprocessed(name).state_dict()
-    with tl_devicefix.unpatched():
+    with tl_devicefix.disabled():
         reference = without_weights(name)
         reference.load_state_dict(weights)
         reference.process_weights_(**options)
@@ -259,7 +259,10 @@ def test_processing_the_rest_of_a_partly_processed_model(
     machine: Any,
     tokens: torch.Tensor,
 ) -> None:
-    at_once, in_two_steps = without_weights(name, n_devices=4), without_weights(name, n_devices=4)
+    at_once, in_two_steps = (
+        without_weights(name, n_devices=4),
+        without_weights(name, n_devices=4),
+    )
     for model in (at_once, in_two_steps):
         model.load_state_dict(unprocessed(name).state_dict())
     at_once.process_weights_()

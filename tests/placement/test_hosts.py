@@ -20,7 +20,7 @@ JOINED = (
     Site(2, 1, "node-b", 0, "xpu:0"),
     Site(3, 1, "node-b", 1, "xpu:1"),
 )
-"""As after `join`, of hosts with names of their own."""
+"""As after `init_hosts`, of hosts with names of their own."""
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_advice_names_devices_so_that_it_can_be_followed(config: Any, two_hosts:
 
 
 def test_on_one_host_no_device_is_named_by_it(config: Any, one_host: Machine) -> None:
-    with pytest.raises(ValueError, match=r"'host1/0' names a host, .* call tl_devicefix\.join"):
+    with pytest.raises(ValueError, match=r"'host1/0' names a host, .* tl_devicefix\.init_hosts"):
         plan(config(), device_map={"": 0, "blocks.3": "host1/0"})
 
 

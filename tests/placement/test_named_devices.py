@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from architectures import ARCHITECTURES, load_hooked
 
-from tl_devicefix import estimate, plan, rehearse, simulate
+from tl_devicefix import dry_run, estimate, plan, simulate
 
 SIZES: dict[str, Any] = {
     "both": {0: "1GiB", 1: "1GiB"},
@@ -39,7 +39,7 @@ def test_planning_estimating_and_rehearsing_place_alike(case: str, n_devices: in
     if n_devices and there != n_devices:
         return  # an estimate's machine has no more devices than are asked for
     estimated = estimate("gpt2", n_devices, max_memory=sizes, ctx=8, fold_ln=False).placement
-    rehearsed = rehearse("gpt2", id, n_devices, max_memory=sizes, fold_ln=False).placement
+    rehearsed = dry_run("gpt2", id, n_devices, max_memory=sizes, fold_ln=False).placement
     assert estimated.device_map == rehearsed.device_map == planned.device_map
     stored = [[c.stored_on for c in p.components] for p in (planned, estimated, rehearsed)]
     assert stored[0] == stored[1] == stored[2]
@@ -73,9 +73,9 @@ def test_loading_uses_the_devices_that_are_named(
 
 
 def test_as_many_devices_as_are_named_are_rehearsed() -> None:
-    assert len(rehearse("gpt2", id, memory=["1GiB", "2GiB"]).weights) == 2
-    assert len(rehearse("gpt2", id, device_map={"": 0, "blocks.3": "cuda:2"}).weights) == 3
-    assert len(rehearse("gpt2", id, max_memory={"cuda:0": "1GiB", "cuda:1": "1GiB"}).weights) == 2
+    assert len(dry_run("gpt2", id, memory=["1GiB", "2GiB"]).weights) == 2
+    assert len(dry_run("gpt2", id, device_map={"": 0, "blocks.3": "cuda:2"}).weights) == 3
+    assert len(dry_run("gpt2", id, max_memory={"cuda:0": "1GiB", "cuda:1": "1GiB"}).weights) == 2
     assert len(estimate("gpt2", ctx=8, memory={0: "1GiB", 1: "1GiB"}).devices) == 2
 
 

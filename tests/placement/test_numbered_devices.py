@@ -15,7 +15,7 @@ from spread_of_either_class import *  # noqa: F403
 
 import tl_devicefix
 from tl_devicefix import gather_on, plan, simulate
-from tl_devicefix.patching.versions import has_hooked_transformer
+from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.placement import devices
 from tl_devicefix.placement.devices import default_device, resolve
 from tl_devicefix.simulation.machine import Machine

@@ -12,7 +12,7 @@ import torch
 
 import tl_devicefix
 from tl_devicefix import Placement, plan
-from tl_devicefix.hooked.components import component_sizes
+from tl_devicefix.hooked_transformer.components import component_sizes
 
 HOST = torch.device("cpu")
 

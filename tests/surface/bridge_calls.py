@@ -370,8 +370,10 @@ WITHOUT_MODEL_IN_3 = (
     "solve_coordinate_patch_positions",
 )
 LEFT_OUT: dict[str, str] = {
-    **left_out("tests/bridge/test_parity.py", BRIDGE, "boot_transformers", "process_weights"),
-    **left_out("tests/bridge/test_parity.py", BRIDGE, "enable_compatibility_mode"),
+    **left_out(
+        "tests/transformer_bridge/test_parity.py", BRIDGE, "boot_transformers", "process_weights"
+    ),
+    **left_out("tests/transformer_bridge/test_parity.py", BRIDGE, "enable_compatibility_mode"),
     **left_out("one device: it places nothing", BRIDGE, "boot_native", "boot_tl_legacy"),
     **left_out("no model", BRIDGE, "check_model_support", "list_supported_models"),
     **left_out("draws anew, so there is nothing to compare with", BRIDGE, "init_weights"),

@@ -100,7 +100,7 @@ class Sweep:
         seed()
         expected = [call(run.model, number) for number in range(2)]
         seed()
-        actual = list(tl_devicefix.in_flight(run.model, call, range(2), at_once=2))
+        actual = list(tl_devicefix.pipeline_map(run.model, call, range(2), max_in_flight=2))
 
         assert_agrees(actual, expected, tolerance=0)
 
@@ -110,7 +110,7 @@ class Sweep:
             kind = key[2]
             of_kind = [each for each in self._order if each[2] == kind]
             start, reference = of_kind.index(key), self._reference(kind)
-            with tl_devicefix.unpatched():
+            with tl_devicefix.disabled():
                 for asked_next in of_kind[start : start + AT_ONCE]:
                     self._known[asked_next] = self._outcome(*asked_next[:2], reference)
         return self._known[key]

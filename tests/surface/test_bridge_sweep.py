@@ -19,7 +19,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.tools.analysis import JacobianLens
 
 import tl_devicefix
-from tl_devicefix.patching.versions import has_hooked_transformer
+from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not support:UserWarning"),
@@ -75,7 +75,7 @@ def runs(
     def get(kind: str, n_devices: int | None = None) -> Run:
         if n_devices is None:
             own = request.config.getoption("--ranks")
-            with contextlib.nullcontext() if own else tl_devicefix.unpatched():
+            with contextlib.nullcontext() if own else tl_devicefix.disabled():
                 return Run(boot(kind, device="cpu"), tokens, unused=boot(kind, device="cpu"))
         if (kind, n_devices) not in booted:
             bridge = boot(kind, n_devices=n_devices)
@@ -151,7 +151,7 @@ SETS_THE_CONFIG = ("analysis.get_act_patch_direct_path",)
 
 def every_call_in_flight() -> Iterator[Any]:
     """A parameter for each call, on a Bridge in compatibility mode if it takes one."""
-    others = pytest.mark.full("four runs of each; in the default run, some, and tests/flights")
+    others = pytest.mark.full("four runs of each; in the default run, some, and tests/pipelining")
     for name, case, kind, n in (call.values for call in EVERY_CALL):
         is_chosen = (kind, n) == PATCHED or name.startswith("JacobianLens.")
         if is_chosen and not name.startswith("patching.") and name not in SETS_THE_CONFIG:

@@ -146,7 +146,7 @@ def test_patching_is_as_on_one_device(
     sweep.check(name, case, kind, run)
 
 
-@pytest.mark.full("four runs of each; in the default run, those of tests/flights")
+@pytest.mark.full("four runs of each; in the default run, those of tests/pipelining")
 @pytest.mark.parametrize(
     ("name", "case", "kind", "n_devices"),
     [call for call in EVERY_CALL if not is_patching(call) and call.values[2:] == ("llama", 4)],

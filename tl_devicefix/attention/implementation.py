@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from transformer_lens.hook_points import HookPoint
 
-from tl_devicefix.patching.applying import is_applied
+from tl_devicefix.monkeypatch.applying import is_enabled
 
 EAGER, SDPA = "eager", "sdpa"
 _IMPLEMENTATION = "_tl_devicefix_attn_implementation"
@@ -103,10 +103,10 @@ class AttnImplementation:
                 f"no module of the {type(model).__name__} attends as TransformerLens's blocks do: "
                 "give a HookedTransformer or a TransformerBridge"
             )
-        if attn_implementation == SDPA and not is_applied():
+        if attn_implementation == SDPA and not is_enabled():
             raise RuntimeError(
                 "TransformerLens is unpatched, so that blocks can only attend as installed: call "
-                "tl_devicefix.apply(), and leave `unpatched`, first"
+                "tl_devicefix.enable(), and leave `disabled`, first"
             )
         # The model as a whole too, for what a forward makes for all blocks.
         self._set = {"": model, **self._modules}
@@ -198,7 +198,7 @@ def _set(module: Any, attn_implementation: str | None) -> None:
 def _said(model: Any, name: str, module: Any) -> str:
     if not is_sdpa(module):
         return EAGER
-    if not is_applied():
+    if not is_enabled():
         return "eager: TransformerLens is unpatched"
     said = (why(model, name, module) for why in WHY_NOT)
     why = next(

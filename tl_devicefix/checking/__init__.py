@@ -16,8 +16,8 @@ from tl_devicefix.checking.hosts import host_findings, host_notes
 from tl_devicefix.checking.places import device_findings, memory, place_notes
 from tl_devicefix.checking.report import Finding, Report
 from tl_devicefix.checking.values import value_findings
-from tl_devicefix.patching.versions import class_names, is_bridge, is_hooked_transformer
-from tl_devicefix.running.interruption import WHY_REFUSED, is_unfinished
+from tl_devicefix.dispatch.interruption import WHY_REFUSED, is_unfinished
+from tl_devicefix.monkeypatch.versions import class_names, is_bridge, is_hooked_transformer
 
 __all__ = ["Finding", "Report", "check"]
 
@@ -42,7 +42,7 @@ def check(model: Any, repair: bool = False) -> Report:
 
     Raises:
         TypeError: if it is neither.
-        RankLost: if a rank is lost that has some of the model.
+        HostLost: if a rank is lost that has some of the model.
         ValueError: if the model has no placement and its `cfg.device` does not exist here; or if it
             is to be spread by its config, and does not fit.
         torch.OutOfMemoryError: if a device has no room for what belongs there. What was moved until

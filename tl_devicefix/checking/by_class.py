@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tl_devicefix.patching.versions import is_bridge
+from tl_devicefix.monkeypatch.versions import is_bridge
 
 
 def of_class(model: Any) -> Any:

@@ -10,8 +10,12 @@ from torch import nn
 from transformer_lens.components import LayerNorm, LayerNormPre, RMSNorm, RMSNormPre
 
 from tl_devicefix.checking.report import Finding
-from tl_devicefix.hooked.components import attention_kind, component_names, empty_component
-from tl_devicefix.running.naming import joined, listed
+from tl_devicefix.dispatch.naming import joined, listed
+from tl_devicefix.hooked_transformer.components import (
+    attention_kind,
+    component_names,
+    empty_component,
+)
 
 _NORMS = (LayerNorm, LayerNormPre, RMSNorm, RMSNormPre)
 

@@ -20,12 +20,12 @@ from tl_devicefix.checking.tensors import (
     planned_by,
     tensors,
 )
-from tl_devicefix.patching.versions import is_bridge
+from tl_devicefix.dispatch.attached import attached_modules, device_of_weights
+from tl_devicefix.dispatch.module_names import WRAPPED
+from tl_devicefix.dispatch.naming import expression, joined, listed
+from tl_devicefix.monkeypatch.versions import is_bridge
 from tl_devicefix.placement.devices import HOST, printed
 from tl_devicefix.placement.memory import gib
-from tl_devicefix.running.attached import attached_modules, device_of_weights
-from tl_devicefix.running.module_names import WRAPPED
-from tl_devicefix.running.naming import expression, joined, listed
 
 
 def memory(model: Any) -> tuple[Memory, ...]:

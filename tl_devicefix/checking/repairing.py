@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from tl_devicefix.checking.tensors import Tensor, is_unspread, placement_of_model, tensors
-from tl_devicefix.hooked.moving import settle
-from tl_devicefix.hooked.shared_buffers import ConvertedOnce, share_buffers
+from tl_devicefix.dispatch.naming import joined
+from tl_devicefix.hooked_transformer.moving import settle
+from tl_devicefix.hooked_transformer.shared_buffers import ConvertedOnce, share_buffers
 from tl_devicefix.placement.components import component_of
 from tl_devicefix.placement.fitting import naming_full_devices
-from tl_devicefix.running.naming import joined
 
 
 def put_right(model: Any) -> None:

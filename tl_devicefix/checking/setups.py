@@ -9,7 +9,7 @@ from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.checking.report import Finding
 from tl_devicefix.checking.tensors import placement_of_model
-from tl_devicefix.hooked.alignment import not_aligned
+from tl_devicefix.hooked_transformer.alignment import not_aligned
 
 
 def setup_findings(model: Any) -> Iterator[Finding]:

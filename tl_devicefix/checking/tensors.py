@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from tl_devicefix.patching.versions import is_bridge
+from tl_devicefix.dispatch.attached import runs_where_it_is
+from tl_devicefix.dispatch.module_names import named_modules
+from tl_devicefix.dispatch.naming import joined
+from tl_devicefix.monkeypatch.versions import is_bridge
 from tl_devicefix.placement.devices import resolve
 from tl_devicefix.placement.placement import Placement
-from tl_devicefix.running.attached import runs_where_it_is
-from tl_devicefix.running.module_names import named_modules
-from tl_devicefix.running.naming import joined
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,6 @@ def attached(model: Any) -> Iterator[tuple[str, nn.Module]]:
 
 def is_own(model: Any, path: str, module: nn.Module) -> bool:
     """Whether TransformerLens has a module of this class there itself."""
-    from tl_devicefix.hooked import components
+    from tl_devicefix.hooked_transformer import components
 
     return components.is_own(model, path, module)

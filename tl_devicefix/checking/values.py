@@ -12,11 +12,11 @@ from torch import nn
 
 from tl_devicefix.checking.by_class import of_class
 from tl_devicefix.checking.report import Finding
-from tl_devicefix.hosts.peers import RankLost
+from tl_devicefix.dispatch.attached import runs_where_it_is
+from tl_devicefix.dispatch.module_names import named_modules
+from tl_devicefix.dispatch.naming import expression, joined
+from tl_devicefix.multihost.peers import HostLost
 from tl_devicefix.placement.devices import printed, site_of
-from tl_devicefix.running.attached import runs_where_it_is
-from tl_devicefix.running.module_names import named_modules
-from tl_devicefix.running.naming import expression, joined
 
 _INFINITE_BY_DESIGN = "IGNORE"
 """The buffer that attention scores are masked with."""
@@ -81,7 +81,7 @@ def _are_finite(tensors: dict[str, torch.Tensor]) -> dict[str, bool | None]:
     for device, on_device in answers.items():
         try:
             found |= zip(on_device, torch.stack(list(on_device.values())).tolist())
-        except RankLost:
+        except HostLost:
             raise
         except Exception:  # whatever failed on another host is raised here
             if site_of(device) is None:
@@ -93,7 +93,7 @@ def _are_finite(tensors: dict[str, torch.Tensor]) -> dict[str, bool | None]:
 def _read(answer: torch.Tensor) -> bool | None:
     try:
         return bool(answer)
-    except RankLost:
+    except HostLost:
         raise
     except RuntimeError:  # as something failed that it depends on
         return None

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from tl_devicefix.checkpoints.live_weights import LiveWeights
 from tl_devicefix.checkpoints.state_dict import of_unit
-from tl_devicefix.folding import Weights
 from tl_devicefix.placement.memory import is_out_of_memory
+from tl_devicefix.weight_processing import Weights
 
 CONVERTIBLE_NAME = "gpt2"
 """An official name, for calls in which TransformerLens wants one and then does not use it."""

@@ -8,8 +8,8 @@ from typing import Any
 
 from tl_devicefix.checkpoints.directories import is_checkpoint_directory
 from tl_devicefix.checkpoints.hub import snapshot
-from tl_devicefix.hosts.far_devices import far_devices
-from tl_devicefix.hosts.mapped import known
+from tl_devicefix.multihost.far_devices import far_devices
+from tl_devicefix.multihost.mapped import known
 from tl_devicefix.placement.devices import site_of
 from tl_devicefix.placement.of_ranks import note_parts
 from tl_devicefix.placement.placement import Placement

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from tl_devicefix.folding import Weights
+from tl_devicefix.weight_processing import Weights
 
 
 class Source(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tl_devicefix.checkpoints.units import name_in_unit, processing_unit
-from tl_devicefix.folding import Weights
+from tl_devicefix.weight_processing import Weights
 
 
 class StateDictSource:

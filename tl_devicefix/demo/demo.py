@@ -12,7 +12,7 @@ from jaxtyping import Float
 from transformers import AutoModelForCausalLM
 
 from tl_devicefix.demo.recall_task import RecallPrompt, recall_prompts
-from tl_devicefix.patching.versions import has_hooked_transformer
+from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.placement.devices import default_device, device_count
 from tl_devicefix.simulation import simulate
 from tl_devicefix.simulation.sites import DEVICE_TYPE

@@ -1,7 +1,7 @@
 """The self-check: may this machine's devices be trusted with a spread model?
 
 Some boards corrupt copies between two devices without an error, so every pair is compared through
-the CPU before any model is. After `tl_devicefix.join`, the devices are those of all ranks.
+the CPU before any model is. After `tl_devicefix.init_hosts`, the devices are those of all ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tl_devicefix.demo.demo import (
     load_checkpoint,
 )
 from tl_devicefix.demo.recall_task import recall_prompts
-from tl_devicefix.hosts.far_devices import far_devices
+from tl_devicefix.multihost.far_devices import far_devices
 from tl_devicefix.placement.devices import (
     consecutive,
     default_device,

@@ -40,7 +40,7 @@ class Block(Protocol):
 
 
 class Visits:
-    """The blocks that visit devices, for all runs of one `in_flight`."""
+    """The blocks that visit devices, for all runs of one `pipeline_map`."""
 
     def __init__(self) -> None:
         self._there: dict[torch.device, dict[object, Sent]] = defaultdict(dict)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tl_devicefix.hosts.modules import forget
+from tl_devicefix.multihost.modules import forget
 from tl_devicefix.offload.copying import copies_beside_computing, wait_until_copied
 from tl_devicefix.offload.in_common import TourInCommon, Visits, coming_and_going
 from tl_devicefix.offload.kept_weights import keeping_on_host

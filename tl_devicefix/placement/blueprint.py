@@ -1,6 +1,6 @@
 """A model that is yet to be made, of either class: what planning, estimating and rehearsing need.
 
-HookedTransformer's is in `hooked/blueprint.py`, TransformerBridge's in `bridge/blueprint.py`.
+Each class has its own: `hooked_transformer/blueprint.py`, `transformer_bridge/blueprint.py`.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def has_index(device: torch.device) -> bool:
 
 
 def sites_here() -> tuple[Site, ...]:
-    """Of which host each device is, after `tl_devicefix.join`; nothing if there is one host."""
+    """Of which host each device is, after `init_hosts`; nothing if there is one host."""
     simulated: Any = getattr(torch, "sim", None)
     return simulated.sites() if hasattr(simulated, "sites") else ()
 
@@ -210,7 +210,7 @@ def consecutive(first: torch.device, count: int) -> list[torch.device]:
             f"n_devices={count} from {str(first)!r} on needs {count} devices of type "
             f"{first.type!r}, but there are {max(there - start, 0)} "
             f"({names if first.type != 'cpu' else 'the CPU is one device'}); "
-            "lower n_devices, or rehearse on simulated ones: "
+            "lower n_devices, or dry_run on simulated ones: "
             f"`with tl_devicefix.simulate({start + count}):`"
         )
     return [torch.device(first.type, start + i) for i in range(count)]

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from tl_devicefix.folding import slices
 from tl_devicefix.placement.balance import balanced, fits
 from tl_devicefix.placement.devices import (
     HOST,
@@ -27,6 +26,7 @@ from tl_devicefix.placement.memory import (
     is_out_of_memory,
 )
 from tl_devicefix.placement.placement import Placement
+from tl_devicefix.weight_processing import slices
 
 
 def working_room(placement: Placement, dtype: torch.dtype) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tl_devicefix.hosts import holding
-from tl_devicefix.hosts.far_devices import far_devices
+from tl_devicefix.multihost import holding
+from tl_devicefix.multihost.far_devices import far_devices
 from tl_devicefix.placement.devices import site_of
 from tl_devicefix.placement.placement import Placement, in_short
 

@@ -72,7 +72,7 @@ def simulate(
         values: False for tensors that have a device, a shape and a size in memory, but no values,
             so that nothing is computed and models of any size find room. A number that is read
             from one is 0, and so is a tensor that is copied to the CPU; a mask selects all. See
-            `tl_devicefix.rehearse`.
+            `tl_devicefix.dry_run`.
         asynchronous: True for devices that run behind the host, as real ones do: each on a thread
             of its own, with the streams, events and memory of CUDA's devices, offered by
             ``torch.get_device_module("sim")`` under CUDA's names. The numbers stay the CPU's. A

@@ -18,7 +18,7 @@ class Site:
 
     Attributes:
         index: that of the device, as torch calls it in this process: of sim:9, 9.
-        host: the host's number, from 0 on: after `tl_devicefix.join`, its rank.
+        host: the host's number, from 0 on: after `tl_devicefix.init_hosts`, its rank.
         hostname: what the host is called: "node-b"; "host1", where it has no name of its own.
         number: which of the host's devices it is, from 0 on.
         device: what the host calls it: "cuda:1"; "1", where it is simulated.
@@ -131,8 +131,8 @@ def site_named(name: str, sites: Sequence[Site]) -> Site:
             return each
     if not sites:
         raise ValueError(
-            f"device {name!r} names a host, but there is this one only: call tl_devicefix.join() "
-            "first, or leave the host out"
+            f"device {name!r} names a host, but there is this one only: call "
+            "tl_devicefix.init_hosts() first, or leave the host out"
         )
     raise ValueError(f"there is no device {name!r}: there are {listed(sites)}")
 

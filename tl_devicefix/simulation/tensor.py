@@ -327,7 +327,7 @@ def _call_without_values(func: Operation, args: list[Any], kwargs: dict[str, Any
     except RuntimeError as error:  # NotImplementedError is one
         if re.search(r"meta tensor|with Meta|register_meta", str(error)):
             raise NotImplementedError(
-                f"{func} gives what depends on values, which a rehearsal has none of: rehearse "
+                f"{func} gives what depends on values, which a rehearsal has none of: dry_run "
                 "without it"
             ) from error
         raise
@@ -463,7 +463,7 @@ def _takes_cpu_scalars(func: Operation) -> bool:
     )
 
 
-AFTER_JOIN = " After tl_devicefix.join(), "
+AFTER_JOIN = " After tl_devicefix.init_hosts(), "
 """How begins what is said beside torch's own words, of the CPU that is a device."""
 
 

@@ -1,0 +1,330 @@
+"""What a harvest costs: memory, time over throwing the activations away, and reading them back.
+
+    python benchmarks/save_activations.py [memory] [wall] [slow] [read] [importing] [--size 256]
+        [--batches 40] [--rounds 3] [--to DIRECTORY] [--json FILE]
+
+A random model of four blocks runs on the CPU, and two of its activations are written to a temporary
+directory of `--to`. Peak memory is what is private to the process and no file's: "Anonymous" in
+/proc/self/smaps_rollup, sampled every 5 ms, over what it is before.
+
+    memory  peaks of a harvest, and of one of ten times as many batches, in processes of their own
+    wall    a harvest over the same runs whose activations are thrown away, taking turns
+    slow    a writer slowed to half the rate: bytes a second over its rate, and the peak
+    read    reading a layer over safetensors alone; shuffled batches of tokens over reading it
+    importing  CPU time of a reading script's imports, and of those of one with a model
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from safetensors import safe_open
+from transformer_lens import HookedTransformer, HookedTransformerConfig
+
+import tl_devicefix
+from tl_devicefix.activation_store import writing
+from tl_devicefix.activation_store.format import (
+    MASK,
+    TOKENS,
+    Entry,
+    Index,
+    Shard,
+    shard_name,
+    write_index,
+    write_shard,
+)
+
+NAMES = ["blocks.1.hook_resid_post", "blocks.3.hook_resid_post"]
+PARTS = ("memory", "wall", "slow", "read", "importing")
+IMPORTS = (
+    "import tl_devicefix",
+    "import torch",
+    "import tl_devicefix; tl_devicefix.load_activations",
+    "import tl_devicefix; tl_devicefix.save_activations",
+)
+BATCH, POSITIONS = 8, 64
+
+
+def main() -> None:
+    """Measure, and print a line for each figure."""
+    options = arguments()
+    torch.set_num_threads(1)
+    if options.peak:
+        print(json.dumps(peak_of_harvest(options)))
+        return
+    found: dict[str, float] = {}
+    for part in options.parts or PARTS:
+        found |= globals()[part](options)
+    for name, value in found.items():
+        print(f"{name:<64}{value:12.3f}")
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []])
+    parser.add_argument("--size", type=int, default=256, help="d_model")
+    parser.add_argument("--batches", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--shard-size", default="2MiB")
+    parser.add_argument("--to", type=Path, help="where the temporary directory is")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--peak", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def model_of(options: argparse.Namespace) -> Any:
+    """A random model."""
+    config = HookedTransformerConfig(
+        n_layers=4,
+        d_model=options.size,
+        n_ctx=POSITIONS,
+        d_head=64,
+        n_heads=options.size // 64,
+        d_mlp=4 * options.size,
+        d_vocab=1000,
+        act_fn="gelu",
+        device="cpu",
+        seed=0,
+    )
+    return HookedTransformer(config)
+
+
+def batches_of(count: int) -> Iterator[torch.Tensor]:
+    """So many, which are made when they are asked for."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(count):
+        yield torch.randint(0, 1000, (BATCH, POSITIONS), generator=generator)
+
+
+def harvested(model: Any, count: int, options: argparse.Namespace, to: str) -> Any:
+    """A harvest of so many batches."""
+    return tl_devicefix.save_activations(
+        *(model, batches_of(count), NAMES),
+        directory=to,
+        shard_size=options.shard_size,
+        progress=False,
+    )
+
+
+def thrown_away(model: Any, count: int) -> None:
+    """The same runs."""
+
+    def run(view: Any, batch: torch.Tensor) -> None:
+        view.run_with_cache(batch, names_filter=NAMES, return_type=None)
+
+    with torch.no_grad():
+        for _ in tl_devicefix.pipeline_map(model, run, batches_of(count)):
+            pass
+
+
+def directory(options: argparse.Namespace) -> tempfile.TemporaryDirectory[str]:
+    """A temporary one, on the disk that is asked for."""
+    return tempfile.TemporaryDirectory(dir=options.to)
+
+
+class Peak:
+    """The most anonymous memory of this process within it, over what there was before, in MiB."""
+
+    def __enter__(self) -> Peak:
+        self._before = self.mib = anonymous()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.005):
+            self.mib = max(self.mib, anonymous())
+
+    def __exit__(self, *error: Any) -> None:
+        self._over.set()
+        self._thread.join()
+        self.in_all = self.mib
+        self.mib -= self._before
+
+
+def anonymous() -> float:
+    """MiB of memory that is this process's alone and no file's."""
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Anonymous:"):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError("this system does not say which memory is a process's own")
+
+
+def peak_of_harvest(options: argparse.Namespace) -> list[float]:
+    """The peak over what there was before, and in all; what is loaded once is there before."""
+    model = model_of(options)
+    with directory(options) as warm, directory(options) as to:
+        harvested(model, 2, options, warm)
+        with Peak() as peak:
+            harvested(model, options.batches, options, to)
+    return [peak.mib, peak.in_all]
+
+
+def memory(options: argparse.Namespace) -> dict[str, float]:
+    """Peaks of a harvest, and of one ten times as long."""
+    peaks = []
+    for count in (options.batches, 10 * options.batches):
+        command = [sys.executable, __file__, "--peak", "--batches", str(count)]
+        command += ["--size", str(options.size), "--shard-size", options.shard_size]
+        command += ["--to", str(options.to)] if options.to else []
+        said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        peaks.append(json.loads(said.splitlines()[-1]))
+    return {
+        "peak of a harvest over what was before, MiB": peaks[0][0],
+        "the same of ten times as many batches, MiB": peaks[1][0],
+        "peak of the whole process, the latter over the former": peaks[1][1] / peaks[0][1],
+    }
+
+
+def seconds(job: Callable[[], Any]) -> float:
+    """How long it takes."""
+    start = time.perf_counter()
+    job()
+    return time.perf_counter() - start
+
+
+def wall(options: argparse.Namespace) -> dict[str, float]:
+    """A harvest over throwing away."""
+    model, thrown, written = model_of(options), [], []
+    thrown_away(model, 2)
+    for _ in range(options.rounds):
+        thrown.append(seconds(lambda: thrown_away(model, options.batches)))
+        with directory(options) as to:
+            written.append(seconds(lambda to=to: harvested(model, options.batches, options, to)))
+    n_bytes = options.batches * BATCH * POSITIONS * options.size * 4 * len(NAMES)
+    return {
+        "seconds, thrown away": statistics.median(thrown),
+        "seconds, written": statistics.median(written),
+        "MiB/s written": n_bytes / 2**20 / statistics.median(written),
+        "written over thrown away": statistics.median(w / t for w, t in zip(written, thrown)),
+    }
+
+
+def slow(options: argparse.Namespace) -> dict[str, float]:
+    """A writer that is slowed to half the rate at which activations come."""
+    model = model_of(options)
+    with directory(options) as to, Peak() as usual:
+        harvested(model, options.batches, options, to)
+    n_bytes = options.batches * BATCH * POSITIONS * options.size * 4 * len(NAMES)
+    ratios, peaks = [], []
+    for _ in range(options.rounds):
+        rate = n_bytes / seconds(lambda: thrown_away(model, options.batches)) / 2
+        with directory(options) as to, slowed_to(rate), Peak() as peak:
+            took = seconds(lambda to=to: harvested(model, options.batches, options, to))
+        ratios.append(n_bytes / took / rate)
+        peaks.append(peak.in_all / usual.in_all)
+    return {
+        # What else runs on the machine can only make devices slower than they were when the rate
+        # was taken, and then it is they that are waited for.
+        "slow writer: bytes a second over its rate, best round": max(ratios),
+        "slow writer: peak of the whole process over one not slowed": statistics.median(peaks),
+    }
+
+
+@contextlib.contextmanager
+def slowed_to(rate: float) -> Iterator[None]:
+    """Within it, shards are written with so many bytes a second, from the first one on."""
+    write, began, so_far = writing.write_shard, [], [0]
+
+    def slowly(*args: Any) -> tuple[int, str]:
+        began.append(time.perf_counter())
+        written = write(*args)
+        so_far[0] += written[0]
+        time.sleep(max(0, began[0] + so_far[0] / rate - time.perf_counter()))
+        return written
+
+    with mock.patch.object(writing, "write_shard", slowly):
+        yield
+
+
+def random_harvest(to: Path) -> Any:
+    """Sixteen shards, each with 32 MiB of bfloat16 of two layers of a width of 4096, and tokens."""
+    width, n_examples = 4096, 64
+    entries = [Entry(TOKENS, "int64", (POSITIONS,)), Entry(MASK, "bool", (POSITIONS,))]
+    entries += [Entry(name, "bfloat16", (POSITIONS, width)) for name in NAMES]
+    index = Index({}, {}, tuple(entries), n_examples, is_complete=True)
+    rows = {e.name: torch.ones(n_examples, *e.shape, dtype=e.torch_dtype) for e in entries}
+    for number in range(16):
+        start, name = number * n_examples, shard_name(number)
+        stop = start + n_examples
+        written = write_shard(to / name, {each: [rows[each]] for each in rows}, start, stop)
+        index = index.with_shard(Shard(name, start, stop, n_examples * POSITIONS, *written))
+    write_index(to, index)
+    return tl_devicefix.load_activations(to)
+
+
+def read(options: argparse.Namespace) -> dict[str, float]:
+    """Reading back, of files that the system has in memory."""
+    ratios, shuffled = [], []
+    with directory(options) as to:
+        found = random_harvest(Path(to))
+        name, n_bytes = NAMES[0], 2 * torch.Size(found[NAMES[0]].shape).numel()
+        step = 16  # examples: 8 MiB, as a batch, which the system need not make anew each time
+
+        def by_safetensors() -> None:
+            for shard in found.index.shards:
+                with safe_open(found.directory / shard.file, "pt") as file:
+                    for piece in file.get_tensor(name).split(step):
+                        piece.clone()
+
+        def by_slices() -> None:
+            for start in range(0, len(found), found.index.examples_per_shard):
+                read = found[name][start : start + found.index.examples_per_shard]
+                for piece in read.split(step):
+                    piece.clone()
+
+        def in_batches() -> None:
+            for _ in found.activations(name, 1024):
+                pass
+
+        with Peak() as peak:  # first, as what is let go of later may be used again
+            in_batches()
+        for _ in range(max(5, options.rounds)):
+            alone, ours, batches = map(seconds, (by_safetensors, by_slices, in_batches))
+            ratios.append(alone / ours)
+            shuffled.append(ours / batches)
+    return {
+        "a layer read, GiB/s": n_bytes / 2**30 / ours,
+        "its rate over that of safetensors alone": statistics.median(ratios),
+        "shuffled batches, their rate over reading it": statistics.median(shuffled),
+        "shuffled batches: peak over two shards' bytes": peak.mib
+        * 2**20
+        / (2 * found.index.shards[0].bytes),
+    }
+
+
+def importing(options: argparse.Namespace) -> dict[str, float]:
+    """Of imports, which take turns: the least of each, less what Python takes to start."""
+
+    def started(script: str) -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-c", script], check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    scripts = ("", *IMPORTS)
+    rounds = [[started(script) for script in scripts] for _ in range(options.rounds)]
+    nothing, *least = (min(times) for times in zip(*rounds))
+    return {f"CPU seconds of {s}": taken - nothing for s, taken in zip(IMPORTS, least)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""Models over the devices of a machine that is open for a whole module, and what they run on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from spread_of_either_class import *  # noqa: F403
+
+from tl_devicefix import save_activations
+
+
+@pytest.fixture
+def batches(tokens: torch.Tensor) -> list[torch.Tensor]:
+    """Five batches, the last of which has one example."""
+    return [*(tokens.roll(shift, 1) for shift in range(4)), tokens[:1].roll(4, 1)]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., Any]:
+    """`run(model, batches, ...)`: the harvest."""
+
+    def run(model: Any, batches: Any, *args: Any, **options: Any) -> Any:
+        return save_activations(
+            model, batches, *args, directory=tmp_path / "out", progress=False, **options
+        )
+
+    return run

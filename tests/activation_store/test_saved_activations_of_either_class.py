@@ -1,0 +1,321 @@
+"""`save_activations` of a model of either class: what is read back is what a cache has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+import transformers.utils.logging as hf_logging
+from comparison import assert_agrees
+from either_class import BRIDGE
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader, TensorDataset
+from transformer_lens import ActivationCache
+from written_by_hand import assert_same_bits, files
+
+from tl_devicefix import save_activations
+from tl_devicefix.placement.memory import gib
+from tl_devicefix.simulation.machine import Machine
+
+RESID = "blocks.3.hook_resid_post"
+SMALL = 20000
+"""A shard's bytes, so that there are several of all activations of the tiny models."""
+
+
+def cache_of(model: Any, batches: Any, **options: Any) -> ActivationCache:
+    return model.run_with_cache(torch.cat(batches).to(model.cfg.device), **options)[1]
+
+
+def test_bfloat16_is_stored_as_it_was_computed(
+    machine: Machine, cls: str, batches: Any, run: Any, request: pytest.FixtureRequest
+) -> None:
+    load = request.getfixturevalue("boot" if cls == BRIDGE else "from_pretrained")
+    model = load("llama", n_devices=4, dtype=torch.bfloat16)
+
+    found = run(model, batches[:2], [RESID])
+
+    assert found[RESID].dtype == torch.bfloat16
+    expected = [model.run_with_cache(b, names_filter=RESID)[1][RESID] for b in batches[:2]]
+    assert_same_bits(found[RESID][:], torch.cat([each.cpu() for each in expected]))
+    plain = load_file(found.directory / found.index.shards[0].file)
+    assert_same_bits(plain[found[RESID].entry.same_as or RESID], found[RESID][:])
+
+
+METHODS: dict[str, Callable[[ActivationCache], Any]] = {
+    "accumulated_resid": lambda cache: cache.accumulated_resid(incl_mid=True, apply_ln=True),
+    "decompose_resid": lambda cache: cache.decompose_resid(mode="all", return_labels=True),
+    "logit_attrs": lambda cache: cache.logit_attrs(cache.accumulated_resid(), 5),
+    "compute_head_results": lambda c: [c.compute_head_results(), c["result", 3]][1],
+    "stack_head_results": lambda cache: cache.stack_head_results(incl_remainder=True),
+    "stack_activation": lambda cache: cache.stack_activation("pattern"),
+    "get_neuron_results": lambda cache: cache.get_neuron_results(3, slice(0, 3), -1),
+    "stack_neuron_results": lambda cache: cache.stack_neuron_results(3, -1, slice(0, 3)),
+    "apply_ln_to_stack": lambda c: c.apply_ln_to_stack(c.decompose_resid(3), layer=3),
+    "get_full_resid_decomposition": lambda c: c.get_full_resid_decomposition(pos_slice=-1),
+    "__getitem__": lambda cache: [cache["resid_post", -1], cache["z", 3], cache["embed"]],
+    "items": lambda cache: dict(cache.items()),
+    "values": lambda cache: list(cache.values()),
+    "keys": lambda cache: [list(cache.keys()), list(cache), len(cache), repr(cache)],
+    "apply_slice_to_batch_dim": lambda c: dict(c.apply_slice_to_batch_dim(1).items()),
+    "remove_batch_dim": lambda c: dict(
+        c.apply_slice_to_batch_dim(slice(0, 1)).remove_batch_dim().items()
+    ),
+    "toggle_autodiff": lambda cache: cache.toggle_autodiff(torch.is_grad_enabled()),
+    "to": lambda cache: dict(cache.to("cpu").items()),  # the last, as it stays there
+}
+if hasattr(ActivationCache, "logit_lens"):  # from TransformerLens 4.3 on
+    METHODS["logit_lens"] = lambda cache: cache.logit_lens(top_k=2).readout.values
+    METHODS["to"] = METHODS.pop("to")
+NEED_MORE = {"_batch_size", "ssm_layers", "compute_ssm_effective_attention", "compute_ssm_state"}
+"""Of a cache of a state space model, and what others use."""
+
+
+def test_there_is_a_case_for_every_public_method() -> None:
+    public = {name for name in vars(ActivationCache) if not name.startswith("_")}
+    assert public - NEED_MORE <= METHODS.keys()
+
+
+@pytest.fixture
+def both_caches(
+    machine: Machine, folded: Any, batches: Any, run: Any
+) -> tuple[ActivationCache, ActivationCache]:
+    """Read, of several shards, and in memory."""
+    model = folded("llama", 4)
+    found = run(model, batches[:3], shard_size=SMALL * 5)
+    assert len(found.index.shards) > 1
+    return found.cache(slice(None), model), cache_of(model, batches[:3])
+
+
+def test_every_method_of_a_cache_that_was_read_gives_what_the_one_in_memory_gives(
+    machine: Machine, both_caches: tuple[ActivationCache, ActivationCache]
+) -> None:
+    read, in_memory = both_caches
+    for name, method in METHODS.items():
+        expected = method(in_memory)
+        home = None if name in ("keys", "to") else machine.devices[0]
+        assert_agrees(method(read), expected, home)
+
+
+def test_an_example_is_a_cache_without_a_batch_axis(
+    machine: Machine, over_devices: Any, batches: Any, run: Any
+) -> None:
+    model = over_devices("gpt2")
+    names_filter = lambda name: name.endswith(("resid_post", "pattern"))  # noqa: E731
+    found = run(model, batches, names_filter)
+    for number in (0, 5, -1):
+        expected = cache_of(model, batches, names_filter=names_filter)
+        expected = expected.apply_slice_to_batch_dim(number)
+        read = found.cache(number, model)
+        assert not read.has_batch_dim
+        assert_agrees(read, expected, machine.devices[0])
+    with pytest.raises(IndexError, match="no example 9 among 9"):
+        found.cache(9)
+
+
+def test_a_cache_keeps_what_is_put_into_it(folded_on_one: Any, batches: Any, run: Any) -> None:
+    found = run(folded_on_one("llama"), batches, RESID)
+    cache = found.cache(slice(0, 2))
+    cache[RESID].zero_()
+    assert cache[RESID].any()
+    cache.cache_dict[RESID] = cache[RESID] * 0
+    assert not cache[RESID].any()
+    assert found[RESID][:2].any()
+
+
+def with_masks(tokens: torch.Tensor) -> list[dict[str, torch.Tensor]]:
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    return [{"input_ids": tokens, "attention_mask": mask}] * 2
+
+
+def test_masks_reach_the_forward_and_are_stored(
+    machine: Machine, over_devices: Any, tokens: torch.Tensor, run: Any
+) -> None:
+    model, items = over_devices("llama"), with_masks(tokens)
+    mask = items[0]["attention_mask"]
+    _, cache = model.run_with_cache(tokens, attention_mask=mask, names_filter=RESID)
+
+    found = run(model, items, RESID, stop_at_layer=4)
+
+    # But for what is seen by nothing.
+    assert_agrees(found[RESID][:2][mask.bool()], cache[RESID].cpu()[mask.bool()])
+    assert torch.equal(found.masks[:], torch.cat([mask.bool()] * 2))
+
+
+def test_texts_are_tokenised_padded_and_stored_with_their_masks(
+    folded_on_one: Any, run: Any
+) -> None:
+    model, texts = folded_on_one("llama"), ["w4 w5 w6", "w7"]
+    _, cache = model.run_with_cache(texts, names_filter=RESID, prepend_bos=True)
+
+    found = run(model, [texts, texts], RESID, prepend_bos=True)
+
+    tokens = model.to_tokens(texts, prepend_bos=True).cpu()
+    assert torch.equal(found.tokens[:2], tokens)
+    assert torch.equal(found.masks[:2], tokens != model.tokenizer.pad_token_id)
+    assert_agrees(found[RESID][2:], cache[RESID].cpu())
+
+
+SOURCES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "a tensor": lambda tokens: tokens,
+    "examples": lambda tokens: [{"tokens": row} for row in tokens],
+    "a data set": lambda tokens: datasets.Dataset.from_dict({"input_ids": tokens.tolist()}),
+    "a data set of tensors": lambda tokens: datasets.Dataset.from_dict(
+        {"input_ids": tokens.tolist()}
+    ).with_format("torch"),
+    "a data loader": lambda tokens: DataLoader(TensorDataset(tokens), batch_size=3),
+    "a data loader of dicts": lambda tokens: DataLoader(
+        [{"input_ids": row, "attention_mask": row * 0 + 1} for row in tokens], batch_size=3
+    ),
+    "a data loader without a length": lambda tokens: DataLoader(
+        datasets.Dataset.from_dict({"input_ids": tokens.tolist()})
+        .with_format("torch")
+        .to_iterable_dataset(),
+        batch_size=3,
+    ),
+    "a generator": lambda tokens: (part for part in tokens.split(3)),
+}
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("source", SOURCES)
+def test_batches_are_made_of_what_a_loader_has(
+    source: str, folded_on_one: Any, batches: Any, run: Any
+) -> None:
+    model, tokens = folded_on_one("llama"), torch.cat(batches)
+
+    found = run(model, SOURCES[source](tokens), RESID, batch_size=3)
+
+    assert torch.equal(found.tokens[:], tokens)
+    assert_agrees(found[RESID][:], cache_of(model, batches)[RESID].cpu())
+
+
+def test_dtype_and_reduce_change_what_is_stored_on_the_device(
+    machine: Machine, over_devices: Any, batches: Any, run: Any
+) -> None:
+    model, seen = over_devices("llama"), set()
+    expected = cache_of(model, batches)
+
+    def mean(activation: torch.Tensor) -> torch.Tensor:
+        seen.add(activation.device)
+        return activation.mean(1)
+
+    found = run(model, batches, [RESID], transform=mean, dtype=torch.float16)
+
+    assert_same_bits(found[RESID][:], expected[RESID].mean(1).half())
+    assert seen == {model.placement.device_of(RESID)}
+
+
+def test_a_reduce_for_one_of_two_names_is_of_that_name(
+    folded_on_one: Any, cls: str, batches: Any, tmp_path: Path
+) -> None:
+    """A Bridge has most hook points by two names."""
+    model = folded_on_one("llama")
+    expected = cache_of(model, batches)
+    names = [name for name in expected if model.hook_dict[name] is model.hook_dict[RESID]]
+    assert len(names) == (2 if cls == BRIDGE else 1)
+
+    for reduced in names:
+        found = save_activations(
+            *(model, batches, names),
+            directory=tmp_path / reduced,
+            transform={reduced: lambda a: a.mean(1)},
+            progress=False,
+        )
+        for name in names:
+            whole = expected[name].cpu()
+            assert_agrees(found[name][:], whole.mean(1) if name == reduced else whole)
+
+
+def test_tokens_that_are_not_kept_are_left_out(folded_on_one: Any, batches: Any, run: Any) -> None:
+    model, tokens = folded_on_one("llama"), torch.cat(batches)
+    wanted = tokens % 3 != 0
+    expected = cache_of(model, batches)[RESID].cpu()
+
+    found = run(model, batches, RESID, token_mask=lambda tokens: tokens % 3 != 0, shard_size=2000)
+
+    assert len(found.index.shards) > 1
+    assert torch.equal(found.kept[:], wanted)
+    assert_agrees(found[RESID][:], expected[wanted])
+    assert_agrees(found[RESID][4], expected[4][wanted[4]])
+    assert_agrees(found[RESID][2:5], expected[2:5][wanted[2:5]])
+    picked = found[RESID][[5, 1]]
+    assert_agrees(picked, torch.cat([expected[i][wanted[i]] for i in (5, 1)]))
+    rows = torch.cat(list(found.activations(RESID, 5, shuffle=False)))
+    assert_agrees(rows, expected[wanted])
+    with pytest.raises(ValueError, match=r"token_mask has left some out.*read h\[name\]"):
+        found.cache(0)
+
+
+def test_shards_depend_on_the_arguments_only(
+    machine: Machine, over_devices: Any, batches: Any, tmp_path: Path
+) -> None:
+    """However many runs are in flight."""
+    model = over_devices("llama")
+    for max_in_flight in (1, 4):
+        save_activations(
+            *(model, batches[:3], RESID),
+            directory=tmp_path / str(max_in_flight),
+            shard_size=2000,
+            max_in_flight=max_in_flight,
+            progress=False,
+        )
+    assert len(files(tmp_path / "1")) > 2
+    assert files(tmp_path / "1") == files(tmp_path / "4")
+
+
+@pytest.mark.parametrize("device_map", [{"": 0, "blocks": "cpu"}, {"": 0, "blocks.2": "cpu"}])
+def test_offloaded_blocks(
+    device_map: Any,
+    machine: Machine,
+    cls: str,
+    batches: Any,
+    run: Any,
+    request: pytest.FixtureRequest,
+) -> None:
+    load = request.getfixturevalue("boot" if cls == BRIDGE else "from_pretrained")
+    model = load("llama", device_map=device_map)
+
+    found = run(model, batches, RESID)
+
+    assert_agrees(found[RESID][:], cache_of(model, batches, names_filter=RESID)[RESID].cpu())
+
+
+@pytest.fixture
+def bars() -> Iterator[None]:
+    """Progress bars are shown, whatever a command has chosen before."""
+    were_shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.enable_progress_bar()
+    yield
+    if not were_shown:
+        hf_logging.disable_progress_bar()
+
+
+@pytest.mark.usefixtures("bars")
+def test_the_bar_shows_examples_tokens_and_bytes(
+    folded_on_one: Any, batches: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, n_bytes = folded_on_one("llama"), 9 * batches[0].shape[1] * (16 * 4 + 9)
+    save_activations(model, torch.cat(batches), RESID, directory=tmp_path / "whole", batch_size=2)
+    last = capsys.readouterr().err.split("\r")[-1]
+    assert f"SavedActivations of {gib(n_bytes)}: 100%" in last
+    assert re.search(r"9/9 .* examples/s, \d+ tokens/s, [\d.]+ [KMG]iB/s", last)
+    save_activations(model, (batch for batch in batches[:2]), RESID, directory=tmp_path / "some")
+    assert re.search(r"SavedActivations: 4 examples", capsys.readouterr().err.split("\r")[-1])
+
+
+def test_the_model_is_left_as_it_was(
+    machine: Machine, over_devices: Any, batches: Any, run: Any
+) -> None:
+    model = over_devices("llama")
+    before = model(batches[0])
+    with torch.enable_grad():
+        run(model, batches[:2])
+        assert torch.is_grad_enabled()
+    assert torch.equal(model(batches[0]), before)
+    assert not any(point.fwd_hooks for point in model.hook_dict.values())

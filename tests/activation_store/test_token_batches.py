@@ -1,0 +1,195 @@
+"""Batches of tokens from a harvest: each token once, in an order that a seed says."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import pickle
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from written_by_hand import D_MODEL, N_EXAMPLES, PER_SHARD, REDUCED, RESID, WIDTH, write_by_hand
+
+from tl_devicefix.activation_store import token_batches
+from tl_devicefix.activation_store.loading import SavedActivations
+from tl_devicefix.activation_store.token_rows import Memory
+
+N_TOKENS = N_EXAMPLES * WIDTH
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SavedActivations:
+    monkeypatch.setattr(token_batches, "BYTES_OF_BLOCK", 5 * D_MODEL * 2)  # five tokens
+    return write_by_hand(tmp_path)
+
+
+def numbers(batches: Any) -> list[int]:
+    """Of the tokens, in the order in which they are handed out."""
+    return [int(row[0]) for batch in batches for row in batch]
+
+
+@pytest.mark.parametrize("shuffle", [True, "exact"])
+def test_every_token_is_handed_out_once_an_epoch_in_another_order(
+    shuffle: Any, written: SavedActivations
+) -> None:
+    order = numbers(written.activations(RESID, 7, shuffle=shuffle, epochs=2))
+
+    assert len(order) == 2 * N_TOKENS
+    first, second = order[:N_TOKENS], order[N_TOKENS:]
+    assert sorted(first) == sorted(second) == list(range(N_TOKENS))
+    assert first != second
+    assert first != sorted(first)
+
+
+def test_the_order_is_that_of_the_seed(written: SavedActivations) -> None:
+    orders = [numbers(written.activations(RESID, 7, seed=seed)) for seed in (3, 3, 4)]
+    assert orders[0] == orders[1] != orders[2]
+    whole = numbers(written.activations(RESID, 100, seed=3))
+    assert whole == orders[0]  # whatever the size of batches
+
+
+def test_without_shuffling_they_come_as_on_disk(written: SavedActivations) -> None:
+    batches = list(written.activations(RESID, 7, shuffle=False))
+    assert [len(batch) for batch in batches] == [7] * 9 + [3]
+    assert torch.equal(torch.cat(batches), written[RESID][:].flatten(0, 1))
+    assert batches[0].dtype == torch.bfloat16
+
+
+def test_blocks_of_all_shards_are_mixed(written: SavedActivations) -> None:
+    """A group of a shard's size has tokens of others."""
+    per_shard = PER_SHARD * WIDTH
+    first = numbers(written.activations(RESID, per_shard))[:per_shard]
+    assert len({number // per_shard for number in first}) > 1
+
+
+@pytest.mark.parametrize("given", [0, 3, 9, 10, 14])
+def test_others_go_on_where_some_were(given: int, written: SavedActivations) -> None:
+    options: Any = {"batch_size": 7, "epochs": 2, "seed": 1}
+    first = written.activations(RESID, **options)
+    seen = list(itertools.islice(first, given))
+    others = written.activations(RESID, **options)
+    others.load_state_dict(first.state_dict())
+    expected = numbers(written.activations(RESID, **options))
+    assert numbers([*seen, *others]) == expected
+    assert numbers([*seen, *first]) == expected
+    with pytest.raises(ValueError, match="have seed=2, but those that are gone on with had 1"):
+        written.activations(RESID, **{**options, "seed": 2}).load_state_dict(first.state_dict())
+
+
+def test_memory_is_used_again_when_nothing_is_in_it() -> None:
+    memory = Memory(64)
+    first, second = memory.lend(), memory.lend()
+    assert first.data_ptr() != second.data_ptr()
+    part, address = first.view(torch.int64)[3:], first.data_ptr()
+    del first
+    third = memory.lend()
+    assert third.data_ptr() != address
+    del part
+    assert memory.lend().data_ptr() == address
+
+
+def test_there_is_no_end_of_them_where_epochs_is_none(written: SavedActivations) -> None:
+    batches = written.activations(RESID, 20, epochs=None)
+    assert sorted(numbers(itertools.islice(batches, 8)))[:4] == [0, 0, 1, 1]
+    with pytest.raises(TypeError, match="no end"):
+        len(batches)
+    batches.close()
+    assert not [thread for thread in threading.enumerate() if "harvest" in thread.name]
+    assert len(written.activations(RESID, 7, epochs=3)) == 30
+
+
+def test_a_script_may_end_amid_them_and_imports_no_models(written: SavedActivations) -> None:
+    script = f"""
+        import sys
+        import tl_devicefix
+
+        harvest = tl_devicefix.load_activations({str(written.directory)!r})
+        batches = harvest.activations({RESID!r}, 7)
+        print(len(next(batches)))
+        large = {{"transformer_lens", "transformers", "bitsandbytes", "peft", "datasets"}}
+        print(sorted(large & sys.modules.keys()))
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert (ended.returncode, ended.stdout) == (0, "7\n[]\n"), ended.stderr
+
+
+def test_what_was_reduced_comes_by_example(written: SavedActivations) -> None:
+    assert sorted(numbers(written.activations(REDUCED, 4))) == list(range(N_EXAMPLES))
+
+
+def test_a_shard_that_is_missing_is_named_where_it_is_read(written: SavedActivations) -> None:
+    (written.directory / written.index.shards[1].file).unlink()
+    with pytest.raises(FileNotFoundError, match=r"shard-00001.*is missing.*harvest verify"):
+        list(written.activations(RESID, 7))
+
+
+@pytest.mark.parametrize("wrong", [{"batch_size": 0}, {"epochs": 0}])
+def test_sizes_that_are_none(wrong: Any, written: SavedActivations) -> None:
+    with pytest.raises(ValueError, match="must be 1 or more, but is 0"):
+        written.activations(RESID, **wrong)
+
+
+def test_a_misspelt_shuffle_is_refused(written: SavedActivations) -> None:
+    with pytest.raises(ValueError, match=r"shuffle must be True, .*, but is 'exakt'"):
+        written.activations(RESID, shuffle="exakt")  # type: ignore[arg-type]
+
+
+def test_after_an_error_the_same_batch_is_read_again(written: SavedActivations) -> None:
+    expected = numbers(written.activations(RESID, 7))
+    batches, path = (
+        written.activations(RESID, 7),
+        written.directory / written.index.shards[1].file,
+    )
+    content, seen = path.read_bytes(), []
+    path.unlink()
+    for _ in range(2):
+        with pytest.raises(FileNotFoundError):
+            seen.extend(batches)
+    path.write_bytes(content)
+    assert numbers([*seen, *batches]) == expected
+
+
+def test_they_go_on_in_a_process_that_was_forked_and_in_a_pickle(written: SavedActivations) -> None:
+    expected = numbers(written.activations(RESID, 7))
+    batches = written.activations(RESID, 7)
+    seen = numbers(itertools.islice(batches, 4))
+
+    def rest() -> None:
+        sender.send(numbers(batches))
+
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=rest)
+    process.start()
+    assert receiver.poll(60)
+    assert seen + receiver.recv() == expected
+    process.join()
+    assert seen + numbers(pickle.loads(pickle.dumps(batches))) == expected
+    assert seen + numbers(batches) == expected
+
+
+def test_who_drops_them_half_way_ends_the_thread(written: SavedActivations) -> None:
+    batches = written.activations(RESID, 7)
+    next(batches)
+    del batches
+    assert not [thread for thread in threading.enumerate() if "harvest" in thread.name]
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.float32], ids=str)
+def test_rows_of_any_dtype_are_shuffled(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Also of those that torch cannot index."""
+    written = write_by_hand(tmp_path, dtype)
+    found = torch.cat([each.float() for each in written.activations(RESID, 7)])
+    expected = written[RESID][:].flatten(0, 1).float()
+    assert sorted(found.tolist()) == sorted(expected.tolist())

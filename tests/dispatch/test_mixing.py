@@ -1,0 +1,467 @@
+"""`mix_devices`: when it is on, for whom, where results lie, what it copies and says."""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import gc
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from comparison import assert_agrees
+from kinds import new_kv_cache
+from torch.nn import Linear
+from torch.overrides import _len_torch_function_stack
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+import tl_devicefix
+from tl_devicefix.dispatch.joining import bytes_of
+from tl_devicefix.placement import in_use
+
+
+@pytest.fixture(scope="module", autouse=True)
+def of_this_module_only() -> Iterator[None]:
+    """Models of other modules' tests may live on, and their devices be in use."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(in_use, "_placements", {})
+        patch.setattr(in_use, "_found", [])
+        yield
+
+
+@pytest.fixture(autouse=True)
+def off_afterwards() -> Iterator[None]:
+    yield
+    tl_devicefix.mix_devices(False)
+    assert _len_torch_function_stack() == 0
+
+
+def mixes(model: Any) -> bool:
+    """Whether tensors of two of its devices can be added."""
+    try:
+        assert (model.blocks[0].attn.W_O + model.blocks[4].attn.W_O).device == torch.device("sim:0")
+    except RuntimeError:
+        return False
+    return True
+
+
+def test_a_call_takes_effect_at_once_and_stays_until_it_is_ended(model: Any) -> None:
+    assert not mixes(model)
+    tl_devicefix.mix_devices()
+    assert mixes(model)
+    tl_devicefix.mix_devices(False)
+    assert not mixes(model)
+
+
+def test_after_a_with_it_is_as_before(model: Any) -> None:
+    with tl_devicefix.mix_devices():
+        assert mixes(model)
+        with tl_devicefix.mix_devices():
+            assert mixes(model)
+        with tl_devicefix.mix_devices(False):
+            assert not mixes(model)
+        assert mixes(model)
+    assert not mixes(model)
+
+    tl_devicefix.mix_devices()
+    with tl_devicefix.mix_devices(False):
+        assert not mixes(model)
+    assert mixes(model)
+
+
+def test_one_object_may_be_entered_again(model: Any, capsys: Any) -> None:
+    with tl_devicefix.mix_devices(report=True) as mixing:
+        with mixing:
+            assert mixes(model)
+        assert mixes(model)
+        assert not capsys.readouterr().out
+    assert not mixes(model)
+    for _ in range(2):
+        assert len(capsys.readouterr().out.splitlines()) == 3
+        with mixing:
+            assert mixes(model)
+
+
+def test_a_call_within_a_with_ends_with_it(model: Any) -> None:
+    tl_devicefix.mix_devices()
+    with tl_devicefix.mix_devices():
+        tl_devicefix.mix_devices(False)
+        assert not mixes(model)
+    assert mixes(model)
+    tl_devicefix.mix_devices(False)
+    with tl_devicefix.mix_devices(False):
+        tl_devicefix.mix_devices()
+        assert mixes(model)
+    assert not mixes(model)
+
+
+def test_after_an_error_it_is_as_before(model: Any) -> None:
+    with pytest.raises(ZeroDivisionError), tl_devicefix.mix_devices():
+        raise ZeroDivisionError
+    assert not mixes(model)
+
+
+def test_a_generator_may_leave_its_own_after_another_was_entered(model: Any) -> None:
+    def steps() -> Iterator[None]:
+        with tl_devicefix.mix_devices():
+            yield
+
+    generator = steps()
+    next(generator)
+    with tl_devicefix.mix_devices(), torch.device("sim:0"):
+        generator.close()
+        assert mixes(model)
+    assert not mixes(model)
+
+
+def test_a_call_within_another_mode_outlives_it(model: Any) -> None:
+    with torch.device("sim:1"):
+        tl_devicefix.mix_devices()
+        assert torch.ones(1).device == torch.device("sim:1")
+    assert torch.ones(1).device == torch.device("cpu")
+    assert mixes(model)
+
+
+def test_many_calls_are_one_mode(model: Any) -> None:
+    for _ in range(100):
+        tl_devicefix.mix_devices()
+    assert _len_torch_function_stack() == 1
+
+
+def test_it_does_nothing_until_several_devices_are_in_use(machine: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(in_use, "_placements", {})
+        patch.setattr(in_use, "_found", [])
+        with tl_devicefix.mix_devices():
+            assert _len_torch_function_stack() == 0
+            placement = tl_devicefix.plan("gpt2", n_devices=2)
+            in_use.use(placement)
+            assert _len_torch_function_stack() == 1
+
+
+def test_it_holds_in_the_thread_that_entered_it_only(model: Any) -> None:
+    def of_thread() -> list[bool]:
+        without = mixes(model)
+        with tl_devicefix.mix_devices():
+            return [without, mixes(model)]
+
+    seen: list[bool] = []
+    with tl_devicefix.mix_devices():
+        thread = threading.Thread(target=lambda: seen.extend(of_thread()))
+        thread.start()
+        thread.join()
+        assert mixes(model)
+    assert seen == [False, True]
+
+
+def test_torch_is_as_it_was_afterwards(model: Any) -> None:
+    names = ("register_hook", "register_post_accumulate_grad_hook")
+    before = [vars(torch.Tensor)[name] for name in names]
+    with tl_devicefix.mix_devices():
+        torch.testing.assert_close(torch.ones(1, device="sim:1"), torch.ones(1, device="sim:0"))
+    assert [vars(torch.Tensor)[name] for name in names] == before
+    with pytest.raises(AssertionError, match="device"):
+        torch.testing.assert_close(torch.ones(1, device="sim:1"), torch.ones(1, device="sim:0"))
+
+
+def test_torch_is_as_it_was_after_a_thread_that_ended_while_it_mixed(model: Any) -> None:
+    before = vars(torch.Tensor)["register_hook"]
+    thread = threading.Thread(target=tl_devicefix.mix_devices)
+    thread.start()
+    thread.join()
+    gc.collect()
+    assert vars(torch.Tensor)["register_hook"] is before
+    with pytest.raises(AssertionError, match="device"):
+        assert_close(torch.ones(1, device="sim:1"), torch.ones(1, device="sim:0"))
+
+
+def test_assert_close_compares_devices_in_threads_that_do_not_mix(model: Any) -> None:
+    failed = []
+
+    def compare() -> None:
+        try:
+            assert_close(torch.ones(1, device="sim:1"), torch.ones(1, device="sim:0"))
+        except AssertionError as error:
+            failed.append("device" in str(error))
+
+    with tl_devicefix.mix_devices():
+        thread = threading.Thread(target=compare)
+        thread.start()
+        thread.join()
+        compare()
+        one, other = (torch.ones(1, device=f"sim:{i}") for i in (1, 0))
+        with pytest.raises(AssertionError, match="device"):
+            assert_close(one, other, check_device=True)
+    assert failed == [True]
+
+
+def test_a_hook_of_a_module_whose_input_has_no_gradient_mixes_in_any_thread(model: Any) -> None:
+    seen = []
+    module, whole = Linear(2, 2), torch.ones(2, device="sim:0")
+    with tl_devicefix.mix_devices():
+        module.register_full_backward_hook(
+            lambda m, inputs, outputs: seen.append(outputs[0] * whole)
+        )
+    hook = next(iter(module._backward_hooks.values()))
+    gradient = torch.ones(2, device="sim:2")
+    thread = threading.Thread(target=hook, args=(module, (None,), (gradient,)))
+    thread.start()
+    thread.join()
+    assert [each.device for each in seen] == [gradient.device]
+
+
+# --------------------------------------------------------------------------------------------
+# Where results lie
+
+
+def test_results_lie_at_home_or_where_one_operand_is_larger_than_all_the_others(
+    model: Any,
+) -> None:
+    small, large = (torch.ones(n, device=f"sim:{n}") for n in (1, 3))
+    with tl_devicefix.mix_devices():
+        assert (small + large).device == large.device
+        assert torch.stack([large, torch.ones(3, device="sim:1")]).device == torch.device("sim:0")
+        smalls = [small.clone() for _ in range(3)]
+        assert torch.cat([large, *smalls]).device == torch.device("sim:0")
+
+
+def test_what_is_changed_or_indexed_stays_where_it_is(model: Any) -> None:
+    table, index = torch.arange(6.0, device="sim:3"), torch.tensor([1, 2], device="sim:1")
+    with tl_devicefix.mix_devices():
+        assert table[index].device == table.device
+        assert table.index_add_(0, index, torch.ones(2, device="sim:2")).device == table.device
+        out = torch.empty(6, device="sim:1")
+        assert torch.mul(table, torch.ones(6, device="sim:2"), out=out) is out
+    assert table.tolist() == out.tolist() == [0, 2, 3, 3, 4, 5]
+
+
+def test_a_device_that_is_not_in_use_is_left_to_torch(model: Any) -> None:
+    with (
+        tl_devicefix.mix_devices(),
+        pytest.raises(RuntimeError, match="same device"),
+    ):
+        torch.ones(3) + torch.ones(3, device="sim:0")
+
+
+def test_gather_on_s_device_is_in_use_and_home(model: Any) -> None:
+    with tl_devicefix.mix_devices(), tl_devicefix.gather_on("cpu"):
+        assert (torch.ones(3) + torch.ones(3, device="sim:2")).device == torch.device("cpu")
+
+
+def test_a_model_s_devices_are_in_use_as_long_as_it_lives(
+    machine: Any, from_pretrained: Any
+) -> None:
+    before = in_use.devices_in_use()
+    model = from_pretrained("gpt2", device_map={"": 0, "blocks.4": "cpu"})
+    twin = copy.deepcopy(model)
+    assert in_use.devices_in_use() == before | {torch.device("cpu")}
+    del model
+    assert in_use.devices_in_use() == before | {torch.device("cpu")}
+    del twin
+    gc.collect()
+    assert in_use.devices_in_use() == before
+
+
+def test_a_model_that_is_placed_while_a_thread_asks_for_the_devices_is_found(
+    machine: Any, monkeypatch: Any
+) -> None:
+    first, second = (tl_devicefix.plan("gpt2", n_devices=n) for n in (1, 2))
+    monkeypatch.setattr(in_use, "_placements", {})
+    monkeypatch.setattr(in_use, "_found", [])
+    in_use.use(first)
+    found = in_use._in_use
+
+    def interrupted() -> Any:
+        placements = found()
+        monkeypatch.setattr(in_use, "_in_use", found)
+        in_use.use(second)
+        return placements
+
+    monkeypatch.setattr(in_use, "_found", [])
+    monkeypatch.setattr(in_use, "_in_use", interrupted)
+    in_use.devices_in_use()
+    assert in_use.devices_in_use() == {torch.device("sim:0"), torch.device("sim:1")}
+
+
+def test_where_the_last_model_goes_in_between_results_lie_on_one_of_the_devices(
+    machine: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(in_use, "_placements", {})
+    monkeypatch.setattr(in_use, "_found", [])
+    both = frozenset({torch.device("sim:0"), torch.device("sim:1")})
+    assert in_use.home_of(both) in both
+
+
+# --------------------------------------------------------------------------------------------
+# What it does not change, and what goes through it
+
+
+def test_on_one_device_nothing_is_copied_and_nothing_changes(
+    model: Any, tokens: torch.Tensor
+) -> None:
+    expected = model(tokens)
+    with tl_devicefix.mix_devices() as mixing:
+        actual = model(tokens)
+    assert torch.equal(actual, expected)
+    assert mixing.copied == []
+
+
+def test_an_error_that_is_not_about_devices_is_torch_s(model: Any) -> None:
+    with tl_devicefix.mix_devices(), pytest.raises(RuntimeError, match=r"shapes|size"):
+        torch.ones(2, 3, device="sim:0") @ torch.ones(2, 3, device="sim:1")
+
+
+def test_gradients_of_a_graph_that_is_gone(model: Any) -> None:
+    one, other = (torch.ones(2, device=f"sim:{i}", requires_grad=True) for i in (0, 1))
+    with tl_devicefix.mix_devices():
+        product = (one * other).sum()
+        torch.autograd.grad(product, [one, other])
+        with pytest.raises(RuntimeError, match="second time"):
+            torch.autograd.grad(product, [one, other])
+
+
+def test_a_gradient_that_is_given_goes_to_its_output(model: Any) -> None:
+    leaf, gradient = (
+        torch.ones(2, device="sim:0", requires_grad=True),
+        torch.ones(2, device="sim:1"),
+    )
+    with tl_devicefix.mix_devices() as mixing:
+        (leaf * 2).backward(gradient)
+        torch.autograd.backward([leaf * 2], [gradient])
+        (last,) = torch.autograd.grad(leaf * 2, leaf, grad_outputs=gradient)
+    assert leaf.grad is not None
+    assert (leaf.grad.tolist(), last.tolist()) == ([4, 4], [2, 2])
+    assert [copied.times for copied in mixing.copied] == [1, 1, 1]
+
+
+within_backwards = pytest.mark.skipif(
+    not hasattr(torch.overrides, "redispatch_function"), reason="of newer torch"
+)
+
+
+@within_backwards
+def test_what_is_computed_again_in_a_backward_mixes(model: Any) -> None:
+    one, other = (torch.full((2,), 3.0, device=f"sim:{i}", requires_grad=True) for i in (0, 1))
+    with tl_devicefix.mix_devices():
+        checkpoint(torch.mul, one, other, use_reentrant=False).sum().backward()
+    assert other.grad is not None
+    assert (other.grad.device, other.grad.tolist()) == (other.device, [3, 3])
+
+
+class MixingInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient + torch.ones(2, device="sim:1")
+
+
+@within_backwards
+def test_a_backward_of_one_s_own_mixes(model: Any) -> None:
+    leaf = torch.ones(2, device="sim:0", requires_grad=True)
+    with tl_devicefix.mix_devices():
+        MixingInBackward.apply(leaf).sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_within_modes_of_gradients(mode: Any, model: Any, tokens: torch.Tensor) -> None:
+    with tl_devicefix.mix_devices(), mode():
+        assert mixes(model)
+        model(tokens)
+
+
+def test_kv_caches_of_several_blocks(model: Any, reference: Any, tokens: torch.Tensor) -> None:
+    def keys(model: Any) -> torch.Tensor:
+        cache = new_kv_cache(model, len(tokens))
+        model(tokens, past_kv_cache=cache)
+        return torch.stack([entry.past_keys for entry in cache])
+
+    with tl_devicefix.mix_devices():
+        assert_agrees(keys(model), keys(reference), torch.device("sim:0"))
+
+
+def test_hooks_see_what_they_mix_in_on_their_activation_s_device(
+    model: Any, tokens: torch.Tensor
+) -> None:
+    seen = []
+
+    def hook(activation: torch.Tensor, hook: Any) -> None:
+        seen.append((activation + torch.ones_like(activation, device="sim:0")).device)
+
+    with tl_devicefix.mix_devices():
+        model.run_with_hooks(tokens, fwd_hooks=[("blocks.4.hook_resid_post", hook)])
+    assert seen == [torch.device("sim:3")]
+
+
+def test_with_a_default_device(model: Any) -> None:
+    torch.set_default_device("sim:1")
+    try:
+        with tl_devicefix.mix_devices():
+            assert torch.ones(1).device == torch.device("sim:1")
+            torch.set_default_device("sim:2")
+            assert mixes(model)
+    finally:
+        torch.set_default_device(None)
+
+
+def test_a_compiled_function_is_left_as_it_is(model: Any, machine: Any) -> None:
+    if getattr(machine, "asynchronous", None) is not None:
+        pytest.skip("what watches the host's memory for asynchronous devices is not compiled")
+    compiled = torch.compile(lambda x: (x @ x).relu() + 1, backend="eager", fullgraph=True)
+    x = torch.ones(2, 2)
+    with tl_devicefix.mix_devices():
+        inside = compiled(x)
+    assert torch.equal(inside, compiled(x))
+
+
+def test_the_bytes_of_sparse_tensors() -> None:
+    assert bytes_of(torch.eye(3).to_sparse()) == 3 * (4 + 2 * 8)
+
+
+# --------------------------------------------------------------------------------------------
+# The report
+
+
+def test_what_is_copied_is_counted_by_line(model: Any, capsys: Any) -> None:
+    here, there = torch.ones(256, device="sim:0"), torch.ones(256, device="sim:2")
+    with tl_devicefix.mix_devices(report=True) as mixing:
+        with tl_devicefix.mix_devices() as inner:
+            _ = here + there
+            first = sys._getframe().f_lineno - 1
+        for _ in range(3):
+            _ = torch.stack([there, here])
+            second = sys._getframe().f_lineno - 1
+    assert mixing.copied == [
+        (f"{__file__}:{second}", 3 * 1024, 3),
+        (f"{__file__}:{first}", 1024, 1),
+    ]
+    assert inner.copied == mixing.copied[1:]
+    assert capsys.readouterr().out == (
+        "mix_devices copied\n"
+        "     4.0 KiB       4 x  all\n"
+        f"     3.0 KiB       3 x  {__file__}:{second}\n"
+        f"     1.0 KiB       1 x  {__file__}:{first}\n"
+    )
+
+
+def test_a_call_that_stays_reports_at_the_end_of_the_program(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    at_the_end: list[Any] = []
+    monkeypatch.setattr(atexit, "register", at_the_end.append)
+    # In a thread, with which it ends: it would stay on for the tests that follow.
+    thread = threading.Thread(target=lambda: tl_devicefix.mix_devices(report=True))
+    thread.start()
+    thread.join()
+    (report,) = at_the_end
+    assert capsys.readouterr().out == ""
+    report()
+    assert capsys.readouterr().out == "mix_devices copied\n     0.0 KiB       0 x  all\n"

@@ -1,0 +1,222 @@
+"""What is put into a block by hand from another device is brought to the block, with a warning."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from comparison import assert_agrees
+from either_class import BRIDGE
+from torch import nn
+
+from tl_devicefix.checking import check
+from tl_devicefix.monkeypatch.versions import has_hooked_transformer
+
+Put = Callable[[Any], Any]
+
+
+def weight(model: Any, layer: int) -> tuple[nn.Module, str]:
+    """A module of a block's MLP that holds a weight, and the weight's name."""
+    for module in model.blocks[layer].mlp.modules():
+        for name in module._parameters:
+            return module, name
+    raise AssertionError
+
+
+def a_parameter(model: Any) -> None:
+    (module, name), (first, _) = weight(model, 4), weight(model, 0)
+    module._parameters[name] = nn.Parameter(2 * first._parameters[name].detach())
+
+
+def data(model: Any) -> None:
+    (module, name), (first, _) = weight(model, 4), weight(model, 0)
+    module._parameters[name].data = 2 * first._parameters[name].data
+
+
+def a_module(model: Any) -> None:
+    model.blocks[4].mlp = copy.deepcopy(model.blocks[0].mlp)
+
+
+def a_module_that_two_blocks_share(model: Any) -> None:
+    model.blocks[4].mlp = model.blocks[0].mlp
+
+
+def a_parameter_that_two_blocks_share(model: Any) -> None:
+    (module, name), (first, _) = weight(model, 4), weight(model, 0)
+    module._parameters[name] = first._parameters[name]
+
+
+def masks(model: Any) -> None:
+    for block in model.blocks:
+        block.attn.mask = model.blocks[-1].attn.mask
+
+
+def rotary_tables(model: Any) -> None:
+    for block in model.blocks:
+        block.attn.rotary_sin = model.blocks[-1].attn.rotary_sin
+
+
+MOVED = (a_parameter, data, a_module, masks, rotary_tables)
+SHARED = (a_module_that_two_blocks_share, a_parameter_that_two_blocks_share)
+OF_HOOKED_TRANSFORMER = (masks, rotary_tables, a_module, a_module_that_two_blocks_share)
+"""A Bridge has masks and rotary tables at home, and accelerate's hooks go with its modules, to the
+device that these come from."""
+by_name: dict[str, Any] = {"ids": lambda put: put.__name__}
+
+
+def logits_and_gradients(model: Any, tokens: torch.Tensor) -> list[Any]:
+    model.zero_grad()
+    loss = model(tokens, return_type="loss")
+    loss.backward()
+    held = (weight(model, layer) for layer in (0, 3, 4))
+    return [loss, *(module._parameters[name].grad for module, name in held)]
+
+
+@pytest.mark.fails_unpatched
+@pytest.mark.parametrize("put", [*MOVED, *SHARED], **by_name)
+def test_it_runs_as_on_one_device(
+    put: Put, cls: str, over_devices: Any, on_one: Any, machine: Any, tokens: torch.Tensor
+) -> None:
+    if cls == BRIDGE and put in OF_HOOKED_TRANSFORMER:
+        pytest.skip("a HookedTransformer's")
+    model, reference = over_devices("llama"), copy.deepcopy(on_one("llama"))
+    put(model)
+    put(reference)
+    expected = logits_and_gradients(reference, tokens)
+    how = "is shared" if put in SHARED else "was put in from another device"
+
+    with pytest.warns(UserWarning, match=how) as warned:
+        actual = logits_and_gradients(model, tokens.to("sim:0"))
+
+    assert len([each for each in warned if how in str(each.message)]) == 1
+    assert_agrees(actual, expected)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*(put in from another device|is shared)")
+        assert_agrees(logits_and_gradients(model, tokens.to("sim:0")), expected)
+
+
+@pytest.mark.parametrize("put", [a_parameter, data], **by_name)
+def test_a_parameter_stays_the_same_object_with_its_gradient(
+    put: Put, over_devices: Any, machine: Any, tokens: torch.Tensor
+) -> None:
+    model = over_devices("llama")
+    put(model)
+    module, name = weight(model, 4)
+    parameter = module._parameters[name]
+    assert parameter is not None
+    parameter.grad = torch.ones_like(parameter)
+
+    with pytest.warns(UserWarning, match="put in from another device"):
+        model(tokens.to("sim:0"))
+
+    assert module._parameters[name] is parameter
+    assert parameter.device == parameter.grad.device == machine.devices[3]
+    assert parameter.grad.sum() == parameter.numel()
+
+
+@pytest.mark.parametrize("put", [a_parameter, data, masks], **by_name)
+def test_the_line_that_the_warning_says_does_without_it(
+    put: Put, cls: str, over_devices: Any, on_one: Any, machine: Any, tokens: torch.Tensor
+) -> None:
+    if cls == BRIDGE and put in OF_HOOKED_TRANSFORMER:
+        pytest.skip("a HookedTransformer's")
+    model, (own, name) = over_devices("llama"), weight(on_one("llama"), 0)
+    put(model)
+    with pytest.warns(UserWarning, match="put in one that is there") as warned:
+        model(tokens.to("sim:0"))
+    told = next(each for each in warned if "one that is there" in str(each.message))
+    assert told.filename == __file__
+
+    line = str(told.message).partition("one that is there, ")[2]
+    of_one = on_one("llama")
+    value = of_one.blocks[0].attn.mask if put is masks else 2 * own._parameters[name].detach()
+    exec(line, {"model": model, "value": value})
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*(put in from another device|is shared)")
+        actual = model(tokens.to("sim:0"))
+    reference = copy.deepcopy(of_one)
+    put(reference)
+    assert_agrees(actual, reference(tokens))
+
+
+@pytest.mark.skipif(not has_hooked_transformer(), reason="of a HookedTransformer")
+def test_a_copy_of_a_module_that_was_shared_is_brought_too(
+    machine: Any, request: pytest.FixtureRequest, tokens: torch.Tensor
+) -> None:
+    from_pretrained, on_cpu = map(request.getfixturevalue, ("from_pretrained", "on_cpu"))
+    model, reference = from_pretrained("llama", n_devices=4), copy.deepcopy(on_cpu("llama"))
+    a_module_that_two_blocks_share(model)
+    with pytest.warns(UserWarning, match="is shared"):
+        model(tokens)
+    a_module(model)
+    a_module(reference)
+
+    with pytest.warns(UserWarning, match="was put in from another device"):
+        actual = model(tokens)
+
+    assert_agrees(actual, reference(tokens))
+    assert {each.device for each in model.blocks[4].parameters()} == {machine.devices[3]}
+
+
+@pytest.mark.parametrize("put", [a_parameter, data], **by_name)
+def test_check_finds_it_until_then(
+    put: Put, over_devices: Any, machine: Any, tokens: torch.Tensor
+) -> None:
+    model = over_devices("llama")
+    put(model)
+    kinds = {finding.kind for finding in check(model).findings}
+    assert "device" in kinds
+
+    with pytest.warns(UserWarning, match="put in from another device"):
+        model(tokens.to("sim:0"))
+
+    assert "device" not in {finding.kind for finding in check(model).findings}
+
+
+@pytest.mark.skipif(not has_hooked_transformer(), reason="of a HookedTransformer")
+def test_what_is_put_into_an_offloaded_block_goes_to_the_host(
+    machine: Any, request: pytest.FixtureRequest, tokens: torch.Tensor
+) -> None:
+    from_pretrained, on_cpu = map(request.getfixturevalue, ("from_pretrained", "on_cpu"))
+    model = from_pretrained("llama", device_map={"": 0, "blocks.3": "cpu", "blocks.4": 3})
+    reference = copy.deepcopy(on_cpu("llama"))
+    for each in (model, reference):
+        each.blocks[3].mlp.W_in.data = 2 * each.blocks[4].mlp.W_in.data
+        each.blocks[3].attn.mask = each.blocks[4].attn.mask
+        each.blocks[4].mlp.W_out = nn.Parameter(2 * each.blocks[3].mlp.W_out.detach())
+
+    with pytest.warns(UserWarning, match="put in from another device"):
+        actual = model(tokens)
+
+    assert_agrees(actual, reference(tokens))
+    assert {str(each.device) for each in model.blocks[3].parameters()} == {"cpu"}
+    assert {str(each.device) for each in model.blocks[3].buffers()} == {"sim:0"}
+    assert {str(each.device) for each in model.blocks[4].parameters()} == {"sim:3"}
+
+
+def test_copies_of_a_model_see_to_it_too(
+    over_devices: Any, on_one: Any, machine: Any, tokens: torch.Tensor
+) -> None:
+    model, reference = copy.deepcopy(over_devices("llama")), copy.deepcopy(on_one("llama"))
+    for each in (model, reference):
+        data(each)
+    with pytest.warns(UserWarning, match="put in from another device"):
+        actual = model(tokens.to("sim:0"))
+    assert_agrees(actual, reference(tokens))
+
+
+def test_what_is_left_alone_warns_of_nothing(
+    over_devices: Any, machine: Any, tokens: torch.Tensor
+) -> None:
+    model = over_devices("llama")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*(put in from another device|is shared)")
+        model(tokens.to("sim:0"))
+        copy.deepcopy(model)(tokens.to("sim:0"))
+    assert pickle.dumps(model.blocks[4]._forward_pre_hooks)

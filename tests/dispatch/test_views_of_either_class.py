@@ -1,0 +1,598 @@
+"""A view of a model is the model, with hooks of its own: of either class, wherever it is."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from either_class import BRIDGE, CLASSES, HOOKED
+from torch import nn
+from transformer_lens.hook_points import HookPoint
+
+from tl_devicefix.dispatch.views import restore
+
+RESIDUAL = "blocks.3.hook_resid_post"
+WHERE: dict[str, Any] = {
+    "one device": 1,
+    "two devices": 2,
+    "with offloaded blocks": {"": 0, "blocks.1": "cpu", "blocks.2": 1, "blocks.3": "cpu"},
+}
+OTHERS = [
+    (cls, kind)
+    for cls, kind in [(HOOKED, "gpt2"), (HOOKED, "bloom"), (BRIDGE, "gpt2"), (BRIDGE, "mixtral")]
+    if cls in CLASSES
+]
+everywhere = pytest.mark.parametrize("where", WHERE)
+
+
+@pytest.fixture
+def where() -> str:
+    """Which of `WHERE` the model is; parametrise it for others."""
+    return "two devices"
+
+
+@pytest.fixture
+def model(cls: str, where: str, machine: Any, request: pytest.FixtureRequest) -> Any:
+    """A new model; without compatibility mode, if it is a Bridge with offloaded blocks."""
+    if not isinstance(WHERE[where], dict):
+        return request.getfixturevalue("folded")("llama", WHERE[where])
+    load = request.getfixturevalue("boot" if cls == BRIDGE else "from_pretrained")
+    return load("llama", device_map=WHERE[where])
+
+
+@pytest.fixture
+def view_of(cls: str) -> Callable[[Any], Any]:
+    """The function for models of this class."""
+    if cls == BRIDGE:
+        from tl_devicefix.transformer_bridge.views import view_of as of_bridge
+
+        return of_bridge
+    from tl_devicefix.hooked_transformer.views import view_of as of_hooked_transformer
+
+    return of_hooked_transformer
+
+
+def halve(activation: torch.Tensor, hook: Any) -> torch.Tensor:
+    return activation / 2
+
+
+def assert_equal(actual: Any, expected: Any) -> None:
+    """The same bits, on the same devices."""
+    if isinstance(expected, torch.Tensor):
+        assert actual.device == expected.device
+        assert torch.equal(actual.cpu(), expected.cpu())
+    elif isinstance(expected, dict):
+        assert list(actual) == list(expected)
+        assert_equal(list(actual.values()), list(expected.values()))
+    elif isinstance(expected, (list, tuple)):
+        assert len(actual) == len(expected)
+        for one, other in zip(actual, expected):
+            assert_equal(one, other)
+    else:
+        assert actual == expected
+
+
+# --------------------------------------------------------------------------------------------
+# The same results
+
+
+def results(model: Any, tokens: torch.Tensor) -> list[Any]:
+    tokens = tokens.to(model.cfg.device)
+    logits, cache = model.run_with_cache(tokens)
+    generated = model.generate(
+        tokens, max_new_tokens=3, do_sample=False, stop_at_eos=False, verbose=False
+    )
+    hooked = model.run_with_hooks(tokens, fwd_hooks=[(RESIDUAL, halve)])
+    return [model(tokens), logits, dict(cache.items()), generated, hooked]
+
+
+@everywhere
+def test_it_gives_the_same_bits(model: Any, view_of: Any, tokens: torch.Tensor) -> None:
+    expected = results(model, tokens)
+
+    view = view_of(model)
+
+    assert type(view) is type(model)
+    assert_equal(results(view, tokens), expected)
+    assert_equal(results(model, tokens), expected)
+
+
+@pytest.mark.parametrize(("cls", "kind"), OTHERS)
+def test_so_do_other_architectures(
+    kind: str, folded: Any, machine: Any, view_of: Any, tokens: torch.Tensor
+) -> None:
+    model = folded(kind, 2)
+
+    assert_equal(results(view_of(model), tokens), results(model, tokens))
+
+
+def gradients(model: Any, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """Of the residual streams."""
+    found: list[torch.Tensor] = []
+
+    def keep(gradient: torch.Tensor, hook: Any) -> None:
+        found.append(gradient.clone())
+
+    with model.hooks(bwd_hooks=[(lambda name: name.endswith("resid_post"), keep)]):
+        model(tokens.to(model.cfg.device), return_type="loss").backward()
+    return found
+
+
+@everywhere
+def test_its_gradients_land_on_the_model_s_own_parameters(
+    model: Any, view_of: Any, tokens: torch.Tensor
+) -> None:
+    expected = gradients(model, tokens)
+    of_parameters = [p.grad for p in model.parameters()]
+    assert any(gradient is not None for gradient in of_parameters)
+    model.zero_grad(set_to_none=True)
+
+    actual = gradients(view_of(model), tokens)
+
+    assert_equal(actual, expected)
+    assert_equal([p.grad for p in model.parameters()], of_parameters)
+
+
+@everywhere
+def test_two_views_run_at_once(model: Any, view_of: Any, tokens: torch.Tensor) -> None:
+    def run(model: Any, factor: float) -> list[Any]:
+        def scale(activation: torch.Tensor, hook: Any) -> torch.Tensor:
+            hook.ctx["factor"] = factor
+            return activation * factor
+
+        with model.hooks(fwd_hooks=[(RESIDUAL, scale)]):
+            found = gradients(model, tokens)
+        name = "blocks.4.hook_resid_post"
+        logits, cache = model.run_with_cache(tokens.to(model.cfg.device), names_filter=name)
+        return [found, logits, cache[name]]
+
+    factors = [0.5, 2.0]
+    expected = [run(model, factor) for factor in factors]
+    actual: dict[float, Any] = {}
+
+    def run_in_view(factor: float) -> None:
+        # As in the thread that simulates devices.
+        with torch.autograd.set_multithreading_enabled(False):
+            actual[factor] = run(view_of(model), factor)
+
+    threads = [threading.Thread(target=run_in_view, args=(factor,)) for factor in factors]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert_equal([actual[factor] for factor in factors], expected)
+
+
+# --------------------------------------------------------------------------------------------
+# The same weights, and nothing else of the model
+
+
+@everywhere
+def test_no_weight_is_copied(model: Any, view_of: Any, machine: Any) -> None:
+    gc.collect()
+    before = [machine.memory_allocated(device) for device in machine.devices]
+
+    view = view_of(model)
+
+    assert [machine.memory_allocated(device) for device in machine.devices] == before
+    for tensors in ("named_parameters", "named_buffers"):
+        own = list(getattr(model, tensors)(remove_duplicate=False))
+        seen = list(getattr(view, tensors)(remove_duplicate=False))
+        assert [name for name, _ in seen] == [name for name, _ in own]
+        assert all(one is other for (_, one), (_, other) in zip(seen, own))
+    assert list(view.state_dict()) == list(model.state_dict())
+    for name in ("cfg", "placement", "tokenizer"):
+        assert getattr(view, name) is getattr(model, name)
+
+
+def reached_from(value: Any) -> Iterator[Any]:
+    """All objects that this one leads to, but for what modules and classes define."""
+    seen: set[int] = set()
+    to_see = [value]
+    while to_see:
+        each = to_see.pop()
+        if id(each) in seen or isinstance(each, (type, types.ModuleType, types.FrameType)):
+            continue
+        if isinstance(each, dict) and "__builtins__" in each:
+            continue
+        seen.add(id(each))
+        yield each
+        to_see += gc.get_referents(each)
+
+
+def monkeypatch_a_forward(model: Any) -> None:
+    """As notebooks do."""
+    mlp = model.blocks[1].mlp
+    before = mlp.forward
+    vars(mlp)["forward"] = lambda *args, **kwargs: before(*args, **kwargs)
+
+
+@everywhere
+@pytest.mark.parametrize("hooked", [False, True])
+def test_it_leads_to_no_module_of_the_model(hooked: bool, model: Any, view_of: Any) -> None:
+    if hooked:
+        monkeypatch_a_forward(model)
+        add_all_kinds_of_hooks(model, [])
+    originals = {id(module) for module in model.modules()}
+    if hasattr(model, "original_model"):
+        originals |= {id(module) for module in model.original_model.modules()}
+
+    view = view_of(model)
+
+    assert not originals.intersection(map(id, reached_from(vars(view))))
+
+
+@everywhere
+def test_it_is_gone_when_it_is_dropped(model: Any, view_of: Any, tokens: torch.Tensor) -> None:
+    view = view_of(model)
+    view(tokens.to(model.cfg.device))
+    restore(view)
+    gone = weakref.ref(view), weakref.ref(view.blocks[0])
+
+    gc.disable()
+    try:
+        del view
+        assert gone[0]() is None
+    finally:
+        gc.enable()
+    gc.collect()  # accelerate's and the offloaded blocks' forwards hold their modules
+    assert gone[1]() is None
+
+
+@pytest.mark.full("of a Bridge of TransformerLens 3, which the default run leaves out")
+def test_transformer_lens_3_forgets_its_attention_layers_with_it(
+    model: Any, view_of: Any, tokens: torch.Tensor
+) -> None:
+    wrapping = pytest.importorskip(
+        "transformer_lens.model_bridge.generalized_components.position_embeddings_attention"
+    )
+    registry = getattr(wrapping, "_ATTENTION_BRIDGE_REGISTRY", None)
+    if registry is None or not hasattr(model, "original_model"):
+        pytest.skip("it has no registry of them")
+    gc.collect()
+    before = dict(registry)
+
+    view = view_of(model)
+    view(tokens.to(model.cfg.device))
+    assert len(registry) > len(before)
+    del view
+    gc.collect()
+
+    assert dict(registry) == before
+
+
+def test_what_a_user_s_class_adds_is_the_model_s(
+    model: Any, view_of: Any, tokens: torch.Tensor
+) -> None:
+    class Recording(type(model)):  # type: ignore[misc]
+        def __init__(self) -> None:
+            raise AssertionError("called for a view")
+
+        def record(self, activation: torch.Tensor, hook: Any) -> None:
+            self.results.append((self, hook.name))
+
+    model.__class__ = Recording
+    vars(model)["results"] = []
+    vars(model)["watched"] = [model.blocks[1]]
+    model.add_perma_hook(RESIDUAL, model.record)
+
+    view = view_of(model)
+    view(tokens.to(model.cfg.device))
+
+    assert type(view) is Recording
+    assert view.watched[0] is view.blocks[1]
+    assert view.results is model.results
+    [(recorded_by, name)] = model.results
+    assert recorded_by is view
+    assert name == view.hook_dict[RESIDUAL].name
+
+
+# --------------------------------------------------------------------------------------------
+# Hooks of its own
+
+
+def hook_lists(model: Any) -> dict[str, list[list[Any]]]:
+    return {
+        name: [*map(list, (point.fwd_hooks, point.bwd_hooks))]
+        for name, point in model.hook_dict.items()
+    }
+
+
+@everywhere
+def test_what_is_hooked_in_one_is_seen_by_no_other(
+    model: Any, view_of: Any, tokens: torch.Tensor
+) -> None:
+    at_home = tokens.to(model.cfg.device)
+    expected = model(at_home)
+    first, second = view_of(model), view_of(model)
+
+    first.add_hook(RESIDUAL, halve)
+    first.add_perma_hook("blocks.0.hook_resid_pre", halve)
+    first.blocks[2].register_forward_hook(lambda block, args, output: None)
+    first.hook_dict[RESIDUAL].ctx["seen"] = True
+    model.hook_dict[RESIDUAL].ctx["seen by the model"] = True
+
+    assert not torch.equal(first(at_home).cpu(), expected.cpu())
+    assert_equal([second(at_home), model(at_home)], [expected, expected])
+    assert not second.hook_dict[RESIDUAL].ctx
+    assert list(first.hook_dict[RESIDUAL].ctx) == ["seen"]
+    second.reset_hooks(including_permanent=True)
+    assert not torch.equal(first(at_home).cpu(), expected.cpu())
+    first.reset_hooks(including_permanent=True)
+    assert_equal(first(at_home), expected)
+    assert list(model.hook_dict[RESIDUAL].ctx) == ["seen by the model"]
+
+
+def add_all_kinds_of_hooks(model: Any, calls: list[Any]) -> None:
+    """Hooks that note what they are called with, in the order in which they are called."""
+
+    def note(text: str, activation: Any, hook: Any) -> None:
+        # In compatibility mode, a Bridge hands hooks something with an older name for the point.
+        calls.append((text, hook.name, getattr(hook, "_target", hook)))
+
+    def noted(text: str) -> Any:
+        return partial(note, text)
+
+    def of_torch(module: nn.Module, args: Any, output: Any) -> None:
+        calls.append(("torch's own", "", module))
+
+    point = model.hook_dict[RESIDUAL]
+    model.add_hook(RESIDUAL, noted("second"))
+    point.register_forward_hook(of_torch)
+    model.add_perma_hook(RESIDUAL, noted("permanent"))
+    point.add_hook(noted("first"), prepend=True)
+    point.add_hook(noted("within a context"), level=1)
+    model.add_hook(RESIDUAL, noted("backward"), dir="bwd")
+
+
+def described(handles: list[Any]) -> list[Any]:
+    return [
+        (h.is_permanent, h.context_level, getattr(h, "user_hook", None), h.hook.id) for h in handles
+    ]
+
+
+@everywhere
+def test_all_hooks_of_the_model_are_there_and_get_its_hook_points(
+    model: Any, view_of: Any, tokens: torch.Tensor
+) -> None:
+    at_home = tokens.to(model.cfg.device)
+    calls: list[Any] = []
+    add_all_kinds_of_hooks(model, calls)
+    model(at_home, return_type="loss").backward()
+    expected = [call[:2] for call in calls]
+    assert len(expected) == 6
+    calls.clear()
+
+    view = view_of(model)
+    view(at_home, return_type="loss").backward()
+
+    point, own = view.hook_dict[RESIDUAL], model.hook_dict[RESIDUAL]
+    assert [call[:2] for call in calls] == expected
+    assert [call[0] for call in calls if call[2] is not point] == []
+    assert described(point.fwd_hooks) == described(own.fwd_hooks)
+    assert described(point.bwd_hooks) == described(own.bwd_hooks)
+
+    calls.clear()
+    view.reset_hooks()
+    view(at_home)
+    assert [text for text, _, _ in calls] == ["torch's own", "permanent"]
+    calls.clear()
+    model(at_home)
+    assert [call[:2] for call in calls] == expected[:5]
+
+
+def test_a_hook_with_the_model_in_its_closure_has_the_view_there(
+    model: Any, view_of: Any, tokens: torch.Tensor
+) -> None:
+    calls = 0
+    seen: list[Any] = []
+
+    def look(activation: torch.Tensor, hook: Any) -> None:
+        nonlocal calls
+        calls += 1
+        seen.append(model)
+
+    original = model
+    model.add_hook(RESIDUAL, look)
+
+    view = view_of(model)
+    view(tokens.to(model.cfg.device))
+    original(tokens.to(model.cfg.device))
+
+    assert calls == 2
+    assert seen[0] is view
+    assert seen[1] is original
+
+
+def test_modules_in_a_user_s_closure_are_the_user_s(
+    model: Any, view_of: Any, tokens: torch.Tensor
+) -> None:
+    class Probe(nn.Module):
+        calls = 0
+
+        def forward(self, activation: torch.Tensor, hook: Any = None) -> None:
+            self.calls += 1
+
+    probe = Probe()
+    model.add_hook(RESIDUAL, lambda activation, hook: probe(activation))
+    model.add_hook(RESIDUAL, probe)
+
+    view_of(model)(tokens.to(model.cfg.device))
+
+    assert probe.calls == 2
+
+
+# --------------------------------------------------------------------------------------------
+# Restored
+
+
+def change_everything(view: Any) -> None:
+    block, point = view.blocks[1], view.hook_dict[RESIDUAL]
+    add_all_kinds_of_hooks(view, [])
+    block.register_forward_pre_hook(lambda block, args: None)
+    point.ctx["kept"] = torch.ones(3)
+    vars(block)["of a run"] = True
+    block.attn.register_buffer("put_in", torch.ones(2), persistent=False)
+    vars(block.attn)["foo"] = [view]
+    vars(view)["results"] = [1]
+    block.mlp._modules["extra"] = nn.Linear(2, 2)
+    view.train(not view.training)
+    for module in view.blocks[2].mlp.modules():
+        module._parameters.clear()
+    del view.hook_dict["blocks.0.hook_resid_pre"]
+
+
+def state_of(model: Any) -> dict[str, Any]:
+    """What restoring must bring back, by the modules' names."""
+    state: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            known = (
+                list(value.items())
+                if isinstance(value, dict)
+                else list(value)
+                if isinstance(value, (list, set))
+                else value
+            )
+            state[f"{name}: {attribute}"] = known
+    state.pop(": _tl_devicefix_as_made", None)
+    return state
+
+
+@everywhere
+def test_what_a_run_changed_is_gone_when_it_is_restored(
+    model: Any, view_of: Any, tokens: torch.Tensor
+) -> None:
+    at_home = tokens.to(model.cfg.device)
+    expected = model(at_home)
+    of_model = state_of(model)
+    view = view_of(model)
+    made = state_of(view)
+
+    for change in (change_everything, lambda view: view.reset_hooks(), lambda view: None):
+        change(view)
+        restore(view)
+
+        now = state_of(view)
+        assert now.keys() == made.keys()
+        for name, value in made.items():
+            assert type(now[name]) is type(value), name
+            if not isinstance(value, torch.Tensor):
+                assert now[name] is value or now[name] == value, name
+        assert_equal(view(at_home), expected)
+    assert {name: id(type(v)) for name, v in state_of(model).items()} == {
+        name: id(type(v)) for name, v in of_model.items()
+    }
+    assert_equal(model(at_home), expected)
+
+
+def test_hooks_that_the_model_had_are_back_when_it_is_restored(
+    model: Any, view_of: Any, tokens: torch.Tensor
+) -> None:
+    calls: list[Any] = []
+    add_all_kinds_of_hooks(model, calls)
+    model.hook_dict[RESIDUAL].ctx["of the model"] = torch.ones(2)
+    view = view_of(model)
+    view.reset_hooks(including_permanent=True)
+    assert not view.hook_dict[RESIDUAL].ctx
+
+    restore(view)
+    view(tokens.to(model.cfg.device), return_type="loss").backward()
+
+    assert len(calls) == 6
+    assert list(view.hook_dict[RESIDUAL].ctx) == ["of the model"]
+    view.hook_dict[RESIDUAL].fwd_hooks[0].hook.remove()
+    assert len(view.hook_dict[RESIDUAL]._forward_hooks) == 4
+    assert len(model.hook_dict[RESIDUAL]._forward_hooks) == 5
+
+
+def test_restoring_what_is_no_view_is_refused(model: Any) -> None:
+    with pytest.raises(ValueError, match="no view"):
+        restore(model)
+
+
+def test_a_view_of_a_view_and_a_copy_of_one(model: Any, view_of: Any, tokens: torch.Tensor) -> None:
+    at_home = tokens.to(model.cfg.device)
+    view = view_of(model)
+    view.add_hook(RESIDUAL, halve)
+
+    second, copied = view_of(view), copy.deepcopy(view)
+    restore(view)
+
+    expected = model(at_home)
+    halved = model.run_with_hooks(at_home, fwd_hooks=[(RESIDUAL, halve)])
+    assert_equal([view(at_home), second(at_home)], [expected, halved])
+    assert_equal(copied(at_home), halved)
+    with pytest.raises(ValueError, match="no view"):
+        restore(copied)
+
+
+# --------------------------------------------------------------------------------------------
+# On several devices
+
+
+def test_what_is_put_in_by_hand_is_brought_to_its_block(
+    over_devices: Any, machine: Any, view_of: Any, tokens: torch.Tensor
+) -> None:
+    model = over_devices("llama")
+    at_home = tokens.to(model.cfg.device)
+    expected = model(at_home)
+    view = view_of(model)
+
+    def put_in(model: Any) -> nn.Module:
+        module = next(m for m in model.blocks[4].mlp.modules() if m._parameters)
+        name = next(iter(module._parameters))
+        value = module._parameters[name].detach()
+        module._parameters[name] = nn.Parameter((2 * value).to(model.cfg.device))
+        return module
+
+    module = put_in(view)
+    with pytest.warns(UserWarning, match="put in from another device"):
+        doubled = view(at_home)
+
+    assert {p.device for p in module.parameters()} == {model.placement.device_of("blocks.4")}
+    assert not torch.equal(doubled.cpu(), expected.cpu())
+    assert_equal(model(at_home), expected)
+    restore(view)
+    assert_equal(view(at_home), expected)
+
+
+@pytest.mark.parametrize("where", ["with offloaded blocks"])
+def test_a_view_that_is_made_while_a_block_visits(
+    model: Any, view_of: Any, tokens: torch.Tensor
+) -> None:
+    at_home = tokens.to(model.cfg.device)
+    expected = model(at_home)
+    made: list[Any] = []
+
+    def make(activation: torch.Tensor, hook: Any) -> None:
+        if not made:
+            made.append(view_of(model))
+            made.append(made[0](at_home))
+
+    model.run_with_hooks(at_home, fwd_hooks=[("blocks.1.hook_resid_pre", make)])
+
+    view = made[0]
+    assert all(one is other for one, other in zip(view.parameters(), model.parameters()))
+    view.reset_hooks()
+    assert_equal([made[1], view(at_home), model(at_home)], [expected] * 3)
+
+
+def test_a_hook_point_of_a_view_is_its_own(model: Any, view_of: Any) -> None:
+    view = view_of(model)
+
+    points = {id(m) for m in model.modules() if isinstance(m, HookPoint)}
+    assert points
+    assert not points & {id(m) for m in view.modules() if isinstance(m, HookPoint)}
+    for name, point in model.hook_dict.items():
+        assert view.hook_dict[name] is not point
+        assert view.hook_dict[name].name == point.name

@@ -1,0 +1,245 @@
+"""Arguments that make no sense are refused in one sentence, which says what to do instead."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, load_hooked
+from transformers import PreTrainedModel
+
+import tl_devicefix
+from tl_devicefix import plan
+from tl_devicefix.placement.devices import sites_here
+
+QWEN = ARCHITECTURES["qwen2"]
+
+# What is asked, and what the refusal says of it.
+NONSENSE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "more devices than there are": (
+        {"n_devices": 5},
+        ("n_devices=5", "4 (sim:0, sim:1, sim:2, sim:3)", "lower n_devices"),
+    ),
+    "more devices than follow the first": (
+        {"n_devices": 3, "device": "sim:2"},
+        ("n_devices=3", "sim:2", "2 (sim:2, sim:3)", "lower n_devices"),
+    ),
+    "several devices of the CPU": (
+        {"n_devices": 2, "device": "cpu"},
+        ("n_devices=2", "'cpu'", "lower n_devices"),
+    ),
+    "no devices": ({"n_devices": 0}, ("n_devices=0", "at least 1")),
+    "fewer than no devices": ({"n_devices": -1}, ("n_devices=-1", "at least 1")),
+    "a device that does not exist": (
+        {"device": "sim:7"},
+        ("'sim:7'", "4 device(s)", "name one that is there"),
+    ),
+    "a kind of device that does not exist": ({"device": "gpu"}, ("'gpu'", "cuda")),
+    "a device_map to a device that does not exist": (
+        {"device_map": {"": 0, "blocks.3": "sim:7"}},
+        ("'sim:7'", "4 device(s)"),
+    ),
+    "a device_map to a device that holds no values": (
+        {"device_map": {"": 0, "blocks.3": "meta"}},
+        ("'meta'",),
+    ),
+    "a device_map with a component missing": (
+        {"device_map": {"embed": 0, "blocks": 1}},
+        ("ln_final, unembed", "device_map='balanced'"),
+    ),
+    "a device_map with a component invented": (
+        {"device_map": {"": 0, "blocks.5": 1}},
+        ("'blocks.5'", "blocks.0-4"),
+    ),
+    "a device_map that splits a block": (
+        {"device_map": {"": 0, "blocks.1.attn": 1}},
+        ("'blocks.1.attn'", "blocks.0-4"),
+    ),
+    "an empty device_map": ({"device_map": {}}, ("embed, blocks.0-4, ln_final, unembed",)),
+    "a device_map of no known strategy": (
+        {"device_map": "balance"},
+        ("'balance'", "'balanced'", "'sequential'"),
+    ),
+    "both device_map and n_devices": (
+        {"device_map": "balanced", "n_devices": 4},
+        ("device_map='balanced'", "n_devices=4", "leave n_devices out"),
+    ),
+    "a home that device_map contradicts": (
+        {"device_map": {"": 1}, "device": "sim:2"},
+        ("'sim:2'", "sim:1", "leave device out"),
+    ),
+    "max_memory that is too small": (
+        {"n_devices": 2, "max_memory": {0: 1000, 1: "1GiB"}},
+        ("sim:0", "1.0 KiB", "larger max_memory"),
+    ),
+    "max_memory that is too small for a device_map": (
+        {"device_map": {"": 1}, "max_memory": {1: 1000}},
+        ("sim:1", "1.0 KiB", "max_memory"),
+    ),
+    "max_memory that is no size": (
+        {"n_devices": 2, "max_memory": {0: "lots"}},
+        ("max_memory", "lots"),
+    ),
+    "max_memory that is no whole number": (
+        {"n_devices": 2, "max_memory": {0: 1e9}},
+        ("max_memory[0]=1000000000.0", "'20GiB'"),
+    ),
+    "max_memory that is nothing": (
+        {"n_devices": 2, "max_memory": {0: None}},
+        ("max_memory[0]=None", "'20GiB'"),
+    ),
+    "max_memory of a device that does not exist": (
+        {"device_map": "auto", "max_memory": {9: "1GiB"}},
+        ("9", "4 device(s)"),
+    ),
+    "a dtype that does not exist": ({"dtype": "float17"}, ("'float17'", "bfloat16", "float32")),
+    "a dtype that is none": ({"dtype": 16}, ("dtype", "16", "bfloat16")),
+    "a dtype without fractions": ({"dtype": torch.int8}, ("int8", "bfloat16")),
+    "a spread over devices without moving": (
+        {"n_devices": 4, "move_to_device": False},
+        ("move_to_device=False", "4 devices", "leave move_to_device out"),
+    ),
+    "no layers": ({"first_n_layers": 0}, ("first_n_layers=0",)),
+    "more layers than there are": ({"first_n_layers": 9}, ("9 layers", "5", "first_n_layers")),
+    "refactoring with rotary embeddings": (
+        {"refactor_factored_attn_matrices": True},
+        ("refactor_factored_attn_matrices=True", "rotary"),
+    ),
+    "quantising": ({"load_in_4bit": True}, ("load_in_4bit",)),
+}
+
+
+OVER_RANKS = {
+    "4 (sim:0, sim:1, sim:2, sim:3)": "the hosts have 4 (host0/cpu:0",
+    "2 (sim:2, sim:3)": "the hosts have 2 (host",
+    "4 device(s)": "the hosts have 4 (host0/cpu:0",
+}
+"""What the refusal says instead, with `--ranks`."""
+
+
+@pytest.mark.parametrize("case", NONSENSE)
+def test_is_refused(case: str, hf_models: Any, tokenizer: Any, refused: Any) -> None:
+    options, says = NONSENSE[case]
+    if sites_here():
+        says = tuple(OVER_RANKS.get(each, each) for each in says)
+    hf_model = hf_models("qwen2")
+    with refused(*says, error=(ValueError, TypeError), hf_model=hf_model):
+        load_hooked(QWEN, hf_model, tokenizer, **options)
+
+
+@pytest.mark.parametrize(
+    ("misspelt", "meant"),
+    [
+        ("n_device", "n_devices"),
+        ("ndevices", "n_devices"),
+        ("devicemap", "device_map"),
+        ("max_memmory", "max_memory"),
+        ("num_devices", "n_devices"),
+        ("center_unembeds", "center_unembed"),
+    ],
+)
+def test_a_misspelt_argument_is_refused_and_not_swallowed(
+    misspelt: str, meant: str, hf_models: Any, tokenizer: Any, refused: Any
+) -> None:
+    hf_model = hf_models("qwen2")
+    with refused(repr(misspelt), repr(meant), error=TypeError, hf_model=hf_model):
+        load_hooked(QWEN, hf_model, tokenizer, **{misspelt: 4})
+
+
+def test_more_devices_than_one_are_refused_where_there_is_only_the_cpu() -> None:
+    if torch.accelerator.is_available() and torch.accelerator.device_count() > 1:
+        pytest.skip("this machine has several devices")
+    with pytest.raises(ValueError, match=r"tl_devicefix\.simulate") as caught:
+        plan("Llama-2-7b", n_devices=2)
+    assert "\n" not in str(caught.value)
+
+
+def without_values(hf_model: PreTrainedModel, name: str) -> PreTrainedModel:
+    hf_model.get_submodule(name).to("meta")
+    return hf_model
+
+
+@pytest.mark.parametrize(
+    ("module", "says"),
+    [
+        ("", "embed"),
+        ("model.embed_tokens", "embed"),
+        ("model.layers.0.input_layernorm", "blocks.0"),
+        ("model.layers.4.mlp.up_proj", "blocks.4"),
+        ("model.layers.4.self_attn.q_proj", "blocks.4"),
+        ("model.norm", "ln_final"),
+        ("lm_head", "unembed"),
+    ],
+)
+def test_a_model_with_a_tensor_on_the_meta_device(
+    module: str, says: str, hf_models: Any, tokenizer: Any, refused: Any
+) -> None:
+    hf_model = without_values(copy.deepcopy(hf_models("qwen2")), module)
+    with refused(says, "meta device", "load the model with its weights", hf_model=hf_model):
+        load_hooked(QWEN, hf_model, tokenizer, n_devices=4)
+
+
+def test_a_model_of_another_shape_than_its_config(
+    hf_models: Any, tokenizer: Any, refused: Any
+) -> None:
+    hf_model = copy.deepcopy(hf_models("qwen2"))
+    hf_model.model.layers[4].mlp.up_proj = torch.nn.Linear(16, 20, bias=False)
+    with refused("blocks.4.mlp.W_in", "(16, 20)", "(16, 24)", hf_model=hf_model):
+        load_hooked(QWEN, hf_model, tokenizer, n_devices=4)
+
+
+def test_a_model_of_fewer_layers_than_its_config(
+    hf_models: Any, tokenizer: Any, refused: Any
+) -> None:
+    hf_model = copy.deepcopy(hf_models("qwen2"))
+    hf_model.model.layers = hf_model.model.layers[:3]
+    with refused("Qwen2ForCausalLM", "5 blocks", hf_model=hf_model):
+        load_hooked(QWEN, hf_model, tokenizer, n_devices=4)
+
+
+def test_a_model_of_another_architecture_than_the_name(
+    hf_models: Any, tokenizer: Any, refused: Any
+) -> None:
+    hf_model = hf_models("gpt2")
+    with refused("GPT2LMHeadModel", "Qwen2ForCausalLM", hf_model=hf_model):
+        load_hooked(QWEN, hf_model, tokenizer, n_devices=4)
+
+
+def test_a_model_without_one_of_its_modules(hf_models: Any, tokenizer: Any, refused: Any) -> None:
+    hf_model = copy.deepcopy(hf_models("qwen2"))
+    del hf_model.model.layers[4].mlp.up_proj
+    with refused("up_proj", "Qwen2", error=(ValueError, AttributeError), hf_model=hf_model):
+        load_hooked(QWEN, hf_model, tokenizer, n_devices=4)
+
+
+def test_a_model_that_is_none(tokenizer: Any, refused: Any) -> None:
+    with refused("hf_model", "Linear", "config"):
+        load_hooked(QWEN, torch.nn.Linear(2, 2), tokenizer, n_devices=4)  # type: ignore[arg-type]
+
+
+def test_running_out_of_memory_midway_gives_all_of_it_back(
+    hf_models: Any,
+    tokenizer: Any,
+    machine: Any,
+    refused: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hf_model = hf_models("qwen2")
+    # As if someone else took the last device's memory after the plan.
+    monkeypatch.setattr(machine, "mem_get_info", lambda device: (2**36, 2**36))
+    machine._capacities[3] = 1000
+    with refused("sim", "1000 bytes", error=torch.OutOfMemoryError, hf_model=hf_model):
+        load_hooked(QWEN, hf_model, tokenizer, n_devices=4)
+    assert machine.max_memory_allocated(0) > 0
+
+
+def test_after_a_refusal_the_same_call_put_right_succeeds(
+    hf_models: Any, tokenizer: Any, refused: Any
+) -> None:
+    with refused("n_devices=5"):
+        load_hooked(QWEN, hf_models("qwen2"), tokenizer, n_devices=5)
+    model = load_hooked(QWEN, hf_models("qwen2"), tokenizer, n_devices=4)
+    assert len(model.placement.devices) == 4
+    assert tl_devicefix.patches.is_enabled()

@@ -1,0 +1,185 @@
+"""Components of different devices are loaded at once; those of one device one after the other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, load_hooked
+from transformer_lens import HookedTransformer
+
+from tl_devicefix.checkpoints.huggingface import HuggingFaceSource
+from tl_devicefix.hooked_transformer import filling
+
+SOON = 30.0  # seconds, within which threads that run at once have met
+
+
+@pytest.fixture
+def load(hf_models: Any, tokenizer: Any, machine: Any) -> Callable[..., HookedTransformer]:
+    """`load("gpt2")`, over four devices."""
+
+    def load(name: str = "gpt2", dtype: Any = torch.float32, **options: Any) -> Any:
+        options = {"n_devices": 4, **options}
+        hf_model = hf_models(name, dtype)
+        return load_hooked(ARCHITECTURES[name], hf_model, tokenizer, dtype=dtype, **options)
+
+    return load
+
+
+Meanwhile = Callable[[str, torch.device], Any]
+
+
+@pytest.fixture
+def while_reading(monkeypatch: pytest.MonkeyPatch) -> Callable[[Meanwhile], None]:
+    """`while_reading(meanwhile)`: have this called whenever a unit is read."""
+    read = HuggingFaceSource.read
+
+    def have(meanwhile: Meanwhile) -> None:
+        def reading(self: Any, unit: str, device: torch.device) -> Any:
+            meanwhile(unit, device)
+            return read(self, unit, device)
+
+        monkeypatch.setattr(HuggingFaceSource, "read", reading)
+
+    return have
+
+
+def one_after_the_other(do: Any, units: Any, devices: Any, done: Any) -> None:
+    for unit in units:
+        do(unit)
+        done()
+
+
+def test_all_devices_are_read_for_at_once(load: Any, while_reading: Any) -> None:
+    together = threading.Barrier(4)
+    waited_for = set()
+
+    def wait_for_the_others(unit: str, device: torch.device) -> None:
+        if device not in waited_for:
+            waited_for.add(device)
+            together.wait(SOON)
+
+    while_reading(wait_for_the_others)
+    load()
+
+    assert len(waited_for) == 4
+
+
+@pytest.fixture
+def most_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[torch.device, int]]:
+    """How many components of each device were read or folded at a time, at most."""
+    now: dict[torch.device, int] = {}
+    most: dict[torch.device, int] = {}
+    fill_one = filling._fill_one
+
+    def watched(model: Any, source: Any, placement: Any, *rest: Any) -> None:
+        device = placement.device_of(rest[-1])
+        now[device] = now.get(device, 0) + 1
+        most[device] = max(most.get(device, 0), now[device])
+        fill_one(model, source, placement, *rest)
+        now[device] -= 1
+
+    monkeypatch.setattr(filling, "_fill_one", watched)
+    return most
+
+
+@pytest.mark.parametrize("options", [{}, {"max_memory": {0: "30KB", 1: "30KB", "cpu": "1GB"}}])
+def test_a_device_has_one_component_at_a_time(
+    options: dict[str, Any], load: Any, most_at_once: dict[torch.device, int]
+) -> None:
+    model = load(**options, n_devices=4 if not options else None)
+
+    assert any(component.offloaded for component in model.placement.components) == bool(options)
+    assert most_at_once == dict.fromkeys(model.placement.devices, 1)
+
+
+def test_what_computes_weights_is_read_one_at_a_time_by_the_caller(
+    load: Any, while_reading: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_by: list[threading.Thread] = []
+    there = HuggingFaceSource.__init__
+
+    def computing(self: Any, *args: Any) -> None:
+        there(self, *args)
+        self.computes = True
+
+    monkeypatch.setattr(HuggingFaceSource, "__init__", computing)
+    while_reading(lambda *_: read_by.append(threading.current_thread()))
+    load()
+
+    assert set(read_by) == {threading.current_thread()}
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["gpt2", "gemma-2", "qwen2", "bloom"])
+def test_the_weights_are_bit_for_bit_those_of_one_after_the_other(
+    name: str, dtype: torch.dtype, load: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    max_in_flight = load(name, dtype).state_dict()
+
+    monkeypatch.setattr(filling, "each_on_its_device", one_after_the_other)
+    expected = load(name, dtype).state_dict()
+
+    assert max_in_flight.keys() == expected.keys()
+    for name, tensor in max_in_flight.items():
+        assert torch.equal(tensor.cpu(), expected[name].cpu()), name
+
+
+def test_the_first_component_that_fails_is_told_of_though_a_later_one_fails_before(
+    load: Any, while_reading: Any, machine: Any
+) -> None:
+    later_one_has_failed = threading.Event()
+
+    def fail(unit: str, device: torch.device) -> None:
+        if unit == "unembed":
+            later_one_has_failed.set()
+            raise ValueError("unembed cannot be read")
+        if unit == "blocks.1":
+            assert later_one_has_failed.wait(SOON)
+            raise ValueError("blocks.1 cannot be read")
+
+    while_reading(fail)
+    with pytest.raises(ValueError, match=r"blocks\.1 cannot be read") as caught:
+        load(n_devices=None, device_map={"": 0, "blocks.1": 1, "unembed": 3})
+
+    assert [machine.memory_allocated(index) for index in range(4)] == [0] * 4
+    assert caught.value is not None
+
+
+class Bar:
+    """A progress bar, and the threads in which it was moved."""
+
+    def __init__(self, total: int, desc: str) -> None:
+        self.total, self.moved_in = total, list[threading.Thread]()
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def update(self) -> None:
+        self.moved_in.append(threading.current_thread())
+
+
+@pytest.mark.parametrize("options", [{}, {"n_devices": 1}, {"n_devices": 1, "device": "cpu"}])
+def test_the_bar_moves_once_a_component_by_the_caller(
+    options: dict[str, Any], load: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bars: list[Bar] = []
+    monkeypatch.setattr(
+        filling.hf_logging, "tqdm", lambda **given: bars.append(Bar(**given)) or bars[-1]
+    )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)  # of which the CPU loads as many at once
+    try:
+        load(**options)
+    finally:
+        torch.set_num_threads(threads)
+
+    (bar,) = (each for each in bars if each.moved_in)
+    assert bar.moved_in == [threading.current_thread()] * bar.total

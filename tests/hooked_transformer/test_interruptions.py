@@ -1,0 +1,433 @@
+"""A load that fails or is interrupted, wherever it is, leaves everything as it was before.
+
+The error is kept while the devices are measured, as a notebook keeps the last one: nothing here
+empties its frames.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import transformer_lens.loading_from_pretrained as tl_loading
+from architectures import ARCHITECTURES, load_hooked
+from torch import nn
+from transformer_lens import HookedTransformer
+
+import tl_devicefix
+from tl_devicefix.simulation.machine import Machine
+from tl_devicefix.weight_processing import slices
+
+pytestmark = pytest.mark.usefixtures("hub")  # so that nothing is fetched
+
+FORMS = ("checkpoint", "hf_model")
+ERRORS: dict[str, Callable[[], BaseException]] = {
+    "RuntimeError": lambda: RuntimeError("stop here"),
+    "KeyboardInterrupt": lambda: KeyboardInterrupt(),
+    "OutOfMemoryError": lambda: torch.OutOfMemoryError("Tried to allocate 1.00 GiB."),
+}
+PACKAGE = Path(tl_devicefix.__file__).parent
+TL_MODEL = sys.modules[HookedTransformer.__module__]
+
+
+@pytest.fixture
+def n_devices() -> int:
+    return 3
+
+
+@pytest.fixture(params=FORMS)
+def load(
+    request: pytest.FixtureRequest, hf_models: Any, checkpoints: Any, tokenizer: Any
+) -> Callable[..., HookedTransformer]:
+    """`load(n_devices=2)`: a tiny GPT-2, by default over three devices."""
+
+    def load(**options: Any) -> HookedTransformer:
+        options = {"n_devices": 3, **options}
+        with redirect_stdout(io.StringIO()):
+            if request.param == "checkpoint":
+                return HookedTransformer.from_pretrained(checkpoints("gpt2"), **options)
+            return load_hooked(ARCHITECTURES["gpt2"], hf_models("gpt2"), tokenizer, **options)
+
+    return load
+
+
+def settled_threads() -> list[threading.Thread]:
+    """The threads there are, once those that an interruption has left to end have ended."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("ThreadPoolExecutor"):
+            thread.join(timeout=5)
+    return threading.enumerate()
+
+
+class AsBefore:
+    """What must be as it was: the devices' memory, the user's model, and what is replaced where."""
+
+    def __init__(self, machine: Machine, unchanged: Any) -> None:
+        self._machine = machine
+        self._unchanged = unchanged
+        self._memory = self._memory_now()
+        self._objects = self._objects_now()
+        self._modes = self._modes_now()
+
+    def _memory_now(self) -> list[int]:
+        return [self._machine.memory_allocated(device) for device in self._machine.devices]
+
+    @staticmethod
+    def _objects_now() -> dict[tuple[str, str], Any]:
+        """Everything in the classes and modules in which something may be replaced for a moment."""
+        places = (HookedTransformer, nn.Module, nn.Linear, tl_loading, TL_MODEL)
+        return {(place.__name__, name): value for place in places for name, value in _vars(place)}
+
+    @staticmethod
+    def _modes_now() -> tuple[Any, ...]:
+        return (
+            torch.is_grad_enabled(),
+            torch.get_default_dtype(),
+            torch.get_num_threads(),
+            tl_devicefix.patches.is_enabled(),
+            [thread for thread in settled_threads() if type(thread).__name__ != "TMonitor"],
+        )  # tqdm keeps a monitor from its first bar on
+
+    def assert_is(self) -> None:
+        # The model's memory first: this must not depend on what else is done here.
+        assert self._memory_now() == self._memory
+        objects = self._objects_now()
+        assert objects.keys() == self._objects.keys()
+        replaced = [key for key, value in objects.items() if value is not self._objects[key]]
+        assert replaced == []
+        assert self._modes_now() == self._modes
+        self._unchanged.assert_unchanged()
+
+
+def _vars(place: Any) -> list[tuple[str, Any]]:
+    return [(name, value) for name, value in vars(place).items() if name != "__builtins__"]
+
+
+@pytest.fixture
+def as_before(machine: Machine, snapshot: Any, hf_models: Any, checkpoints: Any) -> AsBefore:
+    checkpoints("gpt2")  # saving changes the model's config
+    return AsBefore(machine, snapshot(hf_models("gpt2")))
+
+
+def assert_the_next_load_is_right(load: Any, references: Any) -> None:
+    model = load()
+    expected = references("gpt2")
+    assert [str(device) for device in model.placement.devices] == ["sim:0", "sim:1", "sim:2"]
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(
+            parameter.detach().cpu(), expected.get_parameter(name).detach(), rtol=1e-5, atol=1e-5
+        )
+
+
+# --------------------------------------------------------------------------------------------
+# At each stage
+
+
+STAGES: dict[str, tuple[str, int]] = {
+    "the config": ("tl_devicefix.hooked_transformer.loading.model_config", 1),
+    "the plan": ("tl_devicefix.hooked_transformer.loading.decide_fitting", 1),
+    "opening the source": ("tl_devicefix.checkpoints.huggingface.HuggingFaceSource.__init__", 1),
+    "constructing the third block": ("transformer_lens.components.TransformerBlock.__init__", 3),
+    "finishing the empty model": ("transformer_lens.HookedTransformer.setup", 1),
+    "reading the first component": (
+        "tl_devicefix.checkpoints.huggingface.HuggingFaceSource.read",
+        1,
+    ),
+    "reading the last component": (
+        "tl_devicefix.checkpoints.huggingface.HuggingFaceSource.read",
+        8,
+    ),
+    "folding the second slice": ("tl_devicefix.hooked_transformer.units.process_component", 2),
+    "folding the last slice": ("tl_devicefix.hooked_transformer.units.process_component", 13),
+    "writing the first weight": ("tl_devicefix.hooked_transformer.units.write", 1),
+    "writing the thirtieth weight": ("tl_devicefix.hooked_transformer.units.write", 30),
+    "placing the buffers": ("tl_devicefix.hooked_transformer.shared_buffers.Counter", 2),
+    "aligning the model": ("tl_devicefix.hooked_transformer.moving.settle", 1),
+    "the last check": ("tl_devicefix.hooked_transformer.loading.check_placed", 1),
+}
+"""What to interrupt: a function, and which of its calls."""
+
+
+@contextmanager
+def stopped_at(stage: str, stop: Callable[[], Any]) -> Iterator[list[int]]:
+    """Within it, `stop` is called when a call of a stage's function has done what it does.
+
+    Yields a list that has the number of calls.
+    """
+    target, which = STAGES[stage]
+    path, _, name = target.rpartition(".")
+    owner: Any = resolve(path)
+    there, calls, counting = getattr(owner, name), [0], threading.Lock()
+
+    def stopping(*args: Any, **kwargs: Any) -> Any:
+        result = there(*args, **kwargs)
+        with counting:
+            calls[0] += 1
+            is_it = calls[0] == which
+        if is_it:
+            stop()
+        return result
+
+    with mock.patch.object(owner, name, stopping):
+        yield calls
+
+
+def resolve(path: str) -> Any:
+    """The module or class of this name."""
+    if path == "transformer_lens.HookedTransformer":  # there is a module of this name too
+        return HookedTransformer
+    if path in sys.modules:
+        return sys.modules[path]
+    module, _, name = path.rpartition(".")
+    return getattr(sys.modules[module], name)
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def stop() -> None:
+        raise error
+
+    return stop
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("kind", ERRORS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_error_at_any_stage_leaves_nothing_behind(
+    stage: str, kind: str, load: Any, as_before: AsBefore, references: Any
+) -> None:
+    error = ERRORS[kind]()
+
+    with stopped_at(stage, raising(error)) as calls, pytest.raises(type(error)) as caught:
+        load()
+
+    assert calls[0] >= STAGES[stage][1]  # workers of other devices finish what they have begun
+    as_before.assert_is()
+    assert caught.value is not None  # it is alive, with all of its traceback
+    assert_the_next_load_is_right(load, references)
+
+
+@pytest.mark.parametrize("stage", ["finishing the empty model", "folding the second slice"])
+def test_a_signal_at_a_stage_is_a_keyboard_interrupt_and_leaves_nothing_behind(
+    stage: str, load: Any, as_before: AsBefore, references: Any
+) -> None:
+    if threading.current_thread() is not threading.main_thread():
+        pytest.skip("signals are handled in the main thread")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with (
+            stopped_at(stage, lambda: signal.raise_signal(signal.SIGINT)),
+            pytest.raises(KeyboardInterrupt) as caught,
+        ):
+            load()
+        as_before.assert_is()
+        assert caught.value is not None
+        assert_the_next_load_is_right(load, references)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_an_error_that_the_caller_handles_meanwhile_keeps_its_frames(
+    load: Any, machine: Machine
+) -> None:
+    def look() -> None:
+        looked_at = "here"
+        raise KeyError(looked_at)
+
+    try:
+        look()
+    except KeyError as error:
+        with (
+            stopped_at("the plan", raising(RuntimeError("stop here"))),
+            pytest.raises(RuntimeError, match="stop here"),
+        ):
+            load()
+        innermost = inspect.getinnerframes(error.__traceback__)[-1].frame
+    assert innermost.f_locals == {"looked_at": "here"}
+
+
+# --------------------------------------------------------------------------------------------
+# Anywhere
+
+N_POINTS = 15
+
+
+class StopAtCall:
+    """A profiler that raises at the n-th call of a function of this package; 0 only counts."""
+
+    def __init__(self, which: int = 0, error: BaseException | None = None) -> None:
+        self.count = 0
+        self._which = which
+        self._error = error
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        # An error on the way into a generator would not be seen by its own `finally`.
+        if event != "call" or frame.f_code.co_flags & inspect.CO_GENERATOR:
+            return
+        file = Path(frame.f_code.co_filename)
+        if not file.is_relative_to(PACKAGE) or "simulation" in file.parts:
+            return
+        self.count += 1
+        if self.count == self._which:
+            sys.setprofile(None)
+            assert self._error is not None
+            raise self._error
+
+
+@contextmanager
+def profiled(profiler: StopAtCall) -> Iterator[None]:
+    before = sys.getprofile()
+    sys.setprofile(profiler)
+    threading.setprofile(profiler)  # in threads that begin meanwhile
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+        threading.setprofile(before)
+
+
+@pytest.fixture(scope="module")
+def calls_of_a_load() -> dict[Any, int]:
+    """How many calls there are, by what is loaded; found out once."""
+    return {}
+
+
+BETWEEN = pytest.mark.full("points before and after it run by default")
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize(
+    "point",
+    [pytest.param(n, marks=[] if n % 4 == 1 else [BETWEEN]) for n in range(N_POINTS)],
+)
+def test_an_error_in_any_call_leaves_nothing_behind(
+    point: int,
+    load: Any,
+    as_before: AsBefore,
+    calls_of_a_load: dict[Any, int],
+    request: pytest.FixtureRequest,
+) -> None:
+    form = request.node.callspec.params["load"]
+    if form not in calls_of_a_load:
+        with profiled(counting := StopAtCall()):
+            load()
+        calls_of_a_load[form] = counting.count
+    n_calls = calls_of_a_load[form]
+    assert n_calls > 1000
+    error = list(ERRORS.values())[point % len(ERRORS)]()
+    which = 1 + (2 * point + 1) * n_calls // (2 * N_POINTS)
+
+    with pytest.raises(type(error)) as caught, profiled(StopAtCall(which, error)):
+        load()
+
+    as_before.assert_is()
+    assert caught.value is not None
+
+
+# --------------------------------------------------------------------------------------------
+# Out of memory
+
+
+def advice(message: str) -> dict[str, Any]:
+    """The arguments that a message says would fit."""
+    found = re.search(r"((?:\w+='?[\w:]+'?, )*\w+='?[\w:]+'?) would fit", message)
+    assert found is not None, message
+    return {
+        name: int(value) if value.isdigit() else value.strip("'")
+        for name, value in (each.split("=") for each in found[1].split(", "))
+    }
+
+
+@pytest.fixture
+def needed(load_checkpoint: Any) -> Callable[..., list[int]]:
+    """`needed(n_devices=2)`: the bytes that the tiny GPT-2 needs on each of its devices."""
+
+    def needed(**options: Any) -> list[int]:
+        with tl_devicefix.simulate(4):
+            placement = load_checkpoint(**options).placement
+            return [placement.bytes_on(device) for device in placement.devices]
+
+    return needed
+
+
+@pytest.fixture
+def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices that are as small to this model as those of a GPU are to a real one."""
+    monkeypatch.setattr(slices, "ELEMENTS_ON_DEVICE", 256)
+
+
+@pytest.fixture
+def load_checkpoint(checkpoints: Any, small_slices: None) -> Callable[..., HookedTransformer]:
+    """`load_checkpoint(n_devices=2)`: the tiny GPT-2, on as many devices."""
+
+    def load_checkpoint(**options: Any) -> HookedTransformer:
+        with redirect_stdout(io.StringIO()):
+            return HookedTransformer.from_pretrained(checkpoints("gpt2"), **options)
+
+    return load_checkpoint
+
+
+@pytest.mark.parametrize(
+    ("asked", "share", "advised"),
+    [
+        ({}, {"n_devices": 2}, {"n_devices": 2}),
+        ({"n_devices": 2}, {"n_devices": 3}, {"n_devices": 3}),
+        ({"n_devices": 4}, {"n_devices": 4, "dtype": "bfloat16"}, {"dtype": "bfloat16"}),
+    ],
+    ids=["more devices", "yet more devices", "16 bits"],
+)
+def test_what_a_refused_plan_advises_is_planned_and_loads(
+    asked: dict[str, Any],
+    share: dict[str, Any],
+    advised: dict[str, Any],
+    needed: Any,
+    load_checkpoint: Any,
+) -> None:
+    """Each device has what `share` needs at most, and some room to work in."""
+    with tl_devicefix.simulate(4, memory=int(max(needed(**share)) * 1.25)):
+        with pytest.raises(ValueError, match="would fit") as refused:
+            load_checkpoint(**asked)
+
+        options = advice(str(refused.value))
+        assert advised.items() <= options.items()
+        assert load_checkpoint(**options).placement.devices[0] == torch.device("sim:0")
+
+
+def test_running_out_of_memory_says_what_was_there_and_what_would_fit(
+    needed: Any, load_checkpoint: Any
+) -> None:
+    first, second = needed(n_devices=2)
+    hogs = []
+
+    def take_memory_after_the_plan() -> None:
+        hogs.append(torch.empty(second, dtype=torch.uint8, device="sim:1"))
+
+    with tl_devicefix.simulate(4, memory=int(max(first, second) * 1.5)) as machine:
+        with (
+            stopped_at("the plan", take_memory_after_the_plan),
+            pytest.raises(torch.OutOfMemoryError) as caught,
+        ):
+            load_checkpoint(n_devices=2)
+
+        message = str(caught.value)
+        there, planned = re.search(  # type: ignore[union-attr]
+            r"sim:1.* ran out of memory while blocks\.\d was brought there: ([\d.]+) KiB of the "
+            r"([\d.]+) KiB planned for it were there",
+            message,
+        ).groups()
+        assert 0 < float(there) < float(planned) == pytest.approx(second / 2**10, abs=0.1)
+        assert "requested" in message or "allocate" in message
+        assert [machine.memory_allocated(device) for device in (0, 1)] == [0, second]
+        model = load_checkpoint(**advice(message))
+        assert machine.memory_allocated(1) - second == model.placement.bytes_on("sim:1")

@@ -1,0 +1,97 @@
+"""Saving a loaded model as safetensors, as the docs say it, and loading it again."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, load_model, save_file, save_model
+
+import tl_devicefix
+from tl_devicefix.monkeypatch.versions import has_hooked_transformer
+
+if not has_hooked_transformer():
+    pytest.skip("this TransformerLens has no HookedTransformer", allow_module_level=True)
+
+from architectures import ALL_ARCHITECTURES, load_hooked
+from transformer_lens import HookedTransformer
+
+NAMES = ("llama", "gpt2", "gpt-neo")  # the last has global and local attention in turn
+
+
+@pytest.fixture
+def model(name: str, where: dict[str, Any], hf_models: Any, tokenizer: Any) -> Any:
+    simulated = tl_devicefix.simulate(4) if "n_devices" in where else contextlib.nullcontext()
+    with simulated:
+        yield load_hooked(ALL_ARCHITECTURES[name], hf_models(name), tokenizer, **where)
+
+
+def advice() -> str:
+    """The lines on safetensors of `help(HookedTransformer.from_pretrained)`."""
+    lines = textwrap.dedent(HookedTransformer.from_pretrained.__doc__ or "").splitlines()
+    told = [line for line in lines if "copied" in line]
+    assert len(told) == 2
+    return textwrap.dedent("\n".join(told))
+
+
+def same(file: Path, model: Any, tokens: torch.Tensor, strict: bool = True) -> None:
+    """Check that TransformerLens alone, given this file, computes what the model does."""
+    cfg = copy.deepcopy(model.cfg)
+    cfg.tokenizer_name, cfg.device, cfg.n_devices = None, "cpu", 1
+    with tl_devicefix.disabled(), torch.no_grad():
+        loaded = HookedTransformer(cfg)
+        left_out, unknown = loaded.load_state_dict(load_file(file), strict=strict)
+        assert not unknown
+        assert not {each.rpartition(".")[2] for each in left_out} - {
+            *("mask", "IGNORE", "rotary_sin", "rotary_cos")
+        }
+        expected = loaded(tokens)
+    torch.testing.assert_close(model(tokens).cpu(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("where", [{"device": "cpu"}, {"n_devices": 4}], ids=str)
+def test_what_the_docs_advise_saves_every_tensor(
+    model: Any, tokens: torch.Tensor, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.safetensors"
+    exec(advice(), {"torch": torch, "save_file": save_file, "model": model, "path": path})
+    state_dict, loaded = model.state_dict(), load_file(path)
+    assert set(loaded) == set(state_dict)
+    assert all(torch.equal(loaded[key], state_dict[key].cpu()) for key in loaded)
+    with torch.no_grad():
+        same(path, model, tokens)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("where", [{"device": "cpu"}, {"n_devices": 4}], ids=str)
+def test_safetensors_save_model_leaves_out_what_is_shared(
+    model: Any, tokens: torch.Tensor, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.safetensors"
+    save_model(model, str(path))
+    expected = model(tokens)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert load_model(model, path) == (set(), [])
+    assert torch.equal(model(tokens), expected)
+    with torch.no_grad():
+        same(path, model, tokens, strict=False)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("where", [{"device": "cpu"}, {"n_devices": 4}], ids=str)
+def test_a_state_dict_is_of_the_models_own_tensors(model: Any) -> None:
+    """So it takes no memory, and changing it changes the model, as torch has it."""
+    with torch.no_grad():
+        for key, value in model.state_dict().items():
+            if value.is_floating_point() and value.numel():
+                value.fill_(0.5)
+                assert (model.state_dict()[key] == 0.5).all()
+    assert all((parameter == 0.5).all() for parameter in model.parameters())

@@ -1,0 +1,380 @@
+"""Applying the patches changes what `report()` lists and nothing else; restoring undoes it all."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import pydoc
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.version import Version
+from tl_parts import MODEL_CLASS, changed, ours, parts_of_transformer_lens
+
+import tl_devicefix
+from tl_devicefix.monkeypatch import applying
+from tl_devicefix.monkeypatch.applying import is_enabled
+from tl_devicefix.monkeypatch.patch import Patch
+from tl_devicefix.monkeypatch.targets import class_named
+from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer, installed
+from tl_devicefix.patches import table
+
+FUNCTION = "get_device_for_block_index"
+LOADER = "from_pretrained" if has_hooked_transformer() else "boot_transformers"
+PROCESSING = "center_unembed" if has_hooked_transformer() else "process_weights"
+
+of_hooked_transformer = pytest.mark.skipif(
+    not has_hooked_transformer(), reason="this TransformerLens has no HookedTransformer"
+)
+
+
+@pytest.fixture(autouse=True)
+def applied_again() -> Iterator[None]:
+    """Whatever a test does, the patches are applied after it."""
+    yield
+    tl_devicefix.enable()
+
+
+def listed(capsys: pytest.CaptureFixture[str]) -> set[str]:
+    """The targets in the table that `report()` prints."""
+    capsys.readouterr()
+    tl_devicefix.report()
+    _, header, *rows = capsys.readouterr().out.splitlines()
+    assert header.split() == ["target", "TL", "versions", "why"]
+    return {row.split()[0] for row in rows}
+
+
+def test_restore_puts_back_the_very_objects_that_were_there() -> None:
+    with tl_devicefix.disabled():
+        original = parts_of_transformer_lens()
+    assert ours(original) == set()
+    tl_devicefix.disable()
+    assert changed(original, parts_of_transformer_lens()) == set()
+    tl_devicefix.enable()
+    assert changed(original, parts_of_transformer_lens()) != set()
+    tl_devicefix.disable()
+    assert changed(original, parts_of_transformer_lens()) == set()
+
+
+def test_what_changes_is_what_report_lists_and_nothing_else(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    patched = parts_of_transformer_lens()
+    with tl_devicefix.disabled():
+        differences = changed(parts_of_transformer_lens(), patched)
+
+    # "transformer_lens.HookedTransformer:HookedTransformer.to" -> "HookedTransformer.to"
+    assert {path.partition(":")[2] for path in differences} == listed(capsys)
+    assert f"{MODEL_CLASS.__name__}.{LOADER}" in listed(capsys)
+    assert ours(patched) <= differences
+
+
+@of_hooked_transformer
+def test_every_module_asks_the_same_function_where_a_block_is() -> None:
+    def functions() -> dict[str, Any]:
+        return {
+            path: part
+            for path, part in parts_of_transformer_lens().items()
+            if path.endswith(f":{FUNCTION}")
+        }
+
+    patched = functions()
+    assert len(patched) > 1
+    assert len(set(map(id, patched.values()))) == 1
+    with tl_devicefix.disabled():
+        assert functions().keys() == patched.keys()
+        assert len(set(map(id, functions().values()))) == 1
+        assert not set(map(id, functions().values())) & set(map(id, patched.values()))
+
+
+def test_twice_is_once() -> None:
+    once = parts_of_transformer_lens()
+    tl_devicefix.enable()
+    importlib.reload(tl_devicefix)
+    assert changed(once, parts_of_transformer_lens()) == set()
+
+    tl_devicefix.disable()
+    original = parts_of_transformer_lens()
+    tl_devicefix.disable()
+    assert changed(original, parts_of_transformer_lens()) == set()
+
+
+def test_patched_applies_within_its_block_only() -> None:
+    tl_devicefix.disable()
+    with tl_devicefix.enabled():
+        assert is_enabled()
+        with tl_devicefix.enabled():
+            pass
+        assert is_enabled()
+    assert not is_enabled()
+
+
+def test_unpatched_restores_within_its_block_only() -> None:
+    with tl_devicefix.disabled():
+        assert not is_enabled()
+        with tl_devicefix.disabled(), tl_devicefix.enabled():
+            assert is_enabled()
+        assert not is_enabled()
+    assert is_enabled()
+
+
+@pytest.mark.parametrize("start", ["enable", "disable"])
+@pytest.mark.parametrize("block", ["enabled", "disabled"])
+def test_after_an_error_in_the_block_it_is_as_before(start: str, block: str) -> None:
+    tl_devicefix.disable()
+    original = parts_of_transformer_lens()
+    getattr(tl_devicefix, start)()
+    with pytest.raises(KeyboardInterrupt), getattr(tl_devicefix, block)():
+        raise KeyboardInterrupt
+
+    assert is_enabled() == (start == "enable")
+    tl_devicefix.disable()
+    assert changed(original, parts_of_transformer_lens()) == set()
+
+
+def test_an_import_that_is_disabled_applies_nothing_but_apply_still_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tl_devicefix.disable()
+    monkeypatch.setenv("TL_DEVICEFIX_DISABLE", "1")
+    importlib.reload(tl_devicefix)
+    assert not is_enabled()
+    tl_devicefix.enable()
+    assert is_enabled()
+    assert getattr(MODEL_CLASS, LOADER).__module__ != MODEL_CLASS.__module__
+
+
+def test_what_another_library_put_there_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    tl_devicefix.disable()
+    original = getattr(MODEL_CLASS, PROCESSING)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(MODEL_CLASS, PROCESSING, wrapped)
+    with tl_devicefix.enabled():
+        assert getattr(MODEL_CLASS, PROCESSING) is not wrapped
+    assert getattr(MODEL_CLASS, PROCESSING) is wrapped
+
+
+def test_report_says_whether_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    tl_devicefix.report()
+    applied = capsys.readouterr().out
+    with tl_devicefix.disabled():
+        tl_devicefix.report()
+        not_applied = capsys.readouterr().out
+
+    first, header, *rows = applied.splitlines()
+    assert first.endswith(": applied")
+    assert not_applied.splitlines() == [first.replace(": applied", ": not applied"), header, *rows]
+    assert any(row.startswith(f"{MODEL_CLASS.__name__}.{LOADER} ") for row in rows)
+    start_of_why = header.index("why")
+    assert all(len(row) > start_of_why + 10 for row in rows)
+
+
+@of_hooked_transformer
+def test_help_shows_what_is_new_after_what_was_there() -> None:
+    parameters = inspect.signature(MODEL_CLASS.from_pretrained).parameters
+    with tl_devicefix.disabled():
+        original = inspect.signature(MODEL_CLASS.from_pretrained).parameters
+        documentation = MODEL_CLASS.from_pretrained.__doc__
+
+    new = {name: parameters[name] for name in parameters if name not in original}
+    assert list(new) == ["device_map", "max_memory", "attn_implementation"]
+    assert all(p.kind is p.KEYWORD_ONLY and p.default is None for p in new.values())
+    assert [p for name, p in parameters.items() if name not in new] == list(original.values())
+    shown = pydoc.plain(pydoc.render_doc(MODEL_CLASS.from_pretrained))
+    assert "device_map" in shown
+    assert "max_memory" in shown
+    assert str(documentation).strip().splitlines()[0] in shown
+
+
+@of_hooked_transformer
+def test_a_subclass_from_before_is_patched_and_restored_with_its_base() -> None:
+    class Mine(MODEL_CLASS):
+        pass
+
+    assert "device_map" in inspect.signature(Mine.from_pretrained).parameters
+    assert Mine.from_pretrained.__self__ is Mine
+    with tl_devicefix.disabled():
+        assert "device_map" not in inspect.signature(Mine.from_pretrained).parameters
+    assert not {"from_pretrained", "to"} & vars(Mine).keys()
+
+
+def test_transformer_lens_own_weight_processing_stays_as_it_was() -> None:
+    """HookedTransformer and TransformerBridge share it, and neither is to change for the other."""
+    if not importlib.util.find_spec("transformer_lens.weight_processing"):
+        pytest.skip("this TransformerLens has no ProcessWeights")
+    importlib.import_module("transformer_lens.model_bridge")
+    patched = parts_of_transformer_lens()
+    processing = {path for path in patched if "ProcessWeights." in path}
+    assert len(processing) > 10
+    with tl_devicefix.disabled():
+        differences = changed(parts_of_transformer_lens(), patched)
+    assert not differences & processing
+
+
+@pytest.mark.skipif(
+    installed() < Version("3.0") or has_bridge(), reason="its TransformerBridge is patched, or none"
+)
+def test_a_transformer_bridge_that_is_not_known_stays_as_it_was() -> None:
+    importlib.import_module("transformer_lens.model_bridge")
+    patched = parts_of_transformer_lens()
+    bridge = {path for path in patched if "TransformerBridge." in path}
+    assert len(bridge) > 10
+    with tl_devicefix.disabled():
+        differences = changed(parts_of_transformer_lens(), patched)
+    assert not differences & bridge
+
+
+FORWARDS = [patch for patch in table() if patch.name == "forward"]
+
+
+@pytest.mark.parametrize("patch", FORWARDS, ids=lambda patch: patch.target)
+def test_tools_see_the_installed_forward_through_its_replacement(patch: Patch) -> None:
+    """nnsight looks through a wrapper that calls one function of its closure, by name."""
+    cls = class_named(str(patch.owner))
+    with tl_devicefix.disabled():
+        installed_forward = vars(cls)["forward"]
+
+    forward = vars(cls)["forward"]
+    cells = zip(forward.__code__.co_freevars, forward.__closure__)
+    functions = {
+        name: cell.cell_contents
+        for name, cell in cells
+        if isinstance(cell.cell_contents, types.FunctionType)
+    }
+    (name,) = functions
+    assert functions[name] is installed_forward
+    assert f"{name}(" in inspect.getsource(forward.__code__)
+    assert inspect.signature(forward) == inspect.signature(installed_forward)
+
+
+def test_a_method_kept_from_before_restoring_does_what_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tl_devicefix.disable()
+    stub = functools.wraps(MODEL_CLASS.forward)(lambda *args: ("installed", *args))
+    monkeypatch.setattr(MODEL_CLASS, "forward", stub)
+    with tl_devicefix.enabled():
+        kept = MODEL_CLASS.forward
+    assert kept is not stub
+    assert kept("self", "input") == ("installed", "self", "input")
+
+
+@of_hooked_transformer
+def test_a_module_that_is_imported_while_patched_is_restored_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As transformer_lens.utils is in TransformerLens 3, when another library asks for it."""
+    tl_devicefix.enable()
+    later = types.ModuleType("transformer_lens.imported_later")
+    setattr(later, FUNCTION, tl_devicefix.monkeypatch.targets.function_named(FUNCTION))
+    monkeypatch.setitem(sys.modules, later.__name__, later)
+    replacement = getattr(later, FUNCTION)
+
+    tl_devicefix.disable()
+    assert (
+        getattr(later, FUNCTION)
+        is tl_devicefix.monkeypatch.targets.function_named(FUNCTION)
+        is not replacement
+    )
+
+    tl_devicefix.enable()
+    assert getattr(later, FUNCTION) is replacement
+
+
+def stop_after(n_lines: int, switch: Callable[[], Any]) -> bool:
+    """Interrupt a switch at one of the lines that it runs; whether it came so far.
+
+    Not where it lets go of a lock, which no signal interrupts.
+    """
+    left, before = n_lines, sys.gettrace()
+    lines = Path(applying.__file__).read_text().splitlines()
+
+    def trace(frame: types.FrameType, event: str, arg: Any) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename != applying.__file__:
+            return None
+        left -= event == "line"
+        if left < 0 and "with _switching" not in lines[frame.f_lineno - 1]:
+            sys.settrace(before)
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        switch()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_whatever_an_interrupt_has_left_the_next_call_of_either_mends() -> None:
+    tl_devicefix.disable()
+    original = parts_of_transformer_lens()
+    tl_devicefix.enable()
+    patched = parts_of_transformer_lens()
+    switches = {tl_devicefix.enable: patched, tl_devicefix.disable: original}
+    seen = set()
+    for stopped, starts_with in zip(switches, reversed(switches)):
+        for mends, wanted in switches.items():
+            n_lines = 1
+            starts_with()
+            while stop_after(n_lines, stopped):
+                there = parts_of_transformer_lens()
+                was = {bool(changed(each, there)) for each in switches.values()}
+                seen.add(applying.state())
+                assert (applying.state() == "applied in part") == (was == {True})
+                mends()
+                assert changed(wanted, parts_of_transformer_lens()) == set()
+                assert is_enabled() == (mends is tl_devicefix.enable)
+                starts_with()
+                n_lines *= 4
+    assert seen == {"applied", "not applied", "applied in part"}
+
+
+def test_report_says_so_where_it_was_interrupted(capsys: pytest.CaptureFixture[str]) -> None:
+    name, before = PROCESSING, applying.original(MODEL_CLASS, PROCESSING)
+    setattr(MODEL_CLASS, name, before)
+    told = tl_devicefix.report()
+    assert capsys.readouterr().out.splitlines()[0].endswith(": applied in part")
+    assert (told.is_enabled, told.state) == (False, "applied in part")
+    tl_devicefix.enable()
+    assert vars(MODEL_CLASS)[name] is not before
+
+
+def test_threads_that_switch_at_once() -> None:
+    tl_devicefix.disable()
+    original = parts_of_transformer_lens()
+    errors = []
+
+    def switch() -> None:
+        try:
+            for _ in range(10):
+                tl_devicefix.enable()
+                applying.original(MODEL_CLASS, PROCESSING)
+                tl_devicefix.disable()
+        except Exception as error:  # noqa: BLE001
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    threads = [threading.Thread(target=switch) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sys.setswitchinterval(interval)
+    assert errors == []
+    assert changed(original, parts_of_transformer_lens()) == set()

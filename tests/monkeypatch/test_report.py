@@ -1,0 +1,152 @@
+"""What `report()` prints of the patches, or of a model's blocks; it returns that for programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformer_lens
+from packaging.version import Version
+
+import tl_devicefix
+from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer, installed
+
+if has_bridge():
+    from bridges import boot  # noqa: F401
+if has_hooked_transformer():
+    from tl_devicefix.hooked_transformer.known_blocks import KNOWN, digest
+
+hooked = pytest.mark.skipif(
+    not has_hooked_transformer() or digest() not in KNOWN,
+    reason="a HookedTransformer whose blocks are known",
+)
+bridge = pytest.mark.skipif(not has_bridge(), reason="a Bridge")
+in_4 = pytest.mark.skipif(installed() < Version("4.0"), reason="a Bridge of TransformerLens 4")
+
+
+def hooked_transformer(**options: Any) -> Any:
+    """One of three blocks, with random weights."""
+    sizes = {"n_layers": 3, "d_model": 8, "n_heads": 2, "d_head": 4, "n_ctx": 8, "d_vocab": 10}
+    settings = {"act_fn": "gelu", "device": "cpu", **sizes, **options}
+    config = transformer_lens.HookedTransformerConfig(**settings)
+    return transformer_lens.HookedTransformer(config)
+
+
+def printed(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    """The rows of the table, without its head."""
+    _, _, *lines = capsys.readouterr().out.splitlines()
+    return [[cell.strip() for cell in line.split("  ") if cell] for line in lines]
+
+
+def test_it_returns_what_it_prints(capsys):
+    told = tl_devicefix.report()
+    head, _, *lines = capsys.readouterr().out.splitlines()
+    assert len(told) == len(lines)
+    for patch, line in zip(told, lines):
+        assert line.split()[0] == patch.target
+        assert line.endswith(patch.why)
+        assert f"{patch.since} - {patch.until}" in line
+    assert str(told.version) == str(installed())
+    assert told.is_enabled
+    assert head.endswith(f"{installed()}: applied")
+
+
+def test_it_knows_when_nothing_is_applied():
+    with tl_devicefix.disabled():
+        told = tl_devicefix.report()
+    assert not told.is_enabled
+    assert told == tl_devicefix.report()
+
+
+def test_a_notebook_does_not_show_the_table_twice():
+    told = tl_devicefix.report()
+    expected = f"PatchReport({len(told)} patches of transformer_lens {installed()}, applied)"
+    assert repr(told) == expected
+
+
+@hooked
+def test_blocks_that_go_the_same_way_are_one_row(capsys):
+    told = tl_devicefix.report(hooked_transformer())
+    assert printed(capsys) == [["blocks.0-2", "one function", "eager"]]
+    assert told == dict.fromkeys(("blocks.0", "blocks.1", "blocks.2"), ("one function", "eager"))
+    assert repr(told) == "ModelReport(3 blocks)"
+
+
+@hooked
+def test_a_block_says_why_it_runs_as_installed(capsys):
+    model = hooked_transformer()
+    model.blocks[1].apply_mlp = model.blocks[1].apply_mlp
+    tl_devicefix.report(model)
+    why = "as installed: its apply_mlp is not TransformerLens's"
+    expected = [["blocks.0", "one function"], ["blocks.1", why], ["blocks.2", "one function"]]
+    assert [row[:2] for row in printed(capsys)] == expected
+
+
+@hooked
+def test_a_forward_that_was_put_in_is_said():
+    model = hooked_transformer()
+    model.blocks[1].forward = model.blocks[1].forward
+    told = tl_devicefix.report(model)["blocks.1"]
+    assert told.forward == "as installed: something else was put in the place of its forward"
+
+
+@hooked
+def test_an_attention_says_why_it_runs_as_installed():
+    model = hooked_transformer(use_attn_result=True)
+    told = tl_devicefix.report(model)["blocks.0"]
+    assert told.forward == "one function; attention as installed: use_attn_result is set"
+
+
+@hooked
+def test_attention_by_sdpa_is_said_and_who_listens_to_a_pattern():
+    model = hooked_transformer()
+    model.blocks[2].attn.hook_pattern.add_hook(lambda pattern, hook: None)
+    with tl_devicefix.set_attn_implementation(model, "sdpa"):
+        told = tl_devicefix.report(model)
+    ways = [block.attention for block in told.values()]
+    assert ways == ["sdpa", "sdpa", "eager: hook_pattern has hooks"]
+    assert {block.forward for block in told.values()} == {"one function"}
+
+
+@hooked
+def test_blocks_of_unpatched_transformer_lens_run_as_installed():
+    model = hooked_transformer()
+    with tl_devicefix.disabled():
+        told = tl_devicefix.report(model)
+    assert {block.forward for block in told.values()} == {
+        "as installed: TransformerLens is unpatched"
+    }
+
+
+@in_4
+def test_a_block_of_a_bridge_runs_transformers_layer_unless_somebody_listens(capsys, request):
+    model = request.getfixturevalue("boot")("llama", device="cpu")
+    names = [f"blocks.{index}" for index in range(len(model.blocks))]
+    told = tl_devicefix.report(model)
+    assert list(told) == names
+    layer = "transformers' own layer"
+    assert printed(capsys) == [[f"blocks.0-{len(names) - 1}", layer, "eager"]]
+
+    model.blocks[1].attn.hook_z.add_hook(lambda z, hook: None)
+    told = tl_devicefix.report(model)
+    assert [told[name].forward for name in names[:2]] == [
+        layer,
+        "as installed: attn.o.hook_in has hooks",
+    ]
+
+
+@bridge
+def test_a_bridge_older_than_4_runs_as_installed(request):
+    if installed() >= Version("4.0"):
+        pytest.skip("a Bridge of TransformerLens 3")
+    model = request.getfixturevalue("boot")("llama", device="cpu")
+    told = tl_devicefix.report(model)
+    assert {block.forward for block in told.values()} == {
+        f"as installed: transformer_lens {installed()} is older than 4.0"
+    }
+
+
+def test_what_is_no_model_is_refused_in_a_sentence():
+    with pytest.raises(TypeError, match=r"report looks through a .* but this is a Linear"):
+        tl_devicefix.report(torch.nn.Linear(1, 1))

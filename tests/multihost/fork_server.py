@@ -1,0 +1,101 @@
+"""A process that has imported everything, and starts others that need not, as stdin says.
+
+They are forked from it, which has no other thread, and end as any Python does. It tells their ids,
+and with what they end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+from typing import Any
+
+import torch
+
+import tl_devicefix.demo.demo
+import tl_devicefix.demo.selfcheck
+import tl_devicefix.multihost.init_hosts  # noqa: F401
+
+_NETWORK, _MOUNTS = 0x40000000, 0x00020000
+"""CLONE_NEWNET, CLONE_NEWNS."""
+_PRIVATE, _BIND = 0x44000, 0x1000
+"""MS_REC | MS_PRIVATE, MS_BIND."""
+
+
+def main() -> None:
+    """Start processes, and wait for them, as stdin says."""
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # or those that are forked look at all that is here, and have copies of it
+    for line in sys.stdin:
+        told = json.loads(line)
+        if "wait" in told:
+            print(_status(told["wait"], told["seconds"]), flush=True)
+            continue
+        pid = os.fork()
+        if not pid:
+            _become(told)
+            return
+        print(pid, flush=True)
+
+
+def _status(pid: int, seconds: float) -> int | None:
+    """With what a process ends; None if it does not."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        with contextlib.suppress(ChildProcessError):
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                return os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    return None
+
+
+def _become(told: dict[str, Any]) -> None:
+    """Be the process that is wanted."""
+    os.setsid()
+    # Who runs the tests in the background has interrupts ignored, by all that they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if name == "stderr" and name not in told:
+            continue  # the tests' own
+        flags = os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT
+        os.dup2(os.open(told.get(name, os.devnull), flags), number)
+    if "stderr" in told:
+        faulthandler.register(signal.SIGUSR1)
+    os.environ.update(told["environment"])
+    if "network" in told:
+        with open(f"/run/netns/{told['network']}") as namespace:
+            _call("setns", namespace.fileno(), _NETWORK)
+    if "mount" in told:  # the one directory, where the other is
+        _call("unshare", _MOUNTS)
+        _call("mount", None, b"/", None, _PRIVATE, None)
+        _call("mount", *(each.encode() for each in told["mount"]), None, _BIND, None)
+    if "token" in told:
+        os.environ["TL_DEVICEFIX_TOKEN"] = told["token"]
+    if "path" in told:
+        sys.path.insert(0, told["path"])
+    sys.argv = told["arguments"]
+    if sys.argv[0] == "-m":
+        sys.argv = sys.argv[1:]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def _call(name: str, *arguments: Any) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if getattr(libc, name)(*arguments):
+        raise OSError(ctypes.get_errno(), name)
+
+
+if __name__ == "__main__":
+    main()

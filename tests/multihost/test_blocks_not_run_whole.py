@@ -1,0 +1,276 @@
+"""A block of which its rank would make something else is run operation by operation."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hf_models import N_LAYERS
+from test_traffic import names
+from torch import nn
+from torch.nn.utils import parametrize
+from transformer_lens.components import AbstractAttention, TransformerBlock, abstract_attention
+from transformer_lens.hook_points import HookPoint
+
+from tl_devicefix.multihost import telling
+
+FAR = N_LAYERS - 1
+EQUAL = {"rtol": 0, "atol": 0}
+ROUNDED = {"rtol": 1e-4, "atol": 1e-6}
+
+
+def dropout(block: Any) -> None:
+    block.mlp.act_fn = functools.partial(F.dropout, p=0.5)
+
+
+def a_module_that_draws(block: Any) -> None:
+    block.ln2 = nn.Sequential(block.ln2, nn.Dropout(0.5)).train()
+
+
+def rectified_at_random(block: Any) -> None:
+    block.mlp.act_fn = functools.partial(F.rrelu, lower=-1.0, upper=1.0, training=True)
+
+
+class Scaled:
+    """Of a notebook, say."""
+
+    def __reduce__(self) -> Any:
+        raise ValueError("mine")
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+class ScaledMLP(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+def a_callable_that_cannot_be_sent(block: Any) -> None:
+    block.mlp.act_fn = Scaled()
+
+
+def a_method_of_another_s_name(block: Any) -> None:
+    def calculate_z_scores(self: Any, v: Any, pattern: Any) -> Any:
+        return type(self).calculate_z_scores(self, v, pattern) * 2
+
+    block.attn.calculate_z_scores = types.MethodType(calculate_z_scores, block.attn)
+
+
+def a_parameter_of_nobody(block: Any) -> None:
+    device = block.mlp.W_in.device
+    block.own = [nn.Parameter(torch.full((block.cfg.d_mlp,), 1.5).to(device))]
+    block.mlp.act_fn = functools.partial(torch.mul, block.own[0])
+
+
+def another_class(block: Any) -> None:
+    block.mlp.__class__ = ScaledMLP
+
+
+def a_parametrization(block: Any) -> None:
+    parametrize.register_parametrization(block.mlp, "W_in", nn.Softplus())
+
+
+CHANGES = [
+    *(dropout, a_module_that_draws, rectified_at_random),
+    *(a_callable_that_cannot_be_sent, a_method_of_another_s_name, a_parameter_of_nobody),
+    *(another_class, a_parametrization),
+]
+
+
+def after(change: Callable[[Any], None], model: Any, tokens: torch.Tensor) -> list[Any]:
+    """What a model gives with a block that is changed, with and without gradients, and draws."""
+    block = model.blocks[FAR]
+    model(tokens)  # its rank has a copy of the block
+    change(block)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        found = [model(tokens).cpu()]
+    loss = model(tokens, return_type="loss")
+    loss.backward()
+    found += [loss.detach().cpu(), torch.rand(3)]
+    gradients = [each.grad for each in [*block.parameters(), *getattr(block, "own", [])]]
+    return [found, [each.cpu() for each in gradients if each is not None]]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_as_on_one_device(change: Callable[[Any], None], load: Any, tokens: torch.Tensor) -> None:
+    model = load("llama", 4)
+    alone = copy.deepcopy(model).to("cpu")
+
+    (found, gradients), expected = after(change, model, tokens), after(change, alone, tokens)
+
+    torch.testing.assert_close(found, expected[0], **EQUAL)
+    torch.testing.assert_close(gradients, expected[1], **ROUNDED)
+
+
+def twice(cls: type, name: str) -> Any:
+    """A method that looks like one of a class, and is not."""
+    there = vars(cls)[name]
+
+    @functools.wraps(there)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return there(*args, **kwargs) * 2
+
+    return method
+
+
+@pytest.mark.parametrize(
+    ("cls", "name"),
+    [
+        (AbstractAttention, "calculate_z_scores"),
+        (HookPoint, "forward"),
+        (TransformerBlock, "apply_mlp"),
+    ],
+)
+def test_what_is_put_into_a_class_counts(
+    cls: type, name: str, model: Any, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name not in vars(cls):
+        pytest.skip("not in this TransformerLens")
+    alone = copy.deepcopy(model).to("cpu")
+    with torch.no_grad():
+        model(tokens)
+        monkeypatch.setattr(cls, name, twice(cls, name))
+
+        torch.testing.assert_close(model(tokens).cpu(), alone(tokens), **EQUAL)
+
+
+def softmax(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """A user's own, of the name of torch's."""
+    return torch.softmax(*args, **kwargs) * 2
+
+
+@pytest.mark.parametrize(
+    ("of", "name", "mine"),
+    [
+        (F, "softmax", softmax),
+        (F, "gelu", F.relu),
+        (F, "silu", F.relu),
+        (torch.Tensor, "softmax", lambda x, *args, **kwargs: x.sigmoid()),
+        (abstract_attention, "simple_attn_linear", lambda x, w, b: x @ w[0, :, 0, None] + b),
+    ],
+)
+def test_a_function_that_is_exchanged_counts(
+    of: Any,
+    name: str,
+    mine: Any,
+    model: Any,
+    tokens: torch.Tensor,
+    told: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if not hasattr(of, name):
+        pytest.skip("not in this TransformerLens")
+    alone = copy.deepcopy(model).to("cpu")
+    with torch.no_grad():
+        with monkeypatch.context() as exchanging:
+            model(tokens)
+            exchanging.setattr(of, name, mine)
+            told.clear()
+
+            torch.testing.assert_close(model(tokens).cpu(), alone(tokens), **EQUAL)
+        assert "Call" not in names(told)
+        (said,) = caplog.messages
+        where = "torch.Tensor" if of is torch.Tensor else of.__name__
+        assert said.startswith(f"{where}.{name} was exchanged, of which other ranks know nothing:")
+
+        model(tokens)
+        assert "Call" in names(told)
+
+
+def test_all_blocks_may_be_run_operation_by_operation(
+    model: Any, tokens: torch.Tensor, far: Any, told: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with torch.no_grad():
+        expected = model(tokens).cpu()
+        monkeypatch.setattr(
+            far, "whole_blocks", False
+        )  # as `init_hosts(whole_blocks=False)` has it
+        told.clear()
+
+        torch.testing.assert_close(model(tokens).cpu(), expected, **EQUAL)
+
+    assert "Call" not in names(told)
+
+
+def test_what_a_forward_sets_in_a_block_is_set_here(
+    load_over: Any, on_cpu: Any, tokens: torch.Tensor
+) -> None:
+    alone, model = on_cpu("bloom"), load_over("bloom")
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens).cpu(), alone(tokens))
+
+    expected = alone.blocks[FAR].attn.alibi
+    torch.testing.assert_close(model.blocks[FAR].attn.alibi.cpu(), expected, **EQUAL)
+
+
+def test_a_residual_stream_that_lies_otherwise(model: Any) -> None:
+    block, alone = model.blocks[FAR], copy.deepcopy(model).to("cpu").blocks[FAR]
+    residual = torch.randn(3, 2, model.cfg.d_model).transpose(0, 1)
+
+    with torch.no_grad():
+        found, expected = block(residual.to(block.mlp.W_in.device)), alone(residual)
+
+    assert found.stride() == expected.stride()
+    torch.testing.assert_close(found.cpu(), expected, **ROUNDED)
+
+
+def test_settings_of_torch_are_rank_0_s(model: Any, tokens: torch.Tensor) -> None:
+    alone, tiny = copy.deepcopy(model).to("cpu"), 1e-38
+    for each in (model, alone):
+        each.requires_grad_(False)
+        each.blocks[FAR].mlp.W_in.mul_(tiny)
+        each.blocks[FAR].mlp.W_out.mul_(1 / tiny)
+    try:
+        plain = model(tokens).cpu()
+        assert torch.set_flush_denormal(True)
+        found, expected = model(tokens).cpu(), alone(tokens)
+    finally:
+        torch.set_flush_denormal(False)
+        again = model(tokens).cpu()
+        model.blocks[FAR].mlp.W_in.mul_(1 / tiny)
+        model.blocks[FAR].mlp.W_out.mul_(tiny)
+        model.requires_grad_(True)
+
+    assert not torch.equal(found, plain)
+    torch.testing.assert_close([found, again], [expected, plain], **EQUAL)
+
+
+def test_a_mixture_of_experts_is_run_whole_without_gradients(
+    load_over: Any,
+    on_cpu: Any,
+    tokens: torch.Tensor,
+    told: list[Any],
+) -> None:
+    alone, model = on_cpu("mixtral"), load_over("mixtral")
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens).cpu(), alone(tokens))
+
+    far = [each for each in model.blocks if next(each.parameters()).device.index >= 2]
+    assert names(told).count("Call") == len(far)
+
+
+def test_values_go_with_their_command_whenever_all_is_sent(
+    model: Any, reference: Any, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(telling, "_SHORTEST", 1)
+    monkeypatch.setattr(telling, "_LONGEST", 1)
+
+    torch.testing.assert_close(model(tokens).cpu(), reference(tokens))
+
+
+def test_autocast_of_another_type_of_device_is_no_one_s(model: Any, tokens: torch.Tensor) -> None:
+    with torch.no_grad():
+        expected = model(tokens).cpu()
+        with torch.autocast("cpu", torch.bfloat16):
+            found = model(tokens).cpu()
+
+    assert torch.equal(found, expected)

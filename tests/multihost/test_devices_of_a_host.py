@@ -1,0 +1,143 @@
+"""Ranks of one host have its devices between them, and of its CPU's memory each a part."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from launching import Launch
+
+from tl_devicefix.multihost import sharing
+from tl_devicefix.multihost.handshake import hello
+from tl_devicefix.multihost.sharing import free_memory, shared, visible_devices
+
+GiB = 1 << 30
+
+
+def gpus(host: str, *numbers: int) -> list[tuple[str, str]]:
+    """Devices of a host that a rank sees, as it calls them, and as all know them."""
+    return [(f"cuda:{index}", f"{host}'s GPU {number}") for index, number in enumerate(numbers)]
+
+
+def parts(*everyone: Any) -> list[list[str]]:
+    """Of all ranks, each of which sees devices, and asks for all of its part or for a number."""
+    return shared([hello(*each) if isinstance(each, tuple) else hello(each) for each in everyone])
+
+
+def test_the_one_rank_of_a_host_has_all_its_devices() -> None:
+    assert parts(gpus("a", 0, 1), gpus("b", 0, 1, 2)) == [
+        ["cuda:0", "cuda:1"],
+        ["cuda:0", "cuda:1", "cuda:2"],
+    ]
+
+
+def test_ranks_of_a_host_have_equal_parts_in_order() -> None:
+    one, other = gpus("a", 0, 1, 2, 3), gpus("b", 0, 1, 2, 3)
+
+    assert parts(one, one, other, other) == [["cuda:0", "cuda:1"], ["cuda:2", "cuda:3"]] * 2
+    assert parts(one, one, one, one) == [[f"cuda:{index}"] for index in range(4)]
+    assert parts(one, one, one) == [["cuda:0"], ["cuda:1"], ["cuda:2", "cuda:3"]]
+
+
+def test_one_that_asks_for_some_has_these_and_others_the_rest() -> None:
+    four = gpus("a", 0, 1, 2, 3)
+
+    assert parts((four, 1), four) == [["cuda:0"], ["cuda:1", "cuda:2", "cuda:3"]]
+    assert parts((four, 1), (four, 1)) == [["cuda:0"], ["cuda:1"]]
+
+
+def test_each_calls_a_device_by_its_own_number() -> None:
+    assert parts(gpus("a", 0, 1), gpus("a", 1, 0)) == [["cuda:0"], ["cuda:0"]]
+
+
+def test_ranks_that_each_see_their_own_have_these() -> None:
+    assert parts(gpus("a", 0), gpus("a", 1)) == [["cuda:0"], ["cuda:0"]]
+
+
+@pytest.mark.parametrize(
+    ("everyone", "error"),
+    [
+        ([gpus("a", 0, 1)] * 3, "^3 ranks are on .*, which has too few devices, 2, for each to"),
+        (
+            [(gpus("a", 0, 1), 2)] * 2,
+            "^n_devices=2, but of the devices of rank 1's host .* leave 0",
+        ),
+        (
+            [(gpus("a", 0, 1), 2), gpus("a", 0, 1)],
+            "^2 ranks are on .*, which has too few devices, 2, for each to have what it asks for",
+        ),
+        (
+            [gpus("a", 0, 1), gpus("a", 1, 2)],
+            "^ranks 0 and 1 .* rank 1 calls cuda:0, but not the same others",
+        ),
+    ],
+)
+def test_devices_that_two_ranks_would_have(everyone: Any, error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        parts(*everyone)
+
+
+@pytest.mark.parametrize("told", [{"uuid": "abab"}, {"uuid": "0000", "pci_bus_id": "1212"}, {}])
+def test_processes_of_a_machine_see_the_same_devices(
+    told: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an accelerator's module of torch tells of them; no machine of CI has one."""
+    of_type: dict[str, Any] = {"device_count": lambda: 2}
+    if told:
+        found = iter([SimpleNamespace(**dict(zip(told, each))) for each in zip(*told.values())])
+        of_type["get_device_properties"] = lambda device: next(found)
+    monkeypatch.setattr(sharing, "real_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch, "get_device_module", lambda name: SimpleNamespace(**of_type))
+
+    one, other = visible_devices(None), visible_devices(2)
+
+    assert one == other
+    assert len({found for _, found in one}) == 2
+    with pytest.raises(ValueError, match=r"^n_devices=3, but this rank has 2 device"):
+        visible_devices(3)
+
+
+@pytest.mark.parametrize("n_devices", [0, -1])
+def test_a_rank_that_asks_for_no_device(n_devices: int) -> None:
+    with pytest.raises(ValueError, match=rf"^n_devices={n_devices}: each rank has one or more$"):
+        visible_devices(n_devices)
+
+
+def test_cpu_devices_of_a_machine_share_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = psutil.virtual_memory()._replace(available=6 * GiB)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+    monkeypatch.setattr(sharing, "real_accelerator", lambda: None)
+    asked = (1, None), (2, None), (1, "1GiB"), (1, None)
+    everyone = [hello(visible_devices(n), n, memory) for n, memory in asked]
+    everyone[-1]["machine"] = "another"
+
+    found = [
+        free_memory([torch.device(name) for name in names], everyone, rank)
+        for rank, names in enumerate(shared(everyone))
+    ]
+
+    assert found == [[2 * GiB], [2 * GiB] * 2, [GiB], [6 * GiB]]
+
+
+def test_all_ranks_refuse_what_they_cannot_share(launch: Launch) -> None:
+    launched = launch("see_one_gpu", 2)
+
+    assert launched.ends() == [3, 3]
+    for rank in range(2):
+        assert "2 ranks are on " in launched.text("said", rank)
+        assert "too few devices, 1, for each to have one" in launched.text("said", rank)
+
+
+def test_all_ranks_are_told_of_one_that_cannot_tell_what_is_free(launch: Launch) -> None:
+    launched = launch("see_a_full_gpu")
+
+    assert launched.ends() == [3, 3, 3]
+    for rank in range(3):
+        said = launched.text("said", rank)
+        assert re.search(
+            r'"rank 1 \(.*\) cannot tell how much memory is free: CUDA error: out of memory"', said
+        )

@@ -1,0 +1,159 @@
+"""What fails on another rank is raised here, and says where; afterwards all goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tl_devicefix.multihost import commands, mapped
+from tl_devicefix.placement.devices import consecutive
+
+
+def test_an_operation_that_fails_there(machine: Any) -> None:
+    singular = torch.zeros(3, 3, device="sim:3")
+
+    with pytest.raises(RuntimeError, match=r"singular.*on rank 1 \("):
+        torch.linalg.inv(singular)
+
+    assert (singular + 1).sum().item() == 9
+
+
+def test_what_follows_from_it_is_not_another_error(machine: Any) -> None:
+    index = torch.tensor([7], device="sim:3")
+    wrong = torch.zeros(3, device="sim:3")[index] + 1
+
+    with pytest.raises(IndexError, match=r"index 7 is out of bounds.*on rank 1"):
+        wrong.cpu()
+    with pytest.raises(RuntimeError, match=r"never computed, as something failed before"):
+        wrong.cpu()
+
+
+def test_out_of_memory(machine: Any) -> None:
+    with pytest.raises(torch.OutOfMemoryError, match=r"8\.00 GiB. sim:2 \(.*/cpu:0\) has"):
+        torch.empty(2 << 30, device="sim:2")
+
+
+def test_more_devices_than_all_ranks_have(machine: Any) -> None:
+    with pytest.raises(ValueError, match=r"the hosts have 4 \(.*: start more ranks"):
+        consecutive(torch.device("sim:0"), 8)
+
+
+def in_a_file(path: Path) -> torch.Tensor:
+    """A tensor whose values are in a file, as those of a checkpoint."""
+    path.write_bytes(bytes(range(256)) * 64)
+    values: Any = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=256 * 64)
+    return torch.empty(0, dtype=torch.uint8).set_(values)[256:]
+
+
+def test_a_rank_reads_its_own_file(machine: Any, told: Any, tmp_path: Path) -> None:
+    tensor = in_a_file(tmp_path / "model.safetensors")
+
+    there = tensor.view(-1, 16).T.to("sim:3")
+
+    assert type(told[-1]) is commands.Load
+    assert torch.equal(there.cpu(), tensor.view(-1, 16).T)
+
+
+def test_what_was_written_to_is_sent(machine: Any, told: Any, tmp_path: Path) -> None:
+    tensor = in_a_file(tmp_path / "model.safetensors")
+    tensor[5000] += 1
+
+    there = tensor.to("sim:3")
+
+    assert type(told[-1]) is commands.Put
+    assert torch.equal(there.cpu(), tensor)
+
+
+def test_a_file_that_was_written_again_is_read_again(machine: Any, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    before = in_a_file(path).to("sim:3").cpu()
+    path.unlink()
+    path.write_bytes(bytes(256 * 64))
+
+    assert before.any()
+    again: Any = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=256 * 64)
+    there = torch.empty(0, dtype=torch.uint8).set_(again).to("sim:3")
+    assert not there.any().item()
+
+
+def known(path: Path) -> tuple[mapped.File, dict[str, str]]:
+    """A file as rank 0 knows it, of which another rank is told."""
+    return mapped.known(str(path)), mapped.checksums_of(str(path))
+
+
+def differs(there: tuple[mapped.File, dict[str, str]]) -> str | None:
+    """What is wrong with this rank's, if anything is."""
+    return mapped.differences(there[:1], there[1:]).get(there[0].path)
+
+
+def test_a_rank_without_the_file_or_with_another(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    in_a_file(path)
+    file, checksums = there = known(path)
+    assert differs(there) is None
+
+    missing = file._replace(path=str(tmp_path / "missing.safetensors"))
+    assert differs((missing, checksums)) == "cannot read it: No such file or directory"
+
+    written = path.read_bytes()
+    path.write_bytes(written + b"more")
+    assert differs(there) == "has another one (16388 bytes, and rank 0's 16384)"
+    path.write_bytes(written[:-1] + b"?")
+    assert differs(there) == "has another one of the same size"
+
+
+def weights(differing: slice = slice(0)) -> dict[str, torch.Tensor]:
+    """4 MiB, and some of them other ones."""
+    tensors = {f"layers.{layer}.weight": torch.zeros(2, 1 << 18) for layer in range(2)}
+    tensors["layers.1.weight"].view(-1)[differing] = 1
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("save", "name"),
+    [(save_file, "layers.1.weight"), (torch.save, "model/data/1")],
+    ids=["safetensors", "bin"],
+)
+def test_a_rank_with_other_weights_in_one_tensor(save: Any, name: str, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    save(weights(), path)
+    there = known(path)
+
+    for start in (0, 1 << 12, 1 << 18, (1 << 19) - 75_000):
+        save(weights(slice(start, start + 75_000)), path)  # 300 kB
+        assert str(differs(there)).startswith(
+            f"has another one of the same size, of which {name!r}"
+        )
+
+    save(weights(), path)
+    assert differs(there) is None
+
+
+def test_a_part_of_a_large_tensor_differs(tmp_path: Path) -> None:
+    path, tensor = tmp_path / "model.safetensors", torch.zeros(24 << 18)  # 24 MiB
+    save_file({"embed": tensor}, path)
+    there = known(path)
+    tensor[5 << 18 : (5 << 18) + (1 << 16)] = 1  # 256 KiB
+    save_file({"embed": tensor}, path)
+
+    assert differs(there) == "has another one of the same size, of which 'embed' differs"
+
+
+def test_a_rank_with_other_tensors(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(weights(), path)
+    there = known(path)
+    save_file({**weights(), "layers.0.weight": torch.zeros(1 << 18, 2)}, path)
+
+    assert differs(there) == "has another one of the same size, of which 'layers.0.weight' differs"
+
+
+def test_a_file_that_is_gone_is_sent(machine: Any, tmp_path: Path) -> None:
+    tensor = in_a_file(tmp_path / "gone.safetensors")
+    (tmp_path / "gone.safetensors").unlink()
+
+    assert torch.equal(tensor.to("sim:3").cpu(), tensor)

@@ -1,0 +1,219 @@
+"""Autograd sees a block of another rank that is run whole as it sees its operations."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hf_models import N_LAYERS
+from test_traffic import far_blocks, names
+
+import tl_devicefix
+from tl_devicefix.multihost.init_hosts import Ranks
+
+FAR = N_LAYERS - 1
+EQUAL = {"rtol": 0, "atol": 0}
+
+
+@pytest.fixture
+def alone(model: Any) -> Any:
+    """The same on the CPU."""
+    return copy.deepcopy(model).to("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _without_gradients(model: Any) -> Any:
+    yield
+    model.zero_grad()
+    model.requires_grad_(True)
+
+
+def loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    return model(tokens, return_type="loss")
+
+
+def far_gradients(model: Any) -> list[torch.Tensor | None]:
+    return [None if p.grad is None else p.grad.cpu() for p in model.blocks[FAR].parameters()]
+
+
+def same(one: list[torch.Tensor | None], other: list[torch.Tensor | None]) -> None:
+    for here, there in zip(one, other, strict=True):
+        assert (here is None) == (there is None)
+        if here is not None:
+            torch.testing.assert_close(here, there, **EQUAL)
+
+
+def test_a_backward_is_one_command_a_block(
+    model: Any, tokens: torch.Tensor, told: list[Any]
+) -> None:
+    loss(model, tokens).backward()
+    told.clear()
+
+    loss(model, tokens).backward()
+
+    assert names(told).count("Record") == names(told).count("Backward") == len(far_blocks(model))
+
+
+def test_gradients_lie_as_their_weights_and_none_is_copied(
+    model: Any, tokens: torch.Tensor, told: list[Any]
+) -> None:
+    loss(model, tokens).backward()
+
+    weights = list(model.blocks[FAR].parameters())
+    assert not all(each.is_contiguous() for each in weights)
+    assert [each.grad.stride() for each in weights] == [each.stride() for each in weights]
+    operations = {getattr(each, "operation", None) for each in told}
+    assert not operations & {"aten::new_empty_strided", "aten::clone"}
+
+
+def test_frozen_weights_get_none(model: Any, alone: Any, tokens: torch.Tensor) -> None:
+    for each in (model, alone):
+        each.requires_grad_(False)
+        each.blocks[FAR].attn.W_Q.requires_grad_(True)
+        loss(each, tokens).backward()
+
+    assert sum(each is not None for each in far_gradients(model)) == 1
+    same(far_gradients(model), far_gradients(alone))
+
+
+def test_inputs_alone(model: Any, alone: Any, tokens: torch.Tensor) -> None:
+    for each in (model, alone):
+        loss(each, tokens).backward(inputs=[each.blocks[0].mlp.W_in])
+
+    assert far_gradients(model) == [None] * len(far_gradients(model))
+    torch.testing.assert_close(
+        model.blocks[0].mlp.W_in.grad.cpu(), alone.blocks[0].mlp.W_in.grad, **EQUAL
+    )
+
+
+def test_twice_through_one_graph(model: Any, alone: Any, tokens: torch.Tensor) -> None:
+    for each in (model, alone):
+        found = loss(each, tokens)
+        found.backward(retain_graph=True)
+        found.backward()
+
+        with pytest.raises(RuntimeError, match="second time"):
+            found.backward()
+    same(far_gradients(model), far_gradients(alone))
+
+
+def test_gradients_of_gradients(model: Any, alone: Any, tokens: torch.Tensor) -> None:
+    found = []
+    for each in (model, alone):
+        weight = each.blocks[FAR].mlp.W_in
+        (first,) = torch.autograd.grad(loss(each, tokens), weight, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), weight)
+        found.append(second.cpu())
+
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-6)
+
+
+def test_weights_that_were_changed_since_are_refused(model: Any, tokens: torch.Tensor) -> None:
+    found = loss(model, tokens)
+    with torch.no_grad():
+        model.blocks[FAR].mlp.W_in.mul_(1)
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        found.backward()
+
+
+def test_frozen_weights_that_are_read_and_were_changed_since_are_refused(
+    model: Any, alone: Any, tokens: torch.Tensor
+) -> None:
+    for each in (model, alone):
+        block = each.blocks[FAR]
+        each.requires_grad_(False)
+        block.mlp.b_out.requires_grad_(True)  # whose gradient needs no weight of the block
+        found = loss(each, tokens)
+        block.mlp.W_in.mul_(1)
+        found.backward()
+    same(far_gradients(model), far_gradients(alone))
+
+    model.blocks[FAR].attn.W_Q.requires_grad_(True)
+    found = loss(model, tokens)
+    model.blocks[FAR].mlp.W_in.mul_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        found.backward()
+
+
+def test_gradients_of_gradients_of_a_block_that_was_changed_since_are_refused(
+    model: Any, tokens: torch.Tensor
+) -> None:
+    found = loss(model, tokens)
+    point = model.blocks[FAR].hook_mlp_out
+    point.add_perma_hook(lambda value, hook: value * 2)
+    try:
+        with pytest.raises(RuntimeError, match=f"^blocks.{FAR} was changed, or got hooks"):
+            torch.autograd.grad(found, model.embed.W_E, create_graph=True)
+    finally:
+        point.remove_hooks(including_permanent=True)
+
+
+def test_attention_without_scores_is_one_command_a_block(
+    model: Any,
+    tokens: torch.Tensor,
+    told: list[Any],
+) -> None:
+    with tl_devicefix.set_attn_implementation(model, "sdpa"):
+        loss(model, tokens).backward()
+
+    assert names(told).count("Record") == names(told).count("Backward") == len(far_blocks(model))
+
+
+def test_what_a_block_gave_may_be_changed_in_place(
+    model: Any, alone: Any, tokens: torch.Tensor
+) -> None:
+    for each in (model, alone):
+        stream = each(tokens, stop_at_layer=N_LAYERS)
+        stream += 1
+        stream.square().sum().backward()
+
+    same(far_gradients(model), far_gradients(alone))
+
+
+def saving(run: Callable[[], torch.Tensor], saved: list[Any]) -> torch.Tensor:
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        return run()
+
+
+def test_hooks_on_saved_tensors_see_those_of_each_operation(
+    model: Any, tokens: torch.Tensor
+) -> None:
+    saved: list[Any] = []
+
+    saving(lambda: loss(model, tokens), saved).backward()
+
+    d_mlp = (*tokens.shape, model.cfg.d_mlp)
+    assert saved.count(d_mlp) >= N_LAYERS
+
+
+def test_graphs_nobody_needs_are_let_go(model: Any, tokens: torch.Tensor, ranks: Ranks) -> None:
+    def run() -> int:
+        model(tokens)
+        torch.get_device_module("sim").synchronize("sim:3")
+        return ranks.peers[1].n_held
+
+    first = run()
+
+    assert run() == run() == first
+
+
+def test_a_bias_may_be_changed_before_the_backward(
+    model: Any, alone: Any, tokens: torch.Tensor
+) -> None:
+    for each in (model, alone):
+        found = loss(each, tokens)
+        with torch.no_grad():
+            each.blocks[FAR].attn.b_O.add_(1)
+        found.backward()
+
+    same(far_gradients(model), far_gradients(alone))
+    with torch.no_grad():
+        model.blocks[FAR].attn.b_O.sub_(1)

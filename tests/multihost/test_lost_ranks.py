@@ -1,0 +1,363 @@
+"""A rank that is lost is named to whoever waits, and no process stays behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from launching import WITHIN, Launch, Launched
+from networks import NETWORKS, ip, on
+from ranks import free_port
+
+from tl_devicefix.demo.demo import CHECKPOINT
+from tl_devicefix.multihost.handshake import hello, other_versions
+
+OF_LAUNCHER = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+"""Ranks meet at a store that is not rank 0's."""
+
+
+def store_of_a_launcher(launch: Launch) -> Launched:
+    """Where ranks with `OF_LAUNCHER` meet."""
+    store = launch("be_store", 1)
+    assert store.says() == ["ready", store.port]
+    return store
+
+
+def wait_for(key: str, port: int) -> None:
+    """Until ranks have said so in the store where they meet."""
+    store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
+    dist.PrefixStore("tl_devicefix 0", store).wait([key])
+
+
+def test_a_script_that_ends_well(launch: Launch) -> None:
+    assert launch("forwards").ends() == [0, 0, 0]
+
+
+WHERE = ["in_load", "in_forward", "in_backward", "idle"]
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_rank_that_is_killed(where: str, launch: Launch) -> None:
+    launched = launch(where)
+    launched.until_ready()
+
+    launched.signal(1, signal.SIGKILL)
+
+    if where == "idle":  # rank 0 asks nobody, and waits for nobody
+        assert launched.ends(2) == [1]
+    since = launched.go_on()
+    if where == "idle":
+        assert "a process joins once: restart this one" in launched.says()[1]
+    error = launched.error(since)
+    assert error.startswith("HostLost: rank 1 (host1/cpu:0, on ")
+    assert re.search(r"\), which holds blocks\.\d-\d, is lost: ", error)
+    assert set(launched.ends()) == {3, 1, -signal.SIGKILL} - ({1} if where == "idle" else set())
+
+
+def test_a_rank_that_says_nothing(launch: Launch) -> None:
+    launched = launch("for_ever")
+    launched.until_ready()
+
+    error = launched.error(since=launched.signal(1, signal.SIGSTOP))
+
+    assert re.search(r"holds blocks\.\d-\d, is lost: it gave no sign of life for 3 s$", error)
+    assert launched.ends(0, 2) == [3, 1]
+    assert "ends: rank 1 (" in launched.text("stderr", 2)
+
+
+def test_rank_0_killed_and_started_again(launch: Launch) -> None:
+    launched = launch("for_ever")
+    launched.until_ready()
+
+    launched.signal(0, signal.SIGKILL)
+
+    assert launched.ends() == [-signal.SIGKILL, 1, 1]
+    assert "ends: rank 0 is lost: " in launched.text("stderr", 1)
+    assert launch("forwards", 2, port=launched.port).ends() == [0, 0]
+
+
+def test_a_process_that_rank_0_forks(launch: Launch) -> None:
+    launched = launch("forked")
+    launched.until_ready()
+
+    error = launched.error(since=time.time())
+    assert error.startswith("HostLost: this process was forked from rank 0, and has no connection")
+    assert launched.says() == ["the child ends", 3]
+    assert launched.says() == ["the same", True]
+    assert launched.ends() == [0, 0, 0]
+
+
+def test_a_machine_that_stands_still_and_goes_on(launch: Launch) -> None:
+    launched = launch("in_forward")
+    launched.until_ready()
+
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for rank in launched.pids:
+            launched.signal(rank, number)
+        time.sleep(4)  # longer than a lost rank is given
+
+    launched.go_on()
+    assert launched.ends() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["ends", "is cut off"])
+def test_a_launcher_whose_store(number: signal.Signals, launch: Launch) -> None:
+    store = store_of_a_launcher(launch)
+    launched = launch("for_ever", port=store.port, environment=OF_LAUNCHER)
+    launched.until_ready()
+
+    error = launched.error(since=store.signal(0, number))
+
+    at = f"the store at 127.0.0.1:{store.port}, where they met,"
+    how = r"(cannot be reached|has not answered for 3 s)"
+    assert re.fullmatch(f"HostLost: all ranks are lost: {at} {how}", error)
+    assert launched.ends() == [3, 1, 1]
+
+
+def test_an_interrupt_of_all(launch: Launch) -> None:
+    launched = launch("for_ever")
+    launched.until_ready()
+
+    for rank in launched.pids:  # as a terminal does
+        launched.signal(rank, signal.SIGINT)
+
+    assert launched.says()[1] == "KeyboardInterrupt"
+    assert launched.ends() == [3, 0, 0]
+
+
+def test_an_interrupt_in_a_backward(launch: Launch) -> None:
+    launched = launch("backwards_for_ever")
+    launched.until_ready()
+    time.sleep(0.3)
+
+    launched.signal(0, signal.SIGINT)
+
+    assert launched.says()[1] == "KeyboardInterrupt"
+    assert launched.ends() == [3, 0, 0]
+
+
+def test_interrupts_anywhere(launch: Launch) -> None:
+    launched = launch("interrupted_anywhere")
+
+    said, n_raised, *_ = launched.says()
+
+    assert said == "interrupted"
+    assert n_raised >= 12
+    assert not re.search("Traceback|Exception ignored", launched.text("stderr", 0))
+    assert launched.ends() == [0, 0, 0]
+
+
+def test_a_rank_without_memory(launch: Launch) -> None:
+    launched = launch("without_memory")
+    launched.until_ready()
+    pid = launched.pids[1]
+    in_use = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.prlimit(pid, resource.RLIMIT_AS, (in_use + (60 << 20),) * 2)
+
+    launched.go_on()
+
+    kind, error = launched.says()
+    assert kind == "OutOfMemoryError"
+    assert "on rank 1 (" in error
+    assert re.search(r"\), which holds blocks\.\d-\d$", error)
+    assert launched.says() == ["the same", True]
+    assert launched.ends() == [0, 0, 0]
+
+
+IN_ITS_PLACE = pytest.mark.skipif(os.geteuid() != 0, reason="another file system needs root")
+
+
+@IN_ITS_PLACE
+@pytest.mark.parametrize("how", ["differs", "is missing"])
+def test_a_checkpoint_that(how: str, launch: Launch, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    if how == "differs":
+        shutil.copytree(CHECKPOINT, other, dirs_exist_ok=True)
+        with (other / "model.safetensors").open("r+b") as file:
+            file.seek(-4, os.SEEK_END)
+            file.write(b"else")
+    launched = launch("forwards", of_rank={2: {"mount": [str(other), str(CHECKPOINT)]}})
+
+    _, kind, error = launched.says()
+
+    assert kind == "ValueError"
+    file, why = {
+        "differs": ("model.safetensors", "has another one of the same size"),
+        "is missing": ("config.json", "cannot read it: No such file or directory"),
+    }[how]
+    assert error.startswith(f"rank 0 loads {CHECKPOINT / file}, but rank 2 (")
+    assert re.search(rf", which holds blocks\.\d-7, {re.escape(why)}", error)
+    assert "give it as hf_model" in error
+    assert launched.ends() == [3, 0, 0]
+
+
+def test_another_version_on_one_rank(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "tl_devicefix-9.9.dist-info").mkdir()
+    metadata = "Metadata-Version: 2.1\nName: tl_devicefix\nVersion: 9.9\n"
+    (tmp_path / "tl_devicefix-9.9.dist-info" / "METADATA").write_text(metadata)
+
+    launched = launch("forwards", of_rank={1: {"path": str(tmp_path)}})
+
+    assert launched.ends() == [3, 3, 3]
+    for rank in range(3):
+        said = launched.text("said", rank)
+        assert "has tl_devicefix 9.9, and rank 0 (" in said
+        assert "install the same on both" in said
+
+
+@pytest.mark.parametrize("name", ["torch", "transformers", "numpy", "einops", "Python"])
+def test_another_version_of_what_blocks_are_made_of(name: str) -> None:
+    one, other = hello([]), hello([])
+    other["versions"][name] = "0.1"
+
+    assert other_versions([one, one]) is None
+    assert f"has {name} 0.1, and rank 0 (" in str(other_versions([one, one, other]))
+
+
+def test_a_rank_that_never_comes(launch: Launch) -> None:
+    store = store_of_a_launcher(launch)
+    there = {"port": store.port, "environment": OF_LAUNCHER}
+    rank_1 = launch("forwards", started=[1], **there)
+    wait_for("hello 1", store.port)
+
+    rank_0 = launch("forwards", started=[0], wait=2, **there)
+
+    assert rank_0.ends() == [3]
+    assert "rank 2 of 3 did not come to 127.0.0.1:" in rank_0.text("said", 0)
+    assert "within 2 s" in rank_0.text("said", 0)
+    store.signal(0, signal.SIGKILL)
+    assert rank_1.ends() == [3]
+    assert "rank 0 ended before all 3 ranks had come to 127.0.0.1:" in rank_1.text("said", 1)
+
+
+def test_a_rank_that_is_told_another_number_of_ranks(launch: Launch) -> None:
+    rank_0 = launch("forwards", 2, started=[0])
+    # Who comes first is right.
+    wait_for("is here 0", rank_0.port)
+
+    wrong = launch("forwards", 3, started=[1], port=rank_0.port)
+
+    assert wrong.ends() == [3]
+    told = "as one of 3 ranks, but they are 2 by who came first: give all the same world size"
+    assert told in wrong.text("said", 1)
+    right = launch("forwards", 2, started=[1], port=rank_0.port)
+    assert [*rank_0.ends(), *right.ends()] == [0, 0]
+
+
+def test_joining_again_after_nobody_came_and_after_an_interrupt(launch: Launch) -> None:
+    launched = launch("joined_again", 2, started=[0])
+    launched.until_ready()
+    assert "rank 1 of 2 did not come to 127.0.0.1:" in launched.error(since=time.time())
+    launched.until_ready()
+    wait_for("hello 0", launched.port)
+
+    when = launched.signal(0, signal.SIGINT)
+
+    interrupted, kind, _ = launched.says()
+    assert (kind, interrupted - when < WITHIN) == ("KeyboardInterrupt", True)
+    launched.until_ready()
+    assert launch("joined_again", 2, started=[1], port=launched.port).ends() == [0]
+    assert launched.ends() == [0]
+
+
+def test_an_interrupt_when_all_ranks_have_come(launch: Launch) -> None:
+    launched = launch("interrupted_at_the_end", 2)
+    assert launched.says() == ["interrupted"]
+    assert launched.ends() == [0, 0]  # and `init_hosts()` returned when it was called again
+
+
+def test_what_a_lender_says(launch: Launch) -> None:
+    port = free_port()
+    at = ["--master", f"127.0.0.1:{port}", "--world-size", "3", "--memory", "2GiB"]
+    lend = ["-m", "tl_devicefix", "lend", "--rank", "1", *at]
+    interrupted = launch("", 3, started=[1], command=lend)
+    sentence = f"rank 1 of 3 waits for rank 0 at 127.0.0.1:{port}\n"
+    interrupted.until_it_says(sentence, 1)
+    rank_0 = launch("forwards", 3, started=[0], port=port)
+    waiting = f"rank 1 of 3 waits at 127.0.0.1:{port} for rank 2\n"
+    interrupted.until_it_says(waiting, 1)
+    interrupted.signal(1, signal.SIGINT)
+    assert interrupted.ends() == [-signal.SIGINT]  # as a loop of the shell ends by
+    assert interrupted.text("said", 1) == f"{sentence}{waiting}rank 1 ends: it was interrupted\n"
+
+    lending = launch("", 3, started=[1], command=lend)  # in its place
+    others = launch("forwards", 3, started=[2], port=port)
+
+    assert [*rank_0.ends(), *lending.ends(), *others.ends()] == [0, 0, 0]
+    host = socket.gethostname()
+    *_, lends, ends = lending.text("said", 1).splitlines()
+    assert lends == (
+        f"rank 1 (host1/cpu:0, on {host}) lends its device, with 2.00 GiB, to "
+        f"rank 0 (host0/cpu:0, on {host}) until that ends"
+    )
+    assert ends == f"rank 1 (host1/cpu:0, on {host}) ends: rank 0 is done"
+
+
+def test_a_lender_gives_up_when_rank_0_said_that_it_would(launch: Launch) -> None:
+    rank_0 = launch("for_ever", 2, started=[0])
+    at = ["--master", f"127.0.0.1:{rank_0.port}", "--rank", "1", "--world-size", "2"]
+    lender = launch("", 2, started=[1], command=["-m", "tl_devicefix", "lend", *at])
+    rank_0.until_ready()
+
+    rank_0.signal(0, signal.SIGSTOP)
+
+    assert lender.ends() == [1]
+    assert " for 3 s\n" in lender.text("stderr", 1)
+
+
+def test_two_processes_of_one_rank(launch: Launch) -> None:
+    launched = launch("forwards", 3, started=[0, 1])
+    wait_for("is here 1", launched.port)
+
+    other = launch("forwards", 3, started=[1], port=launched.port)
+
+    assert other.ends() == [3]
+    assert "another process came to 127.0.0.1:" in other.text("said", 1)
+    rank_2 = launch("forwards", 3, started=[2], port=launched.port)
+    assert [*launched.ends(), *rank_2.ends()] == [0, 0, 0]
+
+
+def test_a_host_that_rank_0_is_not_on(launch: Launch) -> None:
+    launched = launch("forwards", started=[1], wait=1)
+
+    assert launched.ends() == [3]
+    assert "rank 0 did not come to 127.0.0.1:" in launched.text("said", 1)
+
+
+@NETWORKS
+def test_a_host_that_is_cut_off(two_hosts: list[str], launch: Launch) -> None:
+    launched = launch("for_ever", **on(two_hosts))
+    launched.until_ready()
+
+    ip("-n", two_hosts[1], "link", "set", "cable1", "down")
+
+    error = launched.error(since=time.time())
+    assert re.search(r", which holds blocks\.\d-7, is lost: it gave no sign of life", error)
+    assert launched.ends() == [3, 1]
+
+
+@NETWORKS
+@pytest.mark.full(reason="it takes some seconds, and a host that is cut off is tested by default")
+def test_two_ranks_that_lose_each_other_but_not_rank_0(
+    switched_hosts: list[str], launch: Launch
+) -> None:
+    *names, switch = switched_hosts
+    launched = launch("for_ever", **on(names))
+    launched.until_ready()
+
+    for port in ("port1", "port2"):  # what goes from one such port to another is dropped
+        ip("-n", switch, "link", "set", port, "type", "bridge_slave", "isolated", "on")
+
+    error = launched.error(since=time.time())
+    assert error.startswith("HostLost: rank 1 (")
+    assert error.endswith(" is lost: rank 2 does not hear it, though rank 0 does")
+    assert launched.ends() == [3, 1, 1]

@@ -1,0 +1,135 @@
+"""What goes between ranks: the residual stream, and what is read."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from hf_models import N_LAYERS
+
+from tl_devicefix.multihost import commands
+from tl_devicefix.multihost.init_hosts import Ranks
+
+
+def names(told: list[Any]) -> list[str]:
+    return [type(command).__name__ for command in told]
+
+
+def far_blocks(model: Any) -> list[Any]:
+    return [each for each in model.blocks if each.mlp.W_in.device.index >= 2]
+
+
+def messages_for(n_blocks: int) -> int:
+    """Each is of twice as many blocks as the one before."""
+    return (n_blocks + 1).bit_length()
+
+
+def test_a_forward_is_a_few_messages(
+    model: Any, tokens: torch.Tensor, ranks: Ranks, told: list[Any]
+) -> None:
+    with torch.no_grad():
+        model(tokens)
+        told.clear()
+        before = ranks.peers[1].messages
+        model(tokens)
+
+    n_far = len(far_blocks(model))
+    assert ranks.peers[1].messages - before == messages_for(n_far)
+    assert names(told).count("Put") == names(told).count("Read") == 1
+    assert names(told).count("Call") == n_far
+
+
+def test_a_rank_begins_while_rank_0_still_tells(
+    model: Any, tokens: torch.Tensor, ranks: Ranks, told: list[Any]
+) -> None:
+    def until_it_begins(value: torch.Tensor, hook: Any) -> None:
+        until = time.monotonic() + 30
+        while ranks.peers[1].messages == before and time.monotonic() < until:
+            time.sleep(0.001)
+        assert ranks.peers[1].messages == before + 1
+        assert names(told).count("Call") == 1
+
+    with torch.no_grad():
+        model(tokens)
+        told.clear()
+        before = ranks.peers[1].messages
+        second = model.cfg.n_layers - len(far_blocks(model)) + 1
+        name = f"blocks.{second}.hook_resid_pre"
+        model.run_with_hooks(tokens, fwd_hooks=[(name, until_it_begins)])
+
+
+def test_messages_have_an_end(machine: Any, ranks: Ranks) -> None:
+    added = torch.ones(3, device="sim:3")
+    added.sum().item()
+    before = ranks.peers[1].messages
+
+    for _ in range(8 * 2048):
+        added += 1
+
+    assert added.sum().item() == 3 * (8 * 2048 + 1)
+    assert 8 <= ranks.peers[1].messages - before <= 8 + 8
+
+
+def test_a_token_is_as_many_messages_as_a_forward(
+    model: Any, tokens: torch.Tensor, ranks: Ranks, told: list[Any]
+) -> None:
+    options = {"do_sample": False, "stop_at_eos": False, "verbose": False}
+    model.generate(tokens.to("sim:0"), max_new_tokens=1, **options)
+    before = ranks.peers[1].messages
+
+    model.generate(tokens.to("sim:0"), max_new_tokens=5, **options)
+
+    assert ranks.peers[1].messages - before == 5 * messages_for(len(far_blocks(model)))
+
+
+def test_a_hook_brings_its_activation_home_and_back(
+    model: Any, tokens: torch.Tensor, told: list[Any]
+) -> None:
+    def through_numpy(value: torch.Tensor, hook: Any) -> torch.Tensor:
+        return torch.from_numpy(value.detach().cpu().numpy() * 2).to(value.device)
+
+    name = f"blocks.{N_LAYERS - 1}.hook_resid_pre"
+    with torch.no_grad():
+        model(tokens)
+        told.clear()
+        model.run_with_hooks(tokens, fwd_hooks=[(name, through_numpy)])
+
+    stream = (*tokens.shape, model.cfg.d_model)
+    read = [each for each in told if isinstance(each, commands.Read)]
+    put = [each for each in told if isinstance(each, commands.Put)]
+    assert [each.source.shape for each in read] == [stream, stream]  # to the hook, and home
+    assert [tuple(each.shape) for each in put] == [stream, stream]
+
+
+def test_what_is_let_go_is_let_go_there(model: Any, tokens: torch.Tensor, ranks: Ranks) -> None:
+    def run() -> int:
+        model(tokens, return_type="loss").backward()
+        model.zero_grad()
+        torch.get_device_module("sim").synchronize("sim:3")
+        return ranks.peers[1].n_held
+
+    first = run()
+
+    assert run() == run() == first
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.arange(24.0).view(4, 3, 2)[2:3, 1:2, 1:2].transpose(0, 2),
+        torch.arange(8)[5::4][:1],
+        torch.empty(0, 3, dtype=torch.bfloat16),
+        torch.tensor(True),
+        torch.randn(3, 40_000).T,
+    ],
+    ids=["one of many", "one with a stride", "none", "a bool", "more than a message"],
+)
+def test_values_there_and_back(values: torch.Tensor, machine: Any) -> None:
+    there = values.to("sim:3")
+
+    torch.testing.assert_close(there.cpu(), values, rtol=0, atol=0)
+    torch.testing.assert_close(
+        values.to("sim:0").to("sim:3").to("sim:0").cpu(), values, rtol=0, atol=0
+    )

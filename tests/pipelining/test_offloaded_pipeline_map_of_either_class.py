@@ -1,0 +1,249 @@
+"""Runs in flight of a model whose blocks live in host memory: a block visits for all of them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from either_class import BRIDGE
+from runs_of_users import (
+    LAST,
+    Run,
+    assert_bit_equal,
+    generated,
+    goes_backward,
+    gradients_after,
+    gradients_of_activations,
+    logits,
+    some_of_the_cache,
+    steered_at_a_block_elsewhere,
+)
+
+import tl_devicefix
+from tl_devicefix import pipeline_map
+from tl_devicefix.simulation.machine import Machine
+
+HOST = torch.device("cpu")
+ON_ONE = {"": 0, "blocks": "cpu"}
+ON_TWO = {"": 0, "blocks": "cpu", "blocks.2": 1}  # which lives there, as no other block does
+
+
+@pytest.fixture
+def offloaded(cls: str, request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """`offloaded(ON_ONE)`: a new model, over the devices of the machine that is open."""
+    if cls == BRIDGE:
+        boot = request.getfixturevalue("boot")
+        return lambda device_map: boot("llama", device_map=device_map)
+    from_pretrained = request.getfixturevalue("from_pretrained")
+    return lambda device_map: from_pretrained("llama", device_map=device_map)
+
+
+ALSO_BEHIND = pytest.mark.parametrize(
+    "either_machine",
+    [
+        pytest.param(False, id=""),
+        pytest.param(True, id="behind the host", marks=pytest.mark.full("results are, by default")),
+    ],
+    indirect=True,
+)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["", "behind the host"])
+def either_machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
+    """Devices that compute when they are told to, or later."""
+    with tl_devicefix.simulate(2, asynchronous=request.param) as machine:
+        yield machine
+
+
+@pytest.fixture
+def batches(tokens: torch.Tensor) -> list[torch.Tensor]:
+    """Nine batches of tokens, each different."""
+    return [tokens.roll(shift, 1) for shift in range(9)]
+
+
+def offloaded_bytes(model: Any) -> list[int]:
+    """Of each offloaded block."""
+    modules = dict(model.named_modules())
+    return [
+        sum(parameter.nbytes for parameter in modules[component.name].parameters())
+        for component in model.placement.components
+        if component.offloaded
+    ]
+
+
+def assert_weights_are_home(model: Any) -> None:
+    modules = dict(model.named_modules())
+    for component in model.placement.components:
+        for parameter in modules[component.name].parameters():
+            assert parameter.is_leaf, f"a visitor in {component.name}"
+            assert parameter.device == component.stored_on, component.name
+
+
+def forwards_within_forwards(model: Any, batch: torch.Tensor) -> Any:
+    inner = []
+
+    def again(activation: torch.Tensor, hook: Any) -> torch.Tensor:
+        if not inner:
+            inner.append(None)
+            inner[0] = model(batch.flip(0), stop_at_layer=4)
+            return activation + inner[0].mean().to(activation.device)
+        return activation
+
+    return model.run_with_hooks(batch, fwd_hooks=[("blocks.1.hook_resid_mid", again)]), inner
+
+
+def parts_of_the_model(model: Any, batch: torch.Tensor) -> Any:
+    layers = (1 + int(batch[0, 0]) % 4, 3)
+    return [model(batch, stop_at_layer=layer) for layer in layers]
+
+
+def blocks_in_another_order(model: Any, batch: torch.Tensor) -> Any:
+    residual = model(batch, stop_at_layer=0)
+    for layer in (3, 1, 4, 1):
+        output = model.blocks[layer](residual.to(model.placement.device_of(f"blocks.{layer}")))
+        residual = output[0] if isinstance(output, tuple) else output
+    return residual
+
+
+RUNS = (
+    *(some_of_the_cache, steered_at_a_block_elsewhere, generated, gradients_of_activations),
+    *(forwards_within_forwards, parts_of_the_model),
+)
+OF_HOOKED = (blocks_in_another_order,)
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("device_map", [ON_ONE, ON_TWO], ids=["one device", "two devices"])
+@pytest.mark.parametrize(
+    "run",
+    [*RUNS, *OF_HOOKED],
+    ids=lambda run: run.__name__,
+)
+def test_results_are_those_of_a_loop_bit_for_bit(
+    either_machine: Any, offloaded: Any, batches: Any, cls: str, device_map: Any, run: Run
+) -> None:
+    if cls == BRIDGE and run in OF_HOOKED:
+        pytest.skip("a Bridge's blocks want what the model hands them")
+    model = offloaded(device_map)
+    expected = [run(model, batch) for batch in batches[:3]]
+
+    assert_bit_equal(list(pipeline_map(model, run, batches[:3], 3)), expected)
+
+    assert_weights_are_home(model)
+
+
+@pytest.mark.parametrize("either_machine", [False], indirect=True, ids=[""])
+def test_gradients_add_up_in_the_hosts_parameters_as_in_a_loop(
+    either_machine: Any, offloaded: Any, batches: Any
+) -> None:
+    model = offloaded(ON_TWO)
+
+    run = goes_backward
+    expected = gradients_after(model, lambda: [run(model, batch) for batch in batches[:3]])
+    actual = gradients_after(model, lambda: list(pipeline_map(model, run, batches[:3], 3)))
+
+    assert any(gradient.device == HOST for gradient in expected.values())
+    assert_bit_equal(actual, expected)
+
+
+def in_a_mode_of_its_own(model: Any, item: tuple[int, torch.Tensor]) -> torch.Tensor:
+    number, batch = item
+    mode = (torch.inference_mode, torch.no_grad, torch.enable_grad)[number % 3]
+    with mode():
+        residual = model(batch)
+    if residual.requires_grad:
+        return torch.autograd.grad(residual.sum(), model.embed.W_E)[0]
+    return residual
+
+
+@ALSO_BEHIND
+def test_each_run_has_the_gradient_mode_that_it_sets(
+    either_machine: Any, offloaded: Any, batches: Any
+) -> None:
+    model, items = offloaded(ON_ONE), list(enumerate(batches[:3]))
+    expected = [in_a_mode_of_its_own(model, item) for item in items]
+
+    assert_bit_equal(list(pipeline_map(model, in_a_mode_of_its_own, items, 3)), expected)
+
+
+@ALSO_BEHIND
+def test_a_block_is_sent_once_for_all_runs_that_wait_for_it(
+    either_machine: Machine, offloaded: Any, batches: Any
+) -> None:
+    model = offloaded(ON_ONE)
+    either_machine.reset_transfers()
+
+    with torch.no_grad():
+        assert sum(1 for _ in pipeline_map(model, logits, batches, 3)) == 9
+
+    sent = [t.bytes for t in either_machine.transfers if t.source == HOST and t.target != HOST]
+    groups = len(batches) / 3 + 1
+    weights = sum(offloaded_bytes(model))
+    assert weights <= sum(sent) <= groups * weights + sum(batch.nbytes for batch in batches)
+
+
+@ALSO_BEHIND
+@pytest.mark.parametrize("device_map", [ON_ONE, ON_TWO], ids=["one device", "two devices"])
+def test_two_blocks_at_a_time_are_on_a_device(
+    either_machine: Machine, offloaded: Any, tokens: torch.Tensor, device_map: Any
+) -> None:
+    model = offloaded(device_map)
+    one_token = tokens[:1, :1].to(model.cfg.device)  # whose activations are less than any block
+    block, placement = max(offloaded_bytes(model)), model.placement
+    runs_on = [component.device for component in placement.components if component.offloaded]
+    devices = either_machine.devices
+    gc.collect()
+    before = {device: either_machine.memory_allocated(device) for device in devices}
+    for device in devices:
+        either_machine.reset_peak_memory_stats(device)
+
+    with torch.no_grad():
+        assert sum(1 for _ in pipeline_map(model, logits, [one_token] * 9, 3)) == 9
+    gc.collect()
+
+    for device, held in before.items():
+        visiting = min(2, runs_on.count(device)) * block
+        taken = either_machine.max_memory_allocated(device) - held
+        assert visiting <= taken < visiting + block * 3 / 4, (device, placement)
+        assert either_machine.memory_allocated(device) == held
+
+
+class Failed(Exception):
+    pass
+
+
+@ALSO_BEHIND
+@pytest.mark.parametrize("how", ["an error", "closed early"])
+def test_nothing_of_runs_that_did_not_finish_stays_on_the_device(
+    either_machine: Machine, offloaded: Any, batches: Any, how: str
+) -> None:
+    model = offloaded(ON_TWO)
+    model(batches[0])
+    gc.collect()
+    before = [either_machine.memory_allocated(device) for device in either_machine.devices]
+
+    def run(view: Any, item: tuple[int, torch.Tensor]) -> int:
+        number, batch = item
+
+        def fail(activation: torch.Tensor, hook: Any) -> None:
+            if number == 2 and how == "an error":
+                raise Failed
+
+        view.run_with_hooks(batch, fwd_hooks=[(LAST, fail)])
+        return number
+
+    results = pipeline_map(model, run, enumerate(batches), 3)
+    assert [next(results), next(results)] == [0, 1]
+    if how == "an error":
+        with pytest.raises(Failed):
+            next(results)
+    results.close()
+    del results
+    gc.collect()
+
+    assert_weights_are_home(model)
+    assert list(map(either_machine.memory_allocated, either_machine.devices)) == before
+    assert_bit_equal(list(pipeline_map(model, logits, batches[:2], 2)), [*map(model, batches[:2])])

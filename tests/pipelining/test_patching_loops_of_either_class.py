@@ -1,0 +1,183 @@
+"""`transformer_lens.patching` by way of `sweep`: the same results, of fewer blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pandas
+import pytest
+import torch
+from blocks_run import blocks_run, traces
+from hf_models import N_LAYERS
+from transformer_lens import patching
+
+import tl_devicefix
+from tl_devicefix.monkeypatch.versions import installed
+from tl_devicefix.pipelining.patching_loops import PARTIALS
+
+SETTER = patching.layer_pos_patch_setter
+# The others that call several of these are in tests/surface.
+NAMES = [*PARTIALS, "get_act_patch_block_every"]
+in_4 = pytest.mark.skipif(installed().major < 4, reason="TransformerLens 4's arguments")
+
+
+def metric(logits: torch.Tensor) -> torch.Tensor:
+    return logits[0, -1, 5] - logits[0, -1, 7]
+
+
+def patch(
+    function: str, model: Any, tokens: torch.Tensor, metric: Any = metric, **arguments: Any
+) -> Any:
+    """Patch into what the model does with tokens what it does with others."""
+    clean = model.run_with_cache(tokens + 1)[1]
+    return getattr(patching, function)(model, tokens, clean, metric, **arguments)
+
+
+def unpatched(*args: Any, **arguments: Any) -> Any:
+    with tl_devicefix.disabled():
+        return patch(*args, **arguments)
+
+
+@pytest.fixture(autouse=True)
+def no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def few(tokens: torch.Tensor) -> torch.Tensor:
+    """Few tokens, as there is a run for each of them, or each pair."""
+    return tokens[:1, :2] // 2
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.cover
+def test_each_function_gives_what_it_gives_unpatched(
+    name: str, kind: str, on_one: Any, few: torch.Tensor
+) -> None:
+    model = on_one(kind)
+    tokens = few[:, : 1 if name.endswith("pos") and "all" not in name else 2]
+    try:
+        expected = unpatched(name, model, tokens)
+    except IndexError:  # TransformerLens 2.16 patches more heads than there are keys and values
+        with pytest.raises(IndexError):
+            patch(name, model, tokens)
+        return
+    actual = patch(name, model, tokens)
+    assert torch.equal(actual, expected)
+    assert actual.unique().numel() > 1 or tokens.shape[1] == 1
+    assert traces(model) == []
+
+
+def test_a_table_of_indices(on_one: Any, few: torch.Tensor) -> None:
+    rows = pandas.DataFrame([(4, 1), (0, 0), (3, 1)], columns=["layer", "pos"])
+    arguments = {"patch_setter": SETTER, "activation_name": "resid_pre", "index_df": rows}
+    model = on_one("llama")
+    expected = unpatched("generic_activation_patch", model, few, **arguments)
+    actual = patch("generic_activation_patch", model, few, **arguments, return_index_df=True)
+    assert torch.equal(actual[0], expected)
+    assert actual[1] is rows
+
+
+@in_4
+def test_several_metrics_for_each_example_and_a_baseline(on_one: Any, tokens: torch.Tensor) -> None:
+    def each(logits: torch.Tensor) -> torch.Tensor:
+        return logits[:, -1, 5]
+
+    few = tokens[:, :2]
+    metrics = {"one": each, "two": lambda logits: -each(logits)}
+    arguments = {"metric": metrics, "reduce": "none", "baseline": True}
+    model = on_one("llama")
+    expected = unpatched("get_act_patch_mlp_out", model, few, **arguments)
+    actual = patch("get_act_patch_mlp_out", model, few, **arguments)
+    assert torch.equal(actual.values, expected.values)
+    assert torch.equal(actual.baseline, expected.baseline)
+
+
+@in_4
+def test_training_mode_is_refused_as_ever(on_one: Any, few: torch.Tensor) -> None:
+    model = on_one("llama")
+    model.blocks[0].ln1.training = True
+    with pytest.raises(ValueError, match="evaluation"):
+        patch("get_act_patch_mlp_out", model, few)
+
+
+def test_half_of_the_blocks_are_run(on_one: Any, few: torch.Tensor) -> None:
+    """Of n layers (n + 1) / 2n, and once the unpatched run: from 12 layers on, at most 0.55."""
+    model = on_one("llama")
+    clean = model.run_with_cache(few + 1)[1]
+    with blocks_run(model) as count:
+        patching.get_act_patch_resid_pre(model, few, clean, metric)
+    runs_per_layer = few.shape[1]
+    assert count.blocks == runs_per_layer * N_LAYERS * (N_LAYERS + 1) / 2 + N_LAYERS - 1
+
+
+def test_a_metric_with_a_state_sees_the_runs_in_order(on_one: Any, few: torch.Tensor) -> None:
+    seen: list[float] = []
+
+    def stateful(logits: torch.Tensor) -> torch.Tensor:
+        seen.append(metric(logits).item())
+        return torch.tensor(float(len(seen)))
+
+    numbers = patch("get_act_patch_resid_pre", on_one("llama"), few, metric=stateful)
+    assert numbers.flatten().tolist() == list(range(1, 1 + 2 * N_LAYERS))
+    assert seen == unpatched("get_act_patch_resid_pre", on_one("llama"), few).flatten().tolist()
+
+
+def test_an_error_in_a_metric_is_raised_and_leaves_no_hook(on_one: Any, few: torch.Tensor) -> None:
+    calls: list[int] = []
+
+    def fail_third(logits: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 3:
+            raise ValueError("in the metric")
+        return metric(logits)
+
+    model = on_one("llama")
+    with pytest.raises(ValueError, match="in the metric"):
+        patch("get_act_patch_resid_pre", model, few, metric=fail_third)
+    assert traces(model) == []
+
+
+def test_errors_are_transformer_lenss(on_one: Any, few: torch.Tensor) -> None:
+    model = on_one("llama")
+    clean = model.run_with_cache(few, names_filter="blocks.0.hook_resid_pre")[1]
+    with pytest.raises(KeyError, match=r"blocks\.1\.hook_resid_pre"):
+        patching.get_act_patch_resid_pre(model, few, clean, metric)
+    with pytest.raises(AssertionError):  # no indices
+        patching.generic_activation_patch(model, few, clean, metric, SETTER, "resid_pre")
+    assert traces(model) == []
+
+
+@pytest.mark.parametrize("by", ["context", "variable"])
+def test_it_can_be_turned_off(
+    by: str, on_one: Any, few: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = on_one("llama")
+    clean = model.run_with_cache(few + 1)[1]
+    with blocks_run(model) as count:
+        if by == "context":
+            with tl_devicefix.sequential():
+                patching.get_act_patch_resid_pre(model, few, clean, metric)
+        else:
+            monkeypatch.setenv("TL_DEVICEFIX_SEQUENTIAL", "1")
+            patching.get_act_patch_resid_pre(model, few, clean, metric)
+    assert count.blocks == few.shape[1] * N_LAYERS**2
+
+
+def test_a_model_of_neither_class_is_left_to_transformer_lens(
+    on_one: Any, few: torch.Tensor
+) -> None:
+    class Wrapped:
+        """A user's own, with what the loop takes of a model."""
+
+        def __init__(self, model: Any) -> None:
+            self.cfg = model.cfg
+            self.run_with_hooks = model.run_with_hooks
+
+    model = on_one("llama")
+    clean = model.run_with_cache(few + 1)[1]
+    actual = patching.get_act_patch_resid_pre(Wrapped(model), few, clean, metric)
+    assert torch.equal(actual, unpatched("get_act_patch_resid_pre", model, few))

@@ -1,0 +1,94 @@
+"""`pipeline_map` on devices that run behind the host, as real ones do."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from runs_of_users import (
+    Run,
+    a_number_that_is_waited_for,
+    assert_bit_equal,
+    gradients_of_activations,
+    some_of_the_cache,
+    with_a_mask,
+)
+
+import tl_devicefix
+from tl_devicefix import pipeline_map
+from tl_devicefix.dispatch.scheduler import Run as RunInFlight
+from tl_devicefix.dispatch.scheduler import Streams
+from tl_devicefix.pipelining.reporting import FlightReport, WatchedTurns
+from tl_devicefix.simulation.machine import Machine
+from tl_devicefix.simulation.streams import Event
+
+OTHERS = pytest.mark.full(
+    "tests/dispatch/test_behind_the_host.py has them one at a time by default"
+)
+RUNS = [
+    *(
+        pytest.param(run, id=run.__name__)
+        for run in (a_number_that_is_waited_for, some_of_the_cache)
+    ),
+    *(
+        pytest.param(run, id=run.__name__, marks=OTHERS)
+        for run in (gradients_of_activations, with_a_mask)
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def machine() -> Iterator[Machine]:
+    """Asynchronous devices, open for a whole module."""
+    with tl_devicefix.simulate(4, asynchronous=True) as machine:
+        yield machine
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("run", RUNS)
+def test_on_devices_that_run_behind_the_host(
+    machine: Any, folded: Any, tokens: torch.Tensor, dtype: torch.dtype, run: Run
+) -> None:
+    with torch.no_grad():
+        model = folded("gpt2", 2).to(dtype)
+        batches = [tokens.roll(shift, 1) for shift in range(3)]
+        expected = [run(model, batch) for batch in batches]
+        assert_bit_equal(list(pipeline_map(model, run, batches)), expected)
+
+
+def test_the_callers_current_device_is_a_runs(machine: Machine, folded: Any) -> None:
+    model, module = folded("gpt2", 2), torch.get_device_module("sim")
+    module.set_device(2)
+    try:
+        found = list(pipeline_map(model, lambda view, item: module.current_device(), range(3)))
+    finally:
+        module.set_device(0)
+    assert found == [2, 2, 2]
+
+
+def test_a_report_keeps_the_time_of_turns_that_are_done_and_not_their_events(
+    machine: Machine,
+) -> None:
+    device, module = torch.device("sim:1"), torch.get_device_module("sim")
+    turns = WatchedTurns([device])
+    run = RunInFlight(0, turns, Streams())
+    for _ in range(20):
+        turns.take(run, device)
+        machine.keep_busy(device, 0.001)
+        turns.give_back(run, device)
+        module.synchronize(device)
+    gc.collect()
+
+    assert sum(isinstance(each, Event) for each in gc.get_objects()) <= 4
+    assert turns.report().busy[device] >= 0.02
+
+
+def test_at_best_runs_take_no_longer_than_they_took() -> None:
+    busy = {torch.device("sim:0"): 1.0, torch.device("sim:1"): 1.0}
+    equal, beside_each_other = FlightReport(2, 2.0, busy, []), FlightReport(2, 1.0, busy, [])
+    assert equal.ideal == 1.5
+    assert beside_each_other.ideal == 1.0

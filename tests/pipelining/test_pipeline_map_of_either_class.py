@@ -1,0 +1,592 @@
+"""`pipeline_map`: runs that are under way together give what they give one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import random
+import re
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import runs_of_users
+import torch
+import transformers.utils.logging as hf_logging
+from runs_of_users import (
+    LAST,
+    RUNS,
+    Run,
+    a_number_that_is_waited_for,
+    assert_bit_equal,
+    goes_backward,
+    gradients_after,
+    logits,
+    some_of_the_cache,
+)
+
+import tl_devicefix
+from tl_devicefix import pipeline_map
+from tl_devicefix.dispatch.scheduler import device_of_turn
+from tl_devicefix.monkeypatch.applying import is_enabled
+from tl_devicefix.monkeypatch.versions import installed
+from tl_devicefix.placement.callers_state import CallersState
+from tl_devicefix.placement.workers import threads
+
+
+@pytest.fixture
+def batches(tokens: torch.Tensor) -> list[torch.Tensor]:
+    """Six batches of tokens, each different: one more than are in flight over four devices."""
+    return [tokens.roll(shift, 1) for shift in range(6)]
+
+
+class Failed(Exception):
+    pass
+
+
+class FailedOnPython310(Failed):
+    @property
+    def add_note(self) -> Any:
+        raise AttributeError("Python 3.10 has no notes")
+
+
+def assert_nothing_is_left(model: Any) -> None:
+    assert not [thread for thread in threading.enumerate() if "pipeline_map" in thread.name]
+    for point in model.hook_dict.values():
+        assert not point.fwd_hooks
+        assert not point.bwd_hooks
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
+def test_results_are_those_of_a_loop_bit_for_bit(
+    machine: Any, over_devices: Any, batches: Any, run: Run
+) -> None:
+    model = over_devices("llama")
+    expected = [run(model, batch) for batch in batches]
+
+    assert_bit_equal(list(pipeline_map(model, run, batches)), expected)
+
+    assert_nothing_is_left(model)
+
+
+@pytest.mark.parametrize(("max_in_flight", "together"), [(1, False), (2, True)])
+def test_a_run_computes_on_one_device_while_another_is_on_the_next(
+    machine: Any, over_devices: Any, batches: Any, max_in_flight: int, together: bool
+) -> None:
+    model, begun = over_devices("llama"), threading.Event()
+
+    def run(view: Any, number: int) -> bool | None:
+        found = []
+
+        def first(activation: torch.Tensor, hook: Any) -> None:
+            if number == 1:
+                begun.set()
+
+        def last(activation: torch.Tensor, hook: Any) -> None:
+            if number == 0:
+                found.append(begun.wait(30 if together else 0.1))
+
+        hooks = [("blocks.0.hook_resid_pre", first), (LAST, last)]
+        view.run_with_hooks(batches[number], fwd_hooks=hooks)
+        return found[0] if found else None
+
+    assert next(pipeline_map(model, run, [0, 1], max_in_flight)) is together
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_forward_within_a_hook_leaves_the_run_the_device_that_it_had(
+    machine: Any, over_devices: Any, batches: Any, fails: bool
+) -> None:
+    def fail(activation: torch.Tensor, hook: Any) -> None:
+        if fails:
+            raise Failed
+
+    def run(view: Any, batch: torch.Tensor) -> list[torch.device | None]:
+        held = []
+
+        def within(activation: torch.Tensor, hook: Any) -> None:
+            held.append(device_of_turn())
+            with contextlib.suppress(Failed), view.hooks(fwd_hooks=[("hook_embed", fail)]):
+                view(batch, stop_at_layer=1)
+            held.append(device_of_turn())
+
+        view.run_with_hooks(batch, fwd_hooks=[(LAST, within)])
+        return [*held, device_of_turn()]
+
+    for before, after, at_the_end in pipeline_map(over_devices("llama"), run, batches):
+        assert before == after == torch.device("sim:3")
+        assert at_the_end is None
+
+
+def test_hooks_that_a_run_leaves_behind_are_seen_by_no_other(
+    machine: Any, over_devices: Any, batches: Any
+) -> None:
+    model = over_devices("llama")
+
+    def run(view: Any, batch: torch.Tensor) -> tuple[bool, bool]:
+        point = view.hook_dict[LAST]
+        before, context = len(point.fwd_hooks), dict(point.ctx)
+        point.add_hook(lambda activation, hook: activation * 0)
+        point.ctx["mine"] = batch
+        view(batch)
+        return before, context
+
+    assert list(pipeline_map(model, run, batches)) == [(0, {})] * len(batches)
+    assert_nothing_is_left(model)
+    assert not model.hook_dict[LAST].ctx
+
+
+def test_hooks_of_the_model_are_there_and_a_run_may_remove_them_for_itself(
+    machine: Any, over_devices: Any, batches: Any
+) -> None:
+    model = over_devices("llama")
+    model.hook_dict[LAST].add_hook(lambda activation, hook: activation * 2)
+
+    def run(view: Any, batch: torch.Tensor) -> Any:
+        with_it = view(batch)
+        view.reset_hooks()
+        return with_it, view(batch)
+
+    results = list(pipeline_map(model, run, batches))
+
+    for (with_it, without), batch in zip(results, batches):
+        assert_bit_equal(with_it, model(batch))
+        model.reset_hooks()
+        assert_bit_equal(without, model(batch))
+        model.hook_dict[LAST].add_hook(lambda activation, hook: activation * 2)
+
+
+def draws_after_a_seed_of_its_own(model: Any, batch: torch.Tensor) -> Any:
+    torch.manual_seed(int(batch.sum()))
+    return model(batch), torch.rand(3), torch.randn(2, device=model.cfg.device)
+
+
+def draws_from_what_runs_before_it_left(model: Any, batch: torch.Tensor) -> Any:
+    out = model(batch)
+    return out + torch.nn.functional.dropout(torch.ones_like(out), training=True)
+
+
+def samples_tokens(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    return model.generate(
+        batch[:1].to(model.cfg.device), max_new_tokens=2, stop_at_eos=False, verbose=False
+    )
+
+
+@pytest.mark.parametrize(
+    "run",
+    [draws_after_a_seed_of_its_own, draws_from_what_runs_before_it_left, samples_tokens],
+    ids=lambda run: run.__name__,
+)
+def test_random_numbers_are_those_of_a_loop(
+    machine: Any, over_devices: Any, batches: Any, run: Run
+) -> None:
+    model = over_devices("llama")
+    torch.manual_seed(3)
+    expected = [run(model, batch) for batch in batches]
+    left = torch.get_rng_state()
+
+    torch.manual_seed(3)
+    actual = list(pipeline_map(model, run, batches, 4))
+
+    assert_bit_equal(actual, expected)
+    assert torch.equal(torch.get_rng_state(), left)
+
+
+def test_gradients_that_a_run_zeroes_and_reads_are_those_of_a_loop(
+    machine: Any, over_devices: Any, batches: Any
+) -> None:
+    model = over_devices("llama")
+
+    def run(model: Any, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        model(batch).square().mean().backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    expected = [run(model, batch) for batch in batches]
+    assert_bit_equal(list(pipeline_map(model, run, batches)), expected)
+
+
+def test_a_hook_that_draws_in_a_thread_of_autograds_is_refused(
+    machine: Any, over_devices: Any, batches: Any
+) -> None:
+    """Real devices have such threads, with what is in force where autograd was called."""
+    model = over_devices("llama")
+
+    def run(view: Any, batch: torch.Tensor) -> Any:
+        def draws(gradient: torch.Tensor, hook: Any) -> None:
+            autograds = CallersState(())
+            with threads(1) as pool:
+                pool.submit(autograds.run, torch.rand, 1).result(30)
+
+        start = torch.zeros(view.cfg.d_model, device=view.cfg.device, requires_grad=True)
+        add = lambda activation, hook: activation + start  # noqa: E731
+        hooks: Any = {"fwd_hooks": [("blocks.1.hook_resid_pre", add)], "bwd_hooks": [(LAST, draws)]}
+        with torch.enable_grad(), view.hooks(**hooks):
+            return torch.autograd.grad(view(batch).square().mean(), start)
+
+    expected = [run(model, batch) for batch in batches]
+    assert_bit_equal(list(pipeline_map(model, run, batches, max_in_flight=1)), expected)
+    with pytest.raises(RuntimeError, match=r"a hook of a backward may not draw.*max_in_flight=1"):
+        next(pipeline_map(model, run, batches))
+    assert_nothing_is_left(model)
+
+
+@pytest.mark.parametrize("ends", ["by an error", "early"])
+def test_runs_that_a_loop_would_not_have_begun_change_nothing_that_is_shared(
+    machine: Any, over_devices: Any, batches: Any, ends: str
+) -> None:
+    model, begun = over_devices("llama"), threading.Event()
+    model.zero_grad()
+
+    def run(view: Any, number: int) -> None:
+        if number == 0:
+            assert begun.wait(30)
+            if ends == "by an error":
+                raise Failed
+            return
+        begun.set()
+        torch.rand(1)
+        view(batches[0]).mean().backward()
+
+    state = torch.get_rng_state()
+    results = pipeline_map(model, run, range(5))
+    with pytest.raises(Failed) if ends == "by an error" else contextlib.nullcontext():
+        next(results)
+    results.close()
+
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_gradients_add_up_in_the_parameters_as_in_a_loop(
+    machine: Any, over_devices: Any, batches: Any
+) -> None:
+    model = over_devices("llama")
+
+    run = goes_backward
+    expected = gradients_after(model, lambda: [run(model, batch) for batch in batches])
+    actual = gradients_after(model, lambda: list(pipeline_map(model, run, batches)))
+
+    assert expected
+    assert_bit_equal(actual, expected)
+
+
+STATES: dict[str, Callable[[], Any]] = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "enable_grad": torch.enable_grad,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "default device": lambda: torch.device("sim:2"),
+    "gather_on": lambda: tl_devicefix.gather_on("cpu"),
+    "mix_devices": tl_devicefix.mix_devices,
+    "saved tensors": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+    "disabled": tl_devicefix.disabled,
+    "enabled": tl_devicefix.enabled,
+}
+
+
+def what_is_in_force(model: Any, batch: Any) -> Any:
+    mixed: Any = None
+    stacked: Any = None
+    with contextlib.suppress(RuntimeError):
+        mixed = str((torch.ones(1, device="sim:0") + torch.ones(1, device="sim:3")).device)
+    with contextlib.suppress(RuntimeError):  # without the patches, of blocks on several devices
+        stacked = str(model.W_in.device)
+    return (
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        str(torch.ones(1).device),
+        mixed,
+        stacked,
+        is_enabled(),
+        torch._C._autograd._top_saved_tensors_default_hooks(True) is None,
+        torch.get_num_threads(),
+    )
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_what_is_in_force_for_the_caller_is_in_force_in_a_run(
+    machine: Any, over_devices: Any, name: str
+) -> None:
+    model = over_devices("llama")
+    outside = what_is_in_force(model, None)
+    with STATES[name]():
+        expected = what_is_in_force(model, None)
+        assert list(pipeline_map(model, what_is_in_force, [0, 1])) == [expected] * 2
+    assert list(pipeline_map(model, what_is_in_force, [0])) == [outside]
+
+
+@pytest.mark.skipif(installed().major < 3, reason="TransformerLens 2 needs the patches to run")
+@pytest.mark.parametrize("run", [logits, some_of_the_cache], ids=lambda run: run.__name__)
+def test_unpatched_results_are_those_of_a_loop_that_is(
+    machine: Any, over_devices: Any, batches: Any, run: Run
+) -> None:
+    model = over_devices("llama")
+    with tl_devicefix.disabled():
+        expected = [run(model, batch) for batch in batches]
+        assert_bit_equal(list(pipeline_map(model, run, batches)), expected)
+
+
+def test_an_error_is_raised_when_its_turn_comes_and_names_the_item(
+    machine: Any, over_devices: Any, batches: Any
+) -> None:
+    model = over_devices("llama")
+
+    def run(view: Any, item: tuple[int, torch.Tensor]) -> int:
+        number, batch = item
+
+        def fail(activation: torch.Tensor, hook: Any) -> None:
+            if number == 3:
+                raise Failed
+
+        view.run_with_hooks(batch, fwd_hooks=[(LAST, fail)])
+        return number
+
+    results = pipeline_map(model, run, enumerate(batches), 4)
+
+    assert list(itertools.islice(results, 3)) == [0, 1, 2]
+    with pytest.raises(Failed) as raised:
+        next(results)
+    assert "item 3" in "".join(getattr(raised.value, "__notes__", ["item 3"]))
+    assert_nothing_is_left(model)
+    assert next(results, "no more") == "no more"
+    assert torch.equal(model(batches[0]), model(batches[0]))
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.parametrize(
+    ("error", "raised_as"),
+    [(Failed, Failed), (FailedOnPython310, Failed), (StopIteration, RuntimeError)],
+)
+def test_the_item_of_an_error_is_in_its_traceback(
+    over_devices: Any, error: type[Exception], raised_as: type[Exception], max_in_flight: int
+) -> None:
+    def run(view: Any, number: int) -> int:
+        if number == 1:
+            try:
+                raise LookupError("what it came from")
+            except LookupError:
+                raise error  # noqa: B904
+        return number
+
+    results = pipeline_map(over_devices("llama"), run, range(3), max_in_flight)
+
+    assert next(results) == 0
+    with pytest.raises(raised_as) as raised:
+        next(results)
+    shown = "".join(traceback.format_exception(raised.value))
+    assert "run of item 1" in shown
+    assert "what it came from" in shown
+    assert error.__name__ in shown
+
+
+def test_of_an_endless_iterator_no_more_is_read_than_needed(
+    machine: Any, over_devices: Any, batches: Any
+) -> None:
+    model, read = over_devices("llama"), []
+
+    def endless() -> Iterator[torch.Tensor]:
+        for number in itertools.count():
+            read.append(number)
+            yield batches[0]
+
+    results = pipeline_map(model, logits, endless(), max_in_flight=3)
+    assert not read
+    next(results)
+    assert len(read) == 4
+    next(results)
+    assert len(read) == 5
+    results.close()
+    assert len(read) == 5
+    assert_nothing_is_left(model)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, Failed])
+def test_an_error_of_the_items_comes_after_the_results_before_it(
+    machine: Any, over_devices: Any, batches: Any, error: type[BaseException]
+) -> None:
+    model, fetched = over_devices("llama"), []
+
+    def items() -> Iterator[torch.Tensor]:
+        yield from batches[:2]
+        raise error
+
+    with pytest.raises(error):
+        fetched.extend(0 for _ in pipeline_map(model, logits, items(), max_in_flight=2))
+    assert_nothing_is_left(model)
+
+
+@pytest.mark.usefixtures("machine")
+def test_runs_that_nobody_waits_for_end_and_give_their_memory_back(
+    machine: Any, over_devices: Any, batches: Any
+) -> None:
+    model, waits, goes_on = over_devices("llama"), threading.Event(), threading.Event()
+
+    def run(view: Any, number: int) -> int:
+        if number:
+            kept = view(batches[0])
+            alive.append(weakref.ref(kept))
+            waits.set()
+            goes_on.wait(10)
+            while True:  # until it is ended
+                kept = kept + 0
+        return number
+
+    alive: list[Any] = []
+    results = pipeline_map(model, run, range(5), max_in_flight=3)
+    assert next(results) == 0
+    assert waits.wait(10)
+    goes_on.set()
+    results.close()
+
+    assert_nothing_is_left(model)
+    gc.collect()
+    assert not [each for each in alive if each() is not None]
+
+
+def test_no_more_runs_than_asked_for_hold_activations(
+    machine: Any, over_devices: Any, batches: Any
+) -> None:
+    model, alive, most = over_devices("llama"), weakref.WeakSet(), []
+
+    class Kept:
+        pass
+
+    def run(view: Any, batch: torch.Tensor) -> Kept:
+        kept = Kept()
+        alive.add(kept)
+        most.append(len(alive))
+        view(batch)
+        return kept
+
+    for kept in pipeline_map(model, run, batches * 2, max_in_flight=3):
+        del kept
+    assert max(most) <= 3
+    del most[:]
+    results = pipeline_map(model, run, batches * 2, max_in_flight=1)
+    for kept in results:
+        del kept
+    assert max(most) == 1
+
+
+def test_a_run_that_changes_a_weight_is_refused(
+    machine: Any, over_devices: Any, batches: Any
+) -> None:
+    model = over_devices("llama")
+
+    @torch.no_grad()
+    def run(view: Any, batch: torch.Tensor) -> None:
+        next(iter(view.blocks[2].parameters())).mul_(1)
+
+    with pytest.raises(RuntimeError, match=r"\.2\..* was changed .*item 0"):
+        list(pipeline_map(model, run, batches))
+
+
+@pytest.mark.parametrize("run", [logits, goes_backward], ids=lambda run: run.__name__)
+def test_a_weight_that_is_changed_between_two_results_is_refused(
+    machine: Any, over_devices: Any, batches: Any, run: Run
+) -> None:
+    model = over_devices("llama")
+    results = pipeline_map(model, run, batches)
+    next(results)
+    with torch.no_grad():
+        next(iter(model.blocks[2].parameters())).mul_(1)
+    with pytest.raises(RuntimeError, match=r"was changed .*item 1|modified by an inplace"):
+        next(results)
+
+
+@pytest.mark.parametrize("max_in_flight", [0, -1, 1.5, True, "2"])
+def test_a_number_of_runs_that_makes_no_sense_is_refused_at_once(
+    machine: Any, over_devices: Any, max_in_flight: Any
+) -> None:
+    with pytest.raises(ValueError, match="max_in_flight"):
+        pipeline_map(over_devices("llama"), logits, [], max_in_flight)
+
+
+def test_what_is_no_model_is_refused_at_once() -> None:
+    with pytest.raises(TypeError, match="Linear"):
+        pipeline_map(torch.nn.Linear(2, 2), logits, [])  # type: ignore[arg-type]
+
+
+def test_runs_on_one_device(on_one: Any, batches: Any) -> None:
+    model = on_one("llama")
+    expected = [logits(model, batch) for batch in batches]
+    assert_bit_equal(list(pipeline_map(model, logits, batches)), expected)
+    assert_bit_equal(list(pipeline_map(model, logits, batches, max_in_flight=2)), expected)
+
+
+def test_progress_and_report(
+    machine: Any, over_devices: Any, batches: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = over_devices("llama")
+    shows = hf_logging.is_progress_bar_enabled()
+    hf_logging.enable_progress_bar()
+    list(pipeline_map(model, a_number_that_is_waited_for, batches, progress=True, report=True))
+    if not shows:
+        hf_logging.disable_progress_bar()
+    said = capsys.readouterr()
+    assert "6/6" in said.err
+    assert "6 runs in" in said.out
+    assert "sim:3 busy" in said.out
+    assert "waited in" in said.out
+    assert runs_of_users.__file__ in said.out
+
+
+def test_a_report_of_one_device_claims_no_share_of_it(
+    on_one: Any, batches: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    list(pipeline_map(on_one("llama"), a_number_that_is_waited_for, batches, report=True))
+    first, *others = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"6 runs in \d+\.\d\d s, all on cpu", first)
+    assert others
+    assert all(" waited in " in line for line in others)
+
+
+def test_pythons_own_random_numbers_are_left_alone(machine: Any, over_devices: Any) -> None:
+    random.seed(1)
+    state = random.getstate()
+    list(pipeline_map(over_devices("llama"), lambda view, item: item, range(3)))
+    assert random.getstate() == state
+
+
+def test_text_is_read_by_one_run_at_a_time(machine: Any, over_devices: Any) -> None:
+    model = over_devices("llama")
+    texts = ["t1", "t2 t3 t4"]
+
+    def run(view: Any, side: str) -> list[torch.Tensor]:
+        return [view.to_tokens(texts, padding_side=side) for _ in range(20)]
+
+    sides = ["left", "right"] * 3
+    expected = [run(model, side) for side in sides]
+    assert_bit_equal(list(pipeline_map(model, run, sides)), expected)
+
+
+def test_how_one_run_reads_text_is_seen_by_no_other(machine: Any, over_devices: Any) -> None:
+    model, texts = over_devices("llama"), ["t1 t2", "t3 t4 t5"]
+    reading, has_read = threading.Event(), threading.Event()
+
+    def meanwhile(activation: torch.Tensor, hook: Any) -> None:
+        reading.set()
+        assert has_read.wait(30)
+
+    def run(view: Any, number: int) -> torch.Tensor:
+        if number == 0:
+            options = {"prepend_bos": not view.cfg.default_prepend_bos, "padding_side": "left"}
+            with view.hooks(fwd_hooks=[("blocks.0.hook_resid_pre", meanwhile)]):
+                return view(texts, **options)
+        assert reading.wait(30)
+        tokens = view.to_tokens(texts)
+        has_read.set()
+        return tokens
+
+    before = model.cfg.default_prepend_bos, model.tokenizer.padding_side
+    expected = model.to_tokens(texts)
+
+    _, tokens = pipeline_map(model, run, range(2))
+
+    assert torch.equal(tokens, expected)
+    assert (model.cfg.default_prepend_bos, model.tokenizer.padding_side) == before

@@ -1,0 +1,326 @@
+"""`sweep`: what run_with_hooks returns, bit for bit, from the first block that a run changes."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from blocks_run import blocks_run, traces
+from comparison import assert_agrees
+from either_class import BRIDGE
+from hf_models import N_LAYERS
+from torch import nn
+
+import tl_devicefix
+
+Arguments = dict[str, Any]
+Run = list[tuple[Any, Any]]
+
+
+def halve(activation: torch.Tensor, hook: Any) -> None:
+    activation[:, -1] /= 2
+
+
+def at(layer: int) -> Run:
+    return [(f"blocks.{layer}.hook_resid_pre", halve)]
+
+
+def of_layer_1_and_3(name: str) -> bool:
+    return name in ("blocks.1.hook_mlp_out", "blocks.3.hook_mlp_out")
+
+
+RUNS: list[Run] = [
+    [],
+    at(3),
+    at(1),
+    at(4),
+    at(4),
+    [*at(4), ("blocks.2.attn.hook_z", halve)],
+    [("hook_embed", halve)],
+    [("ln_final.hook_normalized", halve)],
+    [(of_layer_1_and_3, halve)],
+    at(0),
+]
+
+
+def sequential(model: Any, tokens: Any, runs: list[Run], **arguments: Any) -> list[Any]:
+    return [model.run_with_hooks(tokens, fwd_hooks=run, **arguments) for run in runs]
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    assert_agrees(actual, expected, tolerance=0)
+
+
+@pytest.fixture(autouse=True)
+def no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_it_yields_what_run_with_hooks_returns(
+    kind: str, on_one: Any, tokens: torch.Tensor
+) -> None:
+    model = on_one(kind)
+    with tl_devicefix.disabled():
+        expected = sequential(model, tokens, RUNS)
+    assert_same(list(tl_devicefix.sweep(model, tokens, RUNS)), expected)
+    assert traces(model) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"return_type": "loss", "loss_per_token": True},
+        {"return_type": "both"},
+        {"stop_at_layer": 3},
+        {"stop_at_layer": -1},
+        {"attention_mask": True},
+        {"text": True},
+    ],
+    ids=str,
+)
+def test_with_the_arguments_of_a_forward(
+    arguments: Arguments, on_one: Any, tokens: torch.Tensor
+) -> None:
+    model = on_one("gpt2")
+    given: Any = tokens
+    if arguments == {"text": True}:
+        given, arguments = ["w5 w6 w7", "w8"], {"padding_side": "left"}
+    elif "attention_mask" in arguments:
+        arguments = {"attention_mask": torch.ones_like(tokens)}
+        arguments["attention_mask"][0, :3] = 0
+    expected = sequential(model, given, RUNS[:5], **arguments)
+    assert_same(list(tl_devicefix.sweep(model, given, RUNS[:5], **arguments)), expected)
+
+
+def test_over_devices(machine: Any, over_devices: Any, tokens: torch.Tensor) -> None:
+    model = over_devices("gpt2")
+    at_home = tokens.to(model.cfg.device)
+    mask = torch.ones_like(at_home)
+    mask[0, :3] = 0
+    runs = [[], at(3), at(1)]
+    for arguments in ({}, {"attention_mask": mask}):
+        expected = sequential(model, at_home, runs, **arguments)
+        actual = list(tl_devicefix.sweep(model, at_home, runs, **arguments))
+        assert_agrees(actual, expected, machine.devices[0], tolerance=0)
+
+
+def test_a_run_copies_nothing_for_the_blocks_that_it_skips(
+    machine: Any, over_devices: Any, tokens: torch.Tensor
+) -> None:
+    model = over_devices("llama")
+    sweep = tl_devicefix.sweep(model, tokens.to(model.cfg.device), [at(4), at(4)])
+    next(sweep)
+    machine.reset_transfers()
+    next(sweep)
+    assert {str(each.target) for each in machine.transfers} <= {"sim:0", "sim:3"}
+
+
+@pytest.mark.parametrize("order", ["ascending", "descending", "in turns"])
+def test_in_any_order_few_blocks_are_run_twice(
+    order: str, on_one: Any, tokens: torch.Tensor
+) -> None:
+    layers = {
+        "ascending": [0, 0, 1, 1, 2, 2, 3, 3, 4, 4],
+        "descending": [4, 4, 3, 3, 2, 2, 1, 1, 0, 0],
+        "in turns": [0, 1, 2, 3, 4, 0, 1, 2, 3, 4],
+    }[order]
+    model = on_one("llama")
+    with blocks_run(model) as count:
+        list(tl_devicefix.sweep(model, tokens, map(at, layers)))
+    needed = sum(N_LAYERS - layer for layer in layers)
+    of_the_unpatched_run = {"ascending": 4, "descending": 6, "in turns": 6}[order]
+    assert count.blocks == needed + of_the_unpatched_run
+
+
+# What makes a run start at the first block. Each is a context: within it, that is the case for the
+# model, and it gives what the runs have besides, and the arguments.
+Case = Callable[[Any], Any]
+
+
+@contextlib.contextmanager
+def hooked(add: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[Any]:
+    handle = add(*args, **kwargs)
+    try:
+        yield [], {}
+    finally:
+        handle.remove()
+
+
+@contextlib.contextmanager
+def permanent(model: Any, name: str) -> Iterator[Any]:
+    model.hook_dict[name].add_perma_hook(lambda activation, hook: None)
+    try:
+        yield [], {}
+    finally:
+        model.reset_hooks(including_permanent=True)
+
+
+@contextlib.contextmanager
+def put_in(module: nn.Module, other: nn.Module) -> Iterator[Any]:
+    module.add_module("put_in", other)
+    try:
+        yield [], {}
+    finally:
+        del module._modules["put_in"]
+
+
+@contextlib.contextmanager
+def own_forward(module: nn.Module) -> Iterator[Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return type(module).forward(module, *args, **kwargs)
+
+    with mock.patch.dict(vars(module), {"forward": forward}):
+        yield [], {}
+
+
+def given(hooks: Run, **arguments: Any) -> Any:
+    return contextlib.nullcontext((hooks, arguments))
+
+
+class Probe(nn.Module):
+    """One of the user's: it may do anything."""
+
+
+nothing = lambda *args: None  # noqa: E731
+CASES: dict[str, Case] = {
+    "a hook of the run on the first block": lambda model: given([(of_first_block, halve)]),
+    "a hook of the run on the embedding": lambda model: given([("hook_embed", halve)]),
+    "a permanent hook on the first block": lambda model: permanent(model, "blocks.0.hook_mlp_out"),
+    "a permanent hook on the embedding": lambda model: permanent(model, "hook_embed"),
+    "PyTorch's hook on the first block": lambda model: hooked(
+        model.blocks[0].register_forward_pre_hook, nothing
+    ),
+    "PyTorch's hook in the first block": lambda model: hooked(
+        model.blocks[0].attn.register_forward_hook, nothing
+    ),
+    "PyTorch's backward hook": lambda model: hooked(
+        model.blocks[0].register_full_backward_hook, nothing
+    ),
+    "PyTorch's hook on all modules": lambda model: hooked(
+        nn.modules.module.register_module_forward_pre_hook, nothing
+    ),
+    "a module of the user's": lambda model: put_in(model.blocks[0], Probe()),
+    "dropout that is on": lambda model: put_in(model.blocks[0], nn.Dropout()),
+    "a forward of the block's own": lambda model: own_forward(model.blocks[0]),
+    "a forward of the model's own": own_forward,
+    "an argument that is not known": lambda model: given([], start_at_layer=None),
+    "autograd": lambda model: autograd(),
+}
+
+
+def of_first_block(name: str) -> bool:
+    return name == "blocks.0.hook_mlp_out"
+
+
+@contextlib.contextmanager
+def autograd() -> Iterator[Any]:
+    with torch.enable_grad():
+        yield [], {}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_starts_at_the_first_block_if_that_may_differ(
+    case: str, on_one: Any, tokens: torch.Tensor
+) -> None:
+    model = on_one("llama")
+    with CASES[case](model) as (hooks, arguments):
+        runs = [[*at(3), *hooks], [*at(4), *hooks]]
+        expected = sequential(model, tokens, runs, **arguments)
+        with blocks_run(model) as count:
+            assert_same(list(tl_devicefix.sweep(model, tokens, runs, **arguments)), expected)
+    assert count.blocks == 2 * N_LAYERS
+
+
+def test_it_starts_at_the_first_block_that_anything_of_the_users_is_in(
+    on_one: Any, tokens: torch.Tensor
+) -> None:
+    model = on_one("llama")
+    with blocks_run(model) as count, permanent(model, "blocks.2.hook_mlp_out"):
+        list(tl_devicefix.sweep(model, tokens, [at(4)]))
+    assert count.blocks == 2 + 3  # two of the unpatched run
+
+
+@pytest.mark.parametrize("case", ["in training mode", "unknown blocks"])
+def test_a_bridge_starts_at_the_first_block(
+    case: str, cls: str, on_one: Any, tokens: torch.Tensor
+) -> None:
+    if cls != BRIDGE:
+        pytest.skip("a HookedTransformer has no dropout, and blocks that are known")
+    model = on_one("gpt2")
+    if case == "in training mode":
+        model.train()
+    else:
+        model.cfg.architecture = "SharesKeysForCausalLM"
+    with blocks_run(model) as count:
+        list(tl_devicefix.sweep(model, tokens, [at(4)]))
+    assert count.blocks == N_LAYERS
+
+
+def test_gradients_reach_every_parameter(on_one: Any, tokens: torch.Tensor) -> None:
+    model = on_one("llama")
+    with torch.enable_grad():
+        (loss,) = tl_devicefix.sweep(model, tokens, [at(4)], return_type="loss")
+        loss.backward()
+    assert model.embed.W_E.grad.abs().sum() > 0
+    model.zero_grad()
+
+
+def test_an_error_in_a_hook_leaves_nothing_behind(on_one: Any, tokens: torch.Tensor) -> None:
+    def fail(activation: torch.Tensor, hook: Any) -> None:
+        raise ValueError("in the hook")
+
+    model = on_one("llama")
+    before = model(tokens)
+    results = tl_devicefix.sweep(model, tokens, [at(3), [("blocks.4.hook_mlp_out", fail)], at(2)])
+    next(results)
+    with pytest.raises(ValueError, match="in the hook"):
+        next(results)
+    assert traces(model) == []
+    assert_same(model(tokens), before)
+
+
+def test_runs_are_read_as_they_are_needed(on_one: Any, tokens: torch.Tensor) -> None:
+    model = on_one("llama")
+    read: list[int] = []
+
+    def endless() -> Iterator[Run]:
+        for number in itertools.count():
+            read.append(number)
+            yield at(number % N_LAYERS)
+
+    results = tl_devicefix.sweep(model, tokens, endless())
+    assert read == []
+    next(results)
+    results.close()
+    assert len(read) < 10
+    assert traces(model) == []
+
+
+@pytest.mark.parametrize("name", ["fwd_hooks", "bwd_hooks", "reset_hooks_end"])
+def test_what_would_leave_hooks_behind_is_refused(
+    name: str, on_one: Any, tokens: torch.Tensor
+) -> None:
+    with pytest.raises(TypeError, match=f"sweep\\(\\) takes no {name}"):
+        tl_devicefix.sweep(on_one("llama"), tokens, [], **{name: []})
+
+
+@pytest.mark.parametrize("by", ["context", "variable"])
+def test_it_can_be_turned_off(
+    by: str, on_one: Any, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = on_one("llama")
+    if by == "variable":
+        monkeypatch.setenv("TL_DEVICEFIX_SEQUENTIAL", "1")
+    with (
+        tl_devicefix.sequential() if by == "context" else contextlib.nullcontext(),
+        blocks_run(model) as count,
+    ):
+        list(tl_devicefix.sweep(model, tokens, [at(4), at(4)]))
+    assert count.blocks == 2 * N_LAYERS

@@ -1,0 +1,74 @@
+"""Jobs that are rehearsed, and run on a model with values beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import product
+from typing import Any
+
+import torch
+
+from tl_devicefix.monkeypatch.versions import has_hooked_transformer
+
+Job = Callable[[Any], Any]
+TOKENS = torch.arange(18).reshape(2, 9) % 30 + 5
+
+
+def forward(model: Any) -> Any:
+    with torch.no_grad():
+        return model(TOKENS)
+
+
+def keep_all(model: Any) -> Any:
+    with torch.no_grad():
+        return model.run_with_cache(TOKENS)
+
+
+def generate(model: Any) -> None:
+    model.generate(TOKENS.to(model.cfg.device), max_new_tokens=3, stop_at_eos=False, verbose=False)
+
+
+def backward(model: Any) -> None:
+    model(TOKENS, return_type="loss").backward()
+
+
+def steer(model: Any) -> Any:
+    vector = torch.ones(model.cfg.d_model, device=model.cfg.device)
+    hook = ("blocks.4.hook_resid_post", lambda activation, hook: activation + vector)
+    with torch.no_grad():
+        return model.run_with_hooks(TOKENS, fwd_hooks=[hook])
+
+
+def analyse(model: Any) -> Any:
+    with torch.no_grad():
+        _, cache = model.run_with_cache(TOKENS)
+        return cache.accumulated_resid(apply_ln=True), cache.stack_head_results(), model.W_Q
+
+
+def fold(bridge: Any) -> Any:
+    """A Bridge's, which is booted before it is folded."""
+    bridge.enable_compatibility_mode()
+    return forward(bridge)
+
+
+OF_EITHER = (forward, keep_all, generate, backward, steer)
+CASES: list[tuple[str, int, Job]]
+"""An architecture, over how many devices, and what is done with it."""
+if has_hooked_transformer():
+    spread = [("llama", 1), ("llama", 3), ("gpt2", 3), ("pythia", 3), ("gemma-2", 3)]
+    CASES = [(*each, job) for each, job in product(spread, (*OF_EITHER, analyse))]
+    COVERED: tuple[str, ...] = ("job", "n_devices")
+else:
+    CASES = [("llama", 1, generate), *(("llama", 3, job) for job in (*OF_EITHER, fold))]
+    families = ("qwen2", "gpt2", "gemma-2", "pythia")
+    CASES += [(name, 3, job) for name, job in product(families, (keep_all, fold))]
+    COVERED = ("name", "n_devices", "job")
+
+
+def n_transfers(transfers: Iterable[Any]) -> int:
+    """How many there are; a Bridge's without those of tokens.
+
+    These accelerate takes by way of a device that it takes by chance.
+    """
+    least = 0 if has_hooked_transformer() else 2 * TOKENS.nbytes
+    return sum(each.bytes > least for each in transfers)

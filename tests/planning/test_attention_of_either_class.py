@@ -1,0 +1,153 @@
+"""What a job takes without a pattern: `attn_implementation="sdpa"` of `estimate` and `dry_run`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import D_VOCAB, make_hf_model, save_checkpoint
+from transformers import LlamaConfig
+
+from tl_devicefix import dry_run, estimate, simulate
+from tl_devicefix.__main__ import main
+from tl_devicefix.monkeypatch.versions import has_hooked_transformer
+from tl_devicefix.planning import advice
+from tl_devicefix.planning.usage import Job
+
+N_TOKENS = 2048
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.fixture(scope="module")
+def llama(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint of a narrow Llama that reads long texts."""
+    config = LlamaConfig(**SIZES, **HEADS, vocab_size=D_VOCAB, max_position_embeddings=N_TOKENS)
+    directory: Path = tmp_path_factory.mktemp("llama")
+    return str(save_checkpoint(make_hf_model(config), tokenizer, directory))
+
+
+@pytest.fixture
+def load() -> Callable[..., Any]:
+    if has_hooked_transformer():
+        from transformer_lens import HookedTransformer
+
+        return HookedTransformer.from_pretrained
+    from transformer_lens.model_bridge import TransformerBridge
+
+    return TransformerBridge.boot_transformers
+
+
+def run(model: Any, job: Job) -> Any:
+    tokens = torch.zeros(1, job.ctx, dtype=torch.long, device=model.cfg.device)
+    with torch.set_grad_enabled(job.gradients):
+        kind = "loss" if job.gradients else "logits"
+        output = model.run_with_cache(tokens, names_filter=job.keeps, return_type=kind)[0]
+    if job.gradients:
+        output.backward()
+    return output
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_it_is_what_a_loaded_model_takes(gradients: bool, llama: str, load: Any) -> None:
+    job = Job(ctx=N_TOKENS, gradients=gradients)
+    with simulate(2) as machine:
+        model = load(llama, n_devices=2, attn_implementation="sdpa")
+        run(model, Job(ctx=8))  # TransformerLens 2 keeps a mask, which is looked at once
+        for index in range(2):
+            machine.reset_peak_memory_stats(index)
+        _kept = run(model, job)
+        peaks = [machine.max_memory_allocated(index) for index in range(2)]
+        del model, _kept
+
+    found = estimate(llama, 2, ctx=N_TOKENS, gradients=gradients, attn_implementation="sdpa")
+    installed = estimate(llama, 2, ctx=N_TOKENS, gradients=gradients)
+
+    assert [each.total for each in found.devices] == pytest.approx(peaks, rel=0.001)
+    pattern = HEADS["num_attention_heads"] * N_TOKENS**2 * 4
+    for less, more in zip(found.devices, installed.devices):
+        assert less.working < pattern < more.working
+
+
+def test_what_is_kept_is_built(llama: str) -> None:
+    options: Any = {"ctx": 256, "cache": "pattern"}
+
+    found = estimate(llama, attn_implementation="sdpa", **options)
+
+    assert found.devices[0].cached == estimate(llama, **options).devices[0].cached > 0
+
+
+@pytest.mark.skipif(not has_hooked_transformer(), reason="a Bridge has transformers' own caches")
+def test_a_kv_cache_has_room(llama: str) -> None:
+    options: Any = {"ctx": 512, "generate": 64}
+    exact = estimate(llama, **options).devices[0].kv_cache
+
+    found = estimate(llama, attn_implementation="sdpa", **options).devices[0].kv_cache
+
+    # A quarter more, and keys also rotated.
+    assert found == pytest.approx(1.25 * 1.5 * exact, rel=0.01)
+
+
+@pytest.fixture
+def nothing_else_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advice, "_CHANGES", (advice._without_pattern,))
+
+
+@pytest.mark.usefixtures("nothing_else_is_tried")
+def test_it_is_told_where_it_would_fit(llama: str) -> None:
+    totals = [
+        estimate(llama, ctx=N_TOKENS, attn_implementation=way).devices[0].total
+        for way in (None, "sdpa")
+    ]
+    room = sum(totals) // 2
+
+    found = estimate(llama, ctx=N_TOKENS, max_memory=room)
+
+    assert found.advice == "What would: attn_implementation='sdpa'."
+    assert estimate(llama, ctx=N_TOKENS, max_memory=room, attn_implementation="sdpa").fits
+
+
+@pytest.mark.usefixtures("nothing_else_is_tried")
+@pytest.mark.parametrize("options", [{"attn_implementation": "sdpa"}, {"cache": "pattern"}])
+def test_it_is_not_told_where_it_is_chosen_or_does_not_help(options: Any, llama: str) -> None:
+    found = estimate(llama, ctx=512, max_memory="512KiB", **options)
+
+    assert found.advice.startswith("No single change would do")
+
+
+def test_a_rehearsal_builds_a_pattern_where_somebody_listens(llama: str) -> None:
+    tokens = torch.zeros(1, 512, dtype=torch.long)
+    hook = ("blocks.1.attn.hook_pattern", lambda value, hook: None)
+    pattern = HEADS["num_attention_heads"] * 512**2 * 4
+
+    @torch.no_grad()
+    def listen(model: Any) -> Any:
+        return model.run_with_hooks(tokens.to(model.cfg.device), fwd_hooks=[hook])
+
+    @torch.no_grad()
+    def read(model: Any) -> Any:
+        at_home = tokens.to(model.cfg.device)
+        return model(at_home, attention_mask=torch.ones_like(at_home))
+
+    peaks = []
+    for job in (read, listen):
+        rehearsed = dry_run(llama, job, attn_implementation="sdpa")
+        assert rehearsed.runs, rehearsed
+        peaks.append(rehearsed.peaks[0].bytes - rehearsed.weights[0])
+
+    assert peaks[0] < pattern < peaks[1]
+
+
+def test_the_command_takes_it(llama: str, capsys: Any) -> None:
+    assert main(["estimate", llama, "--ctx", "64", "--attn-implementation", "sdpa"]) == 0
+    assert "64 tokens, attn_implementation sdpa" in capsys.readouterr().out
+
+
+def test_a_way_that_is_not_there(llama: str) -> None:
+    with pytest.raises(ValueError, match="no attn_implementation 'spda': did you mean 'sdpa'"):
+        estimate(llama, attn_implementation="spda")
+    with pytest.raises(ValueError, match="no attn_implementation 'flash': give 'sdpa' or 'eager'"):
+        dry_run(llama, lambda model: None, attn_implementation="flash")

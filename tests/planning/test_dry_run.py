@@ -1,0 +1,61 @@
+"""`dry_run` of a HookedTransformer: what is its own."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from architectures import ALL_ARCHITECTURES, EVERY_ARCHITECTURE, load_hooked
+
+import tl_devicefix
+from tl_devicefix import DryRun, dry_run
+
+
+@pytest.mark.parametrize("name", EVERY_ARCHITECTURE)
+def test_parameters_are_laid_out_as_loading_lays_them_out(
+    name: str, hf_models: Any, references: Any, tokenizer: Any
+) -> None:
+    """For what a forward allocates depends on it."""
+    references(name)  # skips where TransformerLens itself cannot read it
+    loaded = load_hooked(ALL_ARCHITECTURES[name], hf_models(name), tokenizer, device="cpu")
+    strides: dict[str, Any] = {}
+
+    def look(model: Any) -> None:
+        strides.update({name: order(p) for name, p in model.named_parameters()})
+
+    dry_run(loaded.cfg, look)
+
+    assert strides == {name: order(p) for name, p in loaded.named_parameters()}
+
+
+def order(tensor: torch.Tensor) -> list[int]:
+    """The dimensions longer than 1, slowest first."""
+    dims = [dim for dim in range(tensor.dim()) if tensor.shape[dim] > 1]
+    return sorted(dims, key=tensor.stride, reverse=True)
+
+
+def test_nothing_is_left_of_it() -> None:
+    cfg = dry_run("gpt2", lambda model: model.cfg).result
+    before = copy.deepcopy(cfg.to_dict())
+
+    dry_run(cfg, lambda model: model.blocks, n_devices=2)
+
+    assert cfg.to_dict() == before
+    with tl_devicefix.simulate(1) as machine:
+        assert torch.ones(2, device="sim:0").tolist() == [1, 1]
+        assert machine.behind.type == "cpu"
+
+
+def test_a_subclass_and_a_device_map() -> None:
+    from transformer_lens import HookedTransformer
+
+    class Mine(HookedTransformer):
+        """A user's own."""
+
+    device_map = {"": 0, "blocks.3": 1}
+    rehearsed: DryRun = dry_run("gpt2", type, n_devices=2, device_map=device_map, cls=Mine)
+
+    assert rehearsed.result is Mine
+    assert str(rehearsed.placement.device_of("blocks.3")) == "sim:1"

@@ -1,0 +1,191 @@
+"""`dry_run`: what a job does at full size, without weights and devices.
+
+By a name that is of a HookedTransformer, or with TransformerLens 4 of a Bridge.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+from rehearsed_jobs import CASES, COVERED, TOKENS, Job, forward, n_transfers
+
+from tl_devicefix import dry_run, estimate, plan, simulate
+from tl_devicefix.monkeypatch.versions import has_hooked_transformer, installed
+
+LLAMA_70B = "meta-llama/Llama-2-70b-hf"
+
+
+@pytest.mark.cover(COVERED)
+@pytest.mark.parametrize(("name", "n_devices", "job"), CASES)
+def test_it_takes_what_the_job_takes(
+    name: str, n_devices: int, job: Job, loaded: Any, tokenizer: Any
+) -> None:
+    devices = range(n_devices)
+    with simulate(n_devices) as machine:
+        model, config = loaded(name, n_devices)
+        weights = [machine.memory_allocated(index) for index in devices]
+        for index in devices:
+            machine.reset_peak_memory_stats(index)
+        machine.reset_transfers()
+        _kept = job(model)
+        peaks = [machine.max_memory_allocated(index) for index in devices]
+        transfers = n_transfers(machine.transfers)
+
+    rehearsed = dry_run(config, job, n_devices, tokenizer=tokenizer)
+
+    assert rehearsed.runs, rehearsed
+    assert list(rehearsed.weights) == pytest.approx(weights, rel=0.05)
+    assert [peak.bytes for peak in rehearsed.peaks] == pytest.approx(peaks, rel=0.05)
+    assert n_transfers(rehearsed.transfers) == transfers
+
+
+def test_a_70b_model_runs_caches_and_generates(tokenizer: Any) -> None:
+    tokens = torch.zeros(1, 128, dtype=torch.long)
+
+    def job(model: Any) -> Any:
+        with torch.no_grad():
+            logits, cache = model.run_with_cache(
+                tokens, names_filter=lambda name: name.endswith("hook_resid_post")
+            )
+            assert len(cache) == model.cfg.n_layers == 80
+            shape = cache.stack_activation("resid_post").shape
+        if installed() == Version("3.0.0"):
+            return logits.shape, shape, "TransformerLens 3.0.0 cannot generate in bfloat16"
+        generated = model.generate(
+            tokens.to(model.cfg.device), max_new_tokens=2, stop_at_eos=False, verbose=False
+        )
+        return logits.shape, shape, generated.shape
+
+    # TransformerLens 2 generates with a tokenizer only.
+    rehearsed = dry_run(LLAMA_70B, job, 4, dtype=torch.bfloat16, tokenizer=tokenizer)
+
+    assert rehearsed.runs, rehearsed
+    assert rehearsed.result[:2] == ((1, 128, 32000), (80, 1, 128, 8192))
+    assert rehearsed.result[2] == (1, 130) or installed() == Version("3.0.0")
+    assert sum(rehearsed.weights) == pytest.approx(2 * 68.98e9, rel=0.01)
+    assert "it runs" in repr(rehearsed)
+    assert rehearsed.timeline[0].component == "embed"
+
+
+def test_an_operation_on_two_devices_is_reported_with_the_caller_s_own_line() -> None:
+    def job(model: Any) -> Any:
+        return model.blocks[0].attn.W_O[0] @ model.blocks[11].attn.W_Q[0]  # the line
+
+    rehearsed = dry_run("gpt2", job, n_devices=4)
+
+    assert not rehearsed.runs
+    assert "sim:0 and sim:3" in str(rehearsed.error)
+    assert "test_dry_run_of_either_class.py" in str(rehearsed.stopped_at)
+    assert "# the line" in str(rehearsed.stopped_at)
+    assert "it stops at" in repr(rehearsed)
+
+
+def test_one_within_a_module_is_reported_with_the_module() -> None:
+    elsewhere = []
+
+    def job(model: Any) -> Any:
+        elsewhere.append(torch.ones(model.cfg.d_model, device="cpu"))
+        return model.run_with_hooks(
+            TOKENS, fwd_hooks=[("blocks.9.hook_resid_post", lambda a, hook: a + elsewhere[0])]
+        )
+
+    rehearsed = dry_run("gpt2", job, n_devices=4)
+
+    own_name = "hook_resid_post" if has_hooked_transformer() else "hook_out"
+    assert f"hook on blocks.9.{own_name} mixes devices" in str(rehearsed.error)
+    assert "within blocks.9" in str(rehearsed.stopped_at)
+    assert "elsewhere[0]" in str(rehearsed.stopped_at)
+
+
+def test_a_device_without_room_is_reported_with_the_module() -> None:
+    def job(model: Any) -> Any:
+        return model(torch.zeros(64, 1024, dtype=torch.long))
+
+    rehearsed = dry_run("gpt2", job, n_devices=2, memory="1GiB")
+
+    assert isinstance(rehearsed.error, torch.OutOfMemoryError)
+    assert "within blocks." in str(rehearsed.stopped_at)
+
+
+def test_what_does_not_fit_at_all_is_refused_as_by_a_plan() -> None:
+    with pytest.raises(ValueError, match=r"the weights do not fit: sim:0 would hold .* GiB"):
+        dry_run(LLAMA_70B, forward, n_devices=4, memory="16GiB")
+
+
+def test_the_peak_is_where_it_was_and_the_timeline_says_when() -> None:
+    def job(model: Any) -> Any:
+        with torch.no_grad():
+            return model(torch.zeros(8, 256, dtype=torch.long))
+
+    rehearsed = dry_run("gpt2", job, n_devices=2)
+
+    assert rehearsed.peaks[0].module == "unembed"
+    assert rehearsed.peaks[1].module.startswith("blocks.")
+    names = [moment.component for moment in rehearsed.timeline]
+    blocks = [f"blocks.{index}" for index in range(12)]
+    assert names == ["embed", "pos_embed", *blocks, "ln_final", "unembed"]
+    assert all(len(moment.allocated) == 2 for moment in rehearsed.timeline)
+    assert "_original_component" not in repr(rehearsed)
+
+
+def test_offloaded_blocks_visit_their_device() -> None:
+    limits = {0: "30GiB", "cpu": "200GiB"}
+
+    rehearsed = dry_run(LLAMA_70B, forward, dtype=torch.bfloat16, max_memory=limits)
+
+    assert rehearsed.runs, rehearsed
+    components = rehearsed.placement.components
+    block = next(each.weights for each in components if each.name == "blocks.0")
+    resident, peak = rehearsed.weights[0], rehearsed.peaks[0].bytes
+    assert resident + 2 * block < 30 * 2**30
+    assert resident + 2 * block < peak < resident + 2.2 * block
+    offloaded = sum(each.weights for each in components if each.offloaded)
+    copied = sum(each.bytes for each in rehearsed.transfers if each.source.type == "cpu")
+    assert copied == offloaded + TOKENS.nbytes
+
+
+def test_transfers_are_printed_by_pair_as_a_machine_s_are() -> None:
+    transfers = dry_run("gpt2", forward, n_devices=2).transfers
+
+    *pairs, together = repr(transfers).splitlines()
+    expected = [f"{source} -> {target}" for source, target in transfers.by_pair()]
+    assert "sim:0 -> sim:1" in expected
+    assert [line.split("  ")[0] for line in pairs] == expected
+    assert together.split()[:2] == ["all", str(len(transfers))]
+
+
+def said_by_us(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.name.startswith("tl_devicefix.")]
+
+
+def test_devices_that_only_max_memory_names_are_not_used_and_the_log_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    limits = dict.fromkeys(range(3), "1GiB")
+    with simulate(3):
+        planned = plan("gpt2", 2, max_memory=limits).device_map
+    (told,) = said_by_us(caplog)
+
+    rehearsed = dry_run("gpt2", type, 2, max_memory=limits)
+    estimated = estimate("gpt2", 2, max_memory=limits, ctx=8)
+
+    assert rehearsed.placement.device_map == estimated.placement.device_map == planned
+    assert said_by_us(caplog) == [told] * 3
+    assert "max_memory names sim:2, where nothing is placed" in told
+
+
+def test_what_is_no_function_is_refused() -> None:
+    with pytest.raises(ValueError, match="run='forward' is no function"):
+        dry_run("gpt2", "forward")  # type: ignore[arg-type]
+
+
+def test_the_caller_s_grad_mode_stays() -> None:
+    def job(model: Any) -> None:
+        torch.set_grad_enabled(False)
+
+    dry_run("gpt2", job)
+
+    assert torch.is_grad_enabled()

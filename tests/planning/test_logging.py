@@ -1,0 +1,54 @@
+"""What is logged is logged by the package's own loggers: the root logger is the user's."""
+
+from __future__ import annotations
+
+import ast
+import logging
+from pathlib import Path
+
+import pytest
+import transformers
+
+import tl_devicefix
+from tl_devicefix import plan
+from tl_devicefix.demo import CHECKPOINT
+from tl_devicefix.monkeypatch.versions import has_hooked_transformer
+
+CONFIG = transformers.GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=11, n_positions=16)
+LOGGING = ("debug", "info", "warning", "error", "exception", "critical", "log", "basicConfig")
+
+
+def test_the_root_logger_gets_no_handler(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = "gpt2" if has_hooked_transformer() else CONFIG
+    # As in a user's process; pytest has handlers of its own.
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    heard = logging.getLogger("tl_devicefix")
+    monkeypatch.setattr(heard, "handlers", [caplog.handler])
+
+    plan(name, 1, max_memory={"cpu": "900GiB", "disk": "1GiB"})
+
+    assert logging.getLogger().handlers == []
+    assert "max_memory names disk" in caplog.text
+    assert {record.name for record in caplog.records} == {"tl_devicefix.placement.deciding"}
+
+
+@pytest.mark.skipif(not has_hooked_transformer(), reason="a Bridge's config is transformers' own")
+def test_nor_by_what_transformer_lens_says_of_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    plan(str(CHECKPOINT))
+    assert logging.getLogger().handlers == []
+
+
+def test_nothing_in_the_package_uses_the_root_logger() -> None:
+    found = []
+    for source in Path(tl_devicefix.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(source.read_text())):
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and (node.value.id, node.attr in LOGGING) == ("logging", True)
+            ):
+                found.append((source.name, node.lineno))
+    assert found == []

@@ -1,0 +1,119 @@
+"""Arguments that do not exist are refused by every call, which says what may be meant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import transformers
+
+from tl_devicefix import dry_run, estimate
+from tl_devicefix.misspelt import refuse_misspelt
+from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
+
+TINY: dict[str, Any] = {"n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 11, "n_positions": 16}
+
+
+def name_or_config() -> Any:
+    """Of a model that needs no network: a name, or where that is a Bridge's, a config."""
+    return "gpt2" if has_hooked_transformer() else transformers.GPT2Config(**TINY)
+
+
+CALLS = {
+    "estimate": lambda model, **options: estimate(model, ctx=8, **options),
+    "dry_run": lambda model, **options: dry_run(model, lambda model: None, **options),
+}
+
+hooked = pytest.mark.skipif(not has_hooked_transformer(), reason="there is no HookedTransformer")
+bridged = pytest.mark.skipif(not has_bridge(), reason="there is no TransformerBridge")
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_near_miss_is_named(call: str) -> None:
+    with pytest.raises(
+        TypeError, match=rf"^{call} has .*'n_device'.*; did you mean 'n_devices'\?$"
+    ):
+        CALLS[call](name_or_config(), n_device=4)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_is_like_nothing_is_refused_too(call: str) -> None:
+    with pytest.raises(TypeError, match=rf"^{call} has no argument 'bogus'"):
+        CALLS[call](name_or_config(), bogus=True)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@hooked
+def test_what_the_config_depends_on_is_named(call: str) -> None:
+    with pytest.raises(TypeError, match="'first_n_layer'; did you mean 'first_n_layers'"):
+        CALLS[call]("gpt2", first_n_layer=4)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@hooked
+def test_a_config_says_all(call: str) -> None:
+    from transformer_lens import HookedTransformerConfig
+
+    cfg = HookedTransformerConfig(
+        n_layers=1, d_model=8, n_ctx=8, d_head=4, d_vocab=9, act_fn="relu"
+    )
+    with pytest.raises(TypeError, match="no argument 'n_ctx' beside a config"):
+        CALLS[call](cfg, n_ctx=4)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@hooked
+def test_what_the_config_depends_on_passes(call: str) -> None:
+    options: dict[str, Any] = {"first_n_layers": 1, "fold_ln": False}
+    # And what the hub is asked with, which it is not here.
+    options |= {"revision": "main", "local_files_only": True, "token": None}
+
+    CALLS[call]("gpt2", **options)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@bridged
+def test_a_bridge_is_meant(call: str) -> None:
+    with pytest.raises(TypeError, match="'n_ctxt' for a TransformerBridge; did you mean 'n_ctx'"):
+        CALLS[call](transformers.GPT2Config(**TINY), n_ctxt=4)
+
+
+@pytest.mark.parametrize(
+    ("misspelt", "says"),
+    [
+        ({"n_device": 4}, r"no argument 'n_device'; did you mean 'n_devices'\?$"),
+        ({"bogus": True}, "^boot_transformers has no argument 'bogus'$"),
+    ],
+)
+@bridged
+def test_a_bridge_is_not_booted(misspelt: dict[str, Any], says: str) -> None:
+    from transformer_lens.model_bridge import TransformerBridge
+
+    with pytest.raises(TypeError, match=says):
+        TransformerBridge.boot_transformers("gpt2", **misspelt)
+
+
+PASSED_ON = (
+    *("attn_implementation", "cache_dir", "code_revision", "config", "device_mesh", "dtype"),
+    *("force_download", "from_tf", "generation_config", "gguf_file", "hf_model", "key_mapping"),
+    *("ignore_mismatched_sizes", "kernel_config", "load_in_8bit", "local_files_only"),
+    *("low_cpu_mem_usage", "mirror", "offload_buffers", "offload_folder", "offload_state_dict"),
+    *("output_loading_info", "proxies", "quantization_config", "revision", "state_dict"),
+    *("subfolder", "token", "torch_dtype", "tp_plan", "tp_size", "trust_remote_code"),
+    *("use_auth_token", "use_cache", "use_kernels", "use_safetensors", "variant", "weights_only"),
+)
+"""What transformers' `from_pretrained` takes."""
+
+
+@hooked
+def test_what_is_for_transformers_passes_through_from_pretrained() -> None:
+    import inspect
+
+    from transformer_lens import HookedTransformer
+
+    takes = inspect.signature(HookedTransformer.from_pretrained).parameters
+
+    refuse_misspelt("from_pretrained", PASSED_ON, takes)
+
+    assert "device_map" in takes
+    assert "max_memory" in takes

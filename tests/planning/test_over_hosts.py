@@ -1,0 +1,153 @@
+"""`plan`, `estimate` and `dry_run` over hosts that are not there: no launcher, no devices."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from architectures import TOYS
+
+from tl_devicefix import dry_run, estimate, plan, simulate
+from tl_devicefix.__main__ import main
+
+THERE, BACK = ("host0", "host1"), ("host1", "host0")
+
+
+def test_a_plan_is_that_of_the_devices_that_will_be_joined() -> None:
+    planned = plan("gpt2", 4, hosts=2)
+
+    with simulate(4, hosts=2):
+        assert plan("gpt2", 4) == planned
+    assert [site.name for site in planned.sites] == ["host0/0", "host0/1", "host1/0", "host1/1"]
+
+
+def test_what_the_devices_have_is_said_or_unlimited() -> None:
+    assert plan("meta-llama/Llama-3.1-405B", 4, hosts=2).bytes_on(3) > 300 << 30
+    with pytest.raises(ValueError, match=r"sim:0 \(host0/0\) would hold"):
+        plan("gpt2", 2, hosts=2, max_memory={"host0/cuda:0": "1MiB", "host1/cuda:0": "1MiB"})
+
+
+def test_a_device_map_beside_the_number_of_devices() -> None:
+    where = {"": "host0/cuda:0", "blocks.3": "host1/cuda:1"}
+
+    placements = [
+        plan("gpt2", 4, hosts=2, device_map=where),
+        estimate("gpt2", 4, hosts=2, device_map=where, ctx=8).placement,
+        dry_run("gpt2", id, 4, hosts=2, device_map=where).placement,
+    ]
+
+    assert [str(each.device_of("blocks.3")) for each in placements] == ["sim:3"] * 3
+
+
+@pytest.mark.parametrize("function", [plan, estimate, dry_run])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n_devices": 3}, "n_devices=3 cannot be divided evenly over hosts=2"),
+        ({}, "hosts=2 does not say how many devices they have: give n_devices"),
+        ({"n_devices": 4, "device_map": "host2/0"}, "there is no device 'host2/0'"),
+        ({"n_devices": 4, "max_memory": {"host2/0": "1GiB"}}, "there is no device 'host2/0'"),
+    ],
+    ids=str,
+)
+def test_what_makes_no_sense(function: Any, options: Any, message: str) -> None:
+    run = {"run": id} if function is dry_run else {}
+    with pytest.raises(ValueError, match=message):
+        function("gpt2", hosts=2, **run, **options)
+
+
+def test_hosts_may_have_different_numbers_of_devices(capsys: Any) -> None:
+    planned = plan("gpt2", hosts=[1, 3])
+    placements = [
+        planned,
+        plan("gpt2", 4, hosts=(1, 3)),
+        estimate("gpt2", hosts=[1, 3], ctx=8).placement,
+        dry_run("gpt2", id, hosts=[1, 3]).placement,
+    ]
+    main(["estimate", "gpt2", "--hosts", "1,3", "--ctx", "8"])
+    too_large = estimate("gpt2-xl", hosts=[1, 2], max_memory="100MiB", ctx=8)
+
+    names = ["host0/0", "host1/0", "host1/1", "host1/2"]
+    assert [[site.name for site in each.sites] for each in placements] == [names] * 4
+    assert [len(each.devices) for each in placements] == [4] * 4
+    with simulate(4, hosts=[1, 3]):
+        assert plan("gpt2", 4) == planned
+    assert "3 (host1/2)" in capsys.readouterr().out
+    assert not too_large.fits
+    assert "n_devices" not in too_large.advice
+
+
+@pytest.mark.parametrize("toy", TOYS)
+def test_a_forward_sends_what_the_placement_says(toy: str) -> None:
+    cfg = TOYS[toy]()
+
+    found = estimate(cfg, 4, hosts=2, batch=3, ctx=5)
+
+    assert found.between_hosts["a forward"] == found.placement.between_hosts(3, 5)
+    assert found.placement.between_hosts(3, 5) == plan(cfg, 4, hosts=2).between_hosts(3, 5)
+
+
+def test_each_part_of_a_job_is_told_apart() -> None:
+    job: dict[str, Any] = {"cache": "resid_post", "gradients": True, "generate": 2, "ctx": 8}
+    found = estimate("gpt2", 4, hosts=2, dtype="bfloat16", **job)
+
+    stream = 8 * 768 * 2
+    blocks_there = sum("host1" in site.hostname for site in map(_site(found), _blocks(found)))
+    assert found.between_hosts["a forward"] == dict.fromkeys((THERE, BACK), stream)
+    assert found.between_hosts["its backward"] == dict.fromkeys((THERE, BACK), stream)
+    assert found.between_hosts["the cache, read at home"] == {BACK: blocks_there * stream}
+    assert found.between_hosts["the prompt"][BACK] == stream
+    assert found.between_hosts["a generated token"][BACK] == stream // 8
+    assert "- its backward: host0 -> host1 12.0 KiB, host1 -> host0 12.0 KiB" in repr(found)
+
+
+def _site(found: Any) -> Any:
+    sites = {site.here: site for site in found.placement.sites}
+    return lambda component: sites[component.device]
+
+
+def _blocks(found: Any) -> list[Any]:
+    return [each for each in found.placement.components if each.name.startswith("blocks")]
+
+
+def test_one_host_sends_nothing_and_says_nothing() -> None:
+    found = estimate("gpt2", 2, ctx=8)
+
+    assert found.between_hosts == {}
+    assert "hosts" not in repr(found)
+
+
+def test_more_hosts_are_what_would_fit() -> None:
+    options: dict[str, Any] = {"max_memory": "2.5GiB", "dtype": "bfloat16", "ctx": 8}
+    found = estimate("EleutherAI/pythia-6.9b", 4, hosts=2, **options)
+
+    assert not found.fits
+    assert "n_devices=6, hosts=3" in found.advice
+    assert estimate("EleutherAI/pythia-6.9b", 6, hosts=3, **options).fits
+
+
+def test_a_rehearsal_says_what_went_between_hosts() -> None:
+    def forward(model: Any) -> None:
+        with torch.no_grad():
+            model(torch.zeros(1, 16, dtype=torch.long))
+
+    rehearsed = dry_run("gpt2", forward, 4, hosts=2)
+
+    assert rehearsed.between_hosts == rehearsed.placement.between_hosts(1, 16)
+    lines = repr(rehearsed).splitlines()
+    assert lines[3].split()[:2] == ["2", "(host1/0)"]
+    assert "; between hosts: host0 -> host1 48.0 KiB, host1 -> host0 48.0 KiB" in lines[-2]
+
+
+def test_the_command(capsys: Any) -> None:
+    command = ["estimate", "gpt2", "--n-devices", "4", "--hosts", "2", "--ctx", "8"]
+    assert main([*command, "--device-map", '{"": "host0/0", "blocks.3": "host1/1"}']) == 0
+    assert "3 (host1/1)" in capsys.readouterr().out
+
+    main([*command, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["between_hosts"]["a forward"] == dict.fromkeys(
+        ("host0 -> host1", "host1 -> host0"), 8 * 768 * 4
+    )

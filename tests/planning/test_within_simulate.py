@@ -1,0 +1,140 @@
+"""`estimate` and `dry_run` inside `with simulate(...)`: it is as it was afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.fx.experimental._config as meta_config
+import transformers
+
+import tl_devicefix
+from tl_devicefix import dry_run, estimate, simulate
+from tl_devicefix.simulation.machine import Machine
+
+CONFIG = transformers.GPT2Config(n_layer=4, n_embd=8, n_head=2, vocab_size=11, n_positions=16)
+
+
+def forward(model: Any) -> Any:
+    return model(torch.zeros(1, 4, dtype=torch.long))
+
+
+def fail(model: Any) -> Any:
+    forward(model)
+    raise KeyError("of the job")
+
+
+def interrupt(model: Any) -> Any:
+    forward(model)
+    raise KeyboardInterrupt
+
+
+def model_name() -> Any:
+    """A HookedTransformer's name where there is one, and a Bridge's config elsewhere."""
+    return "gpt2" if tl_devicefix.monkeypatch.versions.has_hooked_transformer() else CONFIG
+
+
+def refused() -> None:
+    with pytest.raises(ValueError, match="batch=0"):
+        estimate(model_name(), 2, batch=0)
+
+
+def interrupted() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        dry_run(model_name(), interrupt, 2)
+
+
+REHEARSALS: dict[str, Callable[[], Any]] = {
+    "estimate": lambda: estimate(model_name(), 2, ctx=4, cache="all"),
+    "an estimate with advice": lambda: estimate(model_name(), 2, ctx=4, max_memory="1MiB"),
+    "dry_run": lambda: dry_run(model_name(), forward, 3),
+    "a job that fails": lambda: dry_run(model_name(), fail, 3),
+    "a job that is interrupted": interrupted,
+    "what is refused": refused,
+    "a rehearsal in a rehearsal": lambda: dry_run(
+        model_name(), lambda _: dry_run(model_name(), forward, 2)
+    ),
+}
+
+
+@pytest.fixture(params=[True, False], ids=["values", "no values"])
+def outer(request: pytest.FixtureRequest) -> Iterator[Machine]:
+    with simulate(4, "8GiB", values=request.param) as machine:
+        yield machine
+
+
+def counts(machine: Machine) -> Any:
+    devices = range(len(machine.devices))
+    return (
+        [machine.memory_allocated(i) for i in devices],
+        [machine.max_memory_allocated(i) for i in devices],
+        list(machine.transfers),
+        [machine.mem_get_info(i) for i in devices],
+        torch.get_device_module("sim").device_count(),
+        torch.get_device_module("sim").current_device(),
+        meta_config.meta_nonzero_assume_all_nonzero,
+        torch.Tensor.register_hook,
+        torch.is_grad_enabled(),
+    )
+
+
+@pytest.mark.parametrize("case", REHEARSALS)
+def test_the_outer_machine_is_as_it_was(case: str, outer: Machine) -> None:
+    kept = torch.arange(6.0, device="sim:3", requires_grad=True)
+    moved = kept.detach().to("sim:1")
+    torch.get_device_module("sim").set_device(2)
+    before = counts(outer)
+
+    REHEARSALS[case]()
+
+    assert counts(outer) == before
+    assert str((kept * 2).device) == "sim:3"
+    assert torch.ones(2, device="sim").device.index == 2
+    (kept * moved.to("sim:3")).sum().backward()
+    assert kept.grad is not None
+    if outer.behind.type == "cpu":
+        assert kept.grad.tolist() == moved.tolist() == [0, 1, 2, 3, 4, 5]
+    assert outer.is_open
+
+
+def test_it_gives_what_it_gives_outside(outer: Machine) -> None:
+    inside = estimate(model_name(), 2, ctx=4)
+    rehearsed = dry_run(model_name(), forward, 3)
+    assert rehearsed.runs, rehearsed
+    outer_devices = outer.devices
+
+    assert len(outer_devices) == 4
+    assert [each.device for each in inside.devices] == ["0 (home)", "1"]
+    assert len(rehearsed.weights) == 3
+    assert rehearsed.memory == (80 * 2**30,) * 3
+
+
+def test_the_same_outside() -> None:
+    with simulate(4):
+        inside = estimate(model_name(), 2, ctx=4), dry_run(model_name(), forward, 3)
+    outside = estimate(model_name(), 2, ctx=4), dry_run(model_name(), forward, 3)
+    assert inside[0] == outside[0]
+    assert repr(inside[1]) == repr(outside[1])
+
+
+def test_a_job_may_use_tensors_of_the_outer_machine(outer: Machine) -> None:
+    tokens = torch.zeros(1, 4, dtype=torch.long, device="sim:0")
+    vector = torch.ones(1, device="sim:3").to("cpu") if outer.behind.type == "meta" else None
+    before = counts(outer)
+
+    rehearsed = dry_run(model_name(), lambda model: model(tokens).device, 2)
+
+    assert rehearsed.runs, rehearsed
+    assert str(rehearsed.result) == "sim:0"
+    assert counts(outer) == before
+    assert tokens.tolist() == [[0] * 4]
+    assert vector is None or vector.device.type == "cpu"
+
+
+def test_entering_simulate_itself_is_refused_still(outer: Machine) -> None:
+    rehearsed = dry_run(model_name(), lambda _: simulate(2).__enter__())
+    assert "entered already, with 1 device" in str(rehearsed.error)
+    with pytest.raises(RuntimeError, match="entered already, with 4 device"), simulate(2):
+        pass

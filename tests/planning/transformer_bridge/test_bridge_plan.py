@@ -1,0 +1,101 @@
+"""`plan`, `estimate` and `python -m tl_devicefix plan` for a Bridge: nothing is loaded or fetched.
+
+What is the same for HookedTransformer is tested in tests/planning and tests/placement.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tl_devicefix import estimate, plan
+from tl_devicefix.checkpoints.known_configs import known_config
+from tl_devicefix.monkeypatch.versions import has_hooked_transformer
+
+GIB = 2**30
+BILLIONS = {
+    "meta-llama/Llama-2-7b-hf": 6.738, "meta-llama/Llama-2-13b-hf": 13.02,
+    "meta-llama/Llama-2-70b-hf": 68.98,
+    "meta-llama/Meta-Llama-3-8B": 8.030, "meta-llama/Meta-Llama-3-70B": 70.55,
+    "meta-llama/Llama-3.1-8B": 8.030, "meta-llama/Llama-3.1-70B": 70.55,
+    "meta-llama/Llama-3.2-1B": 1.236, "meta-llama/Llama-3.2-3B": 3.213,
+    "mistralai/Mistral-7B-v0.1": 7.242, "mistralai/Mixtral-8x7B-v0.1": 46.70,
+    "Qwen/Qwen2-0.5B": 0.494, "Qwen/Qwen2-7B": 7.616, "Qwen/Qwen2.5-72B": 72.71,
+    "google/gemma-2b": 2.506, "google/gemma-7b": 8.538,
+    "google/gemma-2-2b": 2.614, "google/gemma-2-9b": 9.242, "google/gemma-2-27b": 27.23,
+    "EleutherAI/pythia-70m": 0.07043, "EleutherAI/pythia-6.9b": 6.857,
+    "EleutherAI/pythia-12b": 11.85, "gpt2": 0.124,
+}  # fmt: skip
+"""The published numbers of parameters, a tied embedding counted once."""
+
+
+@pytest.mark.parametrize("name", BILLIONS)
+def test_a_plan_weighs_the_published_number_of_parameters(name: str, machine: Any) -> None:
+    config = known_config(name)
+    placement = plan(config, n_devices=4, dtype=torch.bfloat16)
+
+    count = sum(component.weights for component in placement.components) / 2
+    if config.tie_word_embeddings:
+        count -= config.vocab_size * config.hidden_size
+    assert count == pytest.approx(1e9 * BILLIONS[name], rel=0.01)
+    assert len(placement.devices) == 4
+
+
+@pytest.mark.skipif(has_hooked_transformer(), reason="a name is HookedTransformer's before 4.0")
+def test_a_name_plans_as_its_config(machine: Any) -> None:
+    name = "meta-llama/Llama-2-70b-hf"
+    assert plan(name, n_devices=4, dtype=torch.bfloat16) == plan(
+        known_config(name), n_devices=4, dtype="bfloat16"
+    )
+
+
+def test_a_dtype_that_does_not_exist_is_refused(machine: Any) -> None:
+    with pytest.raises(ValueError, match="dtype='bf17' is no floating-point dtype"):
+        plan(known_config("gpt2"), dtype="bf17")
+
+
+# --------------------------------------------------------------------------------------------
+# Estimates
+
+
+def test_the_kv_cache_is_that_of_all_tokens() -> None:
+    found = estimate(known_config("Qwen/Qwen2-0.5B"), batch=2, ctx=100, generate=29)
+    tokens, width, layers = 128, 2 * 64, 24
+    assert found.devices[0].kv_cache == pytest.approx(2 * 2 * tokens * width * 4 * layers, rel=0.01)
+
+
+def test_attention_in_a_window_caches_the_window() -> None:
+    found = estimate(known_config("google/gemma-2-2b"), dtype="bfloat16", ctx=6000, generate=100)
+    local, everywhere = 13 * 4095, 13 * 6099  # tokens
+    assert found.devices[0].kv_cache == pytest.approx(
+        2 * (local + everywhere) * 4 * 256 * 2, rel=0.01
+    )
+
+
+def test_what_it_says_would_fit_does() -> None:
+    config = known_config("EleutherAI/pythia-1.4b")
+    options: Any = {
+        "ctx": 16,
+        "max_memory": "1GiB",
+        "hf_config_overrides": {"num_hidden_layers": 3},
+    }
+    found = estimate(config, **options)
+    assert not found.fits
+    assert "dtype=bfloat16" in found.advice
+
+    assert estimate(config, dtype="bfloat16", **options).fits
+
+
+def test_an_argument_of_hooked_transformer_s_is_refused() -> None:
+    with pytest.raises(TypeError, match="no argument 'first_n_layers'"):
+        estimate(known_config("gpt2"), first_n_layers=2)
+
+
+def test_more_blocks_than_any_model_has_are_refused(machine: Any) -> None:
+    config = known_config("gpt2")
+    config.n_layer = 10**9
+    for function in (plan, estimate):
+        with pytest.raises(ValueError, match="num_hidden_layers=1000000000 is more than any model"):
+            function(config, n_devices=2)

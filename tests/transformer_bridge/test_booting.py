@@ -1,0 +1,263 @@
+"""`boot_transformers` over several devices: what may be asked for, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+import transformers
+from comparison import assert_agrees, assert_same_tensors, on_cpu
+from dispatching import dispatched
+from hf_models import D_VOCAB, N_LAYERS, randomize, save_checkpoint
+from transformer_lens.model_bridge import TransformerBridge
+
+import tl_devicefix
+from tl_devicefix.transformer_bridge.components import empty_hf_model
+
+
+def devices_of(bridge: Any) -> dict[str, torch.device]:
+    """Where the weights of each component really are."""
+    modules = dict(bridge.named_modules())
+    found = {}
+    for component in bridge.placement.components:
+        devices = {p.device for p in modules[component.name].parameters()}
+        assert len(devices) <= 1, f"{component.name} is on {devices}"
+        if devices:
+            found[component.name] = devices.pop()
+    return found
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_what_tokens_and_logits_need_is_at_home_and_blocks_in_ranges(
+    name: str, machine: Any, boot: Any
+) -> None:
+    bridge = boot(name, n_devices=4)
+    where = devices_of(bridge)
+
+    assert where == {n: d for n, d in bridge.placement.device_map.items() if n in where}
+    assert {where[n] for n in ("embed", "ln_final", "unembed")} == {machine.devices[0]}
+    blocks = [where[f"blocks.{layer}"].index for layer in range(N_LAYERS)]
+    assert blocks == sorted(blocks)
+    assert set(blocks) == {0, 1, 2, 3}
+    assert bridge.cfg.n_devices == 4
+    assert torch.device(bridge.cfg.device) == machine.devices[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "used"),
+    [
+        ({"n_devices": 2, "device": "sim:1"}, {1, 2}),
+        ({"device_map": "balanced"}, {0, 1, 2, 3}),
+        ({"device_map": "auto", "max_memory": {0: "1GiB", 2: "1GiB"}}, {0, 2}),
+        ({"device_map": "sequential"}, {0}),
+        ({"device_map": {"": 3}}, {3}),
+        ({"device_map": {"": 0, "blocks.2": 1, "blocks.3": 2}}, {0, 1, 2}),
+        ({"device_map": {"embed": 0, "blocks": 1, "ln_final": 0, "unembed": 0}}, {0, 1}),
+        ({"device_map": {"": "sim:0", "model.layers.3": 1}}, {0, 1}),
+    ],
+    ids=str,
+)
+def test_devices_are_named_as_for_hooked_transformer(
+    options: dict[str, Any],
+    used: set[int],
+    machine: Any,
+    boot: Any,
+    references: Any,
+    tokens: torch.Tensor,
+) -> None:
+    bridge = boot("llama", **options)
+
+    assert {device.index for device in devices_of(bridge).values()} == used
+    assert {device.index for device in bridge.placement.devices} == used
+    home = bridge.placement.home
+    assert_agrees(bridge(tokens.to(home)), references("llama")(tokens), home)
+
+
+@pytest.mark.fails_unpatched
+def test_a_map_of_hugging_face_modules_is_honoured(
+    machine: Any, boot: Any, references: Any, tokens: torch.Tensor
+) -> None:
+    """The unpatched release honours it too, and then fails to read its cache."""
+    spread = dispatched("llama", machine.devices)
+    bridge = boot("llama", device_map=spread)
+
+    modules = dict(bridge.original_model.named_modules())
+    for path, device in spread.items():
+        assert {str(p.device) for p in modules[path].parameters()} <= {device}
+    home = machine.devices[0]
+    logits, cache = bridge.run_with_cache(tokens.to(home))
+    expected, expected_cache = references("llama").run_with_cache(tokens)
+    assert_agrees(logits, expected, home)
+    assert_agrees(cache.accumulated_resid(), expected_cache.accumulated_resid(), home)
+
+
+def test_a_model_that_accelerate_has_dispatched_is_taken_as_it_lies(
+    machine: Any, boot: Any, hf_models: Any, checkpoints: Any, references: Any, tokens: torch.Tensor
+) -> None:
+    spread = dispatched("llama", machine.devices)
+    hf_model = accelerate.dispatch_model(copy.deepcopy(hf_models("llama")), spread)
+    bridge = TransformerBridge.boot_transformers(str(checkpoints("llama")), hf_model=hf_model)
+
+    assert bridge.original_model is hf_model
+    assert bridge.placement.device_of("ln_final") == machine.devices[3]
+    bridge.enable_compatibility_mode()
+    expected = references("llama", compatible=True)
+    _, cache = bridge.run_with_cache(tokens)
+    _, expected_cache = expected.run_with_cache(tokens)
+    assert_agrees(cache.decompose_resid(), expected_cache.decompose_resid(), machine.devices[0])
+
+
+def encoder_decoder(directory: Path, tokenizer: Any) -> Path:
+    """A BART, whose bias of the logits is in none of its modules."""
+    config = transformers.BartConfig(
+        vocab_size=D_VOCAB, d_model=16, encoder_layers=3, decoder_layers=3,
+        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=24,
+        decoder_ffn_dim=24, max_position_embeddings=32, bos_token_id=0, eos_token_id=1,
+        pad_token_id=2, decoder_start_token_id=0, forced_eos_token_id=None,
+    )  # fmt: skip
+    hf_model = transformers.BartForConditionalGeneration(config)
+    randomize(hf_model)
+    return save_checkpoint(hf_model, tokenizer, directory)
+
+
+@pytest.mark.parametrize("n_devices", [1, 3])
+def test_encoder_and_decoder_are_spread_and_folded(
+    n_devices: int, machine: Any, tokenizer: Any, tokens: torch.Tensor, tmp_path: Path
+) -> None:
+    directory = str(encoder_decoder(tmp_path, tokenizer))
+    decoder_tokens = torch.zeros(2, 3, dtype=torch.long)
+    with tl_devicefix.disabled():
+        reference = TransformerBridge.boot_transformers(directory, device="cpu")
+        reference.enable_compatibility_mode()
+    bridge = TransformerBridge.boot_transformers(directory, n_devices=n_devices)
+    bridge.enable_compatibility_mode()
+
+    home = machine.devices[0]
+    assert_same_tensors(on_cpu(bridge.state_dict()), on_cpu(reference.state_dict()))
+    logits = bridge(tokens.to(home), decoder_input_ids=decoder_tokens.to(home))
+    assert_agrees(logits, reference(tokens, decoder_input_ids=decoder_tokens), home)
+
+
+def test_a_model_whose_blocks_are_not_found_says_what_to_do(machine: Any, tmp_path: Path) -> None:
+    config = transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24,
+        image_size=8, patch_size=4, num_labels=3,
+    )  # fmt: skip
+    transformers.ViTForImageClassification(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"has no .*: spread it by a device_map of its own"):
+        TransformerBridge.boot_transformers(str(tmp_path), n_devices=2)
+
+
+def test_one_device_is_left_to_transformer_lens(machine: Any, boot: Any) -> None:
+    for options in ({}, {"n_devices": 1}, {"device": "sim:2"}):
+        bridge = boot("llama", **options)
+        device = torch.device(options.get("device", "sim:0"))
+        assert bridge.placement.devices == (device,)
+        assert {p.device for p in bridge.parameters()} == {device}
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"n_devices": 5}, "needs 5 devices"),
+        ({"n_devices": 2, "device_map": "auto"}, "leave n_devices out"),
+        ({"n_devices": 2, "max_memory": {0: "1KiB", 1: "1KiB"}}, "do not fit"),
+        ({"device_map": {"embed": 0}}, "says nothing of"),
+        ({"device_map": {"": 0, "blocks.9": 1}}, "no component"),
+        ({"device_map": "balance"}, "neither a device"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_together_is_refused_in_one_sentence(
+    options: dict[str, Any], says: str, machine: Any, boot: Any
+) -> None:
+    with pytest.raises(ValueError, match=says) as caught:
+        boot("llama", **options)
+    assert "\n" not in str(caught.value)
+    assert sum(machine.memory_allocated(index) for index in range(4)) == 0
+
+
+def test_each_device_gets_masks_and_rotary_tables_once(
+    machine: Any, boot: Any, tokens: torch.Tensor
+) -> None:
+    bridge = boot("llama", n_devices=3)
+    at_home = tokens.to(machine.devices[0])
+    with torch.no_grad():
+        bridge(at_home)
+        machine.reset_transfers()
+        bridge(at_home)
+
+    # To each of the two others: the residual stream, a mask, a cosine, a sine, and positions. And
+    # the residual stream back home.
+    assert len([each for each in machine.transfers if each.bytes]) == 2 * 5 + 1
+
+
+def test_the_signature_is_that_of_the_installed_release() -> None:
+    patched = inspect.signature(TransformerBridge.boot_transformers)
+    with tl_devicefix.disabled():
+        assert inspect.signature(TransformerBridge.boot_transformers) == patched
+
+
+def test_another_dtype_keeps_the_placement_at_half_the_weight(
+    machine: Any, boot: Any, tokens: torch.Tensor
+) -> None:
+    bridge = boot("llama", n_devices=3)
+    before = bridge.placement
+
+    bridge.to(torch.bfloat16)
+
+    assert bridge.placement.device_map == before.device_map
+    assert [bridge.placement.bytes_on(index) for index in (1, 2)] == [
+        before.bytes_on(index) // 2 for index in (1, 2)
+    ]
+    assert bridge(tokens).dtype == torch.bfloat16
+
+
+def test_a_copy_runs_over_the_same_devices(machine: Any, boot: Any, tokens: torch.Tensor) -> None:
+    bridge = boot("llama", n_devices=3)
+    copied = copy.deepcopy(bridge)
+
+    assert copied.placement == bridge.placement
+    assert_agrees(copied(tokens), bridge(tokens), machine.devices[0], tolerance=0)
+
+
+def test_a_dtype_may_be_named(machine: Any, boot: Any) -> None:
+    for dtype in ("bfloat16", "bf16"):
+        assert boot("llama", n_devices=2, dtype=dtype).embed.W_E.dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="bf17"):
+        boot("llama", dtype="bf17")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("hidden_size", "x"), ("hidden_act", "x"), ("num_hidden_layers", 10**9)]
+)
+def test_a_config_with_a_wrong_value_is_refused_in_a_sentence(
+    field: str, value: Any, hf_models: Any, machine: Any, tmp_path: Path
+) -> None:
+    hf_models("llama").save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**fields, field: value}))
+    with pytest.raises(ValueError, match=r"^config.json of '\S+' cannot be read: .*$") as caught:
+        TransformerBridge.boot_transformers(str(tmp_path), n_devices=2)
+    assert "\n" not in str(caught.value)
+    assert "StrictDataclass" not in str(caught.value)
+    assert str(caught.value).endswith("; correct it there, or fetch the file again")
+
+
+@pytest.mark.parametrize("error", [ImportError, AttributeError])
+def test_a_model_s_own_error_is_not_its_config_s(
+    error: type[Exception], hf_models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: Any, **options: Any) -> None:
+        raise error("no kernels")
+
+    model = hf_models("llama")
+    monkeypatch.setattr(type(model), "_from_config", fails)
+    with pytest.raises(error, match=r"^no kernels$"):
+        empty_hf_model(type(model), model.config, torch.float32)

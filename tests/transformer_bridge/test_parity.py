@@ -1,0 +1,65 @@
+"""Over n devices, a Bridge has the weights and gives the results of the unpatched one on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from comparison import assert_agrees, assert_same_tensors, on_cpu
+
+from tl_devicefix.monkeypatch.versions import has_hooked_transformer
+
+NAMED_IN_THE_ISSUE = ["llama", "qwen2", "gpt2", "gemma-2", "mixtral", "pythia"]
+OTHERS = ["gemma", "gemma-3", "phi", "phi-3", "mistral", "qwen3", "bloom", "opt", "gpt-neo"]
+OTHERS += ["gpt-j", "olmo", "olmo-2", "olmoe", "apertus", "gpt-oss"]
+OTHERS += ["mamba", "falcon-mamba", "mamba-2", "bamba", "nemotron-h", "olmo-hybrid"]
+SPREADS = [1, 3, 4]
+if has_hooked_transformer():  # TransformerLens 3.9, where few use the Bridge
+    OTHERS, SPREADS = ["phi-3", "bamba"], [3]
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not support:UserWarning")
+
+
+def compatibility(compatible: bool) -> str:
+    return "compatibility mode" if compatible else "as booted"
+
+
+@pytest.mark.cover(("name", "compatible"))
+@pytest.mark.parametrize("compatible", [False, True], ids=compatibility)
+@pytest.mark.parametrize("n_devices", SPREADS)
+@pytest.mark.parametrize("name", NAMED_IN_THE_ISSUE)
+def test_weights_and_everything_that_is_computed(
+    name: str,
+    n_devices: int,
+    compatible: bool,
+    machine: Any,
+    boot: Any,
+    references: Any,
+    tokens: torch.Tensor,
+) -> None:
+    reference = references(name, compatible=compatible)
+    bridge = boot(name, compatible=compatible, n_devices=n_devices)
+
+    assert_same_tensors(on_cpu(bridge.state_dict()), on_cpu(reference.state_dict()))
+    home = machine.devices[0]
+    at_home = tokens.to(home)
+    logits, cache = bridge.run_with_cache(at_home)
+    expected, expected_cache = reference.run_with_cache(tokens)
+    assert_agrees(logits, expected, home)
+    assert_agrees(cache, expected_cache, home)
+    assert_agrees(bridge(at_home, return_type="loss"), reference(tokens, return_type="loss"), home)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_architectures_in_compatibility_mode(
+    name: str, machine: Any, boot: Any, references: Any, tokens: torch.Tensor
+) -> None:
+    try:
+        reference = references(name, compatible=True)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        pytest.skip(f"the unpatched release refuses compatibility mode for {name}: {error}")
+    bridge = boot(name, compatible=True, n_devices=3)
+
+    assert_same_tensors(on_cpu(bridge.state_dict()), on_cpu(reference.state_dict()))
+    assert_agrees(bridge(tokens), reference(tokens), machine.devices[0])

@@ -1,0 +1,78 @@
+"""State space models and hybrids over several devices, which TransformerLens refuses."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from comparison import assert_agrees
+from hf_models import N_LAYERS
+from transformers import DynamicCache
+
+import tl_devicefix
+from tl_devicefix.monkeypatch.versions import has_hooked_transformer
+
+NAMES = ["mamba", "falcon-mamba", "mamba-2", "bamba", "nemotron-h", "olmo-hybrid"]
+if has_hooked_transformer():  # TransformerLens 3.9, where it is the same code
+    NAMES = ["mamba", "bamba"]
+
+
+def results(bridge: Any, tokens: torch.Tensor) -> list[Any]:
+    """What a Bridge gives: with hooks, cached, in gradients, and generating."""
+
+    def edit(residual: torch.Tensor, hook: Any) -> torch.Tensor:
+        return residual * 1.5 + 1
+
+    with bridge.hooks(fwd_hooks=[("blocks.3.hook_in", edit)]):
+        logits, cache = bridge.run_with_cache(tokens)
+    loss = bridge(tokens, return_type="loss")
+    weights = [weight for weight in bridge.parameters() if weight.requires_grad]
+    gradients = torch.autograd.grad(loss, weights, allow_unused=True)
+    # With transformers 5.23, OLMo-Hybrid's cache is not where TransformerLens looks for it.
+    is_cached = "OlmoHybrid" not in bridge.cfg.architecture
+    generated = bridge.generate(
+        tokens, max_new_tokens=4, do_sample=False, stop_at_eos=False, verbose=False,
+        use_past_kv_cache=is_cached,
+    )  # fmt: skip
+    return [logits, dict(cache.items()), gradients, generated]
+
+
+@pytest.mark.fails_unpatched
+@pytest.mark.parametrize("name", NAMES)
+def test_they_give_what_they_give_on_one_device(
+    name: str, boot: Any, references: Any, machine: Any, tokens: torch.Tensor
+) -> None:
+    assert_agrees(results(boot(name, n_devices=4), tokens), results(references(name), tokens))
+
+
+@pytest.mark.fails_unpatched
+@pytest.mark.parametrize("name", NAMES)
+def test_each_block_s_state_is_on_its_device(
+    name: str, boot: Any, machine: Any, tokens: torch.Tensor
+) -> None:
+    bridge = boot(name, n_devices=4)
+    takes = inspect.signature(bridge.original_model.forward).parameters
+    cache: Any = DynamicCache(config=bridge.original_model.config)
+    taken = "cache_params" if "cache_params" in takes else "past_key_values"
+    bridge(tokens, use_cache=True, **{taken: cache})
+
+    found = {
+        (state.device, bridge.placement.device_of(f"blocks.{layer}"))
+        for layer, held in enumerate(cache.layers)
+        for kind in ("conv_states", "recurrent_states")
+        for state in vars(held).get(kind, {}).values()
+    }
+    assert len(found) > 1
+    assert all(there == planned for there, planned in found), found
+
+
+def test_the_state_that_generation_takes_is_estimated(hf_models: Any) -> None:
+    """Of 2 examples in a block: 32 channels' last 3 values, and 4 states of each."""
+    for generate in (2, 20):
+        found = tl_devicefix.estimate(
+            hf_models("mamba").config, 4, batch=2, ctx=9, generate=generate
+        )
+        states = sum(device.kv_cache for device in found.devices)
+        assert states == N_LAYERS * 2 * 32 * (3 + 4) * 4

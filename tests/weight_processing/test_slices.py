@@ -1,0 +1,367 @@
+"""A component is processed slice by slice, and comes out as if it had been processed whole."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from architectures import (
+    ALL_ARCHITECTURES,
+    ARCHITECTURES,
+    NO_PROCESSING,
+    TOYS,
+    load_hooked,
+)
+from comparison import assert_same_tensors
+from hf_models import N_HEADS, N_KEY_VALUE_HEADS, N_LAYERS
+from transformer_lens import HookedTransformer
+
+from tl_devicefix.hooked_transformer.conventions import installed_conventions
+from tl_devicefix.hooked_transformer.units import by_component, processing_units
+from tl_devicefix.weight_processing import Steps, Weights, WorkingCopies, process_component
+from tl_devicefix.weight_processing import slices as slices_module
+from tl_devicefix.weight_processing.slices import Slice, slices
+
+pytestmark = pytest.mark.usefixtures("hub")  # so that nothing is fetched
+
+MODELS = [*ALL_ARCHITECTURES, *TOYS]
+OWN_BUFFERS = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
+EVERYTHING = 10**9
+
+
+@pytest.fixture
+def components(unprocessed: Any) -> Callable[[str], dict[str, Weights]]:
+    """`components("gpt2")["blocks.3"]`: the weights of one component, as they are processed."""
+
+    def components(name: str) -> dict[str, Weights]:
+        model = unprocessed(name)
+        weights = {k: v for k, v in model.state_dict().items() if not k.endswith(OWN_BUFFERS)}
+        return dict(by_component(weights, model.cfg))
+
+    return components
+
+
+def cut_elements(part: Slice, weights: Mapping[str, torch.Tensor]) -> int:
+    return sum(weights[name][index].numel() for name, index in part.cut.items())
+
+
+# --------------------------------------------------------------------------------------------
+# What a slice has
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("elements", [1, 100, 500, EVERYTHING])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_weight_is_cut_into_slices_that_make_it_up_once_or_is_whole(
+    name: str, elements: int, components: Any
+) -> None:
+    for unit, weights in components(name).items():
+        times = {key: torch.zeros(tensor.shape, dtype=int) for key, tensor in weights.items()}
+        whole: set[str] = set()
+        for part in slices(weights, elements):
+            for key, index in part.cut.items():
+                times[key][index] += 1
+            whole |= set(part.whole)
+        for key, here in times.items():
+            assert (here == (key not in whole)).all(), (unit, key)
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("elements", [100, 500])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_slice_is_no_larger_than_asked_for_unless_it_cannot_be_cut_further(
+    name: str, elements: int, components: Any
+) -> None:
+    for unit, weights in components(name).items():
+        for part, smallest in zip_by_first(slices(weights, elements), slices(weights, 1)):
+            assert cut_elements(part, weights) <= max(elements, cut_elements(smallest, weights)), (
+                unit
+            )
+
+
+def zip_by_first(parts: Any, others: Any) -> list[tuple[Slice, Slice]]:
+    """Each slice with the first of the other slices that has parts of the same weights."""
+    by_weights: dict[frozenset[str], Slice] = {}
+    for other in others:
+        by_weights.setdefault(frozenset(other.cut), other)
+    return [(part, by_weights[frozenset(part.cut)]) for part in parts]
+
+
+def test_a_component_that_is_small_enough_is_one_slice_of_each_layer(components: Any) -> None:
+    weights = components("qwen2")["blocks.0"]
+    parts = list(slices(weights, EVERYTHING))
+    assert [{key.split(".")[0] for key in part.cut} for part in parts] == [{"attn"}, {"mlp"}]
+
+
+def test_heads_that_share_a_key_and_value_head_stay_together(components: Any) -> None:
+    weights = components("qwen2")["blocks.0"]
+    parts = [part for part in slices(weights, 1) if "attn.W_Q" in part.cut]
+    assert len(parts) == N_KEY_VALUE_HEADS
+    for i, part in enumerate(parts):
+        taken = part.of(weights, {})
+        each = N_HEADS // N_KEY_VALUE_HEADS
+        assert torch.equal(taken["attn._W_K"], weights["attn._W_K"][i : i + 1])
+        assert torch.equal(taken["attn.W_Q"], weights["attn.W_Q"][each * i : each * (i + 1)])
+        assert torch.equal(taken["attn.W_O"], weights["attn.W_O"][each * i : each * (i + 1)])
+
+
+def test_a_mixture_of_experts_is_cut_into_experts(components: Any) -> None:
+    weights = components("mixtral")["blocks.0"]
+    parts = [part for part in slices(weights, 1) if not part.cut]
+    experts = [{key.split(".")[2] for key in part.whole if ".experts." in key} for part in parts]
+    assert experts == [{"0"}, {"1"}, {"2"}]
+    assert [("mlp.W_gate.weight" in part.whole) for part in parts] == [True, False, False]
+
+
+def test_an_mlp_whose_inner_norm_mixes_its_neurons_is_not_cut(components: Any) -> None:
+    weights = components("solu")["blocks.0"]
+    assert not any("mlp.W_in" in part.cut for part in slices(weights, 1))
+
+
+# --------------------------------------------------------------------------------------------
+# What comes out
+
+SIZES = (1, 37, 300, 1500)
+"""From the smallest slices that there are to some that hold half a component."""
+IN_FULL = ("gpt2", "qwen2", "mixtral", "gemma-2", "bloom")
+
+
+@pytest.fixture(scope="module")
+def processed_at_once() -> dict[Any, Weights]:
+    """What `load_in_slices` keeps."""
+    return {}
+
+
+@pytest.fixture
+def load_in_slices(
+    hf_models: Any,
+    tokenizer: Any,
+    unprocessed: Any,
+    processed_at_once: dict[Any, Weights],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[..., Weights]:
+    """`load_in_slices("gpt2", 300)`: the weights in float64, processed so many elements at once.
+
+    Those processed all at once are kept, so not to be changed.
+    """
+
+    def load(name: str, elements: int, **options: bool) -> Weights:
+        if elements != EVERYTHING:
+            return load_anew(name, elements, **options)
+        key = (name, *sorted(options.items()))
+        if key not in processed_at_once:
+            processed_at_once[key] = load_anew(name, elements, **options)
+        return processed_at_once[key]
+
+    def load_anew(name: str, elements: int, **options: bool) -> Weights:
+        unprocessed(name)  # skips where TransformerLens itself cannot read it
+        for kind in ("ELEMENTS_ON_CPU", "ELEMENTS_ON_DEVICE"):
+            monkeypatch.setattr(slices_module, kind, elements)
+        if name in TOYS:
+            cfg = copy.deepcopy(unprocessed(name).cfg)
+            cfg.dtype = torch.float64
+            model = HookedTransformer(cfg, move_to_device=False)
+            weights = {k: v.double() for k, v in unprocessed(name).state_dict().items()}
+            model.load_and_process_state_dict(weights, **options)
+        else:
+            model = load_hooked(
+                ALL_ARCHITECTURES[name],
+                hf_models(name, torch.float64),
+                tokenizer,
+                dtype=torch.float64,
+                device="cpu",
+                **options,
+            )
+        return dict(model.named_parameters())
+
+    return load
+
+
+def cases() -> list[tuple[str, int]]:
+    few = [(name, elements) for name in MODELS if name not in IN_FULL for elements in (1, 300)]
+    return [(name, elements) for name in IN_FULL for elements in SIZES] + few
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize(("name", "elements"), cases())
+def test_slices_of_any_size_give_what_the_whole_gives(
+    name: str, elements: int, load_in_slices: Any, unprocessed: Any
+) -> None:
+    unprocessed(name)  # skips what the installed TransformerLens cannot convert
+    whole = load_in_slices(name, EVERYTHING)
+
+    in_slices = load_in_slices(name, elements)
+
+    assert_same_tensors(in_slices, whole, tolerance=1e-12)
+
+
+@pytest.mark.parametrize("elements", [1, 300])
+@pytest.mark.parametrize("name", ["gpt2", "opt", "bloom", *TOYS])
+def test_refactored_in_slices(name: str, elements: int, load_in_slices: Any) -> None:
+    options = {"refactor_factored_attn_matrices": True}
+    whole = load_in_slices(name, EVERYTHING, **options)
+
+    in_slices = load_in_slices(name, elements, **options)
+
+    assert_same_tensors(in_slices, whole, tolerance=1e-12)
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("left_out", NO_PROCESSING)
+@pytest.mark.parametrize("name", ["gpt2", "qwen2", "pythia"])
+def test_slices_with_a_step_left_out(name: str, left_out: str, load_in_slices: Any) -> None:
+    whole = load_in_slices(name, EVERYTHING, **{left_out: False})
+
+    in_slices = load_in_slices(name, 37, **{left_out: False})
+
+    assert_same_tensors(in_slices, whole, tolerance=1e-12)
+
+
+def test_the_output_bias_is_the_sum_over_the_heads_of_all_slices(
+    load_in_slices: Any, unprocessed: Any
+) -> None:
+    model = unprocessed("gpt2")
+    options = {**NO_PROCESSING, "fold_value_biases": True}
+
+    folded = load_in_slices("gpt2", 1, **options)
+
+    for layer, block in enumerate(model.blocks):
+        expected = block.attn.b_O.double() + torch.einsum(
+            "hd,hdm->m", block.attn.b_V.double(), block.attn.W_O.double()
+        )
+        b_O = folded[f"blocks.{layer}.attn.b_O"]
+        torch.testing.assert_close(b_O, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_the_unembedding_is_centred_over_the_whole_vocabulary(
+    load_in_slices: Any, unprocessed: Any
+) -> None:
+    W_U = unprocessed("gpt2").W_U.detach().double()
+    options = {**NO_PROCESSING, "center_unembed": True}
+
+    centred = load_in_slices("gpt2", 1, **options)["unembed.W_U"]
+
+    expected = W_U - W_U.mean(dim=-1, keepdim=True)
+    torch.testing.assert_close(centred, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_slices_on_devices(load_in_slices: Any, unprocessed: Any, machine: Any) -> None:
+    on_cpu = load_in_slices("qwen2", 37)
+    weights = unprocessed("qwen2").state_dict()
+    cfg = copy.deepcopy(unprocessed("qwen2").cfg)
+    cfg.dtype, cfg.device, cfg.n_devices, cfg.tokenizer_name = torch.float64, "sim:0", 4, None
+    model = HookedTransformer(cfg)
+
+    model.load_and_process_state_dict({key: tensor.double() for key, tensor in weights.items()})
+
+    spread = {key: parameter.cpu() for key, parameter in model.named_parameters()}
+    assert_same_tensors(spread, on_cpu, tolerance=1e-12)
+
+
+# --------------------------------------------------------------------------------------------
+# What is copied
+
+
+@pytest.fixture
+def given() -> Weights:
+    return {
+        "matrix": torch.arange(6.0).reshape(2, 3).T,
+        "other": torch.ones(4, dtype=torch.bfloat16),
+        "table": torch.arange(3),
+    }
+
+
+def test_a_weight_is_copied_when_it_is_read_and_not_before(given: Weights) -> None:
+    copies = WorkingCopies(given, torch.device("cpu"), torch.float64)
+    assert copies.get("no such") is None
+    assert [tensor for _, tensor in copies.items()] == list(given.values())
+
+    read = copies["other"]
+
+    assert read.dtype == torch.float64
+    assert copies["other"] is copies.get("other") is read
+    assert copies.as_given == {"matrix", "table"}
+    assert dict(copies.items())["matrix"] is given["matrix"]
+
+
+def test_what_a_step_does_to_a_copy_does_not_reach_what_was_given(given: Weights) -> None:
+    before = {name: tensor.clone() for name, tensor in given.items()}
+    for dtype in (torch.float32, torch.float64):
+        copies = WorkingCopies(given, torch.device("cpu"), dtype)
+        for name in given:
+            copies[name].zero_()
+        copies["matrix"] = torch.ones(1)
+        del copies["other"]
+        assert_same_tensors(given, before, tolerance=0)
+
+
+def test_a_copy_lies_as_the_weight_does_and_integers_stay_integers(given: Weights) -> None:
+    copies = WorkingCopies(given, torch.device("cpu"), torch.float64)
+    assert copies["matrix"].stride() == given["matrix"].stride() == (1, 3)
+    assert copies["table"].dtype == torch.int64
+
+
+READ_BY: dict[str, tuple[str, set[str]]] = {
+    "fold_ln": (
+        "blocks.0",
+        {"attn.W_Q", "attn._W_K", "attn._W_V", "ln1.w", "ln2.w", "mlp.W_in", "mlp.W_gate"},
+    ),
+    "fold_value_biases": ("blocks.0", {"attn._b_V", "attn.W_O", "attn.b_O"}),
+    "center_unembed": ("unembed", {"unembed.W_U", "unembed.b_U"}),
+}
+
+
+@pytest.mark.parametrize("step", READ_BY)
+def test_a_step_copies_only_what_it_reads(step: str, components: Any, unprocessed: Any) -> None:
+    unit, read = READ_BY[step]
+    weights = components("qwen2")[unit]
+    copies = WorkingCopies(weights, torch.device("cpu"), torch.float32)
+
+    process_component(
+        unit, copies, unprocessed("qwen2").cfg, Steps(**{step: True}), installed_conventions()
+    )
+
+    assert copies.as_given == weights.keys() - read
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_without_steps_nothing_is_copied(name: str, components: Any, unprocessed: Any) -> None:
+    for unit, weights in components(name).items():
+        copies = WorkingCopies(weights, torch.device("cpu"), torch.float32)
+        process_component(unit, copies, unprocessed(name).cfg, Steps(), installed_conventions())
+        assert copies.as_given == weights.keys()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen2", "opt"])
+def test_without_steps_a_device_never_holds_more_than_its_share(
+    name: str, hf_models: Any, tokenizer: Any, machine: Any
+) -> None:
+    model = load_hooked(
+        ARCHITECTURES[name],
+        hf_models(name, torch.bfloat16),
+        tokenizer,
+        dtype=torch.bfloat16,
+        n_devices=4,
+        **NO_PROCESSING,
+    )
+
+    for device in model.placement.devices:
+        assert machine.max_memory_allocated(device) == model.placement.bytes_on(device)
+
+
+@pytest.mark.parametrize("elements", [1, 200])
+def test_while_loading_a_device_holds_its_share_and_a_slice(
+    elements: int, hf_models: Any, tokenizer: Any, machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slices_module, "ELEMENTS_ON_DEVICE", elements)
+    model = load_hooked(ARCHITECTURES["gpt2"], hf_models("gpt2"), tokenizer, n_devices=4)
+
+    assert len(processing_units(model.cfg)) == N_LAYERS + 3
+    for device in model.placement.devices:
+        of_a_head = 4 * model.cfg.d_model * model.cfg.d_head * 4
+        beyond = machine.max_memory_allocated(device) - model.placement.bytes_on(device)
+        # A step makes a few results of a slice's size, and its vectors.
+        assert beyond <= 3 * max(4 * elements, of_a_head)

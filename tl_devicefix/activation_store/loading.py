@@ -1,0 +1,237 @@
+"""`load_activations`: what was harvested, of which only that is read which is asked for.
+
+TransformerLens and datasets are imported by what returns theirs: importing them takes longer than
+reading.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tl_devicefix.activation_store.format import (
+    KEPT,
+    MASK,
+    NOT_BY_TOKEN,
+    TOKENS,
+    Index,
+    faults,
+    read_index,
+)
+from tl_devicefix.activation_store.stored import Shards, Stored
+from tl_devicefix.activation_store.token_batches import Shuffle, TokenBatches
+from tl_devicefix.misspelt import did_you_mean
+from tl_devicefix.placement.memory import gib
+
+if TYPE_CHECKING:
+    from transformer_lens import ActivationCache
+
+
+def load_activations(directory: str | os.PathLike[str]) -> SavedActivations:
+    """Open what `save_activations` writes. No model is needed, and nothing is read yet.
+
+    Args:
+        directory: as it was given to `save_activations`.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        ValueError: if its index is damaged, or of another version.
+    """
+    path = Path(directory)
+    return SavedActivations(path, read_index(path))
+
+
+class SavedActivations:
+    """Activations on disk.
+
+    `h["blocks.20.hook_resid_post"][3:7]` is a tensor of the fourth to the seventh example's;
+    see `Stored`.
+
+    Args:
+        directory: where they are.
+        index: what it has.
+
+    Attributes:
+        directory: where they are.
+        names: of the activations, in a cache's order.
+        model: the name, class and shapes of the model that they are of.
+        is_complete: whether all examples are there that were to be.
+    """
+
+    def __init__(self, directory: Path, index: Index) -> None:
+        self.directory, self.index = directory, index
+        shards = Shards(directory, index)
+        self._stored = {each.name: Stored(shards, each) for each in index.entries}
+        self.names = [name for name in self._stored if name not in (TOKENS, MASK, KEPT)]
+        self.model = index.model
+        self.is_complete = index.is_complete
+
+    def __len__(self) -> int:
+        """How many examples there are."""
+        return self.index.n_examples
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __iter__(self) -> Any:
+        raise TypeError("go through h.names, or through the examples of h[name]")
+
+    def __getitem__(self, name: str | tuple[Any, ...]) -> Stored:
+        if isinstance(name, tuple):  # as a cache is indexed: h["resid_post", 2]
+            name = _act_name(*name)
+        if not isinstance(name, str):
+            raise TypeError(
+                f"give the name of one activation, and not a {type(name).__name__}: h[name][3] is "
+                "an example's, and h.cache(3) has all"
+            )
+        if name not in self.names:
+            raise KeyError(f"{name} was not harvested{did_you_mean(name, self.names)}")
+        return self._stored[name]
+
+    @property
+    def tokens(self) -> Stored:
+        """The tokens, `[examples, pos]`: `h.tokens[:]`."""
+        return self._stored[TOKENS]
+
+    @property
+    def masks(self) -> Stored:
+        """The attention masks, `[examples, pos]`: False is padding."""
+        return self._stored[MASK]
+
+    @property
+    def kept(self) -> Stored | None:
+        """Which tokens' activations are stored, `[examples, pos]`; None if all are."""
+        return self._stored.get(KEPT)
+
+    def cache(self, which: int | slice | list[int], model: Any = None) -> ActivationCache:
+        """An ActivationCache of an example (without a batch axis), or of several.
+
+        An entry is read when it is asked for, each time; what reads several reads them together.
+
+        Args:
+            which: an example's number, a slice, or a list of numbers.
+            model: for methods that need one, such as `accumulated_resid`. Activations are
+                read at its home; without a model, on the CPU.
+
+        Raises:
+            ValueError: if `token_mask` has left tokens out, or the model has other shapes.
+            IndexError: if there is no such example.
+            TypeError: for what is no number.
+        """
+        from tl_devicefix.activation_store.cache_on_disk import cache_of
+
+        if self.kept is not None:
+            raise ValueError(
+                "a cache has all tokens, but token_mask has left some out here: read h[name]"
+            )
+        if model is not None:
+            self._check_shapes(model)
+        numbers: Any = which if isinstance(which, list) else [which]
+        for number in () if isinstance(which, slice) else numbers:
+            if not isinstance(number, int):
+                raise TypeError(
+                    "h.cache takes an example's number, a slice or a list of numbers, not a "
+                    f"{type(number).__name__}"
+                )
+            if not -len(self) <= number < len(self):
+                raise IndexError(f"there is no example {number} among {len(self)}")
+        return cache_of({name: self._stored[name] for name in self.names}, which, model)
+
+    def _check_shapes(self, model: Any) -> None:
+        for name in ("n_layers", "d_model"):
+            if (ours := getattr(model.cfg, name)) != (theirs := self.model[name]):
+                raise ValueError(f"the harvest is of a model with {name}={theirs}, not {ours}")
+
+    def activations(
+        self,
+        name: str,
+        batch_size: int = 4096,
+        shuffle: Shuffle = True,
+        seed: int = 0,
+        device: Any = None,
+        epochs: int | None = 1,
+    ) -> TokenBatches:
+        """Batches of tokens' activations, as SAELens's SAETrainer and dictionary_learning take.
+
+        Args:
+            name: of an activation.
+            batch_size: tokens in a batch.
+            shuffle: True: each token once an epoch, in an order that is drawn by blocks; see
+                `TokenBatches`. "exact": in any order alike. False: as on disk.
+            seed: of the order.
+            device: where batches are brought; by default they are on the CPU.
+            epochs: how often; None for ever.
+
+        Returns:
+            An iterator of tensors `[batch_size, ...]`. What `transform` has left without an axis of
+            tokens, and attention patterns, come by example.
+        """
+        stored, width = self[name], self.tokens.entry.shape[0]
+        shape = stored.entry.shape
+        by_token = len(shape) > 1 and shape[0] == width and not name.endswith(NOT_BY_TOKEN)
+        largest = max((shard.bytes for shard in self.index.shards), default=1)
+        return TokenBatches(
+            stored,
+            batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            device=device,
+            epochs=epochs,
+            group_bytes=largest // 2,  # three are in memory, and batches: less than two shards
+            by_token=by_token,
+        )
+
+    def to_dataset(
+        self,
+        names: str | Iterable[str] | None = None,
+        dtype: torch.dtype = torch.float32,
+        cache_dir: str | os.PathLike[str] | None = None,
+    ) -> Any:
+        """A `datasets.Dataset` with a row for each example, as SAELens reads cached activations.
+
+        Args:
+            names: of activations, or one; by default all.
+            dtype: float32 or float16, as Arrow has no bfloat16.
+            cache_dir: where it is written; by default where data sets are.
+
+        Raises:
+            ValueError: for another dtype, or activations that have no row for each example.
+        """
+        from tl_devicefix.activation_store.exporting import to_dataset
+
+        names = [names] if isinstance(names, str) else self.names if names is None else names
+        wanted = {name: self[name] for name in names}
+        return to_dataset(wanted, self.tokens, self.index, dtype, cache_dir)
+
+    def verify(self) -> list[str]:
+        """What is wrong, in a sentence for each shard that is not as it was written; reads all.
+
+        Only this finds values that have changed on disk: what is read is not compared with them.
+        """
+        return list(faults(self.directory, self.index))
+
+    def __repr__(self) -> str:
+        index = self.index
+        state = "complete" if self.is_complete else "not complete: go on with resume=True"
+        versions = ", ".join(f"{name} {version}" for name, version in index.made_by.items())
+        shards = f"{len(index.shards)} shards" if len(index.shards) != 1 else "1 shard"
+        return "\n".join(
+            [
+                f"{len(self)} examples of {self.model['name']} ({self.model['class']}), {state}",
+                f"{gib(index.n_bytes)} in {shards}, by {versions}",
+                *(f"  {each!r}" for each in self._stored.values()),
+            ]
+        )
+
+
+def _act_name(*parts: Any) -> str:
+    """The name of a hook point, as TransformerLens writes it."""
+    try:
+        from transformer_lens.utilities import get_act_name
+    except ImportError:  # TransformerLens 2.x
+        from transformer_lens.utils import get_act_name
+    return get_act_name(*parts)

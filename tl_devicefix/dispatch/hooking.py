@@ -1,0 +1,105 @@
+"""Hooks across devices: what a hook takes from the model's other devices comes to its activation.
+
+A hook sees the activation on its block's device. Written for one device, it adds a steering vector
+or patches in a cached activation, which are at home. While it runs, torch functions that mix the
+model's devices, or the device of `gather_on`, bring their arguments to the activation's device;
+what is changed in place stays where it is. What the hook returns goes on from there too.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from transformer_lens.hook_points import HookPoint
+
+from tl_devicefix.dispatch.joining import JoinedAt
+from tl_devicefix.placement.devices import printed
+from tl_devicefix.placement.gathering_device import chosen_device
+from tl_devicefix.placement.placement import Placement
+from tl_devicefix.simulation.tensor import AFTER_JOIN
+
+_DEVICES = "_tl_devicefix_devices"
+
+
+def let_hooks_mix(model: Any, placement: Placement) -> None:
+    """Let the hooks of a model that is on several devices use tensors from all of them."""
+    for module in model.modules():
+        if isinstance(module, HookPoint):
+            module.__dict__[_DEVICES] = frozenset(placement.memories)
+
+
+def let_hooks_be(model: Any) -> None:
+    """Undo `let_hooks_mix`."""
+    for module in model.modules():
+        module.__dict__.pop(_DEVICES, None)
+
+
+def add_hook(original: Any, self: Any, hook: Any, *args: Any, **kwargs: Any) -> Any:
+    """`HookPoint.add_hook`; on a model on several devices, the hook may mix them."""
+    before = [*self.fwd_hooks, *self.bwd_hooks]
+    added = original(self, HookAcrossDevices(hook), *args, **kwargs)
+    for handle in (*self.fwd_hooks, *self.bwd_hooks):
+        if hasattr(handle, "user_hook") and not any(handle is each for each in before):
+            handle.user_hook = hook
+    return added
+
+
+class HookAcrossDevices:
+    """A hook as `HookPoint.add_hook` takes it, that may use tensors of all the model's devices.
+
+    Args:
+        hook: the user's.
+    """
+
+    def __init__(self, hook: Any) -> None:
+        self.__wrapped__ = hook  # as `functools.wraps` names it
+
+    def __repr__(self) -> str:
+        # As in TransformerLens: a partial's repr shows its arguments, which may be whole caches.
+        if isinstance(self.__wrapped__, functools.partial):
+            return f"partial({self.__wrapped__.func!r},...)"
+        return repr(self.__wrapped__)
+
+    def __call__(self, activation: Any, *, hook: Any) -> Any:
+        """Call the hook.
+
+        Raises:
+            RuntimeError: if it mixes or returns tensors of devices that are not the model's.
+        """
+        point = getattr(hook, "_target", hook)
+        devices: frozenset[torch.device] = getattr(point, _DEVICES, frozenset())
+        # A Bridge's hook points may hand out tuples, or None.
+        here = getattr(activation, "device", None)
+        chosen = chosen_device(here)
+        if chosen is not None and here is not None:
+            devices |= {here, chosen}
+        if not devices or here is None:
+            return self.__wrapped__(activation, hook=hook)
+        try:
+            with JoinedAt(here, devices):
+                result = self.__wrapped__(activation, hook=hook)
+        except RuntimeError as error:
+            if "same device" not in str(error):
+                raise
+            said = str(error).partition(AFTER_JOIN)[0]
+            raise RuntimeError(
+                f"the hook on {hook.name} mixes devices: its activation is on {printed(here)}, so "
+                f"bring other tensors there with .to(activation.device) ({said})"
+            ) from error
+        return _at(result, here, devices, hook.name)
+
+
+def _at(result: Any, here: torch.device, devices: frozenset[torch.device], name: str) -> Any:
+    """What a hook returned, on its activation's device."""
+    if isinstance(result, tuple) and len(result) == 1:  # backward hooks may return (gradient,)
+        return (_at(result[0], here, devices, name),)
+    if not isinstance(result, torch.Tensor) or result.device == here:
+        return result
+    if result.device not in devices:
+        raise RuntimeError(
+            f"the hook on {name} returned a tensor on {printed(result.device)}, but its activation "
+            f"is on {printed(here)}: return it with .to(activation.device)"
+        )
+    return result.to(here)

@@ -1,0 +1,315 @@
+"""Torch functions that mix a model's devices: their arguments are brought together.
+
+What torch does with several devices itself (`copy_`, `view_as`, indexing by a number) stays as
+torch does it. Where torch refuses, the function is called again with its arguments on one device,
+and what it changed there is written back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tl_devicefix.multihost.modules import OutsideBlocks
+
+Copies = dict[int, tuple[torch.Tensor, torch.Tensor, int | None]]
+
+
+class Joining(OutsideBlocks, TorchFunctionMode):
+    """Within it, torch functions that mix devices bring their arguments together.
+
+    What is changed in place, or by `out=`, stays where it is, and what is indexed does too: the
+    others come to it. Where to otherwise, and which devices, is a subclass's to say.
+    """
+
+    def devices(self) -> frozenset[torch.device]:
+        """Those that may be mixed; a tensor of another is left alone, and torch says so."""
+        raise NotImplementedError
+
+    def target(self, tensors: list[torch.Tensor], devices: frozenset[torch.device]) -> torch.device:
+        """Where to bring tensors of these devices, if none is changed in place or indexed."""
+        raise NotImplementedError
+
+    def known(self) -> Copies:
+        """Copies that earlier calls have made."""
+        return {}
+
+    def copied(self, nbytes: int) -> None:
+        """Be told what a call has copied."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _OF_AUTOGRAD:
+            return self._run_backward(func, types, args, kwargs)
+        if not on_several_devices(args, kwargs) or _thread.trying:
+            return func(*args, **kwargs)
+        tensors = list(tensors_in((args, kwargs)))
+        devices = self.devices() & {tensor.device for tensor in tensors}
+        if len(devices) < 2:
+            return func(*args, **kwargs)
+        versions = [_version(tensor) for tensor in tensors]
+        changed = list(_changed_in_place(func, args, kwargs))
+        try:
+            _thread.trying = True
+            return func(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            uncounted = len(changed) > 1 and None in versions
+            if uncounted or versions != [_version(tensor) for tensor in tensors]:
+                raise  # it may have changed something already, and would change it twice
+        finally:
+            _thread.trying = False
+        stays = changed or list(_indexed(func, args, kwargs))
+        target = stays[0].device if stays else self.target(tensors, devices)
+        call = _Call(target, self.devices() - {target}, self.known(), changed)
+        result = call(func, args, kwargs)
+        self.copied(call.nbytes)
+        return result
+
+    def _run_backward(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """One of autograd's, whose given gradients go to their outputs.
+
+        What it runs in this thread mixes too: a block's recomputation, a `Function.backward`.
+        """
+        kwargs = dict(kwargs)
+        name = _OF_AUTOGRAD[func]
+        kwargs[name] = self._at_outputs(args[0], kwargs.get(name))
+        if redispatch is None:
+            return func(*args, **kwargs)
+        with self:
+            return redispatch(func, types, args, kwargs)
+
+    def _at_outputs(self, outputs: Any, gradients: Any) -> Any:
+        """Gradients, each on the device of its output."""
+        if isinstance(gradients, tuple | list):
+            several = outputs if isinstance(outputs, tuple | list) else (outputs,)
+            if len(gradients) != len(several):
+                return gradients  # which torch refuses
+            return tuple(self._at_outputs(*each) for each in zip(several, gradients))
+        if isinstance(outputs, tuple | list) and len(outputs) == 1:
+            outputs = outputs[0]
+        if not isinstance(outputs, torch.Tensor) or not isinstance(gradients, torch.Tensor):
+            return gradients
+        if gradients.device == outputs.device:
+            return gradients
+        if not {gradients.device, outputs.device} <= self.devices():
+            return gradients
+        self.copied(bytes_of(gradients))
+        return gradients.to(outputs.device)
+
+
+class _Thread(threading.local):
+    trying = False
+    """Whether torch is tried first, by the innermost mode: it is for that one to join."""
+
+
+_thread = _Thread()
+
+_OF_AUTOGRAD = {
+    torch.Tensor.backward: "gradient",
+    torch.autograd.backward: "grad_tensors",
+    torch.autograd.grad: "grad_outputs",
+}
+"""They take tensors of several devices, and copies of these would not be in the graph.
+
+With what they call the gradients of their outputs.
+"""
+
+# Calls a function within a mode that it has just left; not every supported torch has it.
+redispatch = getattr(torch.overrides, "redispatch_function", None)
+
+
+class JoinedAt(Joining):
+    """Within it, torch functions that mix the model's devices are called with all on one device.
+
+    A tensor is copied once, however often it is mixed in unchanged.
+
+    Args:
+        device: where to, if nothing is changed in place or indexed.
+        devices: the model's; a tensor of another device is left alone, and torch says so.
+    """
+
+    def __init__(self, device: torch.device, devices: frozenset[torch.device]) -> None:
+        super().__init__()
+        self._device = device
+        self._devices = devices
+        self._known: Copies = {}
+
+    def devices(self) -> frozenset[torch.device]:
+        """The model's."""
+        return self._devices
+
+    def target(self, tensors: list[torch.Tensor], devices: frozenset[torch.device]) -> torch.device:
+        """The one device."""
+        return self._device
+
+    def known(self) -> Copies:
+        """Those of this mode's time."""
+        return self._known
+
+
+class _Call:
+    """One call with its arguments brought to a device.
+
+    Args:
+        target: where to.
+        others: from where.
+        known: copies that earlier calls have made.
+        changed: what the function is known to change.
+    """
+
+    def __init__(
+        self,
+        target: torch.device,
+        others: frozenset[torch.device],
+        known: Copies,
+        changed: list[torch.Tensor],
+    ) -> None:
+        self._target = target
+        self._others = others
+        self._known = known
+        self._changed = {id(tensor) for tensor in changed}
+        self.nbytes = 0
+        """What has been copied."""
+        self._copies: Copies = {}
+
+    def __call__(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call the function, and write back what it changed in copies.
+
+        That is `out=` on several devices, lists of `torch._foreach_*_`, running statistics.
+        """
+        result = func(*self._join(args), **self._join(kwargs))
+        originals = {}
+        for original, copy, version in self._copies.values():
+            if id(original) in self._changed or _version(copy) != version:
+                original.copy_(copy)
+                self.nbytes += bytes_of(copy)
+                self._known.pop(id(original), None)
+            originals[id(copy)] = original
+        return originals.get(id(result), result)
+
+    def _join(self, value: Any) -> Any:
+        """The arguments, on the target."""
+        if isinstance(value, torch.Tensor) and value.device in self._others:
+            if id(value) not in self._copies:
+                self._copies[id(value)] = self._copied(value)
+            return self._copies[id(value)][1]
+        return _map(value, self._join)
+
+    def _copied(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
+        """A tensor, its copy, and the copy's version; an earlier one, if neither has changed."""
+        original, copy, version = self._known.get(id(tensor), (None, tensor, None))
+        graph = torch.is_grad_enabled() and tensor.requires_grad
+        known = original is tensor and version == _version(tensor) and version is not None
+        if not known or copy.device != self._target or graph != copy.requires_grad:
+            copy = tensor.to(self._target)
+            self.nbytes += bytes_of(copy)
+            if bytes_of(copy) <= _SMALL:
+                self._known[id(tensor)] = tensor, copy, _version(tensor)
+        return tensor, copy, _version(copy)
+
+
+_SMALL = 2**24
+"""Bytes of a copy that is kept for the next call: a steering vector, not an embedding."""
+
+
+def _map(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Plain tuples, lists and dicts with each entry changed."""
+    if type(value) in (tuple, list):
+        return type(value)(change(each) for each in value)
+    if type(value) is dict:
+        return {key: change(each) for key, each in value.items()}
+    return value
+
+
+def on_several_devices(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether there are tensors of several devices in arguments; quick, as it is always asked."""
+    first = None
+    for each in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(each, torch.Tensor):
+            if first is None:
+                first = each.device
+            elif each.device != first:
+                return True
+        elif isinstance(each, (tuple, list, dict)):
+            for tensor in tensors_in(each):
+                if first is None:
+                    first = tensor.device
+                elif tensor.device != first:
+                    return True
+    return False
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    """What a tensor holds, also if it is sparse, of which torch does not say it."""
+    if tensor.layout is torch.strided:
+        return tensor.nbytes
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    return tensor.values().nbytes
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested arguments."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from tensors_in(each)
+    elif isinstance(value, dict):
+        yield from tensors_in(tuple(value.values()))
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """How often a tensor has been changed; torch does not count it under `inference_mode`."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _changed_in_place(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[torch.Tensor]:
+    """The tensors that a torch function changes, as far as its name and arguments tell."""
+    name = getattr(func, "__name__", "")
+    if "out" in kwargs:
+        return tensors_in(kwargs["out"])
+    if name in _WITH_STATISTICS:
+        training = _argument(args, kwargs, 5, _WITH_STATISTICS[name])
+        statistics = [_argument(args, kwargs, i, f"running_{s}") for i, s in _STATISTICS]
+        return tensors_in(statistics if training else [])
+    if name.startswith("__"):  # __set__ is that of an attribute, such as `grad`
+        in_place = name in ("__setitem__", "__set__") or name.startswith("__i")
+    else:
+        in_place = name.endswith("_")
+    first = args[0] if args else kwargs.get("input", kwargs.get("self"))
+    return tensors_in(first if in_place else [])
+
+
+_WITH_STATISTICS = {"batch_norm": "training", "instance_norm": "use_input_stats"}
+_STATISTICS = ((1, "mean"), (2, "var"))
+
+
+def _indexed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """What a torch function looks up in: often a whole W_E, of which a few rows are wanted."""
+    position = _TABLES.get(getattr(func, "__name__", ""))
+    if position is None:
+        return iter(())
+    return tensors_in(_argument(args, kwargs, *position))
+
+
+_TABLES = {
+    **dict.fromkeys(
+        ("__getitem__", "index_select", "gather", "take", "take_along_dim"), (0, "input")
+    ),
+    "embedding": (1, "weight"),
+}
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> Any:
+    return args[position] if len(args) > position else kwargs.get(name)

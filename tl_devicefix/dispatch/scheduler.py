@@ -1,0 +1,352 @@
+"""Runs in flight: which of them gives work to which device, and how one goes on to the next.
+
+Each run is a thread, and holds the turn of the device where it computes. Where its residual stream
+leaves for another device, it gives the turn back, waits until what it takes along has arrived, and
+takes the other's turn. So a device gets the blocks of one run after those of another, and the
+first is done in half the time that both together would take. Before an offloaded block it offers
+its turn to the runs that need what is on the device, so that a block visits for all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tl_devicefix.offload.copying import module_with_streams
+from tl_devicefix.offload.in_common import NOT_THERE, Visits
+from tl_devicefix.offload.visiting import visiting_in_common, visiting_weights
+
+
+class Abandoned(BaseException):
+    """Ends a run that nobody waits for any more. No Exception, as a run may catch these."""
+
+
+class Turns:
+    """The turns of the devices, among the runs of one `pipeline_map`.
+
+    Of the runs that ask for a device, those go first that need the offloaded block which was last
+    used there, or none; then those that need another one that is there; then the oldest.
+    """
+
+    def __init__(self) -> None:
+        self.visits = Visits()
+        self._changed = threading.Condition()
+        self._holders: dict[torch.device, Run] = {}
+        self._asking: dict[torch.device, list[_Asking]] = defaultdict(list)
+        self._wanted = -1
+        self._is_over = False
+
+    def want(self, number: int) -> None:
+        """Say that the result of a run is waited for, as those before it have been fetched."""
+        with self._changed:
+            self._wanted = number
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Have every run end that has not finished."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    def check(self) -> None:
+        """Go on, unless nobody waits any more.
+
+        Raises:
+            Abandoned: then.
+        """
+        if self._is_over:
+            raise Abandoned
+
+    def take(
+        self, run: Run, device: torch.device, weights: object | None = None, arriving: Any = None
+    ) -> None:
+        """Wait until it is a run's turn on a device. Who has the turn offers it to others.
+
+        Args:
+            run: this thread's.
+            device: which.
+            weights: what stands for those of the offloaded block that it comes to.
+            arriving: the event of what it takes along having arrived there.
+
+        Raises:
+            Abandoned: if nobody waits for the run any more.
+        """
+        asking = _Asking(run, weights, arriving is None)
+        with self._changed:
+            self._asking[device].append(asking)
+            self._free(device, run)
+        try:
+            if arriving is not None:
+                arriving.synchronize()
+            with self._changed:
+                asking.is_here = True
+                self._grant(device)
+                while self._holders.get(device) is not run:
+                    self.check()
+                    self._changed.wait()
+                self.check()
+        except BaseException:
+            with self._changed:
+                if asking in self._asking[device]:
+                    self._asking[device].remove(asking)
+                self._free(device, run)
+            raise
+
+    def give_back(self, run: Run, device: torch.device) -> None:
+        """Let the next run have a device."""
+        with self._changed:
+            self._free(device, run)
+
+    def has(self, run: Run, device: torch.device) -> bool:
+        """Whether it is a run's turn on a device."""
+        return self._holders.get(device) is run
+
+    def _free(self, device: torch.device, run: Run) -> None:
+        if self._holders.get(device) is run:
+            del self._holders[device]
+        self._grant(device)
+
+    def _grant(self, device: torch.device) -> None:
+        """Give a free device's turn to the first that asks for it."""
+        asking = self._asking[device]
+        here = [each for each in asking if each.is_here]
+        if device in self._holders or not here:
+            return
+
+        def rank(each: _Asking) -> tuple[int, int]:
+            return self.visits.rank(device, each.weights), each.run.number
+
+        first = min(here, key=rank)
+        if rank(first)[0] == NOT_THERE > min(map(rank, asking))[0]:
+            return  # before the block leaves, it serves the run that is about to be here
+        asking.remove(first)
+        self._holders[device] = first.run
+        self._changed.notify_all()
+
+    def wait_until_wanted(self, number: int) -> None:
+        """Wait until all results before a run's have been fetched, and its own is waited for.
+
+        Raises:
+            Abandoned: if nobody waits for it any more.
+        """
+        with self._changed:
+            while self._wanted < number:
+                self.check()
+                self._changed.wait()
+
+
+@dataclass(eq=False)
+class _Asking:
+    """A run that wants a device's turn."""
+
+    run: Run
+    weights: object | None
+    is_here: bool
+    """Whether all that it takes along is."""
+
+
+class Streams:
+    """The streams of one view, a device each, on which tensors go from device to device."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, Any] = {}
+
+    def of(self, device: torch.device) -> Any:
+        """The one of a device."""
+        if device not in self._streams:
+            self._streams[device] = torch.get_device_module(device.type).Stream(device)
+        return self._streams[device]
+
+
+class Run:
+    """One run of an `pipeline_map`, in the thread that runs it.
+
+    Args:
+        number: how many came before it.
+        turns: of the devices.
+        streams: its own, for what goes from device to device.
+
+    Attributes:
+        at: the device whose turn it holds, if any.
+    """
+
+    def __init__(self, number: int, turns: Turns, streams: Streams) -> None:
+        self.number = number
+        self.turns = turns
+        self._streams = streams
+        self.at: torch.device | None = None
+        self._thread = threading.get_ident()
+        # What is on the way to the next device: each with its source, which is needed until then.
+        self._sent: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+        # Tensors that were computed when the host has last waited for a copy of theirs.
+        self._computed = WeakIdKeyDictionary()
+
+    @contextlib.contextmanager
+    def going_to(self, device: torch.device, weights: object | None = None) -> Iterator[None]:
+        """Within it, `move` sends tensors to a device; at its end, they and the turn are there.
+
+        Args:
+            device: where to.
+            weights: what stands for those of the offloaded block that it comes to.
+        """
+        if device == self.at:
+            yield
+            if weights is not None:
+                self._take(device, weights)
+            return
+        self.turns.check()
+        sent: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._sent = sent
+        try:
+            yield
+        except BaseException:
+            self._receive(device, sent)  # someone may have kept what arrives
+            raise
+        finally:
+            self._sent = None
+            self.rest()
+        arrived = self._streams.of(device).record_event() if sent else None
+        self._take(device, weights, arrived)
+        self._receive(device, sent)
+
+    def _receive(self, device: torch.device, sent: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Have what is computed on a device from now on use what was sent there."""
+        if sent:
+            computing = torch.get_device_module(device.type).current_stream(device)
+            arrived = self._streams.of(device).record_event()
+            arrived.synchronize()
+            computing.wait_event(arrived)
+            for _, copy in sent:
+                copy.record_stream(computing)
+            sent.clear()
+
+    def _take(
+        self, device: torch.device, weights: object | None = None, arriving: Any = None
+    ) -> None:
+        self.at = None  # if it fails
+        self.turns.take(self, device, weights, arriving)
+        self.at = device
+
+    def send(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Copy a tensor to a device, within `going_to`; at once where there are no streams."""
+        module = module_with_streams(device)
+        if self._sent is None or module is None:
+            return tensor.to(device)
+        with contextlib.ExitStack() as stack:
+            if tensor.device.type == device.type:
+                source = self._streams.of(tensor.device)
+                if not self._is_computed(tensor):
+                    source.wait_stream(module.current_stream(tensor.device))
+                stack.enter_context(module.stream(source))
+            stack.enter_context(module.stream(self._streams.of(device)))
+            copy = tensor.to(device)
+        self._sent.append((tensor, copy))
+        return copy
+
+    def _is_computed(self, tensor: torch.Tensor) -> bool:
+        """Whether the host has waited for this tensor before; it will have, from now on.
+
+        A mask goes to each device: without this, it would wait at home for all that other runs
+        have given home to do meanwhile.
+        """
+        if tensor.is_inference():  # whose changes are not counted
+            return False
+        known = self._computed.get(tensor) == tensor._version
+        self._computed[tensor] = tensor._version
+        return known
+
+    def rest(self) -> None:
+        """Give the turn back, if it holds one."""
+        at, self.at = self.at, None
+        if at is not None:
+            self.turns.give_back(self, at)
+
+    def return_to(self, device: torch.device | None) -> None:
+        """Hold the turn of a device, or of none."""
+        if device != self.at:
+            self.rest()
+            if device is not None:
+                self._take(device)
+
+    def wait_for_earlier(self) -> None:
+        """Go on when a loop would have come here; other runs may have this one's turn meanwhile.
+
+        Raises:
+            RuntimeError: in a thread of autograd's, which other runs need to finish.
+            Abandoned: if nobody waits for this run any more.
+        """
+        if threading.get_ident() != self._thread:
+            raise RuntimeError(
+                "in a run in flight, a hook of a backward may not draw random numbers or go "
+                "backward itself, as autograd calls it in a thread that all runs share: do it "
+                "before, or pass max_in_flight=1"
+            )
+        at = self.at
+        self.rest()
+        self.turns.wait_until_wanted(self.number)
+        if at is not None:
+            self._take(at)
+
+
+_run: ContextVar[Run | None] = ContextVar("run", default=None)
+
+
+def current_run() -> Run | None:
+    """The run in flight that this thread is, if it is one."""
+    return _run.get()
+
+
+@contextlib.contextmanager
+def running(run: Run) -> Iterator[None]:
+    """Within it, this thread is a run in flight."""
+    token = _run.set(run)
+    try:
+        with visiting_in_common(run.turns.visits):
+            yield
+    finally:
+        run.rest()
+        _run.reset(token)
+
+
+_STAYS = contextlib.nullcontext()
+
+
+def going_to(
+    device: torch.device, module: nn.Module | None = None
+) -> contextlib.AbstractContextManager[None]:
+    """Within it, a run in flight goes on to a device, and takes along what is moved there.
+
+    Args:
+        device: where to.
+        module: what it comes to; before an offloaded block, other runs may be let by.
+    """
+    run = _run.get()
+    if run is None:
+        return _STAYS
+    return run.going_to(device, None if module is None else visiting_weights(module))
+
+
+def device_of_turn() -> torch.device | None:
+    """The device whose turn this thread has, if it is a run in flight."""
+    run = _run.get()
+    return None if run is None else run.at
+
+
+def return_to(before: torch.device | None) -> None:
+    """Have a run in flight hold the turn that it held before its forward.
+
+    Args:
+        before: the device, where the forward was within a hook of another; mostly None.
+    """
+    run = _run.get()
+    if run is not None:
+        run.return_to(before)

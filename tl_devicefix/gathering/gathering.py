@@ -1,0 +1,229 @@
+"""What is spread over the blocks, read on one device: stacked weights, and what is made from them.
+
+That device is home, or the one of `gather_on`. Weights are copied there when they are read, block
+by block; the model stays where it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from tl_devicefix.dispatch.carrying import move
+from tl_devicefix.gathering.cache_at_home import CacheAtHome
+from tl_devicefix.placement.devices import free_memory, printed
+from tl_devicefix.placement.gathering_device import chosen_device, gather_on
+from tl_devicefix.placement.memory import gib
+from tl_devicefix.tracebacks import noting_mixed_devices
+
+
+def gathering_device(model: Any) -> torch.device | None:
+    """Where a model's weights are read together; None if they are where they should be."""
+    placement = getattr(model, "placement", None)
+    chosen = chosen_device(home_of(model))
+    if chosen is None and placement is not None and len(placement.memories) > 1:
+        return placement.home
+    return chosen
+
+
+def home_of(model: Any) -> torch.device | None:
+    """Where a model is at home; None if it does not say."""
+    device = getattr(getattr(model, "cfg", None), "device", None)
+    return None if device is None else torch.device(device)
+
+
+STACKED = {
+    **{name: f"attn.{name}" for name in ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")},
+    **{name: f"mlp.{name}" for name in ("W_in", "W_gate", "W_out", "b_in", "b_out")},
+}
+"""HookedTransformer's properties that stack a weight of every block: name -> path in the block."""
+
+
+def stack_on(
+    device: torch.device, weights: Sequence[torch.Tensor], what: str, copies: int = 1
+) -> torch.Tensor:
+    """Weights of several blocks, each from its own device, stacked on one; differentiable.
+
+    Args:
+        device: where to stack them.
+        weights: of each block, all of one shape.
+        what: what they are, for the error.
+        copies: how many times their size must be free.
+
+    Raises:
+        torch.OutOfMemoryError: if there is no room; nothing is copied then.
+    """
+    check_room(copies * sum(weight.nbytes for weight in weights), device, what)
+    stack: torch.Tensor = _StackOn.apply(device, *weights)
+    return stack
+
+
+@functools.cache
+def single(name: str) -> Callable[..., Any]:
+    """The getter of `HookedTransformer.W_E` and its like: a copy, if it is read elsewhere."""
+
+    def get(original: Any, self: Any) -> Any:
+        weight, device = original(self), gathering_device(self)
+        if device is None or weight.device == device:
+            return weight
+        check_room(weight.nbytes, device, f"model.{name}")
+        return weight.to(device)
+
+    return get
+
+
+class _StackOn(torch.autograd.Function):
+    """torch.stack of tensors of any devices on one, without a second copy; differentiable."""
+
+    @staticmethod
+    def forward(device: torch.device, *weights: torch.Tensor) -> torch.Tensor:
+        first = weights[0]
+        stack = torch.empty((len(weights), *first.shape), dtype=first.dtype, device=device)
+        for layer, weight in enumerate(weights):
+            stack[layer].copy_(weight)
+        return stack
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+        ctx.device, *weights = inputs
+        ctx.like = [(weight.device, weight.shape, weight.dtype) for weight in weights]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        parts = zip(gradients[0].unbind(), ctx.like, ctx.needs_input_grad[1:])
+        return (None, *(part.to(there) if needed else None for part, (there, *_), needed in parts))
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> torch.Tensor:
+        return torch.stack(
+            [
+                torch.zeros(shape, dtype=dtype, device=ctx.device)
+                if t is None
+                else t.to(ctx.device)
+                for t, (_, shape, dtype) in zip(tangents, ctx.like)
+            ]
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, device: torch.device, *weights: torch.Tensor) -> Any:
+        batched = [
+            weight.expand(info.batch_size, *weight.shape) if dim is None else weight.movedim(dim, 0)
+            for weight, dim in zip(weights, in_dims[1:])
+        ]
+        return _StackOn.apply(device, *batched), 1
+
+
+def check_room(needed: int, device: torch.device, what: str) -> None:
+    """Check that something can be gathered before anything is copied.
+
+    Raises:
+        torch.OutOfMemoryError: saying how large it is, what is free, and what to do.
+    """
+    on_cpu = device.type == "cpu"
+    room = psutil.virtual_memory().available if on_cpu else free_memory(device)
+    if room is not None and needed > room:
+        other = "" if on_cpu else 'within `with tl_devicefix.gather_on("cpu"):`, or '
+        raise torch.OutOfMemoryError(
+            f"{what} is {gib(needed)}, but {printed(device)} has {gib(room)} free: read it {other}"
+            "block by block from model.blocks"
+        )
+
+
+class ReadOn:
+    """A model, or a module of it, whose tensors are read on one device.
+
+    For methods of TransformerLens that are written for one device: they are given this as `self`.
+
+    Args:
+        module: what is read; it stays where it is.
+        device: where each tensor is copied when it is read.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self.read = module
+        self._device = device
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.read, name)
+        if isinstance(value, nn.ModuleList):
+            return [ReadOn(each, self._device) for each in value]
+        if isinstance(value, nn.Module):
+            return ReadOn(value, self._device)
+        if name == "cfg":
+            value = copy.copy(value)
+            value.device = str(self._device)
+        return move(value, self._device)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module where it is, and bring the result to the device."""
+        there = next((weight.device for weight in self.read.parameters()), self._device)
+        args = tuple(move(each, there) for each in args)
+        kwargs = {name: move(each, there) for name, each in kwargs.items()}
+        return move(self.read(*args, **kwargs), self._device)
+
+
+class ReadWhereRun:
+    """A model on several devices, the weights of each block read where the block runs.
+
+    That is where they are, unless the block is offloaded.
+    """
+
+    def __init__(self, model: Any) -> None:
+        device_of = model.placement.device_of
+        self.cfg = model.cfg
+        self.blocks = [
+            ReadOn(block, device_of(f"blocks.{layer}")) for layer, block in enumerate(model.blocks)
+        ]
+
+
+def gathered(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A method of HookedTransformer that reads weights of several blocks, reading them together."""
+    device = gathering_device(self)
+    if device is None:
+        return original(self, *args, **kwargs)
+    with gather_on(device), noting_mixed_devices():
+        return original(ReadOn(self, device), *args, **kwargs)
+
+
+def get_W_E_pos(original: Any, self: Any) -> torch.Tensor:
+    """`HookedTransformer.W_E_pos`, also where the two are on different devices."""
+    device = gathering_device(self)
+    if device is None:
+        return original(self)
+    return torch.cat([move(self.W_E, device), move(self.W_pos, device)], dim=0)
+
+
+def tokens_to_residual_directions(original: Any, self: Any, tokens: Any) -> torch.Tensor:
+    """See TransformerLens's. The directions are read from W_U where that is, and gathered."""
+    device = gathering_device(self)
+    if device is None:
+        return original(self, tokens)
+    with gather_on(self.unembed.W_U.device):
+        directions = original(self, move(tokens, self.unembed.W_U.device))
+    return move(directions, device)
+
+
+class ParametersReadOn(dict[str, torch.Tensor]):
+    """A model's parameters by name, read on one device."""
+
+    def __init__(self, model: Any, parameters: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(parameters)
+        self._model = model
+
+    def __getitem__(self, name: str) -> Any:
+        device = gathering_device(self._model)
+        weight = super().__getitem__(name)
+        return weight if device is None else move(weight, device)
+
+
+def init_svd_interpreter(original: Any, self: Any, model: Any) -> None:
+    """`SVDInterpreter.__init__`: it reads the weights of several components together."""
+    original(self, model)
+    if isinstance(model, nn.Module) and not isinstance(self.params, CacheAtHome):
+        self.params = ParametersReadOn(model, self.params)

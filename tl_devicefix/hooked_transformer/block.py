@@ -1,0 +1,235 @@
+"""The forward of a HookedTransformer's block as one function of its weights.
+
+The operations are those of the installed TransformerLens, in its order, so that every activation
+and every gradient is the installed one, bit for bit. What is left out is Python's time: a hook
+point is called only where somebody listens on it, no einops string is parsed, and what all blocks
+of a forward share (masks, positions) is made once. A component that is not as TransformerLens
+makes it, or has hooks of torch's, is called as the module that it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformer_lens.components import MLP, AbstractAttention, TransformerBlock
+
+from tl_devicefix.attention.one_forward import one_forward
+from tl_devicefix.dispatch import forward as running
+from tl_devicefix.hooked_transformer.attention import Padding, Residual, alibi_bias, run_attention
+from tl_devicefix.hooked_transformer.far_blocks import block_whole, component_whole
+from tl_devicefix.hooked_transformer.hook_points import MLPS, at, is_heard, sees
+from tl_devicefix.hooked_transformer.known_blocks import (
+    IS_2,
+    Look,
+    fits,
+    look_at,
+    why_as_installed,
+    why_attention_as_installed,
+)
+from tl_devicefix.hooked_transformer.norms import run_norm
+from tl_devicefix.monkeypatch.applying import original as installed
+from tl_devicefix.simulation.tensor import SimTensor
+
+_POST_NORM = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
+"""TransformerLens's POST_NORM_ARCHITECTURES: norms follow attention and MLP."""
+
+
+def forward_of_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`HookedTransformer.forward`, whose results are at home; blocks share masks and positions.
+
+    Raises:
+        RuntimeError: if the model's weights are only partly processed.
+    """
+    with one_forward():
+        return running.forward(original, self, *args, **kwargs)
+
+
+def block_forward(
+    original: Any,
+    self: Any,
+    resid_pre: Residual,
+    shortformer_pos_embed: Residual | None = None,
+    past_kv_cache_entry: Any = None,
+    attention_mask: Padding | None = None,
+) -> Residual:
+    """`TransformerBlock.forward` as `run_block`, or as installed where it has to be."""
+    # A tool such as nnsight puts a copy of its own in the place of what is installed.
+    as_known = original is installed(TransformerBlock, "forward")
+    look = look_at(self)
+    is_run = as_known and why_as_installed(self, look) is None
+    given = resid_pre, shortformer_pos_embed, past_kv_cache_entry, attention_mask
+    if type(resid_pre) is SimTensor:
+        output = block_whole(self, *given, run_block if is_run else original)
+        if output is not None:
+            return output
+    if is_run:
+        return run_block(self, *given, look)
+    return original(self, *given)  # type: ignore[no-any-return]
+
+
+def attention_forward(
+    original: Any,
+    self: Any,
+    query_input: torch.Tensor,
+    key_input: torch.Tensor,
+    value_input: torch.Tensor,
+    past_kv_cache_entry: Any = None,
+    additive_attention_mask: torch.Tensor | None = None,
+    attention_mask: Padding | None = None,
+    position_bias: torch.Tensor | None = None,
+) -> Residual:
+    """`AbstractAttention.forward` likewise, where attention is called as a module."""
+    inputs = query_input, key_input, value_input
+    if (
+        additive_attention_mask is None
+        and position_bias is None
+        and original is installed(AbstractAttention, "forward")
+        and why_attention_as_installed(self) is None
+        and fits(self, inputs, past_kv_cache_entry)
+    ):
+        return run_attention(self, inputs, past_kv_cache_entry, attention_mask)
+    if self.cfg.positional_embedding_type == "alibi":
+        # The installed forward would make it on the model's first device.
+        past = 0 if past_kv_cache_entry is None else past_kv_cache_entry.past_keys.shape[1]
+        alibi_bias(self, past + key_input.shape[1], query_input.device)
+    others = past_kv_cache_entry, additive_attention_mask, attention_mask, position_bias
+    return original(self, *inputs, *others)  # type: ignore[no-any-return]
+
+
+def run_block(
+    block: Any,
+    resid_pre: Residual,
+    shortformer_pos_embed: Residual | None = None,
+    past_kv_cache_entry: Any = None,
+    attention_mask: Padding | None = None,
+    look: Look | None = None,
+) -> Residual:
+    """What a block makes of the residual stream.
+
+    Args:
+        block: a TransformerBlock for which `why_as_installed` is None.
+        resid_pre: the residual stream before it, on its device.
+        shortformer_pos_embed: what is added to queries' and keys' inputs, if anything.
+        past_kv_cache_entry: the block's entry of a KV cache, which it appends to.
+        attention_mask: zero where a key is padding.
+        look: at the block just now, if there was one.
+    """
+    modules, cfg = block._modules, block.cfg
+    look = look_at(block) if look is None else look
+    # Where nobody listens, no code of the user's runs that could add a hook.
+    heard = look.is_heard()
+    post_norm = not IS_2 and cfg.original_architecture in _POST_NORM
+    if heard:
+        resid_pre = at(modules, "hook_resid_pre", resid_pre)
+    ln1, attn = modules["ln1"], modules["attn"]
+    if post_norm:
+        q_input = k_input = v_input = resid_pre
+    elif torch.is_grad_enabled() or (heard and sees(ln1)):
+        # The installed forward normalises three times. Each calls the hooks, and has a gradient of
+        # its own, whose sum would be rounded otherwise.
+        q_input, k_input, v_input = (run_norm(ln1, resid_pre, heard) for _ in range(3))
+    else:
+        q_input = k_input = v_input = run_norm(ln1, resid_pre, heard)
+    if shortformer_pos_embed is not None:
+        q_input, k_input = q_input + shortformer_pos_embed, k_input + shortformer_pos_embed
+    inputs = q_input, k_input, v_input
+    if (
+        (heard and is_heard(attn))
+        or why_attention_as_installed(attn, look) is not None
+        or not fits(attn, inputs, past_kv_cache_entry)
+    ):
+        if shortformer_pos_embed is None and not post_norm and sees(attn):
+            # A tensor of its own, as the installed forward has it: hooks may edit it in place.
+            q_input, k_input = q_input + 0.0, k_input + 0.0
+        attn_out = attn(
+            query_input=q_input,
+            key_input=k_input,
+            value_input=v_input,
+            past_kv_cache_entry=past_kv_cache_entry,
+            attention_mask=attention_mask,
+        )
+    else:
+        attn_out = run_attention(attn, inputs, past_kv_cache_entry, attention_mask, heard)
+    if cfg.use_normalization_before_and_after:
+        attn_out = run_norm(modules["ln1_post"], attn_out, heard)
+    if post_norm:
+        attn_out = run_norm(ln1, attn_out, heard)
+    if heard:
+        attn_out = at(modules, "hook_attn_out", attn_out)
+        resid_pre = resid_pre.to(attn_out.device)
+    if cfg.parallel_attn_mlp:
+        resid_mid = resid_pre
+    else:
+        resid_mid = resid_pre + attn_out
+        if heard and not cfg.attn_only:
+            resid_mid = at(modules, "hook_resid_mid", resid_mid)
+    if cfg.attn_only and not cfg.parallel_attn_mlp:
+        resid_post = resid_mid
+    else:
+        mlp_in = resid_mid
+        if cfg.use_hook_mlp_in:
+            mlp_in = at(modules, "hook_mlp_in", resid_mid.clone())
+        if not post_norm or cfg.parallel_attn_mlp:
+            mlp_in = run_norm(modules["ln2"], mlp_in, heard)
+        mlp_out = run_mlp(modules["mlp"], mlp_in, heard)
+        if cfg.use_normalization_before_and_after:
+            mlp_out = run_norm(modules["ln2_post"], mlp_out, heard)
+        if post_norm:
+            mlp_out = run_norm(modules["ln2"], mlp_out, heard)
+        if heard:
+            mlp_out = at(modules, "hook_mlp_out", mlp_out)
+        if cfg.parallel_attn_mlp:
+            resid_mid = resid_pre + attn_out
+        resid_post = resid_mid + mlp_out
+    return at(modules, "hook_resid_post", resid_post) if heard else resid_post
+
+
+def run_mlp(mlp: Any, x: Residual, heard: bool = True) -> Residual:
+    """What a block's MLP makes of its normalised input; a mixture of experts is called.
+
+    Args:
+        mlp: an MLP or GatedMLP; any other module is called.
+        x: its input.
+        heard: whether somebody may listen in it.
+    """
+    cls, modules, weights = type(mlp), mlp._modules, mlp._parameters
+    if (
+        cls not in MLPS
+        or (heard and is_heard(mlp))
+        or "hook_mid" in modules
+        or len(weights) != (4 if cls is MLP else 5)  # a tensor in place of a parameter
+        or weights["W_in"].device != x.device
+    ):
+        output: Residual = mlp(x)
+        return output
+    if type(x) is SimTensor and (made := component_whole(mlp, x)) is not None:
+        return made
+    W_in, W_out = weights["W_in"], weights["W_out"]
+    act_fn = mlp.act_fn
+    if cls is MLP:
+        pre = _addmm(weights["b_in"], x, W_in)
+        if heard:
+            pre = at(modules, "hook_pre", pre)
+        post = act_fn(pre)
+    else:
+        W_gate = weights["W_gate"]
+        pre = torch.matmul(x, W_gate) if IS_2 else F.linear(x, W_gate.T.contiguous())
+        if heard:
+            pre = at(modules, "hook_pre", pre)
+        linear = torch.matmul(x, W_in) if IS_2 else F.linear(x, W_in.T.contiguous())
+        if heard:
+            linear = at(modules, "hook_pre_linear", linear)
+        post = act_fn(pre) * linear + weights["b_in"]
+    if heard:
+        post = at(modules, "hook_post", post)
+    if IS_2 or cls is MLP:
+        return _addmm(weights["b_out"], post, W_out)
+    return F.linear(post, W_out.T.contiguous(), weights["b_out"])
+
+
+def _addmm(bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """TransformerLens's `batch_addmm`."""
+    output = torch.addmm(bias, x.view(-1, x.size(-1)), weight)
+    return output.view(*x.shape[:-1], weight.shape[-1])

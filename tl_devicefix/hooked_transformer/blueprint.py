@@ -1,0 +1,186 @@
+"""A HookedTransformer that is yet to be made: its config, and how it is made without values."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformer_lens
+from transformer_lens import HookedTransformer
+from transformer_lens.loading_from_pretrained import get_pretrained_model_config
+
+from tl_devicefix.attention.kv_cache import let_go
+from tl_devicefix.checkpoints.dtypes import torch_dtype
+from tl_devicefix.checkpoints.hub import HUB_ARGUMENTS
+from tl_devicefix.gathering.gathering import STACKED
+from tl_devicefix.hooked_transformer.components import component_sizes
+from tl_devicefix.hooked_transformer.config import model_config
+from tl_devicefix.hooked_transformer.layout import empty_as_loaded
+from tl_devicefix.hooked_transformer.loading import empty_model
+from tl_devicefix.hooked_transformer.moving import place
+from tl_devicefix.placement.blueprint import Blueprint, Generation
+from tl_devicefix.placement.components import ComponentSize
+from tl_devicefix.placement.fitting import working_room
+from tl_devicefix.placement.placement import Placement
+
+
+class HookedBlueprint(Blueprint):
+    """A HookedTransformer as `from_pretrained` would load it.
+
+    Args:
+        name: what the user calls it.
+        cfg: its config, with one device.
+        cls: HookedTransformer, or a subclass of it.
+    """
+
+    def __init__(self, name: str, cfg: Any, cls: Any) -> None:
+        self.name, self._cfg, self._cls = name, cfg, cls
+        self.dtype, self.n_ctx, self.n_layers = cfg.dtype, cfg.n_ctx, cfg.n_layers
+
+    @classmethod
+    def read(
+        cls,
+        config_or_model_name: Any,
+        dtype: torch.dtype | str | None,
+        options: dict[str, Any],
+        model_class: Any = None,
+    ) -> HookedBlueprint:
+        """See `blueprint`.
+
+        Raises:
+            ValueError: if the config cannot be had.
+        """
+        cfg = _config_at_full_size(config_or_model_name, dtype, options)
+        name = str(getattr(config_or_model_name, "model_name", config_or_model_name))
+        return cls(name, cfg, model_class or HookedTransformer)
+
+    def in_dtype(self, dtype: torch.dtype) -> HookedBlueprint:
+        """The same model with weights of another dtype."""
+        cfg = copy.deepcopy(self._cfg)
+        cfg.dtype = dtype
+        return HookedBlueprint(self.name, cfg, self._cls)
+
+    def sizes(self) -> tuple[ComponentSize, ...]:
+        """What its components weigh, in the order they run."""
+        return component_sizes(self._cfg)
+
+    def make(self, placement: Placement, tokenizer: Any = None) -> Any:
+        """The model over simulated devices, laid out in memory as loading lays it out."""
+        cfg = copy.deepcopy(self._cfg)
+        if tokenizer is None and not Path(cfg.tokenizer_name or "").is_dir():
+            cfg.tokenizer_name = None  # or the hub would be asked
+        model = empty_model(self._cls, cfg, tokenizer)
+        for name, parameter in list(model.named_parameters()):
+            device = placement.device_for(name, of_weights=True)
+            values = empty_as_loaded(name, parameter.data, cfg.original_architecture, device)
+            path, _, leaf = name.rpartition(".")
+            model.get_submodule(path)._parameters[leaf] = torch.nn.Parameter(values)
+        place(model, placement)  # the buffers, and what makes it run there
+        return model
+
+    def room_to_load(self, placement: Placement) -> int:
+        """Bytes that loading takes on a device beside the weights: a slice in float32."""
+        return working_room(placement, self.dtype)
+
+    def largest_stack(self, model: Any) -> int:
+        """Bytes that the largest stacked weight (`model.W_in`) of a model takes, as it is made."""
+        sizes = dict.fromkeys(STACKED, 0)
+        for name, parameter in model.named_parameters():
+            weight = name.rpartition(".")[2].removeprefix("_")
+            if weight in sizes:
+                copies = 1
+                if name.rpartition(".")[2].startswith("_"):  # grouped: as they are, and repeated
+                    copies = 1 + model.cfg.n_heads // model.cfg.n_key_value_heads
+                sizes[weight] += copies * parameter.nbytes
+        return max(sizes.values())
+
+    def generation(self, model: Any, batch: int, ctx: int) -> HookedGeneration:
+        """Generating from prompts of `ctx` tokens."""
+        return HookedGeneration(model, batch, ctx)
+
+
+def option_names(config_or_model_name: Any) -> Sequence[str]:
+    """What a config that is named depends on; one that is given says all."""
+    if not isinstance(config_or_model_name, str | os.PathLike):
+        return ()
+    takes = inspect.signature(get_pretrained_model_config).parameters
+    of_config = [name for name in takes if name not in _SAID_OTHERWISE]
+    return (*of_config, *HUB_ARGUMENTS, "trust_remote_code", *_OF_NO_SIZE)
+
+
+_SAID_OTHERWISE = ("model_name", "device", "n_devices", "dtype", "kwargs")
+_OF_NO_SIZE = (
+    *("center_writing_weights", "center_unembed", "fold_value_biases"),
+    *("refactor_factored_attn_matrices", "default_padding_side", "checkpoint_label"),
+)
+"""Arguments of `from_pretrained` that may be given as there, and change nothing here."""
+
+
+def _config_at_full_size(
+    config_or_model_name: Any, dtype: torch.dtype | str | None, options: dict[str, Any]
+) -> Any:
+    """The config that `from_pretrained` would make with these options; a copy of a given one."""
+    if isinstance(config_or_model_name, str | os.PathLike):
+        wanted = torch.float32 if dtype is None else torch_dtype(dtype)
+        sized = {name: value for name, value in options.items() if name not in _OF_NO_SIZE}
+        options = {"fold_ln": True, **sized}
+        name = os.fspath(config_or_model_name)
+        return model_config(name, prefer_known=True, dtype=wanted, device="cpu", **options)
+    if not hasattr(config_or_model_name, "n_layers"):
+        raise ValueError(
+            f"a {type(config_or_model_name).__name__} is neither a model's name, nor a checkpoint "
+            "directory, nor a HookedTransformerConfig"
+        )
+    cfg = copy.deepcopy(config_or_model_name)
+    cfg.dtype = cfg.dtype if dtype is None else torch_dtype(dtype)
+    cfg.device, cfg.n_devices = "cpu", 1  # the placement says where it goes
+    return cfg
+
+
+class HookedGeneration(Generation):
+    """Generating with TransformerLens's KV cache.
+
+    Args:
+        model: a HookedTransformer.
+        batch: how many prompts.
+        ctx: tokens in each.
+    """
+
+    def __init__(self, model: Any, batch: int, ctx: int) -> None:
+        self._model = model
+        self._tokens = torch.zeros(batch, ctx, dtype=torch.long, device=model.cfg.device)
+        # The mask is one that TransformerLens would make by the tokenizer.
+        self._mask = torch.ones_like(self._tokens)
+        self._kv_cache = _kv_cache_class().init_cache(model.cfg, model.cfg.device, batch)
+
+    def prompt(self) -> None:
+        """Run the prompt, which fills the KV cache."""
+        self._model(self._tokens, past_kv_cache=self._kv_cache, attention_mask=self._mask)
+
+    def skip_to(self, length: int) -> None:
+        """Have the KV cache as long as if this many tokens had been run."""
+        for entry in self._kv_cache.entries:
+            for name in ("past_keys", "past_values"):
+                held = getattr(entry, name)
+                batch, _, *heads = held.shape
+                setattr(entry, name, held.new_empty(batch, length, *heads))
+            let_go(entry)
+        mask = self._kv_cache.previous_attention_mask
+        self._kv_cache.previous_attention_mask = mask.new_ones(mask.shape[0], length)
+
+    def last_token(self) -> None:
+        """Run one token more."""
+        token, mask = self._tokens[:, :1], self._mask[:, :1]
+        self._model(token, past_kv_cache=self._kv_cache, attention_mask=mask)
+        del self._tokens, self._mask  # so that only the KV cache is still held
+
+
+def _kv_cache_class() -> Any:
+    """TransformerLens 3 renamed it."""
+    in_2 = getattr(transformer_lens, "HookedTransformerKeyValueCache", None)
+    return in_2 or transformer_lens.TransformerLensKeyValueCache

@@ -1,0 +1,303 @@
+"""The HookedTransformerConfig of a model: by a name TransformerLens lists, or from a checkpoint.
+
+TransformerLens guesses the architecture, and with it the sizes, from parts of the name ("llama",
+"gemma-2"). A local directory, or a fine-tune on the hub, may be called anything, so there its own
+config.json decides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import inspect
+import logging
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import transformer_lens.loading_from_pretrained as tl_loading
+from transformers import AutoConfig
+
+from tl_devicefix.checkpoints.directories import (
+    _has_tokenizer,
+    is_checkpoint_directory,
+    read_config,
+    reading_config,
+)
+from tl_devicefix.checkpoints.hub import (
+    has_tokenizer,
+    hub_arguments,
+    snapshot,
+)
+from tl_devicefix.checkpoints.known_configs import known_config
+from tl_devicefix.hooked_transformer.components import component_sizes
+from tl_devicefix.hooked_transformer.overlooked import gemma_sizes, olmo_sizes, overlooked
+from tl_devicefix.placement.devices import consecutive, resolve, simulated_device
+
+_log = logging.getLogger(__name__)
+
+
+def model_config(model_name: str, prefer_known: bool = False, **kwargs: Any) -> Any:
+    """The HookedTransformerConfig for `model_name`, with one device and without its weights.
+
+    Args:
+        model_name: a name that TransformerLens lists, a local checkpoint directory, or the name of
+            another checkpoint on the hub.
+        prefer_known: ask the hub only for what `known_configs` lacks. To plan with: a checkpoint
+            that is loaded decides for itself.
+        kwargs: what `transformer_lens.loading_from_pretrained.get_pretrained_model_config` takes.
+
+    Raises:
+        ValueError: if the name is none of these, its config cannot be fetched, or the architecture
+            is not one TransformerLens has.
+    """
+    if is_checkpoint_directory(model_name):
+        return _config_of_directory(os.fspath(model_name), kwargs)
+    name = official_name(model_name)
+    known = known_config(name) if prefer_known else None
+    if known is not None:
+        _log.info("The sizes of %s are those known to tl_devicefix, not fetched.", name)
+    if is_listed(name):
+        return _config_by_name(name, known, **kwargs)
+    if known is not None:  # a model that TransformerLens does not list
+        with tempfile.TemporaryDirectory() as directory:
+            known.save_pretrained(directory)
+            cfg = _config_of_directory(directory, kwargs)
+        cfg.model_name, cfg.tokenizer_name = name.rpartition("/")[2], None
+        return cfg
+    cfg = _config_of_directory(str(snapshot(name, **kwargs)), kwargs, on_hub=name)
+    cfg.model_name = name.rpartition("/")[2]
+    cfg.tokenizer_name = name if has_tokenizer(name, **kwargs) else None
+    return cfg
+
+
+def official_name(model_name: str) -> str:
+    """The name that TransformerLens lists a model by.
+
+    A checkpoint directory, and the name of another checkpoint on the hub, stay as they are.
+
+    Raises:
+        ValueError: if it can be none of these.
+    """
+    if is_checkpoint_directory(model_name):
+        return model_name
+    official = tl_loading.make_model_alias_map().get(model_name.lower())
+    if official is not None:
+        return official
+    if Path(model_name).is_dir():
+        if (Path(model_name) / "adapter_config.json").is_file():
+            raise ValueError(
+                f"the directory {model_name!r} has a PEFT adapter and no model: load both with "
+                "peft.AutoPeftModelForCausalLM.from_pretrained(...), and pass that as hf_model "
+                "beside the base model's name"
+            )
+        raise ValueError(
+            f"the directory {model_name!r} has no config.json, so it is not a Hugging Face "
+            "checkpoint; save one there with hf_model.save_pretrained(...)"
+        )
+    if Path(model_name).is_file():
+        raise ValueError(f"{model_name!r} is a file: give the directory that it is in")
+    if re.fullmatch(r"\w[\w.-]*/[\w.-]+", model_name):
+        return model_name
+    close = difflib.get_close_matches(model_name, tl_loading.make_model_alias_map(), n=3)
+    raise ValueError(
+        f"{model_name!r} is no model that TransformerLens lists"
+        f"{f' (did you mean {_either(close)}?)' if close else ''}, and neither a local checkpoint "
+        "directory nor a name on the hub (organisation/model)"
+    )
+
+
+def _either(names: list[str]) -> str:
+    return " or ".join(repr(name) for name in names)
+
+
+def is_listed(model_name: str) -> bool:
+    """Whether TransformerLens lists a model by this name."""
+    return model_name.lower() in tl_loading.make_model_alias_map()
+
+
+def _config_by_name(name: str, known: Any = None, token: Any = None, **kwargs: Any) -> Any:
+    """TransformerLens's own; `known` is what transformers would read for this name."""
+    readable = _ReadableAutoConfig(known, token)
+    try:
+        with (
+            _reading,
+            _no_new_root_handler(),
+            mock.patch.object(tl_loading, "AutoConfig", readable),
+        ):
+            return tl_loading.get_pretrained_model_config(name, **kwargs)
+    except OSError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"the config of {name!r} must be fetched, or be given as a local directory with its "
+            f"config.json, and cannot be fetched: {reason}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _no_new_root_handler() -> Iterator[None]:
+    """Keep TransformerLens's `logging.info(...)` from installing a handler for the whole process.
+
+    logging does so where the root logger has none; meanwhile it has logging's own last resort.
+    """
+    root, last_resort = logging.getLogger(), logging.lastResort
+    if root.handlers or last_resort is None:
+        yield
+        return
+    root.addHandler(last_resort)
+    try:
+        yield
+    finally:
+        root.removeHandler(last_resort)
+
+
+# TransformerLens's name for AutoConfig is replaced for a moment; one thread at a time.
+_reading = threading.RLock()
+
+
+class _UnguessedPath(str):
+    """A path from whose letters TransformerLens cannot guess an architecture."""
+
+    def lower(self) -> str:
+        return ""
+
+    def startswith(self, *_: Any) -> bool:
+        return False
+
+    def __contains__(self, _: object) -> bool:
+        return False
+
+
+# Architectures that TransformerLens configures only by official name: a name to start from, whose
+# sizes are then replaced by those in config.json.
+_CONFIGURED_BY_NAME = {
+    "GemmaForCausalLM": "google/gemma-2b",
+    "Gemma2ForCausalLM": "google/gemma-2-2b",
+    "Gemma3ForCausalLM": "google/gemma-3-1b-pt",
+    "Gemma3ForConditionalGeneration": "google/gemma-3-4b-it",
+    "OlmoForCausalLM": "allenai/OLMo-1B-hf",
+    "Olmo2ForCausalLM": "allenai/OLMo-2-0425-1B",
+}
+
+
+# Architectures that TransformerLens converts for other classes than HookedTransformer.
+_OTHER_CLASSES = {
+    "T5ForConditionalGeneration": "HookedEncoderDecoder",
+    "BertForMaskedLM": "HookedEncoder",
+    "HubertModel": "HookedAudioEncoder",
+    "HubertForCTC": "HookedAudioEncoder",
+    "Wav2Vec2Model": "HookedAudioEncoder",
+}
+
+
+def _config_of_directory(path: str, kwargs: dict[str, Any], on_hub: str | None = None) -> Any:
+    """By its config.json; `on_hub` is its name, if the directory is where the hub keeps it."""
+    called, fetching = on_hub or path, hub_arguments(kwargs)
+    kwargs = {name: value for name, value in kwargs.items() if name not in fetching}
+    # By its name, as code that comes with it is not in the directory yet.
+    trusted = kwargs.get("trust_remote_code", False)
+    fetched = fetching if on_hub else {}
+    hf_config = read_config(called, Path(path), trust_remote_code=trusted, **fetched)
+    architecture = (hf_config.architectures or [None])[0]
+    if architecture is None:
+        raise ValueError(f"config.json in {called!r} names no architecture: add 'architectures'")
+    if architecture in _OTHER_CLASSES:
+        raise ValueError(
+            f"{called!r} holds a {architecture}: load it with {_OTHER_CLASSES[architecture]}"
+        )
+    try:
+        with reading_config(called):
+            cfg = _config_of_architecture(architecture, hf_config, path, kwargs)
+            component_sizes(cfg)  # of which TransformerLens can make modules
+    except NotImplementedError as error:
+        raise ValueError(
+            f"{called!r} holds a {architecture}, which TransformerLens cannot convert to a "
+            f"HookedTransformer; it supports {', '.join(_supported_architectures())}"
+        ) from error
+    cfg.load_in_4bit = False  # packed weights arrive dequantised
+    cfg.trust_remote_code = trusted  # which TransformerLens sets for some architectures
+    cfg.original_architecture = architecture
+    cfg.model_name = Path(path).resolve().name
+    cfg.tokenizer_name = path if _has_tokenizer(path) else None
+    return cfg
+
+
+def _config_of_architecture(
+    architecture: str, hf_config: Any, path: str, kwargs: dict[str, Any]
+) -> Any:
+    """By what transformers has read."""
+    if architecture in _CONFIGURED_BY_NAME:
+        cfg = _config_by_name(_CONFIGURED_BY_NAME[architecture], hf_config, **kwargs)
+        sizes = olmo_sizes if architecture.startswith("Olmo") else gemma_sizes
+        text_config = getattr(hf_config, "text_config", hf_config)
+        overrides = {**sizes(text_config), **_requested_sizes(kwargs)}
+    else:
+        cfg = _config_by_name(_UnguessedPath(path), hf_config, **kwargs)
+        overrides = overlooked(architecture, hf_config)
+    return type(cfg).from_dict({**cfg.to_dict(), **overrides})
+
+
+def _supported_architectures() -> list[str]:
+    """The architectures that can be configured by config.json, and converted."""
+    # TransformerLens has no list of them, but a branch for each.
+    known = set(_CONFIGURED_BY_NAME)
+    known |= _branches(tl_loading.convert_hf_model_config)
+    return sorted(known & _branches(tl_loading.get_pretrained_state_dict) - set(_OTHER_CLASSES))
+
+
+def _branches(function: Any) -> set[str]:
+    return set(re.findall(r'architecture == "(\w+)"', inspect.getsource(function)))
+
+
+class _ReadableAutoConfig:
+    """transformers' AutoConfig, whose configs have the names that TransformerLens reads.
+
+    Args:
+        known: the config to return, if it has been read.
+        token: the token to use; TransformerLens would take it from the environment.
+    """
+
+    def __init__(self, known: Any, token: Any) -> None:
+        self._known = known
+        self._token = token
+
+    def from_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        if self._token is not None:
+            kwargs["token"] = self._token
+        hf_config = self._known or AutoConfig.from_pretrained(*args, **kwargs)
+        # TransformerLens 2.x reads n_ctx of a GPT-2, which transformers no longer saves, and 3.9
+        # reads partial_rotary_factor of a Phi, which transformers 5 keeps in rope_parameters.
+        if hf_config.model_type == "gpt2" and not hasattr(hf_config, "n_ctx"):
+            hf_config.n_ctx = hf_config.n_positions
+        rope = getattr(hf_config, "rope_parameters", None) or {}
+        if "partial_rotary_factor" in rope and not hasattr(hf_config, "partial_rotary_factor"):
+            hf_config.partial_rotary_factor = rope["partial_rotary_factor"]
+        return hf_config
+
+
+def _requested_sizes(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The sizes that the caller chose: config.json must not undo them."""
+    wanted = {"n_layers": kwargs.get("first_n_layers"), "n_ctx": kwargs.get("n_ctx")}
+    return {name: size for name, size in wanted.items() if size is not None}
+
+
+def config_post_init(original: Any, self: Any) -> None:
+    """`HookedTransformerConfig.__post_init__`, which counts CUDA devices whatever the device is.
+
+    Over several devices, those of `tl_devicefix.simulate` are the default within it.
+
+    Raises:
+        ValueError: if there are not `n_devices` devices of the config's own type.
+    """
+    n_devices, self.n_devices = self.n_devices, 1
+    if self.device is None and n_devices > 1 and simulated_device() is not None:
+        self.device = str(simulated_device())
+    original(self)
+    self.n_devices = n_devices
+    if n_devices > 1:
+        consecutive(resolve(self.device), n_devices)

@@ -1,0 +1,289 @@
+"""Which blocks run `block.py`, and why others run the forward that is installed.
+
+    python -m tl_devicefix.hooked_transformer.known_blocks  # prints the installed digest
+
+What `block.py` stands for is compared by a digest of its source. A TransformerLens whose digest is
+not among those below runs its own forwards. Add one after comparing what has changed, and once
+`tests/hooked_transformer/test_block.py` passes with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformer_lens.components as components
+from packaging.version import Version
+from torch.nn.modules.module import _has_any_global_hook
+from transformer_lens.components import Attention, GroupedQueryAttention, TransformerBlock
+from transformer_lens.hook_points import HookPoint
+from transformer_lens.utilities import attention as attention_utilities
+from transformer_lens.utilities.addmm import batch_addmm
+
+from tl_devicefix.attention.implementation import HOOKS
+from tl_devicefix.attention.one_forward import kept_in_forward
+from tl_devicefix.hooked_transformer.hook_points import MLPS, NORMS, OWN
+from tl_devicefix.monkeypatch.applying import is_enabled, original
+from tl_devicefix.monkeypatch.versions import installed
+
+IS_2 = installed() < Version("3.dev0")
+"""Whether it is TransformerLens 2, whose operations differ in places."""
+
+KNOWN = {"405070dd2689d6aa": "2.18.0", "61bc580051b6dc91": "3.8.0 - 3.9.0"}
+"""Digest -> the versions of TransformerLens that have it."""
+
+_STOOD_FOR = {
+    "TransformerBlock": ("forward", "apply_mlp"),
+    "AbstractAttention": (
+        *("forward", "calculate_qkv_matrices", "calculate_attention_scores"),
+        *("calculate_z_scores", "apply_causal_mask", "apply_rotary", "rotate_every_two"),
+    ),
+    "GroupedQueryAttention": (
+        *("calculate_qkv_matrices", "calculate_attention_scores", "calculate_z_scores"),
+        "_apply_qk_norm",
+    ),
+    "MLP": ("forward",),
+    "GatedMLP": ("forward",),
+    "LayerNorm": ("forward",),
+    "LayerNormPre": ("forward",),
+    "RMSNorm": ("forward",),
+    "RMSNormPre": ("forward",),
+}
+"""Class -> its methods that `block.py` stands for."""
+
+
+_METHODS = (
+    "apply_mlp",
+    "calculate_qkv_matrices",
+    "calculate_attention_scores",
+    "calculate_z_scores",
+    "apply_causal_mask",
+    "apply_rotary",
+    "rotate_every_two",
+    "_apply_qk_norm",
+    "_make_causal_mask",
+)
+"""Methods of a block and its attention that the functions here stand for."""
+
+_CALLED_PAST = (
+    (TransformerBlock, "apply_mlp"),
+    *((cls, name) for cls in (Attention, GroupedQueryAttention) for name in ("forward", *_METHODS)),
+    *((cls, "forward") for cls in (*NORMS, *MLPS)),
+)
+"""Methods that `block.py` does not call, whatever somebody has put in their place."""
+
+_FOLDERS = {Path(inspect.getfile(each)).parent for each in (HookPoint, original)}
+"""Where TransformerLens's methods are defined, and the wrappers that stand in their place here."""
+
+
+class Look:
+    """What was found out of a block, or of its attention, and by what a change of it is noticed.
+
+    Attributes:
+        why: why it runs the installed forward, whatever its config says.
+        why_attention: of a block, the same of its attention.
+    """
+
+    found_anew = True
+    """By another rank."""
+
+    def __init__(self) -> None:
+        self._sized: list[dict[str, Any]] = []
+
+    def look(self, module: Any) -> None:
+        """Find it out."""
+        inside = [each for each in module.modules() if each is not module]
+        held = [vars(each) for each in (module, *inside)]
+        self._sized = held + [each["_parameters"] for each in held if each["_parameters"]]
+        self._sizes = list(map(len, self._sized))
+        self._components = [each for each in inside if type(each) is not HookPoint]
+        self._classes = list(map(type, self._components))
+        self._children = [each["_modules"] for each in held if each["_modules"]]
+        self._children_seen = list(map(dict, self._children))
+        self._hooks = [each[name] for each in held[1:] for name in HOOKS]
+        self._has_others = any(type(each) not in OWN or "forward" in vars(each) for each in inside)
+        self.why = _why_as_built(module)
+        self.why_attention = (
+            _why_as_built(module._modules["attn"]) if "attn" in module._modules else None
+        )
+
+    def may_be_of(self, held: dict[str, Any]) -> bool:
+        """Whether it was not of something else, as of what a view is of."""
+        return not self._sized or self._sized[0] is held
+
+    def holds(self) -> bool:
+        """Whether it has the same modules still, and they as many attributes and parameters."""
+        return bool(
+            self._sized
+            and self._sizes == list(map(len, self._sized))
+            and self._children == self._children_seen
+            and self._classes == list(map(type, self._components))
+        )
+
+    def is_heard(self) -> bool:
+        """Whether somebody listens in it: on a hook point or a component, or in place of one."""
+        return self._has_others or any(self._hooks)
+
+    # A copy is looked at anew.
+
+    def __reduce__(self) -> Any:
+        return Look, ()
+
+
+def look_at(module: Any) -> Look:
+    """What is known of a block or its attention, found out anew where something has changed."""
+    held = module.__dict__
+    look: Look | None = held.get(_LOOK)
+    if look is None or not look.may_be_of(held):
+        look = held[_LOOK] = Look()
+    if not look.holds():
+        look.look(module)
+    return look
+
+
+_LOOK = "_tl_devicefix_look"
+
+
+def why_as_installed(block: Any, look: Look | None = None) -> str | None:
+    """Why a block runs the installed forward; None if it does not.
+
+    Args:
+        block: the block.
+        look: at it just now, if there was one.
+    """
+    look = look_at(block) if look is None else look
+    return look.why or _why_by_config(block.cfg, of_attention=False)
+
+
+def why_attention_as_installed(attn: Any, look: Look | None = None) -> str | None:
+    """Why a block's attention runs the installed forward; None if it does not.
+
+    Args:
+        attn: the attention.
+        look: at its block just now, if there was one.
+    """
+    why = look_at(attn).why if look is None else look.why_attention
+    if why is None and attn._parameters["b_O"].device.type == "mps":
+        return "it is on an Apple GPU, for which TransformerLens multiplies otherwise"
+    return why or _why_by_config(attn.cfg, of_attention=True)
+
+
+def forward_of_each(model: Any) -> dict[str, str]:
+    """Name of each block of a HookedTransformer -> which forward it would run, and why."""
+    return {f"blocks.{index}": _forward_of(block) for index, block in enumerate(model.blocks)}
+
+
+def _forward_of(block: Any) -> str:
+    why = why_as_installed(block) if is_enabled() else "TransformerLens is unpatched"
+    if "forward" in vars(block):
+        why = "something else was put in the place of its forward"
+    if why is not None:
+        return f"as installed: {why}"
+    why = why_attention_as_installed(block.attn)
+    return "one function" if why is None else f"one function; attention as installed: {why}"
+
+
+def _why_as_built(module: Any) -> str | None:
+    cls: Any = type(module)
+    if cls not in (TransformerBlock, Attention, GroupedQueryAttention):
+        return f"its class {cls.__name__} is not TransformerLens's"
+    own = [name for name in _METHODS if name in module.__dict__]
+    if own:
+        return f"its {own[0]} is not TransformerLens's"
+    if cls is TransformerBlock:
+        return None
+    shared = "" if cls is Attention else "_"
+    weights = "W_Q", "W_O", "b_Q", "b_O", *(shared + name for name in ("W_K", "W_V", "b_K", "b_V"))
+    missing = [name for name in weights if name not in module._parameters]
+    return f"its {missing[0]} is not a parameter of its own" if missing else None
+
+
+def _why_by_config(cfg: Any, of_attention: bool) -> str | None:
+    """Why all blocks with a config run the installed forward, or their attentions; None if not."""
+    kept, key = kept_in_forward(), ("by config", id(cfg), of_attention)
+    if key not in kept:
+        kept[key] = _why_now() or _of_block(cfg) or (_of_attention(cfg) if of_attention else None)
+    why: str | None = kept[key]
+    return why
+
+
+def _of_block(cfg: Any) -> str | None:
+    if cfg.use_attn_in or cfg.use_split_qkv_input:
+        return "use_split_qkv_input or use_attn_in is set"
+    return None
+
+
+def _of_attention(cfg: Any) -> str | None:
+    if cfg.use_attn_result:
+        return "use_attn_result is set"
+    if cfg.load_in_4bit:
+        return "its weights have 4 bits"
+    if not IS_2 and (cfg.use_dynamic_ntk_rope or cfg.use_logn_attn):
+        return "its positions depend on the length (dynamic NTK, or log-n scaling)"
+    if cfg.positional_embedding_type == "relative_positional_bias":
+        return "it has relative position biases"
+    return None
+
+
+def fits(attn: Any, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], entry: Any) -> bool:
+    """Whether inputs are as from one residual stream, and the block's tables reach so far."""
+    query_input, key_input, value_input = inputs
+    device = attn._parameters["b_O"].device
+    if query_input.device != device:
+        return False
+    if not (
+        key_input is value_input is query_input
+        or (
+            query_input.device == key_input.device == value_input.device
+            and query_input.shape == key_input.shape == value_input.shape
+        )
+    ):
+        return False
+    buffers = attn._buffers
+    table = buffers.get("rotary_cos")
+    if table is None and not IS_2:
+        return True
+    n_keys = key_input.shape[1] + (0 if entry is None else entry.past_keys.size(1))
+    tables = (table, buffers["mask"]) if IS_2 else (table,)
+    return all(each is None or (n_keys <= len(each) and each.device == device) for each in tables)
+
+
+def _why_now() -> str | None:
+    """Why no block can be run otherwise than installed in this forward; None if some can."""
+    if _has_any_global_hook():
+        return "torch has hooks for every module"
+    if torch.compiler.is_compiling():
+        return "it is compiled"
+    return _why_functions_unknown(tuple(getattr(cls, name, None) for cls, name in _CALLED_PAST))
+
+
+@functools.lru_cache(maxsize=4)
+def _why_functions_unknown(now: tuple[Any, ...]) -> str | None:
+    for (cls, name), function in zip(_CALLED_PAST, now):
+        code = getattr(function, "__code__", None)
+        if code is not None and _FOLDERS.isdisjoint(Path(code.co_filename).parents):
+            return f"{cls.__name__}.{name} is not TransformerLens's"
+    if digest() not in KNOWN:
+        return f"the blocks of transformer_lens {installed()} are not ones that are known"
+    return None
+
+
+def digest() -> str | None:
+    """A digest of the source of all that `block.py` stands for; None where some of it is not."""
+    functions = [attention_utilities.simple_attn_linear, batch_addmm]
+    try:
+        for cls, methods in _STOOD_FOR.items():
+            functions += [original(getattr(components, cls), method) for method in methods]
+        sources = [textwrap.dedent(inspect.getsource(inspect.unwrap(each))) for each in functions]
+    except (AttributeError, OSError):
+        return None
+    return hashlib.sha256("\n".join(sources).encode()).hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    print(digest())

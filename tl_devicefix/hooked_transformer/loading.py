@@ -1,0 +1,327 @@
+"""`HookedTransformer.from_pretrained` over n devices, holding one component a device beyond it.
+
+source -> one component -> its device -> fold in float32 -> round once -> the model's parameter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import transformer_lens.loading_from_pretrained as tl_loading
+from transformer_lens import HookedTransformer
+
+from tl_devicefix.attention.implementation import (
+    check_attn_implementation,
+    set_attn_implementation,
+)
+from tl_devicefix.checkpoints.checkpoint import load_hf_model
+from tl_devicefix.checkpoints.directories import is_checkpoint_directory, load_tokenizer
+from tl_devicefix.checkpoints.dtypes import torch_dtype
+from tl_devicefix.checkpoints.hub import tokenizers_fetched_with
+from tl_devicefix.checkpoints.huggingface import HuggingFaceSource
+from tl_devicefix.checkpoints.on_ranks import check_on_ranks, wait_for_ranks
+from tl_devicefix.checkpoints.source import Source
+from tl_devicefix.checkpoints.state_dict import StateDictSource
+from tl_devicefix.hooked_transformer.components import component_sizes
+from tl_devicefix.hooked_transformer.config import (
+    is_listed,
+    model_config,
+    official_name,
+)
+from tl_devicefix.hooked_transformer.conventions import installed_conventions
+from tl_devicefix.hooked_transformer.filling import fill
+from tl_devicefix.hooked_transformer.moving import check_placed, place
+from tl_devicefix.hooked_transformer.shared_buffers import give_buffers
+from tl_devicefix.hooked_transformer.tokenizing import warn_without_tokenizer
+from tl_devicefix.misspelt import refuse_misspelt
+from tl_devicefix.monkeypatch.applying import original
+from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
+from tl_devicefix.placement.devices import default_device, resolve
+from tl_devicefix.placement.memory import MaxMemory
+from tl_devicefix.placement.placement import Placement
+from tl_devicefix.tracebacks import let_go
+from tl_devicefix.weight_processing import Steps
+
+_log = logging.getLogger(__name__)
+
+
+def from_pretrained(
+    cls: Any,
+    *args: Any,
+    device_map: DeviceMap | None = None,
+    max_memory: MaxMemory | None = None,
+    attn_implementation: str | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Load a model, its weights folded, over one or several devices.
+
+    Every argument of the installed `HookedTransformer.from_pretrained`, and:
+
+    Args:
+        device_map: instead of `n_devices`: "balanced" or "auto", "sequential", one device, or a
+            dict from components ("embed", "blocks.3", "unembed") or prefixes to devices.
+        max_memory: the most that weights may take of each device: `{0: "20GiB", 1: "40GiB"}`. The
+            devices that it names are used, unless `n_devices` says how many.
+        attn_implementation: "sdpa": build no scores and no pattern where nobody listens, see
+            `tl_devicefix.set_attn_implementation`.
+
+    `model_name` may also be a local directory with a Hugging Face checkpoint, or the hub's name of
+    a fine-tune that TransformerLens does not list; `revision`, `cache_dir`, `token` and
+    `local_files_only` are as in transformers. `hf_model` may lie on any devices, in part or whole
+    offloaded, quantised by bitsandbytes, or a PEFT model, whose active adapters are merged into
+    what is loaded; it is only read. `n_devices=4` with `device="cuda:2"` means cuda:2 to cuda:5.
+    The model's `placement` says where all of it is.
+
+    Weights are folded in float32 or wider and rounded to `dtype` once. So in bfloat16 and float16
+    folding is as exact as the dtype allows, and `from_pretrained_no_processing` is needed for
+    reduced precision only where weights must be bit for bit those of the checkpoint.
+
+    Parameters are laid out as the checkpoint has them, and blocks on one device share masks and
+    rotary tables. torch.save keeps both; safetensors takes neither, so give it copies:
+
+        copied = {"device": "cpu", "copy": True, "memory_format": torch.contiguous_format}
+        save_file({name: t.to(**copied) for name, t in model.state_dict().items()}, path)
+
+    Raises:
+        ValueError: one sentence saying what is wrong with the arguments or the checkpoint. No
+            model is returned, and what was given is unchanged.
+        TypeError: if an argument's name is a near miss of one that exists.
+        ImportError: if `hf_model` needs an optional library (peft, bitsandbytes).
+        torch.OutOfMemoryError: saying which device was full, what it held, and what would fit.
+    """
+    check_attn_implementation(attn_implementation)
+    with _nothing_left_of_a_failure():
+        model = _load(cls, _bind(cls, args, kwargs), device_map, max_memory)
+    if attn_implementation is not None:
+        set_attn_implementation(model, attn_implementation)
+    return model
+
+
+@contextlib.contextmanager
+def _nothing_left_of_a_failure() -> Iterator[None]:
+    """Give back at once what a load had made when it failed, or was interrupted.
+
+    An error's traceback holds the frames that it came through, and they hold the model as far as it
+    was loaded, for as long as the error is kept: in a notebook, until the next one.
+    """
+    handled = id(sys.exc_info()[1])  # what the caller was handling is not ours
+    try:
+        yield
+    except BaseException as error:
+        let_go(error, but_not=[handled])
+        raise
+
+
+def _load(
+    cls: Any, wanted: dict[str, Any], device_map: DeviceMap | None, max_memory: MaxMemory | None
+) -> Any:
+    """Load a model, by all arguments of `from_pretrained`."""
+    hf_kwargs = wanted.pop("from_pretrained_kwargs", {})
+    refuse_misspelt(
+        "from_pretrained", hf_kwargs, [*wanted, "device_map", "max_memory", "attn_implementation"]
+    )
+    dtype = torch_dtype(hf_kwargs.pop("torch_dtype", wanted["dtype"]))
+    wanted["model_name"] = os.fspath(wanted["model_name"])
+    model_name = official_name(wanted["model_name"])
+    _refuse_unsupported(model_name, wanted, hf_kwargs)
+    _refuse_dtype_on_cpu(dtype, wanted["device"])
+
+    cfg = _load_config(model_name, wanted, hf_kwargs, dtype)
+    steps = _steps(cfg, wanted)
+    placement = _place(cfg, wanted, device_map, max_memory)
+    if wanted["hf_model"] is None:
+        check_on_ranks(model_name, placement, **hf_kwargs)
+    with _construction:
+        source = _open_source(model_name, cfg, wanted["hf_model"], dtype, hf_kwargs)
+        with tokenizers_fetched_with(model_name, hf_kwargs):
+            model = empty_model(cls, cfg, wanted["tokenizer"], wanted["default_padding_side"])
+    fill(model, source, placement, steps)
+    place(model, placement)  # the weights are there already; the buffers are not
+    check_placed(model)
+    wait_for_ranks(placement)
+    if not wanted["move_to_device"]:
+        device = wanted["device"]
+        device = resolve(device) if isinstance(device, int) else device or default_device()
+        model.cfg.device = str(device)
+    warn_without_tokenizer(model, wanted["model_name"])
+    print(f"Loaded pretrained model {wanted['model_name']} into HookedTransformer")
+    return model
+
+
+def _bind(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments by name, with the defaults of the installed `from_pretrained`."""
+    signature = inspect.signature(original(cls, "from_pretrained").__func__)
+    bound = signature.bind(cls, *args, **kwargs)
+    given = set(bound.arguments)
+    bound.apply_defaults()
+    arguments = dict(bound.arguments)
+    if "n_devices" not in given:
+        arguments["n_devices"] = None  # so that max_memory may say which
+    arguments.pop("cls")
+    return arguments
+
+
+def _refuse_unsupported(name: str, wanted: dict[str, Any], hf_kwargs: dict[str, Any]) -> None:
+    listed = is_listed(name)
+    if listed and name.lower().startswith(("t5", "google-t5")):
+        raise RuntimeError(f"{name} is an encoder-decoder: load it with HookedEncoderDecoder")
+    if listed and name.lower().startswith(("bert", "google-bert")):
+        raise RuntimeError(f"{name} is an encoder: load it with HookedEncoder")
+    if hf_kwargs.get("load_in_8bit") or hf_kwargs.get("load_in_4bit"):
+        raise ValueError(
+            "load_in_4bit and load_in_8bit are not arguments of HookedTransformer: its weights are "
+            "folded, in dtype; load the quantised model with transformers and pass it as hf_model"
+        )
+    if wanted.get("checkpoint_label") is not None:
+        if wanted["checkpoint_value"] is not None:
+            raise ValueError(
+                "Specify checkpoint_value or checkpoint_label, not both — they are aliases."
+            )
+        wanted["checkpoint_value"] = wanted["checkpoint_label"]
+    checkpoint_named = any(
+        wanted.get(name) is not None for name in ("checkpoint_index", "checkpoint_value")
+    )
+    if checkpoint_named and not listed:
+        raise ValueError(
+            f"{name!r} is one checkpoint: checkpoint_index and checkpoint_value choose among those "
+            "of a model on the hub, so leave them out"
+        )
+    hf_model = wanted["hf_model"]
+    if hf_model is not None and not hasattr(hf_model, "config"):
+        raise ValueError(
+            f"hf_model is a {type(hf_model).__name__} without a config: pass the model itself, as "
+            "AutoModelForCausalLM.from_pretrained(...) gives it"
+        )
+
+
+def _refuse_dtype_on_cpu(dtype: torch.dtype, device: Any) -> None:
+    if dtype == torch.float16 and device in ("cpu", None):
+        _log.warning("float16 models may not work on CPU. Consider using a GPU or bfloat16.")
+
+
+def _load_config(
+    model_name: str, wanted: dict[str, Any], hf_kwargs: dict[str, Any], dtype: torch.dtype
+) -> Any:
+    passed_on = (
+        "checkpoint_index",
+        "checkpoint_value",
+        "fold_ln",
+        "default_prepend_bos",
+        "first_n_layers",
+        "n_ctx",
+    )
+    options = {name: wanted[name] for name in passed_on if name in wanted}
+    hf_model = wanted["hf_model"]
+    hf_cfg = hf_model.config.to_dict() if hf_model is not None else {}
+    hf_cfg.pop("quantization_config", None)  # the weights arrive dequantised
+    # The devices are the plan's business: TransformerLens would count CUDA devices here.
+    cfg = model_config(model_name, hf_cfg=hf_cfg, dtype=dtype, device="cpu", **options, **hf_kwargs)
+    if cfg.n_layers < 1:
+        raise ValueError(f"first_n_layers={wanted['first_n_layers']} leaves no layers to load")
+    return cfg
+
+
+def _steps(cfg: Any, wanted: dict[str, Any]) -> Steps:
+    """The processing that is asked for, less what TransformerLens never does to such a model."""
+    steps = {name: wanted[name] for name in Steps.__dataclass_fields__ if name in wanted}
+    refused: dict[str, str] = {}
+    if cfg.positional_embedding_type == "shortformer":
+        for name in ("fold_ln", "center_unembed", "center_writing_weights"):
+            refused[name] = "a shortformer model"
+    if cfg.original_architecture in _post_norm_architectures():
+        for name in ("fold_ln", "center_writing_weights"):
+            refused[name] = f"the post-norm architecture {cfg.original_architecture}"
+    if (cfg.output_logits_soft_cap or 0) > 0:
+        refused["center_unembed"] = "a model with a logit softcap"
+    for name, reason in refused.items():
+        if steps[name]:
+            _log.warning("%s=True cannot be done for %s: set to False.", name, reason)
+            steps[name] = False
+    return Steps(**steps).applicable(cfg, installed_conventions())
+
+
+def _post_norm_architectures() -> tuple[str, ...]:
+    try:
+        from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
+    except ImportError:  # TransformerLens 2.x and early 3.x
+        return ("Olmo2ForCausalLM",)
+    return tuple(POST_NORM_ARCHITECTURES)
+
+
+def _place(
+    cfg: Any,
+    wanted: dict[str, Any],
+    device_map: DeviceMap | None,
+    max_memory: MaxMemory | None,
+) -> Placement:
+    placement = decide_fitting(
+        component_sizes(cfg),
+        cfg.dtype,
+        n_devices=wanted["n_devices"],
+        device=wanted["device"],
+        device_map=device_map,
+        max_memory=max_memory,
+    )
+    if wanted["move_to_device"]:
+        return placement
+    if len(placement.devices) > 1:
+        raise ValueError(
+            f"move_to_device=False leaves the model on the CPU, so it cannot be spread over "
+            f"{len(placement.devices)} devices; leave move_to_device out"
+        )
+    return placement.gathered_on(torch.device("cpu"))
+
+
+def _open_source(
+    model_name: str, cfg: Any, hf_model: Any, dtype: torch.dtype, hf_kwargs: dict[str, Any]
+) -> Source:
+    if hf_model is not None:
+        return HuggingFaceSource(hf_model, cfg)
+    if is_listed(model_name) and model_name.startswith(("NeelNanda", "ArthurConmy", "Baidicoot")):
+        return StateDictSource(
+            # In float32 at least, so that it is rounded once, after folding.
+            tl_loading.get_pretrained_state_dict(
+                model_name, cfg, dtype=torch.promote_types(dtype, torch.float32), **hf_kwargs
+            )
+        )
+    return HuggingFaceSource(load_hf_model(model_name, cfg, **hf_kwargs), cfg)
+
+
+def empty_model(cls: Any, cfg: Any, tokenizer: Any, default_padding_side: Any = None) -> Any:
+    """A model whose parameters have shapes but no values; its buffers are real."""
+    if tokenizer is None and is_checkpoint_directory(cfg.tokenizer_name or ""):
+        tokenizer = load_tokenizer(cfg.tokenizer_name, cfg.trust_remote_code)
+    # TransformerLens 2 and 3 have different defaults.
+    side = {} if default_padding_side is None else {"default_padding_side": default_padding_side}
+    with _construction, _components_without_values():
+        return cls(cfg, tokenizer, move_to_device=False, **side)
+
+
+# transformers, accelerate and what follows change classes while they construct a model: one thread
+# at a time.
+_construction = threading.RLock()
+
+
+@contextlib.contextmanager
+def _components_without_values() -> Iterator[None]:
+    """Let HookedTransformer's own constructor, and not a subclass's, make empty parameters."""
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        with torch.device("meta"):
+            there(self, *args, **kwargs)
+        give_buffers(self)
+
+    there = HookedTransformer.__init__
+    HookedTransformer.__init__ = init  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        HookedTransformer.__init__ = there  # type: ignore[method-assign]

@@ -1,0 +1,203 @@
+"""Move a whole model: spread it over a placement's devices, gather it on one, change its dtype."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from tl_devicefix.hooked_transformer.alignment import align, remember_placement, unalign
+from tl_devicefix.hooked_transformer.components import component_sizes
+from tl_devicefix.hooked_transformer.shared_buffers import Convert, ConvertedOnce, share_buffers
+from tl_devicefix.multihost.modules import forget
+from tl_devicefix.offload.visiting import pin
+from tl_devicefix.placement.components import component_of
+from tl_devicefix.placement.deciding import decide_fitting
+from tl_devicefix.placement.devices import HOST, resolve, resolve_to_move
+from tl_devicefix.placement.fitting import naming_full_devices
+from tl_devicefix.placement.in_use import use
+from tl_devicefix.placement.placement import Placement
+
+
+def place(model: Any, placement: Placement) -> None:
+    """Move each component to its planned device, and the rest home; make the model run over them.
+
+    What is in no component is, for example, a subclass's own parameters. The model's `placement`,
+    `cfg.device` and `cfg.n_devices` say so afterwards.
+    """
+    share_buffers(model)
+    for device in placement.devices:
+        move = ConvertedOnce(model, partial(torch.Tensor.to, device=device))
+        for component in placement.components:
+            if component.device == device:
+                with naming_full_devices(model, placement, component.name):
+                    module = model.get_submodule(component.name)
+                    module._apply(_BuffersOnly(module, move) if component.offloaded else move)
+    _bring_rest_home(model, placement)
+    settle(model, placement)
+
+
+class _BuffersOnly:
+    """A conversion of an offloaded block's buffers; its parameters and gradients go to the host.
+
+    Args:
+        block: the block.
+        convert: what to do to each buffer.
+    """
+
+    def __init__(self, block: nn.Module, convert: Convert) -> None:
+        self._convert = convert
+        self._buffers = {id(buffer) for buffer in block.buffers()}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The converted tensor."""
+        return self._convert(tensor) if id(tensor) in self._buffers else tensor.to(HOST)
+
+
+def settle(model: Any, placement: Placement) -> None:
+    """Record a placement that the weights have already, and align the model with it."""
+    model.placement = placement
+    use(placement)
+    model.cfg.device = str(placement.home)
+    model.cfg.n_devices = len(placement.devices)
+    remember_placement(model.cfg, placement)
+    _tell_accelerate(model, placement)
+    align(model, placement)
+
+
+def _tell_accelerate(model: Any, placement: Placement) -> None:
+    """Say of a spread model, as transformers does of its own, where it lies.
+
+    `accelerate.Accelerator().prepare`, and transformers' Trainer, leave it there then.
+    """
+    vars(model).pop("hf_device_map", None)
+    if len(placement.memories) > 1:
+        model.hf_device_map = {each.name: each.stored_on for each in placement.components}
+
+
+def _bring_rest_home(model: Any, placement: Placement) -> None:
+    components = placement.device_map
+    for path, module in model.named_modules():
+        if component_of(path) in components:
+            continue
+        for parameter in module.parameters(recurse=False):
+            parameter.data = parameter.data.to(placement.home)
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(placement.home)
+
+
+def check_placed(model: Any) -> None:
+    """Check that every parameter and buffer is on its planned device, with values.
+
+    Raises:
+        RuntimeError: naming the first that is not.
+    """
+    for kind, of_weights in ((model.named_parameters, True), (model.named_buffers, False)):
+        for name, tensor in kind():
+            planned = model.placement.device_for(name, of_weights)
+            if tensor.is_meta or tensor.device != planned:
+                raise RuntimeError(
+                    f"{name} is on {tensor.device} after loading, but the placement puts it on "
+                    f"{planned}; report this with the model's name and the arguments"
+                )
+
+
+def to(
+    self: Any, device_or_dtype: torch.device | str | torch.dtype | int, print_details: bool = True
+) -> Any:
+    """Move the model to one device, or change its dtype where it lies.
+
+    A dtype keeps the placement. A device gathers the whole model there and updates the placement;
+    its index is kept in `cfg.device`. A number is an index of a device of home's type.
+
+    Raises:
+        ValueError: if the device does not exist.
+    """
+    if isinstance(device_or_dtype, torch.dtype):
+        self.cfg.dtype = device_or_dtype
+        if print_details:
+            print("Changing model dtype to", device_or_dtype)
+        nn.Module.to(self, device_or_dtype)
+        if getattr(self, "placement", None) is not None:
+            settle(self, self.placement.reweighed(component_sizes(self.cfg)))
+        return self
+    device = resolve_to_move(device_or_dtype, torch.device(self.cfg.device))
+    if print_details:
+        print("Moving model to device: ", device)
+    nn.Module.to(self, device)
+    self.cfg.device = str(device)
+    return self
+
+
+def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
+    """Follow the weights when they are moved, also by a module that holds this one.
+
+    Every way to move a module (`to`, `cuda`, a wrapper's `to`, accelerate's `prepare`) ends here.
+    """
+    before = _devices(self)
+    forget(self)
+    nn.Module._apply(self, ConvertedOnce(self, fn), recurse)
+    if _devices(self) != before:
+        share_buffers(self)
+        _follow_weights(self)
+    elif getattr(self, "placement", None) is not None:
+        pin(self, self.placement)  # a new dtype is a new tensor
+    return self
+
+
+def _follow_weights(model: Any) -> None:
+    """Update config and placement of a model whose weights now are all on one device."""
+    devices = _devices(model)
+    if len(devices) != 1:
+        return
+    device = devices.pop()
+    model.cfg.device = str(device)
+    if getattr(model, "placement", None) is not None:
+        settle(model, model.placement.gathered_on(device))
+    else:
+        unalign(model)
+
+
+def _devices(model: nn.Module) -> set[torch.device]:
+    return {parameter.device for parameter in model.parameters()}
+
+
+def move_model_modules_to_device(original: Any, self: Any) -> None:
+    """Place the model by its config's `device` and `n_devices`."""
+    placement: Placement | None = getattr(self, "placement", None)
+    if placement is not None and _is_spread_by(placement, self.cfg):
+        place(self, placement)
+    elif self.cfg.n_devices > 1:
+        cfg = self.cfg
+        sizes = component_sizes(cfg)
+        place(self, decide_fitting(sizes, cfg.dtype, cfg.n_devices, cfg.device))
+    elif placement is not None:
+        place(self, placement.gathered_on(resolve(self.cfg.device)))
+    else:
+        original(self)
+
+
+def _is_spread_by(placement: Placement, cfg: Any) -> bool:
+    """Whether a config asks for a placement of several devices, or with offloaded blocks."""
+    if len(placement.devices) == 1 and resolve(cfg.device) != placement.home:
+        return False
+    return cfg.n_devices == len(placement.devices) and len(placement.memories) > 1
+
+
+def __setstate__(self: Any, state: dict[str, Any]) -> None:
+    """Restore a copied or unpickled model, whose config is a new object.
+
+    It may have been loaded to other devices than it was saved from (`map_location`).
+    """
+    nn.Module.__setstate__(self, state)
+    placement: Placement | None = self.__dict__.get("placement")
+    if placement is None:
+        return
+    use(placement)
+    remember_placement(self.cfg, placement)
+    if _devices(self) != {c.stored_on for c in placement.components if c.weights}:
+        _follow_weights(self)
+    else:
+        pin(self, placement)

@@ -1,0 +1,55 @@
+"""The norms of a block as functions of their weights, in the installed order of operations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformer_lens.components import LayerNorm, LayerNormPre, RMSNorm, RMSNormPre
+
+from tl_devicefix.hooked_transformer.far_blocks import component_whole
+from tl_devicefix.hooked_transformer.hook_points import NORMS, at, is_heard
+from tl_devicefix.hooked_transformer.known_blocks import IS_2
+from tl_devicefix.simulation.tensor import SimTensor
+
+_PRECISE = (torch.float32, torch.float64)
+_N_WEIGHTS = {LayerNorm: 2, RMSNorm: 1, LayerNormPre: 0, RMSNormPre: 0}
+"""How many parameters each has; where there are fewer, something else is in place of one."""
+
+
+def run_norm(norm: Any, x: torch.Tensor, heard: bool = True) -> torch.Tensor:
+    """What a LayerNorm or RMSNorm, folded or not, makes of [..., d_model].
+
+    Args:
+        norm: the norm; any other module is called.
+        x: what it normalises.
+        heard: whether somebody may listen in it.
+    """
+    cls, weights = type(norm), norm._parameters
+    if cls not in NORMS or (heard and is_heard(norm)) or len(weights) != _N_WEIGHTS[cls]:
+        output: torch.Tensor = norm(x)
+        return output
+    if type(x) is SimTensor and (made := component_whole(norm, x, is_norm=True)) is not None:
+        return made
+    dtype = norm.cfg.dtype
+    if dtype not in _PRECISE:
+        x = x.to(torch.float32)
+    if cls is LayerNormPre or cls is LayerNorm:
+        x = x - x.mean(-1, keepdim=True)
+    scale = (x.pow(2).mean(-1, keepdim=True) + norm.eps).sqrt()
+    if heard:
+        scale = at(norm._modules, "hook_scale", scale)
+    x = x / scale
+    if IS_2 and cls is LayerNorm:
+        x = x * weights["w"] + weights["b"]
+    if heard:
+        x = at(norm._modules, "hook_normalized", x)
+    if x.dtype != dtype:
+        x = x.to(dtype)
+    if weights and not (IS_2 and cls is LayerNorm):
+        if weights["w"].device != x.device:
+            norm.to(x.device)  # as RMSNorm does where a hook has moved what it normalises
+        x = x * weights["w"]
+        if cls is LayerNorm:
+            x = x + weights["b"]
+    return x

@@ -1,0 +1,283 @@
+"""HookedTransformer's weight-processing methods, correct for weights on any mixture of devices.
+
+Each component's weights are brought to the device where the component belongs, folded there in
+float32 (or wider), rounded once, and left there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from transformer_lens.components import LayerNormPre, RMSNormPre
+
+from tl_devicefix.checkpoints.units import full_name
+from tl_devicefix.dispatch.interruption import changing_weights, is_unfinished, refuse_unfinished
+from tl_devicefix.hooked_transformer.components import component_sizes
+from tl_devicefix.hooked_transformer.conventions import installed_conventions
+from tl_devicefix.hooked_transformer.moving import settle
+from tl_devicefix.hooked_transformer.units import (
+    _default_value,
+    _is_own_buffer,
+    by_component,
+    check_shapes,
+    device_of_unit,
+    load_component,
+    storage_of_unit,
+)
+from tl_devicefix.placement.fitting import naming_full_devices
+from tl_devicefix.placement.placement import Placement
+from tl_devicefix.placement.workers import each_on_its_device
+from tl_devicefix.weight_processing import (
+    Steps,
+    Weights,
+    WorkingCopies,
+    working_dtype,
+)
+from tl_devicefix.weight_processing.attention_factors import refactor_attention_of_block
+from tl_devicefix.weight_processing.layer_norm import (
+    fold_layer_norm_into_block,
+    fold_layer_norm_into_unembed,
+)
+from tl_devicefix.weight_processing.unembed import center_unembed_weights
+from tl_devicefix.weight_processing.value_biases import fold_value_biases_of_block
+from tl_devicefix.weight_processing.writing_weights import (
+    center_embedding,
+    center_writing_weights_of_block,
+)
+
+_log = logging.getLogger(__name__)
+
+NORM_SUFFIXES = (".ln1.w", ".ln2.w", "ln_final.w")
+
+
+def fold_layer_norm(
+    self: Any,
+    state_dict: Mapping[str, torch.Tensor],
+    fold_biases: bool = True,
+    center_weights: bool = True,
+) -> Weights:
+    """Fold the norms into the matrices that read them; see `HookedTransformer.fold_layer_norm`.
+
+    Args:
+        state_dict: HookedTransformer-format weights, on any devices, in any dtypes; not changed.
+        fold_biases: fold the norms' biases; False for RMSNorm.
+        center_weights: centre the reading matrices; False for RMSNorm.
+
+    Returns:
+        A new state dict, each component on its own device.
+    """
+    keep = installed_conventions().keeps_folded_norms
+
+    def fold(name: str, weights: Weights) -> None:
+        if name.startswith("blocks."):
+            fold_layer_norm_into_block(
+                weights, fold_biases=fold_biases, center_weights=center_weights, keep_norms=keep
+            )
+        elif name == "unembed":
+            fold_layer_norm_into_unembed(
+                weights,
+                fold_biases=fold_biases and not self.cfg.final_rms,
+                center_weights=center_weights,
+                keep_norms=keep,
+            )
+
+    return _on_each_component(self, state_dict, fold)
+
+
+def center_writing_weights(self: Any, state_dict: Mapping[str, torch.Tensor]) -> Weights:
+    """Centre what writes to the residual stream; see `HookedTransformer.center_writing_weights`.
+
+    Returns:
+        A new state dict, each component on its own device.
+    """
+
+    def center(name: str, weights: Weights) -> None:
+        if name.startswith("blocks."):
+            center_writing_weights_of_block(weights)
+        else:
+            center_embedding(weights)
+
+    return _on_each_component(self, state_dict, center)
+
+
+def center_unembed(self: Any, state_dict: Mapping[str, torch.Tensor]) -> Weights:
+    """Centre the unembedding over the vocabulary; see `HookedTransformer.center_unembed`.
+
+    Returns:
+        A new state dict, each component on its own device.
+    """
+    return _on_each_component(self, state_dict, lambda _, weights: center_unembed_weights(weights))
+
+
+def fold_value_biases(self: Any, state_dict: Mapping[str, torch.Tensor]) -> Weights:
+    """Fold the value biases into b_O; see `HookedTransformer.fold_value_biases`.
+
+    Returns:
+        A new state dict, each component on its own device.
+    """
+
+    def fold(name: str, weights: Weights) -> None:
+        if name.startswith("blocks."):
+            fold_value_biases_of_block(weights)
+
+    return _on_each_component(self, state_dict, fold)
+
+
+def refactor_factored_attn_matrices(self: Any, state_dict: Mapping[str, torch.Tensor]) -> Weights:
+    """Even out the factors of QK and OV.
+
+    See `HookedTransformer.refactor_factored_attn_matrices`.
+
+    Returns:
+        A new state dict, each component on its own device.
+
+    Raises:
+        ValueError: with rotary embeddings or grouped-query attention.
+    """
+    Steps(refactor_factored_attn_matrices=True).applicable(self.cfg, installed_conventions())
+
+    def refactor(name: str, weights: Weights) -> None:
+        if name.startswith("blocks."):
+            refactor_attention_of_block(weights)
+
+    return _on_each_component(self, state_dict, refactor)
+
+
+def fill_missing_keys(self: Any, state_dict: Mapping[str, torch.Tensor]) -> Weights:
+    """Add to a state dict what the model has and it has not, from the model itself.
+
+    Returns:
+        A new dict; the tensors are those given, the added ones are the model's own.
+
+    Raises:
+        ValueError: if a weight matrix is missing, and the model holds no values for it either.
+    """
+    filled = dict(state_dict)
+    for name, own in self.state_dict().items():
+        if name not in filled:
+            filled[name] = _default_value(name, own)
+    return filled
+
+
+def load_and_process_state_dict(
+    self: Any,
+    state_dict: Mapping[str, torch.Tensor],
+    fold_ln: bool = True,
+    center_writing_weights: bool = True,
+    center_unembed: bool = True,
+    fold_value_biases: bool = True,
+    refactor_factored_attn_matrices: bool = False,
+) -> None:
+    """Load HookedTransformer-format weights, processed one component at a time.
+
+    See `HookedTransformer.load_and_process_state_dict`.
+
+    Args:
+        state_dict: weights on any devices and in any dtypes; not changed.
+
+    If it is interrupted, the model has some of the new weights only, and does not run until all
+    are loaded.
+
+    Raises:
+        ValueError: if a tensor is misshapen; the model is then unchanged. A matrix that is
+            missing keeps the model's own value, with a warning, as in TransformerLens.
+        torch.OutOfMemoryError: saying which device of a placed model had no room.
+    """
+    if is_unfinished(self):
+        _refuse_incomplete(self, state_dict)
+    filled = self.fill_missing_keys(state_dict)
+    check_shapes(self, filled)
+    steps = Steps(
+        fold_ln,
+        center_writing_weights,
+        center_unembed,
+        fold_value_biases,
+        refactor_factored_attn_matrices,
+    ).applicable(self.cfg, installed_conventions())
+    placement: Placement | None = getattr(self, "placement", None)
+    with changing_weights(self):
+        if steps.fold_ln and not any(name.endswith(NORM_SUFFIXES) for name in state_dict):
+            _log.warning("fold_ln=True, but the weights hold no norms: already folded, so skipped.")
+        elif steps.fold_ln:
+            fold_norm_modules(self)
+            if placement is not None:
+                # The norms are other modules now.
+                settle(self, placement.reweighed(component_sizes(self.cfg)))
+        units = list(by_component(filled, self.cfg))
+        devices = [device_of_unit(self, unit, weights) for unit, weights in units]
+        each_on_its_device(partial(_load_unit, self, steps), units, devices)
+
+
+def _load_unit(model: Any, steps: Steps, named: tuple[str, Weights]) -> None:
+    unit, weights = named
+    with naming_full_devices(model, getattr(model, "placement", None), unit):
+        load_component(model, unit, weights, steps)
+
+
+def _refuse_incomplete(model: Any, state_dict: Mapping[str, torch.Tensor]) -> None:
+    own = (name for name in model.state_dict() if not _is_own_buffer(name))
+    if missing := sorted(set(own) - state_dict.keys()):
+        raise ValueError(
+            f"the state dict lacks {missing[0]} and {len(missing) - 1} more, but this model's "
+            "weights are only partly processed, so all are needed"
+        )
+
+
+def process_weights_(
+    self: Any,
+    fold_ln: bool = True,
+    center_writing_weights: bool = True,
+    center_unembed: bool = True,
+    refactor_factored_attn_matrices: bool = False,
+) -> None:
+    """Process the model's own weights in place, each component on its own device.
+
+    A model that is folded already, wholly or in part, is left as it is in what is done. There is no
+    second copy of the weights: if this is interrupted, the model has to be loaded again, and says
+    so when it is used.
+
+    Raises:
+        RuntimeError: if an earlier call was interrupted.
+    """
+    refuse_unfinished(self)
+    self.load_and_process_state_dict(
+        self.state_dict(),
+        fold_ln=fold_ln,
+        center_writing_weights=center_writing_weights,
+        center_unembed=center_unembed,
+        refactor_factored_attn_matrices=refactor_factored_attn_matrices,
+    )
+
+
+def fold_norm_modules(model: Any) -> None:
+    """Replace LayerNorm by LayerNormPre (or RMSNorm by RMSNormPre): what is left after folding."""
+    if model.cfg.normalization_type not in ("LN", "RMS"):
+        return
+    pre = LayerNormPre if model.cfg.normalization_type == "LN" else RMSNormPre
+    model.cfg.normalization_type += "Pre"
+    for module in [model, *model.blocks, *(getattr(b, "mlp", None) for b in model.blocks)]:
+        for name in ("ln1", "ln2", "ln", "ln_final"):
+            if module is not None and name in module._modules:
+                is_final_rms = name == "ln_final" and model.cfg.final_rms
+                setattr(module, name, (RMSNormPre if is_final_rms else pre)(model.cfg))
+    model.setup()
+
+
+def _on_each_component(model: Any, state_dict: Mapping[str, torch.Tensor], step: Any) -> Weights:
+    """Apply one step to every component's working copies and round each result once."""
+    result: Weights = {}
+    for unit, weights in by_component(state_dict, model.cfg):
+        if not weights:
+            continue
+        device = device_of_unit(model, unit, weights)
+        stored_on = storage_of_unit(model, unit, weights)
+        copies = WorkingCopies(weights, device, working_dtype(weights, torch.float32))
+        step(unit, copies)
+        for name, value in copies.items():
+            dtype = weights[name].dtype if name in weights else model.cfg.dtype
+            result[full_name(unit, name)] = value.to(device=stored_on, dtype=dtype)
+    return result

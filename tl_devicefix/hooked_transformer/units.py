@@ -1,0 +1,176 @@
+"""The units a HookedTransformer is processed in: completed, checked, folded, and stored."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from tl_devicefix.checkpoints.units import full_name, name_in_unit, processing_unit
+from tl_devicefix.hooked_transformer.components import component_names
+from tl_devicefix.hooked_transformer.conventions import installed_conventions
+from tl_devicefix.offload.staging import Staging
+from tl_devicefix.placement.placement import Placement
+from tl_devicefix.weight_processing import Steps, process_component
+from tl_devicefix.weight_processing import slices as slicing
+from tl_devicefix.weight_processing.storing import write
+from tl_devicefix.weight_processing.unembed import vocabulary_means
+from tl_devicefix.weight_processing.weights import Weights, WorkingCopies, working_dtype
+
+_log = logging.getLogger(__name__)
+
+
+def processing_units(cfg: Any) -> list[str]:
+    """The components, less ln_final, which is processed with the unembedding."""
+    return [name for name in component_names(cfg) if name != "ln_final"]
+
+
+def by_component(state_dict: Mapping[str, torch.Tensor], cfg: Any) -> Iterator[tuple[str, Weights]]:
+    """Split a state dict into the units that are processed together, in the order they run.
+
+    ln_final comes with the unembedding, into which it folds. A block's names are shortened to
+    those within the block.
+    """
+    groups: dict[str, Weights] = {name: {} for name in processing_units(cfg)}
+    for name, tensor in state_dict.items():
+        unit = processing_unit(name)
+        groups.setdefault(unit, {})[name_in_unit(name)] = tensor
+    yield from groups.items()
+
+
+def load_component(
+    model: Any, unit: str, weights: Weights, steps: Steps, staging: Staging | None = None
+) -> None:
+    """Process one unit's weights where they run and store them where they live, rounded once.
+
+    It is done slice by slice, so that what is held beyond the model and the source is one slice.
+
+    Args:
+        weights: on any devices; left unchanged and not aliased.
+        steps: which steps to apply.
+        staging: what copies to the device where the unit runs; by default, torch alone.
+    """
+    device, stored_on = device_of_unit(model, unit, weights), storage_of_unit(model, unit, weights)
+    weights = {name: tensor for name, tensor in weights.items() if not _is_own_buffer(name)}
+    dtype = working_dtype(weights, model.cfg.dtype)
+    to_device = None if staging is None else staging.to_device
+    copy = torch.Tensor.copy_ if staging is None else staging.copy
+    elements = slicing.ELEMENTS_ON_CPU if device.type == "cpu" else slicing.ELEMENTS_ON_DEVICE
+    means = None
+    if steps.center_unembed and unit == "unembed":
+        tokens_at_once = elements // model.cfg.d_model + 1
+        means = vocabulary_means(weights, dtype, device, tokens_at_once, to_device)
+    left = dict(weights)  # what is stored when all slices are done, or was never read by a step
+    carried: Weights = {}
+    for part in slicing.slices(weights, elements):
+        copies = WorkingCopies(part.of(weights, carried), device, dtype, to_device)
+        process_component(unit, copies, model.cfg, steps, installed_conventions(), means)
+        for name, index in part.cut.items():
+            if name not in copies.as_given:
+                left.pop(name, None)
+                value, path = copies.pop(name), full_name(unit, name)
+                write(model, path, value, weights[name], stored_on, index, copy)
+        for name in part.whole:
+            left.pop(name, None)
+            if name in copies:  # a folded norm may be gone
+                left[name] = copies.pop(name)
+        carried = part.to_carry(left)
+    for name, value in left.items():
+        write(model, full_name(unit, name), value, weights[name], stored_on, copy=copy)
+
+
+def complete_unit(model: Any, unit: str, weights: Weights) -> Weights:
+    """One unit's weights with the missing ones filled in, checked against the model's.
+
+    Raises:
+        ValueError: if a weight is misshapen, or a matrix is missing.
+    """
+    complete = dict(weights)
+    for component in ("ln_final", "unembed") if unit == "unembed" else (unit,):
+        if component not in component_names(model.cfg):
+            continue
+        for leaf, own in model.get_submodule(component).state_dict().items():
+            name = f"{component}.{leaf}"
+            if _is_own_buffer(leaf):
+                continue
+            if name_in_unit(name) in complete:
+                _check_weight(name, complete[name_in_unit(name)], own)
+            else:
+                complete[name_in_unit(name)] = _default_value(name, own)
+    return complete
+
+
+def check_shapes(model: nn.Module, state_dict: Mapping[str, torch.Tensor]) -> None:
+    """Check that each weight has the shape of the model's, and has values.
+
+    Raises:
+        ValueError: naming the weight, its shape, and the shape that the config asks for.
+    """
+    for name, own in model.state_dict().items():
+        if name in state_dict and not _is_own_buffer(name):
+            _check_weight(name, state_dict[name], own)
+
+
+def _check_weight(name: str, given: torch.Tensor, own: torch.Tensor) -> None:
+    # As torch's load_state_dict: one element may fill a scalar (Apertus keeps its alphas so).
+    if given.shape != own.shape and (own.dim() > 0 or given.numel() != 1):
+        raise ValueError(
+            f"{name} has shape {tuple(given.shape)}, but this model's config asks for "
+            f"{tuple(own.shape)}: the weights and the config are not of the same model"
+        )
+    if given.is_meta:
+        raise ValueError(
+            f"{name} is on the meta device, so it has a shape but no values; load the model that "
+            "it comes from with its weights"
+        )
+
+
+def _default_value(name: str, own: torch.Tensor) -> torch.Tensor:
+    """What a missing weight is: the model's own value, or if it has none yet, the neutral one."""
+    leaf = name.rsplit(".", 1)[-1]
+    is_matrix = "W_" in name
+    if not own.is_meta:
+        if is_matrix:
+            _log.warning("%s is missing from the state dict: the model's own stays.", name)
+        return own
+    if leaf == "w":
+        return torch.ones(own.shape, dtype=own.dtype)
+    if leaf == "b" or leaf.lstrip("_").startswith("b_") or leaf == "bias":
+        return torch.zeros(own.shape, dtype=own.dtype)
+    if leaf == "W_pos":  # ALiBi models have the module but never read it
+        return torch.zeros(own.shape, dtype=own.dtype)
+    raise ValueError(
+        f"the weights have no {name} {tuple(own.shape)}, and nothing can stand in for a weight "
+        "matrix; check that the checkpoint is complete and of the architecture in its config"
+    )
+
+
+def _is_own_buffer(name: str) -> bool:
+    """Whether it is a mask or rotary table: these depend on n_ctx and are the model's own."""
+    return name.rsplit(".", 1)[-1] in ("mask", "IGNORE", "rotary_sin", "rotary_cos")
+
+
+def device_of_unit(model: Any, unit: str, weights: Mapping[str, torch.Tensor]) -> torch.device:
+    """Where a component runs: by the placement, else where the model has it."""
+    placement: Placement | None = getattr(model, "placement", None)
+    return _held_on(model, unit, weights) if placement is None else placement.device_of(unit)
+
+
+def storage_of_unit(model: Any, unit: str, weights: Mapping[str, torch.Tensor]) -> torch.device:
+    """Where a component's weights live: where it runs, or on the host if it is offloaded."""
+    placement: Placement | None = getattr(model, "placement", None)
+    return _held_on(model, unit, weights) if placement is None else placement.stored_on(unit)
+
+
+def _held_on(model: Any, unit: str, weights: Mapping[str, torch.Tensor]) -> torch.device:
+    try:
+        held: Iterable[torch.Tensor] = model.get_submodule(unit).parameters()
+    except AttributeError:
+        held = ()
+    for parameter in held:
+        if not parameter.is_meta:
+            return parameter.device
+    return next(iter(weights.values())).device

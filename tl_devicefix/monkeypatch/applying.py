@@ -1,0 +1,233 @@
+"""Replace what a table of patches names, put it back, and find what was there.
+
+Nothing is replaced unless everything can be: a target that is missing or has another signature
+than the one known leaves TransformerLens as it was, and says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial, wraps
+from typing import Any, Literal, NamedTuple
+
+from tl_devicefix.monkeypatch.patch import Patch
+from tl_devicefix.monkeypatch.targets import check_target, modules, owners
+
+State = Literal["applied", "not applied", "applied in part"]
+
+_MISSING = object()
+
+
+class _Replacement(NamedTuple):
+    """One attribute that is replaced; `before` is _MISSING if it was inherited."""
+
+    owner: Any
+    name: str
+    before: Any
+    after: Any
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether what was there before is not; another library may have wrapped what came."""
+        return vars(self.owner).get(self.name, _MISSING) is not self.before
+
+
+# All that is replaced: known whole before anything is touched and until all is as it was before,
+# so that whatever stops `enable` or `disable` halfway, the next call of either can do all of it.
+_replaced: tuple[_Replacement, ...] = ()
+# The table that is applied, or was applied last: `disabled` applies it again.
+_applied: Sequence[Patch] = ()
+# Held by the thread that switches.
+_switching = threading.RLock()
+
+
+def enable(table: Sequence[Patch]) -> None:
+    """Replace everything in a table; does nothing if that is done already.
+
+    Args:
+        table: the patches.
+
+    Raises:
+        UnsupportedTransformerLens: if this TransformerLens cannot be patched; it is untouched.
+    """
+    with _switching:
+        if is_enabled():
+            return
+        disable()  # what an interrupt has left halfway
+        for patch in table:
+            check_target(patch)
+        _replace(table)
+
+
+def _replace(table: Sequence[Patch]) -> None:
+    """Replace everything in a table that was checked; nothing of it is replaced yet."""
+    global _applied, _originals, _replaced
+    # Looked for once: it takes longer than all else.
+    imported = modules()
+    wanted = []
+    for patch in table:
+        if patch.replacement is None:
+            continue
+        for owner in owners(patch, imported):
+            there = vars(owner).get(patch.name, _MISSING)
+            wanted.append(_Replacement(owner, patch.name, there, _as_found(patch, owner, there)))
+    _applied, _replaced, _originals = table, tuple(wanted), {}
+    for owner, name, _, after in _replaced:
+        setattr(owner, name, after)
+
+
+def disable() -> None:
+    """Put back the very objects that `enable` replaced. Does nothing if nothing is replaced.
+
+    A model that is spread over devices at that time still runs, but what it caches is not read at
+    home, its weights are not gathered, and hooks that are added before `enable` is called again may
+    not mix devices.
+    """
+    global _originals, _replaced
+    with _switching:
+        there_now = modules() if _replaced else []
+        for owner, name, before, after in _replaced:
+            if before is not _MISSING:
+                setattr(owner, name, before)
+            elif name in vars(owner):
+                delattr(owner, name)
+            if inspect.ismodule(owner):
+                for module in there_now:  # also those that were imported since
+                    if vars(module).get(name) is after:
+                        setattr(module, name, before)
+        _replaced, _originals = (), {}
+
+
+@contextlib.contextmanager
+def disabled() -> Iterator[None]:
+    """TransformerLens as it was installed, within a `with` block.
+
+    That holds for all threads; of several within it, who entered first ends it for all.
+    """
+    with _switching:
+        were_enabled = is_enabled()
+        disable()
+    try:
+        yield
+    finally:
+        with _switching:
+            if were_enabled and not is_enabled():
+                disable()
+                _replace(_applied)
+
+
+def is_enabled() -> bool:
+    """Whether all patches are in place."""
+    return state() == "applied"
+
+
+def state() -> State:
+    """What is in place now; "applied in part" where `enable` or `disable` was interrupted."""
+    in_place = [each.is_in_place for each in _replaced]
+    if not any(in_place):
+        return "not applied"
+    return "applied" if all(in_place) else "applied in part"
+
+
+def original(cls: type, name: str) -> Any:
+    """What `cls.name` is without the patches: the raw attribute, as in the class's `__dict__`.
+
+    Raises:
+        AttributeError: if TransformerLens has no such attribute.
+    """
+    known = _originals
+    if (cls, name) not in known:
+        known[cls, name] = _find_original(cls, name)
+    return known[cls, name]
+
+
+# Looked up at every forward, so kept; another one when the patches change, so that what a thread
+# has found amid that is not kept.
+_originals: dict[tuple[type, str], Any] = {}
+
+
+def _find_original(cls: type, name: str) -> Any:
+    for base in cls.__mro__:
+        # A subclass's own from_pretrained is not TransformerLens's: look further up.
+        if base.__module__.partition(".")[0] not in ("transformer_lens", "torch"):
+            continue
+        replaced = {each.name: each.before for each in _replaced if each.owner is base}
+        found = replaced.get(name, vars(base).get(name, _MISSING))
+        if found is not _MISSING:
+            return found
+    raise AttributeError(f"{cls.__name__} has no {name}")
+
+
+def _as_found(patch: Patch, owner: Any, there: Any) -> Any:
+    """The replacement in the form of what it replaces: a classmethod stays one."""
+    assert patch.replacement is not None
+    if isinstance(there, classmethod):
+        return _classmethod_like(there, patch.replacement)
+    if isinstance(there, property):
+        return _property_like(there, patch.replacement)
+    if isinstance(there, staticmethod):
+        return _staticmethod_like(there, patch.replacement)
+    if takes_original(patch.replacement):
+        return _around(getattr(owner, patch.name), patch.replacement)
+    return patch.replacement
+
+
+def takes_original(replacement: Callable[..., Any]) -> bool:
+    """Whether a replacement is to be called with what is installed first: `original`."""
+    return next(iter(inspect.signature(replacement).parameters), None) == "original"
+
+
+@cache  # so that applying again puts the same object there
+def _around(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """A wrapper of the installed function that calls a replacement with it.
+
+    nnsight's `.source` looks through a wrapper that calls, by name, exactly one function of its
+    closure, and exchanges that function for a copy of its own. So the replacement is held as a
+    partial, and calls whatever `original` is by then.
+    """
+    call = partial(replacement)
+
+    @wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        if not _replaced:  # somebody kept this method from before `disable`
+            return original(*args, **kwargs)
+        return call(original, *args, **kwargs)
+
+    return method
+
+
+@cache
+def _staticmethod_like(there: Any, replacement: Callable[..., Any]) -> Any:
+    return staticmethod(_around(there.__func__, replacement))
+
+
+@cache
+def _property_like(there: property, replacement: Callable[..., Any]) -> property:
+    """The replacement, a getter, with the docstring of what it replaces."""
+    if takes_original(replacement):
+        assert there.fget is not None
+        replacement = _around(there.fget, replacement)
+    return property(replacement, doc=there.__doc__)
+
+
+@cache
+def _classmethod_like(there: Any, replacement: Callable[..., Any]) -> Any:
+    target = there.__func__
+    new = [
+        parameter
+        for parameter in inspect.signature(replacement).parameters.values()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    ]
+    *parameters, hf_kwargs = inspect.signature(target).parameters.values()
+
+    def method(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return replacement(cls, *args, **kwargs)
+
+    # help() shows the installed signature with what is new, and both docstrings.
+    method.__name__, method.__qualname__ = target.__name__, target.__qualname__
+    method.__doc__ = f"{replacement.__doc__}\n\n{target.__doc__ or ''}"
+    method.__signature__ = inspect.Signature([*parameters, *new, hf_kwargs])  # type: ignore[attr-defined]
+    return classmethod(method)

@@ -1,0 +1,288 @@
+"""What a rank is told to do, and how tensors that it holds are named.
+
+A tensor of another rank is a storage, which has a number, and how it lies in it: views need no
+command.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from tl_devicefix.multihost.caching import Layout
+from tl_devicefix.multihost.mapped import File, InFile
+from tl_devicefix.simulation.geometry import Geometry
+
+Operation = Any
+"""An operation of torch, `torch._ops.OpOverload`."""
+
+
+class Stored(NamedTuple):
+    """A tensor of a rank: how it lies in one of its storages."""
+
+    storage: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+
+class Run(NamedTuple):
+    """Run an operation; each tensor that it gives becomes a storage, unless it is None."""
+
+    operation: str
+    args: Any
+    kwargs: dict[str, Any]
+    gives: tuple[tuple[int, Geometry] | None, ...]
+
+
+class Settings(NamedTuple):
+    """Set what torch computes by, from here on."""
+
+    values: list[Any]
+
+
+class HeldTensor(NamedTuple):
+    """A tensor of a block."""
+
+    stored: Stored | int
+    """Where the rank has it, or which of those it is that are given with the block."""
+    is_parameter: bool
+
+
+class Hold(NamedTuple):
+    """Hold a copy of a block."""
+
+    number: int
+    block: bytes
+    device: int
+
+
+class Call(NamedTuple):
+    """Run a block; each tensor that it gives becomes a storage."""
+
+    block: int
+    kwargs: dict[str, Any]
+    entry: tuple[type, Stored, Stored, bool] | None
+    gives: tuple[tuple[int, Geometry], ...]
+    operation: str = "a block"
+
+
+class CallCached(NamedTuple):
+    """Run a block; what it gives, and what hook points are called with, are in new storages."""
+
+    block: int
+    kwargs: dict[str, Any]
+    layout: Layout
+    storages: tuple[int, ...]
+    operation: str = "a block"
+
+
+class Record(NamedTuple):
+    """Run a block, and hold its graph; what it gives becomes a storage."""
+
+    number: int
+    """Of the graph."""
+    block: int
+    kwargs: dict[str, Any]
+    keys: tuple[str | int, ...]
+    """Of what asks for gradients: arguments, and which of the block's tensors."""
+    gives: tuple[tuple[int, Geometry], ...]
+    operation: str = "a block"
+
+
+class Backward(NamedTuple):
+    """Run a backward through a graph; each gradient becomes a storage."""
+
+    graph: int
+    gradient: Stored
+    which: tuple[int, ...]
+    """Of the keys."""
+    keeps: bool
+    gives: tuple[tuple[int, Geometry], ...]
+    operation: str = "a backward through a block"
+
+
+class Ask(NamedTuple):
+    """Run an operation that gives what nobody knows before, and tell what it gave."""
+
+    operation: str
+    args: Any
+    kwargs: dict[str, Any]
+    numbers: list[int]
+    """Of the storages that it gives."""
+
+
+class Make(NamedTuple):
+    """Make a storage, without values."""
+
+    storage: int
+    geometry: Geometry
+    device: int | None
+    """Index among the rank's own; None for its host's memory."""
+
+
+class Grow(NamedTuple):
+    """Give a storage another size."""
+
+    storage: int
+    nbytes: int
+
+
+class Free(NamedTuple):
+    """Let storages, copies of blocks, and graphs go."""
+
+    numbers: tuple[int, ...]
+
+
+class Put(NamedTuple):
+    """Write the next values that come from rank 0."""
+
+    target: Stored
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Load(NamedTuple):
+    """Write values that the rank reads from its own file."""
+
+    target: Stored
+    where: InFile
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Read(NamedTuple):
+    """Send values to rank 0."""
+
+    source: Stored
+
+
+class Copy(NamedTuple):
+    """Copy within the rank."""
+
+    target: Stored
+    source: Stored
+
+
+class Send(NamedTuple):
+    """Send values to another rank."""
+
+    source: Stored
+    rank: int
+
+
+class Receive(NamedTuple):
+    """Receive values from another rank."""
+
+    target: Stored
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    rank: int
+
+
+class Look(NamedTuple):
+    """Tell what is in a small file, if it is there and may be written beside."""
+
+    path: str
+
+
+class Write(NamedTuple):
+    """Write tensors that follow each other into a file, and tell their checksums, beside the rest.
+
+    They are in host memory, and each is contiguous pieces that follow each other.
+    """
+
+    number: int
+    """Of the answer."""
+    path: str
+    nbytes: int
+    """Of the file."""
+    offset: int
+    """Of the first tensor."""
+    tensors: tuple[tuple[Stored, ...], ...]
+
+
+class Synchronize(NamedTuple):
+    """Tell when all before it is done."""
+
+
+class End(NamedTuple):
+    """End the process."""
+
+
+class Given(NamedTuple):
+    """Of what an operation gave: one of the tensors that it was given."""
+
+    number: int
+
+
+class New(NamedTuple):
+    """Of what an operation gave: a new storage."""
+
+    storage: int
+    geometry: Geometry
+
+
+class Failed(NamedTuple):
+    """What a rank answers if something failed."""
+
+    kind: str
+    """Name of the error's class."""
+    message: str
+    follows: bool = False
+    """Whether something that had failed before, here or on another rank, is why."""
+
+
+class Compare(NamedTuple):
+    """Tell which files of a checkpoint this rank has not, or has others of."""
+
+    files: tuple[File, ...]
+    checksums: tuple[dict[str, str], ...]
+    """Checksums of the tensors of each, by name."""
+
+
+class NotWritten(NamedTuple):
+    """What a rank answers if it could not write."""
+
+    errno: int
+    why: str
+
+
+class Beside(NamedTuple):
+    """An answer that comes when it is there, whatever else was asked before it."""
+
+    number: int
+    answer: Any
+
+
+def exchanged(values: Any, exchange: Callable[[torch.Tensor], Any]) -> Any:
+    """Arguments with other things in the place of tensors."""
+    if isinstance(values, torch.Tensor):
+        return exchange(values)
+    if type(values) in (list, tuple) or isinstance(values, list):
+        if values and type(values[0]) is int:  # a shape
+            return list(values)
+        return [exchanged(each, exchange) for each in values]
+    return values
+
+
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors in arguments, or in what an operation gives, in order."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for each in values:
+            yield from tensors_in(each)
+
+
+@functools.cache
+def operation_named(name: str) -> Operation:
+    """An operation by its full name, as "aten::add.Tensor"."""
+    namespace, _, name = name.partition("::")
+    name, _, overload = name.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")

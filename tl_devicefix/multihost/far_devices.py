@@ -1,0 +1,600 @@
+"""What becomes of an operation on a device of another rank: a command, and a tensor without values.
+
+Rank 0 knows what an operation will give, and goes on. Commands are kept until someone waits for a
+value, or a rank for another one's, or there is enough of them: a message to a rank holds all that
+it does until then. The first is short, and each is twice as long as the one before, so that a rank
+begins early, and has few of them. Devices of rank 0 itself compute at once.
+
+An interrupt may come anywhere: a rank was told something or was not, and what it holds for nobody
+it lets go. Where that needs two steps here, the interrupt waits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tl_devicefix.multihost import commands
+from tl_devicefix.multihost.caching import Layout
+from tl_devicefix.multihost.commands import Failed, Given, New, Stored, exchanged, tensors_in
+from tl_devicefix.multihost.holding import held_by, parts_of
+from tl_devicefix.multihost.mapped import File, checksums_of, in_file
+from tl_devicefix.multihost.peers import HostLost, Peer
+from tl_devicefix.multihost.telling import Answer, Owner
+from tl_devicefix.simulation import interrupts
+from tl_devicefix.simulation.backend import active_machine
+from tl_devicefix.simulation.backward import raise_or_keep
+from tl_devicefix.simulation.geometry import Geometry, geometry_of
+from tl_devicefix.simulation.known_shapes import call_without_values, remember
+from tl_devicefix.simulation.sites import Site
+from tl_devicefix.simulation.timeline import Timeline
+
+aten = torch.ops.aten
+_UNKNOWN = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_CHOICE = aten._fused_sdp_choice.default
+_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a device is.
+
+    Attributes:
+        rank: of whom it is.
+        number: index among the rank's own devices.
+        device: as that rank names it.
+        hostname: of the rank's host; "host1" or "rank1" if that is not its alone.
+        memory: bytes that the rank reports as free.
+    """
+
+    rank: int
+    number: int
+    device: torch.device
+    hostname: str
+    memory: int
+
+
+def sites_of(places: Sequence[Place]) -> list[Site]:
+    """Of which host each device is, and what it is called there; ranks are hosts."""
+    of_rank: Counter[int] = Counter()
+    sites = []
+    for position, place in enumerate(places):
+        number = of_rank[place.rank]
+        of_rank[place.rank] += 1
+        kind, index = place.device.type, place.device.index
+        device = f"{kind}:{number if index is None else index}"
+        sites.append(Site(position, place.rank, place.hostname, number, device))
+    return sites
+
+
+class FarDevices:
+    """The devices of all ranks, as a machine of `tl_devicefix.simulation` has them.
+
+    Tensors here are those behind the machine's: of rank 0, real ones; of others, without values.
+
+    Args:
+        places: where each device is.
+        peers: the other ranks.
+        whole_blocks: whether they may run blocks by themselves.
+    """
+
+    has_streams = False
+
+    def __init__(
+        self, places: list[Place], peers: dict[int, Peer], whole_blocks: bool = True
+    ) -> None:
+        self.places, self.whole_blocks = places, whole_blocks
+        self.timeline = Timeline()
+        self._peers = peers
+        self._same: dict[tuple[int, File], bool] = {}  # whether a rank has a file of rank 0's
+        self._between_ranks = threading.Lock()
+
+    # Operations
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any], device: int) -> Any:
+        """Run an operation, or tell its rank to; return what it will have given."""
+        rank = self.places[device].rank
+        if not rank:
+            return func(*args, **kwargs)
+        if func.is_view or func is aten._unsafe_view.default:
+            return func(*args, **kwargs)
+        if torch.Tag.inplace_view in func.tags:
+            return self._change_view(func, args, kwargs, rank)
+        if draws(func, args, kwargs) or func is _CHOICE:
+            return self._at_home(func, args, kwargs, device)
+        if _depends_on_values(func, args):
+            return self._ask(func, args, kwargs, rank)
+        blanks = exchanged(args, _blank), _blanks(kwargs)
+        try:
+            result = call_without_values(func, *blanks)
+        except Exception as error:  # noqa: BLE001  # wrong, or unknown here: its kernel tells
+            found = self._ask(func, args, kwargs, rank)
+            if not (isinstance(error, NotImplementedError) or "meta" in str(error).lower()):
+                remember(func, *blanks, found)
+            return found
+        gives = tuple(self._given(each, rank) for each in tensors_in(result))
+        self.wait_for_room(rank)
+        self._tell(rank, commands.Run(func.name(), *self._said(args, kwargs), gives))
+        return result
+
+    def _given(self, made: torch.Tensor, rank: int) -> tuple[int, Geometry] | None:
+        """Number of the storage of what an operation gives; None if that is known."""
+        if _owner_of(made) is not None:
+            return None
+        owner = self.owner(rank)
+        _give_owner(made, owner)
+        return owner.number, geometry_of(made)
+
+    def _change_view(self, func: Any, args: Any, kwargs: dict[str, Any], rank: int) -> Any:
+        before = args[0].untyped_storage().nbytes()
+        with interrupts.kept():
+            result = func(*args, **kwargs)
+            after = args[0].untyped_storage().nbytes()
+            if after != before:
+                self._tell(rank, commands.Grow(self.stored(args[0]).storage, after))
+        return result
+
+    def _ask(self, func: Any, args: Any, kwargs: dict[str, Any], rank: int) -> Any:
+        """Have an operation run whose result is not known before, and wait for it."""
+        tensors = list(tensors_in((args, list(kwargs.values()))))
+        owners = {owner.number: owner for owner in (self.owner(rank) for _ in func._schema.returns)}
+        told = commands.Ask(func.name(), *self._said(args, kwargs), list(owners))
+        found = self._answer(rank, told, lambda: _of_zeros(func, args, kwargs))
+
+        def make(each: Any) -> Any:
+            if isinstance(each, Given):
+                return tensors[each.number]
+            if isinstance(each, New):
+                return self.promise(each.geometry, rank, owners[each.storage])
+            if isinstance(each, torch.Tensor):  # of zeros, after an error
+                return self.promise(geometry_of(each), rank)
+            return [make(one) for one in each] if type(each) in (list, tuple) else each
+
+        result = make(found)
+        return tuple(result) if type(result) is list else result
+
+    def _at_home(self, func: Any, args: Any, kwargs: dict[str, Any], device: int) -> Any:
+        """Draw random numbers here, where they are those of one process."""
+        there = list(tensors_in((args, list(kwargs.values()))))
+        read = {id(each): self.read(each, device) if each.is_meta else each for each in there}
+        here = lambda values: exchanged(values, lambda each: read[id(each)])  # noqa: E731
+        result = func(*here(args), **{name: here(each) for name, each in kwargs.items()})
+        back = {id(read[id(each)]): each for each in there}
+
+        def upload(made: torch.Tensor) -> torch.Tensor:
+            if id(made) in back:
+                self.copy(back[id(made)], made, device, None)
+                return back[id(made)]
+            return self.upload(made, device)
+
+        written = func._schema.arguments if func._schema.is_mutable else ()
+        for given, each in zip(args, written):
+            if each.alias_info is not None and each.alias_info.is_write:
+                upload(read[id(given)])  # also what it does not give, as RReLU its noise
+        result = exchanged(result, upload)
+        return tuple(result) if type(result) is list else result
+
+    # Blocks
+
+    def owner(self, rank: int) -> Owner:
+        """Who has what a rank is about to be told to hold; when that is gone, it lets it go."""
+        return self._peers[rank].owner()
+
+    def promise(self, geometry: Geometry, rank: int, owner: Owner | None = None) -> torch.Tensor:
+        """A tensor that a rank is about to be told to make, or has made for this owner."""
+        made = torch.empty_strided(
+            geometry.shape, geometry.stride, dtype=geometry.dtype, device="meta"
+        )
+        _give_owner(made, self.owner(rank) if owner is None else owner)
+        return made
+
+    def wait_for_room(self, rank: int) -> None:
+        """Wait while a rank is too far behind to be told more."""
+        try:
+            if rank:
+                self._peers[rank].wait_for_room()
+        except HostLost as error:
+            raise_or_keep(error)
+
+    def hold(self, device: int, number: int, block: bytes) -> None:
+        """Have a rank hold a copy of a block, by the number of its owner."""
+        place = self.places[device]
+        self._tell(place.rank, commands.Hold(number, block, place.number))
+
+    def call(
+        self,
+        rank: int,
+        block: int,
+        given: dict[str, Any],
+        entry: tuple[Any, ...] | None,
+        gives: list[torch.Tensor],
+    ) -> None:
+        """Have a rank run a block that it holds."""
+        there = None
+        if entry is not None:
+            cls, keys, values, frozen = entry
+            there = cls, self.stored(keys), self.stored(values), frozen
+        _, said = self._said([], given)
+        self._tell(rank, commands.Call(block, said, there, self._promised(gives)))
+
+    def call_cached(
+        self, rank: int, block: int, given: dict[str, Any], layout: Layout
+    ) -> list[torch.Tensor]:
+        """Have a rank run a block that it holds; returns new storages of a layout, as bytes."""
+        _, said = self._said([], given)
+        made = [
+            self.promise(Geometry(torch.Size((nbytes,)), (1,), torch.uint8), rank)
+            for nbytes in layout.nbytes
+        ]
+        numbers = tuple(self.stored(each).storage for each in made)
+        self._tell(rank, commands.CallCached(block, said, layout, numbers))
+        return made
+
+    def record(
+        self,
+        rank: int,
+        graph: int,
+        block: int,
+        given: dict[str, Any],
+        keys: tuple[str | int, ...],
+        output: torch.Tensor,
+    ) -> None:
+        """Have a rank run a block that it holds, and hold the graph."""
+        _, said = self._said([], given)
+        gives = self._promised([output])
+        self._tell(rank, commands.Record(graph, block, said, keys, gives))
+
+    def backward(
+        self,
+        rank: int,
+        graph: int,
+        gradient: torch.Tensor,
+        which: tuple[int, ...],
+        keeps: bool,
+        gives: list[torch.Tensor],
+    ) -> None:
+        """Have a rank run a backward through a graph that it holds."""
+        made, there = self._promised(gives), self.stored(gradient)
+        self._tell(rank, commands.Backward(graph, there, which, keeps, made))
+
+    def _promised(self, gives: list[torch.Tensor]) -> tuple[tuple[int, Geometry], ...]:
+        return tuple((self.stored(each).storage, geometry_of(each)) for each in gives)
+
+    # Copies
+
+    def copy(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        to: int | None,
+        of: int | None,
+        non_blocking: bool = False,
+    ) -> None:
+        """Copy between any two devices, or the host (None) and one."""
+        giving, taking = self._rank_of(of), self._rank_of(to)
+        for rank in (giving, taking):
+            self.wait_for_room(rank)
+        if not giving and not taking:
+            target.copy_(source)
+        elif not giving:
+            self._put(target, source, taking)
+        elif not taking:
+            assert of is not None
+            target.copy_(self.read(source, of))
+        elif giving == taking:
+            self._tell(giving, commands.Copy(self.stored(target), self.stored(source)))
+        else:
+            self._between(giving, taking, target, source)
+
+    def _between(
+        self, giving: int, taking: int, target: torch.Tensor, source: torch.Tensor
+    ) -> None:
+        """Tell one rank to send and another to receive, in one order for all ranks."""
+        send = commands.Send(self.stored(source), taking)
+        shape, dtype = tuple(source.shape), source.dtype
+        receive = commands.Receive(self.stored(target), shape, dtype, giving)
+        with interrupts.kept(), self._between_ranks:
+            self._tell(giving, send)
+            self._tell(taking, receive)
+        for rank in (giving, taking):  # while rank 0 says what comes next
+            self._peers[rank].send()
+
+    def _put(self, target: torch.Tensor, source: torch.Tensor, rank: int) -> None:
+        where = in_file(source) if source.device.type == "cpu" else None
+        if where is not None and self._has(rank, where.file):
+            shape, stride = tuple(source.shape), source.stride()
+            load = commands.Load(self.stored(target), where, shape, stride, source.dtype)
+            self._tell(rank, load)
+            return
+        values = source.detach().to("cpu").contiguous()
+        if values.untyped_storage()._cdata == source.untyped_storage()._cdata:
+            values = values.clone()  # as rank 0 goes on, and may change it
+        values = values.resolve_conj().resolve_neg()
+        told = commands.Put(self.stored(target), tuple(values.shape), values.dtype)
+        self._tell(rank, told, values)
+        if values.nbytes > _LARGE:
+            self._peers[rank].send()
+
+    def _has(self, rank: int, file: File) -> bool:
+        if (rank, file) not in self._same:
+            self.differences([file], [rank])
+        return self._same[rank, file]
+
+    def differences(self, files: list[File], ranks: list[int]) -> dict[int, dict[str, str]]:
+        """Which files of rank 0's other ranks have not, or have others of, and why.
+
+        Args:
+            files: of rank 0.
+            ranks: which ones are asked, all at once.
+        """
+        told = commands.Compare(tuple(files), tuple(checksums_of(each.path) for each in files))
+        asked = {rank: self._wait_for(rank, told) for rank in ranks}
+        found: dict[int, dict[str, str]] = {}
+        for rank, answer in asked.items():
+            found[rank] = self._of(rank, answer)
+            self._same |= {(rank, each): each.path not in found[rank] for each in files}
+        return found
+
+    def name_of(self, rank: int) -> str:
+        """Another rank with its host, its devices, and what it holds."""
+        return f"{self._peers[rank].name}{held_by(rank)}"
+
+    def holds(self, device: int) -> str:
+        """What the rank of a device holds of models, as a sentence: " Rank 1 holds blocks.3."."""
+        rank = self.places[device].rank
+        parts = parts_of(rank)
+        return f" Rank {rank} holds {parts}." if parts else ""
+
+    def converted(
+        self,
+        source: torch.Tensor,
+        of: int,
+        to: int | None,
+        options: dict[str, Any],
+        non_blocking: bool,
+    ) -> torch.Tensor:
+        """``.to``: a copy on another device, or the host (None), also of another dtype."""
+        if any(each is not None for each in options.values()):
+            converted = self.run(aten._to_copy.default, [source], options, of)
+            if of == to:
+                return converted  # type: ignore[no-any-return]
+            return self.converted(converted, of, to, {}, non_blocking)
+        if to is None and self.places[of].rank:
+            return self.read(source, of)
+        geometry = geometry_of(aten._to_copy.default(source.to("meta")))
+        there = (
+            torch.empty_strided(geometry.shape, geometry.stride, dtype=geometry.dtype)
+            if to is None
+            else self.allocate(geometry, to)
+        )
+        self.copy(there, source, to, of)
+        return there
+
+    def upload(self, values: torch.Tensor, device: int) -> torch.Tensor:
+        """Values that no one else has, put on a device."""
+        values = values.resolve_conj().resolve_neg()
+        there = self.allocate(geometry_of(values), device)
+        self.copy(there, values, device, None)
+        return there
+
+    def adopted(self, tensor: torch.Tensor, device: int) -> torch.Tensor:
+        """A tensor that was made on the host, and is a device's from now on."""
+        is_here = tensor.is_meta or not self.places[device].rank
+        return tensor if is_here else self.upload(tensor, device)
+
+    def resolved(self, tensor: torch.Tensor, device: int) -> torch.Tensor:
+        """A copy of a conjugated or negated view, as values."""
+        if not self.places[device].rank:
+            return tensor.resolve_conj().resolve_neg()
+        if tensor.is_conj():
+            tensor = self.run(aten._conj_physical.default, [tensor.conj()], {}, device)
+        if tensor.is_neg():
+            tensor = self.run(aten.neg.default, [torch._neg_view(tensor)], {}, device)
+        return tensor
+
+    def read(self, tensor: torch.Tensor, device: int) -> torch.Tensor:
+        """The tensor with its values, on the CPU if it is of another rank.
+
+        It lies there as `.cpu()` of one process has it: a product rounds by how its factors lie.
+        """
+        rank = self.places[device].rank
+        if not rank:
+            return tensor
+        shape, stride, dtype = geometry_of(aten._to_copy.default(tensor))
+        # Values come in the order of memory, whichever of the dimensions that is.
+        order = sorted(range(tensor.dim()), key=lambda each: -stride[each])
+        values: torch.Tensor = self._answer(
+            rank,
+            commands.Read(self.stored(tensor.permute(order))),
+            lambda: torch.zeros(shape, dtype=dtype),
+        )
+        return values.as_strided(shape, stride)
+
+    # Memory
+
+    def allocate(self, geometry: Geometry, device: int) -> torch.Tensor:
+        """A tensor in memory of a device, without values of its own."""
+        place = self.places[device]
+        if not place.rank:
+            return torch.empty_strided(
+                geometry.shape, geometry.stride, dtype=geometry.dtype, device=place.device
+            )
+        made = self.promise(geometry, place.rank)
+        self.wait_for_room(place.rank)
+        self._tell(place.rank, commands.Make(self.stored(made).storage, geometry, place.number))
+        return made
+
+    def allocate_on_host(self, geometry: Geometry, rank: int) -> torch.Tensor:
+        """A tensor in memory of another rank's host, without values of its own."""
+        made = self.promise(geometry, rank)
+        self._tell(rank, commands.Make(self.stored(made).storage, geometry, None))
+        return made
+
+    def block_of(self, tensor: torch.Tensor, device: int) -> None:
+        """None: a storage of another rank has an owner, and is let go of with it."""
+
+    # Waiting
+
+    def synchronize(self, device: int) -> None:
+        """Wait for all that was given to a device.
+
+        Raises:
+            RuntimeError: what failed there.
+        """
+        rank = self.places[device].rank
+        if rank:
+            self._answer(rank, commands.Synchronize(), lambda: None)
+
+    def keep_busy(self, device: int, seconds: float) -> None:
+        """Refuse: these take the time that they take."""
+        raise RuntimeError("devices of other ranks cannot be kept busy: simulate some for it")
+
+    def ask(self, rank: int, command: Any) -> Callable[[], Any]:
+        """Send all that was kept, and a command that is answered; what returns the answer.
+
+        That raises what `synchronize` raises.
+        """
+        answer = self._wait_for(rank, command)
+        return lambda: self._of(rank, answer)
+
+    def _answer(self, rank: int, command: Any, otherwise: Callable[[], Any]) -> Any:
+        """What a rank answers; in a backward, something else after an error, which is kept.
+
+        Raises:
+            RuntimeError: or another error, that was raised on the rank; or the rank is lost.
+        """
+        try:
+            return self._of(rank, self._wait_for(rank, command))
+        except Exception as error:  # noqa: BLE001  # as the engine ends the process at any
+            raise_or_keep(error)
+            return otherwise()
+
+    def _wait_for(self, rank: int, command: Any) -> Answer:
+        """Send all that was kept, and a command that is answered."""
+        answer = self._peers[rank].ask(command)
+        for each in self._peers.values():
+            each.someone_waits()
+        return answer
+
+    def _of(self, rank: int, answer: Answer) -> Any:
+        """The answer, once it is there.
+
+        Raises:
+            RuntimeError: or another error, that was raised on the rank; or the rank is lost.
+        """
+        found = answer.result()
+        if isinstance(found, Failed):
+            raise self._error(rank, found)
+        return found
+
+    def _error(self, rank: int, failed: Failed) -> Exception:
+        """What failed first, which may be another rank's; from here on, all goes on."""
+        asked = {
+            other: self._wait_for(other, commands.Synchronize())
+            for other in self._peers
+            if other != rank
+        }
+        failures = {rank: failed}
+        failures |= {other: answer.result() for other, answer in asked.items()}
+        told = [(other, each) for other, each in failures.items() if isinstance(each, Failed)]
+        of, first = next((each for each in told if not each[1].follows), told[0])
+        kind = _ERRORS.get(first.kind, RuntimeError)
+        if "can't allocate memory" in first.message:  # the CPU's has no type of its own
+            kind = torch.OutOfMemoryError
+        return kind(f"{first.message}{held_by(of)}".rstrip(","))
+
+    def _tell(self, rank: int, command: Any, values: torch.Tensor | None = None) -> None:
+        try:
+            self._peers[rank].tell(command, values)
+        except HostLost as error:
+            raise_or_keep(error)
+
+    # Tensors
+
+    def _rank_of(self, device: int | None) -> int:
+        return 0 if device is None else self.places[device].rank
+
+    def stored(self, tensor: torch.Tensor) -> Stored:
+        """How a tensor without values lies in a rank's storage."""
+        owner = _owner_of(tensor)
+        assert owner is not None
+        offset = tensor.storage_offset()
+        return Stored(owner.number, tuple(tensor.shape), tensor.stride(), int(offset), tensor.dtype)
+
+    def _said(self, args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Arguments as a command says them; those of the CPU go with it."""
+
+        def say(tensor: torch.Tensor) -> Any:
+            return self.stored(tensor) if tensor.is_meta else tensor.detach().clone()
+
+        said = [exchanged(each, say) for each in args]
+        return said, {name: exchanged(each, say) for name, each in kwargs.items()}
+
+
+def far_devices() -> FarDevices | None:
+    """Those of the ranks that are joined, if any are."""
+    try:
+        found = active_machine().asynchronous
+    except RuntimeError:
+        return None
+    return found if isinstance(found, FarDevices) else None
+
+
+_LARGE = 1 << 20
+"""Bytes from which values are sent at once."""
+_ERRORS: dict[str, type[Exception]] = {
+    **{each.__name__: each for each in (ValueError, IndexError, TypeError, NotImplementedError)},
+    "OutOfMemoryError": torch.OutOfMemoryError,
+    "_LinAlgError": torch.linalg.LinAlgError,
+}
+
+
+def draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an operation draws random numbers."""
+    if torch.Tag.nondeterministic_seeded not in func.tags or func is _CHOICE:
+        return False
+    if func is not _ATTENTION:
+        return True
+    return bool(kwargs.get("dropout_p", args[3] if len(args) > 3 else 0.0))
+
+
+def _depends_on_values(func: Any, args: Any) -> bool:
+    if func is aten.index.Tensor:
+        return any(each.dtype in (torch.bool, torch.uint8) for each in tensors_in(args[1]))
+    return func is aten._linalg_check_errors.default or bool(_UNKNOWN & set(func.tags))
+
+
+def _of_zeros(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What an operation gives of zeros, for a backward that has failed to go on with."""
+
+    def zeros(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+    given = {name: exchanged(each, zeros) for name, each in kwargs.items()}
+    return func(*exchanged(args, zeros), **given)
+
+
+def _blank(tensor: torch.Tensor) -> torch.Tensor:
+    """Without values, but for CPU scalars."""
+    return tensor if tensor.is_meta or tensor.dim() == 0 else tensor.to("meta")
+
+
+def _blanks(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: exchanged(each, _blank) for name, each in kwargs.items()}
+
+
+def _owner_of(tensor: torch.Tensor) -> Owner | None:
+    """Who has the storage of a tensor without values: it lives as long as this does here."""
+    return getattr(tensor.untyped_storage(), _OWNER, None)
+
+
+def _give_owner(tensor: torch.Tensor, owner: Owner) -> None:
+    setattr(tensor.untyped_storage(), _OWNER, owner)
+
+
+_OWNER = "tl_devicefix_owner"

@@ -1,0 +1,282 @@
+"""What a rank does that lends its devices: one command after the other, until it is told to end."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from tl_devicefix.multihost import commands
+from tl_devicefix.multihost.caching import noting, storages_of, tensor_in
+from tl_devicefix.multihost.commands import (
+    Beside,
+    Failed,
+    Given,
+    New,
+    NotWritten,
+    Stored,
+    exchanged,
+    operation_named,
+    tensors_in,
+)
+from tl_devicefix.multihost.file_parts import text_of, write_into
+from tl_devicefix.multihost.graphs import Graph, called
+from tl_devicefix.multihost.mapped import differences, read
+from tl_devicefix.multihost.peers import HostLost
+from tl_devicefix.multihost.pickling import Unpickler
+from tl_devicefix.multihost.settings import set_as
+from tl_devicefix.simulation.geometry import Geometry, geometry_of
+
+_NEVER = "what it needs was never computed, as something failed before"
+
+
+class _NeverComputed(RuntimeError):
+    """Something failed before, and what it should have given is needed now."""
+
+
+class Lender:
+    """The tensors of a rank, and what is done to them.
+
+    Args:
+        name: what the rank is called in errors.
+        devices: its devices.
+        wire: to rank 0, and the others.
+    """
+
+    def __init__(self, name: str, devices: list[torch.device], wire: Any) -> None:
+        self._name, self._devices, self._wire = name, devices, wire
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._blocks: dict[int, torch.nn.Module] = {}
+        self._graphs: dict[int, Graph] = {}
+        self._failed: Failed | None = None
+        self._writing = ThreadPoolExecutor(1, thread_name_prefix="files")
+
+    @torch.no_grad()
+    def lend(self) -> None:
+        """Do what rank 0 says, until it says to end.
+
+        Raises:
+            HostLost: if another rank, to which something goes, cannot be reached.
+            RuntimeError: if rank 0 cannot be reached.
+        """
+        while True:
+            told, values = self._wire.receive_commands()
+            for command in told:
+                if isinstance(command, commands.End):
+                    return
+                self._do(command, values)
+
+    def _do(self, command: Any, values: Callable[[torch.Size, torch.dtype], torch.Tensor]) -> None:
+        kind = type(command).__name__.lower()
+        if kind in ("put", "receive", "send", "read", "ask", "look", "compare", "synchronize"):
+            getattr(self, f"_{kind}")(command, values)
+            return
+        try:
+            getattr(self, f"_{kind}")(command)
+        except Exception as error:  # noqa: BLE001  # it is raised where rank 0 waits
+            self._fail(error, command)
+
+    def _fail(self, error: Exception, command: Any) -> None:
+        if self._failed is None:  # the first; others are of what it did not give
+            at = getattr(command, "operation", type(command).__name__.lower())
+            said = f"{error} (in {at}, on {self._name})"
+            self._failed = Failed(type(error).__name__, said, isinstance(error, _NeverComputed))
+
+    # Commands
+
+    def _run(self, command: commands.Run) -> None:
+        args, kwargs = self._given(command)
+        result = operation_named(command.operation)(*args, **kwargs)
+        for made, there in zip(tensors_in(result), command.gives, strict=True):
+            if there is not None:
+                self._keep(made, *there)
+
+    def _settings(self, command: commands.Settings) -> None:
+        set_as(command.values)
+
+    def _hold(self, command: commands.Hold) -> None:
+        device = self._devices[command.device]
+        self._blocks[command.number] = Unpickler(command.block, self._tensor, device).load()
+
+    def _call(self, command: commands.Call) -> None:
+        entry = None
+        if command.entry is not None:
+            cls, keys, values, is_frozen = command.entry
+            entry = cls, self._tensor(keys), self._tensor(values), is_frozen
+        self._keep_all(called(self._block(command.block), self._named(command), entry), command)
+
+    def _callcached(self, command: commands.CallCached) -> None:
+        block = self._block(command.block)
+        with noting(block, tuple(sorted(set(command.layout.points)))) as called_with:
+            made = [block(**self._named(command)), *(each for _, each in called_with)]
+        there = storages_of(command.layout, made)
+        self._storages.update(zip(command.storages, there, strict=True))
+
+    def _record(self, command: commands.Record) -> None:
+        graph = Graph(self._block(command.block), self._named(command), command.keys)
+        self._graphs[command.number] = graph
+        self._keep_all([graph.output], command)
+
+    def _backward(self, command: commands.Backward) -> None:
+        if command.graph not in self._graphs:
+            raise _NeverComputed(_NEVER)
+        graph, gradient = self._graphs[command.graph], self._tensor(command.gradient)
+        self._keep_all(graph.backward(gradient, command.which, command.keeps), command)
+
+    def _keep_all(self, made: Sequence[Any], command: Any) -> None:
+        for each, there in zip(made, command.gives, strict=True):
+            self._keep(each, *there)
+
+    def _keep(self, made: torch.Tensor, number: int, geometry: Geometry) -> None:
+        """Keep a result as rank 0 knows it, which nobody else has."""
+        made = made.resolve_conj().resolve_neg()
+        if geometry_of(made) != geometry or made.storage_offset():
+            there = torch.empty_strided(
+                geometry.shape, geometry.stride, dtype=geometry.dtype, device=made.device
+            )
+            # A kernel may leave out what nobody reads, as batch norm the mean of an evaluation.
+            made = there.copy_(made) if made.numel() else there
+        self._storages[number] = made.untyped_storage()
+
+    def _ask(self, command: commands.Ask, values: Any) -> None:
+        def run() -> Any:
+            args, kwargs = self._given(command)
+            tensors = list(tensors_in((args, list(kwargs.values()))))
+            result = operation_named(command.operation)(*args, **kwargs)
+            numbers = iter(command.numbers)
+
+            def tell(made: torch.Tensor) -> Any:
+                number = next(numbers)
+                for index, each in enumerate(tensors):
+                    if each is made:
+                        return Given(index)
+                made = made.resolve_conj().resolve_neg().clone()
+                self._storages[number] = made.untyped_storage()
+                return New(number, geometry_of(made))
+
+            return exchanged(result, tell)
+
+        self._answer(command, run)
+
+    def _make(self, command: commands.Make) -> None:
+        nbytes, device = command.geometry.nbytes, torch.device("cpu")
+        if command.device is not None:
+            device = self._devices[command.device]
+        pinned = command.device is None and self._devices[0].type != "cpu"
+        made = torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+        self._storages[command.storage] = made.untyped_storage()
+
+    def _grow(self, command: commands.Grow) -> None:
+        self._storages[command.storage].resize_(command.nbytes)
+
+    def _free(self, command: commands.Free) -> None:
+        for number in command.numbers:
+            for held in (self._storages, self._blocks, self._graphs):
+                held.pop(number, None)  # type: ignore[attr-defined]
+
+    def _put(self, command: commands.Put, values: Any) -> None:
+        try:
+            there = values(command.shape, command.dtype)  # comes in any case
+        except MemoryError as error:
+            self._fail(error, command)
+            return
+        self._try(command, lambda: self._tensor(command.target).copy_(there))
+
+    def _load(self, command: commands.Load) -> None:
+        values = read(command.where, command.shape, command.stride, command.dtype)
+        self._tensor(command.target).copy_(values)
+
+    def _copy(self, command: commands.Copy) -> None:
+        self._tensor(command.target).copy_(self._tensor(command.source))
+
+    def _read(self, command: commands.Read, values: Any) -> None:
+        self._answer(command, lambda: self._on_cpu(command.source))
+
+    def _send(self, command: commands.Send, values: Any) -> None:
+        there = self._try(command, lambda: self._on_cpu(command.source))
+        self._wire.send_values(there, command.rank)
+
+    def _receive(self, command: commands.Receive, values: Any) -> None:
+        def write() -> None:
+            there = self._wire.receive_values(command.shape, command.dtype, command.rank)
+            if there is None:
+                raise _NeverComputed(f"rank {command.rank} had nothing to send")
+            self._tensor(command.target).copy_(there)
+
+        self._try(command, write)
+
+    def _compare(self, command: commands.Compare, values: Any) -> None:
+        self._answer(command, lambda: differences(command.files, command.checksums))
+
+    def _synchronize(self, command: commands.Synchronize, values: Any) -> None:
+        def wait() -> None:
+            for device in self._devices:
+                if device.type != "cpu":
+                    torch.get_device_module(device.type).synchronize(device)
+
+        self._answer(command, wait)
+
+    def _look(self, command: commands.Look, values: Any) -> None:
+        self._answer(command, lambda: (text_of(command.path), self._name))
+
+    def _write(self, command: commands.Write) -> None:
+        pieces = command.tensors
+        tensors = self._try(command, lambda: [list(map(self._tensor, each)) for each in pieces])
+        self._writing.submit(self._write_and_tell, command, tensors)
+
+    def _write_and_tell(self, command: commands.Write, tensors: Any) -> None:
+        """In a thread, while the next commands are done."""
+        found: list[bytes] | NotWritten
+        try:
+            found = write_into(command.path, command.nbytes, command.offset, tensors or [])
+        except Exception as error:  # noqa: BLE001  # it is raised where rank 0 waits
+            number = getattr(error, "errno", None) or errno.EIO
+            why = getattr(error, "strerror", None) or str(error)
+            found = NotWritten(number, f"{why}, on {self._name}")
+        self._wire.answer(Beside(command.number, found))
+
+    def _answer(self, command: Any, find: Callable[[], Any]) -> None:
+        """Send rank 0 an answer, or what failed since the last one."""
+        found = self._try(command, find)
+        failed, self._failed = self._failed, None
+        self._wire.answer(found if failed is None else failed)
+
+    def _try(self, command: Any, do: Callable[[], Any]) -> Any:
+        try:
+            return do()
+        except HostLost:
+            raise
+        except Exception as error:  # noqa: BLE001  # it is raised where rank 0 waits
+            self._fail(error, command)
+            return None
+
+    # Tensors
+
+    def _given(self, command: commands.Run | commands.Ask) -> tuple[list[Any], dict[str, Any]]:
+        return [self._found(each) for each in command.args], self._named(command)
+
+    def _named(self, command: Any) -> dict[str, Any]:
+        return {name: self._found(each) for name, each in command.kwargs.items()}
+
+    def _block(self, number: int) -> torch.nn.Module:
+        if number not in self._blocks:
+            raise _NeverComputed(_NEVER)
+        return self._blocks[number]
+
+    def _found(self, value: Any) -> Any:
+        if type(value) is Stored:
+            return self._tensor(value)
+        if type(value) is list:
+            return [self._found(each) for each in value]
+        return value
+
+    def _tensor(self, stored: Stored) -> torch.Tensor:
+        if stored.storage not in self._storages:
+            raise _NeverComputed(_NEVER)
+        return tensor_in(self._storages[stored.storage], stored)
+
+    def _on_cpu(self, stored: Stored) -> torch.Tensor:
+        return self._tensor(stored).to("cpu").contiguous()

@@ -1,0 +1,293 @@
+"""Rehearse a job at full size: a model without values on devices without hardware.
+
+Tensors have devices, shapes and sizes, but no values (`simulate(..., values=False)`), so a 70B
+model is made in seconds, and what a function does with it is checked without computing anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tl_devicefix.attention.implementation import (
+    check_attn_implementation,
+    looking_away,
+    set_attn_implementation,
+)
+from tl_devicefix.dispatch.module_names import named_modules
+from tl_devicefix.patches import enabled
+from tl_devicefix.placement.crossings import BetweenHosts, by_hosts, in_words
+from tl_devicefix.placement.deciding import DeviceMap, decide
+from tl_devicefix.placement.fitting import check_fit
+from tl_devicefix.placement.memory import MaxMemory, gib
+from tl_devicefix.placement.placement import Placement
+from tl_devicefix.planning.blueprints import blueprint, check_options
+from tl_devicefix.planning.machines import (
+    by_index,
+    how_many,
+    names_devices,
+    on_hosts,
+    within,
+)
+from tl_devicefix.simulation import Machine, Transfers, simulate_apart
+from tl_devicefix.simulation.sites import Hosts
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most that was allocated on a device, in bytes, and the module that was running then."""
+
+    bytes: int
+    """All that was allocated, the weights among it."""
+    module: str
+    """Its name; "the weights" if nothing took more, "outside the model" if none was running."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What was allocated on each device, in bytes, when a component had run."""
+
+    component: str
+    """Its name: "embed", "blocks.3"."""
+    allocated: tuple[int, ...]
+    """Bytes on each device, in their order."""
+
+
+@dataclass(frozen=True, repr=False)
+class DryRun:
+    """What a rehearsed job did. Printing it shows a table."""
+
+    placement: Placement
+    """Where each component is."""
+    weights: tuple[int, ...]
+    """Bytes of weights and buffers on each device, before the job."""
+    memory: tuple[int, ...]
+    """Bytes that each device has."""
+    peaks: tuple[Peak, ...]
+    """The most that each device held during the job, and in which module."""
+    timeline: tuple[Moment, ...]
+    """What each device held when a component had run, in the order they ran."""
+    transfers: Transfers
+    """Every copy between devices, in order. Printing them shows a line for each pair."""
+    result: Any
+    """What the job returned."""
+    error: BaseException | None = None
+    """What stopped it: operands on several devices, no room, or an error of its own."""
+    stopped_at: str | None = None
+    """The line of the caller's own code that it stopped at, and the module that was running."""
+
+    @property
+    def between_hosts(self) -> BetweenHosts:
+        """Bytes that went from one host to another, by their names."""
+        moved = self.transfers.by_pair().items()
+        return by_hosts(((pair, sums.bytes) for pair, sums in moved), self.placement.sites)
+
+    @property
+    def runs(self) -> bool:
+        """Whether the job ran to its end."""
+        return self.error is None
+
+    def __repr__(self) -> str:
+        rows = [("device", "weights", "peak", "of", "peak in")]
+        sites = self.placement.sites
+        for index, (held, peak, room) in enumerate(zip(self.weights, self.peaks, self.memory)):
+            device = f"{index} ({sites[index].name})" if sites else str(index)
+            rows.append((device, gib(held), gib(peak.bytes), gib(room), peak.module))
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        lines = [
+            "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths)) + f"  {row[4]}"
+            for row in rows
+        ]
+        return "\n".join([*lines, self._of_transfers(), self._outcome()])
+
+    def _of_transfers(self) -> str:
+        pairs = ", ".join(
+            f"{_short(source)} -> {_short(target)} {gib(moved.bytes)}"
+            for (source, target), moved in self.transfers.by_pair().items()
+        )
+        between = f"; between hosts: {in_words(self.between_hosts)}" if self.placement.sites else ""
+        return f"{self.transfers.together().count} transfers: {pairs or 'none'}{between}"
+
+    def _outcome(self) -> str:
+        if self.error is None:
+            return "it runs"
+        return f"it stops at {self.stopped_at}: {type(self.error).__name__}: {self.error}"
+
+
+def _short(device: torch.device) -> str:
+    return device.type if device.index is None else str(device.index)
+
+
+def dry_run(
+    config_or_model_name: Any,
+    run: Callable[[Any], Any],
+    n_devices: int | None = None,
+    *,
+    device_map: DeviceMap | None = None,
+    max_memory: MaxMemory | None = None,
+    dtype: torch.dtype | str | None = None,
+    memory: int | str | Sequence[int | str] = "80GiB",
+    tokenizer: Any = None,
+    cls: Any = None,
+    attn_implementation: str | None = None,
+    hosts: Hosts | None = None,
+    **options: Any,
+) -> DryRun:
+    """Run a function on a model at its full size, without its weights and without devices.
+
+    The model is made as loading would place it, on `n_devices` simulated devices, of
+    tensors without values. Each operation's devices and shapes are checked, and memory and
+    transfers are counted; nothing is computed. A number that is read from a tensor is 0.
+
+    Args:
+        config_or_model_name: as for `plan`: a name, a local checkpoint directory, or a config.
+        run: called with the model, as users write it for one that is loaded: a forward,
+            `run_with_cache`, `generate`, hooks, a backward.
+        n_devices: how many devices there are, and are used; by default as many as the other
+            arguments name, of which `max_memory` says which are used.
+        device_map: as for `plan`; the devices are 0 to `n_devices - 1`.
+        max_memory: as for `plan`.
+        dtype: of the weights; by default float32, as for loading.
+        memory: what each device has: a size ("80GiB"), or one for each.
+        tokenizer: for a `run` that passes text; without, it must pass tokens.
+        cls: HookedTransformer or a subclass of it, or TransformerBridge, which is the default for
+            a transformers config, and with TransformerLens 4. A Bridge is made as it is booted:
+            `run` may call `enable_compatibility_mode()`, to see what that takes.
+        attn_implementation: "sdpa" for a model that builds no pattern where nobody listens, see
+            `tl_devicefix.set_attn_implementation`; masks are taken to leave nothing out.
+        hosts: over how many hosts the devices are divided, as for `plan`.
+        options: what the config depends on, as for `from_pretrained`: `fold_ln`, `first_n_layers`,
+            `n_ctx`. For a Bridge, as for `boot_transformers`: `n_ctx`, `hf_config_overrides`.
+
+    Returns:
+        What happened, also if `run` failed: then `error` and `stopped_at` say why and where.
+
+    Raises:
+        ValueError: if the model does not fit, or the arguments do not fit together.
+        TypeError: if there is no such argument; it names what may be meant.
+    """
+    if not callable(run):
+        raise ValueError(f"run={run!r} is no function to call with the model")
+    check_options(dry_run, config_or_model_name, options, cls)
+    check_attn_implementation(attn_implementation)
+    grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())  # which `run` may set
+    sites = on_hosts(n_devices, hosts)
+    n_devices = len(sites) or n_devices
+    device_map, max_memory = by_index(device_map, sites), by_index(max_memory, sites)
+    listed = dict(enumerate(memory)) if isinstance(memory, list | tuple) else None
+    there = how_many(n_devices, device_map, max_memory, listed)
+    says_which = device_map is not None or (n_devices is None and names_devices(max_memory))
+    with enabled(), simulate_apart(there, memory, hosts) as machine, grad_mode:
+        max_memory = within(max_memory, there)
+        spread = None if says_which else there
+        wanted = blueprint(config_or_model_name, dtype, options, cls)
+        placement = decide(wanted.sizes(), spread, None, device_map, max_memory)
+        check_fit(placement, max_memory, wanted.dtype)
+        model = wanted.make(placement, tokenizer)
+        if attn_implementation is not None:
+            set_attn_implementation(model, attn_implementation)
+        return _watch(machine, model, placement, run)
+
+
+def _watch(machine: Machine, model: Any, placement: Placement, run: Callable[[Any], Any]) -> DryRun:
+    """Run the function, and record what it does on each device."""
+    devices = range(len(machine.devices))
+    weights = tuple(machine.memory_allocated(index) for index in devices)
+    for index in devices:
+        machine.reset_peak_memory_stats(index)
+    machine.reset_transfers()
+    at_peak = dict.fromkeys(devices, "the weights")
+    timeline: list[Moment] = []
+    running: list[str] = []
+
+    def note_peak(index: int) -> None:
+        at_peak[index] = running[-1] if running else "outside the model"
+
+    def note_end(name: str) -> None:
+        allocated = tuple(machine.memory_allocated(index) for index in devices)
+        timeline.append(Moment(name, allocated))
+
+    result, error, stopped_at = None, None, None
+    machine.on_peak = note_peak
+    try:
+        with _naming_what_runs(model, running, set(placement.device_map), note_end):
+            result = run(model)
+    except Exception as caught:  # noqa: BLE001  # the job's own errors are what is reported
+        error, stopped_at = caught, _where(caught, model)
+        traceback.clear_frames(caught.__traceback__)
+    finally:
+        machine.on_peak = None
+    return DryRun(
+        placement=placement,
+        weights=weights,
+        memory=tuple(machine.mem_get_info(index)[1] for index in devices),
+        peaks=tuple(Peak(machine.max_memory_allocated(i), at_peak[i]) for i in devices),
+        timeline=tuple(timeline),
+        transfers=machine.transfers.copy(),
+        result=result,
+        error=error,
+        stopped_at=stopped_at,
+    )
+
+
+@contextlib.contextmanager
+def _naming_what_runs(
+    model: Any, running: list[str], components: set[str], note_end: Callable[[str], None]
+) -> Iterator[None]:
+    """Keep `running` as the names of the modules whose forward is under way, innermost last."""
+
+    def before(name: str) -> Callable[..., None]:
+        return looking_away(lambda *_: running.append(name))
+
+    def after(name: str) -> Callable[..., None]:
+        def leave(*_: Any) -> None:
+            running.pop()
+            if name in components:
+                note_end(name)
+
+        return looking_away(leave)
+
+    handles = []
+    modules: dict[str, torch.nn.Module] = {}
+    for name, module in named_modules(model):
+        modules.setdefault(name, module)  # a Bridge's component, and not also what it wraps
+    for name, module in modules.items():
+        if name:
+            handles.append(module.register_forward_pre_hook(before(name), prepend=True))
+            handles.append(module.register_forward_hook(after(name), always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+_LIBRARIES = (
+    sysconfig.get_paths()["purelib"],
+    sysconfig.get_paths()["stdlib"],
+    str(Path(__file__).parents[1]),
+)
+
+
+def _where(error: BaseException, model: Any) -> str:
+    """The last line of the caller's own that an error came through, and the module that ran."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    while error.__cause__ is not None:  # a hook's sentence is raised from what torch said
+        error = error.__cause__
+        frames += traceback.walk_tb(error.__traceback__)
+    lines = [frame for frame in frames if not frame[0].f_code.co_filename.startswith(_LIBRARIES)]
+    frame, number = (lines or frames)[-1]
+    line = linecache.getline(frame.f_code.co_filename, number).strip()
+    names = {module: name for name, module in named_modules(model) if name}
+    selves = (each.f_locals.get("self") for each, _ in frames)
+    inside = [names[each] for each in selves if isinstance(each, torch.nn.Module) and each in names]
+    within = f", within {inside[-1]}" if inside else ""
+    return f"{frame.f_code.co_filename}:{number} ({line}){within}"

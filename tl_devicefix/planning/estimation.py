@@ -1,0 +1,208 @@
+"""Whether a job fits, before anything is loaded: `estimate(...)`, a table of what it takes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from tl_devicefix.attention.implementation import check_attn_implementation
+from tl_devicefix.patches import enabled
+from tl_devicefix.placement.blueprint import Blueprint
+from tl_devicefix.placement.crossings import BetweenHosts, in_words
+from tl_devicefix.placement.deciding import DeviceMap
+from tl_devicefix.placement.memory import MaxMemory, gib
+from tl_devicefix.placement.placement import Placement
+from tl_devicefix.planning.advice import what_would_fit
+from tl_devicefix.planning.blueprints import blueprint, check_options
+from tl_devicefix.planning.machines import (
+    by_index,
+    how_many,
+    names_devices,
+    on_hosts,
+    rooms,
+    within,
+)
+from tl_devicefix.planning.usage import Job, OnDevice, Setting
+from tl_devicefix.simulation.sites import Hosts, check_number
+
+
+@dataclass(frozen=True, repr=False)
+class Estimate:
+    """What a job takes. Printing it shows a table, and whether it fits."""
+
+    model: str
+    """Its name."""
+    dtype: str
+    """That of the weights, by its name: "bfloat16"."""
+    job: Job
+    """What is to be done with the model: `batch`, `ctx`, `cache`, `generate`, ..."""
+    devices: tuple[OnDevice, ...]
+    """What each device holds, in bytes; home first, and host memory last if blocks live there."""
+    placement: Placement
+    """Where each component would live."""
+    advice: str = ""
+    """What would fit, if this does not."""
+    between_hosts: dict[str, BetweenHosts] = field(default_factory=dict)
+    """What goes from host to host, in bytes by their names: in "a forward", "its backward", in
+    "the cache, read at home", "the prompt" and "a generated token"; empty if there is one host."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether each device has room for its peak."""
+        return all(device.fits for device in self.devices)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, as plain numbers and texts, in bytes."""
+        return {
+            "model": self.model,
+            "dtype": self.dtype,
+            "job": asdict(self.job),
+            "devices": [
+                {**asdict(each), "total": each.total, "headroom": each.headroom}
+                for each in self.devices
+            ],
+            "between_hosts": {
+                what: {" -> ".join(pair): size for pair, size in sums.items()}
+                for what, sums in self.between_hosts.items()
+            },
+            "fits": self.fits,
+            "advice": self.advice,
+        }
+
+    def __repr__(self) -> str:
+        columns = ["weights", "buffers", "kv_cache", "cached", "gathered", "working", "total"]
+        shown = [name for name in columns if any(getattr(each, name) for each in self.devices)]
+        if any(each.loads_more for each in self.devices):
+            shown.insert(-1, "loading")
+        rows = [("device", "components", *(name.replace("_", " ") for name in shown), "headroom")]
+        for each in self.devices:
+            left = "" if each.headroom is None else _signed(each.headroom)
+            sizes = (gib(getattr(each, name)) for name in shown)
+            rows.append((each.device, each.components, *sizes, left))
+        sums = (gib(sum(getattr(each, name) for each in self.devices)) for name in shown)
+        rows.append(("total", "", *sums, ""))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        aligned = ("<", "<", *(">" for _ in rows[0][2:]))
+        lines = [
+            "  ".join(f"{c:{a}{w}}" for c, a, w in zip(row, aligned, widths)).rstrip()
+            for row in rows
+        ]
+        if self.between_hosts:
+            lines.append("between hosts:")
+            lines += [f"- {what}: {in_words(sums)}" for what, sums in self.between_hosts.items()]
+        return "\n".join([f"{self.model}, {self.dtype}: {self.job}", *lines, self._verdict()])
+
+    def _verdict(self) -> str:
+        over = [each for each in self.devices if not each.fits]
+        if not over:
+            return "It fits."
+        worst = min(over, key=lambda each: each.headroom or 0)
+        needs = f"device {worst.device} needs {gib(worst.total)} but has {gib(worst.capacity or 0)}"
+        return f"It does not fit: {needs}. {self.advice}"
+
+
+def _signed(size: int) -> str:
+    return gib(size) if size >= 0 else f"-{gib(-size)}"
+
+
+def estimate(
+    config_or_model_name: Any,
+    n_devices: int | None = None,
+    *,
+    device_map: DeviceMap | None = None,
+    max_memory: MaxMemory | int | str = "80GiB",
+    memory: MaxMemory | int | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    batch: int = 1,
+    ctx: int | None = None,
+    cache: str | None = None,
+    generate: int = 0,
+    gradients: bool = False,
+    gather: str | int | None = None,
+    attn_implementation: str | None = None,
+    hosts: Hosts | None = None,
+    **options: Any,
+) -> Estimate:
+    """Estimate what a job takes on each device, and whether it fits; nothing is loaded.
+
+    With TransformerLens 4, and for a transformers config, that is on a TransformerBridge as it is
+    booted, but with an unembedding of its own; what compatibility mode takes, `dry_run` shows.
+
+    Args:
+        config_or_model_name: as for `plan`.
+        n_devices: how many devices there are; by default as many as the other arguments name.
+        device_map: as for `from_pretrained`.
+        max_memory: the most to use of each device, as for `plan`, which places the weights just so:
+            `{0: "24GiB", 1: "80GiB"}`, of which the devices are used that are named; with "cpu",
+            blocks that do not fit are offloaded there. Here, also one size for each ("80GiB"). The
+            weights are placed within it, and all that the job takes has to stay within it, unless
+            `memory` says what there is for all. Devices that are not named have 80 GiB.
+        memory: what each device has, if that is more than what the weights may take of it.
+        dtype: of the weights; by default float32, as for `from_pretrained`.
+        batch: how many sequences.
+        ctx: how many tokens in each; by default 1024, or n_ctx if that is less.
+        cache: what `run_with_cache` keeps: hook names less "hook_" ("resid_post", or several
+            "resid_post,z"), or "all".
+        generate: how many new tokens, with a KV cache.
+        gradients: take gradients, from the loss back to every parameter.
+        gather: where stacked weights are gathered: "cpu" or a device's index. The largest counts.
+        attn_implementation: "sdpa" for a model that builds no pattern where none is kept, see
+            `tl_devicefix.set_attn_implementation`; nothing is taken to be padded.
+        hosts: over how many hosts the devices are divided, as for `plan`: what goes from host to
+            host is estimated too.
+        options: what the config depends on, as for `from_pretrained`: `first_n_layers`, `n_ctx`.
+            For a Bridge, as for `boot_transformers`: `n_ctx`, `hf_config_overrides`.
+
+    Raises:
+        ValueError: if the arguments do not fit together, or the model's config cannot be had.
+        TypeError: if there is no such argument; it names what may be meant.
+    """
+    with enabled():
+        check_options(estimate, config_or_model_name, options)
+        model = blueprint(config_or_model_name, dtype, options)
+        ctx = min(1024, model.n_ctx) if ctx is None else ctx
+        check_attn_implementation(attn_implementation)
+        job = Job(batch, ctx, cache, generate, gradients, gather, attn_implementation)
+        sites = on_hosts(n_devices, hosts)
+        n_devices = len(sites) or n_devices
+        device_map, limits, has = (by_index(e, sites) for e in (device_map, max_memory, memory))
+        there = how_many(n_devices, device_map, limits, has)
+        _check(job, model, there)
+        limits = within(limits, there)
+        has = limits if memory is None else has
+        asked = Setting(model, there, device_map, rooms(has, there), job, hosts=hosts)
+        if n_devices is None and names_devices(limits):
+            asked = replace(asked, limits=limits)  # those that are named are used
+        elif memory is not None:
+            asked = replace(asked, limits=rooms(limits, there))
+        devices, placement, between_hosts = asked.measure()
+        fits = all(device.fits for device in devices)
+        advice = "" if fits else what_would_fit(asked)
+    dtype_name = str(model.dtype).removeprefix("torch.")
+    return Estimate(model.name, dtype_name, job, devices, placement, advice, between_hosts)
+
+
+def _check(job: Job, model: Blueprint, n_devices: int) -> None:
+    for name, least in (("n_devices", 1), ("batch", 1), ("ctx", 1), ("generate", 0)):
+        value = n_devices if name == "n_devices" else getattr(job, name)
+        if type(value) is not int or value < least:
+            raise ValueError(
+                f"{name}={value!r} is no number of {_COUNTED[name]}: give an int, at least {least}"
+            )
+    check_number(n_devices)
+    if not isinstance(job.cache, str | None) or job.cache == "":
+        raise ValueError(f"cache={job.cache!r} is no text such as 'resid_post,z', and not 'all'")
+    if not (job.gather in (None, "cpu") or job.gather in range(n_devices)):
+        raise ValueError(
+            f"gather={job.gather!r} is no place to gather: give 'cpu' or an index < {n_devices}"
+        )
+    if job.ctx + job.generate > model.n_ctx:
+        raise ValueError(
+            f"{job.ctx + job.generate} tokens are more than the model's n_ctx of {model.n_ctx}: "
+            "lower ctx or generate, or give n_ctx"
+        )
+
+
+_COUNTED = {"n_devices": "devices", "batch": "sequences", "ctx": "tokens", "generate": "new tokens"}

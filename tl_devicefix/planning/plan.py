@@ -1,0 +1,90 @@
+"""`plan(...)`: where each component of a model would live, by its config or its name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tl_devicefix.placement.components import ComponentSize
+from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
+from tl_devicefix.placement.devices import DeviceLike
+from tl_devicefix.placement.memory import MaxMemory
+from tl_devicefix.placement.placement import Placement
+from tl_devicefix.planning.blueprints import blueprint, is_of_bridge
+from tl_devicefix.planning.machines import UNLIMITED, by_index, on_hosts
+from tl_devicefix.simulation import simulate_apart
+from tl_devicefix.simulation.sites import Hosts
+
+
+def plan(
+    config_or_model_name: Any,
+    n_devices: int | None = None,
+    device: DeviceLike | None = None,
+    device_map: DeviceMap | None = None,
+    max_memory: MaxMemory | None = None,
+    dtype: torch.dtype | str | None = None,
+    hosts: Hosts | None = None,
+) -> Placement:
+    """Decide where each component of a model lives, without allocating anything.
+
+    The blocks lie in contiguous ranges over the home device and the ones after it. Home also
+    carries the embeddings, the final norm and the unembedding, so it gets fewer blocks; a device
+    with more free memory gets more. Blocks may be offloaded: they live in host memory, and their
+    weights visit the device that runs them.
+
+    Args:
+        config_or_model_name: a HookedTransformerConfig, or whatever `from_pretrained` takes as a
+            model name (a name TransformerLens knows, or a local checkpoint directory). The sizes
+            of common models are known, so that the hub is not asked for their configs. With
+            TransformerLens 4: a transformers config, or what `boot_transformers` takes.
+        n_devices: over how many devices to spread the blocks; by default those that `max_memory`
+            names, and 1 if nothing else is said.
+        device: the home device; the others are those that follow it. "cuda:2" with `n_devices=2`
+            means cuda:2 and cuda:3. By default the first that `max_memory` names.
+        device_map: instead of `n_devices`: "balanced" or "auto" (every device there is, evenly),
+            "sequential" (fill each before the next), one device, or a dict from components
+            ("embed", "blocks.3", "unembed") or prefixes ("blocks", "") to devices. Blocks on
+            "cpu" are offloaded if embed is elsewhere: they run where the block before them does.
+        max_memory: the most that weights may take of each device: `{0: "20GiB", 1: "40GiB"}`.
+            The devices that it names are used, and no others, unless `n_devices` says how many.
+            With "cpu" in it, blocks that do not fit are offloaded.
+        dtype: the dtype to weigh the parameters in; by default the config's. Norms are weighed too,
+            which a model that is loaded with `fold_ln=True` no longer has.
+        hosts: plan for so many hosts, which this one need not know: `n_devices` of all of them
+            together are divided evenly over them in order, and called "host0/0", "host0/1", ...
+            Or how many devices each of them has, `[8, 4]`, without `n_devices`.
+            What they have free is not known, so give `max_memory`; a `device_map` may be given
+            beside `n_devices`. The plan is that of loading over them after
+            `tl_devicefix.init_hosts`, and says what a forward sends from host to host.
+
+    Raises:
+        ValueError: one sentence saying what does not fit together and what to do.
+    """
+    sites = on_hosts(n_devices, hosts)
+    n_devices = len(sites) or n_devices
+    sizes, weighed_in = weigh(config_or_model_name, dtype)
+    if not sites:
+        return decide_fitting(sizes, weighed_in, n_devices, device, device_map, max_memory)
+    device, device_map, max_memory = (by_index(e, sites) for e in (device, device_map, max_memory))
+    spread = None if device_map is not None else n_devices
+    with simulate_apart(len(sites), UNLIMITED, hosts):
+        return decide_fitting(sizes, weighed_in, spread, device, device_map, max_memory)
+
+
+def weigh(
+    config_or_model_name: Any, dtype: torch.dtype | str | None
+) -> tuple[tuple[ComponentSize, ...], torch.dtype]:
+    """The sizes of a model's components, in the order they run, and the dtype they are weighed in.
+
+    Args:
+        config_or_model_name: as for `plan`.
+        dtype: by default that of a config, and float32 for a name.
+
+    Raises:
+        ValueError: if the config cannot be had.
+    """
+    # Norms are weighed too; of a Bridge, nothing is folded as it is booted.
+    options = {} if is_of_bridge(config_or_model_name) else {"fold_ln": False}
+    model = blueprint(config_or_model_name, dtype, options)
+    return model.sizes(), model.dtype

@@ -1,0 +1,338 @@
+"""What a job takes on each device, measured by rehearsing it at full size.
+
+No formula: it is what the installed TransformerLens allocates, on tensors without values.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from tl_devicefix.attention.implementation import set_attn_implementation
+from tl_devicefix.gathering.cache_at_home import CacheAtHome
+from tl_devicefix.placement.blueprint import Blueprint, Generation
+from tl_devicefix.placement.components import shared_once
+from tl_devicefix.placement.crossings import BetweenHosts, by_hosts
+from tl_devicefix.placement.deciding import DeviceMap, decide
+from tl_devicefix.placement.devices import HOST, site_of
+from tl_devicefix.placement.memory import by_device, capacity
+from tl_devicefix.placement.placement import Placement, in_short
+from tl_devicefix.planning.machines import UNLIMITED
+from tl_devicefix.simulation import Machine, Transfer, simulate_apart
+from tl_devicefix.simulation.sites import Hosts
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be done with a model."""
+
+    batch: int = 1
+    """Sequences."""
+    ctx: int = 1024
+    """Tokens in each sequence."""
+    cache: str | None = None
+    """What `run_with_cache` keeps: hook names less "hook_" ("resid_post,z"), "all", or None."""
+    generate: int = 0
+    """New tokens for each sequence, with a KV cache."""
+    gradients: bool = False
+    """Whether gradients are on; then a backward from the loss is taken too."""
+    gather: str | int | None = None
+    """Where stacked weights (`model.W_in`) are gathered: "cpu", a device's index, or nowhere."""
+    attn_implementation: str | None = None
+    """How blocks attend: "sdpa", without a pattern where none is kept, or as installed."""
+
+    def keeps(self, name: str) -> bool:
+        """Whether `run_with_cache` keeps the activation of this hook point."""
+        return self.cache == "all" or any(part_of(part, name) for part in self.parts)
+
+    @property
+    def parts(self) -> list[str]:
+        """The names in `cache`."""
+        return [part.strip() for part in (self.cache or "").split(",") if part.strip()]
+
+    def __str__(self) -> str:
+        parts = [f"batch {self.batch}, {self.ctx} tokens"]
+        parts += [f"caching {self.cache}"] if self.cache else []
+        parts += [f"generating {self.generate}"] if self.generate else []
+        parts += ["with gradients"] if self.gradients else []
+        parts += [f"gathering on {self.gather}"] if self.gather is not None else []
+        parts += (
+            [f"attn_implementation {self.attn_implementation}"]
+            if self.attn_implementation is not None
+            else []
+        )
+        return ", ".join(parts)
+
+
+def part_of(part: str, name: str) -> bool:
+    """Whether a hook point is meant: "z", "hook_z" and "attn.hook_z" by its name."""
+    short = part.removeprefix("hook_")
+    return name == part or name.endswith((f".{part}", f".hook_{short}")) or name == f"hook_{short}"
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """What one device holds, in bytes."""
+
+    device: str
+    """Its index ("0 (home)", "1"), with its host if there are several, or "cpu"."""
+    components: str
+    """Which live there, in short: "embed, blocks.0-3"."""
+    weights: int
+    """Those that live there: not offloaded blocks that visit."""
+    buffers: int = 0
+    """Masks, rotary tables, and the like."""
+    kv_cache: int = 0
+    """Keys and values of all tokens, as generating ends."""
+    cached: int = 0
+    """Activations that `run_with_cache` keeps."""
+    gathered: int = 0
+    """The largest stack of weights."""
+    working: int = 0
+    """What a forward (and backward, if asked for) allocates beside all of these, at its peak."""
+    loading: int = 0
+    """What loading allocates beside the weights, at its peak."""
+    capacity: int | None = None
+    """What it has; None if that is not known."""
+
+    @property
+    def total(self) -> int:
+        """The peak, of running or of loading."""
+        running = self.kv_cache + self.cached + self.gathered + self.working
+        return self.weights + self.buffers + max(running, self.loading)
+
+    @property
+    def loads_more(self) -> bool:
+        """Whether loading takes more than running."""
+        return self.loading > self.kv_cache + self.cached + self.gathered + self.working
+
+    @property
+    def headroom(self) -> int | None:
+        """What is left."""
+        return None if self.capacity is None else self.capacity - self.total
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is room for the peak."""
+        return self.headroom is None or self.headroom >= 0
+
+
+class Measured(NamedTuple):
+    """What a rehearsal of a job has shown."""
+
+    devices: tuple[OnDevice, ...]
+    placement: Placement
+    between_hosts: dict[str, BetweenHosts]
+    """What goes from host to host: in a forward, its backward, ..."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model, devices, and a job: all that an estimate depends on."""
+
+    model: Blueprint
+    n_devices: int
+    device_map: DeviceMap | None
+    memory: dict[Any, Any]
+    """What each device has, by index."""
+    job: Job
+    limits: dict[Any, Any] | None = None
+    """What weights may take of it (`max_memory`), if that is not all, or not of each device."""
+    hosts: Hosts | None = None
+    """Over how many, or which, the devices are divided, if they are."""
+
+    def measure(self) -> Measured:
+        """Rehearse the job, once, and measure what it takes on each device."""
+        return self._measured
+
+    def weights_fit(self) -> bool:
+        """Whether there is room for the weights, which is found without a rehearsal."""
+        with simulate_apart(self.n_devices, UNLIMITED, self.hosts):
+            placement = self._place()
+            rooms = by_device(self.memory, placement.home)
+            return all(
+                room is None or _stored(placement, memory) <= room
+                for memory in placement.memories
+                for room in [capacity(memory, rooms)]
+            )
+
+    @cached_property
+    def _measured(self) -> Measured:
+        # Of what does not fit, it is measured too what it takes.
+        with simulate_apart(self.n_devices, UNLIMITED, self.hosts) as machine:
+            placement = self._place()
+            rooms = by_device(self.memory, placement.home)
+            model = self.model.make(placement)
+            _check_cache(self.job, model)
+            if self.job.attn_implementation is not None:
+                set_attn_implementation(model, self.job.attn_implementation)
+            made = [machine.memory_allocated(index) for index in range(self.n_devices)]
+            used = _Usage(machine, placement)
+            used.dry_run(self.model, model, self.job)
+            gathered = 0 if self.job.gather is None else self.model.largest_stack(model)
+            loading = self.model.room_to_load(placement)
+            devices = []
+            for index, device in enumerate(machine.devices):
+                runs = [each for each in placement.components if each.device == device]
+                here = [each for each in runs if not each.offloaded]
+                planned = sum(each.weights for each in here)  # a Bridge may hold some twice
+                visiting = f" + {len(runs) - len(here)} visiting" if len(runs) > len(here) else ""
+                devices.append(
+                    OnDevice(
+                        device=_called(index, device, placement),
+                        components=in_short([each.name for each in here]) + visiting,
+                        weights=max(planned, made[index] - shared_once(runs)),
+                        buffers=shared_once(runs),
+                        kv_cache=used.kv_cache[index],
+                        cached=used.cached[index],
+                        gathered=gathered if self.job.gather == index else 0,
+                        working=used.working[index],
+                        loading=loading if runs else 0,
+                        capacity=capacity(device, rooms),
+                    )
+                )
+            on_host = [each for each in placement.components if each.stored_on == HOST]
+            if on_host or self.job.gather == "cpu":
+                devices.append(
+                    OnDevice(
+                        device="cpu",
+                        components=in_short([each.name for each in on_host]),
+                        weights=sum(each.weights for each in on_host),
+                        working=sum(each.weights for each in on_host) if self.job.gradients else 0,
+                        gathered=gathered if self.job.gather == "cpu" else 0,
+                        capacity=capacity(HOST, rooms),
+                    )
+                )
+        return Measured(tuple(devices), placement, used.between_hosts)
+
+    def _place(self) -> Placement:
+        """Where the components go, on devices that are there."""
+        limits = self.memory if self.limits is None else self.limits
+        leaves_out = any(index not in limits for index in range(self.n_devices))
+        spread = None if leaves_out or self.device_map is not None else self.n_devices
+        return decide(self.model.sizes(), spread, None, self.device_map, limits)
+
+
+def _called(index: int, device: torch.device, placement: Placement) -> str:
+    site = site_of(device, placement.sites)
+    said = [] if site is None else [site.name]
+    said += ["home"] if device == placement.home else []
+    return f"{index} ({', '.join(said)})" if said else str(index)
+
+
+def _stored(placement: Placement, memory: torch.device) -> int:
+    """Bytes of weights and buffers that live somewhere, without those that visit."""
+    running = [each for each in placement.components if each.device == memory]
+    stored = sum(each.weights for each in placement.components if each.stored_on == memory)
+    return stored + shared_once(running)
+
+
+def _check_cache(job: Job, model: Any) -> None:
+    for part in job.parts if job.cache != "all" else ():
+        if not any(part_of(part, name) for name in model.hook_dict):
+            known = {name.rpartition(".")[2].removeprefix("hook_") for name in model.hook_dict}
+            close = difflib.get_close_matches(part, known, n=3) or sorted(known)
+            raise ValueError(
+                f"cache={job.cache!r} names {part!r}, which is no hook of this model: give 'all', "
+                f"or names such as {', '.join(map(repr, close))}"
+            )
+
+
+class _Usage:
+    """What a job allocates on each device of a machine, beside what is there now, in bytes.
+
+    Args:
+        machine: a simulated one, with a model on it.
+        placement: the model's.
+
+    Attributes:
+        between_hosts: what it sends from host to host, by what that is; empty if there is one host.
+    """
+
+    def __init__(self, machine: Machine, placement: Placement) -> None:
+        self._machine, self._placement = machine, placement
+        self.between_hosts: dict[str, BetweenHosts] = {}
+        self._devices = range(len(machine.devices))
+        self._base = [machine.memory_allocated(index) for index in self._devices]
+        self.cached = self._held()
+        self.kv_cache = self._held()
+        self.working = self._held()
+
+    def dry_run(self, blueprint: Blueprint, model: Any, job: Job) -> None:
+        """Run the job on the model, and measure it."""
+        if job.cache is not None or job.gradients or not job.generate:
+            with torch.set_grad_enabled(job.gradients):
+                self._run(model, job)
+        if job.generate:
+            with torch.no_grad():
+                self._generate(blueprint.generation(model, job.batch, job.ctx), job)
+
+    def _run(self, model: Any, job: Job) -> None:
+        """A forward, with what it caches, and a backward."""
+        tokens = torch.zeros(job.batch, job.ctx, dtype=torch.long, device=model.cfg.device)
+        wanted: Any = "loss" if job.gradients else "logits"
+        self._start()
+        output, kept = model.run_with_cache(
+            tokens, names_filter=job.keeps, return_type=wanted, return_cache_object=False
+        )
+        self._note_crossings("a forward")
+        if job.cache is not None:
+            self._note_crossings("the cache, read at home", self._to_home(kept))
+        if job.gradients:
+            self._machine.reset_transfers()
+            output.backward()
+            self._note_crossings("its backward")
+        del output, tokens
+        model.zero_grad(set_to_none=True)
+        self.cached = self._held()
+        self._add_work(beside=self.cached)
+
+    def _generate(self, generation: Generation, job: Job) -> None:
+        """The prompt, and the last of the new tokens."""
+        self._start()
+        generation.prompt()
+        self._note_crossings("the prompt")
+        prompt_peak = self._peak()
+        generation.skip_to(job.ctx + job.generate - 1)
+        self._start()
+        generation.last_token()
+        self._note_crossings("a generated token")
+        self.kv_cache = self._held()
+        self._add_work(beside=self.kv_cache, peak=prompt_peak)
+        self._add_work(beside=self.kv_cache)
+
+    def _note_crossings(self, what: str, moved: Iterable[Any] | None = None) -> None:
+        """Note what went from host to host: all since the start, if nothing else is given."""
+        if self._placement.sites:
+            there = self._machine.transfers if moved is None else moved
+            sizes = ((each, each.bytes) for each in there)
+            self.between_hosts[what] = by_hosts(sizes, self._placement.sites)
+
+    def _to_home(self, kept: Any) -> Iterator[Transfer]:
+        """What reading all that is cached would take."""
+        there = kept.stored() if isinstance(kept, CacheAtHome) else kept
+        for each in there.values():
+            yield Transfer(each.device, self._placement.home, each.nbytes, each.shape)
+
+    def _start(self) -> None:
+        self._machine.reset_transfers()
+        for index in self._devices:
+            self._machine.reset_peak_memory_stats(index)
+
+    def _held(self) -> list[int]:
+        return [self._machine.memory_allocated(i) - self._base[i] for i in self._devices]
+
+    def _peak(self) -> list[int]:
+        return [self._machine.max_memory_allocated(i) - self._base[i] for i in self._devices]
+
+    def _add_work(self, beside: list[int], peak: list[int] | None = None) -> None:
+        """Count what was allocated at the peak, beyond what is counted elsewhere."""
+        peak = self._peak() if peak is None else peak
+        self.working = [
+            max(known, most - other) for known, most, other in zip(self.working, peak, beside)
+        ]

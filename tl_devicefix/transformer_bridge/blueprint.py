@@ -1,0 +1,244 @@
+"""A TransformerBridge that is yet to be made: its config, and how it is made without values."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.hooks import attach_align_device_hook_on_blocks
+from torch import nn
+from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
+from transformers import AutoTokenizer, DynamicCache
+
+from tl_devicefix.checkpoints.dtypes import torch_dtype
+from tl_devicefix.checkpoints.hub import TOKENIZER_FILES
+from tl_devicefix.gathering.gathering import STACKED
+from tl_devicefix.placement.blueprint import Blueprint, Generation
+from tl_devicefix.placement.components import ComponentSize
+from tl_devicefix.placement.gathering_device import gather_on
+from tl_devicefix.placement.placement import Placement
+from tl_devicefix.transformer_bridge.alignment import settle_bridge
+from tl_devicefix.transformer_bridge.components import Layout, empty_hf_model, layout_of
+from tl_devicefix.transformer_bridge.config import hf_config
+from tl_devicefix.transformer_bridge.upstream import adapter_for, hf_model_class
+
+OPTIONS = ("n_ctx", "hf_config_overrides")
+"""What the config depends on, as `boot_transformers` takes it."""
+
+
+class BridgeBlueprint(Blueprint):
+    """A Bridge as `boot_transformers` would boot it, not in compatibility mode.
+
+    Args:
+        name: what the user calls it.
+        config: its transformers config.
+        dtype: of its weights.
+    """
+
+    def __init__(self, name: str, config: Any, dtype: torch.dtype) -> None:
+        self.name, self.dtype = name, dtype
+        self._config = config
+        adapter = adapter_for(config, name, dtype)
+        self.n_ctx, self.n_layers = adapter.cfg.n_ctx, adapter.cfg.n_layers
+        self._architecture = adapter.cfg.architecture
+
+    @classmethod
+    def read(
+        cls, config_or_model_name: Any, dtype: torch.dtype | str | None, options: dict[str, Any]
+    ) -> BridgeBlueprint:
+        """See `blueprint`.
+
+        Raises:
+            ValueError: if the config cannot be had.
+        """
+        config = copy.deepcopy(hf_config(config_or_model_name))
+        vars(config).update(_overrides(config, **options))
+        if getattr(config, "pad_token_id", None) is None:  # as in `boot_transformers`
+            end = getattr(config, "eos_token_id", None)
+            config.pad_token_id = end[0] if isinstance(end, list) else end
+        if isinstance(config_or_model_name, type(config)):
+            name = getattr(config, "_name_or_path", None) or config.model_type
+        else:
+            name = str(config_or_model_name)
+        return cls(name, config, torch.float32 if dtype is None else torch_dtype(dtype))
+
+    def in_dtype(self, dtype: torch.dtype) -> BridgeBlueprint:
+        """The same model with weights of another dtype."""
+        return BridgeBlueprint(self.name, self._config, dtype)
+
+    def sizes(self) -> tuple[ComponentSize, ...]:
+        """What its components weigh, in the order they run; a tied unembedding is weighed too."""
+        hf_model, layout = self._empty()
+        return layout.sizes(hf_model)
+
+    def _empty(self) -> tuple[Any, Layout]:
+        """The Hugging Face model on meta, and which of it is which component."""
+        adapter = adapter_for(self._config, self.name, self.dtype)
+        wanted = getattr(adapter.cfg, "attn_implementation", None) or "eager"
+        arguments = {
+            "config": copy.deepcopy(self._config),
+            "torch_dtype": self.dtype,
+            "attn_implementation": wanted,
+        }
+        adapter.prepare_loading(self.name, arguments)
+        hf_model: Any = empty_hf_model(
+            hf_model_class(adapter),
+            arguments["config"],
+            self.dtype,
+            attn_implementation=arguments["attn_implementation"],
+        )
+        hf_model.config.output_attentions = True  # as in `boot_transformers`
+        return hf_model, layout_of(hf_model, adapter)
+
+    def make(self, placement: Placement, tokenizer: Any = None) -> Any:
+        """The Bridge over simulated devices."""
+        hf_model, layout = self._empty()
+        _give_memory(hf_model, layout, placement)
+        _give_hooks(hf_model, layout, placement)
+        bridge = build_bridge_from_module(
+            hf_model.eval(),
+            self._architecture,
+            hf_config=hf_model.config,
+            tokenizer=_saved_tokenizer(self.name) if tokenizer is None else tokenizer,
+            dtype=self.dtype,
+            device=placement.home,
+            model_name=self.name,
+        )
+        if len(placement.memories) > 1:
+            settle_bridge(bridge, placement)
+        return bridge
+
+    def room_to_load(self, placement: Placement) -> int:
+        """Nothing: transformers puts each weight where it stays."""
+        return 0
+
+    def largest_stack(self, model: Any) -> int:
+        """Bytes that the largest stacked weight (`model.W_in`) of a Bridge takes."""
+        with gather_on(str(model.cfg.device)), torch.no_grad():
+            return max(_size(model, name) for name in (*STACKED, "W_gate"))
+
+    def generation(self, model: Any, batch: int, ctx: int) -> BridgeGeneration:
+        """Generating from prompts of `ctx` tokens."""
+        return BridgeGeneration(model, batch, ctx)
+
+
+_N_CTX_FIELDS = (
+    *("n_positions", "max_position_embeddings", "max_context_length", "max_length"),
+    *("seq_length", "max_sequence_length"),
+)
+
+
+def _overrides(
+    config: Any, n_ctx: int | None = None, hf_config_overrides: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The fields of a config that are to be others, as `boot_transformers` finds them."""
+    overrides = dict(hf_config_overrides or {})
+    if n_ctx is not None:
+        overrides[next(field for field in _N_CTX_FIELDS if hasattr(config, field))] = n_ctx
+    return overrides
+
+
+def _give_memory(hf_model: Any, layout: Layout, placement: Placement) -> None:
+    """Give a model's parameters, which are on meta, memory where they go, and bring its buffers.
+
+    Afterwards what the model ties is tied.
+    """
+    for path, module in hf_model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                component = layout.component_of(f"{path}.{name}")
+                values = torch.empty_like(parameter, device=placement.device_for(component, True))
+                module._parameters[name] = nn.Parameter(values, parameter.requires_grad)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                component = layout.component_of(f"{path}.{name}")
+                module._buffers[name] = buffer.to(placement.device_for(component))
+    hf_model.tie_weights()
+
+
+def _give_hooks(hf_model: Any, layout: Layout, placement: Placement) -> None:
+    """Give a model that is on several devices the hooks that accelerate's `dispatch_model` gives.
+
+    They take part in what is copied. `dispatch_model` itself finds tied weights by their addresses,
+    which are all 0 without values.
+    """
+    if len(placement.devices) == 1 or placement.memories != placement.devices:
+        return
+    device_map: dict[str, Any] = layout.device_map(hf_model, placement)
+    attach_align_device_hook_on_blocks(
+        hf_model,
+        execution_device={**device_map, "": str(placement.home)},
+        offload=dict.fromkeys(device_map, False),
+        skip_keys=hf_model._skip_keys_device_placement,
+        tied_params_map={},
+    )
+
+
+def _saved_tokenizer(name: str) -> Any:
+    """The tokenizer of a local directory; None otherwise, or the hub would be asked."""
+    if any((Path(name) / file).is_file() for file in TOKENIZER_FILES):
+        return AutoTokenizer.from_pretrained(name, add_bos_token=True)
+    return None
+
+
+def _size(model: Any, name: str) -> int:
+    """Bytes of a stacked weight; 0 if the blocks have none, or none that can be stacked."""
+    try:
+        stack = getattr(model, name)
+    except (AttributeError, ValueError, NotImplementedError):
+        return 0
+    return stack.nbytes if isinstance(stack, torch.Tensor) else 0
+
+
+class BridgeGeneration(Generation):
+    """Generating with transformers' KV cache, as `TransformerBridge.generate` does.
+
+    Args:
+        bridge: the Bridge.
+        batch: how many prompts.
+        ctx: tokens in each.
+    """
+
+    def __init__(self, bridge: Any, batch: int, ctx: int) -> None:
+        self._bridge = bridge
+        self._tokens = torch.zeros(batch, ctx, dtype=torch.long, device=bridge.cfg.device)
+        self._kv_cache = DynamicCache(config=bridge.original_model.config)
+        self._length = ctx
+        takes = inspect.signature(bridge.original_model.forward).parameters
+        # Without attention there are no keys that a mask could leave out, nor positions.
+        self._attends = "cache_params" not in takes
+        name = "past_key_values" if self._attends else "cache_params"
+        self._cached = {name: self._kv_cache, "use_cache": True}
+
+    def prompt(self) -> None:
+        """Run the prompt, which fills the KV cache."""
+        self._bridge(self._tokens, **self._cached)
+
+    def skip_to(self, length: int) -> None:
+        """Have the KV cache as long as if this many tokens had been run."""
+        layers: Any = self._kv_cache.layers
+        for layer in layers:
+            if getattr(layer, "keys", None) is None:
+                continue  # the state of a state space model, which does not grow
+            held = length
+            if getattr(layer, "is_sliding", False):  # which keeps the last tokens only
+                held = min(length, layer.sliding_window - 1)
+                layer.cumulative_length = length
+            for name in ("keys", "values"):
+                tensor = getattr(layer, name)
+                batch, heads, _, width = tensor.shape
+                setattr(layer, name, tensor.new_empty(batch, heads, held, width))
+        self._length = length
+
+    def last_token(self) -> None:
+        """Run one token more."""
+        token = self._tokens[:, :1]
+        where = {
+            "attention_mask": token.new_ones(token.shape[0], self._length + 1),
+            "position_ids": torch.full_like(token, self._length),
+        }
+        self._bridge(token, **self._cached, **(where if self._attends else {}))
+        del self._tokens  # so that only the KV cache is still held

@@ -1,0 +1,236 @@
+"""`TransformerBridge.boot_transformers` over n devices: each component where the plan puts it."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from tl_devicefix.attention.implementation import (
+    check_attn_implementation,
+    set_attn_implementation,
+)
+from tl_devicefix.checkpoints.directories import is_checkpoint_directory, read_config
+from tl_devicefix.checkpoints.dtypes import torch_dtype
+from tl_devicefix.checkpoints.on_ranks import check_on_ranks, wait_for_ranks
+from tl_devicefix.misspelt import refuse_unknown
+from tl_devicefix.placement.deciding import decide
+from tl_devicefix.placement.devices import simulated_device
+from tl_devicefix.placement.fitting import check_fit
+from tl_devicefix.placement.placement import Placement
+from tl_devicefix.transformer_bridge.alignment import settle_bridge, take_inputs_at
+from tl_devicefix.transformer_bridge.components import empty_hf_model, layout_of
+from tl_devicefix.transformer_bridge.moving import (
+    let_pieces_mix,
+    place_bridge,
+    placement_as_it_lies,
+    record_one_device,
+)
+from tl_devicefix.transformer_bridge.upstream import ArchitectureAdapterFactory, hf_model_class
+
+
+def boot_transformers(
+    original: Any, *args: Any, attn_implementation: str | None = None, **kwargs: Any
+) -> Any:
+    """Boot a model from transformers, over one or several devices.
+
+    See `TransformerBridge.boot_transformers`. With `n_devices`, or one of the strategies "auto",
+    "balanced" and "sequential" as `device_map`, the blocks lie in contiguous ranges over `device`
+    and the devices after it; the embeddings, the final norm and the unembedding are all on the
+    first, so that tied weights are together. `device_map` may also name components ("embed",
+    "blocks.3", "blocks"), or modules of the Hugging Face model, as transformers takes it. With
+    "cpu" in `max_memory`, or for blocks in `device_map`, blocks are offloaded: their weights live
+    in host memory, and visit the device that runs them. The Bridge's `placement` says where all of
+    it is. `dtype` may also be a name ("bfloat16"). With `attn_implementation="sdpa"`, no
+    scores and no pattern are built where nobody listens to them: see
+    `tl_devicefix.set_attn_implementation`.
+
+    Raises:
+        ValueError: if the arguments do not fit together, or the model does not fit.
+        TypeError: if there is no such argument; it names what may be meant.
+    """
+    if attn_implementation is None:
+        return _boot(original, args, kwargs)
+    check_attn_implementation(attn_implementation)
+    bridge = _boot(original, args, kwargs)
+    set_attn_implementation(bridge, attn_implementation)
+    return bridge
+
+
+def _boot(boot: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Boot a model by the arguments of the installed `boot_transformers`."""
+    takes = inspect.signature(boot)
+    refuse_unknown("boot_transformers", kwargs, [*takes.parameters, "attn_implementation"])
+    given = takes.bind(*args, **kwargs)
+    wanted = given.arguments
+    if isinstance(wanted.get("dtype"), str):  # as HookedTransformer takes it
+        wanted["dtype"] = torch_dtype(wanted["dtype"])
+    if wanted.get("hf_model") is not None or not _spreads(wanted):
+        if wanted.get("hf_model") is None and wanted.get("device") is None:
+            wanted["device"] = simulated_device()
+        bridge = boot(*given.args, **given.kwargs)
+        _settle_where_it_is(bridge)
+        return bridge
+    with _booting:
+        return _boot_over_devices(boot, wanted)
+
+
+def _spreads(wanted: Mapping[str, Any]) -> bool:
+    """Whether several devices, or host memory, are asked for."""
+    if not wanted.get("load_weights", True):
+        return False
+    n_devices = wanted.get("n_devices")
+    limited = wanted.get("device_map") is not None or wanted.get("max_memory") is not None
+    return limited or (n_devices is not None and n_devices != 1)
+
+
+# TransformerLens's own functions are wrapped for the time of a boot: one thread at a time.
+_booting = threading.RLock()
+
+
+def _boot_over_devices(boot: Any, wanted: dict[str, Any]) -> Any:
+    name = str(wanted["model_name"])
+    if is_checkpoint_directory(name):  # before TransformerLens reads it, whatever is in it
+        trusted = wanted.get("trust_remote_code", False)
+        read_config(name, Path(name), trust_remote_code=trusted)
+    planned = _PlannedClass(wanted)
+    arguments = dict(wanted)
+    for name in ("device", "n_devices", "max_memory"):
+        arguments.pop(name, None)
+    # TransformerLens lets transformers place the model if there is a map; the plan's is put in
+    # when the model's class is asked for it, as only then the config is final.
+    arguments |= {"device_map": {"": "cpu"}, "model_class": planned}
+    with planned.watching_for_adapter():
+        bridge = boot(**arguments)
+    if planned.placement is None:
+        _settle_where_it_is(bridge)
+        return bridge
+    if planned.offloads:
+        place_bridge(bridge, planned.placement)
+    else:
+        settle_bridge(bridge, planned.placement)
+    wait_for_ranks(planned.placement)
+    return bridge
+
+
+class _PlannedClass:
+    """A class of transformers, whose `from_pretrained` places the model by a plan.
+
+    Args:
+        wanted: the arguments of `boot_transformers`.
+    """
+
+    def __init__(self, wanted: Mapping[str, Any]) -> None:
+        self._wanted = wanted
+        self._adapter: Any = None
+        self._is_stateful = False
+        self.placement: Placement | None = None
+
+    @property
+    def offloads(self) -> bool:
+        """Whether blocks are offloaded. Then the model is loaded to the host, and moved from there.
+
+        transformers would leave them without values, which the Bridge cannot read.
+        """
+        return self.placement is not None and any(c.offloaded for c in self.placement.components)
+
+    def watching_for_adapter(self) -> Any:
+        """Within it, the adapter that TransformerLens selects is noted."""
+        there = ArchitectureAdapterFactory.select_architecture_adapter
+
+        def select(cfg: Any) -> Any:
+            self._adapter = there(cfg)
+            # TransformerLens refuses state space models over several devices. Their caches hold
+            # what each block makes where it made it, so it is told only afterwards that it is one.
+            self._is_stateful, cfg.is_stateful = cfg.is_stateful, False
+            return self._adapter
+
+        return mock.patch.object(ArchitectureAdapterFactory, "select_architecture_adapter", select)
+
+    def from_pretrained(self, model_name: Any, **kwargs: Any) -> Any:
+        """The model, loaded where the plan puts it."""
+        self._adapter.cfg.is_stateful = self._is_stateful
+        real = self._wanted.get("model_class") or hf_model_class(self._adapter)
+        if isinstance(real, type) and issubclass(real, PreTrainedModel):
+            kwargs.pop("code_revision", None)  # which only the Auto classes take
+        kwargs["device_map"], self.placement = self._plan(real, kwargs)
+        if self.offloads:
+            kwargs["device_map"] = {"": "cpu"}
+        if self._wanted.get("max_memory") is not None and self.placement is None:
+            kwargs["max_memory"] = self._wanted["max_memory"]
+        if self.placement is not None:
+            check_on_ranks(str(model_name), self.placement, **kwargs)
+        hf_model = real.from_pretrained(model_name, **kwargs)
+        if self.placement is not None and not self.offloads:
+            _bring_root_home(hf_model, self.placement.home)
+        return hf_model
+
+    def _plan(self, real: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Placement | None]:
+        """transformers' `device_map`, and the plan that it is of, if it is not the user's own."""
+        wanted, device_map = self._wanted, self._wanted.get("device_map")
+        trusted = {name: kwargs[name] for name in ("trust_remote_code",) if name in kwargs}
+        empty = empty_hf_model(real, kwargs["config"], kwargs["torch_dtype"], **trusted)
+        if _is_for_transformers(device_map, empty):
+            by_component = _by_component(device_map, empty, self._adapter)
+            if by_component is None:
+                return device_map, None
+            device_map = by_component
+        layout = layout_of(empty, self._adapter)
+        placement = decide(
+            layout.sizes(empty),
+            wanted.get("n_devices"),
+            wanted.get("device"),
+            device_map,
+            wanted.get("max_memory"),
+        )
+        check_fit(placement, wanted.get("max_memory"), kwargs["torch_dtype"])
+        return layout.device_map(empty, placement), placement
+
+
+def _is_for_transformers(device_map: Any, hf_model: nn.Module) -> bool:
+    """Whether a map names modules of the Hugging Face model, or a strategy that is not ours."""
+    if isinstance(device_map, Mapping):
+        modules = {name for name, _ in hf_model.named_modules() if name}
+        return any(key in modules for key in device_map)
+    return isinstance(device_map, str) and device_map.startswith("balanced_")
+
+
+def _by_component(device_map: Any, hf_model: nn.Module, adapter: Any) -> dict[str, Any] | None:
+    """A map of the Hugging Face model's modules as one of components, if it comes to one."""
+    if not isinstance(device_map, Mapping):
+        return None
+    try:
+        return layout_of(hf_model, adapter).by_component(device_map)
+    except ValueError:
+        return None
+
+
+def _bring_root_home(hf_model: nn.Module, home: torch.device) -> None:
+    """Have what is in none of a model's modules at home, as BART's bias of the logits.
+
+    accelerate puts it on one of the devices, which one depends on the hashes of their names.
+    """
+    take_inputs_at(hf_model, home)
+    for parameter in hf_model.parameters(recurse=False):
+        parameter.data = parameter.data.to(home)
+    for name, buffer in hf_model.named_buffers(recurse=False):
+        hf_model._buffers[name] = buffer.to(home)
+
+
+def _settle_where_it_is(bridge: Any) -> None:
+    """Record where a Bridge's model lies; on several devices, have it run over them as it lies."""
+    placement = placement_as_it_lies(bridge)
+    if placement is None:
+        let_pieces_mix(bridge)
+        return
+    if len(placement.devices) > 1:
+        settle_bridge(bridge, placement)
+    else:
+        record_one_device(bridge, placement)

@@ -1,0 +1,190 @@
+"""transformers' own attention without scores and pattern, and the masks that go with it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers import masking_utils
+
+from tl_devicefix.simulation.tensor import has_values
+from tl_devicefix.transformer_bridge.this_forward import this_forward
+
+
+def _looks_up(attention: Any) -> bool:
+    """Whether attention of transformers' goes by what its config says."""
+    code = getattr(inspect.unwrap(type(attention).forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def why_not_eager(attention: Any) -> str | None:
+    """Why attention of transformers' is not what a Bridge computes in its place; None if it is."""
+    how = getattr(getattr(attention, "config", None), "_attn_implementation", None) or "eager"
+    if how == "eager" or not _looks_up(attention):
+        return None
+    return f"its config in transformers has attention be {how!r}, and the Bridge's is eager"
+
+
+def why_no_sdpa(attention: Any) -> str | None:
+    """Why attention of transformers' cannot go by SDPA; None if it can."""
+    if not _looks_up(attention):
+        return f"a {type(attention).__name__} computes in its own way"
+    if any(getattr(attention, name, None) is not None for name in _SOFT_CAPS):
+        return "its scores have a soft cap"
+    if getattr(attention, "sinks", None) is not None:
+        return "it has attention sinks"
+    if getattr(attention, "reorder_and_upcast_attn", False):
+        return "its scores are computed in float32"
+    if getattr(attention, "is_causal", None) is not True:
+        return "it is not causal"
+    return None
+
+
+_SOFT_CAPS = ("attn_logit_softcapping", "softcap", "logits_soft_cap")
+
+
+class _Config:
+    """A config of transformers', all of which is another's but for how it attends."""
+
+    _of: type
+    _attn_implementation_internal: Any
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _given_back, (self._of, vars(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(_given_back(self._of, vars(self)), memo)
+
+
+def _given_back(kind: type, held: dict[str, Any]) -> Any:
+    config: Any = object.__new__(kind)
+    vars(config).update(held)
+    return config
+
+
+class BySdpa(_Config):
+    """With it, transformers attends by SDPA."""
+
+    _attn_implementation = "sdpa"
+
+
+class _ByForward(_Config):
+    """With it, transformers makes masks for SDPA in a forward that attends so."""
+
+    @property
+    def _attn_implementation(self) -> Any:
+        return "sdpa" if this_forward.get().attends_by_sdpa else self._attn_implementation_internal
+
+
+@functools.cache
+def _class_of(way: type, kind: type) -> type:
+    return type(kind.__name__, (way, kind), {"_of": kind, "__module__": kind.__module__})
+
+
+def like(config: Any, way: type) -> Any:
+    """A config that changes as the given one does."""
+    kind = config._of if isinstance(config, _Config) else type(config)
+    twin: Any = object.__new__(_class_of(way, kind))
+    twin.__dict__ = vars(config)
+    return twin
+
+
+def let_masks_be_for_sdpa(bridge: Any) -> bool:
+    """Have the masks of a forward made for SDPA, which are none where none is needed."""
+    functions = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    if functions["eager"] is not masking_utils.eager_mask:  # a user's, which SDPA's would pass by
+        return False
+    if _MAKER not in vars(bridge):
+        maker = _maker_of_masks(bridge)
+        config = getattr(maker, "config", None)
+        fits = getattr(config, "_attn_implementation", None) == "eager"
+        if fits:
+            maker.config = like(config, _ByForward)
+        vars(bridge)[_MAKER] = fits
+    fits = vars(bridge)[_MAKER]
+    return fits
+
+
+_MAKER = "_tl_devicefix_masks"
+
+
+def _maker_of_masks(bridge: Any) -> Any:
+    """transformers' model that has the blocks in a list of its own."""
+    first = next(iter(getattr(bridge, "blocks", ())), None)
+    if first is None or not any(why_no_sdpa(each) is None for each in first.modules()):
+        return None  # and whose masks are causal
+    for module in bridge.original_model.modules():
+        for child in module._modules.values():
+            if isinstance(child, nn.ModuleList) and len(child) and child[0] is first:
+                return module
+    return None
+
+
+def place_of_mask(layer: Any) -> int:
+    """Which argument of a layer its attention mask is; -1 if it takes none."""
+    names = list(inspect.signature(layer.forward).parameters)
+    return names.index("attention_mask") if "attention_mask" in names else -1
+
+
+_made_of = WeakIdKeyDictionary()
+"""A mask that was made for SDPA -> how often it was changed, and what was made of it then."""
+
+
+def _once(mask: torch.Tensor, make: Callable[..., Any], *args: Any) -> Any:
+    """What is made of a mask, once for all blocks."""
+    state = None if mask.is_inference() else mask._version
+    known, made = _made_of.get(mask, (None, {}))
+    if known != state:
+        made = {}
+    what = make, args
+    if what not in made:
+        made[what] = make(mask, *args)
+        _made_of[mask] = state, made
+    return made[what]
+
+
+def built(mask: Any, residual: torch.Tensor) -> Any:
+    """A mask as transformers makes it for "eager", of one that it made for SDPA."""
+    n_queries = residual.shape[1]
+    if mask is None and n_queries > 1:  # all that SDPA needs is that it is causal
+        mask = torch.ones(n_queries, n_queries, dtype=torch.bool, device=residual.device).tril_()
+        return _added(mask[None, None], residual.dtype)
+    return _once(mask, _added, residual.dtype) if is_of_pairs(mask) else mask
+
+
+def is_causal_itself(attention: nn.Module) -> bool:
+    """Whether attention has a triangle of its own, beside the mask that it is given."""
+    triangle = attention._buffers.get("bias")
+    return triangle is not None and triangle.dim() == 4
+
+
+def is_of_pairs(mask: Any) -> bool:
+    """Whether a mask says of each query and key whether it is seen, as SDPA wants it."""
+    return isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and mask.dim() == 4
+
+
+def _added(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    added = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+    return added.masked_fill_(~seen, torch.finfo(dtype).min)
+
+
+def blinds(mask: Any, n_queries: int) -> bool:
+    """Whether there are, or may be, queries that see no key."""
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 4:
+        return mask is not None
+    return bool(_once(mask, _any_blind, n_queries))
+
+
+def _any_blind(mask: torch.Tensor, n_queries: int) -> bool:
+    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+    if not has_values(seen):
+        return False
+    if mask.shape[-2] != n_queries:  # what is causal is added within the layer
+        return not bool(seen.all())
+    return not bool(seen.any(dim=-1).all())

@@ -1,0 +1,158 @@
+"""Weight processing, one file per step, each a pure function on one component's weights.
+
+Every step is local to one component: ln1, ln2 and the value biases fold within their block,
+ln_final folds into the unembedding, and centring touches one matrix at a time.
+`process_component` applies the steps in TransformerLens's order.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tl_devicefix.weight_processing.attention_factors import refactor_attention_of_block
+from tl_devicefix.weight_processing.conventions import Conventions
+from tl_devicefix.weight_processing.layer_norm import (
+    fold_layer_norm_into_block,
+    fold_layer_norm_into_unembed,
+)
+from tl_devicefix.weight_processing.unembed import center_unembed_weights
+from tl_devicefix.weight_processing.value_biases import fold_value_biases_of_block
+from tl_devicefix.weight_processing.weights import Weights, WorkingCopies, working_dtype
+from tl_devicefix.weight_processing.writing_weights import (
+    center_attention_bias,
+    center_embedding,
+    center_writing_weights_of_block,
+)
+
+_log = logging.getLogger(__name__)
+
+__all__ = ["Steps", "Weights", "WorkingCopies", "process_component", "working_dtype"]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Which processing steps to apply; the fields are `from_pretrained`'s arguments."""
+
+    fold_ln: bool = False
+    center_writing_weights: bool = False
+    center_unembed: bool = False
+    fold_value_biases: bool = False
+    refactor_factored_attn_matrices: bool = False
+    recenter_b_O: bool = False
+    """Whether b_O is centred again after the value biases; `applicable` decides it."""
+
+    def applicable(self, cfg: Any, conventions: Conventions) -> Steps:
+        """These steps less those that do not apply to a model with this config. Call it once.
+
+        Raises:
+            ValueError: if the attention matrices cannot be refactored.
+        """
+        recenters = conventions.recenters_b_O and uses_layer_norm(cfg)
+        steps = replace(
+            self,
+            recenter_b_O=recenters and self.fold_value_biases and self.center_writing_weights,
+        )
+        if steps.fold_ln and cfg.normalization_type is None:
+            _log.warning("fold_ln=True, but the model has no norms to fold: skipped.")
+            steps = replace(steps, fold_ln=False)
+        if steps.fold_ln and (cfg.num_experts or 0) > 1 and not conventions.folds_moe:
+            _log.warning("This TransformerLens does not fold the norms of MoE models: skipped.")
+            steps = replace(steps, fold_ln=False)
+        if steps.center_writing_weights and (not uses_layer_norm(cfg) or cfg.final_rms):
+            _log.info("The model does not use LayerNorm throughout: writing weights stay.")
+            steps = replace(steps, center_writing_weights=False)
+        if steps.refactor_factored_attn_matrices:
+            check_refactorable(cfg, is_grouped=cfg.n_key_value_heads is not None)
+        return steps
+
+
+def uses_layer_norm(cfg: Any) -> bool:
+    """Whether the blocks begin with LayerNorm (which subtracts the mean), folded or not."""
+    return cfg.normalization_type in ("LN", "LNPre")
+
+
+def check_refactorable(cfg: Any, is_grouped: bool) -> None:
+    """Check that `refactor_factored_attn_matrices` can be done.
+
+    Args:
+        cfg: the model's config.
+        is_grouped: whether its heads share keys and values.
+
+    Raises:
+        ValueError: if it cannot.
+    """
+    if cfg.positional_embedding_type == "rotary":
+        raise ValueError(
+            "refactor_factored_attn_matrices=True cannot be used with rotary embeddings: there "
+            "the QK matrix depends on the positions of query and key; leave it False"
+        )
+    if is_grouped:
+        raise ValueError(
+            "refactor_factored_attn_matrices=True cannot be used with grouped-query attention: "
+            "several heads share one key and value matrix; leave it False"
+        )
+
+
+def process_component(
+    name: str,
+    weights: Weights,
+    cfg: Any,
+    steps: Steps,
+    conventions: Conventions,
+    vocabulary_means: Weights | None = None,
+) -> None:
+    """Apply the processing steps to one component's weights, or to a slice of them, in place.
+
+    Args:
+        name: "embed", "pos_embed", "blocks.3" or "unembed"; the last comes with ln_final's weights.
+        weights: private tensors on one device, in the dtype to work in. A block's names are those
+            within the block ("attn.W_Q"), others are whole ("unembed.W_U").
+        cfg: the HookedTransformerConfig.
+        steps: the applicable steps (`Steps.applicable`).
+        conventions: what the installed TransformerLens does differently from others.
+        vocabulary_means: of the unembedding, if this is a part of its vocabulary.
+    """
+    layer_norm = uses_layer_norm(cfg)
+    if name in ("embed", "pos_embed"):
+        # ALiBi models carry a W_pos that is never read.
+        unread = name == "pos_embed" and cfg.positional_embedding_type == "alibi"
+        if steps.center_writing_weights and not unread:
+            center_embedding(weights)
+    elif name == "unembed":
+        # TransformerLens centres after folding. The two act on different dimensions, so the order
+        # does not matter; this way round, the mean over the vocabulary can be known beforehand.
+        if steps.center_unembed:
+            center_unembed_weights(weights, vocabulary_means)
+        if steps.fold_ln:
+            fold_layer_norm_into_unembed(
+                weights,
+                fold_biases=layer_norm and not cfg.final_rms,
+                center_weights=layer_norm,
+                keep_norms=conventions.keeps_folded_norms,
+            )
+    else:
+        _process_block(weights, steps, conventions, layer_norm)
+
+
+def _process_block(
+    block: Weights, steps: Steps, conventions: Conventions, layer_norm: bool
+) -> None:
+    if steps.fold_ln:
+        fold_layer_norm_into_block(
+            block,
+            fold_biases=layer_norm,
+            center_weights=layer_norm,
+            keep_norms=conventions.keeps_folded_norms,
+        )
+    if steps.center_writing_weights:
+        center_writing_weights_of_block(block)
+    if "attn.W_Q" not in block:
+        return  # a slice of the MLP
+    if steps.fold_value_biases:
+        fold_value_biases_of_block(block)
+    if steps.recenter_b_O:
+        center_attention_bias(block)
+    if steps.refactor_factored_attn_matrices:
+        refactor_attention_of_block(block)
