@@ -35,7 +35,7 @@ PEOPLE = [
 
 
 def main() -> None:
-    """SavedActivations, sweep, and show where the time went."""
+    """Saved activations, sweep, and show where the time went."""
     options = arguments()
     with (
         tl_devicefix.simulate(
@@ -47,12 +47,12 @@ def main() -> None:
         prompts = [model.to_tokens(FACTS.format(*each)) for each in PEOPLE]
 
         recorded(machine)  # what loading took
-        loop = [save_activations(model, tokens) for tokens in enumerate(prompts)]
+        loop = [residual_of(model, tokens) for tokens in enumerate(prompts)]
         of_loop = recorded(machine)
-        flight = list(tl_devicefix.pipeline_map(model, harvest, enumerate(prompts)))
+        flight = list(tl_devicefix.pipeline_map(model, residual_of, enumerate(prompts)))
         of_flight = recorded(machine)
         assert all(map(torch.equal, loop, flight))
-        print(f"harvested {len(flight)} activations of layer {LAYER}: the same, bit for bit")
+        print(f"saved {len(flight)} activations of layer {LAYER}: the same, bit for bit")
 
         show(model, sweep_heads(model, prompts[0]))
         of_sweep = recorded(machine)
@@ -93,7 +93,7 @@ def load(n_devices: int) -> Any:
     return HookedTransformer.from_pretrained(str(CHECKPOINT), n_devices=n_devices)
 
 
-def save_activations(model: Any, item: tuple[int, torch.Tensor]) -> torch.Tensor:
+def residual_of(model: Any, item: tuple[int, torch.Tensor]) -> torch.Tensor:
     """One run: an activation of a prompt. What is written for a model, a view of it runs too."""
     number, tokens = item
     with labelled(str(number)):  # its colour in the picture

@@ -40,7 +40,7 @@ def lend_to_this_process(
     """Start processes that lend their devices to this one, until it ends."""
     master = f"127.0.0.1:{free_port()}"
     for rank in range(1, world_size):
-        arguments = ["lend", "--master", master, "--rank", str(rank)]
+        arguments = ["worker", "--master", master, "--rank", str(rank)]
         start(["-m", "tl_devicefix", *arguments, "--world-size", str(world_size)])
     return meet(master, 0, world_size)
 

@@ -1,4 +1,4 @@
-"""The command line: `python -m tl_devicefix estimate`, `save_activations`, `demo` and `selfcheck`.
+"""The command line: `estimate`, `activations`, `demo`, `selfcheck` and `worker`.
 
 It is parsed before anything large is imported, so that help and mistakes are told at once.
 """
@@ -23,8 +23,8 @@ def main(arguments: list[str] | None = None) -> int:
         The exit status: 0 if all is well.
     """
     chosen = _parser().parse_args(_as_spelt_now(sys.argv[1:] if arguments is None else arguments))
-    if chosen.command == "harvest":  # which needs neither
-        return 0 if _run_harvest(chosen) else 1
+    if chosen.command == "activations":  # which needs neither
+        return 0 if _run_activations(chosen) else 1
     import transformers.utils.logging as hf_logging
 
     from tl_devicefix.patches import enable
@@ -64,8 +64,8 @@ def _parser() -> argparse.ArgumentParser:
         "--device", help='their type, such as "xpu"; default: what TransformerLens would choose'
     )
     _add_estimate(commands)
-    _add_harvest(commands)
-    _add_lend(commands)
+    _add_activations(commands)
+    _add_worker(commands)
     return parser
 
 
@@ -122,30 +122,30 @@ def _add_estimate(commands: Any) -> None:
     estimate.add_argument("--json", action="store_true", help="print JSON, in bytes")
 
 
-def _add_harvest(commands: Any) -> None:
-    harvest = commands.add_parser(
-        "harvest", help="look at activations on disk; exit status 1 if something is wrong"
+def _add_activations(commands: Any) -> None:
+    activations = commands.add_parser(
+        "activations", help="look at activations on disk; exit status 1 if something is wrong"
     )
-    harvest.add_argument(
+    activations.add_argument(
         "action",
         choices=["info", "verify"],
         help="info: print what is there; verify: read all, and compare checksums",
     )
-    harvest.add_argument("directory", help="as it was given to tl_devicefix.save_activations")
+    activations.add_argument("directory", help="as it was given to tl_devicefix.save_activations")
 
 
-def _add_lend(commands: Any) -> None:
-    lend = commands.add_parser("lend", help="lend this host's devices to a script on another")
-    lend.add_argument("--master", required=True, help="where rank 0 listens: host:port")
-    lend.add_argument("--rank", type=int, required=True, help="which one this is, from 1 on")
-    lend.add_argument("--world-size", type=int, required=True, help="how many ranks there are")
-    lend.add_argument(
+def _add_worker(commands: Any) -> None:
+    worker = commands.add_parser("worker", help="lend this host's devices to a script on another")
+    worker.add_argument("--master", required=True, help="where rank 0 listens: host:port")
+    worker.add_argument("--rank", type=int, required=True, help="which one this is, from 1 on")
+    worker.add_argument("--world-size", type=int, required=True, help="how many ranks there are")
+    worker.add_argument(
         "--n-devices",
         type=int,
         help="how many to lend; default: all, or its part where several ranks are on this host",
     )
-    lend.add_argument("--memory", help="what each may hold: 80GiB; default: what is free")
-    lend.add_argument(
+    worker.add_argument("--memory", help="what each may hold: 80GiB; default: what is free")
+    worker.add_argument(
         "--wait", type=float, default=600.0, help="seconds to wait for the others at first"
     )
 
@@ -220,18 +220,18 @@ def _run_selfcheck(chosen: argparse.Namespace) -> bool:
         return False
 
 
-def _run_harvest(chosen: argparse.Namespace) -> bool:
+def _run_activations(chosen: argparse.Namespace) -> bool:
     from tl_devicefix.activation_store.loading import load_activations
 
     try:
-        harvest = load_activations(chosen.directory)
+        activations = load_activations(chosen.directory)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return False
     if chosen.action == "info":
-        print(harvest)
+        print(activations)
         return True
-    wrong, count = harvest.verify(), len(harvest.index.shards)
+    wrong, count = activations.verify(), len(activations.index.shards)
     print(*wrong, sep="\n", end="\n" if wrong else "")
     print(
         f"{len(wrong)} of {count} shards are not as they were written"
@@ -241,13 +241,15 @@ def _run_harvest(chosen: argparse.Namespace) -> bool:
     return not wrong
 
 
-def _run_lend(chosen: argparse.Namespace) -> bool:
+def _run_worker(chosen: argparse.Namespace) -> bool:
     import signal
 
     from tl_devicefix.multihost.init_hosts import meet
 
     if not chosen.rank:
-        print("rank 0 is the script, or the notebook: lend as rank 1 or above", file=sys.stderr)
+        print(
+            "rank 0 is the script, or the notebook: a worker has rank 1 or above", file=sys.stderr
+        )
         return False
     options = {name: value for name, value in vars(chosen).items() if name != "command"}
     try:
@@ -264,7 +266,7 @@ def _run_lend(chosen: argparse.Namespace) -> bool:
 
 _COMMANDS = {
     "estimate": _run_estimate,
-    "lend": _run_lend,
+    "worker": _run_worker,
     "demo": _run_demo,
     "selfcheck": _run_selfcheck,
 }

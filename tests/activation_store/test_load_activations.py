@@ -167,11 +167,11 @@ def test_the_command_says_what_is_there_and_whether_it_is_whole(
     written: SavedActivations, capsys: Any
 ) -> None:
     directory = str(written.directory)
-    assert main(["harvest", "info", directory]) == 0
+    assert main(["activations", "info", directory]) == 0
     said = capsys.readouterr().out
     assert "11 examples of none" in said
     assert f"{RESID}: bfloat16 [11, 6, 4]" in said
-    assert main(["harvest", "verify", directory]) == 0
+    assert main(["activations", "verify", directory]) == 0
     assert "every shard is as it was written" in capsys.readouterr().out
 
     first, second, third = (written.directory / shard.file for shard in written.index.shards)
@@ -180,13 +180,13 @@ def test_the_command_says_what_is_there_and_whether_it_is_whole(
     first.write_bytes(content)
     second.write_bytes(second.read_bytes()[:-1])
     third.unlink()
-    assert main(["harvest", "verify", directory]) == 1
+    assert main(["activations", "verify", directory]) == 1
     said = capsys.readouterr().out
     assert "shard-00000.safetensors is damaged" in said
     assert "shard-00001.safetensors has" in said
     assert "shard-00002.safetensors is missing" in said
     assert said.endswith("3 of 3 shards are not as they were written\n")
-    assert main(["harvest", "info", directory + "/none"]) == 1
+    assert main(["activations", "info", directory + "/none"]) == 1
     assert "there are no saved activations" in capsys.readouterr().err
 
 

@@ -303,7 +303,7 @@ def test_the_bar_shows_examples_tokens_and_bytes(
     model, n_bytes = folded_on_one("llama"), 9 * batches[0].shape[1] * (16 * 4 + 9)
     save_activations(model, torch.cat(batches), RESID, directory=tmp_path / "whole", batch_size=2)
     last = capsys.readouterr().err.split("\r")[-1]
-    assert f"SavedActivations of {gib(n_bytes)}: 100%" in last
+    assert f"Activations of {gib(n_bytes)}: 100%" in last
     assert re.search(r"9/9 .* examples/s, \d+ tokens/s, [\d.]+ [KMG]iB/s", last)
     save_activations(model, (batch for batch in batches[:2]), RESID, directory=tmp_path / "some")
     assert re.search(r"SavedActivations: 4 examples", capsys.readouterr().err.split("\r")[-1])

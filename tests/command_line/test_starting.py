@@ -36,7 +36,7 @@ def python(*arguments: str, cwd: Path, path: Path = ROOT) -> Any:
 @pytest.mark.parametrize(
     ("arguments", "status", "says"),
     [
-        (["--help"], 0, "{demo,selfcheck,estimate,harvest,lend}"),
+        (["--help"], 0, "{demo,selfcheck,estimate,activations,worker}"),
         (["estimate", "--help"], 0, "--max-memory"),
         (["estimate"], 2, "the following arguments are required: model"),
         (["nonsense"], 2, "invalid choice: 'nonsense'"),
@@ -58,7 +58,7 @@ def test_help_and_mistakes_import_nothing_large(
 def test_looking_at_a_harvest_imports_no_models(tmp_path: Path) -> None:
     (tmp_path / "usercustomize.py").write_text("")
     (tmp_path / "sitecustomize.py").write_text(AT_EXIT)
-    done = python("-m", "tl_devicefix", "harvest", "info", "nothing", cwd=tmp_path)
+    done = python("-m", "tl_devicefix", "activations", "info", "nothing", cwd=tmp_path)
     assert done.returncode == 1
     assert "there are no saved activations in nothing" in done.stderr
     assert done.stdout.split() == ["IMPORTED", "torch"]

@@ -26,7 +26,7 @@ if __name__ == "__main__":
     model = load_checkpoint(torch.get_device_module("sim").device_count())
     try:
         options: dict[str, Any] = {"shard_size": "64KiB", "progress": False}
-        tl_devicefix.save_activations(model, batches(), NAMES, to=sys.argv[1], **options)
+        tl_devicefix.save_activations(model, batches(), NAMES, directory=sys.argv[1], **options)
     except RuntimeError as error:
         print(f"{type(error).__name__}: {error}", flush=True)
         sys.exit(3)

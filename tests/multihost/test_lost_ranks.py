@@ -278,7 +278,7 @@ def test_an_interrupt_when_all_ranks_have_come(launch: Launch) -> None:
 def test_what_a_lender_says(launch: Launch) -> None:
     port = free_port()
     at = ["--master", f"127.0.0.1:{port}", "--world-size", "3", "--memory", "2GiB"]
-    lend = ["-m", "tl_devicefix", "lend", "--rank", "1", *at]
+    lend = ["-m", "tl_devicefix", "worker", "--rank", "1", *at]
     interrupted = launch("", 3, started=[1], command=lend)
     sentence = f"rank 1 of 3 waits for rank 0 at 127.0.0.1:{port}\n"
     interrupted.until_it_says(sentence, 1)
@@ -305,7 +305,7 @@ def test_what_a_lender_says(launch: Launch) -> None:
 def test_a_lender_gives_up_when_rank_0_said_that_it_would(launch: Launch) -> None:
     rank_0 = launch("for_ever", 2, started=[0])
     at = ["--master", f"127.0.0.1:{rank_0.port}", "--rank", "1", "--world-size", "2"]
-    lender = launch("", 2, started=[1], command=["-m", "tl_devicefix", "lend", *at])
+    lender = launch("", 2, started=[1], command=["-m", "tl_devicefix", "worker", *at])
     rank_0.until_ready()
 
     rank_0.signal(0, signal.SIGSTOP)

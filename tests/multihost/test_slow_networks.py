@@ -89,7 +89,7 @@ def waiting_lender(distant_hosts: Distant, launch: Launch) -> Launched:
     names, line = distant_hosts
     options = {**on(names), "world_size": 3, "port": free_port()}
     master = f"10.77.0.1:{options['port']}"
-    lend = ["-m", "tl_devicefix", "lend", "--master", master, "--rank", "1", "--world-size", "3"]
+    lend = ["-m", "tl_devicefix", "worker", "--master", master, "--rank", "1", "--world-size", "3"]
     launch("forwards", **options, started=[0])
     lender = launch("", **options, started=[1], command=[*lend, "--wait", "10"])
     lender.until_it_says(f"rank 1 of 3 waits at {master} for rank 2\n", 1)

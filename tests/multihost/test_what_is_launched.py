@@ -86,7 +86,7 @@ def test_the_example_with_torchrun() -> None:
 @pytest.mark.full(reason="it imports everything twice more; others are killed by default")
 def test_a_shell_that_lends_again(launch: Launch, tmp_path: Path) -> None:
     port = free_port()
-    lend = f"lend --master 127.0.0.1:{port} --rank 1 --world-size 2 --memory 8GiB"
+    lend = f"worker --master 127.0.0.1:{port} --rank 1 --world-size 2 --memory 8GiB"
     loop = f"while true; do {shlex.quote(sys.executable)} -m tl_devicefix {lend}; done"
     shell = subprocess.Popen(["bash", "-c", loop], start_new_session=True)
     try:

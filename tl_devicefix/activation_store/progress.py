@@ -24,7 +24,7 @@ class Bar:
         self._bar = hf_logging.tqdm(
             total=total,
             initial=initial,
-            desc="SavedActivations" if n_bytes is None else f"SavedActivations of {gib(n_bytes)}",
+            desc="Activations" if n_bytes is None else f"Activations of {gib(n_bytes)}",
             unit=" examples",
             disable=not shown,
         )

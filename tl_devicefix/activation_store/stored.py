@@ -39,7 +39,7 @@ class Shards:
         """
         shard = self.index.shards[number]
         path = self._directory / shard.file
-        verify = f"`python -m tl_devicefix harvest verify {self._directory}` says what else is"
+        verify = f"`python -m tl_devicefix activations verify {self._directory}` says what else is"
         if not path.is_file():
             raise FileNotFoundError(f"{path} is missing: {verify}")
         if number not in self._compared:

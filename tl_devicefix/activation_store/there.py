@@ -78,9 +78,8 @@ class There:
             written = self._stored[name][start : start + count] if count else rows[:0]
             if not torch.equal(written, rows[:count]):
                 raise self.other_data(
-                    f"has other {name} from example {start} on than batches has there, if no shard "
-                    f"is damaged, which `python -m tl_devicefix harvest verify {self._directory}` "
-                    "says"
+                    f"has other {name} from example {start} on than batches has, unless a shard is "
+                    f"damaged, which `python -m tl_devicefix activations verify {self._directory}` says"
                 )
 
     def other_data(self, what: str) -> ValueError:

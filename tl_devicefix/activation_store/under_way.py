@@ -84,7 +84,7 @@ class UnderWay:
         return of_first * self._n_examples // len(self._first.tokens)
 
     def run(self, progress: bool) -> None:
-        """SavedActivations what is not there yet."""
+        """Save what is not there yet."""
         forwards = self._forwards
         ring = Ring(self._index.examples_per_shard, forwards.max_in_flight + 3, forwards.groups)
         writer = Writer(self._directory, self._index, ring, others_of(forwards.groups))
