@@ -17,9 +17,9 @@ _this_forward: ContextVar[dict[Any, Any] | None] = ContextVar("tl_devicefix_forw
 
 
 @contextlib.contextmanager
-def one_forward() -> Iterator[None]:
-    """Within it, `kept_in_forward` is one dict."""
-    token = _this_forward.set({})
+def one_forward(**kept: Any) -> Iterator[None]:
+    """Within it, `kept_in_forward` is one dict, which begins with `kept`."""
+    token = _this_forward.set(kept)
     try:
         yield
     finally:

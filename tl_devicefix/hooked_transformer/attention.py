@@ -17,7 +17,7 @@ from tl_devicefix.attention.one_forward import known, made_once
 from tl_devicefix.hooked_transformer.far_blocks import attention_whole
 from tl_devicefix.hooked_transformer.hook_points import at
 from tl_devicefix.hooked_transformer.known_blocks import IS_2, why_attention_as_installed
-from tl_devicefix.hooked_transformer.norms import run_norm
+from tl_devicefix.hooked_transformer.norms import number, run_norm
 from tl_devicefix.simulation.tensor import SimTensor, has_values
 
 Residual = Float[torch.Tensor, "batch pos d_model"]
@@ -120,7 +120,8 @@ def run_attention(
 
 def _by_head(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Heads:
     """TransformerLens's `simple_attn_linear`: a view of weights that lie as a checkpoint's do."""
-    return F.linear(x, weight.mT.flatten(0, 1), bias.flatten()).unflatten(2, bias.shape)
+    made = F.linear(x, weight.mT.flatten(0, 1), bias.flatten())
+    return made.view(*made.shape[:2], *bias.shape)
 
 
 def _mixed(
@@ -132,8 +133,9 @@ def _mixed(
         q, k = q.to(torch.float32), k.to(torch.float32)
     grouped = type(attn) is GroupedQueryAttention and not cfg.ungroup_grouped_query_attention
     if grouped:
-        k = torch.repeat_interleave(k, dim=2, repeats=attn.repeat_kv_heads)
-    scores = q.permute(0, 2, 1, 3) @ k.permute(0, 2, 3, 1) / attn.attn_scale
+        k = _for_each_query_head(k, attn.repeat_kv_heads)
+    scores = q.permute(0, 2, 1, 3) @ k.permute(0, 2, 3, 1)
+    scores = scores / number(attn.attn_scale, scores)
     cap = cfg.attn_scores_soft_cap
     if cap is not None and cap > 0:
         scores = cap * torch.tanh(scores / cap)
@@ -151,17 +153,24 @@ def _mixed(
         combined = combined - combined.max(dim=-1, keepdim=True).values
         pattern = F.softmax(combined, dim=-1)[..., :-1]
     else:
-        pattern = F.softmax(scores, dim=-1)
+        pattern = scores.softmax(-1)
     if torch.is_grad_enabled():
         pattern = torch.where(torch.isnan(pattern), torch.zeros_like(pattern), pattern)
     else:
-        pattern = pattern.nan_to_num(0.0)  # the same, as no probability is infinite
+        pattern.nan_to_num_(0.0)  # the same, as no probability is infinite
     if heard:
         pattern = at(modules, "hook_pattern", pattern)
     pattern = pattern.to(v.device, cfg.dtype if IS_2 else v.dtype)
     if grouped:
-        v = torch.repeat_interleave(v, dim=2, repeats=attn.repeat_kv_heads)
+        v = _for_each_query_head(v, attn.repeat_kv_heads)
     return (pattern @ v.permute(0, 2, 1, 3)).permute(0, 2, 1, 3)
+
+
+def _for_each_query_head(x: Heads, repeats: int) -> Heads:
+    """Keys or values of groups, for each of their query heads."""
+    if torch.is_grad_enabled():  # another operation would add gradients in another order
+        return torch.repeat_interleave(x, dim=2, repeats=repeats)
+    return torch.cat((x,) * repeats, 3).view(*x.shape[:2], -1, x.shape[3])
 
 
 def _mixed_by_sdpa(attn: Any, q: Heads, k: Heads, v: Heads, seen: sdpa.Seen | None) -> Heads:
@@ -256,8 +265,8 @@ def _tables(
             seen = made_once((pads, mask), where, lambda: make(attn, n, offset, pads, device))
         if cos is not None and not has_gradients:
             sin = attn._buffers["rotary_sin"]
-            of_queries = _positions(cos, sin, offset, offset + n, pads)
-            of_keys = _positions(cos, sin, 0, offset + n, pads) if offset else of_queries
+            of_queries = _positions(attn, offset, offset + n, pads)
+            of_keys = _positions(attn, 0, offset + n, pads) if offset else of_queries
             beginning = None
             if pads is not None:
                 beginning = made_once((pads,), "beginning", lambda: _Beginning(pads))
@@ -298,15 +307,26 @@ class _Beginning:
 
 
 def _positions(
-    cos: torch.Tensor, sin: torch.Tensor, start: int, end: int, padding: Padding | None
+    attn: Any, start: int, end: int, padding: Padding | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of positions, as `apply_rotary` takes them off its tables."""
+    """Cosines and sines of positions, as `apply_rotary` takes them off its tables.
+
+    Sines have the minus that TransformerLens gives to half of what it rotates.
+    """
+    cos, sin = attn._buffers["rotary_cos"], attn._buffers["rotary_sin"]
     if padding is None:
-        return cos[None, start:end, None], sin[None, start:end, None]
-    # As `get_offset_position_ids`: padding before the first token is at 0.
-    positions = padding.cumsum(dim=1) - 1
-    positions = positions.masked_fill(positions < 0, 0)[:, start:].to(cos.device)
-    return cos[positions, None, :], sin[positions, None, :]
+        cos, sin = cos[None, start:end, None], sin[None, start:end, None]
+    else:
+        # As `get_offset_position_ids`: padding before the first token is at 0.
+        positions = padding.cumsum(dim=1) - 1
+        positions = positions.masked_fill(positions < 0, 0)[:, start:].to(cos.device)
+        cos, sin = cos[positions, None, :], sin[positions, None, :]
+    if attn.cfg.rotary_adjacent_pairs:
+        signed = torch.stack((-sin[..., ::2], sin[..., 1::2]), dim=-1).flatten(-2)
+    else:
+        first, second = sin.chunk(2, dim=-1)
+        signed = torch.cat((-first, second), dim=-1)
+    return cos, signed
 
 
 def _rotated(
@@ -321,9 +341,9 @@ def _rotated(
     dim, width = attn.cfg.rotary_dim, x.shape[-1]
     turned = x if dim == width else x[..., :dim]
     if attn.cfg.rotary_adjacent_pairs:
-        flipped = torch.stack((-turned[..., 1::2], turned[..., ::2]), dim=-1).flatten(-2)
+        flipped = torch.stack((turned[..., 1::2], turned[..., ::2]), dim=-1).flatten(-2)
     else:
-        flipped = torch.cat((-turned[..., dim // 2 :], turned[..., : dim // 2]), dim=-1)
+        flipped = turned.roll(dim // 2, -1)
     turned = turned * cos + flipped * sin
     return turned.contiguous() if dim == width else torch.cat((turned, x[..., dim:]), dim=-1)
 

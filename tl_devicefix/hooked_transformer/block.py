@@ -25,6 +25,7 @@ from tl_devicefix.hooked_transformer.known_blocks import (
     Look,
     fits,
     look_at,
+    unheard_look,
     why_as_installed,
     why_attention_as_installed,
 )
@@ -42,7 +43,7 @@ def forward_of_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any
     Raises:
         RuntimeError: if the model's weights are only partly processed.
     """
-    with one_forward():
+    with one_forward(model=self):
         return running.forward(original, self, *args, **kwargs)
 
 
@@ -57,6 +58,9 @@ def block_forward(
     """`TransformerBlock.forward` as `run_block`, or as installed where it has to be."""
     # A tool such as nnsight puts a copy of its own in the place of what is installed.
     as_known = original is installed(TransformerBlock, "forward")
+    if as_known and (look := unheard_look(self)) is not None and type(resid_pre) is torch.Tensor:
+        given = resid_pre, shortformer_pos_embed, past_kv_cache_entry, attention_mask
+        return run_block(self, *given, look, heard=False)
     look = look_at(self)
     is_run = as_known and why_as_installed(self, look) is None
     given = resid_pre, shortformer_pos_embed, past_kv_cache_entry, attention_mask
@@ -105,6 +109,7 @@ def run_block(
     past_kv_cache_entry: Any = None,
     attention_mask: Padding | None = None,
     look: Look | None = None,
+    heard: bool | None = None,
 ) -> Residual:
     """What a block makes of the residual stream.
 
@@ -119,7 +124,9 @@ def run_block(
     modules, cfg = block._modules, block.cfg
     look = look_at(block) if look is None else look
     # Where nobody listens, no code of the user's runs that could add a hook.
-    heard = look.is_heard()
+    is_looked_at = heard is False
+    if heard is None:
+        heard = look.is_heard()
     post_norm = not IS_2 and cfg.original_architecture in _POST_NORM
     if heard:
         resid_pre = at(modules, "hook_resid_pre", resid_pre)
@@ -137,7 +144,7 @@ def run_block(
     inputs = q_input, k_input, v_input
     if (
         (heard and is_heard(attn))
-        or why_attention_as_installed(attn, look) is not None
+        or (not is_looked_at and why_attention_as_installed(attn, look) is not None)
         or not fits(attn, inputs, past_kv_cache_entry)
     ):
         if shortformer_pos_embed is None and not post_norm and sees(attn):

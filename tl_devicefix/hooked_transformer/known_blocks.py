@@ -20,6 +20,7 @@ import torch
 import transformer_lens.components as components
 from packaging.version import Version
 from torch.nn.modules.module import _has_any_global_hook
+from torch.utils.hooks import RemovableHandle
 from transformer_lens.components import Attention, GroupedQueryAttention, TransformerBlock
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities import attention as attention_utilities
@@ -147,6 +148,81 @@ def look_at(module: Any) -> Look:
 
 
 _LOOK = "_tl_devicefix_look"
+
+
+class AllBlocks:
+    """The blocks of a model, looked at together, which takes less than one by one.
+
+    Args:
+        blocks: the model's.
+    """
+
+    def __init__(self, blocks: list[Any]) -> None:
+        self._blocks = blocks
+        self._cfg = blocks[0].cfg
+        self._looks = [look_at(block) for block in blocks]
+        self._sized = [held for look in self._looks for held in look._sized]
+        self._sizes = list(map(len, self._sized))
+        self._children = [held for look in self._looks for held in look._children]
+        self._children_seen = list(map(dict, self._children))
+        self._components = [each for look in self._looks for each in look._components]
+        self._classes = list(map(type, self._components))
+        self._hooks = [hooks for look in self._looks for hooks in look._hooks]
+        self._plain = all(
+            look.why is None and look.why_attention is None and not look._has_others
+            for look in self._looks
+        ) and all(block.cfg is self._cfg for block in blocks)
+
+    def holds(self, blocks: list[Any]) -> bool:
+        """Whether they are these blocks, and as they were."""
+        return (
+            self._blocks == blocks
+            and self._sizes == list(map(len, self._sized))
+            and self._children == self._children_seen
+            and self._classes == list(map(type, self._components))
+        )
+
+    def unheard(self) -> dict[int, Look]:
+        """Id of each block in which nobody listens -> the look at it, if all run `block.py`."""
+        if not self._plain or _why_by_config(self._cfg, of_attention=True) is not None:
+            return {}
+        looks = zip(self._blocks, self._looks)
+        if not any(self._hooks):
+            return {id(block): look for block, look in looks}
+        return {id(block): look for block, look in looks if not any(look._hooks)}
+
+
+def unheard_look(block: Any) -> Look | None:
+    """The look at a block in which nobody listens, in a forward of its model.
+
+    All blocks are looked at when the first one runs, and again once hooks were registered, or a
+    block has run code that is not TransformerLens's. None where the block is to be looked at.
+    """
+    kept = kept_in_forward()
+    model = kept.get(MODEL)
+    if model is None:
+        return None
+    blocks = kept.get(_UNHEARD)
+    if blocks is None or kept[_N_HOOKS] != RemovableHandle.next_id:
+        blocks = kept[_UNHEARD] = _unheard_in(model)
+        kept[_N_HOOKS] = RemovableHandle.next_id
+    look: Look | None = blocks.get(id(block))
+    if look is None and 2 * len(blocks) > len(model.blocks):
+        del kept[_UNHEARD]  # what it runs may change others
+    elif look is None:
+        kept[_UNHEARD] = {}
+    return look
+
+
+def _unheard_in(model: Any) -> dict[int, Look]:
+    blocks = list(model.blocks._modules.values())
+    together: AllBlocks | None = model.__dict__.get(_TOGETHER)
+    if together is None or not together.holds(blocks):
+        together = model.__dict__[_TOGETHER] = AllBlocks(blocks)
+    return together.unheard()
+
+
+MODEL, _UNHEARD, _N_HOOKS, _TOGETHER = "model", "unheard", "n_hooks", "_tl_devicefix_blocks"
 
 
 def why_as_installed(block: Any, look: Look | None = None) -> str | None:
