@@ -79,7 +79,7 @@ class There:
             if not torch.equal(written, rows[:count]):
                 raise self.other_data(
                     f"has other {name} from example {start} on than batches has, unless a shard is "
-                    f"damaged, which `python -m tl_devicefix activations verify {self._directory}` says"
+                    f"damaged: see `python -m tl_devicefix activations verify {self._directory}`"
                 )
 
     def other_data(self, what: str) -> ValueError:
