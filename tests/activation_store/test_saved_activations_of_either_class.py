@@ -306,7 +306,7 @@ def test_the_bar_shows_examples_tokens_and_bytes(
     assert f"Activations of {gib(n_bytes)}: 100%" in last
     assert re.search(r"9/9 .* examples/s, \d+ tokens/s, [\d.]+ [KMG]iB/s", last)
     save_activations(model, (batch for batch in batches[:2]), RESID, directory=tmp_path / "some")
-    assert re.search(r"SavedActivations: 4 examples", capsys.readouterr().err.split("\r")[-1])
+    assert re.search(r"Activations: 4 examples", capsys.readouterr().err.split("\r")[-1])
 
 
 def test_the_model_is_left_as_it_was(

@@ -149,5 +149,5 @@ def test_a_shard_that_is_cut_off_is_named_where_it_is_read(tmp_path: Path) -> No
     written = write_by_hand(tmp_path)
     path = tmp_path / written.index.shards[1].file
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=r"shard-00001.* is damaged .* harvest verify"):
+    with pytest.raises(ValueError, match=r"shard-00001.* is damaged .* activations verify"):
         written[WRITTEN][5]

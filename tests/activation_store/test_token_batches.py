@@ -131,7 +131,7 @@ def test_what_was_reduced_comes_by_example(written: SavedActivations) -> None:
 
 def test_a_shard_that_is_missing_is_named_where_it_is_read(written: SavedActivations) -> None:
     (written.directory / written.index.shards[1].file).unlink()
-    with pytest.raises(FileNotFoundError, match=r"shard-00001.*is missing.*harvest verify"):
+    with pytest.raises(FileNotFoundError, match=r"shard-00001.*is missing.*activations verify"):
         list(written.activations(RESID, 7))
 
 

@@ -191,6 +191,14 @@ class AllBlocks:
             return {id(block): look for block, look in looks}
         return {id(block): look for block, look in looks if not any(look._hooks)}
 
+    # A copy of the model looks at its own blocks.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
 
 def unheard_look(block: Any) -> Look | None:
     """The look at a block in which nobody listens, in a forward of its model.
