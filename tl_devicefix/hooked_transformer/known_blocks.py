@@ -168,6 +168,7 @@ class AllBlocks:
         self._components = [each for look in self._looks for each in look._components]
         self._classes = list(map(type, self._components))
         self._hooks = [hooks for look in self._looks for hooks in look._hooks]
+        self._around = [vars(block)[name] for block in blocks for name in HOOKS]
         self._plain = all(
             look.why is None and look.why_attention is None and not look._has_others
             for look in self._looks
@@ -186,6 +187,11 @@ class AllBlocks:
         """Id of each block in which nobody listens -> the look at it, if all run `block.py`."""
         if not self._plain or _why_by_config(self._cfg, of_attention=True) is not None:
             return {}
+        around = (hook for hooks in self._around for hook in hooks.values())
+        if not all(
+            str(getattr(hook, "__module__", "")).startswith("tl_devicefix") for hook in around
+        ):
+            return {}  # a hook of the user's on a block may change another block
         looks = zip(self._blocks, self._looks)
         if not any(self._hooks):
             return {id(block): look for block, look in looks}
