@@ -57,8 +57,8 @@ def test_unequal_devices_are_used_by_what_they_have() -> None:
     [
         ({"max_memory": "4GiB"}, "n_devices"),
         ({"max_memory": "4GiB"}, "dtype"),
-        ({"batch": 16, "ctx": 512, "max_memory": "6.5GiB"}, "batch"),
-        ({"batch": 16, "ctx": 512, "max_memory": "6.5GiB"}, "ctx"),
+        ({"batch": 16, "ctx": 512, "max_memory": "6.4GiB"}, "batch"),
+        ({"batch": 16, "ctx": 512, "max_memory": "6.4GiB"}, "ctx"),
         ({"n_devices": 2, "device_map": "sequential", "max_memory": "4.7GiB"}, "device_map"),
     ],
 )
