@@ -25,6 +25,7 @@ from hf_models import (
     N_HEADS,
     randomize,
 )
+from hub_cache import HubCache
 from safetensors.torch import save_file
 from transformer_lens import HookedTransformer, HookedTransformerConfig
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -281,6 +282,11 @@ OWN: dict[str, dict[str, Any]] = {
         "shortformer_pos": True,
         "normalization": None,
     },
+    "NeelNanda/SoLU_4L512W_C4_Code": {
+        "act_fn": "solu_ln",
+        "normalization": "LN",
+        "final_rms": True,
+    },
     "NeelNanda/SoLU_8L_v21_old": {"act_fn": "solu_ln", "normalization_type": "LN"},
     "ArthurConmy/redwood_attn_2l": {
         "attn_only": True,
@@ -314,7 +320,7 @@ class OwnModels:
 
 def weights_of(name: str, config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
     """Random weights, as TransformerLens's own models are stored."""
-    stored = {"shortformer_pos", "normalization", "normalization_type"}
+    stored = {"shortformer_pos", "normalization", "normalization_type", "tokenizer_name"}
     shape = {key: value for key, value in config.items() if key not in stored}
     norm = config.get("normalization", config.get("normalization_type"))
     cfg = HookedTransformerConfig(**shape, normalization_type=norm, device="cpu")
@@ -325,6 +331,8 @@ def weights_of(name: str, config: dict[str, Any], seed: int) -> dict[str, torch.
         for key, tensor in model.state_dict().items()
         if not key.endswith(("mask", "IGNORE"))
     }
+    if config.get("final_rms"):  # which has no bias: one that is stored is not folded
+        weights["ln_final.b"] = torch.randn(cfg.d_model)
     if "_old" in name:  # their norms had another name, and W_pos lay on its side
         weights = {key.replace("ln", "norm"): tensor for key, tensor in weights.items()}
         weights = {key.replace("norm_final", "norm"): tensor for key, tensor in weights.items()}
@@ -385,12 +393,21 @@ def test_transformer_lens_s_own_models_are_rounded_once(
         assert same.double().mean() > 0.99, key
 
 
-def test_how_to_fetch_transformer_lens_s_own_models_is_passed_on(
-    own_models: OwnModels, machine: Any, tmp_path: Path
+@pytest.mark.fails_unpatched
+def test_a_revision_is_the_model_s_and_not_that_of_a_tokenizer_of_another_repository(
+    own_models: OwnModels,
+    hf_models: Any,
+    tokenizer: Any,
+    machine: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    how = {"cache_dir": tmp_path, "revision": "v2"}
+    name, how = "NeelNanda/GELU_3L512W_C4_Code", {"cache_dir": tmp_path, "revision": "v2"}
+    monkeypatch.setitem(OWN, name, {**OWN[name], "tokenizer_name": "someone/tokenizer"})
+    HubCache(tmp_path).add("someone/tokenizer", hf_models("gpt2"), tokenizer)  # only "main"
 
-    HookedTransformer.from_pretrained("NeelNanda/GELU_3L512W_C4_Code", n_devices=2, **how)
+    model = HookedTransformer.from_pretrained(name, n_devices=2, **how)
 
+    assert model.tokenizer.get_vocab() == tokenizer.get_vocab()
     for _, file, options in own_models.fetched:
         assert how.items() <= options.items(), file
