@@ -26,7 +26,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "forward": {},
     "caching resid_post": {"cache": "resid_post"},
     "caching all": {"cache": "all"},
-    "generating": {"generate": NEW},
+    "generating": {"max_new_tokens": NEW},
     "with gradients": {"gradients": True},
 }
 
@@ -78,7 +78,7 @@ def _run(model: Any, options: dict[str, Any]) -> Any:
         model.zero_grad(set_to_none=True)
         return None
     with torch.no_grad():
-        if "generate" in options:
+        if "max_new_tokens" in options:
             return _run_with_kv_cache(model, tokens)
         wanted = options.get("cache")
         names = None if wanted == "all" else (lambda name: bool(wanted) and name.endswith(wanted))
@@ -123,7 +123,7 @@ def compare(device: str, n_devices: int) -> list[dict[str, Any]]:
         for directory in checkpoints(Path(folder)):
             for job, options in JOBS.items():
                 found = tl_devicefix.estimate(
-                    str(directory), n_devices, batch=BATCH, ctx=CTX, **options
+                    str(directory), n_devices, batch_size=BATCH, seq_len=CTX, **options
                 ).devices
                 simulated = tl_devicefix.simulate(n_devices) if device == "sim" else None
                 with simulated or contextlib.nullcontext():

@@ -108,8 +108,8 @@ def plan(options: argparse.Namespace) -> None:
         options.n_devices,
         dtype=options.dtype,
         max_memory=room or "80GiB",
-        batch=len(STORIES),
-        ctx=32,
+        batch_size=len(STORIES),
+        seq_len=32,
         cache="resid_pre,resid_post",
     )
     print(str(found).replace(str(CHECKPOINT), "the shipped checkpoint"))

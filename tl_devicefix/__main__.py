@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         The exit status: 0 if all is well.
     """
-    chosen = _parser().parse_args(_as_spelt_now(sys.argv[1:] if arguments is None else arguments))
+    chosen = _parser().parse_args(arguments)
     if chosen.command == "activations":  # which needs neither
         return 0 if _run_activations(chosen) else 1
     import transformers.utils.logging as hf_logging
@@ -34,18 +34,6 @@ def main(arguments: list[str] | None = None) -> int:
     # TransformerLens 3 says at each load that HookedTransformer is deprecated.
     warnings.filterwarnings("ignore", message=".*HookedTransformer", category=DeprecationWarning)
     return 0 if _COMMANDS[chosen.command](chosen) else 1
-
-
-def _as_spelt_now(arguments: list[str]) -> list[str]:
-    """With `estimate` for `plan`, which it was called, and which is something else in Python."""
-    if arguments[:1] != ["plan"]:
-        return arguments
-    print(
-        "`python -m tl_devicefix plan` is now called `estimate`, as tl_devicefix.estimate is; "
-        "`plan` will go",
-        file=sys.stderr,
-    )
-    return ["estimate", *arguments[1:]]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -103,13 +91,21 @@ def _add_estimate(commands: Any) -> None:
         type=_device_map,
         help='balanced, sequential, or JSON such as \'{"": 0, "blocks.20": 1}\'',
     )
-    estimate.add_argument("--batch", type=int, default=1, help="sequences; default: %(default)s")
-    estimate.add_argument("--ctx", type=int, help="tokens in each; default: 1024, or n_ctx if less")
-    estimate.add_argument("--n-ctx", type=int, help="the most tokens; default: the model's n_ctx")
+    estimate.add_argument(
+        "--batch-size", type=int, default=1, help="sequences; default: %(default)s"
+    )
+    estimate.add_argument(
+        "--seq-len", type=int, help="tokens in each; default: 1024, or the model's n_ctx if less"
+    )
+    estimate.add_argument(
+        "--n-ctx", type=int, help="load the model with this n_ctx, as from_pretrained(n_ctx=) does"
+    )
     estimate.add_argument(
         "--cache", help="what run_with_cache keeps: hook names (resid_post,z), or all"
     )
-    estimate.add_argument("--generate", type=int, default=0, help="new tokens, with a KV cache")
+    estimate.add_argument(
+        "--max-new-tokens", type=int, default=0, help="tokens to generate, with a KV cache"
+    )
     estimate.add_argument("--gradients", action="store_true", help="take a backward from the loss")
     estimate.add_argument(
         "--gather", type=_device, help="where stacked weights are gathered: cpu, 0"

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 import tl_devicefix
-from tl_devicefix.__main__ import main
 
 ROOT = Path(tl_devicefix.__file__).parents[1]
 LARGE = ("torch", "transformer_lens", "transformers", "bitsandbytes", "peft", "datasets")
@@ -40,7 +39,7 @@ def python(*arguments: str, cwd: Path, path: Path = ROOT) -> Any:
         (["estimate", "--help"], 0, "--max-memory"),
         (["estimate"], 2, "the following arguments are required: model"),
         (["nonsense"], 2, "invalid choice: 'nonsense'"),
-        (["plan", "--n-devices", "x"], 2, "invalid int value: 'x'"),
+        (["estimate", "--n-devices", "x"], 2, "invalid int value: 'x'"),
     ],
 )
 def test_help_and_mistakes_import_nothing_large(
@@ -62,13 +61,3 @@ def test_looking_at_a_harvest_imports_no_models(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "there are no saved activations in nothing" in done.stderr
     assert done.stdout.split() == ["IMPORTED", "torch"]
-
-
-def test_the_old_spelling_works_with_a_warning(capsys: Any) -> None:
-    assert main(["estimate", "nosuchmodel"]) == 1
-    now = capsys.readouterr()
-    assert main(["plan", "nosuchmodel"]) == 1
-    before = capsys.readouterr()
-    assert before.out == now.out
-    assert before.err.splitlines()[0].startswith("`python -m tl_devicefix plan` is now called `est")
-    assert before.err.splitlines()[1:] == now.err.splitlines()

@@ -79,7 +79,13 @@ def predicted(checkpoints: Any, tokens: torch.Tensor) -> Callable[..., Estimate]
 
     def of(**job: Any) -> Estimate:
         return estimate(
-            checkpoints("llama"), 4, hosts=2, device_map=DEVICE_MAP, batch=batch, ctx=ctx, **job
+            checkpoints("llama"),
+            4,
+            hosts=2,
+            device_map=DEVICE_MAP,
+            batch_size=batch,
+            seq_len=ctx,
+            **job,
         )
 
     return of
@@ -110,7 +116,7 @@ JOBS = [
     pytest.param(cache_read, {"cache": "mlp_out"}, id="cache_read"),
     pytest.param(gradients, {"gradients": True}, id="gradients"),
     pytest.param(
-        *(generated, {"generate": 1}),  # beside the one of the prompt
+        *(generated, {"max_new_tokens": 1}),  # beside the one of the prompt
         marks=pytest.mark.skipif(
             installed() < Version("3"), reason="this one has no mask, where nothing is padded"
         ),

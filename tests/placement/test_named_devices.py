@@ -38,7 +38,7 @@ def test_planning_estimating_and_rehearsing_place_alike(case: str, n_devices: in
     assert [str(d) for d in planned.devices] == (["sim:0", "sim:1"] if n_devices else used(sizes))
     if n_devices and there != n_devices:
         return  # an estimate's machine has no more devices than are asked for
-    estimated = estimate("gpt2", n_devices, max_memory=sizes, ctx=8, fold_ln=False).placement
+    estimated = estimate("gpt2", n_devices, max_memory=sizes, seq_len=8, fold_ln=False).placement
     rehearsed = dry_run("gpt2", id, n_devices, max_memory=sizes, fold_ln=False).placement
     assert estimated.device_map == rehearsed.device_map == planned.device_map
     stored = [[c.stored_on for c in p.components] for p in (planned, estimated, rehearsed)]
@@ -76,11 +76,11 @@ def test_as_many_devices_as_are_named_are_rehearsed() -> None:
     assert len(dry_run("gpt2", id, memory=["1GiB", "2GiB"]).weights) == 2
     assert len(dry_run("gpt2", id, device_map={"": 0, "blocks.3": "cuda:2"}).weights) == 3
     assert len(dry_run("gpt2", id, max_memory={"cuda:0": "1GiB", "cuda:1": "1GiB"}).weights) == 2
-    assert len(estimate("gpt2", ctx=8, memory={0: "1GiB", 1: "1GiB"}).devices) == 2
+    assert len(estimate("gpt2", seq_len=8, memory={0: "1GiB", 1: "1GiB"}).devices) == 2
 
 
 def test_a_device_that_is_not_named_holds_nothing_in_an_estimate() -> None:
-    found = estimate("gpt2", max_memory={1: "1GiB"}, ctx=8)
+    found = estimate("gpt2", max_memory={1: "1GiB"}, seq_len=8)
     assert [each.device for each in found.devices] == ["0", "1 (home)"]
     assert found.devices[0].total == 0
     assert found.fits

@@ -34,7 +34,7 @@ def distinct(settings: list[usage.Setting]) -> int:
 
 
 def test_what_cannot_hold_the_weights_is_not_rehearsed(rehearsed: Any) -> None:
-    found = estimate("meta-llama/Llama-2-70b-hf", 1, ctx=64)
+    found = estimate("meta-llama/Llama-2-70b-hf", 1, seq_len=64)
     assert "n_devices=4, or max_memory={0: " in found.advice
     told = [each for each in rehearsed if each.n_devices == 4]
     assert told
@@ -43,7 +43,7 @@ def test_what_cannot_hold_the_weights_is_not_rehearsed(rehearsed: Any) -> None:
 
 
 def test_more_devices_are_told_as_the_user_named_them() -> None:
-    options: Any = {"first_n_layers": 8, "dtype": "bfloat16", "ctx": 64}
+    options: Any = {"first_n_layers": 8, "dtype": "bfloat16", "seq_len": 64}
     found = estimate("meta-llama/Llama-2-70b-hf", max_memory={0: "6GiB", 1: "6GiB"}, **options)
     told = re.search(r"max_memory=(\{.*?\})", found.advice)
     assert told is not None, found.advice
@@ -54,15 +54,15 @@ def test_more_devices_are_told_as_the_user_named_them() -> None:
 
 
 def test_a_job_that_is_too_large_is_halved_in_few_steps(rehearsed: Any) -> None:
-    options: Any = {"first_n_layers": 1, "ctx": 256, "batch": 512, "max_memory": "1500MiB"}
+    options: Any = {"first_n_layers": 1, "seq_len": 256, "batch_size": 512, "max_memory": "1500MiB"}
     found = estimate("gpt2", **options)
-    batches = {each.job.batch for each in rehearsed if each.job.ctx == 256}
-    told = next(part for part in found.advice.split(", or ") if "batch=" in part)
-    batch = int(told.partition("batch=")[2].rstrip("."))
+    batches = {each.job.batch_size for each in rehearsed if each.job.seq_len == 256}
+    told = next(part for part in found.advice.split(", or ") if "batch_size=" in part)
+    batch = int(told.partition("batch_size=")[2].rstrip("."))
     assert {512, batch, 2 * batch} <= batches
     assert len(batches) < 9
-    assert estimate("gpt2", **{**options, "batch": batch}).fits
-    assert not estimate("gpt2", **{**options, "batch": 2 * batch}).fits
+    assert estimate("gpt2", **{**options, "batch_size": batch}).fits
+    assert not estimate("gpt2", **{**options, "batch_size": 2 * batch}).fits
 
 
 @pytest.mark.parametrize("fitting_from", range(9))

@@ -42,7 +42,7 @@ def load() -> Callable[..., Any]:
 
 
 def run(model: Any, job: Job) -> Any:
-    tokens = torch.zeros(1, job.ctx, dtype=torch.long, device=model.cfg.device)
+    tokens = torch.zeros(1, job.seq_len, dtype=torch.long, device=model.cfg.device)
     with torch.set_grad_enabled(job.gradients):
         kind = "loss" if job.gradients else "logits"
         output = model.run_with_cache(tokens, names_filter=job.keeps, return_type=kind)[0]
@@ -53,18 +53,18 @@ def run(model: Any, job: Job) -> Any:
 
 @pytest.mark.parametrize("gradients", [False, True])
 def test_it_is_what_a_loaded_model_takes(gradients: bool, llama: str, load: Any) -> None:
-    job = Job(ctx=N_TOKENS, gradients=gradients)
+    job = Job(seq_len=N_TOKENS, gradients=gradients)
     with simulate(2) as machine:
         model = load(llama, n_devices=2, attn_implementation="sdpa")
-        run(model, Job(ctx=8))  # TransformerLens 2 keeps a mask, which is looked at once
+        run(model, Job(seq_len=8))  # TransformerLens 2 keeps a mask, which is looked at once
         for index in range(2):
             machine.reset_peak_memory_stats(index)
         _kept = run(model, job)
         peaks = [machine.max_memory_allocated(index) for index in range(2)]
         del model, _kept
 
-    found = estimate(llama, 2, ctx=N_TOKENS, gradients=gradients, attn_implementation="sdpa")
-    installed = estimate(llama, 2, ctx=N_TOKENS, gradients=gradients)
+    found = estimate(llama, 2, seq_len=N_TOKENS, gradients=gradients, attn_implementation="sdpa")
+    installed = estimate(llama, 2, seq_len=N_TOKENS, gradients=gradients)
 
     assert [each.total for each in found.devices] == pytest.approx(peaks, rel=0.001)
     pattern = HEADS["num_attention_heads"] * N_TOKENS**2 * 4
@@ -73,7 +73,7 @@ def test_it_is_what_a_loaded_model_takes(gradients: bool, llama: str, load: Any)
 
 
 def test_what_is_kept_is_built(llama: str) -> None:
-    options: Any = {"ctx": 256, "cache": "pattern"}
+    options: Any = {"seq_len": 256, "cache": "pattern"}
 
     found = estimate(llama, attn_implementation="sdpa", **options)
 
@@ -82,7 +82,7 @@ def test_what_is_kept_is_built(llama: str) -> None:
 
 @pytest.mark.skipif(not has_hooked_transformer(), reason="a Bridge has transformers' own caches")
 def test_a_kv_cache_has_room(llama: str) -> None:
-    options: Any = {"ctx": 512, "generate": 64}
+    options: Any = {"seq_len": 512, "max_new_tokens": 64}
     exact = estimate(llama, **options).devices[0].kv_cache
 
     found = estimate(llama, attn_implementation="sdpa", **options).devices[0].kv_cache
@@ -99,21 +99,21 @@ def nothing_else_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("nothing_else_is_tried")
 def test_it_is_told_where_it_would_fit(llama: str) -> None:
     totals = [
-        estimate(llama, ctx=N_TOKENS, attn_implementation=way).devices[0].total
+        estimate(llama, seq_len=N_TOKENS, attn_implementation=way).devices[0].total
         for way in (None, "sdpa")
     ]
     room = sum(totals) // 2
 
-    found = estimate(llama, ctx=N_TOKENS, max_memory=room)
+    found = estimate(llama, seq_len=N_TOKENS, max_memory=room)
 
     assert found.advice == "What would: attn_implementation='sdpa'."
-    assert estimate(llama, ctx=N_TOKENS, max_memory=room, attn_implementation="sdpa").fits
+    assert estimate(llama, seq_len=N_TOKENS, max_memory=room, attn_implementation="sdpa").fits
 
 
 @pytest.mark.usefixtures("nothing_else_is_tried")
 @pytest.mark.parametrize("options", [{"attn_implementation": "sdpa"}, {"cache": "pattern"}])
 def test_it_is_not_told_where_it_is_chosen_or_does_not_help(options: Any, llama: str) -> None:
-    found = estimate(llama, ctx=512, max_memory="512KiB", **options)
+    found = estimate(llama, seq_len=512, max_memory="512KiB", **options)
 
     assert found.advice.startswith("No single change would do")
 
@@ -142,7 +142,7 @@ def test_a_rehearsal_builds_a_pattern_where_somebody_listens(llama: str) -> None
 
 
 def test_the_command_takes_it(llama: str, capsys: Any) -> None:
-    assert main(["estimate", llama, "--ctx", "64", "--attn-implementation", "sdpa"]) == 0
+    assert main(["estimate", llama, "--seq-len", "64", "--attn-implementation", "sdpa"]) == 0
     assert "64 tokens, attn_implementation sdpa" in capsys.readouterr().out
 
 

@@ -170,7 +170,7 @@ def test_devices_that_only_max_memory_names_are_not_used_and_the_log_says_so(
     (told,) = said_by_us(caplog)
 
     rehearsed = dry_run("gpt2", type, 2, max_memory=limits)
-    estimated = estimate("gpt2", 2, max_memory=limits, ctx=8)
+    estimated = estimate("gpt2", 2, max_memory=limits, seq_len=8)
 
     assert rehearsed.placement.device_map == estimated.placement.device_map == planned
     assert said_by_us(caplog) == [told] * 3

@@ -23,7 +23,7 @@ BY_DEFAULT = ("meta-llama/Meta-Llama-3-8B", "google/gemma-2-9b", "EleutherAI/pyt
 
 
 def test_the_kv_cache_is_that_of_all_tokens() -> None:
-    found = estimate("gpt2", batch=2, ctx=100, generate=29)
+    found = estimate("gpt2", batch_size=2, seq_len=100, max_new_tokens=29)
     tokens, width, layers = 128, 768, 12
     in_blocks = 2 * 2 * tokens * width * 4 * layers
     attention_mask = 2 * tokens * 8
@@ -38,14 +38,17 @@ def test_the_kv_cache_is_that_of_all_tokens() -> None:
     ],
 )
 def test_each_family_is_estimated_without_the_network(name: str) -> None:
-    found = estimate(name, 2, dtype="bfloat16", max_memory="80GiB", ctx=16)
+    found = estimate(name, 2, dtype="bfloat16", max_memory="80GiB", seq_len=16)
     assert found.fits == (sum(each.weights for each in found.devices) < 2 * 79 * GIB)
     assert name in repr(found)
 
 
 def test_unequal_devices_are_used_by_what_they_have() -> None:
     found = estimate(
-        "meta-llama/Llama-2-70b-hf", dtype="bfloat16", max_memory={0: "70GiB", 1: "100GiB"}, ctx=16
+        "meta-llama/Llama-2-70b-hf",
+        dtype="bfloat16",
+        max_memory={0: "70GiB", 1: "100GiB"},
+        seq_len=16,
     )
     small, large = found.devices
     assert small.weights < large.weights
@@ -57,8 +60,8 @@ def test_unequal_devices_are_used_by_what_they_have() -> None:
     [
         ({"max_memory": "4GiB"}, "n_devices"),
         ({"max_memory": "4GiB"}, "dtype"),
-        ({"batch": 16, "ctx": 512, "max_memory": "6.4GiB"}, "batch"),
-        ({"batch": 16, "ctx": 512, "max_memory": "6.4GiB"}, "ctx"),
+        ({"batch_size": 16, "seq_len": 512, "max_memory": "6.4GiB"}, "batch_size"),
+        ({"batch_size": 16, "seq_len": 512, "max_memory": "6.4GiB"}, "seq_len"),
         ({"n_devices": 2, "device_map": "sequential", "max_memory": "4.7GiB"}, "device_map"),
     ],
 )
@@ -76,14 +79,14 @@ def test_what_it_says_would_fit_does(options: dict[str, Any], change: str) -> No
 
 
 def test_it_says_what_to_leave_uncached() -> None:
-    options: Any = {"ctx": 256, "batch": 4, "first_n_layers": 4, "max_memory": "700MiB"}
+    options: Any = {"seq_len": 256, "batch_size": 4, "first_n_layers": 4, "max_memory": "700MiB"}
     found = estimate("gpt2", cache="all", **options)
     assert "caching resid_post only" in found.advice
     assert estimate("gpt2", cache="resid_post", **options).fits
 
 
 def test_where_no_single_change_would_do_it_says_so() -> None:
-    found = estimate("gpt2", n_devices=16, dtype="bfloat16", max_memory="1MiB", ctx=8)
+    found = estimate("gpt2", n_devices=16, dtype="bfloat16", max_memory="1MiB", seq_len=8)
     assert found.advice.startswith("No single change would do")
 
 
@@ -99,12 +102,12 @@ def test_printing_shows_a_table_and_the_verdict() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch": 0}, "batch=0 is no number of sequences: give an int, at least 1"),
-        ({"n_devices": 0}, "n_devices=0 is no number of devices"),
-        ({"cache": ""}, "cache='' is no text"),
-        ({"cache": ["z"]}, "is no text such as"),
-        ({"gather": 1}, "gather=1 is no place to gather: give 'cpu' or an index < 1"),
-        ({"gather": "sim:7"}, "gather='sim:7' is no place"),
+        ({"batch_size": 0}, "batch_size must be an int of 1 or more, but is 0"),
+        ({"n_devices": 0}, "n_devices must be an int of 1 or more"),
+        ({"cache": ""}, "but is ''"),
+        ({"cache": ["z"]}, "cache must be 'all' or names"),
+        ({"gather": 1}, "gather must be 'cpu' or a device's index below 1, but is 1"),
+        ({"gather": "sim:7"}, "gather must be 'cpu'"),
         ({"max_memory": "much"}, "'much' is no size"),
         ({"max_memory": {0: "9" * 400 + "GiB"}}, r"max_memory\[0\]='999\S*GiB' is no size"),
         ({"memory": "1e999GiB"}, "'1e999GiB' is no size"),
@@ -115,7 +118,7 @@ def test_printing_shows_a_table_and_the_verdict() -> None:
 )
 def test_arguments_that_make_no_sense(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        estimate("gpt2", **{"ctx": 8, **options})
+        estimate("gpt2", **{"seq_len": 8, **options})
 
 
 @pytest.mark.parametrize("model", [None, 3, torch.nn.Linear(2, 2)])
@@ -127,32 +130,34 @@ def test_what_is_no_model(function: Any, model: Any) -> None:
 
 @pytest.mark.parametrize("cache", ["resid_post,z", " resid_post , hook_z"])
 def test_cached_names_are_whole_and_may_have_spaces_between(cache: str) -> None:
-    both = estimate("gpt2", cache=cache, ctx=8).devices[0].cached
+    both = estimate("gpt2", cache=cache, seq_len=8).devices[0].cached
     assert both == 2 * 12 * 8 * 768 * 4
 
 
 def test_devices_may_be_named_as_where_there_are_gpus() -> None:
-    found = estimate("gpt2", device_map={"": "cuda:0", "blocks.3": "cuda:1"}, ctx=8)
+    found = estimate("gpt2", device_map={"": "cuda:0", "blocks.3": "cuda:1"}, seq_len=8)
     assert [each.components for each in found.devices][1] == "blocks.3"
-    assert estimate("gpt2", max_memory={"cuda:1": "24GiB"}, ctx=8).devices[0].capacity == 80 * GIB
+    assert (
+        estimate("gpt2", max_memory={"cuda:1": "24GiB"}, seq_len=8).devices[0].capacity == 80 * GIB
+    )
 
 
 def test_what_runs_on_the_cpu_is_listed() -> None:
-    found = estimate("gpt2", device_map={"": 0, "unembed": "cpu"}, ctx=8)
+    found = estimate("gpt2", device_map={"": 0, "unembed": "cpu"}, seq_len=8)
     assert [each.components for each in found.devices][1] == "unembed"
     assert sum(each.weights for each in found.devices) == estimate("gpt2").devices[0].weights
 
 
 def test_generating_is_without_gradients_and_without_the_forward_s_peak() -> None:
-    plain = estimate("gpt2", 2, generate=8, ctx=256)
-    both = estimate("gpt2", 2, generate=8, ctx=256, gradients=True)
+    plain = estimate("gpt2", 2, max_new_tokens=8, seq_len=256)
+    both = estimate("gpt2", 2, max_new_tokens=8, seq_len=256, gradients=True)
     assert [d.kv_cache for d in plain.devices] == [d.kv_cache for d in both.devices]
-    forward = estimate("gpt2", 2, ctx=256)
+    forward = estimate("gpt2", 2, seq_len=256)
     assert plain.devices[1].working < forward.devices[1].working
 
 
 def test_gradients_of_offloaded_blocks_are_on_the_host() -> None:
-    found = estimate("gpt2", gradients=True, ctx=8, device_map={"": 0, "blocks": "cpu"})
+    found = estimate("gpt2", gradients=True, seq_len=8, device_map={"": 0, "blocks": "cpu"})
     assert found.devices[-1].total == 2 * found.devices[-1].weights > 0
 
 
@@ -161,29 +166,41 @@ def test_gradients_of_offloaded_blocks_are_on_the_host() -> None:
 
 
 def test_the_command_fails_if_it_does_not_fit(capsys: Any) -> None:
-    status = main(["plan", "gpt2", "--max-memory", "0=100MiB,1=100MiB", "--ctx", "8"])
+    status = main(["estimate", "gpt2", "--max-memory", "0=100MiB,1=100MiB", "--seq-len", "8"])
     assert status == 1
     assert "It does not fit: device 0 (home) needs" in capsys.readouterr().out
 
 
 def test_the_command_gives_json(capsys: Any) -> None:
     device_map = '{"": 0, "blocks.3": 1}'
-    main(["plan", "gpt2", "--n-devices", "2", "--device-map", device_map, "--json", "--ctx", "8"])
+    main(
+        [
+            "estimate",
+            "gpt2",
+            "--n-devices",
+            "2",
+            "--device-map",
+            device_map,
+            "--json",
+            "--seq-len",
+            "8",
+        ]
+    )
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] is True
     assert [each["components"] for each in found["devices"]][1] == "blocks.3"
-    expected: Estimate = estimate("gpt2", 2, device_map={"": 0, "blocks.3": 1}, ctx=8)
+    expected: Estimate = estimate("gpt2", 2, device_map={"": 0, "blocks.3": 1}, seq_len=8)
     assert found == json.loads(json.dumps(expected.to_dict()))
 
 
 def test_the_command_says_what_is_wrong_in_a_sentence(capsys: Any) -> None:
-    assert main(["plan", "nosuchmodel"]) == 1
+    assert main(["estimate", "nosuchmodel"]) == 1
     assert "'nosuchmodel' is no model that TransformerLens lists" in capsys.readouterr().err
 
 
 def test_blocks_that_do_not_fit_are_estimated_on_the_host() -> None:
     limits = {0: "24GiB", 1: "20GiB", "cpu": "200GiB"}
-    found = estimate("meta-llama/Llama-2-70b-hf", dtype="bfloat16", max_memory=limits, ctx=16)
+    found = estimate("meta-llama/Llama-2-70b-hf", dtype="bfloat16", max_memory=limits, seq_len=16)
     on_host = found.devices[-1]
     assert [each.device for each in found.devices] == ["0 (home)", "1", "cpu"]
     assert on_host.weights == found.placement.bytes_on("cpu") > 80 * GIB
@@ -192,7 +209,7 @@ def test_blocks_that_do_not_fit_are_estimated_on_the_host() -> None:
 
 def test_a_limit_with_which_it_would_fit_is_told_and_does() -> None:
     room = {0: "4GiB", "cpu": "10GiB"}
-    options: Any = {"first_n_layers": 8, "batch": 4, "ctx": 512}
+    options: Any = {"first_n_layers": 8, "batch_size": 4, "seq_len": 512}
     found = estimate("EleutherAI/pythia-6.9b", max_memory=room, **options)
     assert not found.fits
     told = re.search(r"max_memory=(\{.*?\})", found.advice)

@@ -18,7 +18,7 @@ TIED = ["gpt2"] if has_hooked_transformer() else []
 
 
 def kept(model: Any, job: Job) -> Any:
-    tokens = torch.zeros(job.batch, job.ctx, dtype=torch.long, device=model.cfg.device)
+    tokens = torch.zeros(job.batch_size, job.seq_len, dtype=torch.long, device=model.cfg.device)
     with torch.no_grad():
         return model.run_with_cache(
             tokens, names_filter=job.keeps, return_type="logits", return_cache_object=False
@@ -33,7 +33,7 @@ def test_it_is_what_a_loaded_model_takes(
     name: str, cache: str | None, n_devices: int, loaded: Any
 ) -> None:
     """Within 5% for weights and caches, and 15% for the peak."""
-    devices, job = range(n_devices), Job(batch=4, ctx=N_CTX // 2, cache=cache)
+    devices, job = range(n_devices), Job(batch_size=4, seq_len=N_CTX // 2, cache=cache)
     with simulate(n_devices) as machine:
         model, config = loaded(name, n_devices)
         weights = [machine.memory_allocated(index) for index in devices]
@@ -44,7 +44,7 @@ def test_it_is_what_a_loaded_model_takes(
         held = [machine.memory_allocated(i) - weights[i] for i in devices]
         del cached, model
 
-    found = estimate(config, n_devices, batch=job.batch, ctx=job.ctx, cache=cache)
+    found = estimate(config, n_devices, batch_size=job.batch_size, seq_len=job.seq_len, cache=cache)
 
     assert [d.weights + d.buffers for d in found.devices] == pytest.approx(weights, rel=0.05)
     assert [d.cached for d in found.devices] == pytest.approx(held, rel=0.05)
@@ -60,7 +60,7 @@ def test_gradients_take_those_of_the_weights_and_more() -> None:
 
 @pytest.mark.parametrize("where", ["cpu", 1])
 def test_gathering_takes_the_largest_stack_there(where: str | int) -> None:
-    found = estimate("gpt2", 2, gather=where, ctx=8)
+    found = estimate("gpt2", 2, gather=where, seq_len=8)
     gathered = {each.device: each.gathered for each in found.devices if each.gathered}
     assert gathered == {str(where): 12 * 768 * 3072 * 4}
 
@@ -69,12 +69,15 @@ def test_gathering_takes_the_largest_stack_there(where: str | int) -> None:
     ("options", "message"),
     [
         ({"cache": "resid_pots"}, "names 'resid_pots', which is no hook .* 'resid_post'"),
-        ({"ctx": 1000, "generate": 100}, "1100 tokens are more than the model's n_ctx of 1024"),
+        (
+            {"seq_len": 1000, "max_new_tokens": 100},
+            "are 1100 tokens together, more than the model's n_ctx of 1024",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit_the_model(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        estimate("gpt2", **{"ctx": 8, **options})
+        estimate("gpt2", **{"seq_len": 8, **options})
 
 
 def test_an_argument_that_does_not_exist() -> None:
@@ -83,13 +86,13 @@ def test_an_argument_that_does_not_exist() -> None:
 
 
 def test_the_command_prints_the_table_and_whether_it_fits(capsys: Any) -> None:
-    status = main(["plan", "gpt2", "--n-devices", "2", "--cache", "resid_post"])
+    status = main(["estimate", "gpt2", "--n-devices", "2", "--cache", "resid_post"])
     assert status == 0
     assert capsys.readouterr().out.rstrip().endswith("It fits.")
 
 
 def test_the_command_takes_a_longer_context(capsys: Any) -> None:
-    longer = ["plan", "gpt2", "--ctx", "1100"]
+    longer = ["estimate", "gpt2", "--seq-len", "1100"]
     assert main(longer) == 1
     assert main([*longer, "--n-ctx", "2048"]) == 0
     assert "1100 tokens" in capsys.readouterr().out

@@ -20,7 +20,7 @@ def name_or_config() -> Any:
 
 
 CALLS = {
-    "estimate": lambda model, **options: estimate(model, ctx=8, **options),
+    "estimate": lambda model, **options: estimate(model, seq_len=8, **options),
     "dry_run": lambda model, **options: dry_run(model, lambda model: None, **options),
 }
 

@@ -34,7 +34,7 @@ def test_a_device_map_beside_the_number_of_devices() -> None:
 
     placements = [
         plan("gpt2", 4, hosts=2, device_map=where),
-        estimate("gpt2", 4, hosts=2, device_map=where, ctx=8).placement,
+        estimate("gpt2", 4, hosts=2, device_map=where, seq_len=8).placement,
         dry_run("gpt2", id, 4, hosts=2, device_map=where).placement,
     ]
 
@@ -63,11 +63,11 @@ def test_hosts_may_have_different_numbers_of_devices(capsys: Any) -> None:
     placements = [
         planned,
         plan("gpt2", 4, hosts=(1, 3)),
-        estimate("gpt2", hosts=[1, 3], ctx=8).placement,
+        estimate("gpt2", hosts=[1, 3], seq_len=8).placement,
         dry_run("gpt2", id, hosts=[1, 3]).placement,
     ]
-    main(["estimate", "gpt2", "--hosts", "1,3", "--ctx", "8"])
-    too_large = estimate("gpt2-xl", hosts=[1, 2], max_memory="100MiB", ctx=8)
+    main(["estimate", "gpt2", "--hosts", "1,3", "--seq-len", "8"])
+    too_large = estimate("gpt2-xl", hosts=[1, 2], max_memory="100MiB", seq_len=8)
 
     names = ["host0/0", "host1/0", "host1/1", "host1/2"]
     assert [[site.name for site in each.sites] for each in placements] == [names] * 4
@@ -83,14 +83,19 @@ def test_hosts_may_have_different_numbers_of_devices(capsys: Any) -> None:
 def test_a_forward_sends_what_the_placement_says(toy: str) -> None:
     cfg = TOYS[toy]()
 
-    found = estimate(cfg, 4, hosts=2, batch=3, ctx=5)
+    found = estimate(cfg, 4, hosts=2, batch_size=3, seq_len=5)
 
     assert found.between_hosts["a forward"] == found.placement.between_hosts(3, 5)
     assert found.placement.between_hosts(3, 5) == plan(cfg, 4, hosts=2).between_hosts(3, 5)
 
 
 def test_each_part_of_a_job_is_told_apart() -> None:
-    job: dict[str, Any] = {"cache": "resid_post", "gradients": True, "generate": 2, "ctx": 8}
+    job: dict[str, Any] = {
+        "cache": "resid_post",
+        "gradients": True,
+        "max_new_tokens": 2,
+        "seq_len": 8,
+    }
     found = estimate("gpt2", 4, hosts=2, dtype="bfloat16", **job)
 
     stream = 8 * 768 * 2
@@ -113,14 +118,14 @@ def _blocks(found: Any) -> list[Any]:
 
 
 def test_one_host_sends_nothing_and_says_nothing() -> None:
-    found = estimate("gpt2", 2, ctx=8)
+    found = estimate("gpt2", 2, seq_len=8)
 
     assert found.between_hosts == {}
     assert "hosts" not in repr(found)
 
 
 def test_more_hosts_are_what_would_fit() -> None:
-    options: dict[str, Any] = {"max_memory": "2.5GiB", "dtype": "bfloat16", "ctx": 8}
+    options: dict[str, Any] = {"max_memory": "2.5GiB", "dtype": "bfloat16", "seq_len": 8}
     found = estimate("EleutherAI/pythia-6.9b", 4, hosts=2, **options)
 
     assert not found.fits
@@ -142,7 +147,7 @@ def test_a_rehearsal_says_what_went_between_hosts() -> None:
 
 
 def test_the_command(capsys: Any) -> None:
-    command = ["estimate", "gpt2", "--n-devices", "4", "--hosts", "2", "--ctx", "8"]
+    command = ["estimate", "gpt2", "--n-devices", "4", "--hosts", "2", "--seq-len", "8"]
     assert main([*command, "--device-map", '{"": "host0/0", "blocks.3": "host1/1"}']) == 0
     assert "3 (host1/1)" in capsys.readouterr().out
 

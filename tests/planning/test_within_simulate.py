@@ -37,8 +37,8 @@ def model_name() -> Any:
 
 
 def refused() -> None:
-    with pytest.raises(ValueError, match="batch=0"):
-        estimate(model_name(), 2, batch=0)
+    with pytest.raises(ValueError, match="batch_size must be"):
+        estimate(model_name(), 2, batch_size=0)
 
 
 def interrupted() -> None:
@@ -47,8 +47,8 @@ def interrupted() -> None:
 
 
 REHEARSALS: dict[str, Callable[[], Any]] = {
-    "estimate": lambda: estimate(model_name(), 2, ctx=4, cache="all"),
-    "an estimate with advice": lambda: estimate(model_name(), 2, ctx=4, max_memory="1MiB"),
+    "estimate": lambda: estimate(model_name(), 2, seq_len=4, cache="all"),
+    "an estimate with advice": lambda: estimate(model_name(), 2, seq_len=4, max_memory="1MiB"),
     "dry_run": lambda: dry_run(model_name(), forward, 3),
     "a job that fails": lambda: dry_run(model_name(), fail, 3),
     "a job that is interrupted": interrupted,
@@ -100,7 +100,7 @@ def test_the_outer_machine_is_as_it_was(case: str, outer: Machine) -> None:
 
 
 def test_it_gives_what_it_gives_outside(outer: Machine) -> None:
-    inside = estimate(model_name(), 2, ctx=4)
+    inside = estimate(model_name(), 2, seq_len=4)
     rehearsed = dry_run(model_name(), forward, 3)
     assert rehearsed.runs, rehearsed
     outer_devices = outer.devices
@@ -113,8 +113,8 @@ def test_it_gives_what_it_gives_outside(outer: Machine) -> None:
 
 def test_the_same_outside() -> None:
     with simulate(4):
-        inside = estimate(model_name(), 2, ctx=4), dry_run(model_name(), forward, 3)
-    outside = estimate(model_name(), 2, ctx=4), dry_run(model_name(), forward, 3)
+        inside = estimate(model_name(), 2, seq_len=4), dry_run(model_name(), forward, 3)
+    outside = estimate(model_name(), 2, seq_len=4), dry_run(model_name(), forward, 3)
     assert inside[0] == outside[0]
     assert repr(inside[1]) == repr(outside[1])
 

@@ -72,7 +72,7 @@ def test_the_state_that_generation_takes_is_estimated(hf_models: Any) -> None:
     """Of 2 examples in a block: 32 channels' last 3 values, and 4 states of each."""
     for generate in (2, 20):
         found = tl_devicefix.estimate(
-            hf_models("mamba").config, 4, batch=2, ctx=9, generate=generate
+            hf_models("mamba").config, 4, batch_size=2, seq_len=9, max_new_tokens=generate
         )
         states = sum(device.kv_cache for device in found.devices)
         assert states == N_LAYERS * 2 * 32 * (3 + 4) * 4

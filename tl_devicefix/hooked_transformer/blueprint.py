@@ -99,9 +99,9 @@ class HookedBlueprint(Blueprint):
                 sizes[weight] += copies * parameter.nbytes
         return max(sizes.values())
 
-    def generation(self, model: Any, batch: int, ctx: int) -> HookedGeneration:
-        """Generating from prompts of `ctx` tokens."""
-        return HookedGeneration(model, batch, ctx)
+    def generation(self, model: Any, batch_size: int, seq_len: int) -> HookedGeneration:
+        """Generating from prompts of `seq_len` tokens."""
+        return HookedGeneration(model, batch_size, seq_len)
 
 
 def option_names(config_or_model_name: Any) -> Sequence[str]:
@@ -147,16 +147,16 @@ class HookedGeneration(Generation):
 
     Args:
         model: a HookedTransformer.
-        batch: how many prompts.
-        ctx: tokens in each.
+        batch_size: how many prompts.
+        seq_len: tokens in each.
     """
 
-    def __init__(self, model: Any, batch: int, ctx: int) -> None:
+    def __init__(self, model: Any, batch_size: int, seq_len: int) -> None:
         self._model = model
-        self._tokens = torch.zeros(batch, ctx, dtype=torch.long, device=model.cfg.device)
+        self._tokens = torch.zeros(batch_size, seq_len, dtype=torch.long, device=model.cfg.device)
         # The mask is one that TransformerLens would make by the tokenizer.
         self._mask = torch.ones_like(self._tokens)
-        self._kv_cache = _kv_cache_class().init_cache(model.cfg, model.cfg.device, batch)
+        self._kv_cache = _kv_cache_class().init_cache(model.cfg, model.cfg.device, batch_size)
 
     def prompt(self) -> None:
         """Run the prompt, which fills the KV cache."""

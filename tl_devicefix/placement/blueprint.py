@@ -59,5 +59,5 @@ class Blueprint(ABC):
         """Bytes that the largest stacked weight (`model.W_in`) of a model takes, as it is made."""
 
     @abstractmethod
-    def generation(self, model: Any, batch: int, ctx: int) -> Generation:
-        """Generating from prompts of `ctx` tokens."""
+    def generation(self, model: Any, batch_size: int, seq_len: int) -> Generation:
+        """Generating from prompts of `seq_len` tokens."""

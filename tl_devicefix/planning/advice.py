@@ -139,11 +139,11 @@ def _without_pattern(asked: Setting) -> Iterator[Change]:
 
 
 def _smaller_batch(asked: Setting) -> Iterator[Change]:
-    return _halved(asked, "batch", least=1)
+    return _halved(asked, "batch_size", least=1)
 
 
 def _shorter(asked: Setting) -> Iterator[Change]:
-    return _halved(asked, "ctx", least=64)
+    return _halved(asked, "seq_len", least=64)
 
 
 def _halved(asked: Setting, name: str, least: int) -> Iterator[Change]:

@@ -37,7 +37,7 @@ class Estimate:
     dtype: str
     """That of the weights, by its name: "bfloat16"."""
     job: Job
-    """What is to be done with the model: `batch`, `ctx`, `cache`, `generate`, ..."""
+    """What is to be done with the model: `batch_size`, `seq_len`, `cache`, ..."""
     devices: tuple[OnDevice, ...]
     """What each device holds, in bytes; home first, and host memory last if blocks live there."""
     placement: Placement
@@ -115,10 +115,10 @@ def estimate(
     max_memory: MaxMemory | int | str = "80GiB",
     memory: MaxMemory | int | str | None = None,
     dtype: torch.dtype | str | None = None,
-    batch: int = 1,
-    ctx: int | None = None,
+    batch_size: int = 1,
+    seq_len: int | None = None,
     cache: str | None = None,
-    generate: int = 0,
+    max_new_tokens: int = 0,
     gradients: bool = False,
     gather: str | int | None = None,
     attn_implementation: str | None = None,
@@ -141,11 +141,11 @@ def estimate(
             `memory` says what there is for all. Devices that are not named have 80 GiB.
         memory: what each device has, if that is more than what the weights may take of it.
         dtype: of the weights; by default float32, as for `from_pretrained`.
-        batch: how many sequences.
-        ctx: how many tokens in each; by default 1024, or n_ctx if that is less.
+        batch_size: how many sequences.
+        seq_len: how many tokens in each; by default 1024, or the model's n_ctx if that is less.
         cache: what `run_with_cache` keeps: hook names less "hook_" ("resid_post", or several
             "resid_post,z"), or "all".
-        generate: how many new tokens, with a KV cache.
+        max_new_tokens: how many tokens to generate, with a KV cache.
         gradients: take gradients, from the loss back to every parameter.
         gather: where stacked weights are gathered: "cpu" or a device's index. The largest counts.
         attn_implementation: "sdpa" for a model that builds no pattern where none is kept, see
@@ -162,9 +162,11 @@ def estimate(
     with enabled():
         check_options(estimate, config_or_model_name, options)
         model = blueprint(config_or_model_name, dtype, options)
-        ctx = min(1024, model.n_ctx) if ctx is None else ctx
+        seq_len = min(1024, model.n_ctx) if seq_len is None else seq_len
         check_attn_implementation(attn_implementation)
-        job = Job(batch, ctx, cache, generate, gradients, gather, attn_implementation)
+        job = Job(
+            batch_size, seq_len, cache, max_new_tokens, gradients, gather, attn_implementation
+        )
         sites = on_hosts(n_devices, hosts)
         n_devices = len(sites) or n_devices
         device_map, limits, has = (by_index(e, sites) for e in (device_map, max_memory, memory))
@@ -185,24 +187,23 @@ def estimate(
 
 
 def _check(job: Job, model: Blueprint, n_devices: int) -> None:
-    for name, least in (("n_devices", 1), ("batch", 1), ("ctx", 1), ("generate", 0)):
+    least = {"n_devices": 1, "batch_size": 1, "seq_len": 1, "max_new_tokens": 0}
+    for name, minimum in least.items():
         value = n_devices if name == "n_devices" else getattr(job, name)
-        if type(value) is not int or value < least:
-            raise ValueError(
-                f"{name}={value!r} is no number of {_COUNTED[name]}: give an int, at least {least}"
-            )
+        if type(value) is not int or value < minimum:
+            raise ValueError(f"{name} must be an int of {minimum} or more, but is {value!r}")
     check_number(n_devices)
     if not isinstance(job.cache, str | None) or job.cache == "":
-        raise ValueError(f"cache={job.cache!r} is no text such as 'resid_post,z', and not 'all'")
+        raise ValueError(
+            f"cache must be 'all' or names of hooks such as 'resid_post,z', but is {job.cache!r}"
+        )
     if not (job.gather in (None, "cpu") or job.gather in range(n_devices)):
         raise ValueError(
-            f"gather={job.gather!r} is no place to gather: give 'cpu' or an index < {n_devices}"
+            f"gather must be 'cpu' or a device's index below {n_devices}, but is {job.gather!r}"
         )
-    if job.ctx + job.generate > model.n_ctx:
+    if job.seq_len + job.max_new_tokens > model.n_ctx:
         raise ValueError(
-            f"{job.ctx + job.generate} tokens are more than the model's n_ctx of {model.n_ctx}: "
-            "lower ctx or generate, or give n_ctx"
+            f"seq_len and max_new_tokens are {job.seq_len + job.max_new_tokens} tokens together, "
+            f"more than the model's n_ctx of {model.n_ctx}: lower them, or load the model with a "
+            "larger n_ctx"
         )
-
-
-_COUNTED = {"n_devices": "devices", "batch": "sequences", "ctx": "tokens", "generate": "new tokens"}

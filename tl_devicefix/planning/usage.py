@@ -31,13 +31,13 @@ from tl_devicefix.simulation.sites import Hosts
 class Job:
     """What is to be done with a model."""
 
-    batch: int = 1
+    batch_size: int = 1
     """Sequences."""
-    ctx: int = 1024
+    seq_len: int = 1024
     """Tokens in each sequence."""
     cache: str | None = None
     """What `run_with_cache` keeps: hook names less "hook_" ("resid_post,z"), "all", or None."""
-    generate: int = 0
+    max_new_tokens: int = 0
     """New tokens for each sequence, with a KV cache."""
     gradients: bool = False
     """Whether gradients are on; then a backward from the loss is taken too."""
@@ -56,9 +56,9 @@ class Job:
         return [part.strip() for part in (self.cache or "").split(",") if part.strip()]
 
     def __str__(self) -> str:
-        parts = [f"batch {self.batch}, {self.ctx} tokens"]
+        parts = [f"batch {self.batch_size}, {self.seq_len} tokens"]
         parts += [f"caching {self.cache}"] if self.cache else []
-        parts += [f"generating {self.generate}"] if self.generate else []
+        parts += [f"generating {self.max_new_tokens}"] if self.max_new_tokens else []
         parts += ["with gradients"] if self.gradients else []
         parts += [f"gathering on {self.gather}"] if self.gather is not None else []
         parts += (
@@ -265,16 +265,16 @@ class _Usage:
 
     def dry_run(self, blueprint: Blueprint, model: Any, job: Job) -> None:
         """Run the job on the model, and measure it."""
-        if job.cache is not None or job.gradients or not job.generate:
+        if job.cache is not None or job.gradients or not job.max_new_tokens:
             with torch.set_grad_enabled(job.gradients):
                 self._run(model, job)
-        if job.generate:
+        if job.max_new_tokens:
             with torch.no_grad():
-                self._generate(blueprint.generation(model, job.batch, job.ctx), job)
+                self._generate(blueprint.generation(model, job.batch_size, job.seq_len), job)
 
     def _run(self, model: Any, job: Job) -> None:
         """A forward, with what it caches, and a backward."""
-        tokens = torch.zeros(job.batch, job.ctx, dtype=torch.long, device=model.cfg.device)
+        tokens = torch.zeros(job.batch_size, job.seq_len, dtype=torch.long, device=model.cfg.device)
         wanted: Any = "loss" if job.gradients else "logits"
         self._start()
         output, kept = model.run_with_cache(
@@ -298,7 +298,7 @@ class _Usage:
         generation.prompt()
         self._note_crossings("the prompt")
         prompt_peak = self._peak()
-        generation.skip_to(job.ctx + job.generate - 1)
+        generation.skip_to(job.seq_len + job.max_new_tokens - 1)
         self._start()
         generation.last_token()
         self._note_crossings("a generated token")

@@ -120,9 +120,9 @@ class BridgeBlueprint(Blueprint):
         with gather_on(str(model.cfg.device)), torch.no_grad():
             return max(_size(model, name) for name in (*STACKED, "W_gate"))
 
-    def generation(self, model: Any, batch: int, ctx: int) -> BridgeGeneration:
-        """Generating from prompts of `ctx` tokens."""
-        return BridgeGeneration(model, batch, ctx)
+    def generation(self, model: Any, batch_size: int, seq_len: int) -> BridgeGeneration:
+        """Generating from prompts of `seq_len` tokens."""
+        return BridgeGeneration(model, batch_size, seq_len)
 
 
 _N_CTX_FIELDS = (
@@ -198,15 +198,15 @@ class BridgeGeneration(Generation):
 
     Args:
         bridge: the Bridge.
-        batch: how many prompts.
-        ctx: tokens in each.
+        batch_size: how many prompts.
+        seq_len: tokens in each.
     """
 
-    def __init__(self, bridge: Any, batch: int, ctx: int) -> None:
+    def __init__(self, bridge: Any, batch_size: int, seq_len: int) -> None:
         self._bridge = bridge
-        self._tokens = torch.zeros(batch, ctx, dtype=torch.long, device=bridge.cfg.device)
+        self._tokens = torch.zeros(batch_size, seq_len, dtype=torch.long, device=bridge.cfg.device)
         self._kv_cache = DynamicCache(config=bridge.original_model.config)
-        self._length = ctx
+        self._length = seq_len
         takes = inspect.signature(bridge.original_model.forward).parameters
         # Without attention there are no keys that a mask could leave out, nor positions.
         self._attends = "cache_params" not in takes

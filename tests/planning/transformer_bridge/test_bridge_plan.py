@@ -1,4 +1,4 @@
-"""`plan`, `estimate` and `python -m tl_devicefix plan` for a Bridge: nothing is loaded or fetched.
+"""`plan` and `estimate`, also from the command line, of a Bridge: nothing is loaded or fetched.
 
 What is the same for HookedTransformer is tested in tests/planning and tests/placement.
 """
@@ -61,13 +61,15 @@ def test_a_dtype_that_does_not_exist_is_refused(machine: Any) -> None:
 
 
 def test_the_kv_cache_is_that_of_all_tokens() -> None:
-    found = estimate(known_config("Qwen/Qwen2-0.5B"), batch=2, ctx=100, generate=29)
+    found = estimate(known_config("Qwen/Qwen2-0.5B"), batch_size=2, seq_len=100, max_new_tokens=29)
     tokens, width, layers = 128, 2 * 64, 24
     assert found.devices[0].kv_cache == pytest.approx(2 * 2 * tokens * width * 4 * layers, rel=0.01)
 
 
 def test_attention_in_a_window_caches_the_window() -> None:
-    found = estimate(known_config("google/gemma-2-2b"), dtype="bfloat16", ctx=6000, generate=100)
+    found = estimate(
+        known_config("google/gemma-2-2b"), dtype="bfloat16", seq_len=6000, max_new_tokens=100
+    )
     local, everywhere = 13 * 4095, 13 * 6099  # tokens
     assert found.devices[0].kv_cache == pytest.approx(
         2 * (local + everywhere) * 4 * 256 * 2, rel=0.01
@@ -77,7 +79,7 @@ def test_attention_in_a_window_caches_the_window() -> None:
 def test_what_it_says_would_fit_does() -> None:
     config = known_config("EleutherAI/pythia-1.4b")
     options: Any = {
-        "ctx": 16,
+        "seq_len": 16,
         "max_memory": "1GiB",
         "hf_config_overrides": {"num_hidden_layers": 3},
     }
