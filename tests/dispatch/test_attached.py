@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -32,6 +32,20 @@ class Beside(nn.Module):
 
     def forward(self, residual: torch.Tensor) -> torch.Tensor:
         return self.inside(residual) + self.probe(residual)
+
+
+class Read(NamedTuple):
+    """Several results of a module."""
+
+    residual: torch.Tensor
+    norms: dict[str, torch.Tensor]
+
+
+class Reader(Probe):
+    """A module whose results are nested."""
+
+    def forward(self, residual: torch.Tensor) -> Any:
+        return Read(super().forward(residual), {"norm": (residual * self.scale).norm(dim=-1)})
 
 
 def own_module(model: Any) -> None:
@@ -68,6 +82,29 @@ def test_it_runs_where_its_weights_are(attached: Any, tokens: torch.Tensor) -> N
     model, reference = attached
     assert_agrees(model(tokens), reference(tokens), home_of(model))
     assert_agrees(copy.deepcopy(model)(tokens), reference(tokens), home_of(model))
+
+
+@pytest.mark.fails_unpatched
+def test_results_in_a_named_tuple_or_a_dict_are_where_its_input_was(
+    model: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    def read(model: Any) -> list[Any]:
+        model, found = copy.deepcopy(model), []
+        model.blocks[4].reader = Reader(model.cfg.d_model).to(model.cfg.device)
+        model.setup()
+
+        def hook(activation: torch.Tensor, hook: Any) -> None:
+            read = model.blocks[4].reader(activation)
+            assert type(read) is Read
+            found.extend([activation, read.residual, read.norms["norm"]])
+
+        model.run_with_hooks(tokens, fwd_hooks=[("blocks.4.hook_mlp_out", hook)])
+        return found
+
+    found = read(model)
+
+    assert {each.device for each in found} == {model.placement.device_of("blocks.4")}
+    assert_agrees(found, read(reference))
 
 
 @pytest.mark.parametrize("target", ["cpu", "sim:2"])

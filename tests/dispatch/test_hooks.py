@@ -282,6 +282,42 @@ def test_a_buffer_at_home_that_a_hook_changes(
     assert_agrees(run(model), run(reference))
 
 
+@pytest.mark.fails_unpatched
+def test_a_tensor_that_is_changed_between_two_uses_counts_as_it_is(
+    model: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    def run(model: Any) -> torch.Tensor:
+        vector = torch.ones(model.cfg.d_model, device=model.cfg.device)
+
+        def steer(activation: torch.Tensor, hook: Any) -> torch.Tensor:
+            steered = activation + vector
+            vector[::2] += 1
+            return steered * vector
+
+        return model.run_with_hooks(tokens, fwd_hooks=[(RESIDUALS[4], steer)])
+
+    assert_agrees(run(model), run(reference), home_of(model))
+
+
+@pytest.mark.fails_unpatched
+def test_a_tensor_that_is_used_without_a_graph_first_is_in_the_graph_afterwards(
+    model: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    def run(model: Any) -> torch.Tensor | None:
+        vector = torch.ones(model.cfg.d_model, device=model.cfg.device, requires_grad=True)
+
+        def steer(activation: torch.Tensor, hook: Any) -> torch.Tensor:
+            with torch.no_grad():
+                scale = (activation * vector).norm()
+            return activation + scale * vector
+
+        hooks = [(RESIDUALS[4], steer)]
+        model.run_with_hooks(tokens, fwd_hooks=hooks, return_type="loss").backward()
+        return vector.grad
+
+    assert_agrees(run(model), run(reference), home_of(model))
+
+
 @pytest.mark.parametrize("spread", [1, 4])
 def test_a_hook_that_reads_weights_and_caches_on_a_chosen_device(
     model: Any, reference: Any, tokens: torch.Tensor, other_tokens: torch.Tensor

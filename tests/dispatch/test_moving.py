@@ -60,6 +60,15 @@ def test_a_device_gathers_the_model(
     assert_runs(model, reference, tokens)
 
 
+def test_hooks_mix_no_devices_once_the_model_is_on_one(load: Any, tokens: torch.Tensor) -> None:
+    model = load("llama").to("sim:1")
+    vector = torch.ones(model.cfg.d_model, device="sim:0")
+    hook = ("blocks.4.hook_resid_post", lambda activation, hook: activation + vector)
+
+    with pytest.raises(RuntimeError, match="same device"):
+        model.run_with_hooks(tokens, fwd_hooks=[hook])
+
+
 @pytest.mark.fails_unpatched
 @every_kind
 def test_every_kind_of_model_can_be_gathered(

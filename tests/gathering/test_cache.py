@@ -13,6 +13,8 @@ from hf_models import N_LAYERS
 from kinds import every_kind, everywhere, home_of
 from transformer_lens import ActivationCache
 
+import tl_devicefix
+
 RESIDUALS = [f"blocks.{i}.hook_resid_post" for i in range(N_LAYERS)]
 OPTIONS: dict[str, dict[str, Any]] = {
     "names_filter, a name": {"names_filter": "blocks.3.hook_resid_post"},
@@ -89,6 +91,20 @@ def test_activations_are_kept_where_they_were_computed(model: Any, tokens: torch
         if name.startswith("blocks."):
             kept = dict.__getitem__(cache.cache_dict, name)
             assert kept.device == model.placement.device_of(name), name
+
+
+@pytest.mark.fails_unpatched
+def test_a_slice_that_is_made_within_gather_on_is_read_at_home_afterwards(
+    model: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    _, expected = reference.run_with_cache(tokens)
+    _, cache = model.run_with_cache(tokens)
+
+    with tl_devicefix.gather_on("cpu"):
+        first = cache.apply_slice_to_batch_dim(0)
+        assert first["resid_post", 4].device == torch.device("cpu")
+
+    assert_agrees(first, expected.apply_slice_to_batch_dim(0), home_of(model))
 
 
 def test_reading_a_cache_leaves_nothing_behind_at_home(

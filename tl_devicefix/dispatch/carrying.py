@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tl_devicefix.dispatch.joining import mapped
 from tl_devicefix.dispatch.scheduler import current_run
 
 
@@ -21,10 +22,10 @@ def move(value: Any, device: torch.device) -> Any:
 
 
 def bring_home(output: Any, home: torch.device) -> Any:
-    """Bring a tensor, or the tensors in TransformerLens's `Output`, to the home device."""
-    if isinstance(output, tuple) and hasattr(output, "_fields"):
-        return type(output)(*(move(part, home) for part in output))
-    return move(output, home)
+    """Bring a tensor, or the tensors in what a component returns, to the home device."""
+    if isinstance(output, torch.Tensor):
+        return move(output, home)
+    return mapped(output, lambda part: bring_home(part, home))
 
 
 _unread = ContextVar("_unread", default=False)

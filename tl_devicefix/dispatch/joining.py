@@ -201,7 +201,7 @@ class _Call:
             if id(value) not in self._copies:
                 self._copies[id(value)] = self._copied(value)
             return self._copies[id(value)][1]
-        return _map(value, self._join)
+        return mapped(value, self._join)
 
     def _copied(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
         """A tensor, its copy, and the copy's version; an earlier one, if neither has changed."""
@@ -220,12 +220,14 @@ _SMALL = 2**24
 """Bytes of a copy that is kept for the next call: a steering vector, not an embedding."""
 
 
-def _map(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Plain tuples, lists and dicts with each entry changed."""
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Plain tuples, lists and dicts, and named tuples, with each entry changed."""
     if type(value) in (tuple, list):
-        return type(value)(change(each) for each in value)
+        return type(value)(change(entry) for entry in value)
     if type(value) is dict:
-        return {key: change(each) for key, each in value.items()}
+        return {key: change(entry) for key, entry in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(change, value))
     return value
 
 
