@@ -12,7 +12,7 @@ from functools import cache
 from transformer_lens import HookedTransformer
 
 from tl_devicefix.monkeypatch.applying import original
-from tl_devicefix.weight_processing.conventions import Conventions
+from tl_devicefix.weight_processing import Conventions
 
 
 @cache

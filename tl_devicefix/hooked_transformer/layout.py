@@ -1,7 +1,7 @@
 """How the parameters of a loaded model are laid out in memory: as the checkpoint has them.
 
 TransformerLens's shapes are mostly transposed views of a checkpoint's, and
-`weight_processing/storing.py` keeps them so; what TransformerLens computes with them depends on it,
+`weight_processing/weights.py` keeps them so; what TransformerLens computes with them depends on it,
 and so does its memory.
 """
 

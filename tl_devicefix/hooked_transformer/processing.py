@@ -37,16 +37,14 @@ from tl_devicefix.weight_processing import (
     WorkingCopies,
     working_dtype,
 )
-from tl_devicefix.weight_processing.attention_factors import refactor_attention_of_block
-from tl_devicefix.weight_processing.layer_norm import (
+from tl_devicefix.weight_processing.steps import (
+    center_embedding,
+    center_unembed_weights,
+    center_writing_weights_of_block,
     fold_layer_norm_into_block,
     fold_layer_norm_into_unembed,
-)
-from tl_devicefix.weight_processing.unembed import center_unembed_weights
-from tl_devicefix.weight_processing.value_biases import fold_value_biases_of_block
-from tl_devicefix.weight_processing.writing_weights import (
-    center_embedding,
-    center_writing_weights_of_block,
+    fold_value_biases_of_block,
+    refactor_attention_of_block,
 )
 
 _log = logging.getLogger(__name__)

@@ -16,9 +16,8 @@ from tl_devicefix.offload.staging import Staging
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.weight_processing import Steps, process_component
 from tl_devicefix.weight_processing import slices as slicing
-from tl_devicefix.weight_processing.storing import write
-from tl_devicefix.weight_processing.unembed import vocabulary_means
-from tl_devicefix.weight_processing.weights import Weights, WorkingCopies, working_dtype
+from tl_devicefix.weight_processing.steps import vocabulary_means
+from tl_devicefix.weight_processing.weights import Weights, WorkingCopies, working_dtype, write
 
 _log = logging.getLogger(__name__)
 

@@ -25,9 +25,12 @@ from tl_devicefix.weight_processing import (
     working_dtype,
 )
 from tl_devicefix.weight_processing import slices as slicing
-from tl_devicefix.weight_processing.layer_norm import fold_layer_norm_into_unembed
-from tl_devicefix.weight_processing.unembed import center_unembed_weights, vocabulary_means
-from tl_devicefix.weight_processing.writing_weights import center_embedding
+from tl_devicefix.weight_processing.steps import (
+    center_embedding,
+    center_unembed_weights,
+    fold_layer_norm_into_unembed,
+    vocabulary_means,
+)
 
 BLOCK = "blocks.0."
 """What a block's weights are called while it is processed, whichever block it is."""

@@ -1,8 +1,9 @@
-"""Weight processing, one file per step, each a pure function on one component's weights.
+"""Weight processing: pure functions on one component's weights.
 
-Every step is local to one component: ln1, ln2 and the value biases fold within their block,
-ln_final folds into the unembedding, and centring touches one matrix at a time.
-`process_component` applies the steps in TransformerLens's order.
+Every step (`steps`) is local to one component: ln1, ln2 and the value biases fold within their
+block, ln_final folds into the unembedding, and centring touches one matrix at a time.
+`process_component` applies the steps in TransformerLens's order, on a component or a slice of it
+(`slices`).
 """
 
 from __future__ import annotations
@@ -11,24 +12,33 @@ import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tl_devicefix.weight_processing.attention_factors import refactor_attention_of_block
-from tl_devicefix.weight_processing.conventions import Conventions
-from tl_devicefix.weight_processing.layer_norm import (
-    fold_layer_norm_into_block,
-    fold_layer_norm_into_unembed,
-)
-from tl_devicefix.weight_processing.unembed import center_unembed_weights
-from tl_devicefix.weight_processing.value_biases import fold_value_biases_of_block
-from tl_devicefix.weight_processing.weights import Weights, WorkingCopies, working_dtype
-from tl_devicefix.weight_processing.writing_weights import (
+from tl_devicefix.weight_processing.steps import (
     center_attention_bias,
     center_embedding,
+    center_unembed_weights,
     center_writing_weights_of_block,
+    fold_layer_norm_into_block,
+    fold_layer_norm_into_unembed,
+    fold_value_biases_of_block,
+    refactor_attention_of_block,
 )
+from tl_devicefix.weight_processing.weights import Weights, WorkingCopies, working_dtype
 
 _log = logging.getLogger(__name__)
 
-__all__ = ["Steps", "Weights", "WorkingCopies", "process_component", "working_dtype"]
+__all__ = ["Conventions", "Steps", "Weights", "WorkingCopies", "process_component", "working_dtype"]
+
+
+@dataclass(frozen=True)
+class Conventions:
+    """How one TransformerLens version processes weights: the steps know no versions."""
+
+    folds_moe: bool
+    """Whether norms fold into mixture-of-experts blocks (not in 2.x, nor in some 3.x)."""
+    recenters_b_O: bool
+    """Whether b_O is centred again after the value biases are folded into it (3.x)."""
+    keeps_folded_norms: bool
+    """Whether a processed state dict keeps the folded norms as identities (3.x) or drops them."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +125,7 @@ def process_component(
         vocabulary_means: of the unembedding, if this is a part of its vocabulary.
     """
     layer_norm = uses_layer_norm(cfg)
+    fold = {"center_weights": layer_norm, "keep_norms": conventions.keeps_folded_norms}
     if name in ("embed", "pos_embed"):
         # ALiBi models carry a W_pos that is never read.
         unread = name == "pos_embed" and cfg.positional_embedding_type == "alibi"
@@ -126,33 +137,18 @@ def process_component(
         if steps.center_unembed:
             center_unembed_weights(weights, vocabulary_means)
         if steps.fold_ln:
-            fold_layer_norm_into_unembed(
-                weights,
-                fold_biases=layer_norm and not cfg.final_rms,
-                center_weights=layer_norm,
-                keep_norms=conventions.keeps_folded_norms,
-            )
+            folds_bias = layer_norm and not cfg.final_rms
+            fold_layer_norm_into_unembed(weights, fold_biases=folds_bias, **fold)
     else:
-        _process_block(weights, steps, conventions, layer_norm)
-
-
-def _process_block(
-    block: Weights, steps: Steps, conventions: Conventions, layer_norm: bool
-) -> None:
-    if steps.fold_ln:
-        fold_layer_norm_into_block(
-            block,
-            fold_biases=layer_norm,
-            center_weights=layer_norm,
-            keep_norms=conventions.keeps_folded_norms,
-        )
-    if steps.center_writing_weights:
-        center_writing_weights_of_block(block)
-    if "attn.W_Q" not in block:
-        return  # a slice of the MLP
-    if steps.fold_value_biases:
-        fold_value_biases_of_block(block)
-    if steps.recenter_b_O:
-        center_attention_bias(block)
-    if steps.refactor_factored_attn_matrices:
-        refactor_attention_of_block(block)
+        if steps.fold_ln:
+            fold_layer_norm_into_block(weights, fold_biases=layer_norm, **fold)
+        if steps.center_writing_weights:
+            center_writing_weights_of_block(weights)
+        if "attn.W_Q" not in weights:
+            return  # a slice of the MLP
+        if steps.fold_value_biases:
+            fold_value_biases_of_block(weights)
+        if steps.recenter_b_O:
+            center_attention_bias(weights)
+        if steps.refactor_factored_attn_matrices:
+            refactor_attention_of_block(weights)

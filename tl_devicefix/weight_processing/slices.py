@@ -46,28 +46,21 @@ _SUM = "attn.b_O"
 """What sums over the heads."""
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """How one kind of layer is cut."""
-
-    axes: dict[str, int]
-    """Each weight's axis of heads, neurons or tokens."""
-    shared: tuple[str, ...] = ()
-    """What each slice has whole."""
-
-
-_ATTENTION = _Cut(
-    {f"attn.{matrix}": 0 for matrix in ("W_Q", "W_K", "_W_K", "W_V", "_W_V", "W_O")}
-    | {f"attn.{bias}": 0 for bias in ("b_Q", "b_K", "_b_K", "b_V", "_b_V")},
-    ("ln1.w", "ln1.b", "attn.b_O"),
-)
-_MLP = _Cut(
-    {"mlp.W_in": 1, "mlp.W_gate": 1, "mlp.b_in": 0, "mlp.W_out": 0},
-    ("ln2.w", "ln2.b", "mlp.b_out"),
-)
-_EMBED = _Cut({"embed.W_E": 0})
-_POS_EMBED = _Cut({"pos_embed.W_pos": 0})
-_UNEMBED = _Cut({"unembed.W_U": 1, "unembed.b_U": 0}, ("ln_final.w", "ln_final.b"))
+# Of each kind of layer: each weight's axis of heads, neurons or tokens, and what slices have whole.
+_LAYERS: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
+    "attention": (
+        {f"attn.{matrix}": 0 for matrix in ("W_Q", "W_K", "_W_K", "W_V", "_W_V", "W_O")}
+        | {f"attn.{bias}": 0 for bias in ("b_Q", "b_K", "_b_K", "b_V", "_b_V")},
+        ("ln1.w", "ln1.b", _SUM),
+    ),
+    "MLP": (
+        {"mlp.W_in": 1, "mlp.W_gate": 1, "mlp.b_in": 0, "mlp.W_out": 0},
+        ("ln2.w", "ln2.b", "mlp.b_out"),
+    ),
+    "embeddings": ({"embed.W_E": 0}, ()),
+    "positions": ({"pos_embed.W_pos": 0}, ()),
+    "unembedding": ({"unembed.W_U": 1, "unembed.b_U": 0}, ("ln_final.w", "ln_final.b")),
+}
 
 
 def slices(weights: Mapping[str, torch.Tensor], elements: int) -> Iterator[Slice]:
@@ -80,11 +73,11 @@ def slices(weights: Mapping[str, torch.Tensor], elements: int) -> Iterator[Slice
             its inner norm mixes the neurons.
     """
     left = dict(weights)
-    for cut in (_ATTENTION, _MLP, _EMBED, _POS_EMBED, _UNEMBED):
-        axes = {name: axis for name, axis in cut.axes.items() if name in left}
-        if not axes or (cut is _MLP and "mlp.ln.w" in left):
+    for layer, (axes, shared) in _LAYERS.items():
+        axes = {name: axis for name, axis in axes.items() if name in left}
+        if not axes or (layer == "MLP" and "mlp.ln.w" in left):
             continue
-        shared = tuple(name for name in cut.shared if name in left)
+        shared = tuple(name for name in shared if name in left)
         yield from _parts(left, axes, shared, elements)
         for name in (*axes, *shared):
             del left[name]
@@ -117,11 +110,12 @@ def _experts(weights: Mapping[str, torch.Tensor]) -> Iterator[Slice]:
     """A mixture of experts, expert by expert; the router is with the first."""
     norm = tuple(name for name in weights if name.startswith("ln2."))
     by_expert: dict[str, list[str]] = {}
-    others = [name for name in weights if name not in norm]
-    for name in others:
+    first = []
+    for name in weights:
         if name.startswith("mlp.experts."):
             by_expert.setdefault(name.split(".")[2], []).append(name)
-    first = [name for name in others if not name.startswith("mlp.experts.")]
+        elif name not in norm:
+            first.append(name)
     for names in by_expert.values():
         yield Slice(whole=(*norm, *first, *names))
         first = []

@@ -1,4 +1,4 @@
-"""The form in which the folding steps see one component's weights."""
+"""Weights as the folding steps see them, and how results are written into a model."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 Weights = dict[str, torch.Tensor]
 """One component's weights, by name, all on one device. A step may change it and its tensors."""
 
 ToDevice = Callable[[torch.Tensor], torch.Tensor]
-"""What copies a tensor to a device, if it is not there yet."""
+"""Copies a tensor to a device, if it is not there yet."""
 
 
-def working_dtype(weights: Mapping[str, torch.Tensor], wanted: torch.dtype) -> torch.dtype:
+def working_dtype(weights: Mapping[str, torch.Tensor], asked: torch.dtype) -> torch.dtype:
     """The dtype to fold a component in: float32, or wider if any weight or the result is wider."""
-    dtype = torch.promote_types(torch.float32, wanted)
+    dtype = torch.promote_types(torch.float32, asked)
     for tensor in weights.values():
         if tensor.is_floating_point():
             dtype = torch.promote_types(dtype, tensor.dtype)
@@ -34,7 +35,7 @@ class WorkingCopies(dict[str, torch.Tensor]):
     `as_given` has the names of those that no step has read or replaced.
 
     Args:
-        given: one component's weights, on any devices and in any dtypes; never changed.
+        weights: one component's weights, on any devices and in any dtypes; never changed.
         device: where to fold them.
         dtype: the dtype to fold in (`working_dtype`).
         to_device: what copies them to `device`; `Tensor.to` by default.
@@ -42,22 +43,22 @@ class WorkingCopies(dict[str, torch.Tensor]):
 
     def __init__(
         self,
-        given: Mapping[str, torch.Tensor],
+        weights: Mapping[str, torch.Tensor],
         device: torch.device,
         dtype: torch.dtype,
         to_device: ToDevice | None = None,
     ) -> None:
-        super().__init__(given)
+        super().__init__(weights)
         self._to_device = to_device or partial(torch.Tensor.to, device=device)
         self._dtype = dtype
-        self.as_given = set(given)
+        self.as_given = set(weights)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         tensor = super().__getitem__(name)
         if name in self.as_given:
             dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
-            there = self._to_device(tensor.detach())  # before it is widened: fewer bytes to carry
-            tensor = there.to(dtype, copy=there.device == tensor.device)
+            moved = self._to_device(tensor.detach())  # before it is widened: fewer bytes to carry
+            tensor = moved.to(dtype, copy=moved.device == tensor.device)
             self[name] = tensor
         return tensor
 
@@ -70,3 +71,46 @@ class WorkingCopies(dict[str, torch.Tensor]):
     def __setitem__(self, name: str, tensor: torch.Tensor) -> None:
         self.as_given.discard(name)
         super().__setitem__(name, tensor)
+
+
+def write(
+    model: nn.Module,
+    name: str,
+    value: torch.Tensor,
+    like: torch.Tensor,
+    device: torch.device,
+    index: tuple[slice, ...] = (),
+    copy: Callable[[torch.Tensor, torch.Tensor], Any] = torch.Tensor.copy_,
+) -> None:
+    """Write a value, or a part of one, into the parameter or buffer of this name, rounded once.
+
+    A parameter without values gets memory on `device` first, laid out as the weight that it comes
+    from: TransformerLens's shapes are mostly transposed views of a checkpoint's, its forward mostly
+    transposes them back, and so neither costs a copy. Weights that the model has no place for are
+    dropped, as in TransformerLens.
+
+    Args:
+        model: the model, or a component of it.
+        name: the parameter's or buffer's name within `model`.
+        value: on any device, in any dtype; not aliased.
+        like: the whole weight as it was given, for its layout.
+        device: where the parameter belongs.
+        index: which part of the parameter the value is; all of it by default.
+        copy: what copies into a part of the parameter, its first argument.
+    """
+    path, _, leaf = name.rpartition(".")
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:
+        return
+    own = module._parameters.get(leaf, module._buffers.get(leaf))
+    if own is None:
+        return
+    if own.is_meta:
+        layout = like if like.shape == own.shape else own
+        values = torch.empty_like(layout, dtype=own.dtype, device=device, requires_grad=False)
+        own = nn.Parameter(values, requires_grad=own.requires_grad)
+        module._parameters[leaf] = own
+    part = own.detach()[index]
+    # One element may fill a scalar.
+    copy(part, value if value.shape == part.shape else value.reshape(part.shape))

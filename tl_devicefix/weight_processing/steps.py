@@ -1,0 +1,245 @@
+"""The steps of weight processing: each changes one component's weights in place.
+
+`LN(x) = (x - mean) / std * w + b` followed by `@ W + b_W` is folded as `W' = w[:, None] * W` and
+`b_W' = b_W + b @ W`; as the normalised x has mean zero, W' may also be centred over d_model.
+RMSNorm has no bias and keeps the mean, so neither its readers nor its writers are centred. See the
+`HookedTransformer` methods of the same names.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import einops
+import torch
+from jaxtyping import Float
+from transformer_lens import FactoredMatrix
+
+from tl_devicefix.weight_processing.weights import ToDevice, Weights
+
+# --------------------------------------------------------------------------------------------
+# fold_ln
+
+
+def fold_layer_norm_into_block(
+    block: Weights, *, fold_biases: bool, center_weights: bool, keep_norms: bool
+) -> None:
+    """Fold ln1 into attention, ln2 into the MLP, and SoLU's inner norm into W_out.
+
+    Args:
+        block: one block's weights, by their names within the block ("ln1.w", "attn.W_Q").
+        fold_biases: fold the norms' biases (False for RMSNorm).
+        center_weights: centre the reading matrices afterwards (False for RMSNorm).
+        keep_norms: leave an identity norm behind, as TransformerLens 3 does, instead of removing
+            the norm's weights, as 2 does.
+    """
+    if "ln1.w" in block:
+        for letter in "QKV":
+            # Grouped-query attention keeps its keys and values under an underscore.
+            underscore = "" if f"attn.W_{letter}" in block else "_"
+            weight, bias = f"attn.{underscore}W_{letter}", f"attn.{underscore}b_{letter}"
+            _fold_into_heads(block, weight, bias, fold_biases, center_weights)
+        _retire(block, "ln1", keep_norms)
+    if "ln2.w" in block:
+        if any(name.startswith("mlp.experts.") for name in block):
+            _fold_into_experts(block)
+        else:
+            # TransformerLens does not centre W_gate; it reads a mean-zero stream anyway.
+            if "mlp.W_gate" in block:
+                block["mlp.W_gate"] *= block["ln2.w"][:, None]
+            _fold_into_rows(block, "ln2", "mlp.W_in", "mlp.b_in", fold_biases, center_weights)
+        _retire(block, "ln2", keep_norms)
+    if "mlp.ln.w" in block:
+        _fold_into_rows(block, "mlp.ln", "mlp.W_out", "mlp.b_out", fold_biases, center_weights)
+        _retire(block, "mlp.ln", keep_norms)
+
+
+def fold_layer_norm_into_unembed(
+    head: Weights, *, fold_biases: bool, center_weights: bool, keep_norms: bool
+) -> None:
+    """Fold ln_final into the unembedding.
+
+    Args:
+        head: "ln_final.w", perhaps "ln_final.b", "unembed.W_U" [d_model, d_vocab], "unembed.b_U".
+        fold_biases: fold ln_final's bias (False for RMSNorm, and where `cfg.final_rms` is set).
+        center_weights: centre W_U over d_model afterwards (False for RMSNorm).
+        keep_norms: as in `fold_layer_norm_into_block`.
+    """
+    if "ln_final.w" in head:
+        _fold_into_rows(head, "ln_final", "unembed.W_U", "unembed.b_U", fold_biases, center_weights)
+        _retire(head, "ln_final", keep_norms)
+
+
+def _fold_into_heads(
+    block: Weights, weight: str, bias: str, fold_biases: bool, center_weights: bool
+) -> None:
+    matrix: Float[torch.Tensor, "heads d_model d_head"] = block[weight]
+    if fold_biases and "ln1.b" in block:
+        block[bias] = block[bias] + einops.einsum(
+            matrix, block["ln1.b"], "heads d_model d_head, d_model -> heads d_head"
+        )
+    matrix *= block["ln1.w"][None, :, None]
+    if center_weights:
+        matrix -= matrix.mean(dim=1, keepdim=True)
+
+
+def _fold_into_rows(
+    weights: Weights, norm: str, weight: str, bias: str, fold_biases: bool, center_weights: bool
+) -> None:
+    """Fold a norm into a matrix whose first dimension is the norm's."""
+    matrix: Float[torch.Tensor, "d_in d_out"] = weights[weight]
+    if fold_biases and f"{norm}.b" in weights and bias in weights:
+        weights[bias] = weights[bias] + weights[f"{norm}.b"] @ matrix
+    matrix *= weights[f"{norm}.w"][:, None]
+    if center_weights:
+        matrix -= matrix.mean(dim=0, keepdim=True)
+
+
+def _fold_into_experts(block: Weights) -> None:
+    """Fold ln2 into the router and every expert: `nn.Linear` weights, so [d_out, d_model]."""
+    for name in block:
+        if name.startswith("mlp.") and name.endswith(("W_gate.weight", "W_in.weight")):
+            block[name] *= block["ln2.w"][None, :]
+
+
+def _retire(weights: Weights, norm: str, keep: bool) -> None:
+    """Remove a folded norm's weights, or leave an identity."""
+    for name, identity in ((f"{norm}.w", 1.0), (f"{norm}.b", 0.0)):
+        if name in weights and keep:
+            weights[name] = torch.full_like(weights[name], identity)
+        elif name in weights:
+            del weights[name]
+
+
+# --------------------------------------------------------------------------------------------
+# center_writing_weights: LayerNorm subtracts the mean over d_model of whatever is written
+
+
+def center_writing_weights_of_block(block: Weights) -> None:
+    """Centre W_O, b_O, W_out and b_out of one block over d_model."""
+    for name in ("attn.W_O", "attn.b_O", "mlp.W_out", "mlp.b_out"):
+        _center(block, name)
+    for name in block:
+        if name.startswith("mlp.experts.") and name.endswith(("W_out.weight", "W_out.bias")):
+            _center(block, name, dim=0)  # experts are nn.Linear: [d_model, d_mlp], [d_model]
+
+
+def center_embedding(embedding: Weights) -> None:
+    """Centre W_E [d_vocab, d_model] or W_pos [n_ctx, d_model] over d_model."""
+    for name in ("embed.W_E", "pos_embed.W_pos"):
+        _center(embedding, name)
+
+
+def center_attention_bias(block: Weights) -> None:
+    """Centre b_O [d_model] of one block."""
+    _center(block, "attn.b_O")
+
+
+def _center(weights: Weights, name: str, dim: int = -1) -> None:
+    if name in weights:
+        weights[name] -= weights[name].mean(dim=dim, keepdim=True)
+
+
+# --------------------------------------------------------------------------------------------
+# center_unembed: softmax does not change when every logit moves by the same amount
+
+_OVER_VOCABULARY = ("unembed.W_U", "unembed.b_U")
+
+
+def center_unembed_weights(head: Weights, means: Weights | None = None) -> None:
+    """Centre "unembed.W_U" [d_model, d_vocab] and "unembed.b_U" [d_vocab] over the vocabulary.
+
+    Args:
+        head: the weights, or those of a part of the vocabulary.
+        means: the means over the whole vocabulary (`vocabulary_means`), if `head` is a part of it.
+    """
+    for name in _OVER_VOCABULARY:
+        if means is None:
+            _center(head, name)
+        elif name in head:
+            head[name] -= means[name]
+
+
+def vocabulary_means(
+    head: Weights,
+    dtype: torch.dtype,
+    device: torch.device,
+    tokens_at_once: int,
+    to_device: ToDevice | None = None,
+) -> Weights:
+    """The means over the vocabulary of "unembed.W_U" (as [d_model, 1]) and "unembed.b_U" (as [1]).
+
+    Args:
+        head: the weights, on any device; not changed, nor copied as a whole.
+        dtype: the dtype to sum in.
+        device: where to compute the means.
+        tokens_at_once: how much of the vocabulary is copied to `device` at a time.
+        to_device: what copies to `device`; `Tensor.to` by default.
+    """
+    to_device = to_device or partial(torch.Tensor.to, device=device)
+    means = {}
+    for name in _OVER_VOCABULARY:
+        if name in head:
+            parts = head[name].detach().split(tokens_at_once, dim=-1)
+            sums = [to_device(part).to(dtype).sum(dim=-1, keepdim=True) for part in parts]
+            means[name] = sum(sums[1:], sums[0]) / head[name].shape[-1]
+    return means
+
+
+# --------------------------------------------------------------------------------------------
+# fold_value_biases: patterns sum to 1, so a head's value bias adds the constant b_V @ W_O
+
+
+def fold_value_biases_of_block(block: Weights) -> None:
+    """Fold one block's value biases into its b_O.
+
+    Args:
+        block: one block's weights; "attn.b_V" [heads, d_head], or "attn._b_V"
+            [key_value_heads, d_head] with grouped-query attention, "attn.W_O"
+            [heads, d_head, d_model] and "attn.b_O" [d_model].
+    """
+    name = "attn._b_V" if "attn._b_V" in block else "attn.b_V"
+    W_O: Float[torch.Tensor, "heads d_head d_model"] = block["attn.W_O"]
+    b_V = block[name]
+    # With grouped-query attention several heads share one value head.
+    b_V_of_head = b_V.repeat_interleave(W_O.shape[0] // b_V.shape[0], dim=0)
+    block["attn.b_O"] = block["attn.b_O"] + einops.einsum(
+        b_V_of_head, W_O, "heads d_head, heads d_head d_model -> d_model"
+    )
+    block[name] = torch.zeros_like(b_V)
+
+
+# --------------------------------------------------------------------------------------------
+# refactor_factored_attn_matrices
+
+
+def refactor_attention_of_block(block: Weights) -> None:
+    """Make the factors of one block's QK and OV orthogonal.
+
+    From the singular value decomposition `W_OV = U S Vh` come `W_V' = U S` and `W_O' = Vh`, and
+    `W_Q' = U sqrt(S)` and `W_K' = V sqrt(S)` from `W_QK`, with the query and key biases carried as
+    one more input dimension. Not for rotary embeddings (QK then depends on the positions) nor
+    grouped-query attention.
+
+    Args:
+        block: one block's weights; the matrices are [heads, d_model, d_head], W_O
+            [heads, d_head, d_model].
+    """
+    W_Q = _with_bias_as_input(block["attn.W_Q"], block["attn.b_Q"])
+    W_K = _with_bias_as_input(block["attn.W_K"], block["attn.b_K"])
+    even_Q, even_K_T = FactoredMatrix(W_Q, W_K.transpose(-1, -2)).make_even().pair
+    even_K = even_K_T.transpose(-1, -2)
+    block["attn.W_Q"], block["attn.b_Q"] = even_Q[:, :-1, :], even_Q[:, -1, :]
+    block["attn.W_K"], block["attn.b_K"] = even_K[:, :-1, :], even_K[:, -1, :]
+
+    fold_value_biases_of_block(block)
+    U, S, Vh = FactoredMatrix(block["attn.W_V"], block["attn.W_O"]).svd()
+    block["attn.W_V"] = U @ S.diag_embed()
+    block["attn.W_O"] = Vh.transpose(-1, -2)
+
+
+def _with_bias_as_input(
+    weight: Float[torch.Tensor, "heads d_model d_head"],
+    bias: Float[torch.Tensor, "heads d_head"],
+) -> Float[torch.Tensor, "heads d_model_plus_1 d_head"]:
+    return torch.cat([weight, bias[:, None, :]], dim=1)
