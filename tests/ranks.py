@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import tl_devicefix
-from tl_devicefix.multihost.far_devices import Place
+from tl_devicefix.multihost.handshake import Place
 from tl_devicefix.multihost.init_hosts import Ranks, meet
 from tl_devicefix.simulation import simulate
 from tl_devicefix.simulation.machine import Machine, bytes_of

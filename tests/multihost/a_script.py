@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import signal
 import sys
 import time
 from collections import defaultdict
@@ -24,7 +23,6 @@ import tl_devicefix
 from tl_devicefix.demo.demo import load_checkpoint
 from tl_devicefix.multihost import init_hosts as joining
 from tl_devicefix.multihost.far_devices import FarDevices
-from tl_devicefix.multihost.watching import Watch
 
 TOKENS = torch.arange(4, 20).view(1, 16)
 FAR = "blocks.4.hook_resid_pre"
@@ -305,33 +303,13 @@ def see_a_full_gpu() -> None:
         joining.free_memory = full
 
 
-def interrupted_at_the_end() -> None:
-    """Rank 0 was interrupted when all had come: see `interrupt_join`."""
-    forwards()
-
-
-def interrupt_join() -> None:
-    """An interrupt comes as the last of all ranks is connected."""
-    wait = Watch.wait_until_connected
-
-    def interrupted(self: Watch) -> None:
-        signal.raise_signal(signal.SIGINT)
-        wait(self)
-
-    Watch.wait_until_connected = interrupted  # type: ignore[method-assign]
-    try:
-        init_hosts()
-    except KeyboardInterrupt:
-        say("interrupted")
-
-
 BEFORE_ALL_JOIN = {
     "be_store": be_store,
     "beside_a_group": have_a_group,
     "see_one_gpu": see_one_gpu,
     "see_a_full_gpu": see_a_full_gpu,
 }
-BEFORE_RANK_0_JOINS = {"joined_again": try_to_join, "interrupted_at_the_end": interrupt_join}
+BEFORE_RANK_0_JOINS = {"joined_again": try_to_join}
 
 
 if __name__ == "__main__":

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 from launching import ForkServer, Launch, Launched
-from networks import distant_hosts, switched_hosts, two_hosts  # noqa: F401
+from networks import distant_hosts, two_hosts  # noqa: F401
 from ranks import devices_of, lend_to_this_process
 from spread_of_either_class import *  # noqa: F403
 
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.multihost.far_devices import FarDevices
 from tl_devicefix.multihost.init_hosts import Ranks
-from tl_devicefix.multihost.telling import Telling, Told
+from tl_devicefix.multihost.peers import Outbox, Told
 from tl_devicefix.simulation.machine import Machine
 
 
@@ -55,13 +55,13 @@ def far(machine: Machine) -> FarDevices:
 def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Every command that is given."""
     found: list[Any] = []
-    tell = Telling.tell
+    tell = Outbox.tell
 
-    def and_note(telling: Telling, told: Told) -> None:
+    def and_note(outbox: Outbox, told: Told) -> None:
         found.append(told.command)
-        tell(telling, told)
+        tell(outbox, told)
 
-    monkeypatch.setattr(Telling, "tell", and_note)
+    monkeypatch.setattr(Outbox, "tell", and_note)
     return found
 
 

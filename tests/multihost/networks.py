@@ -63,19 +63,6 @@ def two_hosts() -> Iterator[list[str]]:
 
 
 @pytest.fixture
-def switched_hosts() -> Iterator[list[str]]:
-    """Three network namespaces, and a switch that connects them."""
-    with _namespaces("rank0", "rank1", "rank2", "switch") as (*names, switch):
-        ip("-n", switch, "link", "add", "switch", "up", "type", "bridge")
-        for rank, name in enumerate(names):
-            ip("link", "add", f"cable{rank}", "netns", name, "type", "veth", "peer", "name",
-               f"port{rank}", "netns", switch)  # fmt: skip
-            ip("-n", switch, "link", "set", f"port{rank}", "up", "master", "switch")
-            _set_up(name, rank)
-        yield [*names, switch]
-
-
-@pytest.fixture
 def distant_hosts() -> Iterator[tuple[list[str], SlowLine]]:
     """Two network namespaces, and the line between them."""
     with _namespaces("rank0", "rank1") as names:

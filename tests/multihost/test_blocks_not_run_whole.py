@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 from transformer_lens.components import AbstractAttention, TransformerBlock, abstract_attention
 from transformer_lens.hook_points import HookPoint
 
-from tl_devicefix.multihost import telling
+from tl_devicefix.multihost import peers
 
 FAR = N_LAYERS - 1
 EQUAL = {"rtol": 0, "atol": 0}
@@ -261,8 +261,8 @@ def test_a_mixture_of_experts_is_run_whole_without_gradients(
 def test_values_go_with_their_command_whenever_all_is_sent(
     model: Any, reference: Any, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(telling, "_SHORTEST", 1)
-    monkeypatch.setattr(telling, "_LONGEST", 1)
+    monkeypatch.setattr(peers, "_SHORTEST", 1)
+    monkeypatch.setattr(peers, "_LONGEST", 1)
 
     torch.testing.assert_close(model(tokens).cpu(), reference(tokens))
 

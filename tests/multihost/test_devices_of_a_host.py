@@ -11,9 +11,8 @@ import pytest
 import torch
 from launching import Launch
 
-from tl_devicefix.multihost import sharing
-from tl_devicefix.multihost.handshake import hello
-from tl_devicefix.multihost.sharing import free_memory, shared, visible_devices
+from tl_devicefix.multihost import handshake
+from tl_devicefix.multihost.handshake import free_memory, hello, shared, visible_devices
 
 GiB = 1 << 30
 
@@ -90,7 +89,7 @@ def test_processes_of_a_machine_see_the_same_devices(
     if told:
         found = iter([SimpleNamespace(**dict(zip(told, each))) for each in zip(*told.values())])
         of_type["get_device_properties"] = lambda device: next(found)
-    monkeypatch.setattr(sharing, "real_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(handshake, "real_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch, "get_device_module", lambda name: SimpleNamespace(**of_type))
 
     one, other = visible_devices(None), visible_devices(2)
@@ -110,7 +109,7 @@ def test_a_rank_that_asks_for_no_device(n_devices: int) -> None:
 def test_cpu_devices_of_a_machine_share_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     free = psutil.virtual_memory()._replace(available=6 * GiB)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
-    monkeypatch.setattr(sharing, "real_accelerator", lambda: None)
+    monkeypatch.setattr(handshake, "real_accelerator", lambda: None)
     asked = (1, None), (2, None), (1, "1GiB"), (1, None)
     everyone = [hello(visible_devices(n), n, memory) for n, memory in asked]
     everyone[-1]["machine"] = "another"

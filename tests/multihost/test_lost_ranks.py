@@ -269,12 +269,6 @@ def test_joining_again_after_nobody_came_and_after_an_interrupt(launch: Launch) 
     assert launched.ends() == [0]
 
 
-def test_an_interrupt_when_all_ranks_have_come(launch: Launch) -> None:
-    launched = launch("interrupted_at_the_end", 2)
-    assert launched.says() == ["interrupted"]
-    assert launched.ends() == [0, 0]  # and `init_hosts()` returned when it was called again
-
-
 def test_what_a_lender_says(launch: Launch) -> None:
     port = free_port()
     at = ["--master", f"127.0.0.1:{port}", "--world-size", "3", "--memory", "2GiB"]
@@ -343,21 +337,3 @@ def test_a_host_that_is_cut_off(two_hosts: list[str], launch: Launch) -> None:
     error = launched.error(since=time.time())
     assert re.search(r", which holds blocks\.\d-7, is lost: it gave no sign of life", error)
     assert launched.ends() == [3, 1]
-
-
-@NETWORKS
-@pytest.mark.full(reason="it takes some seconds, and a host that is cut off is tested by default")
-def test_two_ranks_that_lose_each_other_but_not_rank_0(
-    switched_hosts: list[str], launch: Launch
-) -> None:
-    *names, switch = switched_hosts
-    launched = launch("for_ever", **on(names))
-    launched.until_ready()
-
-    for port in ("port1", "port2"):  # what goes from one such port to another is dropped
-        ip("-n", switch, "link", "set", port, "type", "bridge_slave", "isolated", "on")
-
-    error = launched.error(since=time.time())
-    assert error.startswith("HostLost: rank 1 (")
-    assert error.endswith(" is lost: rank 2 does not hear it, though rank 0 does")
-    assert launched.ends() == [3, 1, 1]

@@ -12,8 +12,7 @@ from torch import nn
 from tl_devicefix import check
 from tl_devicefix.demo.demo import devices_for, load_checkpoint
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
-from tl_devicefix.multihost.far_devices import Place, sites_of
-from tl_devicefix.multihost.handshake import called, places
+from tl_devicefix.multihost.handshake import Place, called, places, sites_of
 
 WHERE = {"": "host0/0", "blocks.3": "host1/cpu:0", "blocks.4": "host1/cpu:1"}
 

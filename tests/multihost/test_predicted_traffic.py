@@ -14,8 +14,8 @@ from packaging.version import Version
 from tl_devicefix import Estimate, estimate
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer, installed
 from tl_devicefix.multihost import commands
-from tl_devicefix.multihost.peers import Connection
-from tl_devicefix.multihost.telling import Telling, Told
+from tl_devicefix.multihost.peers import Outbox, Told
+from tl_devicefix.multihost.transport import Connection
 from tl_devicefix.planning.usage import Job
 
 DEVICE_MAP = {"": "host0/0", "blocks.2": "host0/1", "blocks.3": "host1/0", "blocks.4": "host1/1"}
@@ -29,16 +29,16 @@ class Wire:
         self.values: dict[tuple[str, str], int] = defaultdict(int)
         self.bytes: dict[tuple[str, str], int] = defaultdict(int)
         self.commands = 0
-        tell, give, get = Telling.tell, Connection.give, Connection.get
+        tell, give, get = Outbox.tell, Connection.give, Connection.get
 
-        def and_note(telling: Telling, told: Told) -> None:
+        def and_note(outbox: Outbox, told: Told) -> None:
             self.commands += 1
             command = told.command
             if isinstance(command, commands.Put):
                 self.values[THERE] += prod(command.shape) * command.dtype.itemsize
             if isinstance(command, commands.Read):
                 self.values[BACK] += prod(command.source.shape) * command.source.dtype.itemsize
-            tell(telling, told)
+            tell(outbox, told)
 
         def and_count(pair: tuple[str, str], move: Callable[..., None]) -> Callable[..., None]:
             def moved(by: Connection, values: torch.Tensor, rank: int, tag: int) -> None:
@@ -47,7 +47,7 @@ class Wire:
 
             return moved
 
-        patch.setattr(Telling, "tell", and_note)
+        patch.setattr(Outbox, "tell", and_note)
         patch.setattr(Connection, "give", and_count(THERE, give))
         patch.setattr(Connection, "get", and_count(BACK, get))
 

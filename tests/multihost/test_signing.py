@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 from ranks import free_port
 
-from tl_devicefix.multihost import peers, signing, watching
+from tl_devicefix.multihost import rendezvous, transport
 from tl_devicefix.multihost.init_hosts import _connect
-from tl_devicefix.multihost.peers import Connection
-from tl_devicefix.multihost.signing import Signer, WronglySigned, signer
-from tl_devicefix.multihost.watching import Watch
+from tl_devicefix.multihost.rendezvous import Watch
+from tl_devicefix.multihost.transport import Connection, Queue, Signer, WronglySigned, signer
 
 SESSION = [{"session": "of rank 0"}, {"session": "of rank 1"}]
 RAN: list[str] = []
@@ -64,12 +63,12 @@ def ends() -> Callable[..., Ends]:
 
     def of(key: bytes = b"shared", session: Any = SESSION) -> Ends:
         by = Connection(store, loop, Signer(key, "").of_session(session))
-        return peers._Queue(by, 1, 1, 0), peers._Queue(by, 1, 0, 0)
+        return Queue(by, 1, 1, 0), Queue(by, 1, 0, 0)
 
     return of
 
 
-SIZES = pytest.mark.parametrize("size", [0, 2 * peers._SMALL], ids=["by the store", "by gloo"])
+SIZES = pytest.mark.parametrize("size", [0, 2 * transport._SMALL], ids=["by the store", "by gloo"])
 
 
 @SIZES
@@ -103,7 +102,7 @@ def test_what_nobody_signed_is_not_unpickled(ends: Callable[..., Ends]) -> None:
 
 def test_large_bytes_that_were_exchanged_are_not_unpickled(ends: Callable[..., Ends]) -> None:
     giving, taking = ends()
-    giving.push("x" * 2 * peers._SMALL)
+    giving.push("x" * 2 * transport._SMALL)
     (sent,) = giving._by.group.sent
     forged = torch.frombuffer(bytearray(pickle.dumps(Malicious())), dtype=torch.uint8)
     sent[-len(forged) :] = forged
@@ -134,7 +133,7 @@ def test_a_message_of_another_session_is_refused(ends: Callable[..., Ends]) -> N
 @pytest.fixture
 def met(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], list[str]]:
     """What ranks say that meet with these tokens."""
-    monkeypatch.setattr(watching, "_why_not_reached", lambda *of: None)  # tests have no network
+    monkeypatch.setattr(rendezvous, "_why_not_reached", lambda *of: None)  # tests have no network
 
     def meet(watch: Watch, rank: int) -> str:
         try:
@@ -196,7 +195,7 @@ def test_a_rank_that_is_killed_as_it_makes_the_token_leaves_none(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(signing.secrets, "token_hex", killed)
+        patch.setattr(transport.secrets, "token_hex", killed)
         with pytest.raises(KeyboardInterrupt):
             signer()
     assert not (home / ".cache/tl_devicefix/token").exists()

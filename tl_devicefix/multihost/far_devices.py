@@ -4,17 +4,12 @@ Rank 0 knows what an operation will give, and goes on. Commands are kept until s
 value, or a rank for another one's, or there is enough of them: a message to a rank holds all that
 it does until then. The first is short, and each is twice as long as the one before, so that a rank
 begins early, and has few of them. Devices of rank 0 itself compute at once.
-
-An interrupt may come anywhere: a rank was told something or was not, and what it holds for nobody
-it lets go. Where that needs two steps here, the interrupt waits.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,54 +17,20 @@ import torch
 from tl_devicefix.multihost import commands
 from tl_devicefix.multihost.caching import Layout
 from tl_devicefix.multihost.commands import Failed, Given, New, Stored, exchanged, tensors_in
+from tl_devicefix.multihost.handshake import Place
 from tl_devicefix.multihost.holding import held_by, parts_of
 from tl_devicefix.multihost.mapped import File, checksums_of, in_file
-from tl_devicefix.multihost.peers import HostLost, Peer
-from tl_devicefix.multihost.telling import Answer, Owner
-from tl_devicefix.simulation import interrupts
+from tl_devicefix.multihost.peers import Answer, HostLost, Owner, Peer, tell_both
 from tl_devicefix.simulation.backend import active_machine
 from tl_devicefix.simulation.backward import raise_or_keep
 from tl_devicefix.simulation.geometry import Geometry, geometry_of
 from tl_devicefix.simulation.known_shapes import call_without_values, remember
-from tl_devicefix.simulation.sites import Site
 from tl_devicefix.simulation.timeline import Timeline
 
 aten = torch.ops.aten
 _UNKNOWN = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _CHOICE = aten._fused_sdp_choice.default
 _ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a device is.
-
-    Attributes:
-        rank: of whom it is.
-        number: index among the rank's own devices.
-        device: as that rank names it.
-        hostname: of the rank's host; "host1" or "rank1" if that is not its alone.
-        memory: bytes that the rank reports as free.
-    """
-
-    rank: int
-    number: int
-    device: torch.device
-    hostname: str
-    memory: int
-
-
-def sites_of(places: Sequence[Place]) -> list[Site]:
-    """Of which host each device is, and what it is called there; ranks are hosts."""
-    of_rank: Counter[int] = Counter()
-    sites = []
-    for position, place in enumerate(places):
-        number = of_rank[place.rank]
-        of_rank[place.rank] += 1
-        kind, index = place.device.type, place.device.index
-        device = f"{kind}:{number if index is None else index}"
-        sites.append(Site(position, place.rank, place.hostname, number, device))
-    return sites
 
 
 class FarDevices:
@@ -132,11 +93,10 @@ class FarDevices:
 
     def _change_view(self, func: Any, args: Any, kwargs: dict[str, Any], rank: int) -> Any:
         before = args[0].untyped_storage().nbytes()
-        with interrupts.kept():
-            result = func(*args, **kwargs)
-            after = args[0].untyped_storage().nbytes()
-            if after != before:
-                self._tell(rank, commands.Grow(self.stored(args[0]).storage, after))
+        result = func(*args, **kwargs)
+        after = args[0].untyped_storage().nbytes()
+        if after != before:
+            self._tell(rank, commands.Grow(self.stored(args[0]).storage, after))
         return result
 
     def _ask(self, func: Any, args: Any, kwargs: dict[str, Any], rank: int) -> Any:
@@ -298,11 +258,14 @@ class FarDevices:
         send = commands.Send(self.stored(source), taking)
         shape, dtype = tuple(source.shape), source.dtype
         receive = commands.Receive(self.stored(target), shape, dtype, giving)
-        with interrupts.kept(), self._between_ranks:
-            self._tell(giving, send)
-            self._tell(taking, receive)
-        for rank in (giving, taking):  # while rank 0 says what comes next
-            self._peers[rank].send()
+        peers = self._peers[giving], self._peers[taking]
+        try:
+            with self._between_ranks:
+                tell_both(peers, (send, receive))
+        except HostLost as error:
+            raise_or_keep(error)
+        for peer in peers:  # while rank 0 says what comes next
+            peer.outbox.send()
 
     def _put(self, target: torch.Tensor, source: torch.Tensor, rank: int) -> None:
         where = in_file(source) if source.device.type == "cpu" else None
@@ -318,7 +281,7 @@ class FarDevices:
         told = commands.Put(self.stored(target), tuple(values.shape), values.dtype)
         self._tell(rank, told, values)
         if values.nbytes > _LARGE:
-            self._peers[rank].send()
+            self._peers[rank].outbox.send()
 
     def _has(self, rank: int, file: File) -> bool:
         if (rank, file) not in self._same:
@@ -478,7 +441,7 @@ class FarDevices:
         """Send all that was kept, and a command that is answered."""
         answer = self._peers[rank].ask(command)
         for each in self._peers.values():
-            each.someone_waits()
+            each.outbox.wait()
         return answer
 
     def _of(self, rank: int, answer: Answer) -> Any:

@@ -6,7 +6,6 @@ import atexit
 import ctypes
 import functools
 import logging
-import math
 import os
 import signal
 import socket
@@ -21,24 +20,30 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from tl_devicefix.multihost.far_devices import FarDevices, Place, sites_of
-from tl_devicefix.multihost.handshake import called, hello, lending, other_versions, places
+from tl_devicefix.multihost.far_devices import FarDevices
+from tl_devicefix.multihost.handshake import (
+    Place,
+    called,
+    free_memory,
+    hello,
+    lending,
+    other_versions,
+    places,
+    shared,
+    sites_of,
+    visible_devices,
+)
 from tl_devicefix.multihost.holding import held_by
-from tl_devicefix.multihost.peers import Connection, HostLost, Peer, Wire, said_by_gloo
+from tl_devicefix.multihost.peers import HostLost, Peer, Wire
+from tl_devicefix.multihost.rendezvous import SHORTEST_TIMEOUT, Watch, within
 from tl_devicefix.multihost.rpc_worker import Lender
-from tl_devicefix.multihost.sharing import free_memory, shared, visible_devices
-from tl_devicefix.multihost.signing import signer
-from tl_devicefix.multihost.unanswered import within
-from tl_devicefix.multihost.watching import SHORTEST_TIMEOUT, Watch
-from tl_devicefix.simulation import interrupts
+from tl_devicefix.multihost.transport import Connection, said_by_gloo, signer
 from tl_devicefix.simulation.machine import Machine
 from tl_devicefix.simulation.session import entered
 
 _log = logging.getLogger(__name__)
 _ENDING = 8.0
 """Seconds that rank 0 waits at its end, for what is on its way to the others."""
-_SOON = 2.0
-"""Seconds within which ranks that are all here connect, if nothing is in their way."""
 _joined: Ranks | None = None
 _for_good = ExitStack()
 
@@ -92,11 +97,9 @@ def init_hosts(
     if master is None:
         master = f"{_launched('MASTER_ADDR')}:{_launched('MASTER_PORT')}"
     rank = int(_launched("RANK")) if rank is None else rank
-    at_once = AtOnce()
-    with interrupts.kept(but_when=at_once):
-        ranks = meet(master, rank, world_size, n_devices, memory, timeout, wait, at_once=at_once)
-        _for_good.enter_context(ranks.entered(whole_blocks=whole_blocks))
-        _joined = ranks
+    ranks = meet(master, rank, world_size, n_devices, memory, timeout, wait)
+    _for_good.enter_context(ranks.entered(whole_blocks=whole_blocks))
+    _joined = ranks
 
 
 def _launched(name: str) -> str:
@@ -107,29 +110,6 @@ def _launched(name: str) -> str:
             'give init_hosts(master="host:port", rank=..., world_size=...)'
         )
     return os.environ[name]
-
-
-class AtOnce:
-    """Whether an interrupt ends `init_hosts` at once, as it does while ranks are waited for.
-
-    When all are here, what is done can be done once: an interrupt waits for it, and comes at the
-    end. Only where ranks cannot connect, it does not.
-    """
-
-    def __init__(self) -> None:
-        self._since = -math.inf
-
-    def all_came(self) -> None:
-        """Ranks connect now."""
-        self._since = time.monotonic() + _SOON
-
-    def are_connected(self) -> None:
-        """What is left takes no time."""
-        self._since = math.inf
-
-    def __call__(self) -> bool:
-        """Whether it does now."""
-        return time.monotonic() >= self._since
 
 
 class Ranks:
@@ -231,7 +211,6 @@ def meet(
     wait: float = 600.0,
     ignore_interrupts: bool = True,
     tell: Callable[[str], None] = _log.info,
-    at_once: AtOnce | None = None,
 ) -> Ranks:
     """Wait for all ranks. On rank 0 it returns; on the others, the process lends its devices.
 
@@ -241,9 +220,7 @@ def meet(
         ignore_interrupts: while it lends, as an interrupt of a terminal is for rank 0 to decide.
             Otherwise one ends the process, once all ranks are there.
         tell: called with what it waits for, what it lends, and why it ends, a sentence each.
-        at_once: told how far it is.
     """
-    at_once = at_once or AtOnce()
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is none of {world_size} ranks: they are numbered from 0 on")
     if timeout < SHORTEST_TIMEOUT:
@@ -253,7 +230,6 @@ def meet(
     try:
         watch.agree()
         everyone = watch.meet(said)
-        at_once.all_came()
         if rank and not ignore_interrupts:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         devices = _share(everyone, rank, watch)
@@ -262,7 +238,6 @@ def meet(
         by = Connection(watch.store, group, watch.signer.of_session(everyone))
         speaks = watch.asked(lambda: Wire(rank, by) if rank else Ranks(everyone, watch, by))
         watch.wait_until_connected()
-        at_once.are_connected()
     except BaseException:  # an interrupt too
         watch.leave()
         raise

@@ -1,211 +1,54 @@
-"""How commands and values get from one rank to another: what is small by queues of the store where
-they met, what is large by gloo's point-to-point.
+"""The other ranks, as rank 0 speaks to them, and rank 0, as each of them does.
 
 On rank 0, a thread for each other rank sends, and another receives, so that nobody waits for a rank
-that is lost. All that is sent is bytes: gloo knows few dtypes. Whatever is unpickled is signed with
-the ranks' token; the bytes of large values, which nobody unpickles, are not.
+that is lost. What is told is one object, a `Told`, which one call of C appends to a deque: no
+interrupt divides it. The thread that sends takes it from there, and knows whose answer comes when.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import math
-import pickle
-import queue
-import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 
 from tl_devicefix.multihost import commands
-from tl_devicefix.multihost.links import LINKS
 from tl_devicefix.multihost.settings import settings
-from tl_devicefix.multihost.signing import SIGNATURE, Signer
-from tl_devicefix.multihost.telling import Answer, Message, Owner, Telling, Told
+from tl_devicefix.multihost.transport import (
+    ANSWERS,
+    COMMANDS,
+    PROGRESS,
+    VALUES,
+    Connection,
+    Queue,
+    as_bytes,
+    said_by_gloo,
+)
 
-_COMMANDS, _ANSWERS, _PROGRESS, _VALUES, _NEVER_SENT = range(5)
-"""Tags."""
-_FOREVER = timedelta(days=365)
-"""Nobody knows how long a rank computes, so no operation times out by itself. A wait ends with its
-rank: gloo raises when a connection closes; where a host is cut off and none does, `Watch` notices
-within `init_hosts(timeout=...)`, whereupon rank 0 pushes what wakes its threads, and a lender, of
-which nothing could wake a thread within gloo, ends its process."""
 _NOTHING = -1
-_PART = 1 << 24
-"""Bytes that are sent at once."""
 _INLINE = 1 << 16
 """Bytes below which values go with their command: gloo takes longer to begin than a queue."""
-_SMALL = 1 << 20
-"""Bytes that a queue takes at once; the store's limit is 8 MiB."""
 _AHEAD = 32
 """Messages, after which a rank says that it has begun with them; twice as many may wait."""
-_LOOK = b""
-"""What wakes who waits, to look whether a rank is lost."""
-
-
-def said_by_gloo(error: Exception) -> str:
-    """What gloo says of a connection, without where in its source, and advice."""
-    found = re.search(r"(Connection|Timed out|Broken)[^.\[]*[a-z]", str(error))
-    return found[0] if found else f"{type(error).__name__}: {error}"
-
-
-def as_bytes(values: torch.Tensor) -> torch.Tensor:
-    """The bytes of a CPU tensor."""
-    flat = values.contiguous().view(-1)
-    # Of a single value, torch lets any stride pass for contiguous, but not for another dtype.
-    return flat.as_strided(flat.shape, (1,), flat.storage_offset()).view(torch.uint8)
-
-
-class Connection(NamedTuple):
-    """All other ranks, as this one reaches them.
-
-    Attributes:
-        store: where they met.
-        group: this package's own of gloo, beside which the user may have any.
-        signer: signs what is unpickled.
-    """
-
-    store: Any
-    group: Any
-    signer: Signer
-
-    def give(self, values: torch.Tensor, rank: int, tag: int) -> None:
-        """Send bytes."""
-        if tag == _VALUES:
-            LINKS.begin(rank)
-        self.group.send([values], rank, tag).wait(_FOREVER)
-
-    def get(self, values: torch.Tensor, rank: int, tag: int) -> None:
-        """Receive bytes, as many as there are values."""
-        work = self.group.recv([values], rank, tag)
-        with LINKS.getting(rank) if tag == _VALUES else contextlib.nullcontext():
-            work.wait(_FOREVER)
-
-    def send(self, values: torch.Tensor, rank: int, tag: int) -> None:
-        """Send values."""
-        for part in as_bytes(values).split(_PART) if values.numel() else ():
-            self.give(part, rank, tag)
-
-    def receive(
-        self, shape: Sequence[int], dtype: torch.dtype, rank: int, tag: int
-    ) -> torch.Tensor:
-        """Receive values.
-
-        Raises:
-            MemoryError: if there is no memory for them; they have come then, and are gone.
-        """
-        try:
-            values = torch.empty(tuple(shape), dtype=dtype)
-            into = values.view(-1).view(torch.uint8)
-        except RuntimeError as error:
-            nbytes = math.prod(shape) * dtype.itemsize
-            into = torch.empty(min(nbytes, _PART), dtype=torch.uint8)
-            for start in range(0, nbytes, _PART):
-                self.get(into[: min(_PART, nbytes - start)], rank, tag)
-            raise MemoryError(str(error)) from error
-        for part in into.split(_PART) if values.numel() else ():
-            self.get(part, rank, tag)
-        return values
-
-    def wait_for_loss(self, rank: int) -> None:
-        """Wait for what a rank never sends.
-
-        Raises:
-            RuntimeError: when the connection to it is lost.
-        """
-        self.get(torch.empty(1, dtype=torch.uint8), rank, _NEVER_SENT)
-
-
-def _inline(values: torch.Tensor) -> bytes | None:
-    """The bytes of small values, which go with what is said of them; None if they go alone."""
-    return bytes(as_bytes(values).numpy()) if values.nbytes <= _INLINE else None
-
-
-def _outlined(told: bytes, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    if not told:
-        return torch.empty(tuple(shape), dtype=dtype)
-    return torch.frombuffer(bytearray(told), dtype=torch.uint8).view(dtype).view(tuple(shape))
-
-
-class _Queue:
-    """What one rank says to another: pickled objects, in order, each signed with its number.
-
-    Args:
-        by: how ranks are reached; a connection to the store is made.
-        lender: the rank that speaks with rank 0.
-        other: the rank at the other end: of the lender, 0.
-        tag: what is said, also of what is too large for the store.
-        look: called when who waits is woken, to raise if nothing will come.
-    """
-
-    def __init__(
-        self,
-        by: Connection,
-        lender: int,
-        other: int,
-        tag: int,
-        look: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._by, self._store, self._other, self._tag = by, by.store.clone(), other, tag
-        self._name = f"said {tag} {lender}"
-        self._numbers = itertools.count()
-        self._store.set_timeout(_FOREVER)
-        self._look = look
-
-    def push(self, found: Any) -> None:
-        """Say something."""
-        told = pickle.dumps(found, protocol=5)
-        if len(told) <= _SMALL:
-            self._store.queue_push(self._name, self._signed(told))
-            return
-        self.push(_Large((len(told),)))
-        large = torch.frombuffer(bytearray(self._signed(told)), dtype=torch.uint8)
-        self._by.give(large, self._other, self._tag)
-
-    def pop(self) -> Any:
-        """Wait for what the other rank says.
-
-        Raises:
-            RuntimeError: if the store is gone, or as `look` does; WronglySigned if it is nobody
-                with the token who says it.
-        """
-        found = self._unpickled(self._popped())
-        if isinstance(found, _Large):
-            told = torch.empty(found[0] + SIGNATURE, dtype=torch.uint8)
-            self._by.get(told, self._other, self._tag)
-            found = self._unpickled(bytes(told.numpy()))
-        return found
-
-    def _signed(self, told: bytes) -> bytes:
-        return self._by.signer.signed(told, f"{self._name} {next(self._numbers)}")
-
-    def _unpickled(self, told: bytes) -> Any:
-        where = f"{self._name} {next(self._numbers)}"
-        return pickle.loads(self._by.signer.checked(told, where))  # a rank's, whose code runs here
-
-    def _popped(self) -> bytes:
-        while True:
-            told: bytes = self._store.queue_pop(self._name)
-            if told != _LOOK:
-                return told
-            self._look()
-
-    def wake(self, other: _Queue) -> None:
-        """Have who waits for another queue look, whose connection is not free."""
-        self._store.queue_push(other._name, _LOOK)
-
-
-class _Large(tuple[int]):
-    """Bytes of what comes next by gloo."""
-
-
-class _Values(tuple[Any, ...]):
-    """Shape, dtype, and bytes of values; None if these come next by gloo."""
+_SHORTEST, _LONGEST = 16, 2048
+"""Operations of a message that is sent though nobody waits: each of twice as many as before."""
+_OPERATIONS: dict[type, int] = dict.fromkeys(
+    (commands.Call, commands.CallCached, commands.Record, commands.Backward), 16
+)
+"""For how many a command counts, if it is not for one."""
+_MOST_MESSAGES = 64
+"""That may wait to be sent."""
+_TURN, _PATIENCE = 2e-5, 2e-3
+"""Seconds that it is waited until a first message is sent: at once, and in all."""
+_numbers = itertools.count()
+"""Of storages, blocks and graphs, of all machines of a process."""
 
 
 class HostLost(RuntimeError):
@@ -218,6 +61,187 @@ class HostLost(RuntimeError):
     def __init__(self, message: str, rank: int) -> None:
         super().__init__(message)
         self.rank = rank
+
+
+class Answer:
+    """What a rank will have answered."""
+
+    __slots__ = ("_is_here", "_result")
+
+    def __init__(self) -> None:
+        self._result: Any = None
+        self._is_here = threading.Lock()
+        self._is_here.acquire()
+
+    def give(self, result: Any) -> None:
+        """It is here: something, or an error."""
+        self._result = result
+        self._is_here.release()
+
+    def result(self) -> Any:
+        """Wait for it.
+
+        Raises:
+            Exception: the error, if it is one.
+        """
+        with self._is_here:
+            pass
+        if isinstance(self._result, Exception):
+            raise self._result
+        return self._result
+
+
+class Told(NamedTuple):
+    """A command with what goes with it: values, who waits for its answer, and torch's settings."""
+
+    command: Any
+    values: torch.Tensor | None = None
+    answer: Answer | None = None
+    settings: list[Any] | None = None
+
+
+_SEND = Told(None)
+"""All that was told before is sent now."""
+_END = Told(commands.End())
+
+
+class Owner:
+    """Has what a rank holds by a number: a storage, a block, or a graph.
+
+    When it is gone, the rank lets that go: after all that was told before, and before what is told
+    from then on.
+    """
+
+    __slots__ = ("__weakref__", "number")
+
+    def __init__(self) -> None:
+        self.number = next(_numbers)
+
+
+class Message(NamedTuple):
+    """What is sent at once; `asked` are those that are answered, in order."""
+
+    commands: list[Any]
+    values: list[torch.Tensor]
+    asked: list[Told]
+
+
+class _Values(tuple[Any, ...]):
+    """Shape, dtype, and bytes of values; None if these come next by gloo."""
+
+
+def _inline(values: torch.Tensor) -> bytes | None:
+    """The bytes of small values, which go with what is said of them; None if they go alone."""
+    return bytes(as_bytes(values).numpy()) if values.nbytes <= _INLINE else None
+
+
+def _outlined(inline: bytes, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    if not inline:
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.frombuffer(bytearray(inline), dtype=torch.uint8).view(dtype).view(tuple(shape))
+
+
+class Outbox:
+    """What is told to a rank, until it is sent. Any thread tells, and one takes and sends.
+
+    Attributes:
+        owned: numbers by references to owners whose end the rank was not told of.
+        n_sent: how many messages were sent.
+    """
+
+    def __init__(self) -> None:
+        self.owned: dict[ref[Owner], int] = {}
+        self.n_sent = 0
+        self.told: deque[Told | ref[Owner]] = deque()
+        self._wanted: SimpleQueue[None] = SimpleQueue()
+        self._taken: list[Told | ref[Owner]] = []
+        self._operations, self._length = 0, _SHORTEST
+        self._settings: list[Any] | None = None  # as the rank was told last
+
+    def owner(self) -> Owner:
+        """Who has what the rank is about to be told to hold."""
+        owner = Owner()
+        self.owned[ref(owner, self.told.append)] = owner.number
+        return owner
+
+    def tell(self, told: Told) -> None:
+        """Tell something, which is sent when someone waits, or there is enough of it."""
+        self.told.append(told)
+        self._operations += _OPERATIONS.get(type(told.command), 1)
+        if self._operations >= self._length:
+            is_first, n_sent = self._length == _SHORTEST, self.n_sent
+            self._length = min(2 * self._length, _LONGEST)
+            self.send()
+            # The thread that sends gets the interpreter, as the rank has nothing to do until then.
+            until = time.monotonic() + _PATIENCE
+            while is_first and self.n_sent == n_sent and time.monotonic() < until:
+                time.sleep(_TURN)
+
+    def send(self) -> None:
+        """Have all that was told be sent."""
+        self._operations = 0
+        self.told.append(_SEND)
+        self._wanted.put(None)
+
+    def wait(self) -> None:
+        """Have all that was told be sent, as someone waits; what is next may be short again."""
+        if self.told or self._operations:
+            self.send()
+        self._length = _SHORTEST
+
+    def end(self) -> None:
+        """Tell it to end."""
+        self.told.append(_END)
+        self._wanted.put(None)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the rank is so far behind that no more should be told."""
+        return self._wanted.qsize() > _MOST_MESSAGES
+
+    def until_wanted(self) -> None:
+        """In the thread that sends: wait until something is to be sent."""
+        self._wanted.get()
+
+    def next_message(self) -> Message | None:
+        """What is sent next; None if nothing is to be sent now."""
+        while (told := self._next()) is not None:
+            if told is not _SEND:
+                self._taken.append(told)
+            if (told is _SEND or told is _END) and self._taken:
+                taken, self._taken = self._taken, []
+                return self._message(taken)
+        return None
+
+    def _message(self, taken: list[Told | ref[Owner]]) -> Message:
+        message = Message([], [], [])
+        for is_told, several in itertools.groupby(taken, lambda each: type(each) is Told):
+            if not is_told:  # of one that an interrupt left without a number, nothing was told
+                numbers: Any = (self.owned.pop(each, None) for each in several)  # type: ignore[arg-type]
+                message.commands.append(commands.Free(tuple(n for n in numbers if n is not None)))
+                continue
+            for told in several:
+                assert type(told) is Told
+                if told.settings not in (None, self._settings):
+                    self._settings = told.settings
+                    message.commands.append(commands.Settings(told.settings))
+                message.commands.append(told.command)
+                if told.values is not None:
+                    message.values.append(told.values)
+                if told.answer is not None:
+                    message.asked.append(told)
+        return message
+
+    def _next(self) -> Told | ref[Owner] | None:
+        try:
+            return self.told.popleft()
+        except IndexError:
+            return None
+
+    def never(self) -> list[Answer]:
+        """The answers of what is never sent, as the rank is lost."""
+        unsent = iter(self._next, None)
+        return [each.answer for each in unsent if type(each) is Told and each.answer is not None]
 
 
 class Peer:
@@ -235,14 +259,13 @@ class Peer:
     """
 
     def __init__(self, rank: int, name: str, by: Connection, lose: Callable[[str], None]) -> None:
-        self.rank, self._by = rank, by
-        self.name = name
+        self.rank, self.name, self._by = rank, name, by
         self.messages = 0
         self._lose = lose
         self.lost: HostLost | None = None
-        self._telling = Telling(rank)
-        self._expected: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._asked: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self.outbox = Outbox()
+        self._expected: SimpleQueue[None] = SimpleQueue()
+        self._asked: SimpleQueue[Answer] = SimpleQueue()
         self._asked_beside: dict[int, Answer] = {}
         self._waiting: set[Answer] = set()
         self._lock = threading.Lock()  # of threads of its own: an interrupt finds nobody with it
@@ -250,9 +273,9 @@ class Peer:
         self._within_gloo: set[str] = set()
         self._has_ended = False
         self._begun = 0
-        self._commands = _Queue(by, rank, rank, _COMMANDS)
-        self._answers = _Queue(by, rank, rank, _ANSWERS, self._raise_if_lost)
-        self._progress = _Queue(by, rank, rank, _PROGRESS, self._raise_if_lost)
+        self._commands = Queue(by, rank, rank, COMMANDS)
+        self._answers = Queue(by, rank, rank, ANSWERS, self.raise_if_lost)
+        self._progress = Queue(by, rank, rank, PROGRESS, self.raise_if_lost)
 
     def begin(self) -> None:
         """Send and receive from now on: to lose it may lose all."""
@@ -263,11 +286,11 @@ class Peer:
     @property
     def n_held(self) -> int:
         """How many storages, blocks and graphs it was told to hold, and was not told to let go."""
-        return len(self._telling.owned)
+        return len(self.outbox.owned)
 
     def owner(self) -> Owner:
         """Who has what it is about to be told to hold; when that is gone, it lets it go."""
-        return self._telling.owner()
+        return self.outbox.owner()
 
     def tell(self, command: Any, values: torch.Tensor | None = None) -> None:
         """Give it a command, with the values that come with it.
@@ -275,8 +298,8 @@ class Peer:
         Raises:
             HostLost: if it, or another rank, is lost.
         """
-        self._raise_if_lost()
-        self._telling.tell(Told(command, values, settings=settings()))
+        self.raise_if_lost()
+        self.outbox.tell(Told(command, values, settings=settings()))
 
     def ask(self, command: Any) -> Answer:
         """Give it a command that is answered, and send all that it was told.
@@ -285,19 +308,11 @@ class Peer:
             HostLost: if it, or another rank, is lost.
         """
         answer = Answer()
-        self._raise_if_lost()
-        self._telling.tell(Told(command, answer=answer, settings=settings()))
-        self._telling.wait()
-        self._raise_if_lost()  # or nobody might answer
+        self.raise_if_lost()
+        self.outbox.tell(Told(command, answer=answer, settings=settings()))
+        self.outbox.wait()
+        self.raise_if_lost()  # or nobody might answer
         return answer
-
-    def send(self) -> None:
-        """Send all that it was told."""
-        self._telling.send()
-
-    def someone_waits(self) -> None:
-        """Send all that it was told: for it, or for what it gives another rank."""
-        self._telling.wait()
 
     def wait_for_room(self) -> None:
         """Wait while it is too far behind.
@@ -305,15 +320,15 @@ class Peer:
         Raises:
             HostLost: if it, or another rank, is lost.
         """
-        while self._telling.is_full:
-            self._raise_if_lost()
+        while self.outbox.is_full:
+            self.raise_if_lost()
             time.sleep(0.005)  # it has much to do until then
 
     def end(self) -> None:
         """Tell it to end, unless it is lost."""
         if self.lost is None:
             self._has_ended = True
-            self._telling.end()
+            self.outbox.end()
 
     def rest(self, until: float) -> None:
         """Wait until no thread is within gloo, from where it must not come back as Python ends.
@@ -333,7 +348,7 @@ class Peer:
         assert self.lost is not None
         with self._lock:
             waiting, self._waiting = self._waiting, set()
-            waiting.update(self._telling.never())
+            waiting.update(self.outbox.never())
         self._has_sent_all.set()
         for answer in waiting:
             answer.give(self.lost)
@@ -345,7 +360,8 @@ class Peer:
             self._commands.wake(self._answers)
             self._commands.wake(self._progress)
 
-    def _raise_if_lost(self) -> None:
+    def raise_if_lost(self) -> None:
+        """Raise a HostLost if it, or another rank, is lost."""
         if self.lost is not None:
             raise HostLost(str(self.lost), self.lost.rank)
 
@@ -370,8 +386,8 @@ class Peer:
             self._by.wait_for_loss(self.rank)
 
     def _send_next(self) -> None:
-        self._telling.until_wanted()
-        while (message := self._telling.next_message()) is not None:
+        self.outbox.until_wanted()
+        while (message := self.outbox.next_message()) is not None:
             self._expect(message.asked)
             if self.lost is None:
                 with self._in_gloo("sending"):
@@ -393,13 +409,13 @@ class Peer:
             self._expected.put(None)
 
     def _send(self, message: Message) -> None:
-        inline = [_inline(each) for each in message.values]
+        inline = list(map(_inline, message.values))
         self.messages += 1  # first, as an answer may be here at once
         self._commands.push((message.commands, inline))
-        self._telling.n_sent += 1
-        for each, there in zip(message.values, inline):
-            if there is None:
-                self._by.send(each, self.rank, _COMMANDS)
+        self.outbox.n_sent += 1
+        for values, small in zip(message.values, inline):
+            if small is None:
+                self._by.send(values, self.rank, COMMANDS)
         is_end = isinstance(message.commands[-1], commands.End)
         while self._begun < (self.messages if is_end else self.messages - 2 * _AHEAD):
             self._begun = self._progress.pop()
@@ -409,27 +425,40 @@ class Peer:
     def _receive_next(self) -> None:
         self._expected.get()
         with self._in_gloo("receiving"):
-            found = self._answers.pop()
-            if isinstance(found, _Values):
-                found = self._received(found)
-        if isinstance(found, commands.Beside):
-            answer, found = self._asked_beside.pop(found.number), found.answer
+            result = self._answers.pop()
+            if isinstance(result, _Values):
+                result = self._received(result)
+        if isinstance(result, commands.Beside):
+            answer, result = self._asked_beside.pop(result.number), result.answer
         else:
             answer = self._asked.get()
         with self._lock:
             if answer in self._waiting:
                 self._waiting.remove(answer)
-                answer.give(found)
+                answer.give(result)
 
-    def _received(self, there: _Values) -> Any:
+    def _received(self, values: _Values) -> Any:
         """The values, or why there is no room for them."""
         try:
-            shape, dtype, told = there
-            if told is not None:
-                return _outlined(told, shape, dtype)
-            return self._by.receive(shape, dtype, self.rank, _ANSWERS)
+            shape, dtype, inline = values
+            if inline is not None:
+                return _outlined(inline, shape, dtype)
+            return self._by.receive(shape, dtype, self.rank, ANSWERS)
         except MemoryError as error:
             return torch.OutOfMemoryError(str(error))
+
+
+def tell_both(peers: tuple[Peer, Peer], told: tuple[Any, Any]) -> None:
+    """Give two ranks a command each; no interrupt falls between the two.
+
+    Raises:
+        HostLost: if one of them, or another rank, is lost.
+    """
+    for peer in peers:
+        peer.raise_if_lost()
+    now = settings()
+    queues, pair = [peer.outbox.told for peer in peers], [Told(each, settings=now) for each in told]
+    deque(map(deque.append, queues, pair), 0)  # one call of C
 
 
 class Wire:
@@ -446,26 +475,26 @@ class Wire:
     def __init__(self, rank: int, by: Connection) -> None:
         self.has_ended = False
         self._by = by
-        self._commands = _Queue(by, rank, 0, _COMMANDS)
-        self._answers = _Queue(by, rank, 0, _ANSWERS)
-        self._progress = _Queue(by, rank, 0, _PROGRESS)
+        self._commands = Queue(by, rank, 0, COMMANDS)
+        self._answers = Queue(by, rank, 0, ANSWERS)
+        self._progress = Queue(by, rank, 0, PROGRESS)
         self._begun = 0
         self._answering = threading.Lock()
 
     def receive_commands(self) -> tuple[list[Any], Callable[..., torch.Tensor]]:
         """The next commands, and what gives the values that come with them, in order."""
-        told, inline = self._commands.pop()
+        told, all_inline = self._commands.pop()
         self._begun += 1
         self.has_ended = isinstance(told[-1], commands.End)
         if self.has_ended or not self._begun % _AHEAD:
             self._progress.push(self._begun)
-        there = iter(inline)
+        remaining = iter(all_inline)
 
         def values(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-            given = next(there)
-            if given is None:
-                return self._by.receive(shape, dtype, 0, _COMMANDS)
-            return _outlined(given, shape, dtype)
+            inline = next(remaining)
+            if inline is None:
+                return self._by.receive(shape, dtype, 0, COMMANDS)
+            return _outlined(inline, shape, dtype)
 
         return told, values
 
@@ -484,16 +513,16 @@ class Wire:
             if not self.has_ended:
                 lose(said_by_gloo(error))
 
-    def answer(self, found: Any) -> None:
+    def answer(self, result: Any) -> None:
         """Answer rank 0. Several threads may."""
-        told = _inline(found) if isinstance(found, torch.Tensor) else None
         with self._answering:
-            if not isinstance(found, torch.Tensor):
-                self._answers.push(found)
+            if not isinstance(result, torch.Tensor):
+                self._answers.push(result)
                 return
-            self._answers.push(_Values((tuple(found.shape), found.dtype, told)))
-            if told is None:
-                self._by.send(found, 0, _ANSWERS)
+            inline = _inline(result)
+            self._answers.push(_Values((tuple(result.shape), result.dtype, inline)))
+            if inline is None:
+                self._by.send(result, 0, ANSWERS)
 
     def send_values(self, values: torch.Tensor | None, rank: int) -> None:
         """Send values to another rank, or that there are none.
@@ -502,9 +531,9 @@ class Wire:
             HostLost: if it cannot be reached.
         """
         with _losing(rank):
-            self._by.give(torch.tensor([_NOTHING if values is None else 0]), rank, _VALUES)
+            self._by.give(torch.tensor([_NOTHING if values is None else 0]), rank, VALUES)
             if values is not None:
-                self._by.send(values, rank, _VALUES)
+                self._by.send(values, rank, VALUES)
 
     def receive_values(
         self, shape: Sequence[int], dtype: torch.dtype, rank: int
@@ -515,12 +544,12 @@ class Wire:
             HostLost: if it cannot be reached.
             MemoryError: if there is no memory for them.
         """
-        there = torch.empty(1, dtype=torch.int64)
+        header = torch.empty(1, dtype=torch.int64)
         with _losing(rank):
-            self._by.get(there, rank, _VALUES)
-            if int(there) == _NOTHING:
+            self._by.get(header, rank, VALUES)
+            if int(header) == _NOTHING:
                 return None
-            return self._by.receive(shape, dtype, rank, _VALUES)
+            return self._by.receive(shape, dtype, rank, VALUES)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from tl_devicefix.multihost.caching import Key, noting, tensor_in
 from tl_devicefix.multihost.classes import is_as_imported
 from tl_devicefix.multihost.graphs import Graph, called
 from tl_devicefix.multihost.modules import HeldBlock, HeldCopy, held
-from tl_devicefix.multihost.telling import Owner
+from tl_devicefix.multihost.peers import Owner
 from tl_devicefix.simulation import interrupts
 from tl_devicefix.simulation.geometry import Geometry, geometry_of
 from tl_devicefix.simulation.tensor import SimTensor

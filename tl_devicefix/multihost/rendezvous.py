@@ -1,4 +1,4 @@
-"""What becomes of it all when a rank is lost: rank 0 is told, and all others end."""
+"""The store where ranks meet, and their signs of life in it: who is lost is told to rank 0."""
 
 from __future__ import annotations
 
@@ -12,25 +12,21 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from tl_devicefix.multihost.late import EVERY, Late
-from tl_devicefix.multihost.links import LINKS
-from tl_devicefix.multihost.signing import SAME_TOKEN, Signer, WronglySigned
-from tl_devicefix.multihost.unanswered import Unanswered, within
+from tl_devicefix.multihost.transport import SAME_TOKEN, Signer, WronglySigned
 
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)
 SHORTEST_TIMEOUT = 2.0
 """Seconds; a busy machine may have no time for a sign of life for one."""
 _REFUSING = timedelta(seconds=10)
 """How long rank 0, which has the store, waits until all others have read in it why they end."""
-_OVER, _UNHEARD = "over", "unheard"
-_PART = 0.8
-"""Of the time until a rank is lost: in it, one has to hear a part of what another one sends."""
+_OVER = "over"
 _LOOKING = 0.5
 """Seconds, at most, between two looks for who is not here yet."""
 _LONG = 10.0
@@ -40,6 +36,56 @@ _CONNECTING = timedelta(seconds=10)
 _ANSWERING = 2.0
 """Seconds that the store may take when a rank is lost."""
 _LOOPBACK = "127.0.0.1"
+_EVERY = 0.5
+"""Seconds between two signs of life."""
+
+
+class Late:
+    """How long something has been the same, in seconds, by looks at it again and again.
+
+    While this process, or its whole machine, stands still, so may who is to say something: that
+    time is not counted.
+    """
+
+    def __init__(self) -> None:
+        self._seen: Any = None
+        self._looked = time.monotonic()
+        self._seconds = 0.0
+
+    def look(self, seen: Any) -> float:
+        """Look at it; returns for how long it has been that."""
+        now = time.monotonic()
+        passed = min(now - self._looked, 1.5 * _EVERY)
+        self._seconds = self._seconds + passed if seen == self._seen else 0.0
+        self._seen, self._looked = seen, now
+        return self._seconds
+
+
+class Unanswered(RuntimeError):
+    """Nobody answered in time."""
+
+
+def within(seconds: float, do: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
+    """Do something in a thread, as nobody but Python hears of an interrupt, and wait for it.
+
+    Raises:
+        Unanswered: if it takes longer; it is left to itself then.
+        Exception: what it raises.
+    """
+    done: futures.Future[_Result] = futures.Future()
+
+    def work() -> None:
+        try:
+            done.set_result(do(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001  # it is raised by who waits
+            done.set_exception(error)
+
+    name = getattr(do, "__name__", "asks")
+    threading.Thread(target=work, daemon=True, name=name).start()
+    try:
+        return done.result(seconds)
+    except futures.TimeoutError:
+        raise Unanswered(f"no answer within {seconds:g} s") from None
 
 
 def _address_of(master: str) -> tuple[str, int]:
@@ -274,7 +320,7 @@ class Watch:
                 is_warned = True
             time.sleep(min(0.02 * 1.2 ** min(look, 99), _LOOKING))
 
-    def asked(self, ask: Callable[[], _Found]) -> _Found:
+    def asked(self, ask: Callable[[], _Result]) -> _Result:
         """Ask the store what takes as long as ranks wait for each other, if it answers.
 
         Args:
@@ -332,7 +378,7 @@ class Watch:
             timeout: seconds within which it is known that a rank is lost.
         """
         # It was last seen up to a beat before it was lost, and is looked for once a beat.
-        self._limit = timeout - 2 * EVERY
+        self._limit = timeout - 2 * _EVERY
         for work in (self._watch, self._watch_the_watch):
             name = work.__name__
             thread = threading.Thread(target=work, args=(others, lose), daemon=True, name=name)
@@ -373,43 +419,25 @@ class Watch:
         late = {rank: Late() for rank in others}
         while True:
             self._beat += 1
-            if self._ended.wait(EVERY):
+            if self._ended.wait(_EVERY):
                 return
             try:
-                self.store.set(f"alive {self._rank}", f"{self._beat} {LINKS.begun()}")
+                self.store.set(f"alive {self._rank}", str(self._beat))
                 said = {rank: self._said(f"alive {rank}") for rank in others}
-                over, unheard = self._said(_OVER), self._unheard()
+                over = self._said(_OVER)
             except RuntimeError:  # the store is gone, and rank 0 with it
                 return self._tell(lose, 0, self.no_store)
             if over and self._rank:
                 return self._tell(lose, None, over)
-            if unheard is not None:
-                return self._tell(lose, *unheard)
             for rank in others:
                 if late[rank].look(said[rank]) > self._limit:
                     why = f"it gave no sign of life for {self._limit:g} s"
                     return self._tell(lose, rank, why)
 
-    def _unheard(self) -> tuple[int, str] | None:
-        """For rank 0, a rank that another one cannot hear, and why; another one tells it."""
-        if not self._rank:
-            said = self._said(_UNHEARD)
-            if not said:
-                return None
-            rank, why = json.loads(said)
-            return rank, why
-        awaited = LINKS.awaited
-        if awaited is not None:
-            begun = self._said(f"alive {awaited}").partition(" ")[2]
-            if LINKS.waits_in_vain(awaited, begun, self._rank, _PART * self._limit):
-                why = f"rank {self._rank} does not hear it, though rank 0 does"
-                self.store.set(_UNHEARD, json.dumps([awaited, why]))
-        return None
-
     def _watch_the_watch(self, others: list[int], lose: Callable[[int | None, str], None]) -> None:
         """Give up if the store does not answer: of a host that is cut off, it says nothing."""
         late = Late()
-        while not self._ended.wait(EVERY):
+        while not self._ended.wait(_EVERY):
             if late.look(self._beat) > self._limit:
                 return self._tell(lose, 0, f"{self._silent} for {self._limit:g} s")
 

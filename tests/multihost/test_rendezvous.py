@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from ranks import free_port
 
-from tl_devicefix.multihost import watching
-from tl_devicefix.multihost.signing import Signer
-from tl_devicefix.multihost.watching import Watch
+from tl_devicefix.multihost import rendezvous
+from tl_devicefix.multihost.rendezvous import Watch
+from tl_devicefix.multihost.transport import Signer
 
 
 class HeldStore:
@@ -31,7 +31,7 @@ class HeldStore:
 
 
 def test_a_beat_under_way_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "_ANSWERING", 60)  # however slow this machine is
+    monkeypatch.setattr(rendezvous, "_ANSWERING", 60)  # however slow this machine is
     watch = Watch(f"127.0.0.1:{free_port()}", 0, 1, 60, print, Signer(b"key", ""))
     watch.store = held = HeldStore(watch.store)
     watch.begin([], lambda rank, why: None, 15)
