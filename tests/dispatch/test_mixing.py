@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import copy
 import gc
 import sys
@@ -15,7 +14,6 @@ import torch
 from comparison import assert_agrees
 from kinds import new_kv_cache
 from torch.nn import Linear
-from torch.overrides import _len_torch_function_stack
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
@@ -33,13 +31,6 @@ def of_this_module_only() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def off_afterwards() -> Iterator[None]:
-    yield
-    tl_devicefix.mix_devices(False)
-    assert _len_torch_function_stack() == 0
-
-
 def mixes(model: Any) -> bool:
     """Whether tensors of two of its devices can be added."""
     try:
@@ -49,28 +40,21 @@ def mixes(model: Any) -> bool:
     return True
 
 
-def test_a_call_takes_effect_at_once_and_stays_until_it_is_ended(model: Any) -> None:
+def test_it_is_on_within_the_with(model: Any) -> None:
     assert not mixes(model)
-    tl_devicefix.mix_devices()
-    assert mixes(model)
-    tl_devicefix.mix_devices(False)
-    assert not mixes(model)
-
-
-def test_after_a_with_it_is_as_before(model: Any) -> None:
     with tl_devicefix.mix_devices():
-        assert mixes(model)
         with tl_devicefix.mix_devices():
             assert mixes(model)
-        with tl_devicefix.mix_devices(False):
-            assert not mixes(model)
         assert mixes(model)
     assert not mixes(model)
+    with pytest.raises(ZeroDivisionError), tl_devicefix.mix_devices():
+        raise ZeroDivisionError
+    assert not mixes(model)
 
-    tl_devicefix.mix_devices()
-    with tl_devicefix.mix_devices(False):
-        assert not mixes(model)
-    assert mixes(model)
+
+def test_a_model_may_be_loaded_within_it(machine: Any, from_pretrained: Any) -> None:
+    with tl_devicefix.mix_devices():
+        assert mixes(from_pretrained("llama", n_devices=4))
 
 
 def test_one_object_may_be_entered_again(model: Any, capsys: Any) -> None:
@@ -84,63 +68,6 @@ def test_one_object_may_be_entered_again(model: Any, capsys: Any) -> None:
         assert len(capsys.readouterr().out.splitlines()) == 3
         with mixing:
             assert mixes(model)
-
-
-def test_a_call_within_a_with_ends_with_it(model: Any) -> None:
-    tl_devicefix.mix_devices()
-    with tl_devicefix.mix_devices():
-        tl_devicefix.mix_devices(False)
-        assert not mixes(model)
-    assert mixes(model)
-    tl_devicefix.mix_devices(False)
-    with tl_devicefix.mix_devices(False):
-        tl_devicefix.mix_devices()
-        assert mixes(model)
-    assert not mixes(model)
-
-
-def test_after_an_error_it_is_as_before(model: Any) -> None:
-    with pytest.raises(ZeroDivisionError), tl_devicefix.mix_devices():
-        raise ZeroDivisionError
-    assert not mixes(model)
-
-
-def test_a_generator_may_leave_its_own_after_another_was_entered(model: Any) -> None:
-    def steps() -> Iterator[None]:
-        with tl_devicefix.mix_devices():
-            yield
-
-    generator = steps()
-    next(generator)
-    with tl_devicefix.mix_devices(), torch.device("sim:0"):
-        generator.close()
-        assert mixes(model)
-    assert not mixes(model)
-
-
-def test_a_call_within_another_mode_outlives_it(model: Any) -> None:
-    with torch.device("sim:1"):
-        tl_devicefix.mix_devices()
-        assert torch.ones(1).device == torch.device("sim:1")
-    assert torch.ones(1).device == torch.device("cpu")
-    assert mixes(model)
-
-
-def test_many_calls_are_one_mode(model: Any) -> None:
-    for _ in range(100):
-        tl_devicefix.mix_devices()
-    assert _len_torch_function_stack() == 1
-
-
-def test_it_does_nothing_until_several_devices_are_in_use(machine: Any) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(in_use, "_placements", {})
-        patch.setattr(in_use, "_found", [])
-        with tl_devicefix.mix_devices():
-            assert _len_torch_function_stack() == 0
-            placement = tl_devicefix.plan("gpt2", n_devices=2)
-            in_use.use(placement)
-            assert _len_torch_function_stack() == 1
 
 
 def test_it_holds_in_the_thread_that_entered_it_only(model: Any) -> None:
@@ -166,17 +93,6 @@ def test_torch_is_as_it_was_afterwards(model: Any) -> None:
     assert [vars(torch.Tensor)[name] for name in names] == before
     with pytest.raises(AssertionError, match="device"):
         torch.testing.assert_close(torch.ones(1, device="sim:1"), torch.ones(1, device="sim:0"))
-
-
-def test_torch_is_as_it_was_after_a_thread_that_ended_while_it_mixed(model: Any) -> None:
-    before = vars(torch.Tensor)["register_hook"]
-    thread = threading.Thread(target=tl_devicefix.mix_devices)
-    thread.start()
-    thread.join()
-    gc.collect()
-    assert vars(torch.Tensor)["register_hook"] is before
-    with pytest.raises(AssertionError, match="device"):
-        assert_close(torch.ones(1, device="sim:1"), torch.ones(1, device="sim:0"))
 
 
 def test_assert_close_compares_devices_in_threads_that_do_not_mix(model: Any) -> None:
@@ -450,18 +366,3 @@ def test_what_is_copied_is_counted_by_line(model: Any, capsys: Any) -> None:
         f"     3.0 KiB       3 x  {__file__}:{second}\n"
         f"     1.0 KiB       1 x  {__file__}:{first}\n"
     )
-
-
-def test_a_call_that_stays_reports_at_the_end_of_the_program(
-    monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    at_the_end: list[Any] = []
-    monkeypatch.setattr(atexit, "register", at_the_end.append)
-    # In a thread, with which it ends: it would stay on for the tests that follow.
-    thread = threading.Thread(target=lambda: tl_devicefix.mix_devices(report=True))
-    thread.start()
-    thread.join()
-    (report,) = at_the_end
-    assert capsys.readouterr().out == ""
-    report()
-    assert capsys.readouterr().out == "mix_devices copied\n     0.0 KiB       0 x  all\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 from collections.abc import Callable, Iterator
@@ -119,5 +120,5 @@ def test_a_row_is_as_the_page_says(
             call(spread, tokens)
     else:
         assert says == WORKS
-    with tl_devicefix.mix_devices(says == MIXING):
+    with tl_devicefix.mix_devices() if says == MIXING else contextlib.nullcontext():
         assert_agrees(call(spread, tokens), expected, tolerance=1e-4)

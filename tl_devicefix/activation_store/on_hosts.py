@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tl_devicefix.dispatch.users_lines import stacklevel_of_user
+from tl_devicefix.dispatch.naming import stacklevel_of_user
 from tl_devicefix.multihost.files import OtherHost, other_host
 from tl_devicefix.offload.copying import copies_beside_computing, module_with_streams
 

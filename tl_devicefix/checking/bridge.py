@@ -11,8 +11,7 @@ from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.checking.report import Finding
 from tl_devicefix.checking.tensors import placement_of_model, tensors
-from tl_devicefix.dispatch.module_names import named_modules
-from tl_devicefix.dispatch.naming import listed
+from tl_devicefix.dispatch.naming import listed, named_modules
 from tl_devicefix.transformer_bridge.alignment import CarryAllTo, register_hooks, settle_bridge
 
 _REPAIR = "tl_devicefix.check(model, repair=True)"

@@ -10,8 +10,7 @@ from torch import nn
 from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.checking.report import Finding
-from tl_devicefix.dispatch.module_names import named_modules
-from tl_devicefix.dispatch.naming import expression
+from tl_devicefix.dispatch.naming import expression, named_modules
 
 _PYTORCH = {
     "_forward_pre_hooks": "forward pre-hook",

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from tl_devicefix.dispatch.attached import runs_where_it_is
-from tl_devicefix.dispatch.module_names import named_modules
-from tl_devicefix.dispatch.naming import joined
+from tl_devicefix.dispatch.naming import joined, named_modules
 from tl_devicefix.monkeypatch.versions import is_bridge
 from tl_devicefix.placement.devices import resolve
 from tl_devicefix.placement.placement import Placement

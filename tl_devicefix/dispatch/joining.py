@@ -38,7 +38,7 @@ class Joining(OutsideBlocks, TorchFunctionMode):
         """Copies that earlier calls have made."""
         return {}
 
-    def copied(self, nbytes: int) -> None:
+    def count(self, nbytes: int) -> None:
         """Be told what a call has copied."""
 
     def __torch_function__(
@@ -70,7 +70,7 @@ class Joining(OutsideBlocks, TorchFunctionMode):
         target = stays[0].device if stays else self.target(tensors, devices)
         call = _Call(target, self.devices() - {target}, self.known(), changed)
         result = call(func, args, kwargs)
-        self.copied(call.nbytes)
+        self.count(call.nbytes)
         return result
 
     def _run_backward(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -101,7 +101,7 @@ class Joining(OutsideBlocks, TorchFunctionMode):
             return gradients
         if not {gradients.device, outputs.device} <= self.devices():
             return gradients
-        self.copied(bytes_of(gradients))
+        self.count(bytes_of(gradients))
         return gradients.to(outputs.device)
 
 

@@ -1,21 +1,26 @@
-"""`mix_devices`: torch functions that mix the devices in use, for a whole script."""
+"""`mix_devices`: torch functions that mix the devices in use, for a whole script.
+
+Two things that are no torch functions on tensors are replaced meanwhile: how hooks on gradients are
+registered, which run when and in which thread autograd does; and `assert_close`, which compares
+devices itself.
+"""
 
 from __future__ import annotations
 
-import atexit
+import functools
 import sys
-import threading
-import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
-from torch.overrides import TorchFunctionMode, _len_torch_function_stack, _pop_mode, _push_mode
+from torch.overrides import _get_current_function_mode_stack
 
-from tl_devicefix.dispatch.joining import Joining, bytes_of
-from tl_devicefix.dispatch.torch_while_mixing import ChangedTorch
-from tl_devicefix.dispatch.users_lines import line_of_user
+from tl_devicefix.dispatch.carrying import move
+from tl_devicefix.dispatch.joining import JoinedAt, Joining, bytes_of, tensors_in
+from tl_devicefix.dispatch.naming import line_of_user
+from tl_devicefix.monkeypatch.replacing import Replacing
 from tl_devicefix.placement.devices import HOST
-from tl_devicefix.placement.gathering_device import listen
 from tl_devicefix.placement.in_use import devices_in_use, home_of
 from tl_devicefix.placement.memory import gib
 
@@ -28,12 +33,8 @@ class Copied(NamedTuple):
     times: int
 
 
-class mix_devices:
-    """Let torch functions mix tensors of the devices in use: from now on, or within a `with`.
-
-    ``tl_devicefix.mix_devices()`` takes effect at once and stays, as ``torch.set_grad_enabled``
-    does; ``tl_devicefix.mix_devices(False)`` ends it. With ``with``, it is as before at the end,
-    whatever calls were made within.
+class mix_devices(Joining):
+    """Let torch functions mix tensors of the devices in use, within a `with`.
 
     A function that torch refuses, as its tensors are on several devices, gets them brought
     together: what is changed in place (or by ``out=``), and what is indexed, stays where it is;
@@ -47,125 +48,46 @@ class mix_devices:
     `register_full_backward_hook`, ...) mix if they were registered within it, in whichever thread
     autograd runs them. `torch.testing.assert_close` compares values wherever they are.
 
-    It holds in this thread: enter it in each thread that mixes (and again where another thread has
-    placed the first model since). Code that torch compiles is left as it is. Until a second device
-    comes in use, it does nothing, and costs nothing.
+    It holds in this thread: enter it in each thread that mixes. Code that torch compiles is left
+    as it is. While it is on, torch calls Python at each of its functions.
 
     Args:
-        mode: False switches it off, also within a `with` of its own.
-        report: print what was copied, and for which lines, at the end: of the `with`, or
-            of the program.
+        report: print what was copied, and for which lines, at the end of the `with`.
 
     >>> with mix_devices(report=True):  # doctest: +SKIP
     ...     stream = torch.stack(kept)  # which hooks of several blocks kept
     """
 
-    def __init__(self, mode: bool = True, *, report: bool = False) -> None:
-        self.mode = mode
+    def __init__(self, *, report: bool = False) -> None:
+        super().__init__()
         self._report = report
         self._lines: dict[str, list[int]] = {}
-        _thread.add(self)
-        if report:
-            atexit.register(self._end)
+        self._replaced: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> mix_devices:
-        _thread.enter(self)
+        replaced = _replacing(_REPLACEMENTS)
+        replaced.__enter__()
+        self._replaced.append(replaced)
+        super().__enter__()
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        _thread.leave(self)
-        if self not in _thread.held():
-            self._end()
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._replaced.pop().__exit__(None, None, None)
+        if self._report and not self._replaced:
+            print(self)
 
     @property
     def copied(self) -> list[Copied]:
         """What was copied so far, by the lines that had it copied, most bytes first."""
         lines = (Copied(line, *counts) for line, counts in self._lines.items())
-        return sorted(lines, key=lambda each: each.nbytes, reverse=True)
+        return sorted(lines, key=lambda copied: copied.nbytes, reverse=True)
 
     def __repr__(self) -> str:
         lines = self.copied
         everything = Copied("all", sum(c.nbytes for c in lines), sum(c.times for c in lines))
         rows = [f"{gib(c.nbytes):>12} {c.times:>7} x  {c.line}" for c in (everything, *lines)]
         return "\n".join(["mix_devices copied", *rows])
-
-    def _count(self, line: str, nbytes: int) -> None:
-        counts = self._lines.setdefault(line, [0, 0])
-        counts[0] += nbytes
-        counts[1] += 1
-
-    def _end(self) -> None:
-        """Print the report."""
-        if self._report:
-            atexit.unregister(self._end)
-            print(self)
-
-
-class _Entry(NamedTuple):
-    """One that is on in a thread: by a call, or entered by a `with`."""
-
-    mode: bool
-    reference: weakref.ref[mix_devices]
-    entered: bool
-
-
-class _Thread(threading.local):
-    """What is on in a thread: the last says whether devices mix."""
-
-    def __init__(self) -> None:
-        self._stack: list[_Entry] = []
-        self._mode: _Mixing | None = None
-        self._torch: ChangedTorch | None = None
-
-    @property
-    def is_mixing(self) -> bool:
-        """Whether devices mix in this thread."""
-        return bool(self._stack) and self._stack[-1].mode
-
-    def held(self) -> list[mix_devices]:
-        """Those that someone holds, as every `with` does: they count what is copied."""
-        held = (entry.reference() for entry in self._stack)
-        return list(dict.fromkeys(each for each in held if each is not None))
-
-    def add(self, each: mix_devices) -> None:
-        """Let a call be the last."""
-        # Of calls that nobody can take back any more, one after the other, the last is enough.
-        while len(self._stack) > 1 and not any(entry.reference() for entry in self._stack[-2:]):
-            del self._stack[-2]
-        self._push(each, entered=False)
-
-    def enter(self, each: mix_devices) -> None:
-        """Let one be the last until it is left, and no longer by its call."""
-        self._stack = [e for e in self._stack if e.entered or e.reference() is not each]
-        self._push(each, entered=True)
-
-    def leave(self, each: mix_devices) -> None:
-        """Remove one, wherever it is (a generator may leave its own late), and calls within it."""
-        entered = [i for i, e in enumerate(self._stack) if e.reference() is each and e.entered]
-        if entered:
-            del self._stack[entered[-1]]
-            while entered[-1] < len(self._stack) and not self._stack[entered[-1]].entered:
-                del self._stack[entered[-1]]
-        self.follow()
-
-    def _push(self, each: mix_devices, entered: bool) -> None:
-        self._stack.append(_Entry(each.mode, weakref.ref(each), entered))
-        self.follow()
-
-    def follow(self) -> None:
-        """Have the mode on if there is something to mix: it costs time at each torch function."""
-        wanted = self.is_mixing and len(devices_in_use()) > 1
-        if wanted and self._mode is None:
-            self._mode = _Mixing()
-            self._torch = ChangedTorch(lambda: _thread.is_mixing)
-            _push_at_bottom(self._mode)
-        elif not wanted and self._mode is not None:
-            _take_out(self._mode)
-            self._mode = self._torch = None
-
-
-class _Mixing(Joining):
-    """The mode of a thread within `mix_devices`."""
 
     def devices(self) -> frozenset[torch.device]:
         """Those in use; none in code that torch compiles."""
@@ -180,38 +102,80 @@ class _Mixing(Joining):
             return largest.device
         return home
 
-    def copied(self, nbytes: int) -> None:
-        """Count it for the line that mixes."""
+    def count(self, nbytes: int) -> None:
+        """Count it for the line that mixes, here and in those around this one."""
         line = line_of_user(sys._getframe(1))
-        for each in _thread.held():
-            each._count(line, nbytes)
+        for mixing in {self, *_mixing_here()}:
+            counts = mixing._lines.setdefault(line, [0, 0])
+            counts[0] += nbytes
+            counts[1] += 1
 
 
-_thread = _Thread()
-listen(lambda: _thread.follow())
+def _mixing_here() -> list[mix_devices]:
+    """Those that are on in this thread."""
+    return [mode for mode in _get_current_function_mode_stack() if isinstance(mode, mix_devices)]
 
 
-def _push_at_bottom(mode: TorchFunctionMode) -> None:
-    """Put a mode under those that are on: leaving one of these takes the topmost off.
+class _UnlessMixing:
+    """What `check_device` is by default: true in threads in which devices do not mix.
 
-    Above that of `torch.set_default_device`, which has to be at the very bottom, for this reason.
+    So it also holds where a script has imported the name `assert_close`.
     """
-    above = _popped()
-    if above and above[-1] is getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None):
-        _push_mode(above.pop())
-    _push_mode(mode)
-    _push_all(above)
+
+    def __bool__(self) -> bool:
+        return not _mixing_here()
 
 
-def _take_out(mode: TorchFunctionMode) -> None:
-    _push_all([each for each in _popped() if each is not mode])
+def _registering(own: Callable[..., Any]) -> Callable[..., Any]:
+    """`register_full_backward_hook` or its like, whose hooks may mix devices."""
+
+    @functools.wraps(own)
+    def register(self: Any, hook: Any, *args: Any, **kwargs: Any) -> Any:
+        return own(self, _hook_of_gradients(hook) if _mixing_here() else hook, *args, **kwargs)
+
+    return register
 
 
-def _popped() -> list[TorchFunctionMode]:
-    """All modes that are on, the topmost first, taken off."""
-    return [_pop_mode() for _ in range(_len_torch_function_stack())]
+_REPLACEMENTS = (
+    (torch.Tensor, "register_hook", _registering),
+    (torch.Tensor, "register_post_accumulate_grad_hook", _registering),
+    (torch.nn.Module, "register_full_backward_hook", _registering),
+    (torch.nn.Module, "register_full_backward_pre_hook", _registering),
+    (
+        torch.testing.assert_close,
+        "__kwdefaults__",
+        lambda defaults: {**defaults, "check_device": _UnlessMixing()},
+    ),
+)
+_replacing = Replacing()
 
 
-def _push_all(modes: list[TorchFunctionMode]) -> None:
-    for mode in reversed(modes):
-        _push_mode(mode)
+def _hook_of_gradients(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A user's backward hook, which may mix devices; the gradients it returns are where they were.
+
+    Args:
+        hook: of a gradient, or of a module and its gradients.
+    """
+
+    @functools.wraps(hook, updated=())
+    def mixing(*args: Any) -> Any:
+        gradients = args[min(1, len(args) - 1)]
+        # A module's first gradients may all be None: those of an embedding's input are.
+        here = next((tensor.device for tensor in tensors_in(args)), None)
+        if here is None:
+            return hook(*args)
+        with JoinedAt(here, devices_in_use()):
+            return _where(gradients, hook(*args))
+
+    return mixing
+
+
+def _where(gradients: Any, result: Any) -> Any:
+    """What a hook returned, each gradient on the device of the one that it was called with."""
+    if isinstance(gradients, tuple):
+        if isinstance(result, tuple) and len(result) == len(gradients):
+            return tuple(map(_where, gradients, result))
+        return _where(gradients[0], result) if len(gradients) == 1 else result
+    if isinstance(gradients, torch.Tensor) and gradients.device in devices_in_use():
+        return move(result, gradients.device)
+    return result

@@ -1,9 +1,23 @@
-"""How a tensor or module of a model is written in code: "blocks.4.mlp" -> model.blocks[4].mlp."""
+"""What users know things by: a tensor's expression in code, a module's name, a line of theirs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from keyword import iskeyword
+from types import FrameType
+from typing import Any
+
+from torch import nn
+
+from tl_devicefix.monkeypatch.versions import is_bridge
+
+WRAPPED = "_original_component"
+"""A Bridge's component holds the Hugging Face module that it wraps by this name."""
+
+_NOT_THE_USERS = {
+    *("torch", "transformer_lens", "tl_devicefix", "transformers", "accelerate"),
+    *("einops", "fancy_einsum", "jaxtyping", "contextlib", "functools"),
+}
 
 
 def expression(path: str) -> str:
@@ -31,3 +45,60 @@ def listed(names: Sequence[str], most: int = 3) -> str:
     if len(names) <= most + 1:
         return ", ".join(names)
     return f"{', '.join(names[:most])} and {len(names) - most} more"
+
+
+def named_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
+    """As `model.named_modules()`.
+
+    A Bridge has its components among the modules of the Hugging Face model too: here they go by
+    their own names ("blocks.3.attn.q"), and what a component wraps goes by the component's. What
+    of the Hugging Face model is in no component is at the end ("original_model.model").
+    """
+    if not is_bridge(model):
+        yield from model.named_modules()
+        return
+    paths: dict[nn.Module, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        known = paths.setdefault(module, path)
+        if _depth(path) < _depth(known):
+            paths[module] = path
+    modules = {path: module for module, path in paths.items()}
+    for module, path in paths.items():
+        yield _as_known(path, modules), module
+    for path, module in model.original_model.named_modules():
+        if module not in paths:
+            yield f"original_model.{path}".rstrip("."), module
+
+
+def _as_known(path: str, modules: Mapping[str, nn.Module]) -> str:
+    """A path without the steps into wrapped modules, unless another module goes by that name."""
+    of_component = path.removesuffix(f".{WRAPPED}")
+    short = of_component.replace(f".{WRAPPED}", "")
+    return path if short != of_component and short in modules else short
+
+
+def _depth(path: str) -> tuple[int, int]:
+    return path.count(WRAPPED), len(path)
+
+
+def line_of_user(frame: FrameType | None) -> str:
+    """The innermost line that is not of these libraries: "script.py:12"."""
+    frames = _frames_to_user(frame)
+    found = frames[-1] if frames else frame
+    return "?" if found is None else f"{found.f_code.co_filename}:{found.f_lineno}"
+
+
+def stacklevel_of_user(frame: FrameType) -> int:
+    """The `stacklevel` that has a warning from this frame point at that line."""
+    return len(_frames_to_user(frame)) or 1
+
+
+def _frames_to_user(frame: FrameType | None) -> list[FrameType]:
+    """The frames from this one out to the user's innermost; none if no frame is the user's."""
+    frames = []
+    while frame is not None:
+        frames.append(frame)
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_THE_USERS:
+            return frames
+        frame = frame.f_back
+    return []

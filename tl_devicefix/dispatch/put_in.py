@@ -21,8 +21,7 @@ from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.dispatch.attached import detach_copies, run_where_it_is, runs_where_it_is
 from tl_devicefix.dispatch.joining import bytes_of
-from tl_devicefix.dispatch.naming import expression, joined, listed
-from tl_devicefix.dispatch.users_lines import stacklevel_of_user
+from tl_devicefix.dispatch.naming import expression, joined, listed, stacklevel_of_user
 from tl_devicefix.offload.visiting import pin
 from tl_devicefix.placement.devices import HOST
 from tl_devicefix.placement.memory import gib

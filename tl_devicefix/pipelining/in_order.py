@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from tl_devicefix.dispatch.joining import redispatch
 from tl_devicefix.dispatch.scheduler import Run, current_run
+from tl_devicefix.monkeypatch.replacing import Replacing
 from tl_devicefix.multihost.modules import OutsideBlocks
 
 Condition = Callable[[Any, dict[str, Any]], bool]
@@ -118,40 +118,19 @@ _SEEDS = (
 )
 """Functions of torch's that read or set the state of a generator that all runs share."""
 
-_lock = threading.Lock()
-_flights = 0
-_replaced: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+_replacing = Replacing()
 
 
-@contextlib.contextmanager
-def seeding_in_order(kinds: Iterable[str]) -> Iterator[None]:
+def seeding_in_order(kinds: Iterable[str]) -> contextlib.AbstractContextManager[None]:
     """Within it, runs in flight come to torch's seeds in order too; other threads as ever.
 
     Args:
         kinds: the types of the model's devices.
     """
-    global _flights
-    with _lock:
-        _flights += 1
-        for owner in (torch, torch.random, *map(torch.get_device_module, kinds)):
-            _replace_seeds(owner)
-    try:
-        yield
-    finally:
-        with _lock:
-            _flights -= 1
-            if not _flights:
-                for replaced in _replaced.values():
-                    setattr(*replaced)
-                _replaced.clear()
-
-
-def _replace_seeds(owner: Any) -> None:
-    for name in _SEEDS:
-        own = vars(owner).get(name)
-        if own is not None and (id(owner), name) not in _replaced:
-            _replaced[id(owner), name] = owner, name, own
-            setattr(owner, name, _after_earlier(own))
+    owners = (torch, torch.random, *map(torch.get_device_module, kinds))
+    return _replacing(
+        (owner, name, _after_earlier) for owner in owners for name in _SEEDS if name in vars(owner)
+    )
 
 
 def _after_earlier(own: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
 
 import torch
@@ -11,7 +11,6 @@ import torch
 from tl_devicefix.placement.devices import DeviceLike, numbered_or_resolved, resolve
 
 _chosen: ContextVar[DeviceLike | None] = ContextVar("gather_on", default=None)
-_listeners: list[Callable[[], None]] = []
 
 
 @contextlib.contextmanager
@@ -45,11 +44,9 @@ def gather_nowhere() -> contextlib.AbstractContextManager[None]:
 def _choosing(device: DeviceLike | None) -> Iterator[None]:
     token = _chosen.set(device)
     try:
-        tell_listeners()
         yield
     finally:
         _chosen.reset(token)
-        tell_listeners()
 
 
 def chosen_device(home: torch.device | None) -> torch.device | None:
@@ -63,14 +60,3 @@ def chosen_device(home: torch.device | None) -> torch.device | None:
     """
     device = _chosen.get()
     return None if device is None else resolve(device, home)
-
-
-def listen(listener: Callable[[], None]) -> None:
-    """Have a function called when devices come in use, or leave it, in the thread where they do."""
-    _listeners.append(listener)
-
-
-def tell_listeners() -> None:
-    """Call those that listen."""
-    for listener in _listeners:
-        listener()

@@ -6,7 +6,7 @@ import weakref
 
 import torch
 
-from tl_devicefix.placement.gathering_device import chosen_device, tell_listeners
+from tl_devicefix.placement.gathering_device import chosen_device
 from tl_devicefix.placement.of_ranks import note_parts
 from tl_devicefix.placement.placement import Placement
 
@@ -25,7 +25,6 @@ def use(placement: Placement) -> None:
     _placements[key] = weakref.ref(placement, lambda _: _forget(key))
     _found = []
     note_parts(placement)
-    tell_listeners()
 
 
 def _forget(key: int) -> None:

@@ -22,7 +22,7 @@ from tl_devicefix.attention.implementation import (
     looking_away,
     set_attn_implementation,
 )
-from tl_devicefix.dispatch.module_names import named_modules
+from tl_devicefix.dispatch.naming import named_modules
 from tl_devicefix.patches import enabled
 from tl_devicefix.placement.crossings import BetweenHosts, by_hosts, in_words
 from tl_devicefix.placement.deciding import DeviceMap, decide
