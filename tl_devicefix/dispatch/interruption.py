@@ -9,9 +9,8 @@ from typing import Any
 _UNFINISHED = "_tl_devicefix_unfinished"
 
 WHY_REFUSED = (
-    "this model's weights are only partly processed, as process_weights_() or "
-    "load_and_process_state_dict(...) was interrupted: call it again with all of the "
-    "unprocessed weights, or load the model again"
+    "this model's weights are only partly processed, as that was interrupted: load the model "
+    "again (or give a HookedTransformer's load_and_process_state_dict all unprocessed weights)"
 )
 
 

@@ -1,7 +1,7 @@
 """`TransformerBridge.process_weights` and compatibility mode, one component of a device at a time.
 
 Each component's weights are processed where they lie, in float32 (or wider), rounded once, and
-take the place of the old ones; if anything fails on the way, all weights are what they were.
+take the place of the old ones. If that fails on the way, the Bridge is refused from then on.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,13 +21,13 @@ from transformer_lens.model_bridge.generalized_components.moe import MoEBridge, 
 from transformer_lens.utilities.bridge_components import apply_fn_to_all_components
 from transformer_lens.utilities.quantization import require_readable_weight
 
+from tl_devicefix.dispatch.interruption import changing_weights, refuse_unfinished
 from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.offload.visiting import pin
 from tl_devicefix.placement.devices import HOST
 from tl_devicefix.placement.placement import Placement, in_short
 from tl_devicefix.placement.workers import each_on_its_device
 from tl_devicefix.transformer_bridge.alignment import register_hooks
-from tl_devicefix.transformer_bridge.originals import Originals, all_or_nothing
 from tl_devicefix.transformer_bridge.plain_layer import forget
 from tl_devicefix.transformer_bridge.steps import BLOCK, Processing, private_copies
 from tl_devicefix.transformer_bridge.units import Unit, device_of, units
@@ -38,11 +37,12 @@ _log = logging.getLogger(__name__)
 
 
 def enable_compatibility_mode(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """See TransformerLens's. If it fails, the Bridge is as it was before, and can be used.
+    """See TransformerLens's. If it fails, the Bridge is not in compatibility mode.
 
     Raises:
         ValueError: if the attention matrices cannot be refactored.
         NotImplementedError: if weights are packed (quantised), or have no values.
+        RuntimeError: if weights are only partly processed, as an earlier call failed.
     """
     modes = [(each, each.compatibility_mode, each.disable_warnings) for each in _hookables(self)]
     names = [(each, each.name) for each in self.modules() if isinstance(each, HookPoint)]
@@ -82,8 +82,10 @@ def process_weights(
         ValueError: if the attention matrices cannot be refactored, or, with TransformerLens 3, if
             blocks are offloaded.
         NotImplementedError: if weights are packed (quantised), or have no values.
-        torch.OutOfMemoryError: saying at which component; the weights are what they were.
+        RuntimeError: if weights are only partly processed, as an earlier call failed.
+        torch.OutOfMemoryError: saying at which component.
     """
+    refuse_unfinished(self)
     if self._weights_processed:
         _log.warning(
             "process_weights was already applied to this bridge, so it is skipped: boot it again "
@@ -109,9 +111,10 @@ def process_weights(
         fold_value_biases,
         refactor_factored_attn_matrices,
     )
+    processing = Processing(steps, self.cfg, self.adapter)
     forget(self)
-    with all_or_nothing() as originals:
-        _process(self, Processing(steps, self.cfg, self.adapter), originals, verbose)
+    with changing_weights(self):
+        _process(self, processing, verbose)
 
 
 def _refuse_offloaded(bridge: Any) -> None:
@@ -125,10 +128,14 @@ def _refuse_offloaded(bridge: Any) -> None:
         )
 
 
-def _process(bridge: Any, processing: Processing, originals: Originals, verbose: bool) -> None:
-    originals.keep(bridge, bridge.adapter, bridge.original_model)
+def _process(bridge: Any, processing: Processing, verbose: bool) -> None:
+    def process(unit: Unit) -> None:
+        if verbose:
+            print(f"Processing {unit.name}")
+        with _naming(unit.name):
+            _process_unit(bridge, unit, processing)
+
     todo = units(bridge)
-    process = partial(_process_and_keep, bridge, processing, originals, verbose)
     devices = [_device_of_unit(bridge, unit) for unit in todo]
     with hf_logging.tqdm(total=len(todo), desc="Processing components") as progress:
         each_on_its_device(process, todo[:-1], devices[:-1], progress.update)
@@ -140,19 +147,6 @@ def _process(bridge: Any, processing: Processing, originals: Originals, verbose:
     bridge._weights_processed = True
 
 
-def _process_and_keep(
-    bridge: Any, processing: Processing, originals: Originals, verbose: bool, unit: Unit
-) -> None:
-    """Process a unit; what its modules held is kept."""
-    if verbose:
-        print(f"Processing {unit.name}")
-    modules = list(unit.modules())
-    originals.keep(*modules)
-    with _naming(unit.name):
-        _process_unit(bridge, unit, processing)
-    originals.make_room(modules, _in_use(bridge))
-
-
 @contextlib.contextmanager
 def _naming(unit: str) -> Iterator[None]:
     """Say what was being processed when a device had no room for it."""
@@ -162,8 +156,8 @@ def _naming(unit: str) -> Iterator[None]:
         reason = " ".join(str(error).split())
         raise torch.OutOfMemoryError(
             f"a device ran out of memory while {unit} was processed, which takes half as much "
-            f"again as its weights in float32, beside the model ({reason}): the weights are what "
-            "they were; free memory there, or boot with less on that device by max_memory"
+            f"again as its weights in float32, beside the model ({reason}): boot the bridge again, "
+            "with less on that device by max_memory"
         ) from error
 
 
@@ -231,14 +225,6 @@ def _popped(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
     while weights:
         name = next(iter(weights))
         yield name, dict.pop(weights, name)
-
-
-def _in_use(bridge: Any) -> Iterator[torch.Tensor]:
-    """What the model holds now; no list, as that would keep what others replace meanwhile."""
-    for module in bridge.original_model.modules():
-        for tensors in (module._parameters, module._buffers):
-            # A module's at once, as one on another device may get a bias meanwhile.
-            yield from (tensor for tensor in list(tensors.values()) if tensor is not None)
 
 
 def _fold_into_batched_experts(bridge: Any, unit: Unit) -> None:

@@ -25,11 +25,6 @@ class Unit:
     places: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Name of a weight -> its component, and its name within that."""
 
-    def modules(self) -> Iterator[nn.Module]:
-        """Every module that may hold one of the weights."""
-        for component in self.components.values():
-            yield from component.modules()
-
 
 def units(bridge: Any) -> list[Unit]:
     """A Bridge's units: the embeddings and what else there is, each block, the unembedding last."""
