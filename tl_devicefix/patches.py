@@ -175,7 +175,7 @@ def _report_of_model(model: Any) -> ModelReport:
     if is_hooked_transformer(model):
         from tl_devicefix.hooked_transformer.known_blocks import forward_of_each
     elif is_bridge(model):
-        from tl_devicefix.transformer_bridge.plain_layer import forward_of_each
+        from tl_devicefix.transformer_bridge.block import forward_of_each
     else:
         raise TypeError(
             f"report looks through a {class_names()}, but this is a {type(model).__name__}: give "

@@ -9,8 +9,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from packaging.version import Version
-
 from tl_devicefix.monkeypatch.patch import Patch
 from tl_devicefix.monkeypatch.versions import (
     SUPPORTED,
@@ -38,7 +36,7 @@ def modules() -> list[Any]:
     ]
 
 
-_DRIVER = "transformer_lens.model_bridge.sources.transformers_driver"
+_COMPONENTS = "transformer_lens.model_bridge.generalized_components"
 
 
 def class_named(name: str) -> Any:
@@ -48,8 +46,7 @@ def class_named(name: str) -> Any:
         "transformer_lens.components",  # of 2.x and 3.x
         "transformer_lens.hook_points",
         "transformer_lens.model_bridge",
-        *(["transformer_lens.model_bridge.generalized_components"] if has_bridge() else []),
-        *([_DRIVER] if installed() >= Version("4.dev0") else []),
+        *([_COMPONENTS, f"{_COMPONENTS}.base"] if has_bridge() else []),
         "transformer_lens.weight_processing",
         "transformer_lens.utilities",
         "transformer_lens.utils",  # of 2.x

@@ -1,4 +1,4 @@
-"""`TransformerBridge.forward`."""
+"""`TransformerBridge.forward`, and the methods of a Bridge that call the tokenizer."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ import torch
 
 from tl_devicefix.attention.implementation import is_sdpa
 from tl_devicefix.dispatch import forward as running
+from tl_devicefix.dispatch.own_tokenizer import reading_text, take_own_tokenizer
 from tl_devicefix.simulation.tensor import has_values
-from tl_devicefix.transformer_bridge.sdpa import let_masks_be_for_sdpa
-from tl_devicefix.transformer_bridge.this_forward import ThisForward, within
+from tl_devicefix.transformer_bridge.attention import (
+    ThisForward,
+    let_masks_be_for_sdpa,
+    this_forward,
+)
+from tl_devicefix.transformer_bridge.block import prepare
 
 
 def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -21,37 +26,43 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         RuntimeError: if the model's weights are only partly processed.
     """
     now = ThisForward()
-    # Of masks of its own shape a Bridge reads what transformers would add to the scores.
-    if all(_is_of_tokens(each) for each in _masks_in(args, kwargs)):
-        by_sdpa = is_sdpa(self) and let_masks_be_for_sdpa(self)
-        now = ThisForward(True, _may_pad(args, kwargs), by_sdpa)
-    with within(now):
-        return running.forward(original, self, *args, **kwargs)
-
-
-def _may_pad(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether there may be tokens that others do not see."""
-    tokens = args[0] if args else kwargs.get("input")
-    masks = _masks_in((), kwargs)
-    return len(args) > 2 or isinstance(tokens, list) or any(map(_masks, masks))
-
-
-def _masks_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """What may be a mask among the arguments of `TransformerBridge.forward`."""
     named = [kwargs.get(name) for name in ("attention_mask", "one_zero_attention_mask")]
-    return named + [each for each in args[1:] if isinstance(each, torch.Tensor)]
+    masks = named + [value for value in args[1:] if isinstance(value, torch.Tensor)]
+    # Of masks of its own shape a Bridge reads what transformers would add to the scores.
+    if all(map(_is_of_tokens, masks)):
+        tokens = args[0] if args else kwargs.get("input")
+        may_pad = len(args) > 2 or isinstance(tokens, list) or any(map(_leaves_out, masks))
+        config = prepare(self)
+        by_sdpa = config is not None and is_sdpa(self) and let_masks_be_for_sdpa()
+        now = ThisForward(True, may_pad, config if by_sdpa else None)
+    token = this_forward.set(now)
+    try:
+        return running.forward(original, self, *args, **kwargs)
+    finally:
+        this_forward.reset(token)
 
 
 def _is_of_tokens(mask: Any) -> bool:
-    return (
-        mask is None
-        or not isinstance(mask, (torch.Tensor, Mapping))
-        or (isinstance(mask, torch.Tensor) and mask.dim() <= 2)
-    )
+    """Whether a mask says which tokens are seen, and not by which others."""
+    if isinstance(mask, torch.Tensor):
+        return mask.dim() <= 2
+    return not isinstance(mask, Mapping)
 
 
-def _masks(mask: Any) -> bool:
+def _leaves_out(mask: Any) -> bool:
     """Whether a mask may leave out any token; that of `generate` does not, for one prompt."""
     if isinstance(mask, torch.Tensor) and mask.dim() == 2 and has_values(mask):
         return not bool(mask.all())
     return mask is not None
+
+
+def with_own_tokenizer(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A method of a Bridge that changes the tokenizer's padding side while it runs."""
+    take_own_tokenizer(self)
+    return original(self, *args, **kwargs)
+
+
+def reading(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A method of a Bridge that calls the tokenizer."""
+    with reading_text():
+        return original(self, *args, **kwargs)

@@ -7,14 +7,12 @@ from tl_devicefix.gathering.patches import CACHING, GATHERED, gathers
 from tl_devicefix.monkeypatch.patch import Patch
 from tl_devicefix.transformer_bridge import (
     analysis,
+    block,
     caching,
     forward,
     loading,
     moving,
-    plain_layer,
-    plain_model,
     processing,
-    tokenizing,
 )
 from tl_devicefix.transformer_bridge import gathering as bridge_gathering
 
@@ -30,7 +28,7 @@ PATCHES = (
     *(
         Patch(
             "forward",
-            plain_layer.forward,
+            block.forward,
             ("self",),
             "transformers' own layer where nobody listens in a block",
             **{**IN_4, "owner": owner},
@@ -38,11 +36,11 @@ PATCHES = (
         for owner in ("BlockBridge", "BloomBlockBridge", "OpaqueBlockBridge", "AltUpBlockBridge")
     ),
     Patch(
-        "forward",
-        plain_model.forward,
-        ("self", "input_ids"),
-        "transformers' own modules where nobody listens to anything of them",
-        **{**IN_4, "owner": "TransformersDriver"},
+        "__call__",
+        block.call,
+        ("self",),
+        "what a wrapper stands for, where nobody listens to anything of it",
+        **{**IN_4, "owner": "GeneralizedComponent"},
     ),
     Patch(
         "boot_transformers",
@@ -71,7 +69,7 @@ PATCHES = (
     *(
         Patch(
             name,
-            tokenizing.with_own_tokenizer,
+            forward.with_own_tokenizer,
             ("self", "input"),
             "runs in flight do not change what others read",
             **BRIDGE,
@@ -79,7 +77,7 @@ PATCHES = (
         for name in ("generate", "generate_stream")
     ),
     *(
-        Patch(name, tokenizing.reading, ("self", "input"), "one run at a time", **BRIDGE)
+        Patch(name, forward.reading, ("self", "input"), "one run at a time", **BRIDGE)
         for name in ("to_tokens", "to_str_tokens")
     ),
     Patch("to", moving.to, ("self",), "a dtype keeps the placement", **BRIDGE),

@@ -28,7 +28,7 @@ from tl_devicefix.placement.devices import HOST
 from tl_devicefix.placement.placement import Placement, in_short
 from tl_devicefix.placement.workers import each_on_its_device
 from tl_devicefix.transformer_bridge.alignment import register_hooks
-from tl_devicefix.transformer_bridge.plain_layer import forget
+from tl_devicefix.transformer_bridge.block import forget
 from tl_devicefix.transformer_bridge.steps import BLOCK, Processing, private_copies
 from tl_devicefix.transformer_bridge.units import Unit, device_of, units
 from tl_devicefix.weight_processing import Steps, Weights, WorkingCopies

@@ -8,12 +8,12 @@ from transformer_lens.model_bridge.generalized_components import position_embedd
 
 from tl_devicefix.dispatch import views
 from tl_devicefix.dispatch.twins import Twins
-from tl_devicefix.transformer_bridge import plain_model
+from tl_devicefix.transformer_bridge.block import prepare
 
 
 def view_of(bridge: Any) -> Any:
     """A view of a Bridge: see `dispatch/views.py:view_of`."""
-    plain_model.prepare(bridge)
+    prepare(bridge)
     twins = Twins()
     view = views.view_of(bridge, twins)
     _register_attention(bridge, twins)

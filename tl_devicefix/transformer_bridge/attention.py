@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,7 +13,22 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import masking_utils
 
 from tl_devicefix.simulation.tensor import has_values
-from tl_devicefix.transformer_bridge.this_forward import this_forward
+
+
+class ThisForward(NamedTuple):
+    """What blocks know of the forward that they are in; by default, it is not a Bridge's."""
+
+    is_of_bridge: bool = False
+    """What transformers records of it goes to nobody."""
+    may_pad: bool = False
+    config_of_sdpa: Any = None
+    """The config of blocks whose masks are made for SDPA, if these are."""
+
+
+this_forward: ContextVar[ThisForward] = ContextVar(
+    "tl_devicefix_bridge_forward",
+    default=ThisForward(),  # noqa: B039, as it is a tuple
+)
 
 
 def _looks_up(attention: Any) -> bool:
@@ -49,81 +63,28 @@ def why_no_sdpa(attention: Any) -> str | None:
 _SOFT_CAPS = ("attn_logit_softcapping", "softcap", "logits_soft_cap")
 
 
-class _Config:
-    """A config of transformers', all of which is another's but for how it attends."""
-
-    _of: type
-    _attn_implementation_internal: Any
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _given_back, (self._of, vars(self))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(_given_back(self._of, vars(self)), memo)
-
-
-def _given_back(kind: type, held: dict[str, Any]) -> Any:
-    config: Any = object.__new__(kind)
-    vars(config).update(held)
-    return config
-
-
-class BySdpa(_Config):
-    """With it, transformers attends by SDPA."""
-
-    _attn_implementation = "sdpa"
-
-
-class _ByForward(_Config):
-    """With it, transformers makes masks for SDPA in a forward that attends so."""
-
-    @property
-    def _attn_implementation(self) -> Any:
-        return "sdpa" if this_forward.get().attends_by_sdpa else self._attn_implementation_internal
-
-
-@functools.cache
-def _class_of(way: type, kind: type) -> type:
-    return type(kind.__name__, (way, kind), {"_of": kind, "__module__": kind.__module__})
-
-
-def like(config: Any, way: type) -> Any:
-    """A config that changes as the given one does."""
-    kind = config._of if isinstance(config, _Config) else type(config)
-    twin: Any = object.__new__(_class_of(way, kind))
-    twin.__dict__ = vars(config)
-    return twin
-
-
-def let_masks_be_for_sdpa(bridge: Any) -> bool:
-    """Have the masks of a forward made for SDPA, which are none where none is needed."""
-    functions = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
-    if functions["eager"] is not masking_utils.eager_mask:  # a user's, which SDPA's would pass by
-        return False
-    if _MAKER not in vars(bridge):
-        maker = _maker_of_masks(bridge)
-        config = getattr(maker, "config", None)
-        fits = getattr(config, "_attn_implementation", None) == "eager"
-        if fits:
-            maker.config = like(config, _ByForward)
-        vars(bridge)[_MAKER] = fits
-    fits = vars(bridge)[_MAKER]
-    return fits
-
-
-_MAKER = "_tl_devicefix_masks"
-
-
-def _maker_of_masks(bridge: Any) -> Any:
-    """transformers' model that has the blocks in a list of its own."""
-    first = next(iter(getattr(bridge, "blocks", ())), None)
-    if first is None or not any(why_no_sdpa(each) is None for each in first.modules()):
-        return None  # and whose masks are causal
-    for module in bridge.original_model.modules():
-        for child in module._modules.values():
-            if isinstance(child, nn.ModuleList) and len(child) and child[0] is first:
-                return module
+def config_of_sdpa(block: Any) -> Any:
+    """The config by which transformers makes a block's masks, if the block may go by SDPA."""
+    for module in block.modules():
+        if why_no_sdpa(module) is None:
+            return module.config
     return None
+
+
+def let_masks_be_for_sdpa() -> bool:
+    """Have transformers make masks by the forward they are for; False if a user's makes them."""
+    functions = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    if functions["eager"] is masking_utils.eager_mask:
+        functions["eager"] = _mask_by_forward
+    return functions["eager"] is _mask_by_forward
+
+
+def _mask_by_forward(*args: Any, **kwargs: Any) -> Any:
+    """transformers' mask for "eager"; in a forward by SDPA, for SDPA: none where none is needed."""
+    config = this_forward.get().config_of_sdpa
+    if config is not None and kwargs.get("config") is config:
+        return masking_utils.sdpa_mask(*args, **kwargs)
+    return masking_utils.eager_mask(*args, **kwargs)
 
 
 def place_of_mask(layer: Any) -> int:

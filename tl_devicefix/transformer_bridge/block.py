@@ -1,0 +1,447 @@
+"""A block of a Bridge that nobody listens in runs transformers' own layer.
+
+So do the embeddings, the final norm and the unembedding. At each forward of the Bridge, such a unit
+asks whether anything in it listens or was exchanged: a few comparisons with lists that were made
+when it was looked through. `unwrapping.py` makes the layer. Where somebody listens around a block
+only, to the residual stream, the block's own code runs around the layer.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from operator import itemgetter
+from typing import Any
+
+import torch
+from packaging.version import Version
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
+from torch.utils.hooks import RemovableHandle
+from transformer_lens.hook_points import HookPoint
+from transformer_lens.model_bridge.generalized_components import (
+    EmbeddingBridge,
+    NormalizationBridge,
+    RMSNormalizationBridge,
+    RotaryEmbeddingBridge,
+    UnembeddingBridge,
+)
+
+from tl_devicefix.attention.implementation import HOOKS, WHY_NOT, is_sdpa, looks_away
+from tl_devicefix.monkeypatch.applying import is_enabled
+from tl_devicefix.monkeypatch.versions import installed
+from tl_devicefix.transformer_bridge.attention import (
+    ThisForward,
+    blinds,
+    built,
+    config_of_sdpa,
+    is_causal_itself,
+    is_of_pairs,
+    place_of_mask,
+    this_forward,
+    why_no_sdpa,
+    why_not_eager,
+)
+from tl_devicefix.transformer_bridge.unwrapping import (
+    NotPlain,
+    Unwrapped,
+    as_bridge_computes,
+    is_wrapper,
+    replaced_in,
+)
+
+_PLAIN = "_tl_devicefix_plain"
+_SDPA_CONFIG = "_tl_devicefix_sdpa_config"
+
+
+def call(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A wrapper's `__call__`: at best, what it stands for is called and nothing else."""
+    unit: PlainUnit | None = self.__dict__.get(_PLAIN)
+    if unit is not None:
+        now = this_forward.get()
+        if now.is_of_bridge and (plain := unit.instead_of(self, now)) is not None:
+            return plain(*args, **kwargs)
+    return original(self, *args, **kwargs)
+
+
+def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A block's forward, around transformers' own layer where nobody listens in it."""
+    unit, now = _unit_of(self), this_forward.get()
+    # By itself, a block makes by its wrappers what its layer would have to be given.
+    is_plain = now.is_of_bridge and unit.is_unheard(self)
+    if now.config_of_sdpa or unit.attends_by_sdpa or (now.may_pad and unit.minds_padding(self)):
+        is_plain, args, kwargs = unit.with_its_mask(self, is_plain, args, kwargs)
+    return original(unit.around(self) if is_plain else self, *args, **kwargs)
+
+
+def why_installed(block: Any) -> str | None:
+    """Why a block would run the Bridge's forward now; None if transformers' own layer."""
+    if not is_enabled():
+        return "TransformerLens is unpatched"
+    if installed() < Version("4.0"):
+        return f"transformer_lens {installed()} is older than 4.0"
+    if _goes_its_own_way(type(block)):
+        return f"a {type(block).__name__} computes in its own way"
+    unit = _unit_of(block)
+    return None if unit.is_unheard(block) else unit.why(block)
+
+
+def forward_of_each(model: Any) -> dict[str, str]:
+    """Name of each block of a Bridge -> which forward it would run, and why."""
+    names: dict[Any, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):  # transformers' names too
+        if getattr(module, "is_list_item", False):
+            names[module] = min(names.get(module, name), name, key=len)
+    whys = {name: why_installed(block) for block, name in names.items()}
+    return {
+        name: "transformers' own layer" if why is None else f"as installed: {why}"
+        for name, why in whys.items()
+    }
+
+
+def prepare(bridge: Any) -> Any:
+    """Let a Bridge's outermost wrappers be units; returns the config of masks made for SDPA."""
+    held = vars(bridge)
+    if _SDPA_CONFIG not in held:
+        for wrapper in _outermost_wrappers(bridge.original_model):
+            _unit_of(wrapper)
+        first = next(iter(getattr(bridge, "blocks", ())), None)
+        held[_SDPA_CONFIG] = None if first is None else config_of_sdpa(first)
+    return held[_SDPA_CONFIG]
+
+
+def forget(bridge: Any) -> None:
+    """Let go of plain layers, which hold weights that are about to be exchanged."""
+    vars(bridge).pop(_SDPA_CONFIG, None)
+    for module in bridge.modules():
+        vars(module).pop(_PLAIN, None)
+
+
+def _outermost_wrappers(module: nn.Module) -> Iterator[Any]:
+    if is_wrapper(module):
+        yield module
+    else:
+        for child in module.children():
+            yield from _outermost_wrappers(child)
+
+
+def _unit_of(wrapper: Any) -> PlainUnit:
+    unit: PlainUnit | None = vars(wrapper).get(_PLAIN)
+    if unit is None:
+        unit = vars(wrapper)[_PLAIN] = PlainUnit()
+    return unit
+
+
+def _goes_its_own_way(kind: type) -> bool:
+    """Whether a class of blocks has a forward that does not come to the one above."""
+    for base in kind.__mro__:
+        run = vars(base).get("forward")
+        if hasattr(run, "__wrapped__"):
+            return False
+        if run is not None and "__class__" not in run.__code__.co_freevars:  # it has no `super`
+            return True
+    return True
+
+
+class PlainUnit:
+    """transformers' own layer of a block, or module of another unit, and what they were like."""
+
+    def __init__(self) -> None:
+        self.attends_by_sdpa = False
+        """Whether it attends by SDPA where nobody listens."""
+        self._seen: _Seen | None = None
+        self._why: str | None = None
+        self._layer: Any = None
+        self._is_all = False  # whether the layer may be called instead of the block
+        self._is_causal_itself = False
+        self._in_block: dict[str, Any] = {}
+
+    # A copy's unit makes its own.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlainUnit:
+        return PlainUnit()
+
+    def __reduce__(self) -> Any:
+        return PlainUnit, ()
+
+    def instead_of(self, wrapper: Any, now: ThisForward) -> Any:
+        """What may be called instead of the wrapper in this very forward, if anything."""
+        held = wrapper.__dict__
+        if (
+            (self._seen is not None and self._seen.is_heard_around())
+            or "forward" in held
+            or held.get("_start_at_layer_idx") is not None
+            or held.get("_stop_at_layer_idx") is not None
+            or not self.is_unheard(wrapper)
+            or not self._is_all
+            or (self._seen is not None and self._seen.is_heard_around())  # as it is seen now
+        ):
+            return None
+        if wrapper.is_list_item and (
+            (now.config_of_sdpa is not None) is not self.attends_by_sdpa
+            or (now.may_pad and (self.attends_by_sdpa or self.minds_padding(wrapper)))
+        ):
+            return None  # it may have to be given another mask
+        return self._layer
+
+    def is_unheard(self, wrapper: Any) -> bool:
+        """Whether transformers' own layer may run in this very forward."""
+        seen = self._seen
+        if seen is None or not seen.is_as_seen():
+            seen = self._look_through(wrapper)
+        return (
+            self._why is None
+            and not seen.heard()
+            and not seen.is_asked_for_heads()
+            and not _has_any_global_hook()
+            and not torch.compiler.is_compiling()
+            and not (self.attends_by_sdpa and _differentiates_otherwise())
+        )
+
+    def why(self, wrapper: Any) -> str:
+        """Why it may not."""
+        if self._why is not None:
+            return self._why
+        assert self._seen is not None
+        heard = self._seen.heard()
+        if heard is not None:
+            names = [
+                name
+                for name, module in wrapper.named_modules(remove_duplicate=False)
+                if any(hooks is heard for hooks in _hooks_of(vars(module)))
+            ]
+            return f"{min(names, key=lambda name: ('_original' in name, len(name)))} has hooks"
+        if self._seen.is_asked_for_heads():
+            return "it is asked for results or inputs of each head"
+        return "torch has hooks for every module, or is tracing"
+
+    def minds_padding(self, block: Any) -> bool:
+        """Whether the Bridge may make other things of padding."""
+        return bool(block.compatibility_mode or self._is_causal_itself)
+
+    def _look_through(self, wrapper: Any) -> _Seen:
+        """Make the layer, or know why not."""
+        self._seen = seen = _Seen(wrapper)
+        self.attends_by_sdpa, self._layer, self._is_all = False, None, False
+        try:
+            (self._make_layer if wrapper.is_list_item else self._make_part)(wrapper)
+            self._why = None
+        except NotPlain as reason:
+            self._why = str(reason)
+        return seen
+
+    def _make_part(self, wrapper: Any) -> None:
+        wrapped = wrapper.original_component
+        if (
+            type(wrapper) not in _PARTS
+            or wrapped is None
+            or any(map(is_wrapper, wrapped.modules()))
+        ):
+            raise NotPlain(f"a {type(wrapper).__name__} computes in its own way")
+        Unwrapped(wrapper, set())
+        self._layer, self._is_all = as_bridge_computes(wrapper) or wrapped, True
+
+    def _make_layer(self, block: Any) -> None:
+        attentions = [module for module in block.modules() if is_wrapper(module)]
+        for module in attentions:
+            if (why := why_not_eager(module.original_component)) is not None:
+                raise NotPlain(why)
+        chosen = [module.original_component for module in attentions if is_sdpa(module)]
+        by_sdpa = {id(attention) for attention in chosen if why_no_sdpa(attention) is None}
+        self.attends_by_sdpa = bool(by_sdpa)
+        layer = self._layer = Unwrapped(block, by_sdpa).layer
+        self._is_causal_itself = any(map(is_causal_itself, block.original_component.modules()))
+        self._mask_at = place_of_mask(block.original_component)
+        self._in_block = {
+            "_modules": {**block._modules, "_original_component": layer},
+            "_maybe_wire_capture_hooks": _nothing,
+            "_clear_attention_capture": _nothing,
+            "_filter_kwargs_for_forward": _filter_for(block.original_component),
+        }
+        self._is_all = replaced_in(block) is None and not _goes_its_own_way(type(block))
+
+    def around(self, block: Any) -> Any:
+        """The block as it is now, around the plain layer."""
+        twin: Any = object.__new__(type(block))
+        twin.__dict__.update(block.__dict__, **self._in_block)
+        return twin
+
+    def with_its_mask(
+        self, block: Any, is_plain: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[bool, tuple[Any, ...], dict[str, Any]]:
+        """Whether it may be plain; arguments with the mask for "eager" if that is to be seen.
+
+        Of a query that sees no key, SDPA makes nothing, as the Bridge does in compatibility mode.
+        Otherwise such a query gets a mean, as by the mask for "eager", and its gradients are those
+        of scores that do not count, which SDPA has not.
+        """
+        residual = args[0] if args else kwargs["hidden_states"]
+        is_named = "attention_mask" in kwargs
+        if not is_named and not len(args) > self._mask_at > 0:
+            return is_plain, args, kwargs
+        mask = kwargs["attention_mask"] if is_named else args[self._mask_at]
+        if is_plain and self.attends_by_sdpa and (mask is None or is_of_pairs(mask)):
+            if mask is None or block.compatibility_mode or not blinds(mask, residual.shape[1]):
+                return True, args, kwargs
+            is_plain = not (residual.requires_grad and torch.is_grad_enabled())
+        elif is_plain and self.minds_padding(block):
+            is_plain = not blinds(mask, residual.shape[1])
+        if not this_forward.get().config_of_sdpa:  # the mask is as for "eager"
+            return is_plain, args, kwargs
+        mask = built(mask, residual)
+        if is_named:
+            return is_plain, args, {**kwargs, "attention_mask": mask}
+        return is_plain, (*args[: self._mask_at], mask, *args[self._mask_at + 1 :]), kwargs
+
+    _mask_at = -1
+
+
+_PARTS = (
+    *(EmbeddingBridge, RotaryEmbeddingBridge, UnembeddingBridge),
+    *(NormalizationBridge, RMSNormalizationBridge),
+)
+
+
+def _nothing() -> None:
+    """Instead of what the plain layer needs not."""
+
+
+def _filter_for(layer: Any) -> Callable[..., dict[str, Any]]:
+    """`BlockBridge._filter_kwargs_for_forward`, by a signature that is looked up once."""
+    takes = inspect.signature(layer.forward).parameters
+    names, takes_any = list(takes), any(p.kind is p.VAR_KEYWORD for p in takes.values())
+
+    def accepted(kwargs: dict[str, Any], num_positional_args: int = 0) -> dict[str, Any]:
+        if takes_any:
+            return kwargs
+        by_name = names[num_positional_args:]
+        return {name: value for name, value in kwargs.items() if name in by_name}
+
+    return accepted
+
+
+def _differentiates_otherwise() -> bool:
+    """Whether torch does what SDPA has no derivatives for."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+_hooks_of = itemgetter(*HOOKS)
+
+
+class _Seen:
+    """What a unit's modules were like when it was looked through, and who listens in them.
+
+    torch counts the hooks that are registered, anywhere: where none was, none is looked for.
+    """
+
+    def __init__(self, unit: Any) -> None:
+        around = [unit, unit._modules.get("hook_in"), unit._modules.get("hook_out")]
+        inside = [module for module in unit.modules() if module not in around]
+        self._around = [
+            hooks for each in around if each is not None for hooks in _hooks_of(vars(each))
+        ]
+        self._inside = [hooks for each in inside for hooks in _hooks_of(vars(each))]
+        self._unheard_around_since = self._unheard_since = -1
+        # A list that grows when the block's own forward runs first.
+        self._wired = vars(unit).get("_capture_hook_handles", ())
+        self._harmless = {number for each in inside for number in _relays(each)}
+        held = list(map(vars, inside))
+        self._held, self._lengths = held, list(map(len, held))
+        parents = [each._modules for each in (unit, *inside) if each._modules]
+        self._children_now, self._children = parents, list(map(dict, parents))
+        self._attributes = [(itemgetter("training"), vars(unit))]
+        self._attributes += [_getter(each) for each in inside if _is_container(each)]
+        self._values = [get(held) for get, held in self._attributes]
+        self._config = getattr(getattr(unit, "config", None), "__dict__", {})
+
+    def is_as_seen(self) -> bool:
+        """Whether modules, and attributes of transformers', are the same."""
+        try:
+            return (
+                self._lengths == list(map(len, self._held))
+                and self._children == self._children_now
+                and self._values == [get(held) for get, held in self._attributes]
+            )
+        except (RuntimeError, ValueError, KeyError):  # tensors among attributes, and others now
+            return False
+
+    def heard(self) -> Any:
+        """Hooks that listen, of the first module that has any."""
+        now = RemovableHandle.next_id
+        if self._unheard_since != now:
+            for hooks in filter(None, self._inside):
+                if not hooks.keys() <= self._harmless:
+                    self._harmless |= {key for key, hook in hooks.items() if _is_harmless(hook)}
+                    self._harmless |= {handle.id for handle in self._wired}
+                    if not hooks.keys() <= self._harmless:
+                        return hooks
+            self._unheard_since = now
+        return None
+
+    def is_heard_around(self) -> bool:
+        """Whether there are hooks on a block, its first or its last hook point."""
+        now = RemovableHandle.next_id
+        if self._unheard_around_since != now:
+            if any(self._around):
+                return True
+            self._unheard_around_since = now
+        return False
+
+    def is_asked_for_heads(self) -> bool:
+        """Whether attention is to have other steps, also if nobody listens to them."""
+        return any(map(self._config.get, _FLAGS))
+
+
+_FLAGS = ("use_attn_result", "use_split_qkv_input", "use_attn_in")
+
+
+def _is_container(module: nn.Module) -> bool:
+    """Whether it is one of transformers' that the plain layer may have a copy of."""
+    return bool(module._modules) and not is_wrapper(module)
+
+
+def _getter(module: nn.Module) -> tuple[Any, dict[str, Any]]:
+    """What reads the attributes of a module that its forward may read."""
+    held = vars(module)
+    names = [name for name in held if name in _READ or name not in _OF_ANY_MODULE]
+    return itemgetter(*names), held
+
+
+_READ = ("training", "_parameters", "_buffers")
+_OF_ANY_MODULE = frozenset(vars(nn.Module()))
+
+
+def _relays(point: nn.Module) -> Iterator[int]:
+    """Hooks of a hook point that hand on to another, in a module that only stands for a part."""
+    for handle in point.fwd_hooks if isinstance(point, HookPoint) else ():
+        hook = inspect.unwrap(handle.user_hook) if handle.user_hook else None
+        if getattr(hook, "__module__", None) == "transformer_lens.model_bridge.component_setup":
+            yield handle.hook.id
+
+
+def _is_harmless(hook: Any) -> bool:
+    """Whether a hook only notes that a module runs, or what transformers is asked to record.
+
+    TransformerLens asks for attentions in each forward, and gives them to nobody.
+    """
+    module = getattr(hook, "__module__", None)
+    return module == "transformers.utils.output_capturing" or looks_away(hook)
+
+
+def _why_eager(model: Any, name: str, attention: Any) -> str | None:
+    """Why a Bridge's block cannot go without scores now; None if it can."""
+    if not is_wrapper(attention) or not hasattr(attention, "_masked_softmax"):
+        return NotImplemented
+    why = why_no_sdpa(attention.original_component)
+    parts = name.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        block = model.get_submodule(".".join(parts[:end]))
+        if getattr(block, "is_list_item", False):
+            return why or why_installed(block)
+    return why
+
+
+WHY_NOT.append(_why_eager)

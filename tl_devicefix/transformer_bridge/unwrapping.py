@@ -1,0 +1,243 @@
+"""A layer of transformers' without the Bridge's wrappers, around the same parameters.
+
+The wrappers sit in the layer's module tree, each around the module that it stands for. Modules that
+hold a wrapper are copied, with what it stands for in its place; all others are in both trees, so
+that weights are never copied, and whatever becomes of them is seen.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from accelerate.hooks import AlignDevicesHook
+from torch import nn
+from transformer_lens.hook_points import HookPoint
+from transformer_lens.model_bridge.generalized_components import (
+    JointGateUpMLPBridge,
+    JointQKVAttentionBridge,
+    NormalizationBridge,
+)
+from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
+
+
+class NotPlain(Exception):
+    """Why a block runs the Bridge's forward."""
+
+
+def is_wrapper(module: Any) -> bool:
+    """Whether it is one of the Bridge's."""
+    return isinstance(module, GeneralizedComponent)
+
+
+class Unwrapped:
+    """A block's layer without wrappers.
+
+    Args:
+        block: the Bridge's.
+        by_sdpa: ids of the attentions that are to go by SDPA.
+
+    Raises:
+        NotPlain: if there is something in the block that the layer would leave out.
+    """
+
+    def __init__(self, block: Any, by_sdpa: set[int]) -> None:
+        self._by_sdpa = by_sdpa
+        self._made: dict[int, nn.Module] = {}
+        self._split: set[int] = set()  # ids of modules of which the Bridge has the parts that count
+        for module in block.modules():
+            if is_wrapper(module):
+                _check_wrapper(module, is_block=module is block)
+            _check_dropout(module)
+        self.layer = self._of(block)
+        used = set(map(id, self.layer.parameters()))
+        for module in block.modules():
+            own = module.original_component if is_wrapper(module) else None
+            if own is None or module is block or id(own) in self._split:
+                continue
+            if any(id(parameter) not in used for parameter in own.parameters(recurse=False)):
+                raise NotPlain(f"a {type(module).__name__} has weights that its layer has not")
+
+    def _of(self, module: Any) -> nn.Module:
+        while is_wrapper(module):
+            norm = None if self._by_sdpa else as_bridge_computes(module)
+            if norm is not None:
+                return norm
+            self._note_parts(module)
+            if module.original_component is None:
+                raise NotPlain(f"a {type(module).__name__} in it stands for no module")
+            module = module.original_component
+        if id(module) not in self._made:
+            self._made[id(module)] = self._copy(module)
+        return self._made[id(module)]
+
+    def _copy(self, module: nn.Module) -> nn.Module:
+        kind, is_accelerated = type(module), _is_carried_by_accelerate(module)
+        if not (is_accelerated or any(map(is_wrapper, module.modules()))):
+            return module
+        if kind.__module__.partition(".")[0] not in _LIBRARIES:  # a user's may keep what it sees
+            raise NotPlain(f"a {kind.__name__} in it is not known")
+        if name := replaced_in(module):
+            raise NotPlain(f"{name} of a {kind.__name__} in it is not its class's")
+        twin = object.__new__(kind)
+        held = vars(twin)
+        held.update(vars(module))
+        held.update((name, OrderedDict()) for name in _HOOKS)
+        if is_accelerated:  # the block's inputs are brought to its device
+            for name in ("forward", "_hf_hook", "_old_forward"):
+                held.pop(name, None)
+        held["_modules"] = {
+            name: None if child is None else self._of(child)
+            for name, child in module._modules.items()
+        }
+        if id(module) in self._by_sdpa:
+            held["config"] = config = copy.copy(module.config)
+            vars(config)["_attn_implementation_internal"] = "sdpa"
+        return twin
+
+    def _note_parts(self, wrapper: Any) -> None:
+        """Have the parts of a projection stand for it, if the Bridge has split it."""
+        names: tuple[str, ...]
+        name: Any
+        if isinstance(wrapper, JointQKVAttentionBridge):
+            split, names = wrapper.split_qkv_matrix, ("q", "k", "v")
+            name = wrapper.submodules["qkv"].name if "qkv" in wrapper.submodules else None
+        elif isinstance(wrapper, JointGateUpMLPBridge):
+            split, names = wrapper.split_gate_up_matrix, ("gate", "in")
+            name = wrapper.fused_attr
+        else:
+            return
+        owner: Any = wrapper.original_component
+        joint = owner._modules.get(name)
+        while is_wrapper(joint):
+            joint = joint.original_component
+        if joint is None or not set(names) <= wrapper._modules.keys():
+            raise NotPlain(f"a {type(wrapper).__name__} has no projection that is known")
+        parts = [self._of(wrapper._modules[part]) for part in names]
+        self._made[id(joint)] = _Joined(parts, _order(split, owner, name, joint))
+        self._split.add(id(joint))
+
+
+_LIBRARIES = ("torch", "transformers", "transformer_lens")
+_HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks") and "state" not in name]
+
+
+def replaced_in(module: nn.Module) -> str | None:
+    """Name of a method that a module has in place of its class's, but for accelerate's forward."""
+    kind = type(module)
+    for name, value in vars(module).items():
+        if callable(value) and not isinstance(value, nn.Module) and hasattr(kind, name):
+            if name == "forward" and _is_carried_by_accelerate(module):
+                continue
+            if isinstance(getattr(kind, name), (types.FunctionType, property)):
+                return name
+    return None
+
+
+def _is_carried_by_accelerate(module: nn.Module) -> bool:
+    """Whether accelerate brings to a module's device what it takes, and does nothing else."""
+    hook: Any = vars(module).get("_hf_hook")
+    run = vars(module).get("forward")
+    is_its = getattr(getattr(run, "func", None), "__module__", None) == "accelerate.hooks"
+    return type(hook) is AlignDevicesHook and not hook.offload and is_its
+
+
+def _check_wrapper(wrapper: Any, is_block: bool) -> None:
+    """Check that what a wrapper stands for computes the same; a block's own methods are run."""
+    kind = type(wrapper)
+    if not is_block and (name := replaced_in(wrapper)):
+        raise NotPlain(f"{name} of a {kind.__name__} in it is not its class's")
+    if kind.__module__.partition(".")[0] != "transformer_lens":
+        raise NotPlain(f"a {kind.__name__} in it is not TransformerLens's")
+    for name, child in wrapper._modules.items():
+        if name in wrapper._hook_registry and type(child) is not HookPoint:
+            raise NotPlain(f"a {type(child).__name__} is its {name}")
+    if getattr(wrapper, "_use_processed_weights", False):
+        parts = (part for part in wrapper.original_component.children() if not is_wrapper(part))
+        if any(list(part.parameters()) and not isinstance(part, nn.Linear) for part in parts):
+            raise NotPlain(f"a {kind.__name__} leaves out a norm, with weights that are processed")
+
+
+def _check_dropout(module: nn.Module) -> None:
+    """Check that a module drops nothing out, which the Bridge does in another order."""
+    if not module.training:
+        return
+    rates = [value for name, value in vars(module).items() if "dropout" in name]
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        rates.append(module.p)
+    if any(isinstance(rate, (int, float)) and rate > 0 for rate in rates):
+        raise NotPlain("it drops out in training")
+
+
+class _Norm(nn.Module):
+    """A norm in the Bridge's own steps, which are others than transformers', but for its hooks."""
+
+    def __init__(self, wrapper: Any) -> None:
+        super().__init__()
+        wrapped = wrapper.original_component
+        self._parameters, self._buffers = wrapped._parameters, wrapped._buffers
+        self.forward = wrapper._python_norm_forward
+
+
+def as_bridge_computes(wrapper: Any) -> nn.Module | None:
+    """A norm for a wrapper that does not call transformers' own; None for any other wrapper."""
+    if type(wrapper).forward is not NormalizationBridge.forward:
+        return None
+    folds = getattr(wrapper.config, "layer_norm_folding", False)
+    return None if wrapper.use_native_layernorm_autograd or folds else _Norm(wrapper)
+
+
+class _Joined(nn.Module):
+    """A projection of which the Bridge has parts.
+
+    Args:
+        parts: queries', keys' and values', or gate's and input's.
+        order: where each output of the projection is in what the parts give together; None if it
+            is there already.
+    """
+
+    def __init__(self, parts: list[nn.Module], order: torch.Tensor | None) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+        self._order = order
+
+    def forward(self, residual: torch.Tensor) -> torch.Tensor:
+        """What the projection gives."""
+        together = torch.cat([part(residual) for part in self.parts], dim=-1)
+        if self._order is None:
+            return together
+        if self._order.device != together.device:
+            self._order = self._order.to(together.device)
+        return together.index_select(-1, self._order)
+
+
+_orders: dict[Any, torch.Tensor | None] = {}
+
+
+def _order(split: Any, owner: Any, name: str, joint: Any) -> torch.Tensor | None:
+    """`_Joined`'s order, as TransformerLens splits a projection whose outputs are numbered."""
+    is_in_out = type(joint).__name__ == "Conv1D"
+    if not is_in_out and not isinstance(joint, nn.Linear):
+        raise NotPlain(f"a {type(joint).__name__} is split in it")
+    n_out, n_in = joint.weight.shape[::-1] if is_in_out else joint.weight.shape
+    key = type(owner), name, n_out, n_in, getattr(split, "__qualname__", None)
+    if key not in _orders:
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
+            numbers = torch.arange(n_out, dtype=torch.float32)
+            weight = numbers[:, None].expand(n_out, n_in)
+            numbered, holder = object.__new__(type(joint)), object.__new__(type(owner))
+            vars(numbered).update(vars(joint))
+            vars(holder).update(vars(owner))
+            bias = None if joint.bias is None else nn.Parameter(numbers.clone())
+            weight = weight.T.contiguous() if is_in_out else weight.contiguous()
+            vars(numbered)["_parameters"] = {"weight": nn.Parameter(weight), "bias": bias}
+            vars(holder)["_modules"] = {**owner._modules, name: numbered}
+            split_numbers = torch.cat([part.weight[:, 0] for part in split(holder)]).long()
+        if not torch.equal(split_numbers.sort().values, torch.arange(n_out)):
+            raise NotPlain(f"how a {type(owner).__name__} is split in it is not known")
+        order = split_numbers.argsort()
+        _orders[key] = None if torch.equal(order, torch.arange(n_out)) else order
+    return _orders[key]
