@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tl_devicefix.patches import disable, disabled, enable, enabled, report
     from tl_devicefix.pipelining.pipeline_map import pipeline_map
     from tl_devicefix.pipelining.sweeping import sequential, sweep
-    from tl_devicefix.placement.gathering_device import gather_on
+    from tl_devicefix.placement.in_use import gather_on
     from tl_devicefix.placement.placement import Placement
     from tl_devicefix.planning.dry_run import DryRun, dry_run
     from tl_devicefix.planning.estimation import Estimate, estimate
@@ -62,7 +62,7 @@ _LAZY = {
     "check": "tl_devicefix.checking",
     "Estimate": "tl_devicefix.planning.estimation",
     "estimate": "tl_devicefix.planning.estimation",
-    "gather_on": "tl_devicefix.placement.gathering_device",
+    "gather_on": "tl_devicefix.placement.in_use",
     "save_activations": "tl_devicefix.activation_store.saving",
     "pipeline_map": "tl_devicefix.pipelining.pipeline_map",
     "init_hosts": "tl_devicefix.multihost.init_hosts",

@@ -209,7 +209,7 @@ def test_where_the_last_model_goes_in_between_results_lie_on_one_of_the_devices(
     monkeypatch.setattr(in_use, "_placements", {})
     monkeypatch.setattr(in_use, "_found", [])
     both = frozenset({torch.device("sim:0"), torch.device("sim:1")})
-    assert in_use.home_of(both) in both
+    assert in_use.device_of_result(both) in both
 
 
 # --------------------------------------------------------------------------------------------

@@ -34,8 +34,7 @@ from tl_devicefix import pipeline_map
 from tl_devicefix.dispatch.scheduler import device_of_turn
 from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.monkeypatch.versions import installed
-from tl_devicefix.placement.callers_state import CallersState
-from tl_devicefix.placement.workers import threads
+from tl_devicefix.placement.workers import CallersState, threads
 
 
 @pytest.fixture

@@ -77,7 +77,7 @@ def test_a_placement_is_asked_by_number(load: Load) -> None:
     placement = load(device="sim:0", n_devices=2).placement
     assert placement.bytes_on(1) == placement.bytes_on("sim:1") > 0
     assert placement.bytes_on(3) == 0
-    with pytest.raises(ValueError, match="'4' is neither a device of this model"):
+    with pytest.raises(ValueError, match="device '4' does not exist"):
         placement.bytes_on(4)
 
 

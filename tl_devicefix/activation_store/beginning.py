@@ -26,7 +26,7 @@ from tl_devicefix.activation_store.format import (
     shard_name,
 )
 from tl_devicefix.monkeypatch.versions import installed
-from tl_devicefix.placement.memory import gib
+from tl_devicefix.placement.tables import gib
 
 LOCK = ".tl_devicefix.lock"
 _OURS = re.compile(rb"[0-9a-f]{0,32}")

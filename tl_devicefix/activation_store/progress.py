@@ -7,7 +7,7 @@ from typing import Any
 
 import transformers.utils.logging as hf_logging
 
-from tl_devicefix.placement.memory import gib
+from tl_devicefix.placement.tables import gib
 
 
 class Bar:

@@ -7,9 +7,8 @@ from typing import Any
 
 from tl_devicefix.checking.report import Finding
 from tl_devicefix.checking.tensors import placement_of_model
-from tl_devicefix.placement.crossings import by_hosts, in_words
 from tl_devicefix.placement.devices import site_of
-from tl_devicefix.placement.placement import in_short
+from tl_devicefix.placement.placement import by_hosts, in_short, in_words
 
 
 def host_findings(model: Any) -> Iterator[Finding]:

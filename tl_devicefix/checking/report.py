@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from tl_devicefix.placement.devices import printed, site_of
-from tl_devicefix.placement.memory import gib
+from tl_devicefix.placement.tables import gib
 
 Kind = Literal[
     "processing",  # the weights are in part those from before

@@ -16,7 +16,7 @@ from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.dispatch.joining import JoinedAt
 from tl_devicefix.placement.devices import printed
-from tl_devicefix.placement.gathering_device import chosen_device
+from tl_devicefix.placement.in_use import chosen_device
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.simulation.tensor import AFTER_JOIN
 

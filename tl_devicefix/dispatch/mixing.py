@@ -21,8 +21,8 @@ from tl_devicefix.dispatch.joining import JoinedAt, Joining, bytes_of, tensors_i
 from tl_devicefix.dispatch.naming import line_of_user
 from tl_devicefix.monkeypatch.replacing import Replacing
 from tl_devicefix.placement.devices import HOST
-from tl_devicefix.placement.in_use import devices_in_use, home_of
-from tl_devicefix.placement.memory import gib
+from tl_devicefix.placement.in_use import device_of_result, devices_in_use
+from tl_devicefix.placement.tables import gib
 
 
 class Copied(NamedTuple):
@@ -95,7 +95,7 @@ class mix_devices(Joining):
 
     def target(self, tensors: list[torch.Tensor], devices: frozenset[torch.device]) -> torch.device:
         """Home, or where an operand is that is larger than all the others together."""
-        home = home_of(devices)
+        home = device_of_result(devices)
         sizes = {id(tensor): bytes_of(tensor) for tensor in tensors if tensor.device in devices}
         largest = max(tensors, key=lambda tensor: sizes.get(id(tensor), -1))
         if largest.device not in (home, HOST) and 2 * sizes[id(largest)] > sum(sizes.values()):

@@ -24,8 +24,8 @@ from tl_devicefix.dispatch.joining import bytes_of
 from tl_devicefix.dispatch.naming import expression, joined, listed, stacklevel_of_user
 from tl_devicefix.offload.visiting import pin
 from tl_devicefix.placement.devices import HOST
-from tl_devicefix.placement.memory import gib
 from tl_devicefix.placement.placement import PlacedComponent, Placement
+from tl_devicefix.placement.tables import gib
 
 _WATCH = "_tl_devicefix_watch"
 

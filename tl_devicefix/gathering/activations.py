@@ -16,7 +16,7 @@ from tl_devicefix.dispatch.carrying import move
 from tl_devicefix.gathering.cache_at_home import CacheAtHome
 from tl_devicefix.gathering.gathering import ReadOn, ReadWhereRun, home_of
 from tl_devicefix.placement.devices import with_index
-from tl_devicefix.placement.gathering_device import chosen_device, gather_nowhere, gather_on
+from tl_devicefix.placement.in_use import chosen_device, gather_nowhere, gather_on
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.tracebacks import noting_mixed_devices
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tl_devicefix.dispatch.carrying import move
-from tl_devicefix.placement.gathering_device import chosen_device
+from tl_devicefix.placement.in_use import chosen_device
 
 
 class CacheAtHome(dict[str, torch.Tensor]):

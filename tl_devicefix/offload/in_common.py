@@ -16,7 +16,7 @@ import torch
 
 from tl_devicefix.offload.copying import wait_until_copied
 from tl_devicefix.offload.sent import Sent
-from tl_devicefix.placement.offloading import VISITING
+from tl_devicefix.placement.balance import VISITING
 
 coming_and_going = threading.RLock()
 """Held while weights are sent or dropped, and while a block's parameters are exchanged."""

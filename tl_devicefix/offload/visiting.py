@@ -21,8 +21,8 @@ from tl_devicefix.offload.copying import copies_beside_computing, wait_until_cop
 from tl_devicefix.offload.in_common import TourInCommon, Visits, coming_and_going
 from tl_devicefix.offload.kept_weights import keeping_on_host
 from tl_devicefix.offload.sent import Sent, Visitor
+from tl_devicefix.placement.balance import VISITING
 from tl_devicefix.placement.devices import HOST
-from tl_devicefix.placement.offloading import VISITING
 from tl_devicefix.placement.placement import Placement
 
 

@@ -16,8 +16,7 @@ from tl_devicefix.dispatch.views import restore
 from tl_devicefix.pipelining.in_order import InOrder, seeding_in_order
 from tl_devicefix.pipelining.reporting import NotingWaits, WatchedTurns
 from tl_devicefix.pipelining.viewing import viewing
-from tl_devicefix.placement.callers_state import CallersState
-from tl_devicefix.placement.workers import threads
+from tl_devicefix.placement.workers import CallersState, threads
 from tl_devicefix.tracebacks import note
 
 Item = TypeVar("Item")

@@ -1,107 +1,173 @@
-"""How many blocks each device gets: contiguous ranges, as full as each other."""
+"""Which blocks each device runs, in contiguous ranges, and which of them are offloaded."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from tl_devicefix.placement.components import is_block, shared_once
 
+VISITING = 2
+"""Offloaded blocks on a device at a time: the one that computes, and the next on its way."""
 
-def block_weights(sizes: Sequence[Any]) -> list[int]:
-    """Bytes that each block adds to its device."""
-    return [size.weights for size in sizes if is_block(size.name)]
-
-
-def blocks_share(sizes: Sequence[Any]) -> int:
-    """Bytes that the blocks on a device hold together, if it has some of each kind."""
-    return shared_once([size for size in sizes if is_block(size.name)])
+Rooms = Sequence[int | None]
+"""Bytes that may be used on each device, home first; None is without end."""
 
 
-def home_load(sizes: Sequence[Any]) -> int:
-    """Bytes that home holds beside blocks."""
-    return sum(size.weights + size.buffers for size in sizes if not is_block(size.name))
+@dataclass(frozen=True)
+class Share:
+    """The blocks that one device runs."""
+
+    blocks: int
+    offloaded: frozenset[int] = frozenset()
+    """Which of them are offloaded, by their position among these blocks."""
 
 
-def balanced(sizes: Sequence[Any], capacities: Sequence[int | None]) -> list[int]:
-    """Blocks per device so that the fullest device, relative to its capacity, is least full.
+class _Loads(NamedTuple):
+    """Bytes of each block, of the buffers that blocks on a device share, and of the rest."""
 
-    Of several ways, the one with the next to fullest least full, and so on.
+    blocks: list[int]
+    shared: int
+    at_home: int
 
-    No device is left without a block while there are enough, unless that is what makes it fit: a
-    home that has room for the embeddings only, or a device with less than a block free.
+
+def _weigh(sizes: Sequence[Any]) -> _Loads:
+    blocks = [size for size in sizes if is_block(size.name)]
+    around = (size.weights + size.buffers for size in sizes if not is_block(size.name))
+    return _Loads([block.weights for block in blocks], shared_once(blocks), sum(around))
+
+
+def balanced(sizes: Sequence[Any], rooms: Rooms) -> list[int]:
+    """Blocks per device so that the fullest device, relative to its room, is least full.
+
+    Of several ways, the one with the next to fullest least full, and so on. No device is left
+    without a block while there are enough, unless that is what makes it fit: a home that has room
+    for the embeddings only, or a device with less than a block free.
     """
-    counts = _least_full(sizes, capacities, at_least=1)
-    if fits(sizes, counts, capacities):
+    counts = _least_full(sizes, rooms, at_least=1)
+    if fits(sizes, counts, rooms):
         return counts
-    sparse = _least_full(sizes, capacities, at_least=0)
-    return sparse if fits(sizes, sparse, capacities) else counts
+    sparse = _least_full(sizes, rooms, at_least=0)
+    return sparse if fits(sizes, sparse, rooms) else counts
 
 
-def _least_full(sizes: Sequence[Any], capacities: Sequence[int | None], at_least: int) -> list[int]:
-    """By dynamic programming over contiguous ranges; of those, by the next to fullest, and so on.
-
-    So a limit on one device changes no more of the others than it must.
-    """
-    blocks, shared, around = block_weights(sizes), blocks_share(sizes), home_load(sizes)
-    n_used = min(len(capacities), max(len(blocks), 1))
-    known = [c for c in capacities if c is not None]
-    shares = [float(c if c is not None else max(known, default=1)) or 1.0 for c in capacities]
+def _least_full(sizes: Sequence[Any], rooms: Rooms, at_least: int) -> list[int]:
+    blocks, shared, at_home = _weigh(sizes)
+    n_used = min(len(rooms), max(len(blocks), 1))
+    largest = max((room for room in rooms if room is not None), default=1)
+    divisors = [float(largest if room is None else room) or 1.0 for room in rooms]
     prefix = list(itertools.accumulate(blocks, initial=0))
-    # best[i] = (how full, fullest first; sum of squares; counts) of the devices so far, holding
-    # blocks 0..i-1. Squares differ in rounding only: by it, plans among equals are what they were.
-    best: dict[int, tuple[tuple[float, ...], float, list[int]]] = {0: ((), 0.0, [])}
-    for position in range(n_used):
-        home = around if position == 0 else 0
-        reached: dict[int, tuple[tuple[float, ...], float, list[int]]] = {}
-        last = len(blocks) - at_least * (n_used - 1 - position)
-        for start, (fullest, squares, counts) in best.items():
-            for end in range(min(start + at_least, len(blocks)), last + 1):
-                held = prefix[end] - prefix[start] + (shared if end > start else 0)
-                full = (held + home) / shares[position]
-                if end in reached and max(full, *fullest[:1]) > reached[end][0][0]:
-                    continue
-                fuller = tuple(sorted((*fullest, full), reverse=True))
-                candidate = (fuller, squares + full**2, [*counts, end - start])
-                if end not in reached or candidate < reached[end]:
-                    reached[end] = candidate
+
+    # A cost is how full devices are, fullest first, the sum of squares, and the counts. Squares
+    # differ in rounding only: by it, plans among equals are what they were.
+    def extend(cost: Any, position: int, start: int, end: int, best: Any) -> Any:
+        fullest, squares, counts = cost
+        held = prefix[end] - prefix[start] + (shared if end > start else 0)
+        full = (held + (0 if position else at_home)) / divisors[position]
+        if best is not None and max(full, *fullest[:1]) > best[0][0]:
+            return None
+        fuller = tuple(sorted((*fullest, full), reverse=True))
+        return fuller, squares + full**2, [*counts, end - start]
+
+    counts = _best_ranges(len(blocks), n_used, ((), 0.0, []), extend, at_least)
+    return [*(counts or []), *[0] * (len(rooms) - n_used)]
+
+
+def _best_ranges(
+    n_blocks: int,
+    n_devices: int,
+    nothing: Any,
+    extend: Callable[[Any, int, int, int, Any], Any],
+    at_least: int = 0,
+) -> list[int] | None:
+    """How many blocks each device gets at the least cost, by dynamic programming; None if none can.
+
+    Args:
+        n_blocks: how many there are.
+        n_devices: how many devices.
+        nothing: the cost of no device.
+        extend: called with the cost of the devices before, a device's position, its first block,
+            the one after its last, and the best cost so far of reaching that. Returns the cost with
+            the device, or None if that is impossible or not better.
+        at_least: how many blocks each device gets.
+    """
+    best: dict[int, tuple[Any, list[int]]] = {0: (nothing, [])}
+    for position in range(n_devices):
+        reached: dict[int, tuple[Any, list[int]]] = {}
+        last = n_blocks - at_least * (n_devices - 1 - position)
+        for start, (before, counts) in best.items():
+            for end in range(min(start + at_least, n_blocks), last + 1):
+                known = reached[end][0] if end in reached else None
+                cost = extend(before, position, start, end, known)
+                if cost is not None and (known is None or cost < known):
+                    reached[end] = cost, [*counts, end - start]
         best = reached
-    return best[len(blocks)][2] + [0] * (len(capacities) - n_used)
+    return best[n_blocks][1] if n_blocks in best else None
 
 
-def sequential(sizes: Sequence[Any], capacities: Sequence[int | None]) -> list[int]:
-    """Blocks per device, each device filled to its capacity before the next is used."""
-    remaining = block_weights(sizes)
+def filled_in_order(sizes: Sequence[Any], rooms: Rooms) -> list[int]:
+    """Blocks per device, each device filled before the next is used; the last gets what is left."""
+    remaining, shared, at_home = _weigh(sizes)
     counts = []
-    for position, capacity in enumerate(capacities):
-        used = blocks_share(sizes) + (home_load(sizes) if position == 0 else 0)
-        count = 0
-        while remaining and (capacity is None or used + remaining[0] <= capacity):
+    for position, room in enumerate(rooms):
+        used, count = shared + (0 if position else at_home), 0
+        while remaining and (room is None or used + remaining[0] <= room):
             used += remaining.pop(0)
             count += 1
         counts.append(count)
-    counts[-1] += len(remaining)  # what is left over is reported by `check_fit`
+    counts[-1] += len(remaining)
     return counts
 
 
-def loads(sizes: Sequence[Any], counts: Sequence[int]) -> list[int]:
-    """Bytes on each device that has so many blocks; the first is home."""
-    blocks = iter(block_weights(sizes))
-    shared = blocks_share(sizes)
-    on_each = [
-        sum(next(blocks) for _ in range(count)) + (shared if count else 0) for count in counts
+def fits(sizes: Sequence[Any], counts: Sequence[int], rooms: Rooms, headroom: int = 0) -> bool:
+    """Whether so many blocks on each device leave `headroom` bytes of its room free."""
+    blocks, shared, at_home = _weigh(sizes)
+    ends = list(itertools.accumulate(counts))
+    loads = [sum(blocks[end - n : end]) + (shared if n else 0) for n, end in zip(counts, ends)]
+    loads[0] += at_home
+    return all(room is None or load + headroom <= room for load, room in zip(loads, rooms))
+
+
+def shares(sizes: Sequence[Any], rooms: Rooms) -> list[Share]:
+    """The blocks that each device runs, as few of them offloaded as fit.
+
+    Where that leaves a choice, devices have as many blocks as each other. Where nothing fits,
+    every block is offloaded.
+    """
+    blocks, shared, at_home = _weigh(sizes)
+    block = max(blocks, default=0)  # those of one model weigh the same
+    left = [
+        None if room is None else room - (0 if position else at_home)
+        for position, room in enumerate(rooms)
     ]
-    on_each[0] += home_load(sizes)
-    return on_each
+
+    def extend(cost: Any, position: int, start: int, end: int, _best: Any) -> Any:
+        visitors = _to_offload(end - start, block, shared, left[position])
+        if visitors is None:
+            return None
+        offloaded, squares_of_visitors, squares = cost
+        squares += (end - start) ** 2
+        return offloaded + visitors, squares_of_visitors + visitors**2, squares
+
+    counts = _best_ranges(len(blocks), len(rooms), (0, 0, 0), extend)
+    if counts is None:
+        return [Share(len(blocks), frozenset(range(len(blocks)))), *(Share(0) for _ in rooms[1:])]
+    return [
+        Share(count, _spread_out(count, _to_offload(count, block, shared, room) or 0))
+        for count, room in zip(counts, left)
+    ]
 
 
-def fits(
-    sizes: Sequence[Any],
-    counts: Sequence[int],
-    capacities: Sequence[int | None],
-    headroom: int = 0,
-) -> bool:
-    """Whether so many blocks on each device leave `headroom` bytes of what it may use free."""
-    rooms = (None if room is None else room - headroom for room in capacities)
-    return all(room is None or load <= room for load, room in zip(loads(sizes, counts), rooms))
+def _to_offload(count: int, block: int, shared: int, room: int | None) -> int | None:
+    """How many of a device's blocks to offload for the rest to fit; None if nothing fits."""
+    if room is None or (count * block + shared if count else 0) <= room:
+        return 0
+    residents = (room - shared) // block - VISITING if count else -1
+    return None if residents < 0 else count - residents
+
+
+def _spread_out(count: int, offloaded: int) -> frozenset[int]:
+    """Positions of so many offloaded blocks among `count`, evenly: {2, 5} for 2 of 6."""
+    return frozenset((i + 1) * count // offloaded - 1 for i in range(offloaded))

@@ -13,11 +13,8 @@ from dataclasses import replace
 import torch
 
 from tl_devicefix.misspelt import did_you_mean
-from tl_devicefix.placement.balance import balanced, fits, sequential
-from tl_devicefix.placement.components import (
-    ComponentSize,
-    is_block,
-)
+from tl_devicefix.placement.balance import Share, balanced, filled_in_order, fits, shares
+from tl_devicefix.placement.components import ComponentSize, is_block
 from tl_devicefix.placement.devices import (
     HOST,
     DeviceLike,
@@ -31,19 +28,7 @@ from tl_devicefix.placement.devices import (
     resolve,
 )
 from tl_devicefix.placement.fitting import check_fit
-from tl_devicefix.placement.memory import (
-    Limits,
-    MaxMemory,
-    by_device,
-    capacity,
-    check_max_memory,
-)
-from tl_devicefix.placement.offloading import (
-    Share,
-    may_offload,
-    rooms_to_fill,
-    shares,
-)
+from tl_devicefix.placement.memory import Limits, MaxMemory, by_device, capacity
 from tl_devicefix.placement.placement import PlacedComponent, Placement, in_short, placed_as
 from tl_devicefix.simulation.sites import names_host
 
@@ -53,6 +38,9 @@ DeviceMap = str | int | torch.device | Mapping[str, DeviceLike]
 """A strategy ("auto", "balanced", "sequential"), one device, or components -> devices."""
 
 STRATEGIES = ("auto", "balanced", "sequential")
+
+_FILLED = 0.9
+"""How much of what is free to fill, where blocks are offloaded and the user sets no limit."""
 
 
 def decide_fitting(
@@ -85,39 +73,36 @@ def decide(
     Raises:
         ValueError: if the arguments do not fit together.
     """
-    check_max_memory(max_memory)
     if device_map is not None and n_devices not in (None, 1):
         raise ValueError(
             f"both device_map={device_map!r} and n_devices={n_devices} are given: device_map "
             "already says which devices to use, so leave n_devices out"
         )
-    if n_devices is not None and not isinstance(n_devices, int):
-        raise ValueError(f"n_devices={n_devices!r} is no number of devices: give an int")
-    if not isinstance(device_map, str | int | torch.device | Mapping | None):
-        raise ValueError(
-            f"device_map={device_map!r} is none of a strategy ({', '.join(STRATEGIES)}), a device "
-            "and a dict from components to devices"
-        )
+    if n_devices is not None and (type(n_devices) is not int or n_devices < 1):
+        raise ValueError(f"n_devices must be an int of 1 or more, but is {n_devices!r}")
     if device_map is not None and device_map not in STRATEGIES:
-        named = device_map if isinstance(device_map, Mapping) else _whole_on(device_map, device)
-        placement = _from_dict(sizes, named, device)
+        if not isinstance(device_map, Mapping):
+            device_map = {"": _checked(device_map)}
+        placement = _from_dict(sizes, device_map, device)
         _warn_of_unused(by_device(max_memory, placement.home), placement.memories)
         return placement
     limits = by_device(max_memory, default_device() if device is None else resolve(device))
     devices = _devices_to_use(device, n_devices, device_map, limits)
     home = devices[0]
-    offloads = may_offload(home, limits)
-    _warn_of_unused(limits, [*devices, HOST] if offloads else devices)
+    may_offload = home != HOST and HOST in (limits or {})
+    _warn_of_unused(limits, [*devices, HOST] if may_offload else devices)
     # A device that may hold nothing is left out; home is not, so that what it lacks is reported.
     devices = [d for d in devices if d == home or capacity(d, limits) != 0]
-    capacities = [capacity(d, limits) for d in devices]
-    if device_map == "sequential":
-        counts = sequential(sizes, capacities)
-    else:
-        counts = balanced(sizes, capacities)
+    rooms = [capacity(d, limits) for d in devices]
+    spread = filled_in_order if device_map == "sequential" else balanced
+    counts = spread(sizes, rooms)
     on_each = [Share(count) for count in counts]
-    if offloads and not fits(sizes, counts, capacities):
-        on_each = shares(sizes, rooms_to_fill(devices, limits))
+    if may_offload and not fits(sizes, counts, rooms):
+        to_fill = [
+            room if room is None or device in (limits or {}) else int(_FILLED * room)
+            for device, room in zip(devices, rooms)
+        ]
+        on_each = shares(sizes, to_fill)
     return _contiguous(sizes, devices, on_each)
 
 
@@ -133,8 +118,6 @@ def _devices_to_use(
     """
     home = default_device() if device is None else resolve(device)
     if n_devices is not None and strategy is None:
-        if n_devices < 1:
-            raise ValueError(f"n_devices={n_devices} must be at least 1")
         return consecutive(home, n_devices)
     named = _named(home.type, limits)
     if named:
@@ -266,18 +249,16 @@ def _like_home(
 
 def _device_for(component: str, named: DeviceLike, home: torch.device | None) -> torch.device:
     """The device that a map gives for a component, an index being that of home's type."""
-    if not is_device(named):
+    if not is_device(named) or str(named) == "meta":
         raise ValueError(
-            f"device_map puts {component} on {named!r}, which is no device: give an index, or a "
-            f"name such as {named_in_full(default_device())!r}{_instead(named)}{and_there_are()}"
+            f"device_map puts {component} on {named!r}, but that is not a device for weights: give "
+            f"an index, or a name such as {named_in_full(default_device())!r}{_instead(named)}"
+            f"{and_there_are()}"
         )
     try:
-        device = resolve(named, home)
+        return resolve(named, home)
     except ValueError as error:
         raise ValueError(f"device_map puts {component} on {named!r}, but {error}") from error
-    if device.type == "meta":
-        raise ValueError(f"device_map puts {component} on 'meta', which holds no values")
-    return device
 
 
 def _instead(named: object) -> str:
@@ -286,16 +267,15 @@ def _instead(named: object) -> str:
     return did_you_mean(str(named).partition(":")[0], known_types())
 
 
-def _whole_on(device: DeviceLike, home: DeviceLike | None) -> dict[str, DeviceLike]:
-    if not is_device(device):
+def _checked(device_map: DeviceLike) -> DeviceLike:
+    """The device that a `device_map` is, which is neither a strategy nor a dict."""
+    if not is_device(device_map):
         raise ValueError(
-            f"device_map={device!r} is neither a device nor one of "
-            f"{', '.join(map(repr, STRATEGIES))}{did_you_mean(device, STRATEGIES)}{and_there_are()}"
+            f"device_map={device_map!r} is neither a device nor one of "
+            f"{', '.join(map(repr, STRATEGIES))}, nor a dict from components to devices"
+            f"{did_you_mean(device_map, STRATEGIES)}{and_there_are()}"
         )
-    try:
-        return {"": resolve(device, None if home is None else resolve(home))}
-    except ValueError as error:
-        raise ValueError(f"device_map={device!r}, but {error}") from error
+    return device_map
 
 
 def _must_be_named(name: str) -> bool:

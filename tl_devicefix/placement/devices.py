@@ -123,7 +123,7 @@ def resolve(device: DeviceLike, home: torch.device | None = None) -> torch.devic
     """
     if isinstance(device, bool) or (isinstance(device, int) and device < 0):
         raise ValueError(
-            f"device {device!r} does not exist: give an index from 0 on, or a device's name"
+            f"device '{device}' does not exist: give an index from 0 on, or a device's name"
         )
     if isinstance(device, int):
         numbered = home if home is not None and has_index(home) else default_device()

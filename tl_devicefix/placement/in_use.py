@@ -1,20 +1,73 @@
-"""The devices in use: those of the models that are placed, for as long as these live."""
+"""The devices in use: those of the models that live, and that of `gather_on`."""
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Iterator
+from contextvars import ContextVar
 
 import torch
 
-from tl_devicefix.placement.gathering_device import chosen_device
+from tl_devicefix.placement.devices import DeviceLike, numbered_or_resolved, resolve
 from tl_devicefix.placement.of_ranks import note_parts
 from tl_devicefix.placement.placement import Placement
 
+_chosen: ContextVar[DeviceLike | None] = ContextVar("gather_on", default=None)
 # By identity, as equal placements of two models are two; in the order they were placed.
 _placements: dict[int, weakref.ref[Placement]] = {}
 # Their devices, and the home of the latest, once asked for. At each change it is a fresh list, as
 # models come and go in any thread: what was found out meanwhile stays in the old one.
 _found: list[tuple[frozenset[torch.device], torch.device | None]] = []
+
+
+@contextlib.contextmanager
+def gather_on(device: DeviceLike) -> Iterator[None]:
+    """Within it, what is gathered from several devices is read on `device` instead of home.
+
+    That is stacked weights (`model.W_in`, `model.OV`), `model.W_E` and `model.W_U`, cached
+    activations, and what TransformerLens computes from them. For what home has no room for: the
+    stacked `W_in` of a 70B model is 37 GB. What is read is a copy: changing it does not change the
+    model. A model on one device is read there too. It holds in this thread (or task) only.
+
+    Args:
+        device: usually "cpu". An index is that of a device of the type that a model's home has.
+
+    Raises:
+        ValueError: if there is no such device.
+
+    >>> with gather_on("cpu"):  # doctest: +SKIP
+    ...     norms = model.W_in.norm(dim=(1, 2))
+    """
+    with _choosing(numbered_or_resolved(device)):
+        yield
+
+
+def gather_nowhere() -> contextlib.AbstractContextManager[None]:
+    """Within it, an outer `gather_on` is not in force."""
+    return _choosing(None)
+
+
+@contextlib.contextmanager
+def _choosing(device: DeviceLike | None) -> Iterator[None]:
+    token = _chosen.set(device)
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def chosen_device(home: torch.device | None) -> torch.device | None:
+    """The device of the innermost `gather_on`, if any.
+
+    Args:
+        home: of what is gathered, whose type an index has.
+
+    Raises:
+        ValueError: if there is no such device of that type.
+    """
+    device = _chosen.get()
+    return None if device is None else resolve(device, home)
 
 
 def use(placement: Placement) -> None:
@@ -49,8 +102,8 @@ def _find() -> tuple[frozenset[torch.device], torch.device | None]:
     return found[0]
 
 
-def home_of(devices: frozenset[torch.device]) -> torch.device:
-    """Where the results of mixing some devices in use belong.
+def device_of_result(devices: frozenset[torch.device]) -> torch.device:
+    """Where the result of mixing some devices in use belongs.
 
     That of `gather_on`; else the home of the model that was placed last, of those that are on all
     of the devices, or, where none is, on one of them; else, where all have just gone, one of them.
@@ -65,5 +118,5 @@ def home_of(devices: frozenset[torch.device]) -> torch.device:
 
 
 def _in_use() -> list[Placement]:
-    there = (reference() for reference in list(_placements.values()))
-    return [placement for placement in there if placement is not None]
+    references = (reference() for reference in list(_placements.values()))
+    return [placement for placement in references if placement is not None]

@@ -1,9 +1,8 @@
-"""How much memory each device may use, and memory as people write and read it."""
+"""How much memory each device may use, and when an allocation has failed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -30,6 +29,11 @@ def by_device(max_memory: MaxMemory | Limits | None, home: torch.device) -> Limi
     """
     if max_memory is None:
         return None
+    if not isinstance(max_memory, Mapping):
+        raise ValueError(
+            "max_memory must be a dict from devices to sizes, such as {0: '20GiB', 1: '40GiB'}, "
+            f"but is {max_memory!r}"
+        )
     limits: dict[torch.device | str, int] = {}
     for key, limit in max_memory.items():
         if key == "disk":
@@ -46,19 +50,6 @@ def capacity(device: torch.device, limits: Limits | None) -> int | None:
     return allowed if free is None else free if allowed is None else min(allowed, free)
 
 
-def check_max_memory(max_memory: Any) -> None:
-    """Check that it is a mapping.
-
-    Raises:
-        ValueError: if it is not.
-    """
-    if not isinstance(max_memory, Mapping | None):
-        raise ValueError(
-            f"max_memory={max_memory!r} is no dict from devices to sizes: write "
-            "{0: '20GiB', 1: '40GiB'}"
-        )
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed: not everywhere does torch raise an error of a type of its own.
 
@@ -66,11 +57,3 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     said = ("can't allocate memory", "out of memory")
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in said)
-
-
-def gib(size: float) -> str:
-    """A size in bytes as people read it: "1.25 GiB", "640.0 KiB"."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
-        if size >= scale:
-            return f"{size / scale:.2f} {unit}"
-    return f"{size / 2**10:.1f} KiB"

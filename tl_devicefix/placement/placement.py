@@ -5,7 +5,7 @@ Loading, routing, moving and reporting all read the same one. `deciding.py` comp
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -13,19 +13,14 @@ from typing import Any
 import torch
 
 from tl_devicefix.misspelt import did_you_mean
+from tl_devicefix.placement.balance import VISITING
 from tl_devicefix.placement.components import ComponentSize, component_of, is_block, shared_once
-from tl_devicefix.placement.crossings import BetweenHosts, Crossing, by_hosts, crossings, in_words
-from tl_devicefix.placement.devices import (
-    HOST,
-    DeviceLike,
-    resolve,
-    site_of,
-    sites_here,
-    with_index,
-)
-from tl_devicefix.placement.memory import gib
-from tl_devicefix.placement.offloading import VISITING
+from tl_devicefix.placement.devices import HOST, DeviceLike, resolve, site_of, sites_here
+from tl_devicefix.placement.tables import format_table, gib
 from tl_devicefix.simulation.sites import Site, names_host, site_named
+
+BetweenHosts = dict[tuple[str, str], int]
+"""Bytes from one host to another, by their names."""
 
 _HOOKS_AT_HOME = ("hook_tokens", "hook_embed", "hook_pos_embed", "hook_unembed")
 """The hooks of a model that are in none of its components: the embeddings', and a Bridge's names
@@ -59,6 +54,23 @@ class PlacedComponent:
     def stored_on(self) -> torch.device:
         """Where its weights are while it does not run."""
         return HOST if self.offloaded else self.device
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """What goes from a device of one host to one of another.
+
+    Attributes:
+        source: where from; the CPU is the script's host's.
+        target: where to.
+        per_token: bytes for each token of each sequence.
+        per_forward: bytes however many tokens there are.
+    """
+
+    source: torch.device
+    target: torch.device
+    per_token: int = 0
+    per_forward: int = 0
 
 
 @dataclass(frozen=True, repr=False)
@@ -107,7 +119,6 @@ class Placement:
 
         Raises:
             KeyError: if the name belongs to no component of this model.
-            TypeError: if it is no text.
         """
         return self._of_component(self._device_by_name, name)
 
@@ -126,16 +137,11 @@ class Placement:
 
         Raises:
             KeyError: if the name belongs to no component of this model.
-            TypeError: if it is no text.
         """
         return self._of_component(self._stored_by_name, name)
 
     def _of_component(self, devices: Mapping[str, torch.device], name: str) -> torch.device:
         """One of these devices, which are by component, for the name of anything in one."""
-        if not isinstance(name, str):
-            raise TypeError(
-                f"{name!r} is no component's name: give a text, such as {self._example()!r}"
-            )
         if name in _HOOKS_AT_HOME:
             return self.home
         component = component_of(name)
@@ -145,9 +151,6 @@ class Placement:
                 f"{did_you_mean(component, devices)}"
             )
         return devices[component]
-
-    def _example(self) -> str:
-        return next((c.name for c in self.components if is_block(c.name)), self.components[0].name)
 
     @cached_property
     def _stored_by_name(self) -> dict[str, torch.device]:
@@ -159,7 +162,7 @@ class Placement:
         With offloaded blocks, this has room for two: the one that computes and the next one.
 
         Raises:
-            ValueError: if it is no device, or neither one in use nor one that this machine has.
+            ValueError: if it is neither a device in use nor one that this machine has.
         """
         device = self._device(device)
         running = [c for c in self.components if c.device == device]
@@ -167,21 +170,13 @@ class Placement:
         return stored + sum(self._visiting(device)) + shared_once(running)
 
     def _device(self, named: DeviceLike) -> torch.device:
-        """A device in use here, or another of this machine, on which there is nothing."""
+        """A device in use, also where there is no such device any more, or another that exists."""
         if names_host(named):
             return site_named(str(named), self.sites).here
-        try:
-            device = torch.device(self.home.type, named) if isinstance(named, int) else named
-            device = torch.device(device)
-            if device in self.memories:  # also where there is no such device any more
-                return device
-            return resolve(named if isinstance(named, int) else with_index(device), self.home)
-        except (RuntimeError, TypeError, ValueError, AssertionError) as error:
-            used = ", ".join(map(str, self.memories))
-            raise ValueError(
-                f"{str(named)!r} is neither a device of this model, which is on {used}, nor "
-                "another of this machine"
-            ) from error
+        for memory in self.memories:
+            if named in (memory, str(memory)) or str(named) == str(memory.index) != "None":
+                return memory
+        return resolve(named, self.home)
 
     def _visiting(self, device: torch.device) -> list[int]:
         """Bytes of each offloaded block that may be on a device together with the others."""
@@ -207,7 +202,8 @@ class Placement:
     @cached_property
     def crossings(self) -> tuple[Crossing, ...]:
         """What a forward sends from one host to another, in order; backward it goes back."""
-        return crossings(self.components, self.sites)
+        moves = _moves(self.components)
+        return tuple(move for move in moves if _between_two_hosts(move, self.sites))
 
     def between_hosts(self, batch: int = 1, pos: int = 1) -> BetweenHosts:
         """Bytes that a forward sends from each host to each other, by their names.
@@ -230,12 +226,7 @@ class Placement:
             rows.append((self._label(memory), self._held_in(memory), weights, total))
         everything = sum(self.bytes_on(memory) for memory in self.memories)
         rows.append(("total", "", gib(sum(c.weights for c in self.components)), gib(everything)))
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        lines = [
-            f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:>{widths[2]}}  "
-            f"{row[3]:>{widths[3]}}".rstrip()
-            for row in rows
-        ]
+        lines = [format_table(rows, "<<>>")]
         if self.crossings:
             crossing = in_words(self.between_hosts())
             lines.append(f"between hosts, in a forward of one token: {crossing}")
@@ -290,3 +281,50 @@ def in_short(names: Sequence[str]) -> str:
 
 def _number(block: str) -> int:
     return int(block.rpartition(".")[2])
+
+
+def _moves(components: Sequence[PlacedComponent]) -> Iterator[Crossing]:
+    """What goes from device to device in a forward.
+
+    The residual stream, once for each boundary and once home; and the weights of offloaded blocks,
+    which are in the memory of the script's host.
+    """
+    passing_on = [each for each in components if each.gives]
+    for component, following in zip(passing_on, [*passing_on[1:], *passing_on[:1]]):
+        if component.offloaded:
+            yield Crossing(HOST, component.device, per_forward=component.weights)
+        yield Crossing(component.device, following.device, per_token=component.gives)
+
+
+def _between_two_hosts(moved: Any, sites: Sequence[Site]) -> bool:
+    """Whether something (with `source` and `target`) goes from one host to another."""
+    return _host(moved.source, sites) != _host(moved.target, sites)
+
+
+def by_hosts(moved: Iterable[tuple[Any, int]], sites: Sequence[Site]) -> BetweenHosts:
+    """How much goes from each host to each other.
+
+    Args:
+        moved: what goes from `source` to `target`, and its bytes.
+        sites: of which host each device is.
+    """
+    sums: BetweenHosts = {}
+    for each, size in moved:
+        if size and _between_two_hosts(each, sites):
+            pair = _host(each.source, sites), _host(each.target, sites)
+            sums[pair] = sums.get(pair, 0) + size
+    return sums
+
+
+def _host(device: torch.device, sites: Sequence[Site]) -> str:
+    """The name of a device's host; of what is no device of one, that is where the script runs."""
+    site = site_of(device, sites)
+    if site is None:
+        return sites[0].hostname if sites else ""
+    return site.hostname
+
+
+def in_words(sums: BetweenHosts) -> str:
+    """ "host0 -> host1 32.00 MiB, host1 -> host0 32.00 MiB"."""
+    pairs = (f"{source} -> {target} {gib(size)}" for (source, target), size in sums.items())
+    return ", ".join(pairs) or "nothing"

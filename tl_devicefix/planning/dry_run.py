@@ -24,11 +24,11 @@ from tl_devicefix.attention.implementation import (
 )
 from tl_devicefix.dispatch.naming import named_modules
 from tl_devicefix.patches import enabled
-from tl_devicefix.placement.crossings import BetweenHosts, by_hosts, in_words
 from tl_devicefix.placement.deciding import DeviceMap, decide
 from tl_devicefix.placement.fitting import check_fit
-from tl_devicefix.placement.memory import MaxMemory, gib
-from tl_devicefix.placement.placement import Placement
+from tl_devicefix.placement.memory import MaxMemory
+from tl_devicefix.placement.placement import BetweenHosts, Placement, by_hosts, in_words
+from tl_devicefix.placement.tables import gib
 from tl_devicefix.planning.blueprints import blueprint, check_options
 from tl_devicefix.planning.machines import (
     by_index,

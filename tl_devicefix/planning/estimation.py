@@ -10,10 +10,10 @@ import torch
 from tl_devicefix.attention.implementation import check_attn_implementation
 from tl_devicefix.patches import enabled
 from tl_devicefix.placement.blueprint import Blueprint
-from tl_devicefix.placement.crossings import BetweenHosts, in_words
 from tl_devicefix.placement.deciding import DeviceMap
-from tl_devicefix.placement.memory import MaxMemory, gib
-from tl_devicefix.placement.placement import Placement
+from tl_devicefix.placement.memory import MaxMemory
+from tl_devicefix.placement.placement import BetweenHosts, Placement, in_words
+from tl_devicefix.placement.tables import gib
 from tl_devicefix.planning.advice import what_would_fit
 from tl_devicefix.planning.blueprints import blueprint, check_options
 from tl_devicefix.planning.machines import (

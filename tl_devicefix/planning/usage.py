@@ -17,11 +17,10 @@ from tl_devicefix.attention.implementation import set_attn_implementation
 from tl_devicefix.gathering.cache_at_home import CacheAtHome
 from tl_devicefix.placement.blueprint import Blueprint, Generation
 from tl_devicefix.placement.components import shared_once
-from tl_devicefix.placement.crossings import BetweenHosts, by_hosts
 from tl_devicefix.placement.deciding import DeviceMap, decide
 from tl_devicefix.placement.devices import HOST, site_of
 from tl_devicefix.placement.memory import by_device, capacity
-from tl_devicefix.placement.placement import Placement, in_short
+from tl_devicefix.placement.placement import BetweenHosts, Placement, by_hosts, in_short
 from tl_devicefix.planning.machines import UNLIMITED
 from tl_devicefix.simulation import Machine, Transfer, simulate_apart
 from tl_devicefix.simulation.sites import Hosts

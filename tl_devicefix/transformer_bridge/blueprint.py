@@ -18,7 +18,7 @@ from tl_devicefix.checkpoints.hub import TOKENIZER_FILES
 from tl_devicefix.gathering.gathering import STACKED
 from tl_devicefix.placement.blueprint import Blueprint, Generation
 from tl_devicefix.placement.components import ComponentSize
-from tl_devicefix.placement.gathering_device import gather_on
+from tl_devicefix.placement.in_use import gather_on
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.transformer_bridge.alignment import settle_bridge
 from tl_devicefix.transformer_bridge.components import Layout, empty_hf_model, layout_of
