@@ -100,7 +100,7 @@ def package(session: nox.Session) -> None:
     drawn = str(tmp / "patching.svg")
     session.run("python", str(repository / "docs/figures/patching.py"), results, drawn)
     example = str(repository / "examples/save_activations_and_sweep.py")
-    session.run("python", example, "--picture", str(tmp / "in_flight.svg"))
+    session.run("python", example, "--trace", str(tmp / "trace.json"))
     torchrun = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     session.run(*torchrun, str(repository / "examples/several_hosts.py"))
 

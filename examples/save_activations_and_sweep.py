@@ -1,11 +1,11 @@
 """Many runs over four devices, all of them at work: harvest activations, sweep, see the timeline.
 
-    python examples/save_activations_and_sweep.py [--picture in_flight.svg] [--trace trace.json]
+    python examples/save_activations_and_sweep.py [--trace trace.json]
 
 It runs on the small model that ships with the package, over four simulated devices that take time
 for what they compute, as if the model were large. Where there are four GPUs, leave out `simulate`,
-and load your own model: the rest is the same. The picture shows when each device was busy, and with
-which run; the trace shows the same in https://ui.perfetto.dev.
+and load your own model: the rest is the same. https://ui.perfetto.dev shows the trace: when each
+device was busy, and with which run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 import tl_devicefix  # before TransformerLens loads anything
 from tl_devicefix.demo import CHECKPOINT
-from tl_devicefix.simulation import Timeline, draw, labelled
+from tl_devicefix.simulation import Timeline, labelled
 
 N_DEVICES = 4
 LAYER = 5  # where the facts are looked up
@@ -65,16 +65,13 @@ def main() -> None:
         shares = (timeline.busy_share(device) for device in range(N_DEVICES))
         busy = ", ".join(f"{share:.0%}" for share in shares)
         print(f"{title}: {timeline.end - timeline.start:.1f} s, devices busy {busy}")
-    draw(options.picture, timelines)
-    if options.trace is not None:
-        of_flight.save(options.trace)
+    of_flight.save(options.trace)
 
 
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--picture", type=Path, default=Path("in_flight.svg"))
-    parser.add_argument("--trace", type=Path, help="of the runs in flight, for Perfetto")
+    parser.add_argument("--trace", type=Path, default=Path("trace.json"), help="for Perfetto")
     parser.add_argument("--flops-per-second", type=float, default=1e7, help="of each device")
     torch.set_num_threads(1)  # so small a model is slower with more
     return parser.parse_args()
@@ -96,7 +93,7 @@ def load(n_devices: int) -> Any:
 def residual_of(model: Any, item: tuple[int, torch.Tensor]) -> torch.Tensor:
     """One run: an activation of a prompt. What is written for a model, a view of it runs too."""
     number, tokens = item
-    with labelled(str(number)):  # its colour in the picture
+    with labelled(str(number)):  # its name in the trace
         _, cache = model.run_with_cache(tokens, names_filter=f"blocks.{LAYER}.hook_resid_post")
         return cache["resid_post", LAYER][0, -1].cpu()
 

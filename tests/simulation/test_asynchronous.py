@@ -36,8 +36,8 @@ def held(machine: Machine) -> Iterator[Callable[[str], threading.Event]]:
     def hold(device: str) -> threading.Event:
         assert machine.asynchronous is not None
         gates.append(threading.Event())
-        stream = machine.asynchronous.giving.current(machine.index_of(device))
-        machine.asynchronous.giving.give("a hold", gates[-1].wait, stream)
+        stream = machine.asynchronous.launcher.current(machine.index_of(device))
+        machine.asynchronous.launcher.launch("a hold", gates[-1].wait, stream)
         return gates[-1]
 
     yield hold
@@ -432,7 +432,7 @@ def test_an_interrupt_while_the_host_waits_ends_the_devices(
     def wait() -> None:
         with simulate(1, asynchronous=True) as machine:
             assert machine.asynchronous is not None
-            machine.asynchronous.giving.give("a hold", gate.wait, (0, 0))
+            machine.asynchronous.launcher.launch("a hold", gate.wait, (0, 0))
             x = torch.ones(3, device="sim:0")
             monkeypatch.setattr(Queues, "wait", interrupted)
             threading.Timer(0.05, gate.set).start()
@@ -494,8 +494,8 @@ def test_what_operations_give_is_not_remembered_without_end(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(geometry, "_MOST", 8)
-    monkeypatch.setattr(geometry, "_known", {})
+    monkeypatch.setattr(geometry, "_outcomes", {})
     for size in range(20):
         assert (torch.ones(size, device="sim:0") + 1).shape == (size,)
-        assert len(geometry._known) <= 8
-    assert geometry._known
+        assert len(geometry._outcomes) <= 8
+    assert geometry._outcomes

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import _thread
 import copy
-import gc
 import io
-import multiprocessing
 import re
 import signal
-import sys
-import weakref
 from typing import Any
 
 import pytest
@@ -482,64 +477,6 @@ def test_an_interrupt_in_a_hook_of_a_backward(machine: Machine) -> None:
         doubled_with_hook(interrupted).sum().backward()
 
 
-class Interrupt:
-    """As an operator: at the end of a call it would be raised before torch is called."""
-
-    __neg__ = _thread.interrupt_main
-
-
-def test_an_interrupt_as_torch_records_an_operation(machine: Machine) -> None:
-    def interrupted(interrupt: Any) -> None:
-        x = torch.ones(3, device="sim:0", requires_grad=True)
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # as a notebook for each cell
-        x + 1
-        with pytest.raises(KeyboardInterrupt):
-            _ = -interrupt, x * 2
-        assert torch.equal((x * 2).cpu(), torch.full((3,), 2.0))  # and it came once
-
-    process = multiprocessing.get_context("fork").Process(target=interrupted, args=(Interrupt(),))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
-
-
-class Circle:
-    """Garbage, for which it takes a collection."""
-
-    def __init__(self) -> None:
-        self.itself = self
-
-
-def test_an_interrupt_as_garbage_is_collected(machine: Machine) -> None:
-    def interrupted(interrupt: Any) -> None:
-        gc.disable()  # or it might be collected before that is asked for
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # as a notebook for each cell
-        lost: list[Any] = []
-        gone: list[str] = []
-        sys.unraisablehook = lost.append
-
-        def callback(_: Any) -> None:
-            _ = -interrupt
-            gone.append("the first")  # after a call, at which it would come
-
-        circles = Circle(), Circle()
-        references = [
-            weakref.ref(circles[0], callback),
-            weakref.ref(circles[1], lambda _: gone.append("the other")),
-        ]
-        del circles
-        with pytest.raises(KeyboardInterrupt):
-            gc.collect()
-        assert (sorted(gone), lost) == (["the first", "the other"], [])
-        assert [each() for each in references] == [None, None]
-        gc.collect()  # and it came once
-
-    process = multiprocessing.get_context("fork").Process(target=interrupted, args=(Interrupt(),))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
-
-
 def test_an_interrupt_as_the_device_type_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
 
@@ -556,23 +493,6 @@ def test_an_interrupt_as_the_device_type_is_registered(monkeypatch: pytest.Monke
     finally:
         signal.signal(signal.SIGINT, before)
     assert done == ["all of it"]
-
-
-def test_handlers_of_interrupts_are_what_they_were() -> None:
-    def mine(*_: Any) -> None: ...
-
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        with simulate(1):
-            assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        signal.signal(signal.SIGINT, mine)
-        with simulate(1):
-            torch.ones(3, device="sim:0") + 1
-            assert signal.getsignal(signal.SIGINT) is mine
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def test_a_module_s_backward_hook_that_fails(machine: Machine) -> None:

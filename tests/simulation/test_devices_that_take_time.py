@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import time
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tl_devicefix.simulation import Busy, Machine, Timeline, draw, labelled, simulate
+from tl_devicefix.simulation import Busy, Machine, Timeline, labelled, simulate
 from tl_devicefix.simulation.queues import Queues, Task, Work
 
 SHORT, LONG = 0.01, 0.5
@@ -184,8 +183,10 @@ def test_a_copy_waits_for_its_stream() -> None:
 def test_where_devices_take_time_nothing_is_late() -> None:
     def lateness(machine: Machine) -> set[float]:
         assert machine.asynchronous is not None
-        giving = machine.asynchronous.giving
-        return {giving.give("a copy", lambda: None, (0, 0), is_copy=True).late for _ in range(20)}
+        launcher = machine.asynchronous.launcher
+        return {
+            launcher.launch("a copy", lambda: None, (0, 0), is_copy=True).late for _ in range(20)
+        }
 
     with simulate(1, asynchronous=True) as machine:
         assert len(lateness(machine)) > 1
@@ -310,30 +311,6 @@ def test_a_saved_timeline_is_a_trace_as_the_profiler_writes_them(
             assert set(event) == set(theirs[0])
     first = next(event for event in saved["traceEvents"] if event["ph"] == "X")
     assert (first["pid"], first["tid"], first["ts"], first["dur"]) == (0, 0, 1e6, 1e6)
-
-
-def test_a_picture_has_a_row_for_each_device_and_a_colour_for_each_label(
-    timeline: Timeline, tmp_path: Path
-) -> None:
-    draw(tmp_path / "both.svg", {"one & other": timeline, "again": timeline[:1]})
-    picture = ElementTree.parse(tmp_path / "both.svg").getroot()
-    words = [element.text for element in picture.iter() if element.tag.endswith("text")]
-    bars = [each for each in picture.iter() if each.tag.endswith("rect") and len(each)]
-    assert [word for word in words if word and word.startswith("sim:")] == [
-        *("sim:0", "sim:1"),
-        "sim:0",
-    ]
-    assert {"one & other", "again", "67% busy", "run <1>"} <= set(words)
-    assert len(bars) == 5
-    assert len({bar.get("fill") for bar in bars}) == 2
-
-
-def test_bars_of_one_label_that_follow_each_other_are_drawn_as_one(
-    machine: Machine, tmp_path: Path
-) -> None:
-    many = Timeline(busy(0, n / 10, (n + 1) / 10, "run 0") for n in range(50))
-    many.draw(tmp_path / "one.svg", title="one")
-    assert (tmp_path / "one.svg").read_text().count("<title>") == 1
 
 
 # --------------------------------------------------------------------------------------------

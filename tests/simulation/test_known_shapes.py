@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tl_devicefix.simulation import known_shapes, simulate
+from tl_devicefix.simulation import geometry as geometries
+from tl_devicefix.simulation import simulate
 
 X = torch.empty(2, 3, 4)
 OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -28,7 +29,7 @@ OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
 def known(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
     """What is known: nothing yet."""
     fresh: dict[Any, Any] = {}
-    monkeypatch.setattr(known_shapes, "_known", fresh)
+    monkeypatch.setattr(geometries, "_outcomes", fresh)
     return fresh
 
 

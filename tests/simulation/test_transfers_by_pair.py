@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tl_devicefix.simulation import Moved, Transfer, simulate, transfers
+from tl_devicefix.simulation import Moved, Transfer, simulate
+from tl_devicefix.simulation import machine as machines
 
 
 def test_transfers_are_summed_by_pair():
@@ -39,12 +40,12 @@ def test_transfers_are_summed_by_pair():
 
 
 def test_many_are_summed_and_the_last_are_kept():
-    n = 2 * transfers._KEPT + 5
+    n = 2 * machines._KEPT + 5
     with simulate(2) as machine:
         machine.record_transfer(torch.device("cpu"), machine.devices[1], torch.ones(2))
         for _ in range(n):
             machine.record_transfer(*machine.devices, torch.ones(1))
-        assert transfers._KEPT <= len(machine.transfers) < 2 * transfers._KEPT
+        assert machines._KEPT <= len(machine.transfers) < 2 * machines._KEPT
         for counted in (machine.transfers, machine.transfers.copy()):
             assert list(counted.by_pair().values()) == [Moved(1, 8), Moved(n, 4 * n)]
             assert repr(counted).split()[-4:-2] == ["all", str(n + 1)]

@@ -23,8 +23,7 @@ from tl_devicefix.multihost.mapped import File, checksums_of, in_file
 from tl_devicefix.multihost.peers import Answer, HostLost, Owner, Peer, tell_both
 from tl_devicefix.simulation.backend import active_machine
 from tl_devicefix.simulation.backward import raise_or_keep
-from tl_devicefix.simulation.geometry import Geometry, geometry_of
-from tl_devicefix.simulation.known_shapes import call_without_values, remember
+from tl_devicefix.simulation.geometry import Geometry, call_without_values, geometry_of, remember
 from tl_devicefix.simulation.timeline import Timeline
 
 aten = torch.ops.aten

@@ -16,7 +16,7 @@ from tl_devicefix.multihost.classes import is_as_imported
 from tl_devicefix.multihost.graphs import Graph, called
 from tl_devicefix.multihost.modules import HeldBlock, HeldCopy, held
 from tl_devicefix.multihost.peers import Owner
-from tl_devicefix.simulation import interrupts
+from tl_devicefix.simulation.backward import delayed_interrupts
 from tl_devicefix.simulation.geometry import Geometry, geometry_of
 from tl_devicefix.simulation.tensor import SimTensor
 
@@ -53,7 +53,7 @@ def run_whole(
         if wanted and found.points:
             return None
     found.far.wait_for_room(found.there.rank)
-    with interrupts.kept():  # or autograd may be left without gradients, or with hooks
+    with delayed_interrupts():  # or autograd may be left without gradients, or with hooks
         if wanted:
             return _with_gradients(found, given, everything, wanted, entry, run_here)
         if found.points:

@@ -4,23 +4,19 @@
 the CPU, so its numbers are the CPU's; what is simulated is the placement: mixed devices raise,
 transfers are recorded, and memory is accounted for on each device.
 
-Read in this order: ``machine`` and ``transfers`` (what is measured), ``sites`` (of which host a
-device is), ``tensor`` (how an operation runs; without values, ``known_shapes``), ``backend`` (how
-torch learns of the device type; with ``autocasting``), ``session`` (entering and leaving; with
-``generators``).
-With ``asynchronous=True``, devices run behind the host: ``asynchronous`` (what becomes of an
-operation), ``giving`` (how it is given to a device), ``queues`` (the threads that run them),
-``geometry`` (what the host knows before), ``ordering`` (what is ordered after what, and races),
-``device_memory`` and ``pool`` (memory), ``pinned`` (the host's), ``streams`` (what torch code sees
-of it). Where they take time: ``speed`` (how long), ``timeline`` (what took time, and when),
-``drawing`` (its picture).
+Read in this order: ``machine`` (what is measured), ``sites`` (the host of each device), ``tensor``
+(how an operation runs), ``operations`` (those that run otherwise), ``geometry`` (shapes of results,
+without values or before there are any), ``backend`` (how torch learns of the device type),
+``backward`` (errors there), ``session`` (entering and leaving).
+With ``asynchronous=True``, devices run behind the host: ``asynchronous`` (the steps of an
+operation), ``ordering`` (launches, and races between them), ``queues`` (the threads that run them),
+``memory`` (of devices, and pinned), ``streams`` (as torch code sees them), ``timeline`` (times).
 """
 
-from tl_devicefix.simulation.machine import Machine
+from tl_devicefix.simulation.machine import Machine, Moved, Transfer, Transfers
 from tl_devicefix.simulation.ordering import RaceError
 from tl_devicefix.simulation.session import simulate, simulate_apart
-from tl_devicefix.simulation.timeline import Busy, Timeline, draw, labelled
-from tl_devicefix.simulation.transfers import Moved, Transfer, Transfers, by_pair
+from tl_devicefix.simulation.timeline import Busy, Timeline, labelled
 
 __all__ = [
     "Busy",
@@ -30,8 +26,6 @@ __all__ = [
     "Timeline",
     "Transfer",
     "Transfers",
-    "by_pair",
-    "draw",
     "labelled",
     "simulate",
     "simulate_apart",

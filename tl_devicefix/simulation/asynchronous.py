@@ -1,38 +1,62 @@
 """Devices that run behind the host, as real ones do.
 
-An operation is given to a stream of its device (`giving`), and the host goes on: it knows what the
-result will look like (`geometry`), and has memory for it (`device_memory`). The device's thread
-runs it when the stream gets there (`queues`). What the operation uses is compared with who used it
-before (`ordering`), so that a race is an error where the host gives the second operation.
+An operation is launched on a stream of its device (`ordering`), and the host goes on: it knows the
+shapes of the result (`geometry`), and has memory for it (`memory`). The device's thread runs it
+when the stream gets there (`queues`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils.flop_counter import flop_registry
 
-from tl_devicefix.simulation.device_memory import DeviceMemory
 from tl_devicefix.simulation.geometry import (
+    Arguments,
     Geometry,
-    Given,
-    NoSparseTensors,
+    NotBehindTheHost,
     Outcome,
-    Tensors,
+    exchanged,
     geometry_of,
     outcome,
+    tensors_in,
     written,
 )
-from tl_devicefix.simulation.giving import Giving
-from tl_devicefix.simulation.ordering import StreamKey
-from tl_devicefix.simulation.pinned import Pinned
-from tl_devicefix.simulation.pool import Block
+from tl_devicefix.simulation.memory import Block, DeviceMemory, Pinned
+from tl_devicefix.simulation.ordering import Launcher, StreamKey
 from tl_devicefix.simulation.queues import Task
-from tl_devicefix.simulation.speed import NO_TIME, Speed
 from tl_devicefix.simulation.timeline import Timeline
 
 aten = torch.ops.aten
+
+_COUNTED_AS: dict[Any, Any] = {  # the CPU's kernels, by those that torch has formulas for
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+
+
+class Speed(NamedTuple):
+    """How much a device does in a second; None for what takes no time."""
+
+    flops: float | None = None
+    bytes: float | None = None
+
+    def seconds_for(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> float:
+        """How long an operation takes: by torch's formulas, and 0 where it has none."""
+        if self.flops is None:
+            return 0.0
+        packet = func._overloadpacket
+        formula: Any = flop_registry.get(_COUNTED_AS.get(packet, packet))
+        return 0.0 if formula is None else formula(*args, **kwargs, out_val=result) / self.flops
+
+    def seconds_to_copy(self, copied: torch.Tensor) -> float:
+        """How long a copy takes from a device to another, or between one and the host."""
+        return 0.0 if self.bytes is None else copied.numel() * copied.element_size() / self.bytes
+
 
 _WITHOUT_VALUES = {aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default}
 _OF_A_SHAPE = {
@@ -40,7 +64,7 @@ _OF_A_SHAPE = {
     *(aten.rand_like.default, aten.randn_like.default),
     *(aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
 }
-"""What reads no value of the tensor that it is given, which may be on another device."""
+"""Operations that read no value of their tensor, which may be on another device."""
 _CPU_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
 """Tagged as if it drew random numbers; torch chooses another where there is dropout."""
 _WAITING_TAGS = {
@@ -59,31 +83,24 @@ class Asynchronous:
         n_devices: how many devices.
         seed: of the delays.
         speed: how long operations and copies take, if they take time.
-
-    Attributes:
-        giving: its streams.
-        memory: its memory.
-        pinned: the host's pinned memory.
     """
 
     has_streams = True
 
     def __init__(self, n_devices: int, seed: int, speed: Speed) -> None:
         self.pinned = Pinned()
-        self.giving = Giving(n_devices, seed, takes_time=speed != NO_TIME)
-        self.memory = DeviceMemory(self.giving, self.pinned)
+        self.launcher = Launcher(n_devices, seed, takes_time=speed != Speed())
+        self.memory = DeviceMemory(self.launcher, self.pinned)
         self._speed = speed
-
-    # Memory
 
     @property
     def timeline(self) -> Timeline:
         """What took time on the devices."""
-        return self.giving.timeline
+        return self.launcher.timeline
 
     def allocate(self, geometry: Geometry, device: int) -> torch.Tensor:
         """A tensor in memory of a device, without values of its own."""
-        return self.memory.empty(geometry, self.giving.current(device))
+        return self.memory.empty(geometry, self.launcher.current(device))
 
     def block_of(self, tensor: torch.Tensor, device: int) -> Block:
         """The memory of a tensor that is on a device from now on."""
@@ -94,68 +111,63 @@ class Asynchronous:
         self.memory.free(block)
 
     def synchronize(self, device: int) -> None:
-        """Wait for all that was given to a device."""
-        self.giving.synchronize(device)
+        """Wait for all operations of a device."""
+        self.launcher.synchronize(device)
 
     # Operations
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any], device: int) -> Any:
-        """Give an operation to a device's current stream; return what it will have given.
+        """Launch an operation on a device's current stream; return what it will have given.
 
-        One whose result's shape, or that itself, depends on values waits for them.
+        If its result, or the result's shape, depends on values, it waits for them.
         """
         if func.is_view or func is aten._unsafe_view.default:
             return func(*args, **kwargs)
         if torch.Tag.inplace_view in func.tags:
             return self._change_view(func, args, kwargs, device)
-        tensors = Tensors(args, kwargs)
-        stream = self.giving.current(device)
-        if _must_wait(func, tensors):
-            return self._run_waiting(func, tensors, stream)
+        arguments = Arguments(args, kwargs)
+        stream = self.launcher.current(device)
+        if _must_wait(func, arguments):
+            return self._run_waiting(func, arguments, stream)
         try:
-            expected = outcome(func, tensors)
-        except NoSparseTensors:
+            expected = outcome(func, arguments)
+        except NotBehindTheHost:
             raise
         except Exception:  # noqa: BLE001  # of zeros, or of any values: the values tell
-            return self._run_waiting(func, tensors, stream)
+            return self._run_waiting(func, arguments, stream)
         if func in _WITHOUT_VALUES:
             return self.memory.empty(expected.result, stream)
-        return self._run_behind(func, tensors, expected, stream)
+        return self._run_behind(func, arguments, expected, stream)
 
-    def _run_behind(self, func: Any, tensors: Tensors, expected: Outcome, stream: StreamKey) -> Any:
-        for index, geometry in expected.resized.items():
-            self._give_room(tensors.all[index], geometry, stream)
-        given = self._with_host_values(tensors)
+    def _run_behind(
+        self, func: Any, arguments: Arguments, expected: Outcome, stream: StreamKey
+    ) -> Any:
+        for number, geometry in expected.filled.items():
+            self._fill(arguments.tensors[number], geometry, stream)
+        operands = self._with_host_values(arguments)
+        args, kwargs = arguments.with_tensors(operands)
         made: list[torch.Tensor] = []
 
-        def make(result: Any) -> Any:
-            if isinstance(result, Geometry):
-                made.append(self.memory.empty(result, stream))
-                return made[-1]
-            if isinstance(result, Given):
-                return tensors.all[result.number]
-            if isinstance(result, (list, tuple)):
-                return type(result)(make(each) for each in result)
-            return result
+        def make(geometry: Geometry) -> torch.Tensor:
+            made.append(self.memory.empty(geometry, stream))
+            return made[-1]
 
-        with self.giving.lock:
-            result = make(expected.result)
-            args, kwargs = tensors.arguments(given)
+        def run() -> None:
+            values = tensors_in(func(*args, **kwargs))
+            own = [value for value in values if not any(value is other for other in operands)]
+            for tensor, value in zip(made, own):
+                tensor.copy_(value)
 
-            def run() -> None:
-                for there, value in zip(made, _tensors_made(func(*args, **kwargs), given)):
-                    there.copy_(value)
-
-            changed = written(func, args, kwargs)
+        with self.launcher.lock:
+            result = arguments.made(expected.result, make)
+            writes = [*written(func, args, kwargs), *made]
             seconds = self._speed.seconds_for(func, args, kwargs, result)
-            self._give(
-                str(func), run, stream, _read(func, given), [*changed, *made], seconds=seconds
-            )
+            self._launch(str(func), run, stream, _read(func, operands), writes, seconds=seconds)
         return result
 
-    def _run_waiting(self, func: Any, tensors: Tensors, stream: StreamKey) -> Any:
-        given = self._with_host_values(tensors)
-        args, kwargs = tensors.arguments(given)
+    def _run_waiting(self, func: Any, arguments: Arguments, stream: StreamKey) -> Any:
+        operands = self._with_host_values(arguments)
+        args, kwargs = arguments.with_tensors(operands)
         results: list[Any] = []
 
         def run() -> None:
@@ -164,58 +176,45 @@ class Asynchronous:
             except Exception as error:  # noqa: BLE001  # it is raised where the host waits
                 results.append(error)
 
-        changed = written(func, args, kwargs)
-        task = self._give(str(func), run, stream, _read(func, given), changed)
-        self.giving.wait_for(task)
+        writes = written(func, args, kwargs)
+        task = self._launch(str(func), run, stream, _read(func, operands), writes)
+        self.launcher.wait_for(task)
         # Random numbers are drawn in order, for which a real device would not wait.
         if torch.Tag.nondeterministic_seeded not in func.tags:
-            self.giving.wait(self.giving.record(stream))
+            self.launcher.wait(self.launcher.record(stream))
         if isinstance(results[0], Exception):
             raise results.pop()
-        indices = {id(tensor): index for index, tensor in enumerate(given)}
+        indices = {id(tensor): index for index, tensor in enumerate(operands)}
 
-        def upload(result: Any) -> Any:
-            if isinstance(result, torch.Tensor):
-                index = indices.get(id(result))
-                return self.upload(result, stream[0]) if index is None else tensors.all[index]
-            if isinstance(result, (list, tuple)):
-                return type(result)(upload(each) for each in result)
-            return result
+        def upload(tensor: torch.Tensor) -> torch.Tensor:
+            index = indices.get(id(tensor))
+            return self.upload(tensor, stream[0]) if index is None else arguments.tensors[index]
 
-        return upload(results[0])
+        return exchanged(results[0], upload)
 
     def _change_view(self, func: Any, args: Any, kwargs: dict[str, Any], device: int) -> Any:
-        """Change a tensor's shape in place, once no operation that was given needs it as it was."""
-        for task in self.giving.last_tasks(device):
-            self.giving.wait_for(task)
-        if func is aten.resize_.default:
-            tensors = Tensors(args, kwargs)
-            for index, geometry in outcome(func, tensors).resized.items():
-                old = tensors.all[index]
-                if geometry.nbytes > old.untyped_storage().nbytes():
-                    self._give_room(old, geometry, self.giving.current(device), keep=True)
-                else:
-                    old.as_strided_(geometry.shape, geometry.stride)
-            return args[0]
-        return func(*args, **kwargs)
+        """Change a tensor's shape in place, once no operation that was launched needs it as it was.
 
-    def _give_room(
-        self, tensor: torch.Tensor, geometry: Geometry, stream: StreamKey, keep: bool = False
-    ) -> None:
-        """Give a tensor a storage of another size."""
-        old = tensor.detach()
-        if old.untyped_storage().nbytes():  # else it was made to be given room: nothing has it
-            for task in self.giving.last_tasks():
-                self.giving.wait_for(task)  # those that were given have the tensor as it was
+        Raises:
+            NotBehindTheHost: if it needs more memory then.
+        """
+        for task in self.launcher.last_tasks(device):
+            self.launcher.wait_for(task)
+        if func is not aten.resize_.default:
+            return func(*args, **kwargs)
+        for geometry in outcome(func, Arguments(args, kwargs)).filled.values():
+            self._fill(args[0], geometry, self.launcher.current(device))
+        return args[0]
+
+    def _fill(self, tensor: torch.Tensor, geometry: Geometry, stream: StreamKey) -> None:
+        """Give a tensor that had no elements a shape, and memory."""
         tensor.set_(self.memory.empty(geometry, stream))  # type: ignore[call-overload]
-        if keep:
-            size = old.untyped_storage().nbytes() // old.element_size()
-            there = tensor.as_strided((size,), (1,), 0)
-            self.copy(there, old.as_strided((size,), (1,), 0), stream[0], stream[0])
 
-    def _with_host_values(self, tensors: Tensors) -> list[torch.Tensor]:
+    def _with_host_values(self, arguments: Arguments) -> list[torch.Tensor]:
         """The tensors; those of the host as they are now, as the host goes on."""
-        return [tensor if self.memory.has(tensor) else tensor.clone() for tensor in tensors.all]
+        return [
+            tensor if self.memory.has(tensor) else tensor.clone() for tensor in arguments.tensors
+        ]
 
     # Copies
 
@@ -230,12 +229,12 @@ class Asynchronous:
         """Copy between two devices, or the host (None) and one, as CUDA does.
 
         Between devices, it runs on the source's stream, and both streams wait for it. The host
-        goes on at once if it asks to, and its memory is pinned. What is copied to a device from
-        memory that is not pinned is read at once.
+        goes on at once if it asks to, and its memory is pinned. Memory of the host that is not
+        pinned is read at once.
         """
         device = to if of is None else of
         assert device is not None
-        stream = self.giving.current(device)
+        stream = self.launcher.current(device)
         host = source if of is None else target if to is None else None
         waits = host is not None and not (
             non_blocking and (host is source or self.pinned.has(host))
@@ -243,16 +242,16 @@ class Asynchronous:
         if non_blocking and host is source and not self.pinned.has(source):
             source = source.clone()
         if to is not None and to != device:
-            self.giving.order(stream, self.giving.record(self.giving.current(to)))
-        self._give(
+            self.launcher.order(stream, self.launcher.record(self.launcher.current(to)))
+        self._launch(
             *("copy_", lambda: target.copy_(source), stream, [source], [target]),
             is_copy=to != of,
             seconds=0.0 if to == of else self._speed.seconds_to_copy(target),
         )
         if to is not None and to != device:
-            self.giving.order(self.giving.current(to), self.giving.record(stream))
+            self.launcher.order(self.launcher.current(to), self.launcher.record(stream))
         if waits:
-            self.giving.wait(self.giving.record(stream))
+            self.launcher.wait(self.launcher.record(stream))
 
     def converted(
         self,
@@ -263,27 +262,27 @@ class Asynchronous:
         non_blocking: bool,
     ) -> torch.Tensor:
         """``.to``: a copy on another device, or the host (None), also of another dtype."""
-        geometry = outcome(aten._to_copy.default, Tensors([source], options)).result
+        geometry = outcome(aten._to_copy.default, Arguments([source], options)).result
         if to is None:
-            there = torch.empty_strided(geometry.shape, geometry.stride, dtype=geometry.dtype)
+            copied = torch.empty_strided(geometry.shape, geometry.stride, dtype=geometry.dtype)
             if non_blocking:  # torch takes pinned memory for it
-                self.pinned.add(there)
+                self.pinned.add(copied)
         else:
-            there = self.memory.empty(geometry, self.giving.current(to))
-        self.copy(there, source, to, of, non_blocking)
-        return there
+            copied = self.memory.empty(geometry, self.launcher.current(to))
+        self.copy(copied, source, to, of, non_blocking)
+        return copied
 
     def upload(self, values: torch.Tensor, device: int) -> torch.Tensor:
         """Values that no one else has, put into memory of a device.
 
         Raises:
-            NoSparseTensors: if they are sparse.
+            NotBehindTheHost: if they are sparse.
         """
-        stream = self.giving.current(device)
+        stream = self.launcher.current(device)
         values = values.resolve_conj().resolve_neg()
-        there = self.memory.empty(geometry_of(values), stream)
-        self._give("upload", lambda: there.copy_(values), stream, [], [there])
-        return there
+        uploaded = self.memory.empty(geometry_of(values), stream)
+        self._launch("upload", lambda: uploaded.copy_(values), stream, [], [uploaded])
+        return uploaded
 
     def adopted(self, tensor: torch.Tensor, device: int) -> torch.Tensor:
         """A tensor that was made on the host, and is a device's from now on."""
@@ -292,33 +291,34 @@ class Asynchronous:
     def resolved(self, tensor: torch.Tensor, device: int) -> torch.Tensor:
         """A copy of a conjugated or negated view, as values."""
         geometry = Geometry(tensor.shape, tensor.resolve_conj().stride(), tensor.dtype)
-        there = self.memory.empty(geometry, self.giving.current(device))
-        self.copy(there, tensor, device, device)
-        return there
+        copied = self.memory.empty(geometry, self.launcher.current(device))
+        self.copy(copied, tensor, device, device)
+        return copied
 
     def read(self, tensor: torch.Tensor, device: int) -> torch.Tensor:
-        """The tensor, once its current stream has got to what was given to it."""
-        self.giving.wait(self.giving.record(self.giving.current(device)))
+        """The tensor, once its current stream has got to all that was launched there."""
+        self.launcher.wait(self.launcher.record(self.launcher.current(device)))
         self.host_uses("a read of its values", [tensor], ())
         return tensor
 
-    # What is used
+    # Order
 
     def host_uses(
         self, name: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]
     ) -> None:
-        """Check that what the host reads and writes itself is ordered.
+        """Check that the host's own reads and writes are ordered.
 
         Raises:
-            RaceError: if an operation that was given to a device may still use it.
+            RaceError: if an operation on a device may still use the memory.
         """
-        self.giving.host_uses(name, self.memory.of(reads), self.memory.of(writes))
+        self.launcher.host_uses(name, self.memory.of(reads), self.memory.of(writes))
 
     def keep_busy(self, device: int, seconds: float) -> None:
-        """Give a device's current stream something that takes so long."""
-        self.giving.give("keep_busy", lambda: None, self.giving.current(device), seconds=seconds)
+        """Launch something that takes so long on a device's current stream."""
+        stream = self.launcher.current(device)
+        self.launcher.launch("keep_busy", lambda: None, stream, seconds=seconds)
 
-    def _give(
+    def _launch(
         self,
         name: str,
         run: Callable[[], object],
@@ -328,31 +328,22 @@ class Asynchronous:
         is_copy: bool = False,
         seconds: float = 0.0,
     ) -> Task:
-        """Give an operation on tensors to a stream."""
-        self.giving.free_first()
-        with self.giving.lock:
+        """Launch an operation on tensors."""
+        self.launcher.free_first()
+        with self.launcher.lock:
             uses = self.memory.of(reads), self.memory.of(writes)
-            return self.giving.give(name, run, stream, *uses, is_copy, seconds)
+            return self.launcher.launch(name, run, stream, *uses, is_copy, seconds)
 
 
-def _read(func: Any, given: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors given to an operation whose values it reads."""
-    return [] if func in _OF_A_SHAPE else given
+def _read(func: Any, operands: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The operands whose values an operation reads."""
+    return [] if func in _OF_A_SHAPE else operands
 
 
-def _must_wait(func: Any, tensors: Tensors) -> bool:
+def _must_wait(func: Any, arguments: Arguments) -> bool:
     """Whether an operation's result is a number, or its shape depends on values."""
     if func is _CPU_ATTENTION:
         return False
     if func is aten.index.Tensor:  # numbers give a shape without being known
-        return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors.all[1:])
+        return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in arguments.tensors[1:])
     return bool(_WAITING_TAGS & set(func.tags))
-
-
-def _tensors_made(result: Any, given: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors of a result that were not among those given, in order."""
-    if isinstance(result, torch.Tensor):
-        return [] if any(result is each for each in given) else [result]
-    if isinstance(result, (list, tuple)):
-        return [tensor for each in result for tensor in _tensors_made(each, given)]
-    return []

@@ -1,20 +1,23 @@
-"""How torch learns of the device type: kernels, a device module, and what it asks of a backend."""
+"""How torch learns of the device type: kernels, a device module, autocast and generators."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils import backend_registration
+from torch.utils._pytree import tree_leaves, tree_map
 
-from tl_devicefix.simulation import autocasting, interrupts, streams
+from tl_devicefix.simulation import streams
+from tl_devicefix.simulation.backward import delayed_interrupts
 from tl_devicefix.simulation.geometry import geometry_of
 from tl_devicefix.simulation.machine import DEVICE_TYPE, Machine
+from tl_devicefix.simulation.operations import copy_into
 from tl_devicefix.simulation.sites import Site
-from tl_devicefix.simulation.tensor import copy_into, run, wrap
+from tl_devicefix.simulation.tensor import run, wrap
 
 aten = torch.ops.aten
 
@@ -178,15 +181,18 @@ _DeviceGuard: Any = getattr(getattr(torch._C, "_acc", None), "DeviceGuard", obje
 
 
 class _Guard(_DeviceGuard):
-    """Of what type devices are; torch makes up the rest."""
+    """The type of the devices; torch makes up the rest."""
 
-    type_ = interrupts.type_of_devices
+    # In C alone: Ctrl-C within Python code here would end the process.
+    type_: Any = staticmethod(
+        functools.partial(getattr, torch._C._autograd.DeviceType, "PrivateUse1")
+    )
 
 
 def register() -> None:
     """Register the device type with torch; once for a process, as torch cannot forget it."""
     if not _libraries:
-        with interrupts.kept():  # half of it could neither be used nor be mended
+        with delayed_interrupts():  # half of it could neither be used nor be mended
             _register()
 
 
@@ -206,7 +212,8 @@ def _register() -> None:
         library.impl(operation._schema.name, functools.partial(_run, operation), "PrivateUse1")
     everything_else = torch.library.Library("_", "IMPL")
     everything_else.fallback(_make, "PrivateUse1")
-    autocasting.register(library, everything_else)
+    _register_autocast(library)
+    everything_else.fallback(torch.library.fallthrough_kernel, _AUTOCAST.name)
     _libraries.extend((library, everything_else))
 
 
@@ -301,3 +308,90 @@ def _attention(
     return aten._scaled_dot_product_attention_math(
         query, key, value, attn_mask, dropout_p, is_causal, **options
     )[0]
+
+
+# Autocast: operations change dtype as they do on the CPU, for its numbers.
+
+_IN_LOWER_PRECISION = (
+    *("addbmm", "addmm", "baddbmm", "bmm", "linear", "matmul", "mm"),
+    *("conv1d", "conv2d", "conv3d", "scaled_dot_product_attention"),
+)
+_IN_FLOAT32 = ("cross_entropy_loss", "mse_loss", "nll_loss")
+_IN_THE_WIDEST = ("cat", "stack")
+_AUTOCAST: Any = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
+
+
+def _register_autocast(library: torch.library.Library) -> None:
+    for names, choose in (
+        (_IN_LOWER_PRECISION, lambda _: torch.get_autocast_dtype(DEVICE_TYPE)),
+        (_IN_FLOAT32, lambda _: torch.float32),
+        (_IN_THE_WIDEST, _widest),
+    ):
+        for name in names:
+            operation = getattr(torch.ops.aten, name).default
+            library.impl(name, _cast_first(operation, choose), _AUTOCAST.name)
+
+
+def _cast_first(
+    operation: torch._ops.OpOverload, choose: Callable[[list[torch.Tensor]], torch.dtype]
+) -> Callable[..., Any]:
+    """An operation whose floating point operands take a dtype first."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_AUTOCAST)):
+            dtype = choose([leaf for leaf in tree_leaves((args, kwargs)) if _is_cast(leaf)])
+            args, kwargs = tree_map(
+                lambda leaf: leaf.to(dtype) if _is_cast(leaf) else leaf, (args, kwargs)
+            )
+            return operation(*args, **kwargs)
+
+    return call
+
+
+def _is_cast(leaf: Any) -> bool:
+    return (
+        isinstance(leaf, torch.Tensor)
+        and leaf.device.type == DEVICE_TYPE
+        and leaf.is_floating_point()
+        and leaf.dtype != torch.float64
+    )
+
+
+def _widest(tensors: list[torch.Tensor]) -> torch.dtype:
+    dtypes = (tensor.dtype for tensor in tensors)
+    return functools.reduce(torch.promote_types, dtypes, torch.get_autocast_dtype(DEVICE_TYPE))
+
+
+_CPU_GENERATOR = torch.Generator
+
+
+class _AlsoTorchs(type(_CPU_GENERATOR)):  # type: ignore[misc]
+    """Makes those that were made before, or are on another device, instances too."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, _CPU_GENERATOR)
+
+
+class Generator(_CPU_GENERATOR, metaclass=_AlsoTorchs):
+    """``torch.Generator("sim:1")``: the CPU's generator, which says that it is on the device."""
+
+    _device: torch.device
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        """Make one, or torch's own for any other type of device.
+
+        Raises:
+            RuntimeError: if the machine has no such device.
+        """
+        device = torch.device(device)
+        if device.type != DEVICE_TYPE:
+            return _CPU_GENERATOR(device)
+        generator: Any = super().__new__(cls, "cpu")  # type: ignore[call-arg]
+        machine = active_machine()
+        generator._device = machine.devices[machine.index_of(device)]
+        return generator
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The simulated device."""
+        return self._device

@@ -1,26 +1,27 @@
-"""A backward that fails on simulated devices: it raises, where torch would end the process.
+"""A backward that fails on simulated devices raises, where torch would end the process.
 
 torch's autograd engine restores the stream of a device while an error passes through it, and for a
-backend in Python that ends the process. So errors of hooks, of a `Function.backward`, and of
-operations are kept until the engine is done, and the first is raised then; interrupts wait too.
+backend in Python that ends the process. So errors of hooks, of a `Function.backward` and of
+operations are kept until the engine is done, and the first is raised then. Ctrl-C waits as well.
 """
 
 from __future__ import annotations
 
 import functools
+import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
-
-from tl_devicefix.simulation import interrupts
 
 Engine = Callable[..., Any]
 
 
 class _Running(threading.local):
-    """What runs in a thread: how many engines, and hooks of users; and what they raised."""
+    """The engines and the users' hooks that run in this thread, and the errors they raised."""
 
     def __init__(self) -> None:
         self.engines = 0
@@ -28,53 +29,75 @@ class _Running(threading.local):
         self.errors: list[BaseException] = []
 
 
-_here = _Running()
+_running = _Running()
+
+
+@contextmanager
+def delayed_interrupts(unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Within it, Ctrl-C waits until the end; in other threads than the main one, do nothing.
+
+    Args:
+        unless: tells whether it does not wait just now.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    frames: list[FrameType | None] = []
+
+    def delay(number: int, frame: FrameType | None) -> None:
+        if unless():
+            before(number, frame)
+        else:
+            frames.append(frame)
+
+    signal.signal(signal.SIGINT, delay)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if frames:
+            before(signal.SIGINT, frames[0])
 
 
 def run_backward(engine: Engine) -> Engine:
-    """torch's `_engine_run_backward`, which raises what was kept while it ran.
+    """Wrap torch's `_engine_run_backward`, which then raises the errors kept while it ran.
 
-    It runs in the thread that calls it: for others it would want one worker a device, but knows of
+    It runs in the calling thread: for others, torch would want one worker a device, but knows of
     one device only.
     """
 
     def run(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        _check_devices(t_outputs, args[0] if args else ())
-        _here.engines += 1
-        hooks, _here.hooks = _here.hooks, 0  # of an engine around this one
+        gradients = (args[0] if args else None) or ()
+        for index, (output, gradient) in enumerate(zip(t_outputs, gradients)):
+            _check_device(index, output, gradient)
+        _running.engines += 1
+        hooks, _running.hooks = _running.hooks, 0  # those of an engine around this one
         try:
             threads = torch.autograd.set_multithreading_enabled
-            with interrupts.kept(but_when=_is_in_hook), threads(False):
+            with delayed_interrupts(unless=lambda: _running.hooks > 0), threads(False):
                 result = engine(t_outputs, *args, **kwargs)
         except Exception:
-            if not _here.errors:  # else it comes of these
+            if not _running.errors:  # else it is a consequence of these
                 raise
         finally:
-            _here.engines -= 1
-            _here.hooks = hooks
-            errors, _here.errors = _here.errors, []
+            _running.engines -= 1
+            _running.hooks = hooks
+            errors, _running.errors = _running.errors, []
         if errors:
-            raise next((each for each in errors if not isinstance(each, Exception)), errors[0])
+            raise next((error for error in errors if not isinstance(error, Exception)), errors[0])
         return result
 
     return run
 
 
-def _is_in_hook() -> bool:
-    return _here.hooks > 0
-
-
-def _check_devices(outputs: Sequence[Any], gradients: Any) -> None:
-    for index, (output, gradient) in enumerate(zip(outputs, gradients or ())):
-        if isinstance(gradient, torch.Tensor) and gradient.device != output.device:
-            raise _gradient_error(index, output.device, gradient.device)
-
-
-def _gradient_error(index: int, expected: torch.device, got: torch.device) -> RuntimeError:
-    return RuntimeError(
-        f"Function returned an invalid gradient at index {index} - expected device {expected} but "
-        f"got {got}"
-    )
+def _check_device(index: int, expected: Any, gradient: Any) -> None:
+    both = isinstance(expected, torch.Tensor) and isinstance(gradient, torch.Tensor)
+    if both and expected.device != gradient.device:
+        raise RuntimeError(
+            f"Function returned an invalid gradient at index {index} - expected device "
+            f"{expected.device} but got {gradient.device}"
+        )
 
 
 def raise_or_keep(error: Exception) -> None:
@@ -83,8 +106,8 @@ def raise_or_keep(error: Exception) -> None:
     Raises:
         Exception: the error.
     """
-    if _here.engines and not _here.hooks:
-        _here.errors.append(error)
+    if _running.engines and not _running.hooks:
+        _running.errors.append(error)
         return
     try:
         raise error
@@ -93,18 +116,16 @@ def raise_or_keep(error: Exception) -> None:
 
 
 def _kept(call: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
-    """Call what is the user's within an engine: its error is kept, and there is something else."""
-    if _here.errors:
+    """Call the user's code within an engine; if that fails, keep the error, call `otherwise`."""
+    if _running.errors:
         return otherwise()
-    _here.hooks += 1
+    _running.hooks += 1
     try:
-        result = call()
-    except BaseException as error:  # noqa: BLE001  # an interrupt too; it is raised later
-        _here.hooks -= 1  # before any call, at which there might be another
-        _here.errors.append(error)
-    else:
-        _here.hooks -= 1
-        return result
+        return call()
+    except BaseException as error:  # noqa: BLE001  # Ctrl-C too; it is raised later
+        _running.errors.append(error)
+    finally:
+        _running.hooks -= 1
     return otherwise()
 
 
@@ -120,25 +141,20 @@ class KeptErrors:
         functools.update_wrapper(self, hook)  # TransformerLens 2 tells hooks by their names
 
     def __call__(self, *args: Any) -> Any:
-        """Call the hook, and check where the gradient is that it returns."""
+        """Call the hook, and check the device of the gradient that it returns."""
 
         def checked() -> Any:
             result = self._hook(*args)
-            self._check(args[-1], result)
+            pairs = zip(*(v if isinstance(v, tuple) else (v,) for v in (args[-1], result)))
+            for index, (before, after) in enumerate(pairs):
+                _check_device(index, before, after)
             return result
 
         return _kept(checked, lambda: None)
 
-    def _check(self, given: Any, returned: Any) -> None:
-        pairs = zip(*(v if isinstance(v, tuple) else (v,) for v in (given, returned)))
-        for index, (before, after) in enumerate(pairs):
-            both = isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)
-            if both and before.device != after.device:
-                raise _gradient_error(index, before.device, after.device)
-
 
 def registering(register: Callable[..., Any]) -> Callable[..., Any]:
-    """`Tensor.register_hook` and its like, which keep the hook's errors."""
+    """Wrap `Tensor.register_hook` and its like, so that the hook's errors are kept."""
 
     def register_kept(self: Any, hook: Any, *args: Any, **kwargs: Any) -> Any:
         return register(self, KeptErrors(hook), *args, **kwargs)
@@ -147,7 +163,7 @@ def registering(register: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def applying(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """The call of a `torch.autograd.Function.backward`, which keeps its errors."""
+    """Wrap the call of a `torch.autograd.Function.backward`, so that its errors are kept."""
 
     def apply_kept(self: Any, *args: Any) -> Any:
         return _kept(lambda: apply(self, *args), lambda: (None,) * len(self.needs_input_grad))
@@ -156,7 +172,7 @@ def applying(apply: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def saving(init: Callable[..., None]) -> Callable[..., None]:
-    """`saved_tensors_hooks.__init__`: the hook that unpacks keeps its errors."""
+    """Wrap `saved_tensors_hooks.__init__`, so that errors of the unpacking hook are kept."""
 
     def init_kept(self: Any, pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
         def pack_with_kind(tensor: torch.Tensor) -> Any:
@@ -164,7 +180,7 @@ def saving(init: Callable[..., None]) -> Callable[..., None]:
 
         def unpack_kept(packed: Any) -> Any:
             value, (shape, dtype, device) = packed
-            if not _here.engines:
+            if not _running.engines:
                 return unpack(value)
             otherwise = functools.partial(torch.zeros, shape, dtype=dtype, device=device)
             return _kept(lambda: unpack(value), otherwise)

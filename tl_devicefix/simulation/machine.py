@@ -2,60 +2,162 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 import reprlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple, SupportsIndex, overload
+from weakref import WeakValueDictionary
 
 import torch
 
 from tl_devicefix.simulation.asynchronous import Asynchronous
 from tl_devicefix.simulation.backward import raise_or_keep
-from tl_devicefix.simulation.pool import Block
+from tl_devicefix.simulation.memory import Block
 from tl_devicefix.simulation.sites import DEVICE_TYPE as DEVICE_TYPE
 from tl_devicefix.simulation.sites import Hosts, Site, divided
-from tl_devicefix.simulation.sparse import bytes_in
 from tl_devicefix.simulation.timeline import Timeline
-from tl_devicefix.simulation.transfers import Transfer, Transfers, readable
-from tl_devicefix.simulation.when_gone import Gone
 
-_UNITS = {
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
+
+@dataclass(frozen=True)
+class Transfer:
+    """One copy of a tensor from a device to another."""
+
+    source: torch.device
+    """The device the tensor was on."""
+    target: torch.device
+    """The device it was copied to."""
+    bytes: int
+    """The size of the copy, in bytes."""
+    shape: torch.Size
+    """The shape of the copy."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What went from a device to another: how many copies, and their bytes."""
+
+    count: int
+    """How many copies."""
+    bytes: int
+    """Their sum."""
+
+
+class Pair(NamedTuple):
+    """Between which devices."""
+
+    source: torch.device
+    target: torch.device
+
+
+def _by_pair(
+    transfers: Iterable[Transfer], before: Mapping[Pair, Moved] = MappingProxyType({})
+) -> dict[Pair, Moved]:
+    """Sum transfers by their pair of devices, and add the sums of others before them."""
+    pairs = dict(before)
+    for transfer in transfers:
+        pair = Pair(transfer.source, transfer.target)
+        so_far = pairs.get(pair, Moved(0, 0))
+        pairs[pair] = Moved(so_far.count + 1, so_far.bytes + transfer.bytes)
+    return dict(sorted(pairs.items(), key=lambda item: [_order(device) for device in item[0]]))
+
+
+def _order(device: torch.device) -> tuple[str, int]:
+    return device.type, -1 if device.index is None else device.index
+
+
+_KEPT = 10_000
+
+
+class Transfers(list[Transfer]):
+    """A list of transfers, in the order they were made. Printing it shows a line for each pair.
+
+    It has the last 10 000 to 20 000; sums, as printed and by `by_pair`, are those of all.
+    """
+
+    _before: Mapping[Pair, Moved] = MappingProxyType({})
+    """The sums of those that it has no more."""
+
+    def append(self, transfer: Transfer) -> None:
+        """Add one; of too many, the older ones are only summed from then on."""
+        super().append(transfer)
+        if len(self) >= 2 * _KEPT:
+            before = _by_pair(self[:_KEPT], self._before)
+            self._before, self[:_KEPT] = before, []
+
+    def clear(self) -> None:
+        """Forget all, and the sums."""
+        super().clear()
+        self._before = {}
+
+    def copy(self) -> Transfers:
+        """Return another list of the same, with their sums."""
+        return copy.copy(self)
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> Transfer: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Transfers: ...
+
+    def __getitem__(self, index: SupportsIndex | slice) -> Transfer | Transfers:
+        """One of them, or those of a slice, which are `Transfers` too."""
+        selected = super().__getitem__(index)
+        return Transfers(selected) if isinstance(selected, list) else selected
+
+    def by_pair(self) -> dict[Pair, Moved]:
+        """What went between each two devices: ``(source, target)`` -> count and bytes, in order."""
+        return _by_pair(self, self._before)
+
+    def together(self) -> Moved:
+        """How many there were in all, and their bytes."""
+        sums = self.by_pair().values()
+        return Moved(sum(moved.count for moved in sums), sum(moved.bytes for moved in sums))
+
+    def __repr__(self) -> str:
+        pairs = self.by_pair()
+        rows = [
+            (f"{source} -> {target}", str(moved.count), readable(moved.bytes))
+            for (source, target), moved in pairs.items()
+        ]
+        together = self.together()
+        rows.append(("all", str(together.count), readable(together.bytes)))
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        return "\n".join(
+            f"{pair:<{widths[0]}}  {count:>{widths[1]}}  {size:>{widths[2]}}"
+            for pair, count, size in rows
+        )
+
+
+def readable(nbytes: int) -> str:
+    """A size as torch writes it ("1.50 GiB")."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes} bytes"
 
 
 class Allocation:
     """The bytes of one storage on one simulated device; freed with the last tensor on it."""
 
-    __slots__ = ("__weakref__", "address", "block", "counted", "device", "machine")
+    __slots__ = ("__weakref__", "address", "block", "device", "machine", "nbytes")
 
     def __init__(self, machine: Machine, device: torch.device, address: int) -> None:
         self.machine = machine
         self.device = device
         self.address = address
+        self.nbytes = 0
         self.block: Block | None = None
-        self.counted: _Counted
 
-
-class _Counted(Gone):
-    """What an allocation counts for, until the machine has settled that it is gone."""
-
-    __slots__ = ("address", "block", "index", "nbytes")
-
-    address: int
-    block: Block | None
-    index: int
-    nbytes: int
+    def __del__(self) -> None:
+        # By any thread, in the middle of anything: `Machine.settle` does the rest.
+        self.machine._freed.append((self.device.index, self.nbytes, self.block))
 
 
 class Machine:
@@ -104,9 +206,8 @@ class Machine:
         self._allocated = [0] * len(capacities)
         self._peak = [0] * len(capacities)
         # Keyed by the address of torch's storage object, which views share.
-        self._allocations: dict[int, _Counted] = {}
-        self._counted: set[_Counted] = set()
-        self._gone: deque[_Counted] = deque()  # by any thread, in the middle of anything
+        self._allocations: WeakValueDictionary[int, Allocation] = WeakValueDictionary()
+        self._freed: deque[tuple[int, int, Block | None]] = deque()
         self._adding = threading.RLock()
 
     def __repr__(self) -> str:
@@ -236,8 +337,7 @@ class Machine:
         """Return the allocation on ``device`` of the storage of the CPU tensor ``tensor``."""
         address = torch._C._storage_address(tensor)  # type: ignore[attr-defined]
         with self._adding:
-            reference = self._allocations.get(address)
-            allocation = None if reference is None else reference()
+            allocation = self._allocations.get(address)
             # One on another device is of a storage that another thread has just freed, and whose
             # address is used again.
             if allocation is None or allocation.device != device:
@@ -246,9 +346,9 @@ class Machine:
 
     def resize(self, allocation: Allocation, tensor: torch.Tensor) -> None:
         """Account for the storage of the CPU tensor ``tensor`` having been resized in place."""
-        growth = tensor.untyped_storage().nbytes() - allocation.counted.nbytes
+        growth = tensor.untyped_storage().nbytes() - allocation.nbytes
         self.check_room(allocation.device, growth)
-        self._add(allocation.counted, growth)
+        self._add(allocation, growth)
 
     def record_transfer(
         self, source: torch.device, target: torch.device, copy: torch.Tensor
@@ -257,7 +357,7 @@ class Machine:
 
         A copy of nothing is none: transformers' KV cache begins with empty tensors.
         """
-        nbytes = bytes_in(copy)
+        nbytes = sum(part.nbytes for part in parts_of(copy))
         if source != target and nbytes:
             with self._adding:  # by any thread, and many are summed
                 self.transfers.append(Transfer(source, target, nbytes, copy.shape))
@@ -268,44 +368,58 @@ class Machine:
         allocation = Allocation(self, device, address)
         if self.asynchronous is not None:
             allocation.block = self.asynchronous.block_of(tensor, device.index)
-        counted = allocation.counted = _Counted(allocation, self._gone.append)
-        counted.address, counted.block = address, allocation.block
-        counted.index, counted.nbytes = device.index, 0
-        self._counted.add(counted)  # from here on, it is settled when it is gone
-        self._allocations[address] = counted
-        self._add(counted, nbytes)
+        self._allocations[address] = allocation
+        self._add(allocation, nbytes)
         return allocation
 
-    def _add(self, counted: _Counted, nbytes: int) -> None:
-        index = counted.index
+    def _add(self, allocation: Allocation, nbytes: int) -> None:
+        index = allocation.device.index
         with self._adding:  # transformers loads in several threads
             self.settle()
-            allocated = self._allocated[index] + nbytes
-            counted.nbytes, self._allocated[index] = counted.nbytes + nbytes, allocated
+            allocation.nbytes += nbytes
+            self._allocated[index] += nbytes
             if self._allocated[index] > self._peak[index]:
                 self._peak[index] = self._allocated[index]
                 if self.on_peak is not None:
                     self.on_peak(index)
 
     def settle(self) -> None:
-        """Count no more what is gone. An interrupt may come at any call, and all is as it was."""
-        if not self._gone:
+        """Count no more what has been freed."""
+        if not self._freed:
             return
         with self._adding:
-            while self._gone:
-                counted = self._gone[0]
-                if counted not in self._counted:  # an interrupt came before it was made, or here
-                    self._gone.popleft()
-                    continue
-                allocated = self._allocated[counted.index] - counted.nbytes
-                counted.nbytes, self._allocated[counted.index] = 0, allocated
-                block, counted.block = counted.block, None
+            while self._freed:
+                index, nbytes, block = self._freed.popleft()
+                self._allocated[index] -= nbytes
                 if self.asynchronous is not None and block is not None:
                     self.asynchronous.free(block)
-                # The address may be in use again: remove the entry only if it is this one.
-                if self._allocations.get(counted.address) is counted:
-                    del self._allocations[counted.address]
-                self._counted.discard(counted)
+
+
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The dense tensors that a tensor holds: its values, then its indices if it is sparse.
+
+    Raises:
+        NotImplementedError: if it is in a layout that simulated devices do not have.
+    """
+    if tensor.layout is torch.strided:
+        return [tensor]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._values(), tensor._indices()]
+    raise NotImplementedError(
+        f"simulated devices have no tensors of layout {tensor.layout}: use to_sparse(), or the CPU"
+    )
+
+
+_UNITS = {
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
 
 
 def sites_on(n_devices: int | None, hosts: Hosts | None) -> tuple[Site, ...]:

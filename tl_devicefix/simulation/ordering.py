@@ -1,4 +1,4 @@
-"""What runs before what: a clock for each stream and for the host, and who used a memory last.
+"""The order of operations on streams and the host, and the races between them.
 
 A clock says, of each stream and of the host, how far it is known to have got. An operation that
 uses memory which another writes has to have the other one in its clock; else nothing orders them,
@@ -8,14 +8,38 @@ the right one happened to be first. The host is one here, however many threads i
 
 from __future__ import annotations
 
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
+
+import torch
+
+from tl_devicefix.simulation.backward import raise_or_keep
+from tl_devicefix.simulation.queues import Queues, Task, Work
+from tl_devicefix.simulation.timeline import Timeline, label_in_force
 
 StreamKey = tuple[int, int]
 """A device's index, and the number of a stream on it."""
 Clock = dict[StreamKey, int]
+Mark = tuple[Task | None, Clock]
+"""How far a stream has got: its last task, and its clock."""
 
 HOST: StreamKey = (-1, 0)
+_NOT_THE_USERS = tuple(
+    str(Path(file).parent)
+    for file in (torch.__file__, __file__)  # whose lines tell a user nothing
+)
+
+
+class RaceError(Exception):
+    """Two operations use a memory, and nothing orders them.
+
+    It is no RuntimeError, so that what handles errors of torch leaves it alone.
+    """
 
 
 class Operation(NamedTuple):
@@ -29,6 +53,17 @@ class Operation(NamedTuple):
         device, stream = self.where
         place = "the host" if self.where == HOST else f"stream {stream} of sim:{device}"
         return f"{self.name} on {place} ({self.line})"
+
+
+def line() -> str:
+    """The line that the user's program is at."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith(_NOT_THE_USERS)
+        or frame.f_code.co_name == "__torch_function__"
+    ):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 class Access(NamedTuple):
@@ -75,12 +110,52 @@ class Memory:
         else:
             self.reads[access.operation.where] = access
 
+    def check(self, operation: Operation, clock: Clock, writes: bool) -> None:
+        """Raise if nothing orders an operation after who used this before.
+
+        Raises:
+            RaceError: if so.
+        """
+        other = self.unordered(clock, writes)
+        if other is not None:
+            raise_or_keep(_race(operation, writes, other, wrote=other is self.written))
+        if self.torn and not writes:
+            raise_or_keep(RaceError(f"{operation} reads what is wrong: {self.torn}"))
+
+    def tear(self, operation: Operation, clock: Clock) -> bool:
+        """Whether a write of the host changes only what is being copied to where none reads it yet.
+
+        Who has sent for it may see that it has been changed, and send for it again.
+        """
+        if any(not read.is_before(clock) for read in self.reads.values()):
+            return False
+        copies = [copy for copy in self.copies if not copy.is_before(clock)]
+        for copy in copies:
+            target = copy.copied_to
+            assert target is not None
+            is_last = target.written is not None and target.written.operation is copy.operation
+            if not is_last or target.reads or target.copies:
+                return False
+        for copy in copies:
+            assert copy.copied_to is not None
+            copy.copied_to.torn = str(_race(operation, True, copy, wrote=False))
+        return bool(copies)
+
+
+def _race(operation: Operation, writes: bool, other: Access, wrote: bool) -> RaceError:
+    verb, did = ("writes" if writes else "reads"), ("writes" if wrote else "reads")
+    return RaceError(
+        f"{operation} {verb} memory that {other.operation} {did}, and nothing orders it after "
+        "that: have its stream wait (wait_stream, wait_event), or synchronize, before it."
+    )
+
 
 class Clocks:
     """The clocks of the streams and of the host."""
 
     def __init__(self) -> None:
-        self._of: dict[StreamKey, Clock] = {HOST: {HOST: 1}}
+        self.host: Clock = {HOST: 1}
+        self._of: dict[StreamKey, Clock] = {HOST: self.host}
         self._waits = 0  # how often the host has learned how far a stream has got
         self._seen: dict[StreamKey, int] = {}  # how many of these each stream has in its clock
 
@@ -90,23 +165,18 @@ class Clocks:
 
     def start(self, stream: StreamKey) -> int:
         """Begin an operation that the host gives to a stream; return its count there."""
-        host, clock = self._of[HOST], self.of(stream)
+        clock = self.of(stream)
         self.order_after_host(stream)
         clock[stream] = clock.get(stream, 0) + 1
-        host[HOST] += 1  # what the host does from now on is not ordered before the operation
+        self.host[HOST] += 1  # what the host does from now on is not ordered before the operation
         return clock[stream]
-
-    @property
-    def host(self) -> Clock:
-        """The host's clock."""
-        return self._of[HOST]
 
     def order_after_host(self, stream: StreamKey) -> None:
         """Have a stream be ordered after what the host has got to; cheap, as each operation is."""
         if self._seen.get(stream) == self._waits:
-            self.of(stream)[HOST] = self._of[HOST][HOST]
+            self.of(stream)[HOST] = self.host[HOST]
             return
-        self.order(stream, self._of[HOST])
+        self.order(stream, self.host)
         self._seen[stream] = self._waits
 
     def order(self, who: StreamKey, after: Clock) -> None:
@@ -118,17 +188,170 @@ class Clocks:
                 clock[other] = count
 
 
-class RaceError(Exception):
-    """Two operations use a memory, and nothing orders them.
+class Launcher:
+    """The streams of all devices, as the host sees them: it launches operations there, and waits.
 
-    It is no RuntimeError, so that what handles errors of torch leaves it alone.
+    The host may have many threads, each with current streams of its own. Their launches go through
+    one lock, which is never held while a thread waits for a device. Devices are indices.
+
+    Args:
+        n_devices: how many devices.
+        seed: of the delays.
+        takes_time: whether operations take time; then nothing is late.
+
+    Attributes:
+        lock: held during a launch.
+        clocks: of the streams and the host.
+        errors: failures that were not raised yet.
+        free_first: frees the memory of tensors that are gone, ordered before the next launch.
     """
 
+    def __init__(self, n_devices: int, seed: int, takes_time: bool) -> None:
+        self.lock = threading.RLock()
+        self.clocks = Clocks()
+        self.errors: deque[Exception] = deque()
+        self.free_first: Callable[[], None] = lambda: None
+        self._queues = Queues(n_devices, seed, takes_time)
+        self._last: dict[StreamKey, Task] = {}
+        self._current = threading.local()
 
-def race(operation: Operation, writes: bool, other: Access, wrote: bool) -> RaceError:
-    """The error for two operations on one memory that nothing orders."""
-    verb, did = ("writes" if writes else "reads"), ("writes" if wrote else "reads")
-    return RaceError(
-        f"{operation} {verb} memory that {other.operation} {did}, and nothing orders it after "
-        "that: have its stream wait (wait_stream, wait_event), or synchronize, before it."
-    )
+    @property
+    def timeline(self) -> Timeline:
+        """What took time."""
+        return self._queues.timeline
+
+    def current(self, device: int) -> StreamKey:
+        """The stream of a device that this thread of the host launches operations on."""
+        return device, vars(self._current).get(str(device), 0)
+
+    def set_current(self, stream: StreamKey) -> None:
+        """Launch operations on another stream of its device from now on, in this thread."""
+        vars(self._current)[str(stream[0])] = stream[1]
+
+    def record(self, stream: StreamKey) -> Mark:
+        """How far a stream has got."""
+        self.free_first()
+        with self.lock:
+            return self._last.get(stream), dict(self.clocks.of(stream))
+
+    def order(self, stream: StreamKey, after: Mark) -> None:
+        """Have a stream wait for another one to get as far as was recorded."""
+        task, clock = after
+        self.free_first()
+        with self.lock:
+            self.clocks.order(stream, clock)
+            if task is not None and not task.done:
+                self._last[stream] = self._queues.submit(stream, lambda: None, (task,))
+
+    def wait(self, after: Mark) -> None:
+        """Have the host wait for a stream to get as far as was recorded, and raise what failed.
+
+        Raises:
+            RuntimeError: what failed on a device's thread.
+            RaceError: if memory was freed too early.
+        """
+        task, clock = after
+        self.free_first()
+        if task is not None:
+            self._queues.wait(task)
+        with self.lock:
+            self.clocks.order(HOST, clock)
+        self.raise_errors()
+
+    def wait_for(self, task: Task) -> None:
+        """Have this thread wait for a task, which orders nothing and raises nothing."""
+        self._queues.wait(task)
+
+    def synchronize(self, device: int) -> None:
+        """Have the host wait for all streams of a device, and raise what has failed."""
+        for stream in list(self._last):
+            if stream[0] == device:
+                self.wait(self.record(stream))
+
+    def last_tasks(self, device: int) -> list[Task]:
+        """The last task of each stream of a device."""
+        return self.last_tasks_on([stream for stream in list(self._last) if stream[0] == device])
+
+    def last_tasks_on(self, streams: Iterable[StreamKey]) -> list[Task]:
+        """The last task of each of some streams, where there was any."""
+        return [self._last[stream] for stream in streams if stream in self._last]
+
+    def raise_errors(self) -> None:
+        """Raise the first failure since the last time, of any thread's operations."""
+        if not self.errors:
+            return
+        with self.lock:
+            error = self.errors[0] if self.errors else None
+            self.errors.clear()
+        if error is not None:
+            raise_or_keep(error)
+
+    def finish(self, hurry: bool) -> None:
+        """Run all operations, in a hurry without taking time, and end the devices' threads."""
+        self.free_first()
+        self._queues.finish(hurry)
+
+    def launch(
+        self,
+        name: str,
+        run: Callable[[], object],
+        stream: StreamKey,
+        reads: Sequence[Memory] = (),
+        writes: Sequence[Memory] = (),
+        is_copy: bool = False,
+        seconds: float = 0.0,
+    ) -> Task:
+        """Check the memory that an operation uses, and put it at the end of a stream.
+
+        Args:
+            name: of the operation.
+            run: what it does.
+            stream: where.
+            reads: the memory that it reads.
+            writes: the memory that it writes.
+            is_copy: whether it goes to another device, or between one and the host.
+            seconds: how long it takes.
+
+        Raises:
+            RaceError: if nothing orders it after who used the memory before.
+        """
+        with self.lock:
+            operation = Operation(name, stream, line())
+            count, clock = self.clocks.start(stream), self.clocks.of(stream)
+            access = Access(operation, count, writes[0] if is_copy and writes else None)
+            for memory, changes in [
+                *((memory, False) for memory in reads if memory not in writes),
+                *((memory, True) for memory in writes),
+            ]:
+                memory.check(operation, clock, changes)
+                memory.use(access, changes, self.clocks.host)
+
+            def checked() -> None:
+                try:
+                    with torch.no_grad():
+                        run()
+                except Exception as error:  # noqa: BLE001  # it is raised where the host waits
+                    failed = RuntimeError(f"{operation} failed: {error}")
+                    failed.__cause__ = error
+                    self.errors.append(failed)
+
+            work = Work(name, label_in_force(), seconds) if seconds else None
+            self._last[stream] = self._queues.submit(stream, checked, (), is_copy, work)
+            return self._last[stream]
+
+    def host_uses(self, name: str, reads: Sequence[Memory], writes: Sequence[Memory]) -> None:
+        """Check that the host's own reads and writes are ordered.
+
+        Raises:
+            RaceError: if an operation on a device may still use the memory.
+        """
+        with self.lock:
+            operation, clock = Operation(name, HOST, line()), self.clocks.host
+            access = Access(operation, clock[HOST])
+            for memory in reads:
+                memory.check(operation, clock, writes=False)
+                memory.use(access, writes=False, host=clock)
+            for memory in writes:
+                if not memory.tear(operation, clock):
+                    memory.check(operation, clock, writes=True)
+                memory.use(access, writes=True, host=clock)

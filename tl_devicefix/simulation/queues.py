@@ -1,13 +1,12 @@
-"""A device's queue: a thread that runs what the host has given to the device's streams.
+"""A device's queue: a thread that runs the tasks which the host has put on the device's streams.
 
-What is on one stream runs in order. Of the streams that could go on, chance takes one, and an
-operation may be late, so that what nothing orders happens in one order with one seed and in
-another with another.
+Tasks on one stream run in order. Of the streams that could go on, chance takes one, and a task may
+be late, so that the order of unordered tasks depends on the seed.
 
-Where tasks take time, chance is left out: nothing is late, and of the streams that could go on the
+Where tasks take time, chance is left out: nothing is late, and of the streams that could go on, the
 one whose task was given first does. A device then computes one thing, and copies one thing, at a
 time. Times are those of the device's own clock: a task ends so many seconds after it could begin,
-and the thread waits until then. What it wakes up late is not added to what comes next.
+and the thread waits until then. If it wakes up late, that is not added to the next task's time.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ class Task:
         work: what it keeps the device busy with.
 
     Attributes:
-        end: when it was done, by the clock of its device; `time.monotonic` reads the same clock.
-        awaited_by: what is told when it is done.
+        end: when it was done, by the clock of its device, as `time.monotonic` tells it.
+        awaited_by: what is notified when it is done.
     """
 
     __slots__ = (
@@ -109,16 +108,11 @@ def _nothing() -> None:
 class Queues:
     """The queues of a machine's devices, a thread for each.
 
-    Args:
-        n_devices: how many.
-        seed: of what chance decides.
-        takes_time: whether tasks take time.
-
     Attributes:
-        takes_time: whether they do; so it is from the first one on that does.
+        takes_time: whether tasks take time; so it is from the first one on that does.
         hurries: whether none is waited for, however long it takes.
         entered: when they began, as `time.monotonic` tells it.
-        timeline: what took time.
+        timeline: the tasks that took time.
     """
 
     def __init__(self, n_devices: int, seed: int, takes_time: bool = False) -> None:
@@ -160,16 +154,15 @@ class Queues:
         """Return when a task is done."""
         with self.lock:
             if not task.done:
-                there = threading.Condition(self.lock)
-                task.awaited_by.append(there)
+                done = threading.Condition(self.lock)
+                task.awaited_by.append(done)
                 while not task.done:
-                    there.wait()
+                    done.wait()
 
     def finish(self, hurry: bool = False) -> None:
-        """Run all there is, without delays, and end the threads; drop it if that is interrupted.
+        """Run all tasks without delays, in a hurry without taking time, and end the threads.
 
-        Args:
-            hurry: True not to wait for what takes time either.
+        An interrupt drops the tasks.
         """
         self.hurries = hurry
         try:
@@ -195,7 +188,7 @@ class _Queue:
         self._chance = chance
         self._streams: dict[int, deque[Task]] = {}
         self._ends: dict[int, float] = {}
-        # What it computes, and what it copies, and when it was through with the one before.
+        # The task that computes, the one that copies, and when the one before each has ended.
         self._running: list[Task | None] = [None, None]
         self._free = [0.0, 0.0]
         self._closing = False

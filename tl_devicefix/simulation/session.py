@@ -13,12 +13,11 @@ import torch
 import torch.fx.experimental._config as meta_config
 from torch.autograd.graph import saved_tensors_hooks
 
-from tl_devicefix.simulation import backend, backward, generators, interrupts
-from tl_devicefix.simulation.asynchronous import Asynchronous
+from tl_devicefix.simulation import backend, backward
+from tl_devicefix.simulation.asynchronous import Asynchronous, Speed
 from tl_devicefix.simulation.machine import DEVICE_TYPE, Machine, bytes_of, sites_on
-from tl_devicefix.simulation.pinned import WatchingHost
+from tl_devicefix.simulation.memory import WatchingHost
 from tl_devicefix.simulation.sites import Hosts, Site, check_number
-from tl_devicefix.simulation.speed import NO_TIME, speed
 from tl_devicefix.simulation.streams import streams_of
 from tl_devicefix.simulation.tensor import TENSOR_DATA, SimTensor, set_data
 
@@ -130,14 +129,17 @@ def simulate(
     backend.register()
     if asynchronous and not values:
         raise ValueError("asynchronous devices compute values: give values=False to others only.")
-    taking = speed(flops_per_second, bytes_per_second)
-    if taking != NO_TIME and not asynchronous:
+    speed = Speed(flops_per_second, bytes_per_second)
+    for name, value in zip(("flops_per_second", "bytes_per_second"), speed):
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} must be above 0, but is {value!r}.")
+    if speed != Speed() and not asynchronous:
         raise ValueError(
             "flops_per_second and bytes_per_second are for devices that run behind the host: give "
             "asynchronous=True too."
         )
     sites = sites_on(n_devices, hosts)
-    behind = Asynchronous(len(capacities), seed, taking) if asynchronous else None
+    behind = Asynchronous(len(capacities), seed, speed) if asynchronous else None
     machine = Machine(capacities, values=values, asynchronous=behind, sites=sites)
     with ExitStack() as stack:
         stack.enter_context(_changed_for(machine))
@@ -174,11 +176,11 @@ def entered(memory: Sequence[int], behind: Any, sites: Sequence[Site]) -> Iterat
 @contextmanager
 def _changed_for(machine: Machine) -> Iterator[Machine]:
     """Have ``sim`` devices be those of this machine, and torch as it has to be for them."""
-    with _entered(machine), interrupts.waiting_for_torch(), ExitStack() as stack:
+    with _entered(machine), ExitStack() as stack:
         _move_parameters_in_place(stack)
         _avoid_inference_mode(stack)
         _keep_errors_of_backwards(stack)
-        _replace(stack, torch, "Generator", generators.Generator)
+        _replace(stack, torch, "Generator", backend.Generator)
         _open_safetensors(stack)
         yield machine
 
@@ -191,13 +193,13 @@ def _running_behind(machine: Machine, asynchronous: Asynchronous) -> Iterator[No
     asynchronous.memory.settle = machine.settle
     with ExitStack() as stack:
         stack.callback(setattr, machine, "asynchronous", None)
-        stack.push(lambda kind, *_: asynchronous.giving.finish(hurry=kind is not None))
+        stack.push(lambda kind, *_: asynchronous.launcher.finish(hurry=kind is not None))
         for name, replacement in (("pin_memory", pinned.pin), ("is_pinned", pinned.is_pinned)):
             _replace(stack, torch.Tensor, name, _as_method(replacement))
         stack.enter_context(streams_of(machine))
         stack.enter_context(watching)
         yield
-    asynchronous.giving.raise_errors()
+    asynchronous.launcher.raise_errors()
 
 
 def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -273,7 +275,7 @@ def _move_parameters_in_place(stack: ExitStack) -> None:
 
     # Of any signature: torch.compile compares it with its own, if it is first imported meanwhile.
     def is_compatible(*tensors: torch.Tensor) -> bool:
-        return any(type(each) is SimTensor for each in tensors) or compatible(*tensors)
+        return any(type(tensor) is SimTensor for tensor in tensors) or compatible(*tensors)
 
     _replace(stack, torch, "_has_compatible_shallow_copy_type", is_compatible)
     _replace(stack, torch.Tensor, "data", property(TENSOR_DATA.__get__, set_data))
@@ -319,11 +321,11 @@ def _open_safetensors(stack: ExitStack) -> None:
             device = backend.active_machine().index_of(device)
         return own(filename, framework, device, *args, **kwargs)
 
-    def exchange(there: Any, other: Any) -> None:
+    def exchange(old: Any, new: Any) -> None:
         """Exchange it in every module, as modules import it by name; also in those to come."""
         for module in list(sys.modules.values()):
-            if getattr(module, "__dict__", {}).get("safe_open") is there:
-                setattr(module, "safe_open", other)  # noqa: B010
+            if getattr(module, "__dict__", {}).get("safe_open") is old:
+                setattr(module, "safe_open", new)  # noqa: B010
 
     stack.callback(exchange, safe_open, own)
     exchange(own, safe_open)

@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 
-from tl_devicefix.simulation.giving import Giving
 from tl_devicefix.simulation.machine import DEVICE_TYPE, Machine
-from tl_devicefix.simulation.ordering import Clock
-from tl_devicefix.simulation.queues import Task
+from tl_devicefix.simulation.ordering import Launcher, Mark
 
 _numbers = itertools.count(1)
 _machine: Machine | None = None
@@ -33,13 +31,13 @@ def streams_of(machine: Machine) -> Iterator[None]:
         _machine = None
 
 
-def _entered() -> Giving:
+def _entered() -> Launcher:
     if _machine is None or _machine.asynchronous is None:
         raise RuntimeError(
             f"There are no streams of {DEVICE_TYPE} devices here: enter "
             "`with tl_devicefix.simulate(n, asynchronous=True):` first."
         )
-    return _machine.asynchronous.giving
+    return _machine.asynchronous.launcher
 
 
 def _index(device: Any) -> int:
@@ -106,7 +104,7 @@ class Event:
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         self._enable_timing = enable_timing
-        self._recorded: tuple[Task | None, Clock] | None = None
+        self._recorded: Mark | None = None
         self._recorded_at = 0.0
 
     def record(self, stream: Stream | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,18 +14,17 @@ import torch
 from torch.utils._pytree import tree_map
 
 from tl_devicefix.simulation.backward import raise_or_keep
-from tl_devicefix.simulation.interrupts import wait_for_torch
-from tl_devicefix.simulation.known_shapes import call_without_values
-from tl_devicefix.simulation.machine import DEVICE_TYPE, Allocation, Machine
-from tl_devicefix.simulation.nowhere import storage_of
+from tl_devicefix.simulation.geometry import call_without_values
+from tl_devicefix.simulation.machine import DEVICE_TYPE, Allocation, Machine, parts_of
 from tl_devicefix.simulation.sites import Site
-from tl_devicefix.simulation.sparse import parts
 from tl_devicefix.tracebacks import note_mixed_devices
 
 aten = torch.ops.aten
 
 Operation = torch._ops.OpOverload
 Handler = Callable[[Operation, tuple[Any, ...], dict[str, Any]], Any]
+HANDLERS: dict[Operation, Handler] = {}
+"""What runs operations that the CPU's kernel alone would not do right, filled by `operations`."""
 
 # `data` as torch defines it, in C; `simulate` puts another before it.
 TENSOR_DATA: Any = torch._C.TensorBase.data
@@ -64,12 +64,11 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run ``func`` on the CPU tensors and label what it returns."""
-        wait_for_torch()
         return run(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Print as torch prints a tensor of another device."""
-        text = repr(_read(self)).replace(", device='meta'", "")
+        text = repr(read(self)).replace(", device='meta'", "")
         grad_fn = self.grad_fn
         extras = f", device='{self.device}'"
         if grad_fn is not None:
@@ -89,7 +88,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
                 " protocol at the moment."
             )
         machine, device = self._allocation.machine, self._allocation.device
-        twin = wrap(copy.deepcopy(_read(self), memo), machine, device)
+        twin = wrap(copy.deepcopy(read(self), memo), machine, device)
         memo[id(self)] = twin
         twin.requires_grad_(self.requires_grad)
         if self.grad is not None:
@@ -105,7 +104,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Be saved as a CPU tensor, as a simulated device does not outlive its machine."""
-        values = _read(self).detach()
+        values = read(self).detach()
         if getattr(self, "_is_param", False):
             values = torch.nn.Parameter(values, requires_grad=self.requires_grad)
         return values.__reduce_ex__(protocol)
@@ -116,7 +115,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
 
     def tolist(self) -> Any:
         """Return the values as nested lists; torch refuses subclasses."""
-        values = _read(self)
+        values = read(self)
         return without_values(values).tolist() if values.is_meta else values.tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -159,7 +158,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         """Return the address of the values, by which libraries find tied tensors."""
         if not self._cpu.is_meta or not self._cpu.numel():
             return self._cpu.data_ptr()
-        start = storage_of(self._cpu).data_ptr()
+        start = _storage_of(self._cpu).data_ptr()
         return start + int(self._cpu.storage_offset()) * self._cpu.itemsize
 
     def share_memory_(self) -> SimTensor:
@@ -172,10 +171,34 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return the CPU storage behind: its address and size tell what shares memory."""
-        return storage_of(self._cpu)
+        return _storage_of(self._cpu)
 
 
-def _read(tensor: SimTensor) -> torch.Tensor:
+_addresses = itertools.count(1 << 60, 1 << 40)  # no process has memory there
+
+
+class _Unallocated(torch.UntypedStorage):
+    """A storage on meta, with an address that is no other's; torch gives all of them 0.
+
+    Libraries find tied tensors by addresses.
+    """
+
+    address: int
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    storage = tensor.untyped_storage()
+    if tensor.is_meta and type(storage) is torch.UntypedStorage:
+        # It stays so: torch gives the same object for the same storage.
+        storage.__class__ = _Unallocated
+        storage.address = next(_addresses)  # type: ignore[attr-defined]
+    return storage
+
+
+def read(tensor: SimTensor) -> torch.Tensor:
     """The CPU tensor behind, whose values are about to be read."""
     asynchronous = tensor._allocation.machine.asynchronous
     if asynchronous is None:
@@ -220,7 +243,7 @@ def _wrap_sparse(cpu: torch.Tensor, machine: Machine, device: torch.device) -> S
         SimTensor, cpu.size(), dtype=cpu.dtype, layout=cpu.layout, device=device
     )
     tensor._cpu = cpu
-    tensor._allocation, *indices = (machine.allocation_of(part, device) for part in parts(cpu))
+    tensor._allocation, *indices = (machine.allocation_of(part, device) for part in parts_of(cpu))
     tensor._allocations_of_indices = indices
     return tensor
 
@@ -273,19 +296,20 @@ def _swap_attribute(one: dict[str, Any], other: dict[str, Any], name: str) -> No
 
 def run(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` as its device would: same numbers as the CPU's, placement checked."""
-    handler = _HANDLERS.get(func)
+    handler = HANDLERS.get(func)
     if handler is not None:
         return handler(func, args, kwargs)
-    return _run_on_one_device(func, args, kwargs)
+    return run_on_one_device(func, args, kwargs)
 
 
-def _run_on_one_device(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_on_one_device(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on the tensors behind, and label its results with their device."""
     simulated: list[SimTensor] = []
     others: list[torch.Tensor] = []
     cpu_args = [_unwrap(arg, simulated, others) for arg in args]
     cpu_kwargs = {name: _unwrap(arg, simulated, others) for name, arg in kwargs.items()}
     try:
-        machine, device = _common_device(simulated, needs_machine=not _only_reads(func))
+        machine, device = common_device(simulated, needs_machine=not _only_reads(func))
     except _OfTwoMachines:
         return run(func, *_brought_together(args, kwargs, simulated))
     if others:
@@ -361,7 +385,7 @@ def _only_reads(func: Operation) -> bool:
     return func.is_view or func is aten.clone.default
 
 
-def _common_device(
+def common_device(
     simulated: list[SimTensor], needs_machine: bool = True
 ) -> tuple[Machine, torch.device]:
     """Return where the simulated operands are; raise torch's error if on several devices."""
@@ -370,7 +394,7 @@ def _common_device(
     for tensor in simulated:
         other = tensor._allocation
         if needs_machine and not other.machine.is_open:
-            raise _left_error(other.device)
+            raise left_error(other.device)
         if other.machine is not machine:
             raise _OfTwoMachines
         if other.device is not device and other.device != device:
@@ -482,80 +506,12 @@ def _mixed_error(
     return error
 
 
-def _index_error(indexed: torch.device) -> RuntimeError:
-    return RuntimeError(
-        f"indices should be either on cpu or on the same device as the indexed tensor ({indexed})"
-    )
-
-
-def _left_error(device: torch.device) -> RuntimeError:
+def left_error(device: torch.device) -> RuntimeError:
+    """What is raised where a tensor is computed with after its machine was left."""
     return RuntimeError(
         f"This tensor was on {device} of a simulated machine that has been left, so it can be read"
         " but not computed with: compute with a copy, .cpu(), or inside `with simulate(...)`."
     )
-
-
-def _to_copy(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``.to`` and ``.cpu``: copy to another device, dtype or layout."""
-    source: SimTensor = args[0]
-    allocation = source._allocation
-    machine = allocation.machine
-    kwargs = dict(kwargs)
-    target = kwargs.pop("device", None) or allocation.device
-    asynchronous = machine.asynchronous
-    if target.type != DEVICE_TYPE:
-        if asynchronous is not None and target.type == "cpu":
-            result = _converted(source, None, kwargs)
-        elif source._cpu.is_meta and target.type == "cpu":  # not copied, as that takes memory
-            result = without_values(func(source._cpu, **kwargs))
-        else:
-            result = func(source._cpu, **kwargs, device=target)
-        if target.type == "cpu":
-            machine.record_transfer(allocation.device, target, result)
-        return result
-    if not machine.is_open:
-        raise _left_error(allocation.device)
-    target = machine.devices[machine.index_of(target)]
-    if asynchronous is None:
-        result = func(source._cpu, **kwargs)
-    else:
-        result = _converted(source, target.index, kwargs)
-    machine.record_transfer(allocation.device, target, result)
-    return wrap(result, machine, target)
-
-
-def _converted(source: SimTensor, target: int | None, options: dict[str, Any]) -> torch.Tensor:
-    asynchronous = source._allocation.machine.asynchronous
-    assert asynchronous is not None
-    non_blocking = options.pop("non_blocking", False)
-    options.pop("pin_memory", None)
-    return asynchronous.converted(source._cpu, source.device.index, target, options, non_blocking)
-
-
-def _copy_(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Copy between any two devices, in place."""
-    copy_into(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
-    return args[0]
-
-
-def copy_into(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> None:
-    """Copy ``source`` into ``target``, one of them simulated at least; record the transfer."""
-    simulated = target if isinstance(target, SimTensor) else source
-    assert isinstance(simulated, SimTensor)
-    cpu_target, cpu_source = (
-        tensor._cpu if isinstance(tensor, SimTensor) else tensor for tensor in (target, source)
-    )
-    without = simulated._allocation.machine.behind.type == "meta"
-    asynchronous = simulated._allocation.machine.asynchronous
-    if asynchronous is not None and not without:
-        to, of = (t.device.index if type(t) is SimTensor else None for t in (target, source))
-        asynchronous.copy(cpu_target, cpu_source, to, of, non_blocking)
-    elif without and cpu_source.is_meta and not cpu_target.is_meta:
-        if not cpu_target.is_floating_point():
-            cpu_target.zero_()  # may be indices; floats are left, as writing takes memory
-    else:
-        cpu_target.copy_(cpu_source)
-    simulated._allocation.machine.record_transfer(source.device, target.device, cpu_target)
 
 
 def without_values(meta: torch.Tensor) -> torch.Tensor:
@@ -569,95 +525,3 @@ def without_values(meta: torch.Tensor) -> torch.Tensor:
 def has_values(tensor: torch.Tensor) -> bool:
     """Whether a tensor has values; one of a rehearsal has none."""
     return type(tensor) is not SimTensor or tensor._allocation.machine.behind.type != "meta"
-
-
-def _read_number(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``.item()``, and with it ``if tensor:``; 0 where there are no values."""
-    cpu = _read(args[0])
-    return func(without_values(cpu) if cpu.is_meta else cpu)
-
-
-def _choose_kernel(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Which kernel computes attention: the one that the CPU would choose."""
-    return func(*tree_map(_chosen_for, args), **tree_map(_chosen_for, kwargs))
-
-
-def _chosen_for(value: Any) -> Any:
-    """The CPU tensor behind one, asking for gradients as it does.
-
-    Of one without values, a CPU tensor of its shape, all of whose rows are one: the choice depends
-    on shapes, dtypes and the stride of the last dimension.
-    """
-    if type(value) is not SimTensor:
-        return value
-    cpu = value._cpu
-    if cpu.is_meta:
-        cpu = torch.empty(cpu.shape[-1:], dtype=cpu.dtype, device="cpu").expand(cpu.shape)
-    return cpu.detach().requires_grad_() if value.requires_grad else cpu
-
-
-def _equal(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``torch.equal`` and its like; tensors without values are equal if their shapes are."""
-    if any(type(arg) is SimTensor and not has_values(arg) for arg in args):
-        _common_device([arg for arg in args if type(arg) is SimTensor])
-        return args[0].shape == args[1].shape
-    return _run_on_one_device(func, args, kwargs)
-
-
-def _is_all_true(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """With what torch checks arguments, as of a distribution; without values they are good."""
-    return _run_on_one_device(func, args, kwargs) if has_values(args[0]) else torch.tensor(True)
-
-
-def _bincount(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``torch.bincount``; without values, of as many bins as are asked for at least."""
-    counted, minlength = args[0], kwargs.get("minlength", args[2] if len(args) > 2 else 0)
-    if type(counted) is not SimTensor or has_values(counted) or not minlength:
-        return _run_on_one_device(func, args, kwargs)
-    return counted.new_zeros(minlength)
-
-
-def _histc(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``torch.histc``, which counts integers too on CUDA, but not on the CPU."""
-    counted, *rest = args
-    if counted.is_floating_point():
-        return _run_on_one_device(func, args, kwargs)
-    counts = _run_on_one_device(func, (counted.double(), *rest), kwargs)
-    return counts.to(counted.dtype)
-
-
-def _index(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Index with tensors that are on the CPU or on the device of what is indexed."""
-    indexed, indices, *rest = args
-    if type(indexed) is not SimTensor:
-        raise _index_error(indexed.device)
-    allocation = indexed._allocation
-    for index in indices:
-        if type(index) is SimTensor and index._allocation.device != allocation.device:
-            raise _index_error(allocation.device)
-    if rest and rest[0].dim() == 0 and type(rest[0]) is not SimTensor:
-        # A CPU scalar may be written anywhere.
-        rest[0] = wrap(rest[0].clone(), allocation.machine, allocation.device)
-    cpu_indices = [index._cpu if type(index) is SimTensor else index for index in indices]
-    return _run_on_one_device(func, (indexed, _CheckedIndices(cpu_indices), *rest), kwargs)
-
-
-class _CheckedIndices(list[Any]):
-    """CPU index tensors, which `_unwrap` leaves alone as it looks into plain lists only."""
-
-
-_HANDLERS: dict[Operation, Handler] = {
-    aten._to_copy.default: _to_copy,
-    aten.copy_.default: _copy_,
-    aten._local_scalar_dense.default: _read_number,
-    aten._fused_sdp_choice.default: _choose_kernel,
-    aten.equal.default: _equal,
-    aten.allclose.default: _equal,
-    aten._is_all_true.default: _is_all_true,
-    aten.bincount.default: _bincount,
-    aten.histc.default: _histc,
-    aten.index.Tensor: _index,
-    aten.index_put.default: _index,
-    aten.index_put_.default: _index,
-    aten._index_put_impl_.default: _index,
-}

@@ -1,4 +1,4 @@
-"""What simulated devices that take time did, and when: as a list, a trace file and a picture."""
+"""What simulated devices that take time did, and when: as a list, and as a trace file."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ from typing import Any, SupportsIndex, overload
 
 import torch
 
-from tl_devicefix.simulation.drawing import Bar, Chart, drawn
-
 _label: ContextVar[str] = ContextVar("label of what is given to devices", default="")
 
 
 @contextmanager
 def labelled(label: str) -> Iterator[None]:
-    """Within it, what this thread gives to simulated devices has a label in ``machine.timeline``.
+    """Within it, the operations of this thread have a label in ``machine.timeline``.
 
     Args:
-        label: such as ``"run 3"``; it gives the operation its colour in the picture.
+        label: such as ``"run 3"``.
     """
     token = _label.set(label)
     try:
@@ -32,7 +30,7 @@ def labelled(label: str) -> Iterator[None]:
 
 
 def label_in_force() -> str:
-    """The label of what is given to devices now; empty if none is."""
+    """The label of operations that are launched now; empty without."""
     return _label.get()
 
 
@@ -72,18 +70,18 @@ class Timeline(list[Busy]):
 
     def __getitem__(self, index: SupportsIndex | slice) -> Busy | Timeline:
         """One of them, or those of a slice, which are a `Timeline` too."""
-        found = super().__getitem__(index)
-        return Timeline(found) if isinstance(found, list) else found
+        selected = super().__getitem__(index)
+        return Timeline(selected) if isinstance(selected, list) else selected
 
     @property
     def start(self) -> float:
         """When the first of them began, in seconds after the machine was entered; 0 of none."""
-        return min((each.start for each in self), default=0.0)
+        return min((busy.start for busy in self), default=0.0)
 
     @property
     def end(self) -> float:
         """When the last of them ended, in seconds after the machine was entered; 0 of none."""
-        return max((each.end for each in self), default=0.0)
+        return max((busy.end for busy in self), default=0.0)
 
     @property
     def late(self) -> float:
@@ -91,7 +89,7 @@ class Timeline(list[Busy]):
 
         It is behind where what it computes, or Python, takes longer than the devices are told to.
         """
-        return max((each.late for each in self), default=0.0)
+        return max((busy.late for busy in self), default=0.0)
 
     def busy_seconds(
         self,
@@ -109,9 +107,9 @@ class Timeline(list[Busy]):
         index = device if isinstance(device, int) else torch.device(device).index
         start, end = self.start if start is None else start, self.end if end is None else end
         return sum(
-            max(0.0, min(each.end, end) - max(each.start, start))
-            for each in self
-            if each.device.index == index and not each.is_copy
+            max(0.0, min(busy.end, end) - max(busy.start, start))
+            for busy in self
+            if busy.device.index == index and not busy.is_copy
         )
 
     def busy_share(
@@ -140,49 +138,14 @@ class Timeline(list[Busy]):
             path: of the file, usually ``trace.json``; one that is there is replaced.
         """
         events: list[dict[str, Any]] = []
-        for device in sorted({each.device.index for each in self}):
+        for device in sorted({busy.device.index for busy in self}):
             events.append(_named("process_name", device, 0, {"name": f"sim:{device}"}))
             events.append(_named("process_sort_index", device, 0, {"sort_index": device}))
-        for device, stream in sorted({(each.device.index, each.stream) for each in self}):
+        for device, stream in sorted({(busy.device.index, busy.stream) for busy in self}):
             events.append(_named("thread_name", device, stream, {"name": f"stream {stream}"}))
-        events.extend(_event(each) for each in self)
+        events.extend(_event(busy) for busy in self)
         trace = {"schemaVersion": 1, "displayTimeUnit": "ms", "traceEvents": events}
         Path(path).write_text(json.dumps(trace), encoding="utf-8")
-
-    def draw(self, path: str | Path, title: str = "") -> None:
-        """Draw it as an SVG: a row for each device, a colour for each label.
-
-        Args:
-            path: of the file; one that is there is replaced.
-            title: written above.
-        """
-        draw(path, {title: self})
-
-
-def draw(path: str | Path, timelines: dict[str, Timeline]) -> None:
-    """Draw timelines below each other, on one scale, as an SVG.
-
-    Args:
-        path: of the file; one that is there is replaced.
-        timelines: by title. A label has the same colour in all of them.
-    """
-    charts = [
-        Chart(
-            title,
-            timeline.end - timeline.start,
-            {
-                f"sim:{device}": [
-                    Bar(each.start - timeline.start, each.end - timeline.start, each.label,
-                        each.is_copy)
-                    for each in sorted(timeline, key=lambda each: each.start)
-                    if each.device.index == device
-                ]
-                for device in sorted({each.device.index for each in timeline})
-            },
-        )
-        for title, timeline in timelines.items()
-    ]  # fmt: skip
-    Path(path).write_text(drawn(charts), encoding="utf-8")
 
 
 def _named(name: str, device: int, stream: int, args: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,191 @@
+"""Operations that simulated devices do otherwise than by the CPU's kernel alone.
+
+Copies go between devices; a read waits, or is 0 where there are no values; indices may be on the
+CPU; and tensors without values are equal if their shapes are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from tl_devicefix.simulation.machine import DEVICE_TYPE
+from tl_devicefix.simulation.tensor import (
+    HANDLERS,
+    Operation,
+    SimTensor,
+    common_device,
+    has_values,
+    left_error,
+    read,
+    run_on_one_device,
+    without_values,
+    wrap,
+)
+
+aten = torch.ops.aten
+
+
+def _to_copy(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``.to`` and ``.cpu``: copy to another device, dtype or layout."""
+    source: SimTensor = args[0]
+    allocation = source._allocation
+    machine = allocation.machine
+    kwargs = dict(kwargs)
+    target = kwargs.pop("device", None) or allocation.device
+    asynchronous = machine.asynchronous
+    if target.type != DEVICE_TYPE:
+        if asynchronous is not None and target.type == "cpu":
+            result = _converted(source, None, kwargs)
+        elif source._cpu.is_meta and target.type == "cpu":  # not copied, as that takes memory
+            result = without_values(func(source._cpu, **kwargs))
+        else:
+            result = func(source._cpu, **kwargs, device=target)
+        if target.type == "cpu":
+            machine.record_transfer(allocation.device, target, result)
+        return result
+    if not machine.is_open:
+        raise left_error(allocation.device)
+    target = machine.devices[machine.index_of(target)]
+    if asynchronous is None:
+        result = func(source._cpu, **kwargs)
+    else:
+        result = _converted(source, target.index, kwargs)
+    machine.record_transfer(allocation.device, target, result)
+    return wrap(result, machine, target)
+
+
+def _converted(source: SimTensor, target: int | None, options: dict[str, Any]) -> torch.Tensor:
+    asynchronous = source._allocation.machine.asynchronous
+    assert asynchronous is not None
+    non_blocking = options.pop("non_blocking", False)
+    options.pop("pin_memory", None)
+    return asynchronous.converted(source._cpu, source.device.index, target, options, non_blocking)
+
+
+def _copy_(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Copy between any two devices, in place."""
+    copy_into(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+    return args[0]
+
+
+def copy_into(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> None:
+    """Copy ``source`` into ``target``, one of them simulated at least; record the transfer."""
+    simulated = target if isinstance(target, SimTensor) else source
+    assert isinstance(simulated, SimTensor)
+    cpu_target, cpu_source = (
+        tensor._cpu if isinstance(tensor, SimTensor) else tensor for tensor in (target, source)
+    )
+    without = simulated._allocation.machine.behind.type == "meta"
+    asynchronous = simulated._allocation.machine.asynchronous
+    if asynchronous is not None and not without:
+        to, of = (t.device.index if type(t) is SimTensor else None for t in (target, source))
+        asynchronous.copy(cpu_target, cpu_source, to, of, non_blocking)
+    elif without and cpu_source.is_meta and not cpu_target.is_meta:
+        if not cpu_target.is_floating_point():
+            cpu_target.zero_()  # may be indices; floats are left, as writing takes memory
+    else:
+        cpu_target.copy_(cpu_source)
+    simulated._allocation.machine.record_transfer(source.device, target.device, cpu_target)
+
+
+def _read_number(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``.item()``, and with it ``if tensor:``; 0 where there are no values."""
+    cpu = read(args[0])
+    return func(without_values(cpu) if cpu.is_meta else cpu)
+
+
+def _choose_kernel(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Which kernel computes attention: the one that the CPU would choose."""
+    return func(*tree_map(_chosen_for, args), **tree_map(_chosen_for, kwargs))
+
+
+def _chosen_for(value: Any) -> Any:
+    """The CPU tensor behind one, asking for gradients as it does.
+
+    Of one without values, a CPU tensor of its shape, all of whose rows are one: the choice depends
+    on shapes, dtypes and the stride of the last dimension.
+    """
+    if type(value) is not SimTensor:
+        return value
+    cpu = value._cpu
+    if cpu.is_meta:
+        cpu = torch.empty(cpu.shape[-1:], dtype=cpu.dtype, device="cpu").expand(cpu.shape)
+    return cpu.detach().requires_grad_() if value.requires_grad else cpu
+
+
+def _equal(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``torch.equal`` and its like; tensors without values are equal if their shapes are."""
+    if any(type(arg) is SimTensor and not has_values(arg) for arg in args):
+        common_device([arg for arg in args if type(arg) is SimTensor])
+        return args[0].shape == args[1].shape
+    return run_on_one_device(func, args, kwargs)
+
+
+def _is_all_true(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """With what torch checks arguments, as of a distribution; without values they are good."""
+    return run_on_one_device(func, args, kwargs) if has_values(args[0]) else torch.tensor(True)
+
+
+def _bincount(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``torch.bincount``; without values, of as many bins as are asked for at least."""
+    counted, minlength = args[0], kwargs.get("minlength", args[2] if len(args) > 2 else 0)
+    if type(counted) is not SimTensor or has_values(counted) or not minlength:
+        return run_on_one_device(func, args, kwargs)
+    return counted.new_zeros(minlength)
+
+
+def _histc(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``torch.histc``, which counts integers too on CUDA, but not on the CPU."""
+    counted, *rest = args
+    if counted.is_floating_point():
+        return run_on_one_device(func, args, kwargs)
+    counts = run_on_one_device(func, (counted.double(), *rest), kwargs)
+    return counts.to(counted.dtype)
+
+
+def _index_error(indexed: torch.device) -> RuntimeError:
+    return RuntimeError(
+        f"indices should be either on cpu or on the same device as the indexed tensor ({indexed})"
+    )
+
+
+def _index(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Index with tensors that are on the CPU or on the device of what is indexed."""
+    indexed, indices, *rest = args
+    if type(indexed) is not SimTensor:
+        raise _index_error(indexed.device)
+    allocation = indexed._allocation
+    for index in indices:
+        if type(index) is SimTensor and index._allocation.device != allocation.device:
+            raise _index_error(allocation.device)
+    if rest and rest[0].dim() == 0 and type(rest[0]) is not SimTensor:
+        # A CPU scalar may be written anywhere.
+        rest[0] = wrap(rest[0].clone(), allocation.machine, allocation.device)
+    cpu_indices = [index._cpu if type(index) is SimTensor else index for index in indices]
+    return run_on_one_device(func, (indexed, _CheckedIndices(cpu_indices), *rest), kwargs)
+
+
+class _CheckedIndices(list[Any]):
+    """CPU index tensors, which `_unwrap` leaves alone as it looks into plain lists only."""
+
+
+HANDLERS.update(
+    {
+        aten._to_copy.default: _to_copy,
+        aten.copy_.default: _copy_,
+        aten._local_scalar_dense.default: _read_number,
+        aten._fused_sdp_choice.default: _choose_kernel,
+        aten.equal.default: _equal,
+        aten.allclose.default: _equal,
+        aten._is_all_true.default: _is_all_true,
+        aten.bincount.default: _bincount,
+        aten.histc.default: _histc,
+        aten.index.Tensor: _index,
+        aten.index_put.default: _index,
+        aten.index_put_.default: _index,
+        aten._index_put_impl_.default: _index,
+    }
+)
