@@ -11,6 +11,7 @@ from tl_devicefix.activation_store.beginning import LOCK
 from tl_devicefix.activation_store.copying import Ring
 from tl_devicefix.activation_store.format import MASK, TOKENS, Entry, Index, write_index
 from tl_devicefix.activation_store.loading import SavedActivations
+from tl_devicefix.activation_store.on_hosts import HostMemory
 from tl_devicefix.activation_store.writing import Copied, Writer
 
 RESID, REDUCED = "blocks.0.hook_resid_post", "blocks.1.hook_resid_post"
@@ -35,7 +36,7 @@ def write_by_hand(directory: Path, dtype: torch.dtype = torch.bfloat16) -> Saved
     )
     index = Index(MODEL, {}, entries, PER_SHARD)
     write_index(directory, index)
-    ring = Ring(PER_SHARD, 3, [])
+    ring = Ring(PER_SHARD, 3, HostMemory([]), [])
     writer = Writer(directory, index, ring)
     numbers = torch.arange(N_EXAMPLES * WIDTH).view(N_EXAMPLES, WIDTH)
     examples = torch.arange(N_EXAMPLES)

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import transformers.utils.logging as hf_logging
-from datasets import load_from_disk
 from safetensors.torch import load_file
 from written_by_hand import D_MODEL, N_EXAMPLES, REDUCED, RESID, WIDTH, write_by_hand
 
@@ -188,15 +187,3 @@ def test_the_command_says_what_is_there_and_whether_it_is_whole(
     assert said.endswith("3 of 3 shards are not as they were written\n")
     assert main(["activations", "info", directory + "/none"]) == 1
     assert "there are no saved activations" in capsys.readouterr().err
-
-
-def test_a_data_set_has_a_row_for_each_example(
-    written: SavedActivations, all_of_it: torch.Tensor, tmp_path: Path
-) -> None:
-    found = written.to_dataset([RESID], torch.float16, cache_dir=tmp_path)
-    found.save_to_disk(tmp_path / "saved")
-    saved = load_from_disk(tmp_path / "saved").with_format("torch")
-    assert torch.equal(saved[RESID][:], all_of_it.half())
-    assert saved["token_ids"][:].tolist() == written.tokens[:].tolist()
-    with pytest.raises(ValueError, match=r"cannot hold torch.bfloat16: give torch.float32"):
-        written.to_dataset(dtype=torch.bfloat16)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tl_devicefix.activation_store.on_hosts import Group, Host
+from tl_devicefix.activation_store.on_hosts import Group, HostMemory
 
 _ALIGNED = 64
 
@@ -29,10 +29,14 @@ class Ring:
     Args:
         per_shard: how many examples a shard has.
         n_batches: how many batches there may be besides.
-        groups: what is in each part of a buffer.
+        memory: of the host.
+        groups: names of the tensors in each part of a buffer.
     """
 
-    def __init__(self, per_shard: int, n_batches: int, groups: Sequence[Group]) -> None:
+    def __init__(
+        self, per_shard: int, n_batches: int, memory: HostMemory, groups: Sequence[Group]
+    ) -> None:
+        self.memory = memory
         self._per_shard, self._n_batches, self._groups = per_shard, n_batches, groups
         self._largest = 0
         self._free: list[Buffer] = []
@@ -84,7 +88,7 @@ class Buffer:
     ) -> None:
         self.n_examples, self.sizes = n_examples, sizes
         self._ring, self._groups = ring, groups
-        self._parts = [each.host.empty(size) for each, size in zip(groups, sizes, strict=True)]
+        self._parts = [ring.memory.empty(size) for size in sizes]
         self._arriving: list[Any] = []
         self._users = 1
         self._counting = threading.Lock()
@@ -93,17 +97,17 @@ class Buffer:
     def copy(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Start to copy tensors here, which have names; they are there after `wait`."""
         copies = {}
-        devices: dict[Host, set[torch.device]] = {}
-        for part, (names, host) in zip(self._parts, self._groups):
+        devices = set()
+        for part, names in zip(self._parts, self._groups):
             end = 0
             for name in names:
                 tensor = tensors[name]
                 here = part[end : end + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
                 end += room_for([tensor.nbytes])
                 copies[name] = here
-                host.copy(here, tensor)
-                devices.setdefault(host, set()).add(tensor.device)
-        self._arriving = [each for host, of in devices.items() for each in host.arrivals(of)]
+                self._ring.memory.copy(here, tensor)
+                devices.add(tensor.device)
+        self._arriving = self._ring.memory.arrivals(devices)
         return copies
 
     def wait(self) -> None:

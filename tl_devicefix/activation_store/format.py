@@ -12,18 +12,11 @@ import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
-from itertools import accumulate, groupby
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, get_args
+from typing import Any, BinaryIO, Literal, get_args
 
 import torch
-
-from tl_devicefix.multihost.file_parts import checksum, write_at
-
-if TYPE_CHECKING:
-    from tl_devicefix.multihost.files import OtherHost
+from xxhash import xxh3_128 as checksum
 
 VERSION = 2
 INDEX = "index.json"
@@ -92,8 +85,7 @@ class Entry:
 class Shard:
     """A file, with the examples from `start` up to `stop`, of which `tokens` tokens were kept.
 
-    Its checksum is that of the checksums of its header and of each tensor, in the file's order: one
-    host need not have them all.
+    Its checksum is that of the checksums of its header and of each tensor, in the file's order.
     """
 
     file: str
@@ -271,13 +263,7 @@ def write_whole(path: Path, write: Callable[[BinaryIO], Any]) -> None:
         os.close(directory)
 
 
-def write_shard(
-    path: Path,
-    pieces: Pieces,
-    start: int,
-    stop: int,
-    others: Mapping[str, OtherHost] = MappingProxyType({}),
-) -> tuple[int, str]:
+def write_shard(path: Path, pieces: Pieces, start: int, stop: int) -> tuple[int, str]:
     """Write a safetensors file of tensors that are in pieces, which are not put together first.
 
     Args:
@@ -285,43 +271,29 @@ def write_shard(
         pieces: the tensors.
         start: the first of the examples that they are of.
         stop: the first of the next shard's.
-        others: by name, which host has a tensor in its memory, and writes it, if not this one.
 
     Returns:
         Its bytes, and its checksum.
-
-    Raises:
-        OSError: if it cannot be written; it names another rank's host, if it is that one's.
     """
     tensors = {
         name: (of[0].dtype, (sum(map(len, of)), *of[0].shape[1:]) if of[0].dim() else ())
         for name, of in pieces.items()
     }
     header = _header(tensors, start, stop)
-    names = _in_order(tensors)
-    sizes = [sum(piece.nbytes for piece in pieces[name]) for name in names]
-    starts = [*accumulate(sizes, initial=len(header))]
-    found: dict[int, list[bytes]] = {}
+    checksums = [checksum(header).digest()]
 
     def write(file: BinaryIO) -> None:
-        told: dict[int, Callable[[], list[bytes]]] = {}
-        if others:
-            file.truncate(starts[-1])  # which the others look for
-        for host, run in groupby(range(len(names)), lambda number: others.get(names[number])):
-            numbers = list(run)
-            first, tensors = numbers[0], [pieces[names[number]] for number in numbers]
-            if host is None:
-                found[first] = []
-                told[first] = partial(write_at, file, starts[first], tensors)
-            else:
-                told[first] = host.write(Path(file.name), starts[-1], starts[first], tensors)
         file.write(header)
-        for first in sorted(told, key=lambda first: first not in found):  # others write meanwhile
-            found[first] = told[first]()
+        for name in _in_order(tensors):
+            of_tensor = checksum()
+            for piece in pieces[name]:
+                values: Any = piece.reshape(-1).view(torch.uint8).numpy()
+                file.write(values)
+                of_tensor.update(values)
+            checksums.append(of_tensor.digest())
 
     write_whole(path, write)
-    checksums = (each for first in sorted(found) for each in found[first])
-    return starts[-1], _checksum_of_all(checksum(header).digest(), *checksums)
+    return path.stat().st_size, _checksum_of_all(*checksums)
 
 
 Tensors = Mapping[str, tuple[torch.dtype, Sequence[int]]]

@@ -11,7 +11,7 @@ from tl_devicefix.activation_store.batches import Batch
 from tl_devicefix.activation_store.copying import Buffer, room_for
 from tl_devicefix.activation_store.format import KEPT, MASK, TOKENS, Entry
 from tl_devicefix.activation_store.keeping import Found, Keeping, entries_of
-from tl_devicefix.activation_store.on_hosts import Group, Hosts
+from tl_devicefix.activation_store.on_hosts import by_device
 from tl_devicefix.activation_store.wanted import refuse_missing
 from tl_devicefix.activation_store.writing import Copied
 from tl_devicefix.dispatch.carrying import outputs_unread
@@ -59,15 +59,12 @@ class Forwards:
         self._arguments = arguments
         self._points = dict(model.hook_dict)
 
-    def first(
-        self, batch: Batch, kept: torch.Tensor | None, hosts: Hosts
-    ) -> tuple[Found, tuple[Entry, ...]]:
+    def first(self, batch: Batch, kept: torch.Tensor | None) -> tuple[Found, tuple[Entry, ...]]:
         """Run the first batch.
 
         Args:
             batch: what is given to the model.
             kept: which tokens are stored, `[batch, pos]`; None for all.
-            hosts: where what is kept goes to.
 
         Returns:
             What is kept of it, and how it is stored.
@@ -82,8 +79,7 @@ class Forwards:
         n_rows = len(batch.tokens) if kept is None else int(kept.sum())
         entries = entries_of(found, n_rows, kept is not None)
         self._entries = {entry.name: entry for entry in entries if entry.same_as is None}
-        shared = [entry.name for entry in entries if entry.axis == "shared"]
-        self.groups: list[Group] = hosts.groups(found.tensors, shared)
+        self.groups = by_device(found.tensors)
         if "return_type" not in self._arguments and not _has_unembedding(found.names):
             self._arguments = {**self._arguments, "return_type": None}  # logits are not needed
         beside = stored_beside(batch, kept)
@@ -101,7 +97,7 @@ class Forwards:
         """The sizes of a buffer's parts for so many examples, of which all tokens may be kept."""
         n_rows = {"example": n_examples, "token": n_examples * width, "shared": 1}
         sizes = {name: each.row_bytes * n_rows[each.axis] for name, each in self._entries.items()}
-        return [room_for(sizes[name] for name in names) for names, _ in self.groups]
+        return [room_for(sizes[name] for name in names) for names in self.groups]
 
     def copy(self, item: Item, found: Found) -> Copied:
         """Start to copy what is kept of a batch."""

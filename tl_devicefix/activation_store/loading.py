@@ -1,17 +1,13 @@
 """`load_activations`: what was harvested, of which only that is read which is asked for.
 
-TransformerLens and datasets are imported by what returns theirs: importing them takes longer than
-reading.
+TransformerLens is imported by what returns its classes: importing it takes longer than reading.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from tl_devicefix.activation_store.format import (
     KEPT,
@@ -184,28 +180,6 @@ class SavedActivations:
             group_bytes=largest // 2,  # three are in memory, and batches: less than two shards
             by_token=by_token,
         )
-
-    def to_dataset(
-        self,
-        names: str | Iterable[str] | None = None,
-        dtype: torch.dtype = torch.float32,
-        cache_dir: str | os.PathLike[str] | None = None,
-    ) -> Any:
-        """A `datasets.Dataset` with a row for each example, as SAELens reads cached activations.
-
-        Args:
-            names: of activations, or one; by default all.
-            dtype: float32 or float16, as Arrow has no bfloat16.
-            cache_dir: where it is written; by default where data sets are.
-
-        Raises:
-            ValueError: for another dtype, or activations that have no row for each example.
-        """
-        from tl_devicefix.activation_store.exporting import to_dataset
-
-        names = [names] if isinstance(names, str) else self.names if names is None else names
-        wanted = {name: self[name] for name in names}
-        return to_dataset(wanted, self.tokens, self.index, dtype, cache_dir)
 
     def verify(self) -> list[str]:
         """What is wrong, in a sentence for each shard that is not as it was written; reads all.

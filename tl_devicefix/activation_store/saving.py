@@ -16,7 +16,6 @@ from tl_devicefix.activation_store.batches import Batches
 from tl_devicefix.activation_store.forwards import Forwards
 from tl_devicefix.activation_store.keeping import Keep, Keeping, Reduce
 from tl_devicefix.activation_store.loading import SavedActivations, load_activations
-from tl_devicefix.activation_store.on_hosts import Hosts
 from tl_devicefix.activation_store.under_way import UnderWay
 from tl_devicefix.activation_store.wanted import wanted_of
 from tl_devicefix.checkpoints.dtypes import torch_dtype
@@ -59,8 +58,7 @@ def save_activations(
             examples, of which batches are made: tokens `[pos]`, texts, or dicts of those, as a
             `datasets.Dataset` yields them. All have as many tokens.
         names_filter: which activations: a name, names, or a function of a name. By default all.
-        directory: is made if it is not there. After `init_hosts`, all hosts must have it at this
-            path: each rank writes what it has computed.
+        directory: is made if it is not there.
         batch_size: how many examples make a batch.
         prepend_bos: for texts, as the model's forward takes it.
         dtype: to which activations are converted on their device. By default as they are computed,
@@ -87,12 +85,8 @@ def save_activations(
         FileExistsError: if a harvest is there, without `resume`.
         FileNotFoundError: if others than the last of its shards are gone, or all are.
         RuntimeError: if someone else harvests to the directory.
-        OSError: if the disk has not the room, before anything is written; or is full; or another
-            rank, which is named, cannot write.
+        OSError: if the disk has not the room, before anything is written; or is full.
         HostLost: if one is lost. What was written is whole.
-
-    Warns:
-        UserWarning: if another rank does not see the directory: rank 0 writes for it.
     """
     for name, instead in _INSTEAD.items():
         if name in arguments:
@@ -113,14 +107,13 @@ def save_activations(
         if not resume:
             beginning.what_is_there(directory, resume)  # before a directory is made
         is_new = not directory.exists()
-        text = stack.enter_context(beginning.alone_in(directory))
+        stack.enter_context(beginning.alone_in(directory))
         stack.callback(beginning.leave_nothing_empty, directory, is_new)
         stack.enter_context(torch.no_grad())
         known = beginning.what_is_there(directory, resume)
         beginning.clear_away(directory)
         forwards = Forwards(model, keeping, arguments, max_in_flight)
-        hosts = Hosts(forwards.devices, directory / beginning.LOCK, text)
-        UnderWay(forwards, source, directory, hosts, known, shard_bytes).run(progress)
+        UnderWay(forwards, source, directory, known, shard_bytes).run(progress)
     return load_activations(directory)
 
 

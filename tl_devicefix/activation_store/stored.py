@@ -25,9 +25,6 @@ class Shards:
         self._directory, self.index = directory, index
         self._compared: set[int] = set()
 
-    def __reduce__(self) -> Any:  # so that a data set of it is called the same once it was read
-        return Shards, (self._directory, self.index)
-
     def mapped(self, number: int, name: str) -> torch.Tensor:
         """A tensor of a shard, mapped: what of it is used is read then.
 

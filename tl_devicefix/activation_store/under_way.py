@@ -13,7 +13,7 @@ from tl_devicefix.activation_store.copying import Buffer, Ring
 from tl_devicefix.activation_store.format import Entry, Index, write_index
 from tl_devicefix.activation_store.forwards import Forwards, Item, stored_beside
 from tl_devicefix.activation_store.keeping import Found
-from tl_devicefix.activation_store.on_hosts import Hosts, others_of
+from tl_devicefix.activation_store.on_hosts import HostMemory
 from tl_devicefix.activation_store.progress import Bar
 from tl_devicefix.activation_store.there import There
 from tl_devicefix.activation_store.writing import Copied, Writer
@@ -26,7 +26,6 @@ class UnderWay:
         forwards: of the model.
         source: the batches.
         directory: where to, in which nobody else writes.
-        hosts: which of them write there.
         known: what is there, to go on with.
         shard_bytes: of a shard, at most.
 
@@ -40,7 +39,6 @@ class UnderWay:
         forwards: Forwards,
         source: Batches,
         directory: Path,
-        hosts: Hosts,
         known: Index | None,
         shard_bytes: int,
     ) -> None:
@@ -51,7 +49,7 @@ class UnderWay:
             raise ValueError("there is nothing to harvest: batches has none")
         self._first, self._width = first, first.tokens.shape[1]
         kept = self._kept = forwards.keeping.tokens_of(first.tokens, first.mask)
-        found, entries = forwards.first(first, kept, hosts)
+        found, entries = forwards.first(first, kept)
         self._found: Found | None = found
         index = Index(
             beginning.model_fields(forwards.model),
@@ -86,8 +84,10 @@ class UnderWay:
     def run(self, progress: bool) -> None:
         """Save what is not there yet."""
         forwards = self._forwards
-        ring = Ring(self._index.examples_per_shard, forwards.max_in_flight + 3, forwards.groups)
-        writer = Writer(self._directory, self._index, ring, others_of(forwards.groups))
+        memory = HostMemory(forwards.devices)
+        n_batches = forwards.max_in_flight + 3
+        ring = Ring(self._index.examples_per_shard, n_batches, memory, forwards.groups)
+        writer = Writer(self._directory, self._index, ring)
         n_kept = sum(shard.tokens for shard in self._index.shards)
         is_complete = False
         try:

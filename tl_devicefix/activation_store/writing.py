@@ -6,11 +6,9 @@ import errno
 import queue
 import threading
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -24,7 +22,6 @@ from tl_devicefix.activation_store.format import (
     write_index,
     write_shard,
 )
-from tl_devicefix.multihost.files import OtherHost
 
 
 @dataclass(frozen=True)
@@ -32,8 +29,7 @@ class Copied:
     """What is kept of a batch, in host memory.
 
     Attributes:
-        rows: by name; what is in `buffer` is there after `buffer.wait()`. Of what is in memory of
-            another host, tensors without values.
+        rows: by name; what is in `buffer` is there after `buffer.wait()`.
         tokens: how many of each example are kept.
         skip: how many of its examples are written already.
         buffer: whose memory it is.
@@ -58,17 +54,10 @@ class Writer:
         directory: where to.
         index: as it is there; goes on after its shards.
         ring: of the buffers, which is told of an error.
-        others: by name, the hosts of what is in memory of another one.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        index: Index,
-        ring: Ring,
-        others: Mapping[str, OtherHost] = MappingProxyType({}),
-    ) -> None:
-        self._directory, self._ring, self._others = directory, ring, others
+    def __init__(self, directory: Path, index: Index, ring: Ring) -> None:
+        self._directory, self._ring = directory, ring
         self.index = index
         self._axes = {e.name: e.axis for e in index.entries if e.same_as is None}
         self._filling = _Filling(index.n_examples)
@@ -175,7 +164,7 @@ class Writer:
             name: [self._shared[name]] if axis == "shared" else filled.pieces[name]
             for name, axis in self._axes.items()
         }
-        size, checksum = write_shard(self._directory / name, pieces, start, stop, self._others)
+        size, checksum = write_shard(self._directory / name, pieces, start, stop)
         self.index = self.index.with_shard(
             Shard(name, start, stop, filled.n_tokens, size, checksum)
         )

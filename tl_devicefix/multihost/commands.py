@@ -121,8 +121,8 @@ class Make(NamedTuple):
 
     storage: int
     geometry: Geometry
-    device: int | None
-    """Index among the rank's own; None for its host's memory."""
+    device: int
+    """Index among the rank's own."""
 
 
 class Grow(NamedTuple):
@@ -185,28 +185,6 @@ class Receive(NamedTuple):
     rank: int
 
 
-class Look(NamedTuple):
-    """Tell what is in a small file, if it is there and may be written beside."""
-
-    path: str
-
-
-class Write(NamedTuple):
-    """Write tensors that follow each other into a file, and tell their checksums, beside the rest.
-
-    They are in host memory, and each is contiguous pieces that follow each other.
-    """
-
-    number: int
-    """Of the answer."""
-    path: str
-    nbytes: int
-    """Of the file."""
-    offset: int
-    """Of the first tensor."""
-    tensors: tuple[tuple[Stored, ...], ...]
-
-
 class Synchronize(NamedTuple):
     """Tell when all before it is done."""
 
@@ -244,20 +222,6 @@ class Compare(NamedTuple):
     files: tuple[File, ...]
     checksums: tuple[dict[str, str], ...]
     """Checksums of the tensors of each, by name."""
-
-
-class NotWritten(NamedTuple):
-    """What a rank answers if it could not write."""
-
-    errno: int
-    why: str
-
-
-class Beside(NamedTuple):
-    """An answer that comes when it is there, whatever else was asked before it."""
-
-    number: int
-    answer: Any
 
 
 def exchanged(values: Any, exchange: Callable[[torch.Tensor], Any]) -> Any:

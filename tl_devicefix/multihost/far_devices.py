@@ -391,12 +391,6 @@ class FarDevices:
         self._tell(place.rank, commands.Make(self.stored(made).storage, geometry, place.number))
         return made
 
-    def allocate_on_host(self, geometry: Geometry, rank: int) -> torch.Tensor:
-        """A tensor in memory of another rank's host, without values of its own."""
-        made = self.promise(geometry, rank)
-        self._tell(rank, commands.Make(self.stored(made).storage, geometry, None))
-        return made
-
     def block_of(self, tensor: torch.Tensor, device: int) -> None:
         """None: a storage of another rank has an owner, and is let go of with it."""
 

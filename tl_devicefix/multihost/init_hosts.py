@@ -372,7 +372,7 @@ def _end(status: int) -> NoReturn:
 
     Only `os._exit` does so: threads that wait within gloo, or the store, of a host that is cut off
     hear of no exception, and Python's own end would wait for them, or abort in their C++. What is
-    to be written by then is flushed here; files of a harvest are on the disk before rank 0 is told.
+    to be written by then is flushed here.
     """
     logging.shutdown()
     sys.stdout.flush()

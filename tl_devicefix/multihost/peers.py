@@ -266,7 +266,6 @@ class Peer:
         self.outbox = Outbox()
         self._expected: SimpleQueue[None] = SimpleQueue()
         self._asked: SimpleQueue[Answer] = SimpleQueue()
-        self._asked_beside: dict[int, Answer] = {}
         self._waiting: set[Answer] = set()
         self._lock = threading.Lock()  # of threads of its own: an interrupt finds nobody with it
         self._has_sent_all = threading.Event()
@@ -402,10 +401,7 @@ class Peer:
                     told.answer.give(self.lost)
                     continue
                 self._waiting.add(told.answer)
-            if isinstance(told.command, commands.Write):
-                self._asked_beside[told.command.number] = told.answer
-            else:
-                self._asked.put(told.answer)
+            self._asked.put(told.answer)
             self._expected.put(None)
 
     def _send(self, message: Message) -> None:
@@ -428,10 +424,7 @@ class Peer:
             result = self._answers.pop()
             if isinstance(result, _Values):
                 result = self._received(result)
-        if isinstance(result, commands.Beside):
-            answer, result = self._asked_beside.pop(result.number), result.answer
-        else:
-            answer = self._asked.get()
+        answer = self._asked.get()
         with self._lock:
             if answer in self._waiting:
                 self._waiting.remove(answer)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -12,17 +10,14 @@ import torch
 from tl_devicefix.multihost import commands
 from tl_devicefix.multihost.caching import noting, storages_of, tensor_in
 from tl_devicefix.multihost.commands import (
-    Beside,
     Failed,
     Given,
     New,
-    NotWritten,
     Stored,
     exchanged,
     operation_named,
     tensors_in,
 )
-from tl_devicefix.multihost.file_parts import text_of, write_into
 from tl_devicefix.multihost.graphs import Graph, called
 from tl_devicefix.multihost.mapped import differences, read
 from tl_devicefix.multihost.peers import HostLost
@@ -52,7 +47,6 @@ class Lender:
         self._blocks: dict[int, torch.nn.Module] = {}
         self._graphs: dict[int, Graph] = {}
         self._failed: Failed | None = None
-        self._writing = ThreadPoolExecutor(1, thread_name_prefix="files")
 
     @torch.no_grad()
     def lend(self) -> None:
@@ -71,7 +65,7 @@ class Lender:
 
     def _do(self, command: Any, values: Callable[[torch.Size, torch.dtype], torch.Tensor]) -> None:
         kind = type(command).__name__.lower()
-        if kind in ("put", "receive", "send", "read", "ask", "look", "compare", "synchronize"):
+        if kind in ("put", "receive", "send", "read", "ask", "compare", "synchronize"):
             getattr(self, f"_{kind}")(command, values)
             return
         try:
@@ -162,11 +156,8 @@ class Lender:
         self._answer(command, run)
 
     def _make(self, command: commands.Make) -> None:
-        nbytes, device = command.geometry.nbytes, torch.device("cpu")
-        if command.device is not None:
-            device = self._devices[command.device]
-        pinned = command.device is None and self._devices[0].type != "cpu"
-        made = torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+        nbytes, device = command.geometry.nbytes, self._devices[command.device]
+        made = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._storages[command.storage] = made.untyped_storage()
 
     def _grow(self, command: commands.Grow) -> None:
@@ -218,25 +209,6 @@ class Lender:
                     torch.get_device_module(device.type).synchronize(device)
 
         self._answer(command, wait)
-
-    def _look(self, command: commands.Look, values: Any) -> None:
-        self._answer(command, lambda: (text_of(command.path), self._name))
-
-    def _write(self, command: commands.Write) -> None:
-        pieces = command.tensors
-        tensors = self._try(command, lambda: [list(map(self._tensor, each)) for each in pieces])
-        self._writing.submit(self._write_and_tell, command, tensors)
-
-    def _write_and_tell(self, command: commands.Write, tensors: Any) -> None:
-        """In a thread, while the next commands are done."""
-        found: list[bytes] | NotWritten
-        try:
-            found = write_into(command.path, command.nbytes, command.offset, tensors or [])
-        except Exception as error:  # noqa: BLE001  # it is raised where rank 0 waits
-            number = getattr(error, "errno", None) or errno.EIO
-            why = getattr(error, "strerror", None) or str(error)
-            found = NotWritten(number, f"{why}, on {self._name}")
-        self._wire.answer(Beside(command.number, found))
 
     def _answer(self, command: Any, find: Callable[[], Any]) -> None:
         """Send rank 0 an answer, or what failed since the last one."""
