@@ -55,11 +55,12 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Build the documentation into site/: a broken link, anchor or reference fails."""
+    """Build the documentation into site/: a broken link, anchor or reference, or style, fails."""
     # What the extra asks for and not the package, as nothing is imported: no torch is needed.
     settings = configparser.ConfigParser()
     settings.read("setup.cfg")
     session.install("-c", "constraints.txt", *settings["options.extras_require"]["docs"].split())
+    session.run("python", "docs/building/style.py")
     session.run("mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})
 
 
@@ -92,7 +93,9 @@ def package(session: nox.Session) -> None:
     session.run("python", "-m", "tl_devicefix", "demo")
     session.run("python", "-m", "tl_devicefix", "selfcheck")
     session.run(
-        "python", str(repository / "docs/building/readme.py"), str(repository / "README.md")
+        "python",
+        str(repository / "docs/building/run_page.py"),
+        *(str(repository / page) for page in ("README.md", "docs/tutorial.md")),
     )
     results = str(tmp / "patched.safetensors")
     example = str(repository / "examples/llama_70b.py")

@@ -1,4 +1,4 @@
-"""The tests on real devices: `TL_DEVICEFIX_TEST_DEVICE=cuda pytest` (docs/on_real_devices.md).
+"""The tests on real devices: `TL_DEVICEFIX_TEST_DEVICE=cuda pytest` (docs/testing_on_gpus.md).
 
 `simulate(n)` then gives the first n real devices of that type, and "sim:1" in a test means the
 second. What only a simulation has (transfers, memory to the byte, devices of a given size, more
@@ -53,7 +53,7 @@ _ROWS_OF_SIMULATED_ONES = {
     "`DataLoader` workers that hold the model": "a forked process cannot use real devices",
     "`torch.Generator` on a device": "a real device draws other numbers than the CPU",
 }
-"""Rows of docs/with_torch.md; on the CPU, they hold."""
+"""Rows of docs/compatibility.md; on the CPU, they hold."""
 
 _BESIDE_THE_HOST = (
     "test_a_device_has_room_for_two_visiting_blocks_and_the_shared_buffers",

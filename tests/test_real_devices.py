@@ -71,7 +71,7 @@ def test_what_no_machine_has_is_an_error() -> None:
 def test_rows_that_cannot_hold_on_real_devices_are_skipped(
     kind: str, row: str, skipped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = Path(__file__).parents[1] / "docs" / "with_torch.md"
+    page = Path(__file__).parents[1] / "docs" / "compatibility.md"
     assert f"| {row} |" in page.read_text()
     monkeypatch.setattr(real_devices, "TYPE", kind)
     monkeypatch.setattr(real_devices, "here", lambda: 4)

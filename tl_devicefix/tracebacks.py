@@ -34,8 +34,8 @@ ON_MIXED_DEVICES = (
     "`with tl_devicefix.mix_devices():`, which brings them together; or write "
     ".to(model.cfg.device) on a block's weight, or on what a hook kept, to bring it home, or "
     ".to(x.device) to bring it to x. "
-    'Every such case, and what to write: "Coming from single-device code", '
-    "docs/coming_from_one_device.md"
+    'Every such case, and what to write: "Run single-device code", '
+    "docs/single_device_code.md"
 )
 
 

@@ -1,7 +1,8 @@
 """Hooks of mkdocs: pages that are made from files outside docs/, links to those, named code.
 
-A notebook becomes a page that shows the outputs it was committed with; README of the notebooks,
-CONTRIBUTING and CHANGELOG become pages. In the sources, links are as they work in the repository.
+A notebook becomes a page that shows the outputs it was committed with; README, that of the
+notebooks, CONTRIBUTING and CHANGELOG become pages. In the sources, links are as they work in the
+repository.
 
 Where a page names a file, or what is in one (`hooked_transformer/loading.py:from_pretrained`),
 it has to be there: in the repository, or in the package.
@@ -24,22 +25,36 @@ from mkdocs.structure.pages import Page
 REPOSITORY = Path(__file__).parents[2]
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
 
-PAGES = {
+GENERATED = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "notebooks/README.md": "notebooks/index.md",
-    **{f"notebooks/{path.name}": f"notebooks/{path.stem}.md" for path in NOTEBOOKS},
-    "examples/llama_70b.py": "real_job.md",
-    "examples/llama_70b.sbatch": "real_job.md",
-    "examples/save_activations_and_sweep.py": "in_flight.md",
-    "examples/several_hosts.py": "hosts.md",
-    "examples/several_hosts.sbatch": "hosts.md",
 }
-"""A file of the repository, and the page of the site that shows it."""
+"""A page of the repository that is not in docs/, and its page on the site."""
+PAGES = {
+    **GENERATED,
+    **{f"notebooks/{path.name}": f"notebooks/{path.stem}.md" for path in NOTEBOOKS},
+}
+SHOWN = {
+    "examples/llama_70b.py": "slurm.md",
+    "examples/save_activations_and_sweep.py": "many_inputs.md",
+    "examples/several_hosts.py": "several_hosts.md",
+}
+"""A file of the repository that is no page, and the page that is about it."""
+
+RENAMED = {
+    "attention.md": "long_contexts.md",
+    "harvest.md": "save_activations.md",
+    "hosts.md": "several_hosts.md",
+    "in_flight.md": "many_inputs.md",
+    "with_torch.md": "compatibility.md",
+}
+"""A page that the changelog names as it was called then, and its name today."""
 
 _LINK = re.compile(r"(?<=\]\()[^)#:\s]+(?=[)#])")
 _CODE = re.compile(r"`((?:[\w.-]+/)+[\w.-]*)(?::(\w+(?:, \w+)*))?`")
+_PLACE = re.compile(r"^::: ([\w.]+):(\w+)$", re.MULTILINE)
 _CONTROL = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -48,9 +63,9 @@ _log = logging.getLogger("mkdocs.hooks.pages")  # its warnings fail a strict bui
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made from files elsewhere."""
-    for source in ("CHANGELOG.md", "CONTRIBUTING.md", "notebooks/README.md"):
+    for source, page in GENERATED.items():
         text = (REPOSITORY / source).read_text()
-        files.append(File.generated(config, PAGES[source], content=text))
+        files.append(File.generated(config, page, content=text))
     for path in NOTEBOOKS:
         page = PAGES[f"notebooks/{path.name}"]
         text, figures = notebook_page(json.loads(path.read_text()), path.stem)
@@ -62,17 +77,17 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Let links lead to the page that shows a file of the repository."""
-    pages = {made: source for source, made in PAGES.items() if made != "index.md"}
-    source = pages.get(page.file.src_uri, f"docs/{page.file.src_uri}")
-    if page.file.src_uri in ("real_job.md", "in_flight.md"):
-        source = f"docs/{page.file.src_uri}"
+    sources = {made: source for source, made in PAGES.items()}
+    source = sources.get(page.file.src_uri, f"docs/{page.file.src_uri}")
 
     def on_the_site(link: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(source), link.group()))
         if target.startswith("docs/"):
             target = target.removeprefix("docs/")
-        elif target in PAGES:
-            target = PAGES[target]
+            if page.file.src_uri == "changelog.md":
+                target = RENAMED.get(target, target)
+        elif target in PAGES or target in SHOWN:
+            target = {**PAGES, **SHOWN}[target]
         else:
             return link.group()  # mkdocs says that it does not know it
         return posixpath.relpath(target, posixpath.dirname(page.file.src_uri) or ".")
@@ -83,7 +98,20 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
                 _log.warning("%s names %s, and there is no such thing", source, missing)
         if "--8 <" in markdown:  # a formatter has taken it for code
             _log.warning("%s has an inclusion that is misspelt: write --8<--", source)
-    return _LINK.sub(on_the_site, markdown)
+    return _LINK.sub(on_the_site, _PLACE.sub(_full_name, markdown))
+
+
+def _full_name(reference: re.Match[str]) -> str:
+    """`::: tl_devicefix.planning:Job` with the module of that package that defines `Job`."""
+    package, name = reference.groups()
+    place = REPOSITORY / package.replace(".", "/")
+    for module in sorted(place.rglob("*.py")) or [place.with_suffix(".py")]:
+        if re.search(rf"^(?:class|def) {name}\b", module.read_text(), re.MULTILINE):
+            path = module.relative_to(REPOSITORY).with_suffix("")
+            parts = [part for part in path.parts if part != "__init__"]
+            return f"::: {'.'.join(parts)}.{name}"
+    _log.warning("there is no %s in %s", name, package)
+    return reference.group()
 
 
 def _missing(path: str, names: str) -> str:

@@ -82,7 +82,7 @@ def test_tokens_of_numpy(folded_on_one: Any, run: Any) -> None:
 def test_texts_of_different_lengths_are_padded_together_before(
     folded_on_one: Any, run: Any
 ) -> None:
-    """As docs/harvest.md has it."""
+    """As docs/save_activations.md has it."""
     model, texts = folded_on_one("llama"), ["w4 w5 w6", "w7"]
     tokens = model.to_tokens(texts, prepend_bos=True)
     masks = get_attention_mask(model.tokenizer, tokens, True)

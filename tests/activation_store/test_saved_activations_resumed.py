@@ -351,7 +351,7 @@ def test_a_batch_of_another_width_leaves_what_was_written(
 def test_a_shard_that_is_damaged_is_mended_by_taking_it_away(
     start: Start, batches: Any, tmp_path: Path
 ) -> None:
-    """As docs/harvest.md has it."""
+    """As docs/save_activations.md has it."""
     index, before = start(batches[:6]).index, files(tmp_path / "out")
     damaged = tmp_path / "out" / index.shards[2].file
     damaged.write_bytes(before[damaged.name][:-1] + b"\0")  # in a mask

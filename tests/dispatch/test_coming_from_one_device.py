@@ -1,4 +1,4 @@
-"""docs/coming_from_one_device.md: what works within `mix_devices`, and what to write without."""
+"""docs/single_device_code.md: what works within `mix_devices`, and what to write without."""
 
 from __future__ import annotations
 

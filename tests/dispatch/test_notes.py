@@ -13,7 +13,7 @@ import torch
 from tl_devicefix.tracebacks import ON_MIXED_DEVICES
 
 needs_notes = pytest.mark.skipif(sys.version_info < (3, 11), reason="notes came with Python 3.11")
-PAGE = "docs/coming_from_one_device.md"
+PAGE = "docs/single_device_code.md"
 
 
 def kept(model: Any, tokens: torch.Tensor) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""docs/with_torch.md: each row of its table, over four devices, for each class of model."""
+"""docs/compatibility.md: each row of its table, over four devices, for each class of model."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from torch_rows import OF_NEW_MODELS, ROWS
 
 import tl_devicefix
 
-PAGE = Path(__file__).parents[2] / "docs" / "with_torch.md"
+PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 WORKS, MIXING, NEITHER, REFUSED = "yes", "within `mix_devices`", "nor on one", "no: "
 STATES = (WORKS, MIXING, NEITHER, REFUSED)
 
 
 def table() -> dict[str, dict[str, str]]:
     """What the page says of each row, for each class."""
-    cells = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|$", PAGE.read_text(), re.MULTILINE)
+    _, _, section = PAGE.read_text().partition("\n## What works with torch")
+    section, _, _ = section.partition("\n## ")
+    cells = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|$", section, re.MULTILINE)
     rows = [cell for cell in cells if cell[0] in ROWS or cell[1].startswith(STATES)]
     return {name: {HOOKED: hooked, BRIDGE: bridge} for name, hooked, bridge in rows}
 

@@ -1,6 +1,6 @@
 """What torch offers for a whole model: each a function of a model and tokens.
 
-Its name is that of its row in docs/with_torch.md; what it returns is compared.
+Its name is that of its row in docs/compatibility.md; what it returns is compared.
 """
 
 from __future__ import annotations

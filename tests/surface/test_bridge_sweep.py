@@ -146,7 +146,7 @@ BY_DEFAULT = (
 )
 """What the default run has in flight, on TransformerLens 4."""
 SETS_THE_CONFIG = ("analysis.get_act_patch_direct_path",)
-"""What changes the config while it runs, which views share: docs/in_flight.md says so."""
+"""What changes the config while it runs, which views share: docs/many_inputs.md says so."""
 
 
 def every_call_in_flight() -> Iterator[Any]:

@@ -1,6 +1,6 @@
-"""What a 70B writes, by what is kept of it: the table in docs/harvest.md.
+"""What a 70B writes, by what is kept of it: the table in docs/benchmarks.md.
 
-python docs/building/harvest_sizes.py
+python docs/building/activation_sizes.py
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ SEQUENCES, POSITIONS = 8, 2048
 
 ROWS = {
     "one layer's `resid_post`": D_MODEL,
-    "the same, mean over the positions of each example (`reduce`)": D_MODEL / POSITIONS,
+    "the same, mean over the positions of each example (`transform`)": D_MODEL / POSITIONS,
     "one layer's `attn.hook_z`": D_MODEL,
     "one layer's `mlp.hook_post`": D_MLP,
     "`resid_post` of all layers": D_MODEL * N_LAYERS,

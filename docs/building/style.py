@@ -1,0 +1,116 @@
+"""Count the style of the documentation's pages, and fail where one is over its budget.
+
+    python docs/building/style.py
+
+Words are those of a page without its code. Each style figure is counted per 1000 words of all
+user pages together, so that one page may have more of something and another less.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+REPOSITORY = Path(__file__).parents[2]
+
+USER_PAGES = {
+    "README.md": 400,
+    "docs/install.md": 250,
+    "docs/tutorial.md": 1200,
+    "docs/fit_a_model.md": 600,
+    "docs/load.md": 450,
+    "docs/single_device_code.md": 600,
+    "docs/transformer_bridge.md": 600,
+    "docs/offload.md": 500,
+    "docs/many_inputs.md": 700,
+    "docs/save_activations.md": 800,
+    "docs/long_contexts.md": 500,
+    "docs/several_hosts.md": 800,
+    "docs/slurm.md": 400,
+    "docs/check.md": 450,
+    "docs/simulate.md": 400,
+    "docs/what_lives_where.md": 600,
+    "docs/how_it_works.md": 1500,
+    "docs/command_line.md": 500,
+    "docs/cheat_sheet.md": 350,
+    "docs/compatibility.md": 1300,
+    "docs/troubleshooting.md": 1200,
+    "docs/benchmarks.md": 1500,
+    "docs/glossary.md": 250,
+}
+CONTRIBUTORS_PAGES = {
+    "CONTRIBUTING.md": 450,
+    "docs/architecture.md": 1200,
+    "docs/adding.md": 600,
+    "docs/testing_on_gpus.md": 1000,
+    "docs/races.md": 500,
+}
+"""A page, and the most words that it may have; tables of README, the index too, come on top."""
+
+
+class Style(NamedTuple):
+    """A figure of style: what is counted, and how much of it 1000 words may or must have."""
+
+    name: str
+    pattern: str
+    at_least: float = 0
+    at_most: float = float("inf")
+
+
+STYLES = (
+    Style('"what ..."', r"\bwhat\b", at_most=3),
+    Style('"you"', r"\b(?:you|your|yours|yourself)\b", at_least=10),
+    Style("reasons", r"\b(?:because|for example|so that)\b", at_least=2),
+    Style("code blocks", r"^ *```[ \w{].*$", at_least=6),
+)
+
+
+def prose(page: str) -> str:
+    """The words of a page: no code, comments, links' targets or markup."""
+    page = re.sub(r"^( *)```.*?^\1```$", "", page, flags=re.DOTALL | re.MULTILINE)
+    page = re.sub(r"<!--.*?-->|<[^>]+>|`[^`]+`|^:::.*$", "", page, flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"\]\([^)]*\)|\]\[[^\]]*\]", " ", page)
+
+
+def words(text: str) -> int:
+    """How many words a text has."""
+    return len(re.findall(r"[^\W\d_][\w'.-]*", text))
+
+
+def main() -> int:
+    """Print a line for each page; 1 if a figure is not as it should be."""
+    faults = []
+    total = dict.fromkeys((style.name for style in STYLES), 0)
+    all_words = 0
+    print(f"{'page':32}{'words':>7}{'budget':>8}", *(f"{style.name:>12}" for style in STYLES))
+    for name, budget in (USER_PAGES | CONTRIBUTORS_PAGES).items():
+        page = (REPOSITORY / name).read_text()
+        text = prose(page)
+        if name == "README.md":
+            text = re.sub(r"^\|.*$", "", text, flags=re.MULTILINE)
+        count = words(text)
+        if count > budget:
+            faults.append(f"{name} has {count} words, and its budget is {budget}")
+        figures = {}
+        for style in STYLES:
+            where = page if style.name == "code blocks" else text
+            figures[style.name] = len(re.findall(style.pattern, where, re.I | re.M))
+        print(f"{name:32}{count:7}{budget:8}", *(f"{figure:12}" for figure in figures.values()))
+        if name in USER_PAGES:
+            all_words += count
+            for figure, number in figures.items():
+                total[figure] += number
+    rates = {name: 1000 * number / all_words for name, number in total.items()}
+    print(f"{'per 1000 words of user pages':47}", *(f"{rate:12.1f}" for rate in rates.values()))
+    for style in STYLES:
+        if not style.at_least <= rates[style.name] <= style.at_most:
+            limit = f"at least {style.at_least}" if style.at_least else f"at most {style.at_most}"
+            faults.append(f"{style.name}: {rates[style.name]:.1f} per 1000 words, not {limit}")
+    print("\n".join(faults) or "all as it should be")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
