@@ -244,20 +244,6 @@ def test_settings_of_torch_are_rank_0_s(model: Any, tokens: torch.Tensor) -> Non
     torch.testing.assert_close([found, again], [expected, plain], **EQUAL)
 
 
-def test_a_mixture_of_experts_is_run_whole_without_gradients(
-    load_over: Any,
-    on_cpu: Any,
-    tokens: torch.Tensor,
-    told: list[Any],
-) -> None:
-    alone, model = on_cpu("mixtral"), load_over("mixtral")
-    with torch.no_grad():
-        torch.testing.assert_close(model(tokens).cpu(), alone(tokens))
-
-    far = [each for each in model.blocks if next(each.parameters()).device.index >= 2]
-    assert names(told).count("Call") == len(far)
-
-
 def test_values_go_with_their_command_whenever_all_is_sent(
     model: Any, reference: Any, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

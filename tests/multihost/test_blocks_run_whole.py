@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -137,27 +136,6 @@ def test_a_class_of_the_user_s_is_run_here(model: Any, tokens: torch.Tensor) -> 
     finally:
         model.blocks[FAR].mlp = mlp
         model.zero_grad()
-
-
-def test_blocks_whose_activations_are_cached_are_run_whole(
-    model: Any,
-    tokens: torch.Tensor,
-    told: list[Any],
-) -> None:
-    expected: dict[str, torch.Tensor] = {}
-    every = (lambda name: True, lambda value, hook: expected.update({hook.name: value}))
-    with torch.no_grad():
-        _, cache = model.run_with_cache(tokens)
-        counts = Counter(commands_of(told))
-        model.run_with_hooks(tokens, fwd_hooks=[every])  # operation by operation
-
-    assert counts["CallCached"] == len(far_blocks(model))
-    assert counts["Read"] == 1  # the residual stream, to come home
-    assert Counter(commands_of(told))["CallCached"] == len(far_blocks(model))
-    assert list(cache) == list(expected)
-    for name, value in expected.items():
-        assert cache[name].stride() == value.stride()
-        assert torch.equal(cache[name].cpu(), value.cpu())
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["", "with a forward of its own"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from test_traffic import names as commands_of
 
 import tl_devicefix
 from tl_devicefix import pipeline_map
+from tl_devicefix.multihost import commands
 from tl_devicefix.multihost.far_devices import FarDevices
 
 FOREVER = 30
@@ -43,7 +43,7 @@ def test_a_rank_is_at_one_run_while_rank_0_is_at_the_next(
         has_begun.set()
 
     def wait_there(value: torch.Tensor, hook: Any) -> None:
-        far.hold(value.device.index, 10**9, pickle.dumps(UntilSomeoneWrites(pipe)))
+        far._tell(1, commands.Free((UntilSomeoneWrites(pipe),)))
 
     def wait_here(value: torch.Tensor, hook: Any) -> None:
         os.close(os.open(pipe, os.O_WRONLY))  # waits until the rank is there

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tl_devicefix.multihost.modules import OutsideBlocks
+from tl_devicefix.multihost.blocks import OutsideBlocks
 
 Copies = dict[int, tuple[torch.Tensor, torch.Tensor, int | None]]
 

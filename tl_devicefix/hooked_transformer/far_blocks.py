@@ -1,4 +1,4 @@
-"""What nobody listens to, a block or one of its components, its rank runs whole."""
+"""Blocks, and components of blocks, that nobody listens in: their rank runs each by one command."""
 
 from __future__ import annotations
 
@@ -9,8 +9,14 @@ from typing import Any
 import torch
 
 from tl_devicefix.attention.implementation import is_sdpa
-from tl_devicefix.hooked_transformer.known_blocks import look_at
-from tl_devicefix.multihost.whole import run_whole
+from tl_devicefix.hooked_transformer.known_blocks import (
+    Look,
+    fits,
+    look_at,
+    why_as_installed,
+    why_attention_as_installed,
+)
+from tl_devicefix.multihost.blocks import run_whole
 
 
 def block_whole(
@@ -19,17 +25,32 @@ def block_whole(
     shortformer_pos_embed: torch.Tensor | None,
     entry: Any,
     attention_mask: torch.Tensor | None,
+    look: Look,
     run_here: Any,
 ) -> torch.Tensor | None:
     """What a block gives, run by the rank that has it; None if somebody looks into it."""
-    if entry is not None and is_sdpa(block.attn):
-        return None  # it grows in place, here
-    given = {
+    if (
+        look.is_heard()
+        or why_as_installed(block, look) is not None
+        or why_attention_as_installed(block.attn, look) is not None
+        or not _may_be_whole(block.attn, (resid_pre,) * 3, entry)
+    ):
+        return None
+    inputs = {
         "resid_pre": resid_pre,
         "shortformer_pos_embed": shortformer_pos_embed,
         "attention_mask": attention_mask,
     }
-    return run_whole(block, given, entry, functools.partial(run_here, block))
+    return run_whole(block, inputs, entry, functools.partial(run_here, block))
+
+
+def _may_be_whole(attn: Any, inputs: Any, entry: Any) -> bool:
+    """Whether attention leaves nothing in its module, and no cache grows in place, here."""
+    return (
+        attn.cfg.positional_embedding_type != "alibi"
+        and (entry is None or not is_sdpa(attn))
+        and fits(attn, inputs, entry)
+    )
 
 
 def attention_whole(
@@ -40,23 +61,23 @@ def attention_whole(
     run_here: Callable[..., torch.Tensor],
 ) -> torch.Tensor | None:
     """What attention gives, run by the rank that has it; None if somebody looks into it."""
-    if entry is not None and is_sdpa(attn):
-        return None  # it grows in place, here
+    if not _may_be_whole(attn, inputs, entry):
+        return None
     look_at(attn)  # which leaves something in it, as a forward does
     names = "query_input", "key_input", "value_input"
-    given = {**dict(zip(names, inputs)), "attention_mask": attention_mask}
+    named = {**dict(zip(names, inputs)), "attention_mask": attention_mask}
 
     def sequential(attention_mask: torch.Tensor | None, **named: torch.Tensor) -> torch.Tensor:
-        return run_here(attn, tuple(named[each] for each in names), None, attention_mask)
+        return run_here(attn, tuple(named[name] for name in names), None, attention_mask)
 
-    return run_whole(attn, given, entry, sequential)
+    return run_whole(attn, named, entry, sequential)
 
 
 def component_whole(component: Any, x: torch.Tensor, is_norm: bool = False) -> torch.Tensor | None:
     """What an MLP or a norm gives, run by the rank that has it; None if somebody looks into it.
 
     A norm reads the residual stream several times, as others do beside it. Their gradients are
-    added one by one, and rounded each time: so it is not run whole then.
+    added one by one, and rounded each time: so it is not run by one command then.
     """
     if x.dim() != 3 or (is_norm and torch.is_grad_enabled() and x.requires_grad):
         return None  # with heads, or added to

@@ -11,7 +11,6 @@ from torch import nn
 from tl_devicefix.hooked_transformer.alignment import align, remember_placement, unalign
 from tl_devicefix.hooked_transformer.components import component_sizes
 from tl_devicefix.hooked_transformer.shared_buffers import Convert, ConvertedOnce, share_buffers
-from tl_devicefix.multihost.modules import forget
 from tl_devicefix.offload.visiting import pin
 from tl_devicefix.placement.components import component_of
 from tl_devicefix.placement.deciding import decide_fitting
@@ -137,7 +136,6 @@ def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
     Every way to move a module (`to`, `cuda`, a wrapper's `to`, accelerate's `prepare`) ends here.
     """
     before = _devices(self)
-    forget(self)
     nn.Module._apply(self, ConvertedOnce(self, fn), recurse)
     if _devices(self) != before:
         share_buffers(self)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tl_devicefix.multihost.caching import Layout
 from tl_devicefix.multihost.mapped import File, InFile
 from tl_devicefix.simulation.geometry import Geometry
 
@@ -45,51 +44,34 @@ class Settings(NamedTuple):
     values: list[Any]
 
 
-class HeldTensor(NamedTuple):
-    """A tensor of a block."""
-
-    stored: Stored | int
-    """Where the rank has it, or which of those it is that are given with the block."""
-    is_parameter: bool
-
-
 class Hold(NamedTuple):
-    """Hold a copy of a block."""
+    """Build a module of a pickled recipe."""
 
     number: int
-    block: bytes
+    recipe: bytes
     device: int
 
 
 class Call(NamedTuple):
-    """Run a block; each tensor that it gives becomes a storage."""
+    """Run a module; each tensor that it gives becomes a storage."""
 
     block: int
+    tensors: tuple[Stored, ...]
     kwargs: dict[str, Any]
     entry: tuple[type, Stored, Stored, bool] | None
     gives: tuple[tuple[int, Geometry], ...]
     operation: str = "a block"
 
 
-class CallCached(NamedTuple):
-    """Run a block; what it gives, and what hook points are called with, are in new storages."""
-
-    block: int
-    kwargs: dict[str, Any]
-    layout: Layout
-    storages: tuple[int, ...]
-    operation: str = "a block"
-
-
 class Record(NamedTuple):
-    """Run a block, and hold its graph; what it gives becomes a storage."""
+    """Run a module, and hold its graph, by a number; what it gives becomes a storage."""
 
     number: int
-    """Of the graph."""
     block: int
+    tensors: tuple[Stored, ...]
     kwargs: dict[str, Any]
     keys: tuple[str | int, ...]
-    """Of what asks for gradients: arguments, and which of the block's tensors."""
+    """Of what asks for gradients: arguments, and which of the tensors."""
     gives: tuple[tuple[int, Geometry], ...]
     operation: str = "a block"
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from tl_devicefix.multihost import commands
-from tl_devicefix.multihost.caching import Layout
 from tl_devicefix.multihost.commands import Failed, Given, New, Stored, exchanged, tensors_in
 from tl_devicefix.multihost.handshake import Place
 from tl_devicefix.multihost.holding import held_by, parts_of
@@ -51,6 +50,8 @@ class FarDevices:
         self.places, self.whole_blocks = places, whole_blocks
         self.timeline = Timeline()
         self._peers = peers
+        #: What ranks have built, by device and recipe.
+        self.built: dict[tuple[int, bytes], Any] = {}
         self._same: dict[tuple[int, File], bool] = {}  # whether a rank has a file of rank 0's
         self._between_ranks = threading.Lock()
 
@@ -160,53 +161,41 @@ class FarDevices:
         except HostLost as error:
             raise_or_keep(error)
 
-    def hold(self, device: int, number: int, block: bytes) -> None:
-        """Have a rank hold a copy of a block, by the number of its owner."""
+    def hold(self, device: int, number: int, recipe: bytes) -> None:
+        """Have a rank build a module, which has the number of its owner."""
         place = self.places[device]
-        self._tell(place.rank, commands.Hold(number, block, place.number))
+        self._tell(place.rank, commands.Hold(number, recipe, place.number))
 
     def call(
         self,
         rank: int,
         block: int,
-        given: dict[str, Any],
+        tensors: list[torch.Tensor],
+        inputs: dict[str, Any],
         entry: tuple[Any, ...] | None,
         gives: list[torch.Tensor],
     ) -> None:
-        """Have a rank run a block that it holds."""
-        there = None
+        """Have a rank run a module that it has built."""
         if entry is not None:
-            cls, keys, values, frozen = entry
-            there = cls, self.stored(keys), self.stored(values), frozen
-        _, said = self._said([], given)
-        self._tell(rank, commands.Call(block, said, there, self._promised(gives)))
-
-    def call_cached(
-        self, rank: int, block: int, given: dict[str, Any], layout: Layout
-    ) -> list[torch.Tensor]:
-        """Have a rank run a block that it holds; returns new storages of a layout, as bytes."""
-        _, said = self._said([], given)
-        made = [
-            self.promise(Geometry(torch.Size((nbytes,)), (1,), torch.uint8), rank)
-            for nbytes in layout.nbytes
-        ]
-        numbers = tuple(self.stored(each).storage for each in made)
-        self._tell(rank, commands.CallCached(block, said, layout, numbers))
-        return made
+            cls, keys, values, is_frozen = entry
+            entry = cls, self.stored(keys), self.stored(values), is_frozen
+        own, (_, said) = tuple(map(self.stored, tensors)), self._said([], inputs)
+        self._tell(rank, commands.Call(block, own, said, entry, self._promised(gives)))
 
     def record(
         self,
         rank: int,
         graph: int,
         block: int,
-        given: dict[str, Any],
+        tensors: list[torch.Tensor],
+        inputs: dict[str, Any],
         keys: tuple[str | int, ...],
         output: torch.Tensor,
     ) -> None:
-        """Have a rank run a block that it holds, and hold the graph."""
-        _, said = self._said([], given)
+        """Have a rank run a module that it has built, and hold the graph."""
+        own, (_, said) = tuple(map(self.stored, tensors)), self._said([], inputs)
         gives = self._promised([output])
-        self._tell(rank, commands.Record(graph, block, said, keys, gives))
+        self._tell(rank, commands.Record(graph, block, own, said, keys, gives))
 
     def backward(
         self,
@@ -218,8 +207,8 @@ class FarDevices:
         gives: list[torch.Tensor],
     ) -> None:
         """Have a rank run a backward through a graph that it holds."""
-        made, there = self._promised(gives), self.stored(gradient)
-        self._tell(rank, commands.Backward(graph, there, which, keeps, made))
+        made, of = self._promised(gives), self.stored(gradient)
+        self._tell(rank, commands.Backward(graph, of, which, keeps, made))
 
     def _promised(self, gives: list[torch.Tensor]) -> tuple[tuple[int, Geometry], ...]:
         return tuple((self.stored(each).storage, geometry_of(each)) for each in gives)

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import torch
 
-from tl_devicefix.multihost.classes import PACKAGES
+from tl_devicefix.monkeypatch.exchanged import PACKAGES
 from tl_devicefix.simulation.backend import real_accelerator
 from tl_devicefix.simulation.machine import bytes_of
 from tl_devicefix.simulation.sites import Site

@@ -40,7 +40,7 @@ _AHEAD = 32
 _SHORTEST, _LONGEST = 16, 2048
 """Operations of a message that is sent though nobody waits: each of twice as many as before."""
 _OPERATIONS: dict[type, int] = dict.fromkeys(
-    (commands.Call, commands.CallCached, commands.Record, commands.Backward), 16
+    (commands.Call, commands.Record, commands.Backward), 16
 )
 """For how many a command counts, if it is not for one."""
 _MOST_MESSAGES = 64

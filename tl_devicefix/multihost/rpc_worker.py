@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from tl_devicefix.multihost import commands
-from tl_devicefix.multihost.caching import noting, storages_of, tensor_in
+from tl_devicefix.multihost.blocks import Built, Graph
 from tl_devicefix.multihost.commands import (
     Failed,
     Given,
@@ -18,10 +19,8 @@ from tl_devicefix.multihost.commands import (
     operation_named,
     tensors_in,
 )
-from tl_devicefix.multihost.graphs import Graph, called
 from tl_devicefix.multihost.mapped import differences, read
 from tl_devicefix.multihost.peers import HostLost
-from tl_devicefix.multihost.pickling import Unpickler
 from tl_devicefix.multihost.settings import set_as
 from tl_devicefix.simulation.geometry import Geometry, geometry_of
 
@@ -44,7 +43,7 @@ class Lender:
     def __init__(self, name: str, devices: list[torch.device], wire: Any) -> None:
         self._name, self._devices, self._wire = name, devices, wire
         self._storages: dict[int, torch.UntypedStorage] = {}
-        self._blocks: dict[int, torch.nn.Module] = {}
+        self._built: dict[int, Built] = {}
         self._graphs: dict[int, Graph] = {}
         self._failed: Failed | None = None
 
@@ -92,25 +91,22 @@ class Lender:
         set_as(command.values)
 
     def _hold(self, command: commands.Hold) -> None:
-        device = self._devices[command.device]
-        self._blocks[command.number] = Unpickler(command.block, self._tensor, device).load()
+        recipe = pickle.loads(command.recipe)
+        self._built[command.number] = Built(recipe, self._devices[command.device])
 
     def _call(self, command: commands.Call) -> None:
         entry = None
         if command.entry is not None:
             cls, keys, values, is_frozen = command.entry
             entry = cls, self._tensor(keys), self._tensor(values), is_frozen
-        self._keep_all(called(self._block(command.block), self._named(command), entry), command)
-
-    def _callcached(self, command: commands.CallCached) -> None:
-        block = self._block(command.block)
-        with noting(block, tuple(sorted(set(command.layout.points)))) as called_with:
-            made = [block(**self._named(command)), *(each for _, each in called_with)]
-        there = storages_of(command.layout, made)
-        self._storages.update(zip(command.storages, there, strict=True))
+        tensors = list(map(self._tensor, command.tensors))
+        made = self._built[command.block].run(tensors, self._named(command), entry)
+        self._keep_all(made, command)
 
     def _record(self, command: commands.Record) -> None:
-        graph = Graph(self._block(command.block), self._named(command), command.keys)
+        tensors = list(map(self._tensor, command.tensors))
+        built = self._built[command.block]
+        graph = Graph(built, tensors, self._named(command), command.keys)
         self._graphs[command.number] = graph
         self._keep_all([graph.output], command)
 
@@ -127,6 +123,8 @@ class Lender:
     def _keep(self, made: torch.Tensor, number: int, geometry: Geometry) -> None:
         """Keep a result as rank 0 knows it, which nobody else has."""
         made = made.resolve_conj().resolve_neg()
+        if made.shape != geometry.shape:
+            raise RuntimeError(f"it gave {tuple(made.shape)}, not {tuple(geometry.shape)}")
         if geometry_of(made) != geometry or made.storage_offset():
             there = torch.empty_strided(
                 geometry.shape, geometry.stride, dtype=geometry.dtype, device=made.device
@@ -165,7 +163,7 @@ class Lender:
 
     def _free(self, command: commands.Free) -> None:
         for number in command.numbers:
-            for held in (self._storages, self._blocks, self._graphs):
+            for held in (self._storages, self._built, self._graphs):
                 held.pop(number, None)  # type: ignore[attr-defined]
 
     def _put(self, command: commands.Put, values: Any) -> None:
@@ -233,11 +231,6 @@ class Lender:
     def _named(self, command: Any) -> dict[str, Any]:
         return {name: self._found(each) for name, each in command.kwargs.items()}
 
-    def _block(self, number: int) -> torch.nn.Module:
-        if number not in self._blocks:
-            raise _NeverComputed(_NEVER)
-        return self._blocks[number]
-
     def _found(self, value: Any) -> Any:
         if type(value) is Stored:
             return self._tensor(value)
@@ -248,7 +241,9 @@ class Lender:
     def _tensor(self, stored: Stored) -> torch.Tensor:
         if stored.storage not in self._storages:
             raise _NeverComputed(_NEVER)
-        return tensor_in(self._storages[stored.storage], stored)
+        storage = self._storages[stored.storage]
+        tensor = torch.empty(0, dtype=stored.dtype, device=storage.device)
+        return tensor.set_(storage, stored.offset, stored.shape, stored.stride)  # type: ignore[call-overload]
 
     def _on_cpu(self, stored: Stored) -> torch.Tensor:
         return self._tensor(stored).to("cpu").contiguous()

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from tl_devicefix.multihost.modules import forget
 from tl_devicefix.offload.copying import copies_beside_computing, wait_until_copied
 from tl_devicefix.offload.in_common import TourInCommon, Visits, coming_and_going
 from tl_devicefix.offload.kept_weights import keeping_on_host
@@ -148,7 +147,6 @@ class ForwardWithVisitors:
                 for visitor in self._visitors:
                     visitor.move_out()
                 self._visitors, self._sent = [], None
-                forget(self._block)
             return not self._runs
 
 

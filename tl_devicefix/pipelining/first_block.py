@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 from transformer_lens.hook_points import HookPoint
 
+from tl_devicefix.attention.implementation import HOOKS
 from tl_devicefix.monkeypatch.versions import is_bridge, is_hooked_transformer
-from tl_devicefix.multihost.snapshots import HOOKS
 
 Hooks = Sequence[tuple[Any, Any]]
 """(name of a hook point, or a function of names, and the hook), as `run_with_hooks` takes them."""

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from tl_devicefix.dispatch.joining import redispatch
 from tl_devicefix.dispatch.scheduler import Run, current_run
 from tl_devicefix.monkeypatch.replacing import Replacing
-from tl_devicefix.multihost.modules import OutsideBlocks
+from tl_devicefix.multihost.blocks import OutsideBlocks
 
 Condition = Callable[[Any, dict[str, Any]], bool]
 

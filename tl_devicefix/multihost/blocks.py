@@ -1,0 +1,564 @@
+"""Blocks, and components of blocks, that a rank runs by one command, forward and backward.
+
+A rank builds such a module of its config, as TransformerLens's constructor does: so it has to be
+just what that makes, but for its tensors, which each command names. If anything else is set in it,
+or listens in it, it is run operation by operation. With gradients, the rank holds the graph, which
+is one node of autograd's here.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Callable, Sequence
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
+from transformer_lens import components
+from transformer_lens.hook_points import HookPoint
+
+from tl_devicefix.monkeypatch.exchanged import exchanged_functions
+from tl_devicefix.multihost.far_devices import FarDevices
+from tl_devicefix.multihost.peers import Owner
+from tl_devicefix.simulation.geometry import Geometry, geometry_of
+from tl_devicefix.simulation.tensor import SimTensor, wrap
+
+_log = logging.getLogger(__name__)
+Key = str | int
+"""Of a tensor of a module's forward: an argument's name, or which of the module's tensors it is."""
+_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+_OURS = "_tl_devicefix"
+_NOT_SETTINGS = {*vars(nn.Module()), "cfg", "name"}
+_ARGUMENTS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
+    components.TransformerBlock: lambda block: (block.attn.layer_id,),
+    components.Attention: lambda attn: (attn.attn_type, attn.layer_id),
+    components.GroupedQueryAttention: lambda attn: (attn.attn_type, attn.layer_id),
+    components.LayerNorm: lambda norm: (norm.length,),
+    components.RMSNorm: lambda norm: (norm.length,),
+    **dict.fromkeys((components.LayerNormPre, components.RMSNormPre), lambda norm: ()),
+    **dict.fromkeys((components.MLP, components.GatedMLP), lambda mlp: ()),
+}
+"""Class of a module that may be run by one command -> what it was made of, beside the config."""
+
+
+class OutsideBlocks:
+    """Of a mode for torch functions: it changes nothing that is computed within a block.
+
+    Whatever else it does there, it need not: blocks are run by one command within it.
+    """
+
+
+class Recipe(NamedTuple):
+    """Of what a rank builds a module, but for its tensors.
+
+    Attributes:
+        cls: its class.
+        arguments: of the constructor, behind the config.
+        config_cls: class of the config.
+        config: what is set in that, but for the device.
+        marks: what this package has set in each of the modules, as "sdpa".
+    """
+
+    cls: type
+    arguments: tuple[Any, ...]
+    config_cls: Any
+    config: dict[str, Any]
+    marks: list[dict[str, str]]
+
+
+def _recipe(module: Any) -> Recipe | None:
+    """A module's; None if its config has something that other ranks may not have."""
+    cls, config = type(module), vars(module.cfg).copy()
+    config.pop("device", None)
+    if not type(module.cfg).__module__.startswith("transformer_lens.") or not _is_plain(config):
+        return None
+    marks = [
+        {name: mark for name, mark in vars(each).items() if name.startswith(_OURS)}
+        for each in _components(module)
+    ]
+    marks = [{name: mark for name, mark in each.items() if type(mark) is str} for each in marks]
+    return Recipe(cls, _ARGUMENTS[cls](module), type(module.cfg), config, marks)
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is dict:
+        return all(map(_is_plain, (*value, *value.values())))
+    if type(value) in (list, tuple, set):
+        return all(map(_is_plain, value))
+    is_one = value is None or isinstance(value, bool | int | float | str | torch.dtype)
+    return is_one and type(value).__module__ in ("builtins", "numpy", "torch")
+
+
+def _components(module: nn.Module) -> list[Any]:
+    """A module and those in it, but for hook points."""
+    return [each for each in module.modules() if type(each) is not HookPoint]
+
+
+def _tensors_in(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """Where a module and those in it have their tensors: dicts and names, in order."""
+    return [
+        (held, name)
+        for each in _components(module)
+        for held in (each._parameters, each._buffers)
+        for name, tensor in held.items()
+        if tensor is not None
+    ]
+
+
+class Built:
+    """What a rank has built of a recipe.
+
+    Args:
+        recipe: of which.
+        device: where its tensors will be.
+    """
+
+    def __init__(self, recipe: Recipe, device: torch.device) -> None:
+        self._recipe, self._device = recipe, device
+        self._modules = [self.module()]
+
+    def module(self) -> Any:
+        """Another module, with tensors on meta."""
+        config = self._recipe.config_cls.__new__(self._recipe.config_cls)
+        vars(config).update(self._recipe.config, device="meta")
+        with torch.device("meta"):
+            module = self._recipe.cls(config, *self._recipe.arguments)
+        vars(config)["device"] = str(self._device)
+        for each, marks in zip(_components(module), self._recipe.marks, strict=True):
+            vars(each).update(marks)
+        return module
+
+    def run(
+        self, tensors: Sequence[torch.Tensor], inputs: dict[str, Any], entry: Any = None
+    ) -> list[torch.Tensor]:
+        """What the module gives with these tensors, and keys and values that a KV cache has then.
+
+        Args:
+            tensors: in order.
+            inputs: its arguments.
+            entry: class, keys, values of a KV cache's entry, and whether it is frozen.
+        """
+        try:
+            module = self._modules.pop()
+        except IndexError:  # another thread runs it
+            module = self.module()
+        slots = _tensors_in(module)
+        blanks = [held[name] for held, name in slots]
+        try:
+            for (held, name), tensor in zip(slots, tensors, strict=True):
+                held[name] = tensor
+            if entry is None:
+                return [module(**inputs)]
+            cls, keys, values, is_frozen = entry
+            cache = cls(past_keys=keys, past_values=values, frozen=is_frozen)
+            output = module(**inputs, past_kv_cache_entry=cache)
+            return [output] if is_frozen else [output, cache.past_keys, cache.past_values]
+        finally:
+            for (held, name), blank in zip(slots, blanks):
+                held[name] = blank
+            self._modules.append(module)
+
+
+class Graph:
+    """A forward of a module, and what a backward through it needs.
+
+    Args:
+        built: the module.
+        tensors: the module's.
+        inputs: its arguments.
+        keys: of the tensors that ask for gradients.
+
+    Attributes:
+        output: what the module gives.
+    """
+
+    def __init__(
+        self,
+        built: Built,
+        tensors: Sequence[torch.Tensor],
+        inputs: dict[str, Any],
+        keys: Sequence[Key],
+    ) -> None:
+        named: dict[Key, Any] = dict(enumerate(tensors))
+        named.update(inputs)
+        leaves = {key: named[key].detach().requires_grad_() for key in keys}
+        self._leaves = list(leaves.values())
+        named |= leaves
+        own = [named[index] for index in range(len(tensors))]
+        with torch.enable_grad():
+            (self._output,) = built.run(own, {name: named[name] for name in inputs})
+        # What a sum gives, its gradient does not need: it may be changed in place.
+        node = self._output.grad_fn
+        is_sum = node is not None and node.name() == "AddBackward0"
+        self.output = self._output.detach() if is_sum else self._output.detach().clone()
+
+    def backward(
+        self, gradient: torch.Tensor, which: Sequence[int], keeps: bool = False
+    ) -> list[torch.Tensor]:
+        """Gradients of some of the tensors that ask for them.
+
+        Args:
+            gradient: of the output.
+            which: of the keys.
+            keeps: whether there may be another backward.
+        """
+        leaves = [self._leaves[each] for each in which]
+        return list(
+            torch.autograd.grad(
+                self._output, leaves, gradient, retain_graph=keeps, materialize_grads=True
+            )
+        )
+
+
+class _Seen:
+    """What is set in a module, while it is what its constructor makes.
+
+    Args:
+        module: which one.
+
+    Attributes:
+        recipe: of which a rank builds it; None if it is anything else, and as bytes.
+        name: its own.
+        names: of its tensors, in order.
+    """
+
+    def __init__(self, module: Any) -> None:
+        vars(module)[_SEEN] = self  # and not beside it, as garbage is collected together
+        own, inside = _components(module), list(module.modules())
+        held = [*map(vars, own), *(each._modules for each in own), vars(module.cfg)]
+        self._held = [(each, tuple(each), tuple(each.values())) for each in held]
+        points = [vars(each) for each in inside if type(each) is HookPoint]
+        self._sized = [(each, len(each)) for each in points]
+        self._of_tensors = [held for each in own for held in (each._parameters, each._buffers)]
+        self._names = list(map(tuple, self._of_tensors))
+        self._inside = inside[1:]
+        self._classes = list(map(type, self._inside))
+        self._hooks = [vars(each)[name] for each in inside[1:] for name in _HOOKS]
+        self._shapes = [_shape(held[name]) for held, name in _tensors_in(module)]
+        self.names = [name for _, name in _tensors_in(module)]
+        self.recipe = _recipe(module)
+        self.name = str(vars(module).get("name") or type(module).__name__)
+        self.told = pickle.dumps(self.recipe, protocol=5)
+        if self.recipe is not None and not _is_as_built(module, self.recipe):
+            self.recipe = None
+
+    def holds(self, module: nn.Module) -> bool:
+        """Whether it is of this module, in which nothing was set, and no module exchanged, since.
+
+        Tensors may be others.
+        """
+        return (
+            self._held[0][0] is vars(module)
+            and all(map(_is_same, self._held))
+            and self._names == list(map(tuple, self._of_tensors))
+            and all(len(each) == size for each, size in self._sized)
+            and self._classes == list(map(type, self._inside))
+        )
+
+    def is_heard(self) -> bool:
+        """Whether somebody listens in it."""
+        return any(self._hooks)
+
+    def tensors(self, device: torch.device) -> list[Any] | None:
+        """Its tensors; None if they are not all there, or have other shapes or dtypes now."""
+        tensors = [each for held in self._of_tensors for each in held.values() if each is not None]
+        is_here = all(type(each) is SimTensor and each.device == device for each in tensors)
+        return tensors if is_here and list(map(_shape, tensors)) == self._shapes else None
+
+    # A copy is looked at anew.
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+def _shape(tensor: torch.Tensor) -> Any:
+    return tensor.shape, tensor.dtype
+
+
+def _is_same(seen: tuple[dict[str, Any], tuple[str, ...], tuple[Any, ...]]) -> bool:
+    held, names, values = seen
+    return tuple(held) == names and all(map(is_, held.values(), values))
+
+
+def _is_as_built(module: Any, recipe: Recipe) -> bool:
+    """Whether a module is what its constructor makes, but for its tensors and for hooks."""
+    try:
+        built = Built(recipe, torch.device("meta")).module()
+    except Exception:  # noqa: BLE001  # the constructor's, of a config that was changed since
+        return False
+    ones, others = list(module.modules()), list(built.modules())
+    return (
+        list(map(type, ones)) == list(map(type, others))
+        and all(
+            "forward" not in vars(one)
+            if type(one) is HookPoint
+            else _settings(one) == _settings(other)
+            and getattr(one, "cfg", None) in (None, module.cfg)
+            for one, other in zip(ones, others)
+        )
+        and [name for _, name in _tensors_in(module)] == [name for _, name in _tensors_in(built)]
+    )
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    """What is set in a module, but for None, and what torch and this package set."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if value is not None and name not in _NOT_SETTINGS and not name.startswith(_OURS)
+    } | {"compiled": module._compiled_call_impl}
+
+
+_SEEN = "_tl_devicefix_seen"
+_warned_of: set[tuple[str, ...]] = set()
+
+
+def _is_looked_into() -> bool:
+    """Whether there is something around that sees, or changes, each operation."""
+    modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
+    return (
+        bool(_has_any_global_hook())
+        or _len_torch_dispatch_stack() > 0
+        or not all(isinstance(mode, OutsideBlocks) for mode in modes)
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._is_any_autocast_enabled()
+    )
+
+
+def _are_functions_exchanged() -> bool:
+    """Whether a block would use functions here that its rank has not, which the user is told."""
+    names = exchanged_functions()
+    if names and names not in _warned_of:
+        _warned_of.add(names)
+        more = f" (and {len(names) - 1} more)" if names[1:] else ""
+        _log.warning(
+            f"{names[0]}{more} was exchanged, of which other ranks know nothing: until it is put "
+            "back, blocks run operation by operation, which takes longer"
+        )
+    return bool(names)
+
+
+def run_whole(
+    module: Any, inputs: dict[str, Any], entry: Any, run_here: Callable[..., torch.Tensor]
+) -> torch.Tensor | None:
+    """What a block, or one of its components, gives, run by one command.
+
+    Args:
+        module: of a class of TransformerLens's.
+        inputs: its arguments by name, the first of which is the residual stream or what is read of
+            it, [batch, pos, d_model].
+        entry: of a KV cache, to which it appends.
+        run_here: its forward, operation by operation.
+
+    Returns:
+        None if its operations must be run one by one.
+    """
+    residual = next(iter(inputs.values()))
+    if type(residual) is not SimTensor or "forward" in vars(module) or _is_looked_into():
+        return None
+    machine, device = residual._allocation.machine, residual.device
+    far = machine.asynchronous
+    if not isinstance(far, FarDevices) or not far.whole_blocks or _are_functions_exchanged():
+        return None
+    if type(module) not in _ARGUMENTS:
+        return None
+    seen: _Seen | None = vars(module).get(_SEEN)
+    if seen is None or not seen.holds(module):
+        seen = _Seen(module)
+    tensors = None if seen.recipe is None or seen.is_heard() else seen.tensors(device)
+    # Of another dtype, or lying otherwise, it would give another one.
+    if tensors is None or residual.dtype != module.cfg.dtype or not residual.is_contiguous():
+        return None
+    given = [each for each in inputs.values() if isinstance(each, torch.Tensor)]
+    if not all(type(each) is SimTensor and each.device == device for each in given):
+        return None
+    call = _Call(far, device, module, seen, tensors, inputs, run_here)
+    far.wait_for_room(call.rank)
+    if torch.is_grad_enabled():
+        named: dict[Key, Any] = {**dict(enumerate(tensors)), **inputs}
+        keys = tuple(k for k, each in named.items() if each is not None and each.requires_grad)
+        if keys:
+            is_seen = entry is not None or torch.is_anomaly_enabled() or _saves_by_hooks()
+            return None if is_seen else _Whole.apply(call, keys, *(named[key] for key in keys))  # type: ignore[no-any-return]
+    outputs = [_output(residual)]
+    if entry is None:
+        return call.run(None, outputs)[0]
+    keys_and_values = entry.past_keys, entry.past_values
+    if not type(entry).__module__.startswith("transformer_lens.") or any(
+        type(each) is not SimTensor or each.device != device for each in keys_and_values
+    ):
+        return None
+    past = type(entry), *(each._cpu for each in keys_and_values), entry.frozen
+    if not entry.frozen:
+        for batch, length, *heads in (each.shape for each in keys_and_values):
+            outputs.append(_contiguous((batch, length + residual.shape[1], *heads), residual.dtype))
+    made = call.run(past, outputs)
+    if not entry.frozen:
+        entry.past_keys, entry.past_values = made[1:]
+    return made[0]
+
+
+def _saves_by_hooks() -> bool:
+    """Within `torch.autograd.graph.saved_tensors_hooks`, which see what operations save."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def _output(residual: torch.Tensor) -> Geometry:
+    """Of what a block gives: the shape of the residual stream."""
+    batch, pos, *_, d_model = residual.shape
+    return _contiguous((batch, pos, d_model), residual.dtype)
+
+
+def _contiguous(shape: Any, dtype: torch.dtype) -> Geometry:
+    return Geometry(torch.Size(shape), torch.empty(shape, device="meta").stride(), dtype)
+
+
+class _Call:
+    """A call of a module by one command, with or without a graph.
+
+    Args:
+        far: the devices of all ranks.
+        device: where the module is.
+        module: which is called.
+        seen: what is set in it.
+        tensors: its own.
+        inputs: its arguments.
+        run_here: its forward, operation by operation.
+    """
+
+    def __init__(
+        self, far: FarDevices, device: torch.device, module: nn.Module, seen: _Seen,
+        tensors: list[SimTensor], inputs: dict[str, Any], run_here: Callable[..., torch.Tensor],
+    ) -> None:  # fmt: skip
+        self.far, self.device, self.module, self.seen = far, device, module, seen
+        self._machine = next(iter(inputs.values()))._allocation.machine
+        self.tensors, self.inputs, self.run_here = tensors, inputs, run_here
+        self.rank = far.places[device.index].rank
+        key = device.index, seen.told
+        self._runner = far.built.get(key) or far.built.setdefault(key, self._build())
+
+    def _build(self) -> Built | Owner:
+        if not self.rank:
+            assert self.seen.recipe is not None
+            return Built(self.seen.recipe, self.far.places[self.device.index].device)
+        owner = self.far.owner(self.rank)
+        self.far.hold(self.device.index, owner.number, self.seen.told)
+        return owner
+
+    def _behind(self) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        """The module's tensors, and its arguments, as they are behind those of the machine."""
+        named = self.inputs.items()
+        inputs = {name: each._cpu if type(each) is SimTensor else each for name, each in named}
+        return [each._cpu for each in self.tensors], inputs
+
+    def wrapped(self, made: torch.Tensor) -> SimTensor:
+        """What was computed there, on its device."""
+        return wrap(made, self._machine, self.device)
+
+    def run(self, entry: Any, outputs: list[Geometry]) -> list[SimTensor]:
+        """What it gives without a graph, and what an entry of a KV cache has then."""
+        if isinstance(self._runner, Built):
+            with torch.no_grad():
+                made = self._runner.run(*self._behind(), entry)
+        else:
+            made = [self.far.promise(each, self.rank) for each in outputs]
+            self.far.call(self.rank, self._runner.number, *self._behind(), entry, made)
+        return list(map(self.wrapped, made))
+
+    def record(
+        self, keys: tuple[Key, ...], wanted: Sequence[SimTensor]
+    ) -> tuple[SimTensor, Graph | _FarGraph]:
+        """What it gives, and its graph, for gradients to what is wanted."""
+        tensors, inputs = self._behind()
+        graph: Graph | _FarGraph
+        if isinstance(self._runner, Built):
+            graph = Graph(self._runner, tensors, inputs, keys)
+            return self.wrapped(graph.output), graph
+        output = self.far.promise(_output(next(iter(inputs.values()))), self.rank)
+        graph = _FarGraph(self.far, self.rank, wanted)
+        block = self._runner.number
+        self.far.record(self.rank, graph.number, block, tensors, inputs, keys, output)
+        return self.wrapped(output), graph
+
+    def is_read(self, key: Key) -> bool:
+        """Whether a backward may read a tensor: weights and inputs, but no bias."""
+        return isinstance(key, str) or self.seen.names[key].lstrip("_")[0] in "Ww"
+
+    def again(self, named: dict[Key, Any], needed: list[Any], gradient: torch.Tensor) -> Any:
+        """Gradients that have gradients themselves: its operations are run one by one.
+
+        Raises:
+            RuntimeError: if it would be another module's.
+        """
+        if self.seen.is_heard() or not self.seen.holds(self.module):
+            raise RuntimeError(
+                f"{self.seen.name} was changed, or got hooks, between a forward and a backward for "
+                "gradients of gradients, which runs it again: change it before the forward, or "
+                "after both"
+            )
+        inputs = {name: named.get(name, each) for name, each in self.inputs.items()}
+        output = self.run_here(**inputs)
+        return torch.autograd.grad(output, needed, gradient, create_graph=True, allow_unused=True)
+
+
+class _FarGraph:
+    """A `Graph` that another rank holds, until this is let go.
+
+    Args:
+        far: the devices of all ranks.
+        rank: which one.
+        wanted: what asks for gradients.
+    """
+
+    def __init__(self, far: FarDevices, rank: int, wanted: Sequence[SimTensor]) -> None:
+        self._far, self._rank = far, rank
+        self._owner: Owner | None = far.owner(rank)
+        self.number = self._owner.number
+        # As parameters lie: autograd copies a gradient that lies otherwise.
+        self._like = [geometry_of(torch.empty_like(each._cpu)) for each in wanted]
+
+    def backward(
+        self, gradient: torch.Tensor, which: tuple[int, ...], keeps: bool
+    ) -> list[torch.Tensor]:
+        """Gradients of some of the tensors that ask for them, which the rank is told to make."""
+        gives = [self._far.promise(self._like[each], self._rank) for each in which]
+        self._far.backward(self._rank, self.number, gradient, which, keeps, gives)
+        if not keeps:
+            self._owner = None
+        return gives
+
+
+class _Whole(torch.autograd.Function):
+    """A module's forward and backward, each one command."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, keys: tuple[Key, ...], *wanted: Any) -> Any:  # type: ignore[override]
+        output, ctx.graph = call.record(keys, wanted)
+        ctx.call, ctx.keys = call, keys
+        named: dict[Key, Any] = dict(enumerate(call.tensors))
+        named.update(zip(keys, wanted))
+        # Also frozen weights; but a bias may be changed before the backward, as nothing reads it.
+        read = {key: each for key, each in named.items() if call.is_read(key)}
+        ctx.save_for_backward(*read.values())
+        ctx.read = tuple(read)
+        ctx.unread = {key: each for key, each in named.items() if key not in read}
+        call.inputs = {k: None if k in keys else each for k, each in call.inputs.items()}
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:  # type: ignore[override]
+        named = {**ctx.unread, **dict(zip(ctx.read, ctx.saved_tensors))}
+        which = tuple(index for index, need in enumerate(ctx.needs_input_grad[2:]) if need)
+        if torch.is_grad_enabled():  # for gradients of gradients
+            gradients = ctx.call.again(named, [named[ctx.keys[each]] for each in which], gradient)
+        else:
+            keeps = torch._C._autograd._get_current_graph_task_keep_graph()
+            made = ctx.graph.backward(gradient._cpu, which, keeps)
+            gradients = map(ctx.call.wrapped, made)
+        of = dict(zip(which, gradients))
+        return None, None, *(of.get(index) for index in range(len(ctx.keys)))
