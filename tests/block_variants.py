@@ -81,10 +81,12 @@ BLOCKS_AS_INSTALLED = {"split inputs", "attn_in"}
 ATTENTION_AS_INSTALLED = {"attn_result", "attn_result, grouped", "log-n"} | BLOCKS_AS_INSTALLED
 
 
-def make(name: str, dtype: torch.dtype = torch.float32) -> HookedTransformer:
+def make(
+    name: str, dtype: torch.dtype = torch.float32, n_layers: int = N_LAYERS
+) -> HookedTransformer:
     """A model of a variant; how its weights lie in memory differs from block to block."""
     options = {
-        "n_layers": N_LAYERS,
+        "n_layers": n_layers,
         "d_model": 16,
         "n_heads": 4,
         "d_head": 4,

@@ -327,6 +327,44 @@ def test_a_module_in_the_place_of_each_hook_point(variant: str) -> None:
     assert_all_as_installed({path: partial(with_coder, path) for path in points(model)})
 
 
+@pytest.mark.parametrize("path", ["blocks.1.mlp.hook_post", "blocks.3.attn.hook_z"])
+@pytest.mark.parametrize("of_torch", [False, True], ids=["hook point", "module"])
+def test_a_hook_that_exchanges_a_module_of_its_block_or_a_later_one(
+    path: str, of_torch: bool
+) -> None:
+    model = make("RMS, grouped", n_layers=4)
+    parent, _, name = path.rpartition(".")
+    holder, coder = model.get_submodule(parent), Coder()
+
+    def exchange(*_: Any, **__: Any) -> None:
+        holder._modules[name] = coder
+
+    def exchanged() -> Seen:
+        coder.heard.clear()
+        with mock.patch.dict(holder._modules):
+            run(model, grad=False)  # the blocks are known as they are
+            if not of_torch:
+                seen = run(model, [("blocks.1.hook_resid_pre", exchange)], grad=False)
+            else:
+                with model.blocks[1].register_forward_pre_hook(exchange):
+                    seen = run(model, grad=False)
+        assert coder.heard
+        return seen
+
+    assert_as_installed(exchanged)
+
+
+def test_a_copy_of_a_model_has_its_own_hooks() -> None:
+    model = make("RMS, grouped")
+    before = run(model, grad=False)["logits"]
+    copied = copy.deepcopy(model)
+    copied.add_hook("blocks.1.hook_resid_mid", lambda activation, hook: activation * 0.5)
+    assert not torch.equal(run(copied, grad=False)["logits"], before)
+    assert torch.equal(run(model, grad=False)["logits"], before)
+    model.add_hook("blocks.0.hook_resid_mid", lambda activation, hook: activation * 0.5)
+    assert_as_installed(lambda: run(copied, grad=False))
+
+
 COMPONENTS = ("", ".attn", ".mlp", ".ln1", ".ln2", ".attn.q_norm", ".mlp.hook_pre")
 
 

@@ -38,11 +38,12 @@ def let_hooks_be(model: Any) -> None:
 
 def add_hook(original: Any, self: Any, hook: Any, *args: Any, **kwargs: Any) -> Any:
     """`HookPoint.add_hook`; on a model on several devices, the hook may mix them."""
-    before = [*self.fwd_hooks, *self.bwd_hooks]
-    added = original(self, HookAcrossDevices(hook), *args, **kwargs)
-    for handle in (*self.fwd_hooks, *self.bwd_hooks):
-        if hasattr(handle, "user_hook") and not any(handle is each for each in before):
-            handle.user_hook = hook
+    across = HookAcrossDevices(hook)
+    added = original(self, across, *args, **kwargs)
+    for handles in (self.fwd_hooks, self.bwd_hooks):
+        for handle in handles:
+            if getattr(handle, "user_hook", None) is across:
+                handle.user_hook = hook
     return added
 
 
@@ -68,8 +69,8 @@ class HookAcrossDevices:
         Raises:
             RuntimeError: if it mixes or returns tensors of devices that are not the model's.
         """
-        point = getattr(hook, "_target", hook)
-        devices: frozenset[torch.device] = getattr(point, _DEVICES, frozenset())
+        point = vars(hook).get("_target", hook)  # of a Bridge's hook point by another name
+        devices: frozenset[torch.device] = vars(point).get(_DEVICES, frozenset())
         # A Bridge's hook points may hand out tuples, or None.
         here = getattr(activation, "device", None)
         chosen = chosen_device(here)

@@ -20,7 +20,6 @@ import torch
 import transformer_lens.components as components
 from packaging.version import Version
 from torch.nn.modules.module import _has_any_global_hook
-from torch.utils.hooks import RemovableHandle
 from transformer_lens.components import Attention, GroupedQueryAttention, TransformerBlock
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities import attention as attention_utilities
@@ -107,6 +106,11 @@ class Look:
         self._children = [each["_modules"] for each in held if each["_modules"]]
         self._children_seen = list(map(dict, self._children))
         self._hooks = [each[name] for each in held[1:] for name in HOOKS]
+        self._hooks_in = {
+            name: [vars(each)[kind] for each in child.modules() for kind in HOOKS]
+            for name, child in module._modules.items()
+            if type(child) is not HookPoint
+        }
         self._has_others = any(type(each) not in OWN or "forward" in vars(each) for each in inside)
         self.why = _why_as_built(module)
         self.why_attention = (
@@ -130,6 +134,14 @@ class Look:
         """Whether somebody listens in it: on a hook point or a component, or in place of one."""
         return self._has_others or any(self._hooks)
 
+    def is_heard_in(self, name: str) -> bool:
+        """Whether somebody listens on or in one of its components, or may since this look."""
+        return (
+            self._has_others
+            or any(self._hooks_in[name])
+            or self._children != self._children_seen
+        )
+
     # A copy is looked at anew.
 
     def __reduce__(self) -> Any:
@@ -150,7 +162,7 @@ def look_at(module: Any) -> Look:
 _LOOK = "_tl_devicefix_look"
 
 
-class AllBlocks:
+class AllBlocks(Look):
     """The blocks of a model, looked at together, which takes less than one by one.
 
     Args:
@@ -161,12 +173,8 @@ class AllBlocks:
         self._blocks = blocks
         self._cfg = blocks[0].cfg
         self._looks = [look_at(block) for block in blocks]
-        self._sized = [held for look in self._looks for held in look._sized]
-        self._sizes = list(map(len, self._sized))
-        self._children = [held for look in self._looks for held in look._children]
-        self._children_seen = list(map(dict, self._children))
-        self._components = [each for look in self._looks for each in look._components]
-        self._classes = list(map(type, self._components))
+        for kind in ("_sized", "_sizes", "_children", "_children_seen", "_components", "_classes"):
+            setattr(self, kind, [each for look in self._looks for each in getattr(look, kind)])
         self._hooks = [hooks for look in self._looks for hooks in look._hooks]
         self._around = [vars(block)[name] for block in blocks for name in HOOKS]
         self._plain = all(
@@ -174,14 +182,9 @@ class AllBlocks:
             for look in self._looks
         ) and all(block.cfg is self._cfg for block in blocks)
 
-    def holds(self, blocks: list[Any]) -> bool:
+    def is_of(self, blocks: list[Any]) -> bool:
         """Whether they are these blocks, and as they were."""
-        return (
-            self._blocks == blocks
-            and self._sizes == list(map(len, self._sized))
-            and self._children == self._children_seen
-            and self._classes == list(map(type, self._components))
-        )
+        return self._blocks == blocks and self.holds()
 
     def unheard(self) -> dict[int, Look]:
         """Id of each block in which nobody listens -> the look at it, if all run `block.py`."""
@@ -209,34 +212,33 @@ class AllBlocks:
 def unheard_look(block: Any) -> Look | None:
     """The look at a block in which nobody listens, in a forward of its model.
 
-    All blocks are looked at when the first one runs, and again once hooks were registered, or a
-    block has run code that is not TransformerLens's. None where the block is to be looked at.
+    All blocks are looked at when the first one runs, and again after one in which somebody listens,
+    as a hook may add others. None where the block is to be looked at by itself.
     """
     kept = kept_in_forward()
     model = kept.get(MODEL)
     if model is None:
         return None
-    blocks = kept.get(_UNHEARD)
-    if blocks is None or kept[_N_HOOKS] != RemovableHandle.next_id:
+    blocks: dict[int, Look] | None = kept.get(_UNHEARD)
+    if blocks is None:
         blocks = kept[_UNHEARD] = _unheard_in(model)
-        kept[_N_HOOKS] = RemovableHandle.next_id
     look: Look | None = blocks.get(id(block))
     if look is None and 2 * len(blocks) > len(model.blocks):
-        del kept[_UNHEARD]  # what it runs may change others
+        kept[_UNHEARD] = None
     elif look is None:
-        kept[_UNHEARD] = {}
+        kept[_UNHEARD] = {}  # each by itself: where most are listened in, that takes less
     return look
 
 
 def _unheard_in(model: Any) -> dict[int, Look]:
     blocks = list(model.blocks._modules.values())
     together: AllBlocks | None = model.__dict__.get(_TOGETHER)
-    if together is None or not together.holds(blocks):
+    if together is None or not together.is_of(blocks):
         together = model.__dict__[_TOGETHER] = AllBlocks(blocks)
     return together.unheard()
 
 
-MODEL, _UNHEARD, _N_HOOKS, _TOGETHER = "model", "unheard", "n_hooks", "_tl_devicefix_blocks"
+MODEL, _UNHEARD, _TOGETHER = "model", "unheard", "_tl_devicefix_blocks"
 
 
 def why_as_installed(block: Any, look: Look | None = None) -> str | None:

@@ -9,6 +9,7 @@ from tl_devicefix.hooked_transformer import (
     alignment,
     block,
     config,
+    hook_points,
     loading,
     moving,
     processing,
@@ -70,6 +71,12 @@ PATCHES = (
         "SAEs and the like run where they are, whatever block they are attached to",
     ),
     *(Patch(name, *row) for name, row in CACHING.items()),
+    Patch(
+        "remove_all_hook_fns",
+        hook_points.remove_all_hook_fns,
+        ("self", "direction", "including_permanent", "level"),
+        "hook points without hooks are left alone, which takes a third of a forward's time",
+    ),
     Patch(
         "forward",
         block.forward_of_model,
