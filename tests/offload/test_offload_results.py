@@ -179,8 +179,9 @@ def test_after_a_hook_that_raises_the_model_is_whole_and_no_memory_stays(
     assert_agrees(model(tokens), reference(tokens), home_of(model))
 
 
+@pytest.mark.parametrize("change", ["in place", "data"])
 def test_what_a_hook_changes_in_its_block_s_weights_stays_changed(
-    load: Any, reference: Any, tokens: torch.Tensor
+    change: str, load: Any, reference: Any, tokens: torch.Tensor
 ) -> None:
     model, reference = load("llama", "all of one device"), copy.deepcopy(reference)
 
@@ -188,7 +189,11 @@ def test_what_a_hook_changes_in_its_block_s_weights_stays_changed(
 
         @torch.no_grad()
         def halve(activation: torch.Tensor, hook: Any, each: Any = each) -> None:
-            each.blocks[2].mlp.W_out.mul_(0.5)
+            weight = each.blocks[2].mlp.W_out
+            if change == "data":
+                weight.data = weight.data / 2
+            else:
+                weight.mul_(0.5)
 
         each.run_with_hooks(tokens, fwd_hooks=[("blocks.2.hook_resid_pre", halve)])
 

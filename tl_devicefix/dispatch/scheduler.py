@@ -22,8 +22,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tl_devicefix.offload.copying import module_with_streams
-from tl_devicefix.offload.in_common import NOT_THERE, Visits
-from tl_devicefix.offload.visiting import visiting_in_common, visiting_weights
+from tl_devicefix.offload.visiting import NOT_THERE, Visits, visiting_in_common, visiting_weights
 
 
 class Abandoned(BaseException):

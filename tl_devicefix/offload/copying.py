@@ -1,4 +1,4 @@
-"""Copies from host memory to a device that run beside what the device computes.
+"""Weights sent from host memory to a device, beside what the device computes.
 
 They are on a stream of their own, where a device has streams; elsewhere a copy is done at once.
 Their memory is taken on the stream that computes, where what was there before has left it. So a
@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
+from torch import nn
+
+from tl_devicefix.placement.devices import HOST
 
 
 def copies_beside_computing(device: torch.device) -> bool:
@@ -39,6 +42,7 @@ class Copies:
         self._device = device
         self._streams = module_with_streams(device)
         self._done: Any = None
+        self._waiting: list[Any] = []  # the streams that wait for it
         # The stream on which memory is taken, and for which it is free again when it is let go.
         self._taken_on: Any = self._streams.current_stream(device) if self._streams else None
 
@@ -70,13 +74,17 @@ class Copies:
 
     def wait(self) -> None:
         """Have what is computed from now on wait for the copies."""
-        if self._done is not None:
-            self._streams.current_stream(self._device).wait_event(self._done)
+        if self._streams is not None:
+            self._have_wait(self._streams.current_stream(self._device))
 
     def let_go(self) -> None:
         """Have what uses the copies' memory next wait for the copies, which nobody may need."""
-        if self._done is not None:
-            self._taken_on.wait_event(self._done)
+        self._have_wait(self._taken_on)
+
+    def _have_wait(self, stream: Any) -> None:
+        if self._done is not None and stream not in self._waiting:
+            stream.wait_event(self._done)
+            self._waiting.append(stream)
 
     def share(self, there: Iterable[torch.Tensor]) -> None:
         """Have what this thread computes use copies that another thread has waited for.
@@ -86,8 +94,9 @@ class Copies:
         """
         if self._streams is not None:
             self.wait()
-            for each in there:
-                each.record_stream(self._streams.current_stream(self._device))
+            stream = self._streams.current_stream(self._device)
+            for copy in there if stream != self._taken_on else ():
+                copy.record_stream(stream)
 
     def _on_copy_stream(self) -> contextlib.AbstractContextManager[Any]:
         if self._streams is None:
@@ -113,3 +122,103 @@ def module_with_streams(device: torch.device) -> Any:
 @functools.cache
 def _copy_stream(device: torch.device) -> Any:
     return module_with_streams(device).Stream(device)
+
+
+class Sent:
+    """The weights of one block, on their way to a device.
+
+    Args:
+        hosts: the parameters, which live on the host.
+        device: where to.
+    """
+
+    def __init__(self, hosts: Iterable[torch.Tensor], device: torch.device) -> None:
+        self._hosts = list(hosts)
+        self._there: list[torch.Tensor] = []  # still held when an error has been waited for
+        with Copies(device) as self._copies:
+            for host in self._hosts:
+                self._there.append(self._copies.start(host))
+        self._values = [values_of(host) for host in self._hosts]
+        self._for_inference = torch.is_inference_mode_enabled()
+
+    def is_current(self, hosts: Sequence[torch.Tensor]) -> bool:
+        """Whether these are the parameters that were sent, in that order, with the same values."""
+        return (
+            self._for_inference == torch.is_inference_mode_enabled()
+            and list(map(id, hosts)) == list(map(id, self._hosts))
+            and [values_of(host) for host in hosts] == self._values
+        )
+
+    def arrive(self, places: Iterable[tuple[nn.Module, str, torch.Tensor]]) -> list[Visitor]:
+        """The weights, for what is computed from now on.
+
+        Args:
+            places: a module, the name of its parameter, and that, in the order that was given.
+        """
+        self._copies.wait()
+        return [Visitor(*place, copy) for place, copy in zip(places, self._there)]
+
+    def share(self) -> None:
+        """Have them stay for what this thread computes too, on whichever stream."""
+        self._copies.share(self._there)
+
+    def let_go(self) -> None:
+        """To be called before they are dropped.
+
+        Those that no one wants have to arrive too, before their memory is used for something else.
+        """
+        self._copies.let_go()
+
+
+def values_of(tensor: torch.Tensor) -> tuple[int, int | None]:
+    """What is another if the tensor was changed in place, or by `W.data = ...`, and lives."""
+    return tensor.data_ptr(), None if tensor.is_inference() else tensor._version
+
+
+class Visitor:
+    """One weight on a device, for the parameter that lives on the host.
+
+    Args:
+        module: whose parameter it is.
+        name: its name there.
+        host: the parameter.
+        copy: its values on the device.
+    """
+
+    def __init__(
+        self, module: nn.Module, name: str, host: torch.Tensor, copy: torch.Tensor
+    ) -> None:
+        self.host = host
+        self._module, self._name = module, name
+        with torch.enable_grad():  # as a parameter requires its gradient under no_grad too
+            self.there: torch.Tensor = _Visit.apply(host, copy)
+        self._values = values_of(self.there)
+
+    def move_in(self) -> None:
+        """Take the parameter's place in its module."""
+        self._module._parameters[self._name] = self.there  # type: ignore[assignment]
+
+    def move_out(self) -> None:
+        """Give the place back, unless a hook has filled it; what one has changed goes back too."""
+        if self._module._parameters.get(self._name) is not self.there:
+            return
+        self._module._parameters[self._name] = self.host  # type: ignore[assignment]
+        if values_of(self.there) != self._values:
+            with torch.no_grad():
+                self.host.copy_(self.there)
+
+
+class _Visit(torch.autograd.Function):
+    """A parameter's copy, through which the gradient goes to the parameter."""
+
+    @staticmethod
+    def forward(host: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+        return copy.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0].to(HOST), None

@@ -8,7 +8,8 @@ also after an error; its gradient arrives at the host's parameter.
 from __future__ import annotations
 
 import contextlib
-from collections import deque
+import threading
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -16,13 +17,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from tl_devicefix.offload.copying import copies_beside_computing, wait_until_copied
-from tl_devicefix.offload.in_common import TourInCommon, Visits, coming_and_going
+from tl_devicefix.offload.copying import (
+    Sent,
+    Visitor,
+    copies_beside_computing,
+    wait_until_copied,
+)
 from tl_devicefix.offload.kept_weights import keeping_on_host
-from tl_devicefix.offload.sent import Sent, Visitor
 from tl_devicefix.placement.balance import VISITING
 from tl_devicefix.placement.devices import HOST
 from tl_devicefix.placement.placement import Placement
+
+AT_HAND, THERE, NOT_THERE = range(3)
+"""What a run needs next on a device: what was used last or nothing, what visits, another block."""
+
+# Held while weights are sent or dropped, and while a block's parameters are exchanged.
+_exchanging = threading.RLock()
 
 
 def let_visit(model: Any, placement: Placement) -> None:
@@ -76,12 +86,13 @@ class ForwardWithVisitors:
         self._runs = 0  # a hook, or another thread, may run the block while it runs
         self._visitors: list[Visitor] = []
         self._sent: Sent | None = None  # what they came with
+        self._tour: Tour | None = None  # on which they came
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block's own forward."""
         block = self._block
         forward = self.own or type(block).forward.__get__(block)
-        with self._received(_current_tour()), self._keeping_on_host():
+        with _tour_of(self) as tour, self._received(tour), self._keeping_on_host():
             return forward(*args, **kwargs)
 
     def _keeping_on_host(self) -> contextlib.AbstractContextManager[Any]:
@@ -90,21 +101,21 @@ class ForwardWithVisitors:
 
     def send(self) -> Sent:
         """Send the block's weights on their way, as they are now."""
-        with coming_and_going:
+        with _exchanging:
             return Sent((host for *_, host in self._on_host()), self.device)
 
     def is_current(self, sent: Sent) -> bool:
         """Whether these weights are still the block's, as they are now."""
-        with coming_and_going:
+        with _exchanging:
             return sent.is_current([host for *_, host in self._on_host()])
 
     def leave_to(self, view: ForwardWithVisitors) -> None:
         """Have the forward of a view's block begin at rest, though this one may be running."""
-        with coming_and_going:
+        with _exchanging:
             modules = dict(zip(self._block.modules(), view._block.modules()))
             for module, name, host in self._on_host():
                 modules[module]._parameters[name] = host  # type: ignore[assignment]
-            view._runs, view._visitors, view._sent = 0, [], None
+            view._runs, view._visitors, view._sent, view._tour = 0, [], None, None
 
     def _on_host(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
         """Each parameter that lives on the host, also while the block runs for someone else."""
@@ -116,22 +127,18 @@ class ForwardWithVisitors:
                     yield module, name, host
 
     @contextlib.contextmanager
-    def _received(self, tour: Tour | TourInCommon | None) -> Iterator[None]:
+    def _received(self, tour: Tour) -> Iterator[None]:
         # In functions of their own, as names in this frame would hold weights that have left.
         self._receive(tour)
         try:
             yield
         finally:
-            has_left = self._see_off()
-            if tour is None:
-                wait_until_copied(self.device)
-            elif has_left or isinstance(tour, Tour):
-                tour.left(self)
+            self._see_off()
 
-    def _receive(self, tour: Tour | TourInCommon | None) -> None:
-        with coming_and_going:
+    def _receive(self, tour: Tour) -> None:
+        with _exchanging:
             if not self._runs:
-                self._sent = self.send() if tour is None else tour.arrival_of(self)
+                self._sent, self._tour = tour.arrival_of(self), tour
                 self._visitors = self._sent.arrive(self._on_host())
                 for visitor in self._visitors:
                     visitor.move_in()
@@ -139,15 +146,137 @@ class ForwardWithVisitors:
                 self._sent.share()
             self._runs += 1
 
-    def _see_off(self) -> bool:
+    def _see_off(self) -> None:
         """Have the weights leave, unless the block still runs for someone else."""
-        with coming_and_going:
+        with _exchanging:
             self._runs -= 1
-            if not self._runs:
-                for visitor in self._visitors:
-                    visitor.move_out()
-                self._visitors, self._sent = [], None
-            return not self._runs
+            if self._runs:
+                return
+            for visitor in self._visitors:
+                visitor.move_out()
+            tour, self._tour = self._tour, None
+            self._visitors, self._sent = [], None
+            if tour is not None:
+                tour.visits.left(self)
+
+
+class Visits:
+    """The blocks that visit devices, two at a time on each: of one forward, or of `pipeline_map`.
+
+    A block leaves when another needs the room, and one that some run needs next leaves last.
+    """
+
+    def __init__(self) -> None:
+        self._there: dict[torch.device, dict[object, Sent]] = defaultdict(dict)
+        self._running: Counter[object] = Counter()
+        self._last: dict[torch.device, object] = {}
+        self._tours: list[Tour] = []  # those of older runs first, mostly
+
+    def rank(self, device: torch.device, weights: object | None) -> int:
+        """How soon a run should get a device, which needs these weights there, or none.
+
+        Returns:
+            `AT_HAND`, `THERE` or `NOT_THERE`, in this order.
+        """
+        if weights is None:
+            return AT_HAND
+        if weights not in self._there.get(device, ()):
+            return NOT_THERE
+        return AT_HAND if self._last.get(device) is weights else THERE
+
+    def begin(self, tour: Tour) -> None:
+        """Count with what a tour needs."""
+        self._tours.append(tour)
+        for device in tour.devices:
+            self.send_ahead(device)
+
+    def end(self, tour: Tour) -> None:
+        """Count with a tour no more, and drop what no other needs soon."""
+        self._tours.remove(tour)
+        for device in list(self._there):
+            self._drop_unneeded(device)
+
+    def arrival_of(self, block: ForwardWithVisitors) -> Sent:
+        """The block's weights, which are sent if they are not there."""
+        device, weights = block.device, block.weights
+        sent = self._there[device].get(weights)
+        if sent is None or not block.is_current(sent):
+            if sent is not None:
+                self._drop(device, weights)
+            self._make_room(device)
+            sent = self._there[device][weights] = block.send()
+        else:
+            sent.share()
+        self._running[weights] += 1
+        self._last[device] = weights
+        try:
+            self.send_ahead(device)
+        except BaseException:
+            self._running[weights] -= 1
+            raise
+        return sent
+
+    def left(self, block: ForwardWithVisitors) -> None:
+        """Count a run of the block as done."""
+        self._running[block.weights] -= 1
+        self.send_ahead(block.device)
+        if len(self._tours) == 1:
+            self._drop_unneeded(block.device)
+
+    def send_ahead(self, device: torch.device) -> None:
+        """Send what runs need soon, the oldest run first, as far as there is room."""
+        there = self._there[device]
+        needed = self._next(device)
+        for tour in self._tours:
+            coming = tour.coming_to(device)
+            needed.update(block.weights for block in coming)
+            for block in coming:
+                if block.weights in there:
+                    continue
+                if len(there) >= VISITING:
+                    unneeded = self._unneeded(device, needed)
+                    if not unneeded:
+                        return
+                    self._drop(device, unneeded[0])
+                there[block.weights] = block.send()
+
+    def _make_room(self, device: torch.device) -> None:
+        """Make room for a block that runs now, if need be of one that is needed next."""
+        while len(self._there[device]) >= VISITING:
+            idle = self._unneeded(device, set())
+            if not idle:  # each runs, in a hook of which this block does, or a thread
+                return
+            of_next = self._next(device)
+            self._drop(device, min(idle, key=lambda weights: weights in of_next))
+
+    def _next(self, device: torch.device, count: int = 1) -> set[object]:
+        """The blocks of which each is among the next of some run, so many of each."""
+        return {block.weights for tour in self._tours for block in tour.coming_to(device)[:count]}
+
+    def _unneeded(self, device: torch.device, needed: set[object]) -> list[object]:
+        """The blocks there that neither run nor are needed."""
+        there = self._there[device]
+        return [each for each in there if each not in needed and not self._running[each]]
+
+    def _drop_unneeded(self, device: torch.device) -> None:
+        for weights in self._unneeded(device, self._next(device, VISITING)):
+            self._drop(device, weights)
+
+    def _drop(self, device: torch.device, weights: object) -> None:
+        self._there[device].pop(weights).let_go()
+
+    def clear(self) -> None:
+        """Drop all, and wait until weights on the host may be changed."""
+        with _exchanging:
+            for device, there in self._there.items():
+                for weights in list(there):
+                    self._drop(device, weights)
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait until weights on the host may be changed."""
+        for device in list(self._there):
+            wait_until_copied(device)
 
 
 class Tour:
@@ -155,79 +284,61 @@ class Tour:
 
     Args:
         blocks: their forwards, in the order they run.
+        visits: those of this forward, or of all runs that it is one of.
+        outer: the tour of the forward in a hook of which this one is.
     """
 
-    def __init__(self, blocks: Iterable[ForwardWithVisitors]) -> None:
-        self._to_send: dict[torch.device, deque[ForwardWithVisitors]] = {}
+    def __init__(
+        self, blocks: Iterable[ForwardWithVisitors], visits: Visits, outer: Tour | None = None
+    ) -> None:
+        self._to_go: dict[torch.device, deque[ForwardWithVisitors]] = {}
         for block in blocks:
-            self._to_send.setdefault(block.device, deque()).append(block)
-        self._sent: dict[ForwardWithVisitors, Sent] = {}
-        self._there: set[ForwardWithVisitors] = set()  # on their way or arrived
-        self._devices: set[torch.device] = set()
+            self._to_go.setdefault(block.device, deque()).append(block)
+        self.devices = tuple(self._to_go)
+        self.visits = visits
+        self._outer = outer
+        self._inner = 0
 
     def begin(self) -> None:
-        """Send for the first blocks of each device."""
-        for device in self._to_send:
-            self._fill(device)
+        """Send for the first blocks of each device, as far as there is room."""
+        with _exchanging:
+            if self._outer is not None:
+                self._outer._inner += 1
+            self.visits.begin(self)
+
+    def coming_to(self, device: torch.device) -> list[ForwardWithVisitors]:
+        """The blocks that it comes to next on a device; none while one of its hooks has a tour."""
+        return [] if self._inner else list(self._to_go.get(device, ()))[:VISITING]
 
     def arrival_of(self, block: ForwardWithVisitors) -> Sent:
-        """The block's weights, which were sent before if it is this block's turn."""
-        if block in self._sent and block.is_current(self._sent[block]):
-            return self._sent.pop(block)
-        self._drop(block)
-        if block in self._to_send.get(block.device, ()):
-            self._to_send[block.device].remove(block)
-        return self._send(block)
-
-    def left(self, block: ForwardWithVisitors) -> None:
-        """Let the next one come, as the weights of this block are gone."""
-        self._drop(block)
-        self._there.discard(block)
-        self._fill(block.device)
-
-    def _fill(self, device: torch.device) -> None:
-        to_send = self._to_send.get(device)
-        while to_send and sum(block.device == device for block in self._there) < VISITING:
-            block = to_send.popleft()
-            self._sent[block] = self._send(block)
-
-    def _send(self, block: ForwardWithVisitors) -> Sent:
-        self._there.add(block)
-        self._devices.add(block.device)
-        return block.send()
-
-    def _drop(self, block: ForwardWithVisitors) -> None:
-        """Let go of what was sent in vain, as the block ran already, or was changed since."""
-        if block in self._sent:
-            self._sent.pop(block).let_go()
+        """The block's weights, which may have been sent before."""
+        with _exchanging:
+            to_go = self._to_go.get(block.device, deque())
+            if block in to_go:  # and those before it were passed over
+                while to_go.popleft() is not block:
+                    pass
+            return self.visits.arrival_of(block)
 
     def end(self) -> None:
-        """Drop what was sent in vain, and wait until weights on the host may be changed."""
-        self._to_send.clear()
-        for block in list(self._sent):
-            self._drop(block)
-        for device in self._devices:
-            wait_until_copied(device)
+        """Drop what nobody needs any more."""
+        with _exchanging:
+            if self._outer is not None:
+                self._outer._inner -= 1
+            self.visits.end(self)
 
 
-_tour: ContextVar[Tour | TourInCommon | None] = ContextVar("tour", default=None)
-_visits: ContextVar[Visits | None] = ContextVar("visits", default=None)
-
-
-def _current_tour() -> Tour | TourInCommon | None:
-    """That of the forward that this thread runs; of a block by itself, the one of no other."""
-    tour, visits = _tour.get(), _visits.get()
-    return tour if tour is not None or visits is None else TourInCommon((), visits)
+_tour: ContextVar[Tour | None] = ContextVar("tour", default=None)
+_in_common: ContextVar[Visits | None] = ContextVar("visits", default=None)
 
 
 @contextlib.contextmanager
 def visiting_in_common(visits: Visits) -> Iterator[None]:
     """Within it, blocks of this thread's forwards use what others have sent, and they its."""
-    tokens = _visits.set(visits), _tour.set(None)
+    tokens = _in_common.set(visits), _tour.set(None)
     try:
         yield
     finally:
-        _visits.reset(tokens[0])
+        _in_common.reset(tokens[0])
         _tour.reset(tokens[1])
 
 
@@ -242,17 +353,29 @@ def touring(model: Any, start_at_layer: int | None, stop_at_layer: int | None) -
     """Within it, a forward runs these blocks, the offloaded ones of which are sent for in time."""
     blocks = list(getattr(model, "blocks", ()))[start_at_layer:stop_at_layer]
     runs = (vars(block).get("forward") for block in blocks)
-    offloaded = [run for run in runs if isinstance(run, ForwardWithVisitors)]
-    visits, outer = _visits.get(), _tour.get()
-    tour: Tour | TourInCommon
-    if visits is None:
-        tour = Tour(offloaded)
-    else:
-        tour = TourInCommon(offloaded, visits, outer if isinstance(outer, TourInCommon) else None)
+    with _touring(run for run in runs if isinstance(run, ForwardWithVisitors)):
+        yield
+
+
+@contextlib.contextmanager
+def _tour_of(block: ForwardWithVisitors) -> Iterator[Tour]:
+    """That of the forward that this thread runs; for a block by itself, one of its own."""
+    tour = _tour.get()
+    with contextlib.nullcontext(tour) if tour is not None else _touring([block]) as tour:
+        yield tour
+
+
+@contextlib.contextmanager
+def _touring(blocks: Iterable[ForwardWithVisitors]) -> Iterator[Tour]:
+    in_common, outer = _in_common.get(), _tour.get()
+    visits = outer.visits if outer is not None else in_common or Visits()
+    tour = Tour(blocks, visits, outer)
     token = _tour.set(tour)
     try:
         tour.begin()
-        yield
+        yield tour
     finally:
         _tour.reset(token)
         tour.end()
+        if in_common is None:
+            visits.wait()
