@@ -25,7 +25,7 @@ import torch
 
 import tl_devicefix
 from tl_devicefix.demo.demo import CHECKPOINT
-from tl_devicefix.dispatch.put_in import Look
+from tl_devicefix.dispatch.user_modules import look_through
 
 
 def seconds(call: Callable[[], Any], times: int) -> float:
@@ -78,17 +78,15 @@ def of_torch(rounds: int) -> dict[str, float]:
 
 
 def on_four_devices(rounds: int) -> dict[str, float]:
-    """An add that mixes and a forward, on simulated devices; what a block's look costs."""
+    """An add that mixes and a forward, on simulated devices; what a look costs."""
     model, one = load(n_devices=4), load(device="cpu")
-    tokens, residual = torch.randint(0, 30, (4, 32)), torch.zeros(4, 32, one.cfg.d_model)
+    tokens = torch.randint(0, 30, (4, 32))
     forward = in_turns(lambda: model(tokens), lambda: model(tokens), rounds, 2)
     x, y = torch.ones(8, device="sim:0"), torch.ones(8, device="sim:3")
     mixed = in_turns(lambda: x + y, lambda: x + y.to("sim:0"), rounds, 200)
-    block = model.blocks[4]
-    look = next(h for h in block._forward_pre_hooks.values() if isinstance(h, Look))
     looks = in_turns(
-        lambda: look(block, ()),
-        lambda: one.blocks[4](residual),
+        lambda: look_through(model, model.placement),
+        lambda: one(tokens),
         rounds,
         20,
         within=contextlib.nullcontext,
@@ -96,7 +94,7 @@ def on_four_devices(rounds: int) -> dict[str, float]:
     return {
         "a forward over four simulated devices, on / off": median_ratio(forward),
         "an add that mixes, on / with .to(...)": min(mixed[0]) / min(mixed[1]),
-        "looking for what was put in / a block": min(looks[0]) / min(looks[1]),
+        "looking for what was put in / a forward": min(looks[0]) / min(looks[1]),
     }
 
 

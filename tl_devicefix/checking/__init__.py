@@ -16,7 +16,7 @@ from tl_devicefix.checking.hosts import host_findings, host_notes
 from tl_devicefix.checking.places import device_findings, memory, place_notes
 from tl_devicefix.checking.report import Finding, Report
 from tl_devicefix.checking.values import value_findings
-from tl_devicefix.dispatch.interruption import WHY_REFUSED, is_unfinished
+from tl_devicefix.dispatch.forward import WHY_REFUSED, is_unfinished
 from tl_devicefix.monkeypatch.versions import class_names, is_bridge, is_hooked_transformer
 
 __all__ = ["Finding", "Report", "check"]

@@ -11,8 +11,9 @@ from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.checking.report import Finding
 from tl_devicefix.checking.tensors import placement_of_model, tensors
+from tl_devicefix.dispatch.carrying import not_carried_to
 from tl_devicefix.dispatch.naming import listed, named_modules
-from tl_devicefix.transformer_bridge.alignment import CarryAllTo, register_hooks, settle_bridge
+from tl_devicefix.transformer_bridge.alignment import register_hooks, settle_bridge
 
 _REPAIR = "tl_devicefix.check(model, repair=True)"
 _FOLDED = ("ln1", "ln2", "ln_final")
@@ -43,7 +44,8 @@ def norm_findings(bridge: Any) -> list[Finding]:
 def setup_findings(bridge: Any) -> Iterator[Finding]:
     """Components whose hook points the Bridge does not know, or that no input is brought to."""
     modules = list(named_modules(bridge))
-    unknown = _not_aligned(bridge)
+    placement = placement_of_model(bridge)
+    unknown = [] if placement is None else not_carried_to(bridge, placement)
     known = set(bridge.hook_dict.values())
     unknown += [
         path.rpartition(".")[0]
@@ -54,20 +56,6 @@ def setup_findings(bridge: Any) -> Iterator[Finding]:
         if not any(path != other and path.startswith(f"{other}.") for other in unknown):
             message = f"{path} has changed since the Bridge was booted: it lacks hooks"
             yield Finding("setup", path, message, _REPAIR)
-
-
-def _not_aligned(bridge: Any) -> list[str]:
-    """The components that lack the hook that brings them their input."""
-    placement = placement_of_model(bridge)
-    if placement is None or len(placement.devices) == 1:
-        return []
-    modules = dict(bridge.named_modules())
-    return [
-        name
-        for name in placement.device_map
-        if name in modules
-        if not any(isinstance(h, CarryAllTo) for h in modules[name]._forward_pre_hooks.values())
-    ]
 
 
 def are_tied(bridge: Any, one: str, other: str) -> bool:

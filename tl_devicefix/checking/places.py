@@ -20,8 +20,8 @@ from tl_devicefix.checking.tensors import (
     planned_by,
     tensors,
 )
-from tl_devicefix.dispatch.attached import attached_modules, device_of_weights
 from tl_devicefix.dispatch.naming import WRAPPED, expression, joined, listed
+from tl_devicefix.dispatch.user_modules import attached_modules, device_of_weights
 from tl_devicefix.monkeypatch.versions import is_bridge
 from tl_devicefix.placement.devices import HOST, printed
 from tl_devicefix.placement.tables import gib

@@ -9,13 +9,13 @@ from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.checking.report import Finding
 from tl_devicefix.checking.tensors import placement_of_model
-from tl_devicefix.hooked_transformer.alignment import not_aligned
+from tl_devicefix.dispatch.carrying import not_carried_to
 
 
 def setup_findings(model: Any) -> Iterator[Finding]:
     """Modules whose hook points the model does not know, or that no input is brought to."""
     placement = placement_of_model(model)
-    unknown = [] if placement is None else not_aligned(model, placement)
+    unknown = [] if placement is None else not_carried_to(model, placement)
     for path, module in model.named_modules():
         if isinstance(module, HookPoint) and model.hook_dict.get(path) is not module:
             unknown.append(path.rpartition(".")[0])

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tl_devicefix.dispatch.attached import runs_where_it_is
 from tl_devicefix.dispatch.naming import joined, named_modules
+from tl_devicefix.dispatch.user_modules import runs_where_it_is
 from tl_devicefix.monkeypatch.versions import is_bridge
 from tl_devicefix.placement.devices import resolve
 from tl_devicefix.placement.placement import Placement

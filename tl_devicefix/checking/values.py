@@ -12,8 +12,8 @@ from torch import nn
 
 from tl_devicefix.checking.by_class import of_class
 from tl_devicefix.checking.report import Finding
-from tl_devicefix.dispatch.attached import runs_where_it_is
 from tl_devicefix.dispatch.naming import expression, joined, named_modules
+from tl_devicefix.dispatch.user_modules import runs_where_it_is
 from tl_devicefix.multihost.peers import HostLost
 from tl_devicefix.placement.devices import printed, site_of
 

@@ -1,16 +1,21 @@
-"""Bring what a component takes or returns to a device."""
+"""Bring what a component takes or returns to a device: PyTorch hooks on a model's components."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
+from tl_devicefix.attention.one_forward import made_once
 from tl_devicefix.dispatch.joining import mapped
-from tl_devicefix.dispatch.scheduler import current_run
+from tl_devicefix.dispatch.scheduler import current_run, going_to
+from tl_devicefix.dispatch.skipping import is_skipped
+from tl_devicefix.placement.placement import Placement
 
 
 def move(value: Any, device: torch.device) -> Any:
@@ -44,3 +49,98 @@ def outputs_unread() -> Iterator[None]:
 def is_output_read() -> bool:
     """Whether somebody may read what a model returns, which is at home then."""
     return not _unread.get()
+
+
+@dataclass(frozen=True)
+class CarryTo:
+    """Forward pre-hook: bring to a component's device what it takes.
+
+    The residual stream, a block's own KV cache, and what all blocks take: masks, rotary tables.
+    These are copied once in a forward for each device, not for each block. It holds a device and no
+    module, so that a copied or pickled model keeps working.
+    """
+
+    device: torch.device
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments, on the device."""
+        if is_skipped(module):
+            return args, kwargs
+        with going_to(self.device, module):
+            residual = vars(module).get("_start_residual")  # of a Bridge's `start_at_layer`
+            if residual is not None:
+                vars(module)["_start_residual"] = move(residual, self.device)
+            return (
+                (*(move(value, self.device) for value in args[:1]), *map(self._here, args[1:])),
+                {
+                    name: move(value, self.device) if name in _STREAM else self._here(value)
+                    for name, value in kwargs.items()
+                },
+            )
+
+    def _here(self, value: Any) -> Any:
+        if value is None:
+            return None
+        if isinstance(value, torch.Tensor):
+            return value if value.device == self.device else self._copied_once(value)
+        if hasattr(value, "past_keys") and hasattr(value, "past_values"):
+            value.past_keys = move(value.past_keys, self.device)
+            value.past_values = move(value.past_values, self.device)
+            return value
+        return mapped(value, self._here)
+
+    def _copied_once(self, tensor: torch.Tensor) -> torch.Tensor:
+        changes = None if tensor.is_inference() else tensor._version  # hooks may change it
+        what = self, changes, torch.is_grad_enabled()
+        return made_once((tensor,), what, lambda: move(tensor, self.device))
+
+
+_STREAM = ("hidden_states", "residual")
+"""Names of the residual stream, which each block has another of."""
+
+
+@dataclass(frozen=True)
+class BringHome:
+    """Forward hook: bring what a component returns to the home device."""
+
+    home: torch.device
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Return the output, at home."""
+        with going_to(self.home):
+            return bring_home(output, self.home)
+
+
+def carry(model: Any, placement: Placement, brings_home: Callable[[str], bool]) -> list[Any]:
+    """Have all that components take come to them, and what some of them return come home.
+
+    Args:
+        model: over the devices of `placement`.
+        placement: where each component runs.
+        brings_home: of which components the output comes home, by name.
+
+    Returns:
+        The handles of the hooks.
+    """
+    modules, handles = dict(model.named_modules()), []
+    for name, device in placement.device_map.items():
+        if name in modules:
+            before = modules[name].register_forward_pre_hook(CarryTo(device), with_kwargs=True)
+            handles.append(before)
+            if brings_home(name):
+                handles.append(modules[name].register_forward_hook(BringHome(placement.home)))
+    return handles
+
+
+def not_carried_to(model: Any, placement: Placement) -> list[str]:
+    """The components that lack the hook of `carry`, as someone put them in after it."""
+    if len(placement.devices) == 1:
+        return []
+    modules = dict(model.named_modules())
+    return [
+        name
+        for name, device in placement.device_map.items()
+        if name in modules and CarryTo(device) not in modules[name]._forward_pre_hooks.values()
+    ]

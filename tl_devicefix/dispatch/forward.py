@@ -1,26 +1,73 @@
-"""The forward of a model on several devices: what leaves it is at home."""
+"""The forward of a model on several devices: what leaves it is at home.
+
+A model whose weights were left half processed, as that was interrupted, is refused from then on.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from tl_devicefix.dispatch.carrying import bring_home, is_output_read
-from tl_devicefix.dispatch.interruption import refuse_unfinished
-from tl_devicefix.dispatch.put_in import look_early
+from tl_devicefix.attention.one_forward import kept_in_forward, one_forward
+from tl_devicefix.dispatch.carrying import bring_home, carry, is_output_read
+from tl_devicefix.dispatch.hooking import let_hooks_be, let_hooks_mix
 from tl_devicefix.dispatch.scheduler import device_of_turn, going_to, return_to
-from tl_devicefix.offload.visiting import touring
+from tl_devicefix.dispatch.user_modules import IsOwn, detach, look_through, watch
+from tl_devicefix.offload.visiting import let_stay, let_visit, touring
+from tl_devicefix.placement.devices import HOST
+from tl_devicefix.placement.placement import Placement
 from tl_devicefix.tracebacks import noting_mixed_devices
 
-HANDLES = "_tl_devicefix_handles"
+_HANDLES = "_tl_devicefix_handles"
+_UNFINISHED = "_tl_devicefix_unfinished"
+
+WHY_REFUSED = (
+    "this model's weights are only partly processed, as that was interrupted: load the model "
+    "again (or give a HookedTransformer's load_and_process_state_dict all unprocessed weights)"
+)
+
+
+def align(
+    model: Any,
+    placement: Placement,
+    brings_home: Callable[[str], bool],
+    is_own: IsOwn | None = None,
+) -> None:
+    """Make a model run over the devices of `placement`, replacing any earlier alignment.
+
+    A model on one device gets no hooks, unless blocks of it are offloaded.
+
+    Args:
+        model: its weights are there already.
+        placement: where each component runs.
+        brings_home: of which components the output comes home, by name.
+        is_own: whether a module of torch's is the model's own; None if users attach none.
+    """
+    unalign(model)
+    if len(placement.memories) > 1:
+        model.__dict__[_HANDLES] = carry(model, placement, brings_home)
+        let_visit(model, placement)
+        watch(model, placement, is_own)
+        let_hooks_mix(model, placement)
+
+
+def unalign(model: Any) -> None:
+    """Undo `align`."""
+    for handle in model.__dict__.pop(_HANDLES, ()):
+        handle.remove()
+    detach(model)
+    let_stay(model)
+    let_hooks_be(model)
 
 
 def is_aligned(model: Any) -> bool:
     """Whether the model runs over several devices, or has offloaded blocks."""
-    return HANDLES in model.__dict__
+    return _HANDLES in model.__dict__
 
 
 def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`HookedTransformer.forward`, whose results are at home also where it stops at a layer.
+    """The forward of either class, whose results are at home also where it stops at a layer.
 
     A patch and not a hook, as `generate` and `run_with_hooks` call `forward` and pass hooks by.
 
@@ -30,17 +77,52 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     refuse_unfinished(self)
     if not is_aligned(self):
         return original(self, *args, **kwargs)
-    look_early(self, self.placement)
+    placement: Placement = self.placement
+    look_through(self, placement)
     before = device_of_turn()
     try:
-        with (
-            noting_mixed_devices(),
-            touring(self, kwargs.get("start_at_layer"), kwargs.get("stop_at_layer")),
-        ):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(noting_mixed_devices())
+            if kept_in_forward().get("model") is not self:
+                stack.enter_context(one_forward(model=self))
+            if HOST in placement.memories:
+                layers = kwargs.get("start_at_layer"), kwargs.get("stop_at_layer")
+                stack.enter_context(touring(self, *layers))
             output = original(self, *args, **kwargs)
         if not is_output_read():
             return output
-        with going_to(self.placement.home):
-            return bring_home(output, self.placement.home)
+        with going_to(placement.home):
+            return bring_home(output, placement.home)
     finally:
         return_to(before)
+
+
+@contextlib.contextmanager
+def changing_weights(model: Any) -> Iterator[None]:
+    """Within it, the model's weights are replaced one by one: left by an error, they are mixed."""
+    model.__dict__[_UNFINISHED] = True
+    yield
+    del model.__dict__[_UNFINISHED]
+
+
+def load_state_dict(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`torch.nn.Module.load_state_dict`: with all the weights, the model can be used again."""
+    result = original(self, *args, **kwargs)
+    if not result.missing_keys:
+        self.__dict__.pop(_UNFINISHED, None)
+    return result
+
+
+def is_unfinished(model: Any) -> bool:
+    """Whether the model's weights are in part those from before."""
+    return _UNFINISHED in model.__dict__
+
+
+def refuse_unfinished(model: Any) -> None:
+    """Refuse a model whose weights are in part those from before.
+
+    Raises:
+        RuntimeError: saying how to mend it.
+    """
+    if is_unfinished(model):
+        raise RuntimeError(WHY_REFUSED)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tl_devicefix.dispatch import interruption
+from tl_devicefix.dispatch import forward
 from tl_devicefix.gathering import gathering
 from tl_devicefix.gathering.patches import CACHING, GATHERED
 from tl_devicefix.hooked_transformer import (
@@ -59,7 +59,7 @@ PATCHES = (
     Patch("_apply", moving._apply, ("self", "fn"), "inputs follow the weights when they move"),
     Patch(
         "load_state_dict",
-        interruption.load_state_dict,
+        forward.load_state_dict,
         ("self", "state_dict"),
         "with all weights, a model whose processing was interrupted can be used again",
     ),

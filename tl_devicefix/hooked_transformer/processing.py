@@ -15,7 +15,7 @@ import torch
 from transformer_lens.components import LayerNormPre, RMSNormPre
 
 from tl_devicefix.checkpoints.units import full_name
-from tl_devicefix.dispatch.interruption import changing_weights, is_unfinished, refuse_unfinished
+from tl_devicefix.dispatch.forward import changing_weights, is_unfinished, refuse_unfinished
 from tl_devicefix.hooked_transformer.components import component_sizes
 from tl_devicefix.hooked_transformer.conventions import installed_conventions
 from tl_devicefix.hooked_transformer.moving import settle

@@ -21,7 +21,7 @@ from transformer_lens.model_bridge.generalized_components.moe import MoEBridge, 
 from transformer_lens.utilities.bridge_components import apply_fn_to_all_components
 from transformer_lens.utilities.quantization import require_readable_weight
 
-from tl_devicefix.dispatch.interruption import changing_weights, refuse_unfinished
+from tl_devicefix.dispatch.forward import changing_weights, refuse_unfinished
 from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.offload.visiting import pin
 from tl_devicefix.placement.devices import HOST

@@ -1,0 +1,317 @@
+"""Modules and tensors that users put into a component, which may be on another device.
+
+A mask of another block, a parameter, a module of TransformerLens's, `.data`: they are brought to
+the component when the model is set up, and before the model runs. Modules that are not
+TransformerLens's, such as SAEs and probes, run where they are, and so does what components on
+several devices share: what goes in joins the weights, and what comes out is carried back.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformer_lens.hook_points import HookPoint
+
+from tl_devicefix.dispatch.carrying import bring_home
+from tl_devicefix.dispatch.joining import JoinedAt, bytes_of, tensors_in
+from tl_devicefix.dispatch.naming import expression, joined, listed, stacklevel_of_user
+from tl_devicefix.offload.visiting import pin
+from tl_devicefix.placement.placement import PlacedComponent, Placement
+from tl_devicefix.placement.tables import gib
+
+_ATTACHED = "_tl_devicefix_attached"
+_WATCH = "_tl_devicefix_watch"
+
+IsOwn = Callable[[Any, str, nn.Module], bool]
+"""Whether a model's own class has such a module there: of (model, its path, module)."""
+
+
+# --------------------------------------------------------------------------------------------
+# Modules that run where they are
+
+
+class ForwardWhereItIs:
+    """A module's forward: at its weights, wherever these are when it is called.
+
+    Args:
+        module: the module, whose forward this replaces.
+        devices: the model's; tensors on these are brought to the weights.
+    """
+
+    def __init__(self, module: nn.Module, devices: frozenset[torch.device]) -> None:
+        self.own = vars(module).get("forward")
+        """The forward of this very module, if that is not its class's."""
+        self._module = module
+        self._devices = devices
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module's own forward, and return what it gives where its input is."""
+        module = self._module
+        forward = self.own or type(module).forward.__get__(module)
+        back = next((tensor.device for tensor in tensors_in((args, kwargs))), None)
+        device = device_of_weights(module) or back
+        if back is None or device is None:
+            return forward(*args, **kwargs)
+        with JoinedAt(device, self._devices):
+            return bring_home(forward(*args, **kwargs), back)
+
+
+def device_of_weights(module: nn.Module) -> torch.device | None:
+    """Where a module's weights are; SAELens's wrapper holds the SAE aside of its submodules."""
+    held = [value for value in vars(module).values() if isinstance(value, nn.Module)]
+    tensors = (t for m in (module, *held) for t in (*m.parameters(), *m.buffers()))
+    return next((tensor.device for tensor in tensors), None)
+
+
+def runs_where_it_is(module: nn.Module) -> bool:
+    """Whether a module runs where it is, which is its owner's business."""
+    return isinstance(vars(module).get("forward"), ForwardWhereItIs)
+
+
+def attached_modules(
+    model: Any, placement: Placement, is_own: IsOwn | None = None
+) -> Iterator[nn.Module]:
+    """The outermost modules in the components that are not TransformerLens's.
+
+    It uses some of torch's itself, but where the component runs or its weights live; or elsewhere,
+    if someone moved them, which `is_own` knows.
+    """
+    inside: set[nn.Module] = set()
+    for name, here in placement.device_map.items():
+        own = (None, here, placement.stored_on(name))
+        for path, module in model.get_submodule(name).named_modules(prefix=name):
+            package = _package(module)
+            if module in inside or package == "transformer_lens":
+                continue
+            elsewhere = device_of_weights(module) not in own
+            if package != "torch" or (elsewhere and not (is_own and is_own(model, path, module))):
+                inside.update(module.modules())
+                yield module
+
+
+def detach(model: Any) -> None:
+    """Have all modules run as they would by themselves."""
+    for module in model.__dict__.pop(_ATTACHED, ()):
+        _detach(module)
+
+
+def _run_where_it_is(model: Any, placement: Placement, module: nn.Module) -> None:
+    if not runs_where_it_is(module):
+        # Not by setattr, which the components of a Bridge hand on to what they wrap.
+        vars(module)["forward"] = ForwardWhereItIs(module, frozenset(placement.memories))
+        model.__dict__.setdefault(_ATTACHED, []).append(module)
+
+
+def _detach(module: nn.Module) -> None:
+    run = vars(module).get("forward")
+    if isinstance(run, ForwardWhereItIs):
+        del vars(module)["forward"]
+        if run.own is not None:
+            vars(module)["forward"] = run.own
+
+
+def _package(module: nn.Module) -> str:
+    return type(module).__module__.partition(".")[0]
+
+
+# --------------------------------------------------------------------------------------------
+# Tensors that are brought to their component
+
+
+def watch(model: Any, placement: Placement, is_own: IsOwn | None = None) -> None:
+    """Bring all that is elsewhere to its component, now and before each forward.
+
+    Args:
+        model: aligned, but for this.
+        placement: where its components belong.
+        is_own: as for `attached_modules`; None if no modules of others may be in this model.
+    """
+    watching: Watch = model.__dict__.setdefault(_WATCH, Watch(is_own))
+    watching.bring_in(model, placement)
+
+
+def look_through(model: Any, placement: Placement) -> None:
+    """At the start of a forward: bring in what was put in since the last one."""
+    watching: Watch | None = model.__dict__.get(_WATCH)
+    if watching is not None and not watching.is_as_seen():
+        watching.bring_in(model, placement)
+
+
+class Watch:
+    """What was in a model's components when all was right, and how what is not is mended.
+
+    It holds no module: what is replaced is to be gone at once. A copied or unpickled model is
+    looked through anew.
+
+    Args:
+        is_own: as for `watch`.
+    """
+
+    def __init__(self, is_own: IsOwn | None) -> None:
+        self._is_own = is_own
+        self._lock = threading.Lock()
+        self._told: set[str] = set()
+        self._modules: list[weakref.ref[nn.Module]] = []
+        self._seen: Any = None
+
+    def __reduce__(self) -> Any:
+        return Watch, (self._is_own,)
+
+    def is_as_seen(self) -> bool:
+        """Whether the components have the same modules, and tensors on the same devices."""
+        return self._seen is not None and self._now() == self._seen
+
+    def _now(self) -> tuple[list[int], list[torch.device]]:
+        children: list[int] = []
+        devices: list[torch.device] = []
+        for reference in self._modules:
+            module = reference()
+            if module is not None:
+                children += map(id, module._modules.values())
+                for held in (module._parameters, module._buffers):
+                    devices += [value.device for value in held.values() if value is not None]
+        return children, devices
+
+    def bring_in(self, model: Any, placement: Placement) -> None:
+        """Bring all that is elsewhere to its component, and warn of it once."""
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            self._attach(model, placement)
+            shared = _shared(model, placement)
+            copies: dict[tuple[int, torch.device], torch.Tensor] = {}
+            moved, left = [], []
+            for tensor in list(_elsewhere(model, placement)):
+                if shared(tensor.module) and not tensor.module._parameters:
+                    continue  # as some Hugging Face models have one rotary table for all blocks
+                if shared(tensor.module) or (tensor.is_weight and shared(tensor.value)):
+                    _run_where_it_is(model, placement, tensor.module)
+                    left.append(tensor)
+                    continue
+                moved.append(tensor)
+                if tensor.is_weight:
+                    _move(tensor.value, tensor.belongs)
+                else:  # another block may have it too, rightly
+                    key = id(tensor.value), tensor.belongs
+                    if key not in copies:
+                        copies[key] = tensor.value.to(tensor.belongs)
+                    tensor.module._buffers[tensor.name] = copies[key]
+            if moved:
+                pin(model, placement)
+            components = (module for _, module in _components(model, placement))
+            inside = (each for module in components for each in _own_modules(module))
+            self._modules = list(map(weakref.ref, inside))
+            self._seen = self._now()
+        _warn(moved, [tensor for tensor in left if tensor.full_name not in self._told])
+        self._told |= {tensor.full_name for tensor in left}
+
+    def _attach(self, model: Any, placement: Placement) -> None:
+        """Let modules of others run where they are, and copies of TransformerLens's not."""
+        attached = set(model.__dict__.get(_ATTACHED, ()))
+        for module in model.modules():
+            if module not in attached and _package(module) == "transformer_lens":
+                _detach(module)
+        if self._is_own is not None:
+            detach(model)
+            for module in list(attached_modules(model, placement, self._is_own)):
+                _run_where_it_is(model, placement, module)
+
+
+class _Elsewhere(NamedTuple):
+    """A tensor that is not where its component's belong."""
+
+    path: str
+    name: str
+    module: nn.Module
+    value: torch.Tensor
+    is_weight: bool
+    belongs: torch.device
+
+    @property
+    def full_name(self) -> str:
+        return joined(self.path, self.name)
+
+    @property
+    def line(self) -> str:
+        """The line that puts in one that is where it belongs."""
+        put = ".data" if self.is_weight else ""  # torch takes no tensor for a parameter
+        return f'{expression(self.full_name)}{put} = value.to("{self.belongs}")'
+
+
+def _components(model: Any, placement: Placement) -> Iterator[tuple[PlacedComponent, nn.Module]]:
+    modules = dict(model.named_modules())
+    for component in placement.components:
+        if component.name in modules:
+            yield component, modules[component.name]
+
+
+def _elsewhere(model: Any, placement: Placement) -> Iterator[_Elsewhere]:
+    """What is elsewhere; not what has no values, and nothing in modules that run where they are."""
+    for component, whole in _components(model, placement):
+        names = {id(module): path for path, module in whole.named_modules(prefix=component.name)}
+        for module in _own_modules(whole):
+            for held, is_weight in ((module._parameters, True), (module._buffers, False)):
+                places = [component.device]
+                if is_weight and component.offloaded:  # while it runs, they are on the device
+                    places.insert(0, component.stored_on)
+                for name, value in held.items():
+                    if value is not None and value.device not in places and not value.is_meta:
+                        path = names[id(module)]
+                        yield _Elsewhere(path, name, module, value, is_weight, places[0])
+
+
+def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """A module and those in it, but for hook points, and for what runs where it is."""
+    inside: set[nn.Module] = set()
+    for each in module.modules():
+        if runs_where_it_is(each):
+            inside.update(each.modules())
+        elif each not in inside and not isinstance(each, HookPoint):
+            yield each
+
+
+def _shared(model: Any, placement: Placement) -> Callable[[Any], bool]:
+    """Whether components on several devices have a module or a parameter together."""
+    places: dict[int, set[torch.device]] = defaultdict(set)
+    for component, whole in _components(model, placement):
+        for module in whole.modules():
+            for held in (module, *module._parameters.values()):
+                places[id(held)].add(component.stored_on)
+    return lambda held: len(places[id(held)]) > 1
+
+
+def _move(parameter: torch.Tensor, device: torch.device) -> None:
+    """Move a parameter, which stays the same object, and its gradient."""
+    gradient = parameter.grad
+    parameter.data = parameter.data.to(device)
+    if gradient is not None and gradient.device != device:
+        parameter.grad = None
+        parameter.grad = gradient.to(device)
+
+
+def _warn(moved: list[_Elsewhere], left: list[_Elsewhere]) -> None:
+    """One warning for all."""
+    said = []
+    if moved:
+        said.append(
+            "what was put in from another device is brought to its component's, "
+            f"{_named(moved)}: put in one that is there, {moved[0].line}"
+        )
+    if left:
+        said.append(
+            "what is shared by components on several devices is copied at each run, "
+            f"{_named(left)}: if they need not share it, put a copy in each"
+        )
+    if said:
+        warnings.warn("; ".join(said), stacklevel=stacklevel_of_user(sys._getframe()))
+
+
+def _named(tensors: list[_Elsewhere]) -> str:
+    size = sum({id(tensor.value): bytes_of(tensor.value) for tensor in tensors}.values())
+    return f"{listed([tensor.full_name for tensor in tensors])} ({gib(size)})"
