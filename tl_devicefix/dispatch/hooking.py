@@ -15,6 +15,7 @@ import torch
 from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.dispatch.joining import JoinedAt
+from tl_devicefix.monkeypatch.patch import Patch
 from tl_devicefix.placement.devices import printed
 from tl_devicefix.placement.in_use import chosen_device
 from tl_devicefix.placement.placement import Placement
@@ -104,3 +105,15 @@ def _at(result: Any, here: torch.device, devices: frozenset[torch.device], name:
             f"is on {printed(here)}: return it with .to(activation.device)"
         )
     return result.to(here)
+
+
+PATCHES = (
+    Patch(
+        "add_hook",
+        add_hook,
+        ("self", "hook", "dir", "is_permanent"),
+        "a hook may use tensors of all the model's devices",
+        owner="HookPoint",
+        until="4",
+    ),
+)

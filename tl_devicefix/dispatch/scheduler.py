@@ -10,6 +10,7 @@ its turn to the runs that need what is on the device, so that a block visits for
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
@@ -349,3 +350,20 @@ def return_to(before: torch.device | None) -> None:
     run = _run.get()
     if run is not None:
         run.return_to(before)
+
+
+_reads_text = threading.RLock()
+
+
+def reading_text() -> contextlib.AbstractContextManager[Any]:
+    """Within it, no other run in flight reads text: tokenizers keep how to pad between calls."""
+    return _STAYS if _run.get() is None else _reads_text
+
+
+def take_own_tokenizer(model: Any) -> None:
+    """Have a run's view change a copy's padding side: other runs read the tokenizer's meanwhile.
+
+    What is behind the copy is shared, and is told the side at each call.
+    """
+    if _run.get() is not None and model.tokenizer is not None:
+        model.tokenizer = copy.copy(model.tokenizer)

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tl_devicefix.checkpoints.hub import TOKENIZER_FILES
-from tl_devicefix.dispatch.own_tokenizer import reading_text, take_own_tokenizer
-from tl_devicefix.dispatch.scheduler import current_run
+from tl_devicefix.dispatch.scheduler import current_run, reading_text, take_own_tokenizer
 from tl_devicefix.hooked_transformer.alignment import placement_of, remember_placement
 
 _logger = logging.getLogger("tl_devicefix")

@@ -9,7 +9,7 @@ import torch
 
 from tl_devicefix.attention.implementation import is_sdpa
 from tl_devicefix.dispatch import forward as running
-from tl_devicefix.dispatch.own_tokenizer import reading_text, take_own_tokenizer
+from tl_devicefix.dispatch.scheduler import reading_text, take_own_tokenizer
 from tl_devicefix.simulation.tensor import has_values
 from tl_devicefix.transformer_bridge.attention import (
     ThisForward,
