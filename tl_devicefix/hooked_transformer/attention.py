@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -35,7 +34,6 @@ def run_attention(
     past_kv_cache_entry: Any = None,
     attention_mask: Padding | None = None,
     heard: bool = True,
-    whole: bool = True,
 ) -> Residual:
     """What a block's attention makes of its normalised inputs.
 
@@ -45,12 +43,10 @@ def run_attention(
         past_kv_cache_entry: the block's entry of a KV cache, which it appends to.
         attention_mask: zero where a key is padding.
         heard: whether somebody may listen in it.
-        whole: whether another rank may run it whole, if it is there.
     """
     entry = past_kv_cache_entry
-    if whole and type(inputs[0]) is SimTensor:
-        sequential = functools.partial(run_attention, whole=False)
-        made = attention_whole(attn, inputs, entry, attention_mask, sequential)
+    if type(inputs[0]) is SimTensor:
+        made = attention_whole(attn, inputs, entry, attention_mask)
         if made is not None:
             return made
     cfg, modules, weights = attn.cfg, attn._modules, attn._parameters

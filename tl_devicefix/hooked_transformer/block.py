@@ -65,7 +65,7 @@ def block_forward(
     is_run = as_known and why_as_installed(self, look) is None
     given = resid_pre, shortformer_pos_embed, past_kv_cache_entry, attention_mask
     if type(resid_pre) is SimTensor and is_run:
-        output = block_whole(self, *given, look, run_block)
+        output = block_whole(self, *given, look)
         if output is not None:
             return output
     if is_run:

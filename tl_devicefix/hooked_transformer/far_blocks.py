@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +24,6 @@ def block_whole(
     entry: Any,
     attention_mask: torch.Tensor | None,
     look: Look,
-    run_here: Any,
 ) -> torch.Tensor | None:
     """What a block gives, run by the rank that has it; None if somebody looks into it."""
     if (
@@ -41,7 +38,7 @@ def block_whole(
         "shortformer_pos_embed": shortformer_pos_embed,
         "attention_mask": attention_mask,
     }
-    return run_whole(block, inputs, entry, functools.partial(run_here, block))
+    return run_whole(block, inputs, entry)
 
 
 def _may_be_whole(attn: Any, inputs: Any, entry: Any) -> bool:
@@ -58,19 +55,13 @@ def attention_whole(
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     entry: Any,
     attention_mask: torch.Tensor | None,
-    run_here: Callable[..., torch.Tensor],
 ) -> torch.Tensor | None:
     """What attention gives, run by the rank that has it; None if somebody looks into it."""
     if not _may_be_whole(attn, inputs, entry):
         return None
     look_at(attn)  # which leaves something in it, as a forward does
     names = "query_input", "key_input", "value_input"
-    named = {**dict(zip(names, inputs)), "attention_mask": attention_mask}
-
-    def sequential(attention_mask: torch.Tensor | None, **named: torch.Tensor) -> torch.Tensor:
-        return run_here(attn, tuple(named[name] for name in names), None, attention_mask)
-
-    return run_whole(attn, named, entry, sequential)
+    return run_whole(attn, {**dict(zip(names, inputs)), "attention_mask": attention_mask}, entry)
 
 
 def component_whole(component: Any, x: torch.Tensor, is_norm: bool = False) -> torch.Tensor | None:
@@ -81,5 +72,4 @@ def component_whole(component: Any, x: torch.Tensor, is_norm: bool = False) -> t
     """
     if x.dim() != 3 or (is_norm and torch.is_grad_enabled() and x.requires_grad):
         return None  # with heads, or added to
-    run_here = functools.partial(type(component).forward, component)
-    return run_whole(component, {"x": x}, None, run_here)
+    return run_whole(component, {"x": x})

@@ -22,6 +22,7 @@ from transformer_lens import components
 from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.monkeypatch.exchanged import exchanged_functions
+from tl_devicefix.multihost import commands
 from tl_devicefix.multihost.far_devices import FarDevices
 from tl_devicefix.multihost.peers import Owner
 from tl_devicefix.simulation.geometry import Geometry, geometry_of
@@ -110,12 +111,7 @@ def _tensors_in(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
 
 
 class Built:
-    """What a rank has built of a recipe.
-
-    Args:
-        recipe: of which.
-        device: where its tensors will be.
-    """
+    """What a rank has built of a recipe, for tensors of a device."""
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
         self._recipe, self._device = recipe, device
@@ -137,10 +133,7 @@ class Built:
     ) -> list[torch.Tensor]:
         """What the module gives with these tensors, and keys and values that a KV cache has then.
 
-        Args:
-            tensors: in order.
-            inputs: its arguments.
-            entry: class, keys, values of a KV cache's entry, and whether it is frozen.
+        Of an entry of one it needs class, keys, values, and whether it is frozen.
         """
         try:
             module = self._modules.pop()
@@ -167,9 +160,6 @@ class Graph:
     """A forward of a module, and what a backward through it needs.
 
     Args:
-        built: the module.
-        tensors: the module's.
-        inputs: its arguments.
         keys: of the tensors that ask for gradients.
 
     Attributes:
@@ -199,13 +189,7 @@ class Graph:
     def backward(
         self, gradient: torch.Tensor, which: Sequence[int], keeps: bool = False
     ) -> list[torch.Tensor]:
-        """Gradients of some of the tensors that ask for them.
-
-        Args:
-            gradient: of the output.
-            which: of the keys.
-            keeps: whether there may be another backward.
-        """
+        """Gradients of tensors of some of the keys; it keeps the graph for another backward."""
         leaves = [self._leaves[each] for each in which]
         return list(
             torch.autograd.grad(
@@ -217,12 +201,8 @@ class Graph:
 class _Seen:
     """What is set in a module, while it is what its constructor makes.
 
-    Args:
-        module: which one.
-
     Attributes:
-        recipe: of which a rank builds it; None if it is anything else, and as bytes.
-        name: its own.
+        recipe: of which a rank builds it, also as bytes; None if it is anything else.
         names: of its tensors, in order.
     """
 
@@ -241,16 +221,12 @@ class _Seen:
         self._shapes = [_shape(held[name]) for held, name in _tensors_in(module)]
         self.names = [name for _, name in _tensors_in(module)]
         self.recipe = _recipe(module)
-        self.name = str(vars(module).get("name") or type(module).__name__)
         self.told = pickle.dumps(self.recipe, protocol=5)
         if self.recipe is not None and not _is_as_built(module, self.recipe):
             self.recipe = None
 
     def holds(self, module: nn.Module) -> bool:
-        """Whether it is of this module, in which nothing was set, and no module exchanged, since.
-
-        Tensors may be others.
-        """
+        """Whether it is of this module, in which nothing but tensors was exchanged since."""
         return (
             self._held[0][0] is vars(module)
             and all(map(_is_same, self._held))
@@ -343,9 +319,7 @@ def _are_functions_exchanged() -> bool:
     return bool(names)
 
 
-def run_whole(
-    module: Any, inputs: dict[str, Any], entry: Any, run_here: Callable[..., torch.Tensor]
-) -> torch.Tensor | None:
+def run_whole(module: Any, inputs: dict[str, Any], entry: Any = None) -> torch.Tensor | None:
     """What a block, or one of its components, gives, run by one command.
 
     Args:
@@ -353,7 +327,6 @@ def run_whole(
         inputs: its arguments by name, the first of which is the residual stream or what is read of
             it, [batch, pos, d_model].
         entry: of a KV cache, to which it appends.
-        run_here: its forward, operation by operation.
 
     Returns:
         None if its operations must be run one by one.
@@ -361,8 +334,7 @@ def run_whole(
     residual = next(iter(inputs.values()))
     if type(residual) is not SimTensor or "forward" in vars(module) or _is_looked_into():
         return None
-    machine, device = residual._allocation.machine, residual.device
-    far = machine.asynchronous
+    far = residual._allocation.machine.asynchronous
     if not isinstance(far, FarDevices) or not far.whole_blocks or _are_functions_exchanged():
         return None
     if type(module) not in _ARGUMENTS:
@@ -370,14 +342,17 @@ def run_whole(
     seen: _Seen | None = vars(module).get(_SEEN)
     if seen is None or not seen.holds(module):
         seen = _Seen(module)
+    device, dtype = residual.device, residual.dtype
     tensors = None if seen.recipe is None or seen.is_heard() else seen.tensors(device)
     # Of another dtype, or lying otherwise, it would give another one.
-    if tensors is None or residual.dtype != module.cfg.dtype or not residual.is_contiguous():
+    if tensors is None or dtype != module.cfg.dtype or not residual.is_contiguous():
         return None
-    given = [each for each in inputs.values() if isinstance(each, torch.Tensor)]
-    if not all(type(each) is SimTensor and each.device == device for each in given):
+    others = [each for each in inputs.values() if isinstance(each, torch.Tensor)]
+    if entry is not None:
+        others += [entry.past_keys, entry.past_values]
+    if not all(type(each) is SimTensor and each.device == device for each in others):
         return None
-    call = _Call(far, device, module, seen, tensors, inputs, run_here)
+    call = _Call(far, device, seen, tensors, inputs)
     far.wait_for_room(call.rank)
     if torch.is_grad_enabled():
         named: dict[Key, Any] = {**dict(enumerate(tensors)), **inputs}
@@ -385,22 +360,18 @@ def run_whole(
         if keys:
             is_seen = entry is not None or torch.is_anomaly_enabled() or _saves_by_hooks()
             return None if is_seen else _Whole.apply(call, keys, *(named[key] for key in keys))  # type: ignore[no-any-return]
-    outputs = [_output(residual)]
-    if entry is None:
-        return call.run(None, outputs)[0]
-    keys_and_values = entry.past_keys, entry.past_values
-    if not type(entry).__module__.startswith("transformer_lens.") or any(
-        type(each) is not SimTensor or each.device != device for each in keys_and_values
-    ):
-        return None
-    past = type(entry), *(each._cpu for each in keys_and_values), entry.frozen
-    if not entry.frozen:
-        for batch, length, *heads in (each.shape for each in keys_and_values):
-            outputs.append(_contiguous((batch, length + residual.shape[1], *heads), residual.dtype))
-    made = call.run(past, outputs)
-    if not entry.frozen:
-        entry.past_keys, entry.past_values = made[1:]
-    return made[0]
+    outputs, past = [_output(residual)], None
+    if entry is not None:
+        if not type(entry).__module__.startswith("transformer_lens."):
+            return None
+        past = type(entry), entry.past_keys._cpu, entry.past_values._cpu, entry.frozen
+        if not entry.frozen:
+            for batch, length, *heads in (each.shape for each in past[1:3]):
+                outputs.append(_contiguous((batch, length + residual.shape[1], *heads), dtype))
+    output, *cached = call.run(past, outputs)
+    if cached:
+        entry.past_keys, entry.past_values = cached
+    return output
 
 
 def _saves_by_hooks() -> bool:
@@ -419,25 +390,19 @@ def _contiguous(shape: Any, dtype: torch.dtype) -> Geometry:
 
 
 class _Call:
-    """A call of a module by one command, with or without a graph.
-
-    Args:
-        far: the devices of all ranks.
-        device: where the module is.
-        module: which is called.
-        seen: what is set in it.
-        tensors: its own.
-        inputs: its arguments.
-        run_here: its forward, operation by operation.
-    """
+    """A call of a module by one command, with or without a graph."""
 
     def __init__(
-        self, far: FarDevices, device: torch.device, module: nn.Module, seen: _Seen,
-        tensors: list[SimTensor], inputs: dict[str, Any], run_here: Callable[..., torch.Tensor],
-    ) -> None:  # fmt: skip
-        self.far, self.device, self.module, self.seen = far, device, module, seen
+        self,
+        far: FarDevices,
+        device: torch.device,
+        seen: _Seen,
+        tensors: list[SimTensor],
+        inputs: dict[str, Any],
+    ) -> None:
+        self.far, self._device, self.seen = far, device, seen
+        self.tensors, self.inputs = tensors, inputs
         self._machine = next(iter(inputs.values()))._allocation.machine
-        self.tensors, self.inputs, self.run_here = tensors, inputs, run_here
         self.rank = far.places[device.index].rank
         key = device.index, seen.told
         self._runner = far.built.get(key) or far.built.setdefault(key, self._build())
@@ -445,9 +410,10 @@ class _Call:
     def _build(self) -> Built | Owner:
         if not self.rank:
             assert self.seen.recipe is not None
-            return Built(self.seen.recipe, self.far.places[self.device.index].device)
+            return Built(self.seen.recipe, self.far.places[self._device.index].device)
         owner = self.far.owner(self.rank)
-        self.far.hold(self.device.index, owner.number, self.seen.told)
+        number = self.far.places[self._device.index].number
+        self.far.tell(self.rank, commands.Hold(owner.number, self.seen.told, number))
         return owner
 
     def _behind(self) -> tuple[list[torch.Tensor], dict[str, Any]]:
@@ -458,7 +424,7 @@ class _Call:
 
     def wrapped(self, made: torch.Tensor) -> SimTensor:
         """What was computed there, on its device."""
-        return wrap(made, self._machine, self.device)
+        return wrap(made, self._machine, self._device)
 
     def run(self, entry: Any, outputs: list[Geometry]) -> list[SimTensor]:
         """What it gives without a graph, and what an entry of a KV cache has then."""
@@ -466,54 +432,33 @@ class _Call:
             with torch.no_grad():
                 made = self._runner.run(*self._behind(), entry)
         else:
+            if entry is not None:
+                cls, keys, values, is_frozen = entry
+                entry = cls, self.far.stored(keys), self.far.stored(values), is_frozen
             made = [self.far.promise(each, self.rank) for each in outputs]
-            self.far.call(self.rank, self._runner.number, *self._behind(), entry, made)
+            said, gives = self._said(), self.far.promised(made)
+            self.far.tell(self.rank, commands.Call(self._runner.number, *said, entry, gives))
         return list(map(self.wrapped, made))
 
-    def record(
-        self, keys: tuple[Key, ...], wanted: Sequence[SimTensor]
-    ) -> tuple[SimTensor, Graph | _FarGraph]:
-        """What it gives, and its graph, for gradients to what is wanted."""
+    def _said(self) -> tuple[tuple[commands.Stored, ...], dict[str, Any]]:
+        """The same as a command says it."""
         tensors, inputs = self._behind()
-        graph: Graph | _FarGraph
+        return tuple(map(self.far.stored, tensors)), self.far.said([], inputs)[1]
+
+    def record(self, keys: tuple[Key, ...], wanted: Any) -> tuple[SimTensor, Graph | _FarGraph]:
+        """What it gives, and its graph, for gradients to what is wanted, by keys."""
         if isinstance(self._runner, Built):
-            graph = Graph(self._runner, tensors, inputs, keys)
+            graph = Graph(self._runner, *self._behind(), keys)
             return self.wrapped(graph.output), graph
-        output = self.far.promise(_output(next(iter(inputs.values()))), self.rank)
-        graph = _FarGraph(self.far, self.rank, wanted)
-        block = self._runner.number
-        self.far.record(self.rank, graph.number, block, tensors, inputs, keys, output)
-        return self.wrapped(output), graph
-
-    def is_read(self, key: Key) -> bool:
-        """Whether a backward may read a tensor: weights and inputs, but no bias."""
-        return isinstance(key, str) or self.seen.names[key].lstrip("_")[0] in "Ww"
-
-    def again(self, named: dict[Key, Any], needed: list[Any], gradient: torch.Tensor) -> Any:
-        """Gradients that have gradients themselves: its operations are run one by one.
-
-        Raises:
-            RuntimeError: if it would be another module's.
-        """
-        if self.seen.is_heard() or not self.seen.holds(self.module):
-            raise RuntimeError(
-                f"{self.seen.name} was changed, or got hooks, between a forward and a backward for "
-                "gradients of gradients, which runs it again: change it before the forward, or "
-                "after both"
-            )
-        inputs = {name: named.get(name, each) for name, each in self.inputs.items()}
-        output = self.run_here(**inputs)
-        return torch.autograd.grad(output, needed, gradient, create_graph=True, allow_unused=True)
+        output = self.far.promise(_output(next(iter(self.inputs.values()))), self.rank)
+        far_graph = _FarGraph(self.far, self.rank, wanted)
+        numbers, gives = (far_graph.number, self._runner.number), self.far.promised([output])
+        self.far.tell(self.rank, commands.Record(*numbers, *self._said(), keys, gives))
+        return self.wrapped(output), far_graph
 
 
 class _FarGraph:
-    """A `Graph` that another rank holds, until this is let go.
-
-    Args:
-        far: the devices of all ranks.
-        rank: which one.
-        wanted: what asks for gradients.
-    """
+    """A `Graph` that another rank holds, until this is let go."""
 
     def __init__(self, far: FarDevices, rank: int, wanted: Sequence[SimTensor]) -> None:
         self._far, self._rank = far, rank
@@ -527,7 +472,8 @@ class _FarGraph:
     ) -> list[torch.Tensor]:
         """Gradients of some of the tensors that ask for them, which the rank is told to make."""
         gives = [self._far.promise(self._like[each], self._rank) for each in which]
-        self._far.backward(self._rank, self.number, gradient, which, keeps, gives)
+        of, made = self._far.stored(gradient), self._far.promised(gives)
+        self._far.tell(self._rank, commands.Backward(self.number, of, which, keeps, made))
         if not keeps:
             self._owner = None
         return gives
@@ -539,26 +485,27 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, keys: tuple[Key, ...], *wanted: Any) -> Any:  # type: ignore[override]
         output, ctx.graph = call.record(keys, wanted)
-        ctx.call, ctx.keys = call, keys
-        named: dict[Key, Any] = dict(enumerate(call.tensors))
-        named.update(zip(keys, wanted))
         # Also frozen weights; but a bias may be changed before the backward, as nothing reads it.
-        read = {key: each for key, each in named.items() if call.is_read(key)}
-        ctx.save_for_backward(*read.values())
-        ctx.read = tuple(read)
-        ctx.unread = {key: each for key, each in named.items() if key not in read}
-        call.inputs = {k: None if k in keys else each for k, each in call.inputs.items()}
+        weights = [
+            tensor
+            for tensor, name in zip(call.tensors, call.seen.names)
+            if name.lstrip("_")[0] in "Ww"
+        ]
+        inputs = [each for each in call.inputs.values() if isinstance(each, torch.Tensor)]
+        ctx.save_for_backward(*weights, *inputs)
+        ctx.wrapped, call.inputs = call.wrapped, {}
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:  # type: ignore[override]
-        named = {**ctx.unread, **dict(zip(ctx.read, ctx.saved_tensors))}
+        assert ctx.saved_tensors  # which raises if something was changed, or there was one before
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "gradients of gradients do not go through blocks that are run by one command: join "
+                "by init_hosts(whole_blocks=False)"
+            )
         which = tuple(index for index, need in enumerate(ctx.needs_input_grad[2:]) if need)
-        if torch.is_grad_enabled():  # for gradients of gradients
-            gradients = ctx.call.again(named, [named[ctx.keys[each]] for each in which], gradient)
-        else:
-            keeps = torch._C._autograd._get_current_graph_task_keep_graph()
-            made = ctx.graph.backward(gradient._cpu, which, keeps)
-            gradients = map(ctx.call.wrapped, made)
-        of = dict(zip(which, gradients))
-        return None, None, *(of.get(index) for index in range(len(ctx.keys)))
+        keeps = torch._C._autograd._get_current_graph_task_keep_graph()
+        made = ctx.graph.backward(gradient._cpu, which, keeps)
+        gradients = dict(zip(which, map(ctx.wrapped, made)))
+        return None, None, *(gradients.get(index) for index in range(len(ctx.needs_input_grad) - 2))

@@ -80,7 +80,7 @@ class FarDevices:
             return found
         gives = tuple(self._given(each, rank) for each in tensors_in(result))
         self.wait_for_room(rank)
-        self._tell(rank, commands.Run(func.name(), *self._said(args, kwargs), gives))
+        self.tell(rank, commands.Run(func.name(), *self.said(args, kwargs), gives))
         return result
 
     def _given(self, made: torch.Tensor, rank: int) -> tuple[int, Geometry] | None:
@@ -96,14 +96,14 @@ class FarDevices:
         result = func(*args, **kwargs)
         after = args[0].untyped_storage().nbytes()
         if after != before:
-            self._tell(rank, commands.Grow(self.stored(args[0]).storage, after))
+            self.tell(rank, commands.Grow(self.stored(args[0]).storage, after))
         return result
 
     def _ask(self, func: Any, args: Any, kwargs: dict[str, Any], rank: int) -> Any:
         """Have an operation run whose result is not known before, and wait for it."""
         tensors = list(tensors_in((args, list(kwargs.values()))))
         owners = {owner.number: owner for owner in (self.owner(rank) for _ in func._schema.returns)}
-        told = commands.Ask(func.name(), *self._said(args, kwargs), list(owners))
+        told = commands.Ask(func.name(), *self.said(args, kwargs), list(owners))
         found = self._answer(rank, told, lambda: _of_zeros(func, args, kwargs))
 
         def make(each: Any) -> Any:
@@ -161,56 +161,8 @@ class FarDevices:
         except HostLost as error:
             raise_or_keep(error)
 
-    def hold(self, device: int, number: int, recipe: bytes) -> None:
-        """Have a rank build a module, which has the number of its owner."""
-        place = self.places[device]
-        self._tell(place.rank, commands.Hold(number, recipe, place.number))
-
-    def call(
-        self,
-        rank: int,
-        block: int,
-        tensors: list[torch.Tensor],
-        inputs: dict[str, Any],
-        entry: tuple[Any, ...] | None,
-        gives: list[torch.Tensor],
-    ) -> None:
-        """Have a rank run a module that it has built."""
-        if entry is not None:
-            cls, keys, values, is_frozen = entry
-            entry = cls, self.stored(keys), self.stored(values), is_frozen
-        own, (_, said) = tuple(map(self.stored, tensors)), self._said([], inputs)
-        self._tell(rank, commands.Call(block, own, said, entry, self._promised(gives)))
-
-    def record(
-        self,
-        rank: int,
-        graph: int,
-        block: int,
-        tensors: list[torch.Tensor],
-        inputs: dict[str, Any],
-        keys: tuple[str | int, ...],
-        output: torch.Tensor,
-    ) -> None:
-        """Have a rank run a module that it has built, and hold the graph."""
-        own, (_, said) = tuple(map(self.stored, tensors)), self._said([], inputs)
-        gives = self._promised([output])
-        self._tell(rank, commands.Record(graph, block, own, said, keys, gives))
-
-    def backward(
-        self,
-        rank: int,
-        graph: int,
-        gradient: torch.Tensor,
-        which: tuple[int, ...],
-        keeps: bool,
-        gives: list[torch.Tensor],
-    ) -> None:
-        """Have a rank run a backward through a graph that it holds."""
-        made, of = self._promised(gives), self.stored(gradient)
-        self._tell(rank, commands.Backward(graph, of, which, keeps, made))
-
-    def _promised(self, gives: list[torch.Tensor]) -> tuple[tuple[int, Geometry], ...]:
+    def promised(self, gives: list[torch.Tensor]) -> tuple[tuple[int, Geometry], ...]:
+        """What a rank is to make of promised tensors: numbers of storages, and how they lie."""
         return tuple((self.stored(each).storage, geometry_of(each)) for each in gives)
 
     # Copies
@@ -235,7 +187,7 @@ class FarDevices:
             assert of is not None
             target.copy_(self.read(source, of))
         elif giving == taking:
-            self._tell(giving, commands.Copy(self.stored(target), self.stored(source)))
+            self.tell(giving, commands.Copy(self.stored(target), self.stored(source)))
         else:
             self._between(giving, taking, target, source)
 
@@ -260,14 +212,14 @@ class FarDevices:
         if where is not None and self._has(rank, where.file):
             shape, stride = tuple(source.shape), source.stride()
             load = commands.Load(self.stored(target), where, shape, stride, source.dtype)
-            self._tell(rank, load)
+            self.tell(rank, load)
             return
         values = source.detach().to("cpu").contiguous()
         if values.untyped_storage()._cdata == source.untyped_storage()._cdata:
             values = values.clone()  # as rank 0 goes on, and may change it
         values = values.resolve_conj().resolve_neg()
         told = commands.Put(self.stored(target), tuple(values.shape), values.dtype)
-        self._tell(rank, told, values)
+        self.tell(rank, told, values)
         if values.nbytes > _LARGE:
             self._peers[rank].outbox.send()
 
@@ -377,7 +329,7 @@ class FarDevices:
             )
         made = self.promise(geometry, place.rank)
         self.wait_for_room(place.rank)
-        self._tell(place.rank, commands.Make(self.stored(made).storage, geometry, place.number))
+        self.tell(place.rank, commands.Make(self.stored(made).storage, geometry, place.number))
         return made
 
     def block_of(self, tensor: torch.Tensor, device: int) -> None:
@@ -453,7 +405,8 @@ class FarDevices:
             kind = torch.OutOfMemoryError
         return kind(f"{first.message}{held_by(of)}".rstrip(","))
 
-    def _tell(self, rank: int, command: Any, values: torch.Tensor | None = None) -> None:
+    def tell(self, rank: int, command: Any, values: torch.Tensor | None = None) -> None:
+        """Give a rank a command, with the values that come with it."""
         try:
             self._peers[rank].tell(command, values)
         except HostLost as error:
@@ -471,7 +424,7 @@ class FarDevices:
         offset = tensor.storage_offset()
         return Stored(owner.number, tuple(tensor.shape), tensor.stride(), int(offset), tensor.dtype)
 
-    def _said(self, args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    def said(self, args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Arguments as a command says them; those of the CPU go with it."""
 
         def say(tensor: torch.Tensor) -> Any:
