@@ -31,11 +31,7 @@ def _is_of_packages(function: FunctionType) -> bool:
 
 
 class _Functions:
-    """Functions of a module, or methods of a class, as they were at first.
-
-    Args:
-        of: the module or class.
-    """
+    """Functions of a module, or methods of a class, as they were at first."""
 
     def __init__(self, of: ModuleType | type) -> None:
         self._of = of

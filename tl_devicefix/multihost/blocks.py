@@ -159,9 +159,6 @@ class Built:
 class Graph:
     """A forward of a module, and what a backward through it needs.
 
-    Args:
-        keys: of the tensors that ask for gradients.
-
     Attributes:
         output: what the module gives.
     """
@@ -320,17 +317,7 @@ def _are_functions_exchanged() -> bool:
 
 
 def run_whole(module: Any, inputs: dict[str, Any], entry: Any = None) -> torch.Tensor | None:
-    """What a block, or one of its components, gives, run by one command.
-
-    Args:
-        module: of a class of TransformerLens's.
-        inputs: its arguments by name, the first of which is the residual stream or what is read of
-            it, [batch, pos, d_model].
-        entry: of a KV cache, to which it appends.
-
-    Returns:
-        None if its operations must be run one by one.
-    """
+    """What a block, or one of its components, gives, run by one command."""
     residual = next(iter(inputs.values()))
     if type(residual) is not SimTensor or "forward" in vars(module) or _is_looked_into():
         return None

@@ -17,9 +17,16 @@ import torch
 from tl_devicefix.multihost import commands
 from tl_devicefix.multihost.commands import Failed, Given, New, Stored, exchanged, tensors_in
 from tl_devicefix.multihost.handshake import Place
-from tl_devicefix.multihost.holding import held_by, parts_of
 from tl_devicefix.multihost.mapped import File, checksums_of, in_file
-from tl_devicefix.multihost.peers import Answer, HostLost, Owner, Peer, tell_both
+from tl_devicefix.multihost.peers import (
+    Answer,
+    HostLost,
+    Owner,
+    Peer,
+    held_by,
+    parts_of,
+    tell_both,
+)
 from tl_devicefix.simulation.backend import active_machine
 from tl_devicefix.simulation.backward import raise_or_keep
 from tl_devicefix.simulation.geometry import Geometry, call_without_values, geometry_of, remember
@@ -35,11 +42,6 @@ class FarDevices:
     """The devices of all ranks, as a machine of `tl_devicefix.simulation` has them.
 
     Tensors here are those behind the machine's: of rank 0, real ones; of others, without values.
-
-    Args:
-        places: where each device is.
-        peers: the other ranks.
-        whole_blocks: whether they may run blocks by themselves.
     """
 
     has_streams = False
@@ -143,7 +145,7 @@ class FarDevices:
 
     def owner(self, rank: int) -> Owner:
         """Who has what a rank is about to be told to hold; when that is gone, it lets it go."""
-        return self._peers[rank].owner()
+        return self._peers[rank].outbox.owner()
 
     def promise(self, geometry: Geometry, rank: int, owner: Owner | None = None) -> torch.Tensor:
         """A tensor that a rank is about to be told to make, or has made for this owner."""
@@ -229,12 +231,7 @@ class FarDevices:
         return self._same[rank, file]
 
     def differences(self, files: list[File], ranks: list[int]) -> dict[int, dict[str, str]]:
-        """Which files of rank 0's other ranks have not, or have others of, and why.
-
-        Args:
-            files: of rank 0.
-            ranks: which ones are asked, all at once.
-        """
+        """Which files of rank 0's other ranks have not, or have others of, and why."""
         told = commands.Compare(tuple(files), tuple(checksums_of(each.path) for each in files))
         asked = {rank: self._wait_for(rank, told) for rank in ranks}
         found: dict[int, dict[str, str]] = {}
@@ -338,11 +335,7 @@ class FarDevices:
     # Waiting
 
     def synchronize(self, device: int) -> None:
-        """Wait for all that was given to a device.
-
-        Raises:
-            RuntimeError: what failed there.
-        """
+        """Wait for all that was given to a device."""
         rank = self.places[device].rank
         if rank:
             self._answer(rank, commands.Synchronize(), lambda: None)
@@ -360,11 +353,7 @@ class FarDevices:
         return lambda: self._of(rank, answer)
 
     def _answer(self, rank: int, command: Any, otherwise: Callable[[], Any]) -> Any:
-        """What a rank answers; in a backward, something else after an error, which is kept.
-
-        Raises:
-            RuntimeError: or another error, that was raised on the rank; or the rank is lost.
-        """
+        """What a rank answers; in a backward, something else after an error, which is kept."""
         try:
             return self._of(rank, self._wait_for(rank, command))
         except Exception as error:  # noqa: BLE001  # as the engine ends the process at any
@@ -379,11 +368,7 @@ class FarDevices:
         return answer
 
     def _of(self, rank: int, answer: Answer) -> Any:
-        """The answer, once it is there.
-
-        Raises:
-            RuntimeError: or another error, that was raised on the rank; or the rank is lost.
-        """
+        """The answer, once it is there."""
         found = answer.result()
         if isinstance(found, Failed):
             raise self._error(rank, found)

@@ -60,14 +60,7 @@ def hello(
     memory: int | str | None = None,
     timeout: float = 15.0,
 ) -> dict[str, Any]:
-    """What a rank says, as JSON has it: its host, what it sees and asks for, and its versions.
-
-    Args:
-        sees: devices, and by what all ranks know each.
-        n_devices: how many of them it is to have; None for its part.
-        memory: what each may hold; None for what is free.
-        timeout: seconds within which it is known that a rank is lost.
-    """
+    """What a rank says, as JSON has it: its host, what it sees and asks for, and its versions."""
     return {
         "host": socket.gethostname(),
         "machine": machine(),
@@ -142,14 +135,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def visible_devices(n_devices: int | None) -> list[tuple[str, str]]:
-    """The devices that this process sees, and by what all processes know each.
-
-    Args:
-        n_devices: how many it is to have, of CPU devices, of which there are as many as it says.
-
-    Raises:
-        ValueError: if there are not so many, or it asks for none.
-    """
+    """The devices that this process sees, and by what all processes know each."""
     if n_devices is not None and n_devices < 1:
         raise ValueError(f"n_devices={n_devices}: each rank has one or more")
     accelerator = real_accelerator()
@@ -183,18 +169,7 @@ def machine() -> str:
 
 
 def shared(everyone: Sequence[Any]) -> list[list[str]]:
-    """Share devices among ranks that see the same ones: equal parts, in order.
-
-    Args:
-        everyone: what each rank said of itself. One that says how many it is to have gets these
-            first.
-
-    Returns:
-        The devices of each rank, as it calls them.
-
-    Raises:
-        ValueError: if there are too few, or two ranks see the same one, but not the same others.
-    """
+    """Share devices among ranks that see the same ones: equal parts, in order."""
     groups: dict[frozenset[str], list[int]] = {}
     for rank, each in enumerate(everyone):
         groups.setdefault(frozenset(found for _, found in each["sees"]), []).append(rank)

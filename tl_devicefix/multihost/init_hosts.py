@@ -33,8 +33,7 @@ from tl_devicefix.multihost.handshake import (
     sites_of,
     visible_devices,
 )
-from tl_devicefix.multihost.holding import held_by
-from tl_devicefix.multihost.peers import HostLost, Peer, Wire
+from tl_devicefix.multihost.peers import HostLost, Peer, Wire, held_by
 from tl_devicefix.multihost.rendezvous import SHORTEST_TIMEOUT, Watch, within
 from tl_devicefix.multihost.rpc_worker import Lender
 from tl_devicefix.multihost.transport import Connection, said_by_gloo, signer
@@ -115,11 +114,6 @@ def _launched(name: str) -> str:
 class Ranks:
     """All ranks, as rank 0 knows them.
 
-    Args:
-        everyone: what each said of itself.
-        watch: over the others.
-        by: how they are reached.
-
     Attributes:
         places: where their devices are.
         peers: the other ones.
@@ -153,11 +147,7 @@ class Ranks:
             yield machine
 
     def raise_if_lost(self) -> None:
-        """Raise if one is lost, as a process joins once.
-
-        Raises:
-            HostLost: with what to do.
-        """
+        """Raise if one is lost, as a process joins once."""
         for peer in self.peers.values():
             if peer.lost is not None:
                 raise HostLost(
@@ -215,11 +205,6 @@ def meet(
     """Wait for all ranks. On rank 0 it returns; on the others, the process lends its devices.
 
     Args and errors are those of `init_hosts`, and:
-
-    Args:
-        ignore_interrupts: while it lends, as an interrupt of a terminal is for rank 0 to decide.
-            Otherwise one ends the process, once all ranks are there.
-        tell: called with what it waits for, what it lends, and why it ends, a sentence each.
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is none of {world_size} ranks: they are numbered from 0 on")
@@ -251,12 +236,7 @@ def meet(
 
 
 def _share(everyone: list[dict[str, Any]], rank: int, watch: Watch) -> list[torch.device]:
-    """Find out which devices this rank has, and tell everyone's what they may hold.
-
-    Raises:
-        RuntimeError: if ranks have other versions, or one cannot tell what is free.
-        ValueError: if there are not enough devices for all.
-    """
+    """Find out which devices this rank has, and tell everyone's what they may hold."""
     wrong = other_versions(everyone)
     if wrong is not None:
         watch.refuse(RuntimeError(wrong))
@@ -286,11 +266,7 @@ def _free(
 
 
 def _connect(watch: Watch, rank: int, world_size: int) -> dist.ProcessGroupGloo:
-    """Have gloo connect each rank with each, in a group beside torch's default one.
-
-    Raises:
-        RuntimeError: if it cannot.
-    """
+    """Have gloo connect each rank with each, in a group beside torch's default one."""
     store = dist.PrefixStore("gloo", watch.store)
     try:
         group = within(watch.patience, dist.ProcessGroupGloo, store, rank, world_size, watch.wait)

@@ -75,30 +75,17 @@ def _mapped_at(address: int) -> tuple[str, int] | None:
 
 
 def known(path: str) -> File:
-    """A file, as it is now.
-
-    Raises:
-        OSError: if it cannot be read.
-    """
+    """A file, as it is now."""
     return _known(path, _state(path))
 
 
 def checksums_of(path: str) -> dict[str, str]:
-    """A checksum of each tensor of a file, by name: where it lies, of what kind it is, and samples.
-
-    Raises:
-        OSError: if it cannot be read.
-    """
+    """A checksum of each tensor of a file, by name: of its place, its kind, and samples."""
     return _parts(path, _state(path))
 
 
 def differences(files: tuple[File, ...], checksums: tuple[dict[str, str], ...]) -> dict[str, str]:
-    """Which files of another rank are not here, or are others here, by path; and why.
-
-    Args:
-        files: as rank 0 knows them.
-        checksums: of each, what `checksums_of` gives there.
-    """
+    """Which files of another rank are not here, or are others here, by path; and why."""
     found = {}
     for file, there in zip(files, checksums, strict=True):
         try:

@@ -12,7 +12,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 from weakref import ref
@@ -51,6 +51,27 @@ _numbers = itertools.count()
 """Of storages, blocks and graphs, of all machines of a process."""
 
 
+_held: dict[int, tuple[ref[Any], Mapping[int, str]]] = {}
+
+
+def note_held(model: Any, parts: Mapping[int, str]) -> None:
+    """Note what each rank holds of something, as {1: "blocks.10-19, unembed"}, while it lives."""
+    key = id(model)
+    _held[key] = ref(model, lambda _: _held.pop(key, None)), parts
+
+
+def parts_of(rank: int) -> str:
+    """What a rank holds of models, in short; "" if that is nothing."""
+    parts = [parts[rank] for _, parts in list(_held.values()) if parts.get(rank)]
+    return " and ".join(dict.fromkeys(parts))  # in a load, the plan is noted beside the model
+
+
+def held_by(rank: int) -> str:
+    """What a rank holds, as a clause behind its name; "" if that is nothing."""
+    parts = parts_of(rank)
+    return f", which holds {parts}," if parts else ""
+
+
 class HostLost(RuntimeError):
     """A rank is no more there, and with it what its devices held.
 
@@ -79,11 +100,7 @@ class Answer:
         self._is_here.release()
 
     def result(self) -> Any:
-        """Wait for it.
-
-        Raises:
-            Exception: the error, if it is one.
-        """
+        """Wait for it; if it is an error, raise it."""
         with self._is_here:
             pass
         if isinstance(self._result, Exception):
@@ -118,12 +135,8 @@ class Owner:
         self.number = next(_numbers)
 
 
-class Message(NamedTuple):
-    """What is sent at once; `asked` are those that are answered, in order."""
-
-    commands: list[Any]
-    values: list[torch.Tensor]
-    asked: list[Told]
+Message = tuple[list[Any], list[torch.Tensor], list[Told]]
+"""What is sent at once: commands, their values, and those that are answered, in order."""
 
 
 class _Values(tuple[Any, ...]):
@@ -214,23 +227,21 @@ class Outbox:
         return None
 
     def _message(self, taken: list[Told | ref[Owner]]) -> Message:
-        message = Message([], [], [])
+        said: list[Any] = []
         for is_told, several in itertools.groupby(taken, lambda each: type(each) is Told):
             if not is_told:  # of one that an interrupt left without a number, nothing was told
                 numbers: Any = (self.owned.pop(each, None) for each in several)  # type: ignore[arg-type]
-                message.commands.append(commands.Free(tuple(n for n in numbers if n is not None)))
+                said.append(commands.Free(tuple(n for n in numbers if n is not None)))
                 continue
             for told in several:
                 assert type(told) is Told
                 if told.settings not in (None, self._settings):
                     self._settings = told.settings
-                    message.commands.append(commands.Settings(told.settings))
-                message.commands.append(told.command)
-                if told.values is not None:
-                    message.values.append(told.values)
-                if told.answer is not None:
-                    message.asked.append(told)
-        return message
+                    said.append(commands.Settings(told.settings))
+                said.append(told.command)
+        told_all = [each for each in taken if type(each) is Told]
+        values = [each.values for each in told_all if each.values is not None]
+        return said, values, [each for each in told_all if each.answer is not None]
 
     def _next(self) -> Told | ref[Owner] | None:
         try:
@@ -246,12 +257,6 @@ class Outbox:
 
 class Peer:
     """Another rank, as rank 0 speaks to it.
-
-    Args:
-        rank: which one.
-        name: the same with its host and devices, for errors.
-        by: how it is reached.
-        lose: called with why, when the connection to it is lost.
 
     Attributes:
         messages: how many were sent to it.
@@ -287,25 +292,13 @@ class Peer:
         """How many storages, blocks and graphs it was told to hold, and was not told to let go."""
         return len(self.outbox.owned)
 
-    def owner(self) -> Owner:
-        """Who has what it is about to be told to hold; when that is gone, it lets it go."""
-        return self.outbox.owner()
-
     def tell(self, command: Any, values: torch.Tensor | None = None) -> None:
-        """Give it a command, with the values that come with it.
-
-        Raises:
-            HostLost: if it, or another rank, is lost.
-        """
+        """Give it a command, with the values that come with it; it raises if a rank is lost."""
         self.raise_if_lost()
         self.outbox.tell(Told(command, values, settings=settings()))
 
     def ask(self, command: Any) -> Answer:
-        """Give it a command that is answered, and send all that it was told.
-
-        Raises:
-            HostLost: if it, or another rank, is lost.
-        """
+        """Give it a command that is answered, and send all; it raises if a rank is lost."""
         answer = Answer()
         self.raise_if_lost()
         self.outbox.tell(Told(command, answer=answer, settings=settings()))
@@ -314,11 +307,7 @@ class Peer:
         return answer
 
     def wait_for_room(self) -> None:
-        """Wait while it is too far behind.
-
-        Raises:
-            HostLost: if it, or another rank, is lost.
-        """
+        """Wait while it is too far behind; it raises if a rank is lost."""
         while self.outbox.is_full:
             self.raise_if_lost()
             time.sleep(0.005)  # it has much to do until then
@@ -330,11 +319,7 @@ class Peer:
             self.outbox.end()
 
     def rest(self, until: float) -> None:
-        """Wait until no thread is within gloo, from where it must not come back as Python ends.
-
-        Args:
-            until: by `time.monotonic()`, until when at most.
-        """
+        """Wait until no thread is within gloo, from where it must not come back as Python ends."""
         # If cut off, it never lets go; nor does a launcher's store, of which "rank 0" is said.
         if self.lost is not None and self.lost.rank in (self.rank, 0):
             until = min(until, time.monotonic() + 2)
@@ -387,10 +372,11 @@ class Peer:
     def _send_next(self) -> None:
         self.outbox.until_wanted()
         while (message := self.outbox.next_message()) is not None:
-            self._expect(message.asked)
+            said, values, asked = message
+            self._expect(asked)
             if self.lost is None:
                 with self._in_gloo("sending"):
-                    self._send(message)
+                    self._send(said, values)
 
     def _expect(self, asked: list[Told]) -> None:
         """Be told by the thread that sends whose answers come, in which order."""
@@ -404,15 +390,15 @@ class Peer:
             self._asked.put(told.answer)
             self._expected.put(None)
 
-    def _send(self, message: Message) -> None:
-        inline = list(map(_inline, message.values))
+    def _send(self, said: list[Any], values: list[torch.Tensor]) -> None:
+        inline = list(map(_inline, values))
         self.messages += 1  # first, as an answer may be here at once
-        self._commands.push((message.commands, inline))
+        self._commands.push((said, inline))
         self.outbox.n_sent += 1
-        for values, small in zip(message.values, inline):
+        for each, small in zip(values, inline):
             if small is None:
-                self._by.send(values, self.rank, COMMANDS)
-        is_end = isinstance(message.commands[-1], commands.End)
+                self._by.send(each, self.rank, COMMANDS)
+        is_end = isinstance(said[-1], commands.End)
         while self._begun < (self.messages if is_end else self.messages - 2 * _AHEAD):
             self._begun = self._progress.pop()
         if is_end:
@@ -442,11 +428,7 @@ class Peer:
 
 
 def tell_both(peers: tuple[Peer, Peer], told: tuple[Any, Any]) -> None:
-    """Give two ranks a command each; no interrupt falls between the two.
-
-    Raises:
-        HostLost: if one of them, or another rank, is lost.
-    """
+    """Give two ranks a command each, with no interrupt in between; it raises if a rank is lost."""
     for peer in peers:
         peer.raise_if_lost()
     now = settings()
@@ -455,15 +437,7 @@ def tell_both(peers: tuple[Peer, Peer], told: tuple[Any, Any]) -> None:
 
 
 class Wire:
-    """Rank 0, and the others, as a rank that lends speaks to them.
-
-    Args:
-        rank: the one that lends.
-        by: how they are reached.
-
-    Attributes:
-        has_ended: whether rank 0 has told to end.
-    """
+    """Rank 0, and the others, as a rank that lends speaks to them."""
 
     def __init__(self, rank: int, by: Connection) -> None:
         self.has_ended = False
@@ -492,11 +466,7 @@ class Wire:
         return told, values
 
     def begin(self, lose: Callable[[str], None]) -> None:
-        """Notice it from now on when the connection to rank 0 is lost.
-
-        Args:
-            lose: called with why.
-        """
+        """Notice it from now on when the connection to rank 0 is lost, and call this with why."""
         threading.Thread(target=self._notice_loss, args=(lose,), daemon=True, name="rank 0").start()
 
     def _notice_loss(self, lose: Callable[[str], None]) -> None:
@@ -518,11 +488,7 @@ class Wire:
                 self._by.send(result, 0, ANSWERS)
 
     def send_values(self, values: torch.Tensor | None, rank: int) -> None:
-        """Send values to another rank, or that there are none.
-
-        Raises:
-            HostLost: if it cannot be reached.
-        """
+        """Send values to another rank, or that there are none."""
         with _losing(rank):
             self._by.give(torch.tensor([_NOTHING if values is None else 0]), rank, VALUES)
             if values is not None:
@@ -531,12 +497,7 @@ class Wire:
     def receive_values(
         self, shape: Sequence[int], dtype: torch.dtype, rank: int
     ) -> torch.Tensor | None:
-        """Receive values from another rank; None if it has none.
-
-        Raises:
-            HostLost: if it cannot be reached.
-            MemoryError: if there is no memory for them.
-        """
+        """Receive values from another rank; None if it has none."""
         header = torch.empty(1, dtype=torch.int64)
         with _losing(rank):
             self._by.get(header, rank, VALUES)

@@ -66,12 +66,7 @@ class Unanswered(RuntimeError):
 
 
 def within(seconds: float, do: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
-    """Do something in a thread, as nobody but Python hears of an interrupt, and wait for it.
-
-    Raises:
-        Unanswered: if it takes longer; it is left to itself then.
-        Exception: what it raises.
-    """
+    """Do something in a thread, as nobody but Python hears of an interrupt, and wait for it."""
     done: futures.Future[_Result] = futures.Future()
 
     def work() -> None:
@@ -123,22 +118,10 @@ def _listed(ranks: list[int]) -> str:
 class Watch:
     """Signs of life of all ranks, by the store where they met.
 
-    Args:
-        master: where rank 0 is, "host:port".
-        rank: this one.
-        world_size: how many there are.
-        wait: seconds that ranks wait for each other.
-        tell: called with what this one waits for.
-        signer: signs what ranks say of themselves, with the token that all are to have.
-
     Attributes:
         store: where they met.
         wait: as it was given.
         patience: seconds within which what they wait for has come, or never does.
-
-    Raises:
-        RuntimeError: if rank 0 cannot be reached, or cannot listen there.
-        ValueError: if master is not "host:port".
     """
 
     def __init__(
@@ -215,11 +198,7 @@ class Watch:
         return f"rank {self._rank} of {self._world_size}"
 
     def agree(self) -> None:
-        """Find out whether all are told the same number of ranks, before any waits for another.
-
-        Raises:
-            RuntimeError: if this one is told another number than who came first, mostly rank 0.
-        """
+        """Find out whether all are told the same number of ranks, before any waits for another."""
         own = str(self._world_size)
         found = self.asked(lambda: self.store.compare_set("world size", "", own)).decode()
         if found != own:
@@ -229,17 +208,7 @@ class Watch:
             )
 
     def meet(self, hello: Any) -> list[Any]:
-        """Wait until all ranks are here.
-
-        Args:
-            hello: what this one says of itself, as JSON has it.
-
-        Returns:
-            What each says.
-
-        Raises:
-            RuntimeError: if one does not come, or there are two of this one.
-        """
+        """Wait until all ranks are here."""
         if self.asked(lambda: self.store.add(f"is here {self._rank}", 1)) > 1:
             raise RuntimeError(
                 f"another process came to {self._master} as rank {self._rank}: each needs a rank "
@@ -253,21 +222,11 @@ class Watch:
 
         For each that it gets, torch's store asks for a name, in which it answers nobody: seconds,
         where the network's name service is slow. So none is made once ranks are watched.
-
-        Raises:
-            RuntimeError: if one does not come so far.
         """
         self.gathered("is connected", None)
 
     def gathered(self, what: str, said: Any) -> list[Any]:
-        """Say something, as JSON has it, and wait until all ranks have.
-
-        Returns:
-            What each says.
-
-        Raises:
-            RuntimeError: if one does not, or has another token.
-        """
+        """Say something, as JSON has it, and wait until all ranks have."""
         keys = [f"{what} {rank}" for rank in range(self._world_size)]
 
         def gather() -> list[bytes]:
@@ -298,11 +257,7 @@ class Watch:
         )
 
     def _wait_for(self, keys: list[str]) -> None:
-        """Look for all ranks again and again: what waits in the store, nothing interrupts.
-
-        Raises:
-            RuntimeError: if not all came, or rank 0 is gone.
-        """
+        """Look for all ranks again and again: what waits in the store, nothing interrupts."""
         start, told, is_warned = time.monotonic(), "", bool(self._rank)
         for look in itertools.count():
             missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
@@ -321,17 +276,7 @@ class Watch:
             time.sleep(min(0.02 * 1.2 ** min(look, 99), _LOOKING))
 
     def asked(self, ask: Callable[[], _Result]) -> _Result:
-        """Ask the store what takes as long as ranks wait for each other, if it answers.
-
-        Args:
-            ask: does so.
-
-        Returns:
-            What that gives.
-
-        Raises:
-            RuntimeError: if it does not, as of a host that is cut off; or as `ask` does.
-        """
+        """Ask the store what takes as long as ranks wait for each other, if it answers."""
         try:
             return within(self.patience, ask)
         except Unanswered:
@@ -370,13 +315,7 @@ class Watch:
     def begin(
         self, others: list[int], lose: Callable[[int | None, str], None], timeout: float
     ) -> None:
-        """Watch other ranks from now on.
-
-        Args:
-            others: which; a rank that lends watches rank 0.
-            lose: called with a rank that is lost, or None if rank 0 says that it is over, and why.
-            timeout: seconds within which it is known that a rank is lost.
-        """
+        """Watch other ranks from now on."""
         # It was last seen up to a beat before it was lost, and is looked for once a beat.
         self._limit = timeout - 2 * _EVERY
         for work in (self._watch, self._watch_the_watch):

@@ -32,13 +32,7 @@ class _NeverComputed(RuntimeError):
 
 
 class Lender:
-    """The tensors of a rank, and what is done to them.
-
-    Args:
-        name: what the rank is called in errors.
-        devices: its devices.
-        wire: to rank 0, and the others.
-    """
+    """The tensors of a rank, and what is done to them."""
 
     def __init__(self, name: str, devices: list[torch.device], wire: Any) -> None:
         self._name, self._devices, self._wire = name, devices, wire
@@ -49,12 +43,7 @@ class Lender:
 
     @torch.no_grad()
     def lend(self) -> None:
-        """Do what rank 0 says, until it says to end.
-
-        Raises:
-            HostLost: if another rank, to which something goes, cannot be reached.
-            RuntimeError: if rank 0 cannot be reached.
-        """
+        """Do what rank 0 says, until it says to end."""
         while True:
             told, values = self._wire.receive_commands()
             for command in told:

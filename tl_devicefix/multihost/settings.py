@@ -63,11 +63,7 @@ def settings() -> list[Any]:
 
 
 def set_as(there: list[Any]) -> None:
-    """Set them as they are on rank 0.
-
-    Args:
-        there: what `settings` gave.
-    """
+    """Set them as they are on rank 0."""
     for (get, put), value in zip(_SETTINGS, there, strict=True):
         if get() != value:
             put(*value) if type(value) is tuple else put(value)

@@ -41,44 +41,22 @@ class WronglySigned(RuntimeError):
 
 
 class Signer:
-    """Signs messages, and checks those that others have signed.
-
-    Args:
-        key: which all have, and nobody else.
-        source: where it is from, for errors.
-    """
+    """Signs messages, and checks those that others have signed."""
 
     def __init__(self, key: bytes, source: str) -> None:
         self._key, self.source = key, source
 
     def of_session(self, everyone: Sequence[Any]) -> Signer:
-        """Who signs from now on: a message of another session is wrongly signed in this one.
-
-        Args:
-            everyone: what each rank said of itself, with something random.
-        """
+        """Who signs from now on: a message of another session is wrongly signed in this one."""
         said = "\n".join(each["session"] for each in everyone)
         return Signer(self._signature(said.encode(), "session"), self.source)
 
     def signed(self, message: bytes, where: str) -> bytes:
-        """A message with its signature before it.
-
-        Args:
-            message: to sign.
-            where: what it is, so that it is nothing else: the queue, and its number there.
-        """
+        """A message with its signature before it."""
         return self._signature(message, where) + message
 
     def checked(self, found: bytes, where: str) -> bytes:
-        """The message, whose signature is right.
-
-        Args:
-            found: what `signed` gave.
-            where: what it is to be.
-
-        Raises:
-            WronglySigned: if it is not.
-        """
+        """The message, whose signature is right."""
         signature, message = found[:SIGNATURE], found[SIGNATURE:]
         if not hmac.compare_digest(signature, self._signature(message, where)):
             raise WronglySigned(
@@ -94,11 +72,7 @@ class Signer:
 
 
 def signer() -> Signer:
-    """Who signs with the token of this rank: that of the environment, or of the user's file.
-
-    Raises:
-        RuntimeError: if there is none that only this user can read.
-    """
+    """Who signs with the token of this rank: that of the environment, or of the user's file."""
     token, source = os.fsencode(os.environ.get(VARIABLE, "")).strip(), VARIABLE
     if not token:
         try:
@@ -120,12 +94,7 @@ def signer() -> Signer:
 
 
 def _token_in(path: Path) -> bytes:
-    """The token in a file, which is made if it is not there.
-
-    Raises:
-        OSError: if it cannot be made or read.
-        RuntimeError: if others can read it or own it, or it is no file.
-    """
+    """The token in a file, which is made if it is not there."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not os.path.lexists(path):
         _make(path)
@@ -209,11 +178,7 @@ class Connection(NamedTuple):
     def receive(
         self, shape: Sequence[int], dtype: torch.dtype, rank: int, tag: int
     ) -> torch.Tensor:
-        """Receive values.
-
-        Raises:
-            MemoryError: if there is no memory for them; they have come then, and are gone.
-        """
+        """Receive values."""
         try:
             values = torch.empty(tuple(shape), dtype=dtype)
             into = values.view(-1).view(torch.uint8)
@@ -228,24 +193,12 @@ class Connection(NamedTuple):
         return values
 
     def wait_for_loss(self, rank: int) -> None:
-        """Wait for what a rank never sends.
-
-        Raises:
-            RuntimeError: when the connection to it is lost.
-        """
+        """Wait for what a rank never sends."""
         self.get(torch.empty(1, dtype=torch.uint8), rank, _NEVER_SENT)
 
 
 class Queue:
-    """What one rank says to another: pickled objects, in order, each signed with its number.
-
-    Args:
-        by: how ranks are reached; a connection to the store is made.
-        lender: the rank that speaks with rank 0.
-        other: the rank at the other end: of the lender, 0.
-        tag: what is said, also of what is too large for the store.
-        look: called when who waits is woken, to raise if nothing will come.
-    """
+    """What one rank says to another: pickled objects, in order, each signed with its number."""
 
     def __init__(
         self,
@@ -272,12 +225,7 @@ class Queue:
         self._by.give(large, self._other, self._tag)
 
     def pop(self) -> Any:
-        """Wait for what the other rank says.
-
-        Raises:
-            RuntimeError: if the store is gone, or as `look` does; WronglySigned if it is nobody
-                with the token who says it.
-        """
+        """Wait for what the other rank says."""
         found = self._unpickled(self._popped())
         if isinstance(found, _Large):
             told = torch.empty(found[0] + SIGNATURE, dtype=torch.uint8)

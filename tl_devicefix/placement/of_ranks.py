@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tl_devicefix.multihost import holding
 from tl_devicefix.multihost.far_devices import far_devices
+from tl_devicefix.multihost.peers import note_held
 from tl_devicefix.placement.devices import site_of
 from tl_devicefix.placement.placement import Placement, in_short
 
@@ -20,5 +20,5 @@ def note_parts(placement: Placement) -> list[int]:
         if site is not None:
             names.setdefault(site.host, []).append(component.name)
     if names:
-        holding.note(placement, {rank: in_short(held) for rank, held in names.items()})
+        note_held(placement, {rank: in_short(held) for rank, held in names.items()})
     return sorted(names.keys() - {0})
