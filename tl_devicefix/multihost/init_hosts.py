@@ -204,7 +204,8 @@ def meet(
 ) -> Ranks:
     """Wait for all ranks. On rank 0 it returns; on the others, the process lends its devices.
 
-    Args and errors are those of `init_hosts`, and:
+    While it lends, it ignores interrupts, as one of a terminal is for rank 0 to decide; or one ends
+    it. It tells what it waits for, what it lends, and why it ends, a sentence each.
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is none of {world_size} ranks: they are numbered from 0 on")
