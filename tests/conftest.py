@@ -70,13 +70,12 @@ OF_HOOKED_TRANSFORMER = [
     *("simulation/test_models.py", "surface/test_sweep.py"),
     *(
         "multihost/test_traffic.py",
-        "multihost/test_blocks_run_whole.py",
-        "multihost/test_blocks_not_run_whole.py",
-        "multihost/test_gradients_through_whole_blocks.py",
+        "multihost/test_blocks.py",
+        "multihost/test_block_gradients.py",
     ),
     "multihost/test_pipeline_map_over_ranks.py",
     # Processes that are lost or launched: it is no matter of which class their model is.
-    *("multihost/test_lost_ranks.py", "multihost/test_slow_networks.py"),
+    "multihost/test_lost_ranks.py",
     "multihost/test_what_is_launched.py",
 ]
 # Of TransformerLens 3.9 these are HookedTransformer's; a Bridge's are the same code as on 4.

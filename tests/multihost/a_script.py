@@ -5,19 +5,15 @@ It says with which error it ends, and when; what else there is to say, a line ea
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from interrupting import Interrupting
 
 import tl_devicefix
 from tl_devicefix.demo.demo import load_checkpoint
@@ -151,47 +147,6 @@ def backwards_for_ever() -> None:
         first_gradient(model).item()
 
 
-def interrupted_anywhere() -> None:
-    """At a line of telling after the other; after each, all is as it was."""
-    model = load()
-    n_devices = torch.get_device_module("sim").device_count()
-    far = [f"sim:{index}" for index in range(n_devices - 2, n_devices)]
-    interrupting, stream = Interrupting(), torch.randn(8, 16)
-
-    def use() -> list[Any]:
-        """Each kind of what ranks are told: blocks, graphs, operations, questions, values."""
-        there = stream.to(far[0])
-        added = [there + 1, there[stream[:, 0] > 0] * 2]
-        there.resize_(16, 16)[8:] = 1
-        there.add_(there.to(far[1]).to(far[0]))
-        model(TOKENS, return_type="loss").backward()
-        gradient = first_gradient(model).item()
-        model.zero_grad()
-        return [logits(model), gradient, there.cpu(), *(each.cpu() for each in added)]
-
-    def held() -> list[int]:
-        gc.collect()
-        for index in range(n_devices):
-            torch.get_device_module("sim").synchronize(index)
-        peers = model.W_E._allocation.machine.asynchronous._peers.values()
-        return [peer.n_held for peer in peers]
-
-    use()
-    expected, before = use(), held()
-    in_use = [torch.get_device_module("sim").memory_allocated(each) for each in range(n_devices)]
-    interrupting.run(use)
-    n_lines, n_raised = interrupting.lines, 0
-    for at in range(1, n_lines, n_lines // 12):
-        n_raised += interrupting.run(use, at)
-        model.zero_grad()
-        assert torch.equal(logits(model), expected[0])
-    torch.testing.assert_close(use(), expected, rtol=0, atol=0)
-    assert held() == before
-    for each in range(n_devices):
-        assert torch.get_device_module("sim").memory_allocated(each) == in_use[each]
-    say("interrupted", n_raised, n_lines)
-
-
 def without_memory() -> None:
     """A forward for which a rank has no room, and one for which it has."""
     model = load()
@@ -202,58 +157,6 @@ def without_memory() -> None:
     except Exception as error:  # noqa: BLE001
         say(type(error).__name__, str(error))
     say("the same", torch.equal(logits(model), expected))
-
-
-def generated(model: Model, n_tokens: int) -> torch.Tensor:
-    return model.generate(TOKENS.to(model.cfg.device), max_new_tokens=n_tokens, **GREEDY)
-
-
-def all_of(model: Model) -> dict[str, list[torch.Tensor]]:
-    """What a model is asked for, at home and far from it."""
-    values, cache = model.run_with_cache(TOKENS)
-    model(TOKENS, return_type="loss").backward()
-    weights = [*model.blocks[0].parameters(), *model.blocks[-1].attn.parameters()]
-    return {
-        "logits": [logits(model), values],
-        "cache": [cache[name] for name in ("blocks.0.hook_mlp_out", FAR, "blocks.7.hook_mlp_out")],
-        "gradients": [each.grad for each in weights if each.requires_grad],
-        "tokens": [generated(model, 3)],
-    }
-
-
-def as_one_process() -> None:
-    """How many values differ from those that the CPU gives alone, of what is asked for."""
-    model = load()
-    pause()
-    found, expected = all_of(model), all_of(load_checkpoint(1, torch.device("cpu")))
-    say({name: n_different(values, expected[name]) for name, values in found.items()})
-
-
-def n_different(values: list[torch.Tensor], expected: list[torch.Tensor]) -> int:
-    """How many values are; each device is asked once."""
-    counts: dict[torch.device, Any] = defaultdict(int)
-    for one, other in zip(values, expected, strict=True):
-        counts[one.device] += (one != other.to(one.device)).sum()
-    return sum(int(each) for each in counts.values())
-
-
-def timed() -> None:
-    """Seconds that it takes to read a value of another rank, and to generate a token."""
-    model, there = load(), torch.ones(1, device="sim:1")
-
-    def seconds(do: Callable[[], object]) -> float:
-        start = time.monotonic()
-        do()
-        return time.monotonic() - start
-
-    def seconds_of(n_tokens: int) -> float:
-        return seconds(lambda: generated(model, n_tokens))
-
-    seconds_of(2)
-    say(
-        min(seconds(there.item) for _ in range(3)),
-        min((seconds_of(4) - seconds_of(1)) / 3 for _ in range(2)),
-    )
 
 
 def init_hosts(**options: Any) -> None:

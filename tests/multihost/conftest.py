@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from launching import ForkServer, Launch, Launched
-from networks import distant_hosts, two_hosts  # noqa: F401
+from networks import two_hosts  # noqa: F401
 from ranks import devices_of, lend_to_this_process
 from spread_of_either_class import *  # noqa: F403
 

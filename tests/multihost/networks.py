@@ -7,18 +7,12 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
-from a_slow_line import SlowLine, TunDevice
 
 _HAS_NETWORKS = os.geteuid() == 0 and shutil.which("ip") is not None
 NETWORKS = pytest.mark.skipif(not _HAS_NETWORKS, reason="network namespaces need root, and ip")
-LINES = pytest.mark.skipif(
-    not _HAS_NETWORKS or not Path("/dev/net/tun").exists(),
-    reason="a slow line needs root, ip, and /dev/net/tun",
-)
 
 
 def ip(*command: str) -> None:
@@ -60,21 +54,3 @@ def two_hosts() -> Iterator[list[str]]:
         for rank, name in enumerate(names):
             _set_up(name, rank)
         yield names
-
-
-@pytest.fixture
-def distant_hosts() -> Iterator[tuple[list[str], SlowLine]]:
-    """Two network namespaces, and the line between them."""
-    with _namespaces("rank0", "rank1") as names:
-        ends = TunDevice(), TunDevice()
-        for rank, (name, end) in enumerate(zip(names, ends)):
-            ip("link", "set", end.name, "netns", name, "name", f"cable{rank}")
-            _set_up(name, rank)
-            # What is lost is sent again after 0.2 s or more, with which a test takes a minute.
-            ip("-n", name, "route", "change", "10.77.0.0/24", "dev", f"cable{rank}",
-               "rto_min", "10ms")  # fmt: skip
-        line = SlowLine((ends[0].file, ends[1].file))
-        yield names, line
-        line.end()
-        for end in ends:
-            os.close(end.file)

@@ -144,17 +144,6 @@ def test_an_interrupt_in_a_backward(launch: Launch) -> None:
     assert launched.ends() == [3, 0, 0]
 
 
-def test_interrupts_anywhere(launch: Launch) -> None:
-    launched = launch("interrupted_anywhere")
-
-    said, n_raised, *_ = launched.says()
-
-    assert said == "interrupted"
-    assert n_raised >= 12
-    assert not re.search("Traceback|Exception ignored", launched.text("stderr", 0))
-    assert launched.ends() == [0, 0, 0]
-
-
 def test_a_rank_without_memory(launch: Launch) -> None:
     launched = launch("without_memory")
     launched.until_ready()

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from ranks import free_port
 
 from tl_devicefix.multihost import rendezvous, transport
-from tl_devicefix.multihost.init_hosts import _connect
 from tl_devicefix.multihost.rendezvous import Watch
 from tl_devicefix.multihost.transport import Connection, Queue, Signer, WronglySigned, signer
 
@@ -188,21 +187,6 @@ def test_the_first_rank_makes_a_token_and_others_have_it(home: Path) -> None:
     assert len(path.read_text()) == 64
 
 
-def test_a_rank_that_is_killed_as_it_makes_the_token_leaves_none(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def killed(size: int) -> str:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(transport.secrets, "token_hex", killed)
-        with pytest.raises(KeyboardInterrupt):
-            signer()
-    assert not (home / ".cache/tl_devicefix/token").exists()
-
-    assert says(signer()) == says(signer())
-
-
 def test_another_user_s_token_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     signer()
     other = os.geteuid() + 1
@@ -260,29 +244,3 @@ def test_no_home_to_have_a_token_in(home: Path, monkeypatch: pytest.MonkeyPatch)
 
     with pytest.raises(RuntimeError, match=r"^this rank has no home .*: set TL_DEVICEFIX_TOKEN "):
         signer()
-
-
-@pytest.fixture
-def no_group_is_left() -> Any:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("no_group_is_left")
-@pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
-def test_the_user_has_torch_s_default_group(is_first: bool) -> None:
-    master = f"127.0.0.1:{free_port()}"
-
-    def init() -> None:
-        dist.init_process_group("gloo", f"tcp://{master}", world_size=1, rank=0)
-
-    if is_first:
-        init()
-    _connect(Watch(master, 0, 1, 60, print, Signer(b"key", "")), 0, 1)
-    if not is_first:
-        init()
-
-    ones = torch.ones(2)
-    dist.all_reduce(ones)
-    assert ones.tolist() == [1, 1]

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import shlex
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from launching import Launch
-from ranks import free_port
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -81,25 +77,3 @@ def test_the_example_with_torchrun() -> None:
     assert "sim:1 (host1/cpu:0)" in done.stdout
     assert "answer: 'red'" in done.stdout
     assert done.stdout.count("text: ") == 1
-
-
-@pytest.mark.full(reason="it imports everything twice more; others are killed by default")
-def test_a_shell_that_lends_again(launch: Launch, tmp_path: Path) -> None:
-    port = free_port()
-    lend = f"worker --master 127.0.0.1:{port} --rank 1 --world-size 2 --memory 8GiB"
-    loop = f"while true; do {shlex.quote(sys.executable)} -m tl_devicefix {lend}; done"
-    shell = subprocess.Popen(["bash", "-c", loop], start_new_session=True)
-    try:
-        first = launch("for_ever", 2, started=[0], port=port)
-        first.until_ready()
-        first.signal(0, signal.SIGKILL)  # as when a notebook's kernel is restarted
-        assert first.ends() == [-signal.SIGKILL]
-
-        second = launch("forwards", 2, started=[0], port=port)
-        assert second.ends() == [0], second.text("said", 0)
-        os.killpg(shell.pid, signal.SIGINT)  # Ctrl-C in its terminal
-        assert shell.wait(timeout=15) != 0
-    finally:
-        if shell.poll() is None:
-            os.killpg(shell.pid, signal.SIGKILL)
-            shell.wait()
