@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
-from transformer_lens import components
 from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.monkeypatch.exchanged import exchanged_functions
@@ -33,17 +32,16 @@ Key = str | int
 """Of a tensor of a module's forward: an argument's name, or which of the module's tensors it is."""
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 _OURS = "_tl_devicefix"
+_COMPONENTS = "transformer_lens.components."
 _NOT_SETTINGS = {*vars(nn.Module()), "cfg", "name"}
-_ARGUMENTS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
-    components.TransformerBlock: lambda block: (block.attn.layer_id,),
-    components.Attention: lambda attn: (attn.attn_type, attn.layer_id),
-    components.GroupedQueryAttention: lambda attn: (attn.attn_type, attn.layer_id),
-    components.LayerNorm: lambda norm: (norm.length,),
-    components.RMSNorm: lambda norm: (norm.length,),
-    **dict.fromkeys((components.LayerNormPre, components.RMSNormPre), lambda norm: ()),
-    **dict.fromkeys((components.MLP, components.GatedMLP), lambda mlp: ()),
+_ARGUMENTS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
+    "TransformerBlock": lambda block: (block.attn.layer_id,),
+    **dict.fromkeys(("Attention", "GroupedQueryAttention"), lambda a: (a.attn_type, a.layer_id)),
+    **dict.fromkeys(("LayerNorm", "RMSNorm"), lambda norm: (norm.length,)),
+    **dict.fromkeys(("LayerNormPre", "RMSNormPre", "MLP", "GatedMLP"), lambda module: ()),
 }
-"""Class of a module that may be run by one command -> what it was made of, beside the config."""
+"""Class of TransformerLens's components that is run by one command -> what its constructor takes
+beside the config."""
 
 
 class OutsideBlocks:
@@ -82,7 +80,7 @@ def _recipe(module: Any) -> Recipe | None:
         for each in _components(module)
     ]
     marks = [{name: mark for name, mark in each.items() if type(mark) is str} for each in marks]
-    return Recipe(cls, _ARGUMENTS[cls](module), type(module.cfg), config, marks)
+    return Recipe(cls, _ARGUMENTS[cls.__name__](module), type(module.cfg), config, marks)
 
 
 def _is_plain(value: Any) -> bool:
@@ -324,7 +322,8 @@ def run_whole(module: Any, inputs: dict[str, Any], entry: Any = None) -> torch.T
     far = residual._allocation.machine.asynchronous
     if not isinstance(far, FarDevices) or not far.whole_blocks or _are_functions_exchanged():
         return None
-    if type(module) not in _ARGUMENTS:
+    cls = type(module)
+    if cls.__name__ not in _ARGUMENTS or not cls.__module__.startswith(_COMPONENTS):
         return None
     seen: _Seen | None = vars(module).get(_SEEN)
     if seen is None or not seen.holds(module):
