@@ -35,7 +35,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as hf_logging
 
 import tl_devicefix
-from tl_devicefix.hooked_transformer import filling
+from tl_devicefix.hooked_transformer import units
 
 CONFIG = LlamaConfig(
     hidden_size=384, intermediate_size=1056, num_hidden_layers=12, num_attention_heads=8,
@@ -74,10 +74,10 @@ def loading(how: str) -> Iterator[None]:
     """Within it, a model is loaded in one of the ways compared."""
     with contextlib.ExitStack() as stack:
         if how != "at once":
-            loop = mock.patch.object(filling, "each_on_its_device", one_after_the_other)
+            loop = mock.patch.object(units, "each_on_its_device", one_after_the_other)
             stack.enter_context(loop)
         if how == "before":
-            stack.enter_context(mock.patch.object(filling, "Staging", Unstaged))
+            stack.enter_context(mock.patch.object(units, "Staging", Unstaged))
         yield
 
 

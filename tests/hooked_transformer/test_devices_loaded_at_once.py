@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from architectures import ARCHITECTURES, load_hooked
 from transformer_lens import HookedTransformer
 
 from tl_devicefix.checkpoints.huggingface import HuggingFaceSource
-from tl_devicefix.hooked_transformer import filling
+from tl_devicefix.hooked_transformer import units
 
 SOON = 30.0  # seconds, within which threads that run at once have met
 
@@ -73,7 +74,7 @@ def most_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[torch.device,
     """How many components of each device were read or folded at a time, at most."""
     now: dict[torch.device, int] = {}
     most: dict[torch.device, int] = {}
-    fill_one = filling._fill_one
+    fill_one = units._fill_one
 
     def watched(model: Any, source: Any, placement: Any, *rest: Any) -> None:
         device = placement.device_of(rest[-1])
@@ -82,7 +83,7 @@ def most_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[torch.device,
         fill_one(model, source, placement, *rest)
         now[device] -= 1
 
-    monkeypatch.setattr(filling, "_fill_one", watched)
+    monkeypatch.setattr(units, "_fill_one", watched)
     return most
 
 
@@ -121,7 +122,7 @@ def test_the_weights_are_bit_for_bit_those_of_one_after_the_other(
 ) -> None:
     max_in_flight = load(name, dtype).state_dict()
 
-    monkeypatch.setattr(filling, "each_on_its_device", one_after_the_other)
+    monkeypatch.setattr(units, "each_on_its_device", one_after_the_other)
     expected = load(name, dtype).state_dict()
 
     assert max_in_flight.keys() == expected.keys()
@@ -150,6 +151,21 @@ def test_the_first_component_that_fails_is_told_of_though_a_later_one_fails_befo
     assert caught.value is not None
 
 
+def test_a_component_of_the_cpu_that_fails_among_others_is_told_of(
+    load: Any, while_reading: Any
+) -> None:
+    def fail(unit: str, device: torch.device) -> None:
+        if unit == "blocks.1":
+            raise ValueError("blocks.1 cannot be read")
+
+    while_reading(fail)
+    with (
+        mock.patch.object(torch, "get_num_threads", return_value=2),
+        pytest.raises(ValueError, match=r"blocks\.1 cannot be read"),
+    ):
+        load(n_devices=1, device="cpu")
+
+
 class Bar:
     """A progress bar, and the threads in which it was moved."""
 
@@ -172,7 +188,7 @@ def test_the_bar_moves_once_a_component_by_the_caller(
 ) -> None:
     bars: list[Bar] = []
     monkeypatch.setattr(
-        filling.hf_logging, "tqdm", lambda **given: bars.append(Bar(**given)) or bars[-1]
+        units.hf_logging, "tqdm", lambda **given: bars.append(Bar(**given)) or bars[-1]
     )
     threads = torch.get_num_threads()
     torch.set_num_threads(2)  # of which the CPU loads as many at once

@@ -153,7 +153,7 @@ STAGES: dict[str, tuple[str, int]] = {
     "folding the last slice": ("tl_devicefix.hooked_transformer.units.process_component", 13),
     "writing the first weight": ("tl_devicefix.hooked_transformer.units.write", 1),
     "writing the thirtieth weight": ("tl_devicefix.hooked_transformer.units.write", 30),
-    "placing the buffers": ("tl_devicefix.hooked_transformer.shared_buffers.Counter", 2),
+    "placing the buffers": ("tl_devicefix.hooked_transformer.layout.Counter", 2),
     "aligning the model": ("tl_devicefix.hooked_transformer.moving.settle", 1),
     "the last check": ("tl_devicefix.hooked_transformer.loading.check_placed", 1),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import nn
 from transformer_lens import HookedTransformer, HookedTransformerConfig
 from transformers import (
     AutoModelForCausalLM,
+    GemmaConfig,
+    GemmaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GPTJConfig,
@@ -156,3 +159,40 @@ def test_a_llama_that_would_be_wrong_is_refused(
     (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
     with pytest.raises(ValueError, match=says):
         HookedTransformer.from_pretrained(tmp_path, device="cpu")
+
+
+def test_the_context_that_is_asked_for_is_shorter_than_the_checkpoints(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 20, "vocab_size": 11, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    config = GemmaConfig(**sizes, **heads, num_hidden_layers=2, max_position_embeddings=64)
+    GemmaForCausalLM(config).save_pretrained(tmp_path)
+    assert HookedTransformer.from_pretrained(tmp_path, device="cpu").cfg.n_ctx == 64
+    assert HookedTransformer.from_pretrained(tmp_path, device="cpu", n_ctx=24).cfg.n_ctx == 24
+
+
+def test_float32_weights_are_folded_in_the_float64_of_their_model(checkpoints: Any) -> None:
+    load = partial(HookedTransformer.from_pretrained_no_processing, checkpoints("gpt2"))
+    given, model = load(device="cpu"), load(device="cpu", dtype=torch.float64)
+    model.load_and_process_state_dict(given.state_dict())
+    # TransformerLens itself rounds to float32 in between.
+    wide = given.W_E.double()
+    assert torch.equal(model.W_E, wide - wide.mean(-1, keepdim=True))
+
+
+def test_a_processed_model_is_placed_by_what_it_weighs_now(checkpoints: Any) -> None:
+    with tl_devicefix.simulate(2):
+        model = HookedTransformer.from_pretrained_no_processing(checkpoints("gpt2"), n_devices=2)
+        model.process_weights_()
+        for component in model.placement.components:
+            parameters = model.get_submodule(component.name).parameters()
+            assert component.weights == sum(parameter.nbytes for parameter in parameters)
+
+
+def test_a_step_leaves_an_offloaded_blocks_weights_on_the_host(checkpoints: Any) -> None:
+    with tl_devicefix.simulate(2):
+        model = HookedTransformer.from_pretrained_no_processing(
+            checkpoints("gpt2"), device_map={"": "sim:0", "blocks.1": "cpu"}
+        )
+        folded = model.fold_value_biases(model.state_dict())
+        assert {folded[f"blocks.1.attn.{name}"].device.type for name in ("W_V", "b_O")} == {"cpu"}
+        assert folded["blocks.0.attn.b_O"].device.type == "sim"

@@ -26,7 +26,7 @@ from hf_models import N_CTX, N_LAYERS
 from transformer_lens import HookedTransformer
 
 import tl_devicefix
-from tl_devicefix.hooked_transformer.conventions import installed_conventions
+from tl_devicefix.hooked_transformer.units import installed_conventions
 
 PROCESSING: dict[str, dict[str, bool]] = {
     "default": {},

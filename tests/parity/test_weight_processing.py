@@ -21,7 +21,7 @@ from comparison import (
 
 import tl_devicefix
 from tl_devicefix.hooked_transformer import processing
-from tl_devicefix.hooked_transformer.conventions import installed_conventions
+from tl_devicefix.hooked_transformer.units import installed_conventions
 
 LAYER_NORM = [name for name, a in ARCHITECTURES.items() if not a.has_rms_norms] + list(TOYS)
 RMS_NORM = [name for name, a in ARCHITECTURES.items() if a.has_rms_norms]

@@ -77,5 +77,5 @@ def _is_imported(module: ModuleType, name: str, value: Any) -> bool:
     function = getattr(value, "func", value)
     return not isinstance(value, type) and function.__module__ not in (
         module.__name__,
-        "tl_devicefix.hooked_transformer.training",
+        "tl_devicefix.hooked_transformer.moving",
     )

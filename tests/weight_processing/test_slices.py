@@ -19,8 +19,11 @@ from comparison import assert_same_tensors
 from hf_models import N_HEADS, N_KEY_VALUE_HEADS, N_LAYERS
 from transformer_lens import HookedTransformer
 
-from tl_devicefix.hooked_transformer.conventions import installed_conventions
-from tl_devicefix.hooked_transformer.units import by_component, processing_units
+from tl_devicefix.hooked_transformer.units import (
+    by_component,
+    installed_conventions,
+    processing_units,
+)
 from tl_devicefix.weight_processing import Steps, Weights, WorkingCopies, process_component
 from tl_devicefix.weight_processing import slices as slices_module
 from tl_devicefix.weight_processing.slices import Slice, slices

@@ -11,8 +11,8 @@ from torch import nn
 
 from tl_devicefix.checking.tensors import Tensor, is_unspread, placement_of_model, tensors
 from tl_devicefix.dispatch.naming import joined
+from tl_devicefix.hooked_transformer.layout import ConvertedOnce, share_buffers
 from tl_devicefix.hooked_transformer.moving import settle
-from tl_devicefix.hooked_transformer.shared_buffers import ConvertedOnce, share_buffers
 from tl_devicefix.placement.components import component_of
 from tl_devicefix.placement.fitting import naming_full_devices
 

@@ -7,7 +7,16 @@ and so does its memory.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from accelerate import init_empty_weights
+from torch import nn
+from transformer_lens.components import TransformerBlock
+
+from tl_devicefix.hooked_transformer.components import attention_kind
 
 _OF_LINEAR = {
     **dict.fromkeys(("W_Q", "W_K", "W_V", "_W_K", "_W_V"), (0, 2, 1)),
@@ -37,3 +46,68 @@ def empty_as_loaded(
         return torch.empty_like(like, device=device)
     stored = torch.empty([like.shape[d] for d in order], dtype=like.dtype, device=device)
     return stored.permute([order.index(d) for d in range(like.dim())])
+
+
+Convert = Callable[[torch.Tensor], torch.Tensor]
+
+
+def give_buffers(model: Any) -> None:
+    """Give a HookedTransformer that was constructed on meta its buffers, on the CPU.
+
+    They are made once for all blocks of one kind of attention, which share them.
+    """
+    made: dict[str | None, nn.Module] = {}
+    for layer, block in enumerate(model.blocks):
+        kind = attention_kind(model.cfg, layer)
+        if kind not in made:
+            with init_empty_weights(include_buffers=False):
+                made[kind] = TransformerBlock(model.cfg, layer)
+        for name, module in made[kind].named_modules():
+            block.get_submodule(name)._buffers.update(module._buffers)
+
+
+def share_buffers(model: nn.Module) -> None:
+    """Let the blocks of a model that is constructed already share their buffers."""
+    known: dict[Any, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = _known_equal(known, module, name, buffer)
+
+
+def _known_equal(
+    known: dict[Any, torch.Tensor], module: nn.Module, name: str, buffer: torch.Tensor | None
+) -> torch.Tensor | None:
+    """The buffer, or an equal one of another attention layer of the same kind."""
+    kind = getattr(module, "attn_type", None)
+    if buffer is None or buffer.is_meta or kind is None:
+        return buffer
+    key = (type(module), kind, name, buffer.shape, buffer.dtype, buffer.device)
+    first = known.setdefault(key, buffer)
+    return first if first is buffer or torch.equal(first, buffer) else buffer
+
+
+class ConvertedOnce:
+    """A conversion that converts a buffer that several blocks share once, so that it stays shared.
+
+    Args:
+        model: the model whose tensors are to be converted.
+        convert: what to do to each tensor.
+    """
+
+    # No closure: a traceback would hold it, and it the converted tensors.
+
+    def __init__(self, model: nn.Module, convert: Convert) -> None:
+        self._convert = convert
+        self._counts = Counter(
+            id(buffer) for module in model.modules() for buffer in module._buffers.values()
+        )
+        # With the original, so that no other tensor gets its id while this is in use.
+        self._converted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The converted tensor."""
+        if self._counts[id(tensor)] < 2:
+            return self._convert(tensor)
+        if id(tensor) not in self._converted:
+            self._converted[id(tensor)] = tensor, self._convert(tensor)
+        return self._converted[id(tensor)][1]

@@ -36,11 +36,10 @@ from tl_devicefix.hooked_transformer.config import (
     model_config,
     official_name,
 )
-from tl_devicefix.hooked_transformer.conventions import installed_conventions
-from tl_devicefix.hooked_transformer.filling import fill
+from tl_devicefix.hooked_transformer.layout import give_buffers
 from tl_devicefix.hooked_transformer.moving import check_placed, place
-from tl_devicefix.hooked_transformer.shared_buffers import give_buffers
 from tl_devicefix.hooked_transformer.tokenizing import warn_without_tokenizer
+from tl_devicefix.hooked_transformer.units import fill, installed_conventions
 from tl_devicefix.misspelt import refuse_misspelt
 from tl_devicefix.monkeypatch.applying import original
 from tl_devicefix.placement.deciding import DeviceMap, decide_fitting

@@ -14,7 +14,6 @@ from tl_devicefix.hooked_transformer import (
     moving,
     processing,
     tokenizing,
-    training,
 )
 from tl_devicefix.hooked_transformer import gathering as hooked_gathering
 from tl_devicefix.monkeypatch.patch import Patch
@@ -137,7 +136,7 @@ PATCHES = (
     ),
     Patch(
         "train",
-        training.train,
+        moving.train,
         ("model", "config", "dataset"),
         "a spread model is trained where it lies",
         owner=None,

@@ -17,7 +17,6 @@ from transformer_lens.components import LayerNormPre, RMSNormPre
 from tl_devicefix.checkpoints.units import full_name
 from tl_devicefix.dispatch.forward import changing_weights, is_unfinished, refuse_unfinished
 from tl_devicefix.hooked_transformer.components import component_sizes
-from tl_devicefix.hooked_transformer.conventions import installed_conventions
 from tl_devicefix.hooked_transformer.moving import settle
 from tl_devicefix.hooked_transformer.units import (
     _default_value,
@@ -25,6 +24,7 @@ from tl_devicefix.hooked_transformer.units import (
     by_component,
     check_shapes,
     device_of_unit,
+    installed_conventions,
     load_component,
     storage_of_unit,
 )

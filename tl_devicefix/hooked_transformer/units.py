@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib.util
+import inspect
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import as_completed
+from functools import cache
 from typing import Any
 
 import torch
+import transformers.utils.logging as hf_logging
 from torch import nn
+from transformer_lens import HookedTransformer
 
+from tl_devicefix.checkpoints.source import Source
 from tl_devicefix.checkpoints.units import full_name, name_in_unit, processing_unit
 from tl_devicefix.hooked_transformer.components import component_names
-from tl_devicefix.hooked_transformer.conventions import installed_conventions
+from tl_devicefix.monkeypatch.applying import original
 from tl_devicefix.offload.staging import Staging
+from tl_devicefix.placement.fitting import naming_full_devices
 from tl_devicefix.placement.placement import Placement
-from tl_devicefix.weight_processing import Steps, process_component
+from tl_devicefix.placement.workers import each_on_its_device, sharing_cores, threads
+from tl_devicefix.weight_processing import Conventions, Steps, process_component
 from tl_devicefix.weight_processing import slices as slicing
 from tl_devicefix.weight_processing.steps import vocabulary_means
 from tl_devicefix.weight_processing.weights import Weights, WorkingCopies, working_dtype, write
@@ -173,3 +184,78 @@ def _held_on(model: Any, unit: str, weights: Mapping[str, torch.Tensor]) -> torc
         if not parameter.is_meta:
             return parameter.device
     return next(iter(weights.values())).device
+
+
+@cache
+def installed_conventions() -> Conventions:
+    """The conventions of the TransformerLens that is installed."""
+    is_3x = importlib.util.find_spec("transformer_lens.weight_processing") is not None
+    # Folding of MoE came with 3.0, went, and came back; only this warning tells which it is.
+    loader = inspect.getsource(original(HookedTransformer, "load_and_process_state_dict"))
+    refuses_moe = "You are using MoE, so the layer norm weights can't be folded" in loader
+    return Conventions(folds_moe=not refuses_moe, recenters_b_O=is_3x, keeps_folded_norms=is_3x)
+
+
+def fill(model: Any, source: Source, placement: Placement, steps: Steps) -> None:
+    """Read, process and store every component of a model, each on its planned device.
+
+    Args:
+        model: a HookedTransformer whose parameters are on meta.
+        source: where its weights come from.
+        placement: where they go.
+        steps: how they are processed on the way (`Steps.applicable`).
+
+    Raises:
+        ValueError: if the source has not the weights that the model's config asks for.
+        torch.OutOfMemoryError: saying which device has no room, and what would fit.
+    """
+    model.placement = placement
+    units = processing_units(model.cfg)
+
+    bar = hf_logging.tqdm(total=len(units), desc="Loading components")
+    with bar as progress, contextlib.ExitStack() as stack:
+        # An offloaded block is folded where it runs.
+        devices = [placement.device_of(unit) for unit in units]
+        staging = {d: stack.enter_context(Staging(d)) for d in placement.devices}
+        # No closure: a traceback would hold it, and it the model.
+        fill_one = functools.partial(_fill_one, model, source, placement, steps, staging)
+        at_once = min(torch.get_num_threads(), _MOST_AT_ONCE)
+        if source.computes:
+            for unit in units:
+                fill_one(unit)
+                progress.update()
+        elif at_once > 1 and {device.type for device in devices} == {"cpu"}:
+            _on_one_core_each(fill_one, units, at_once, progress.update)
+        else:
+            each_on_its_device(fill_one, units, devices, progress.update)
+
+
+def _fill_one(
+    model: Any,
+    source: Source,
+    placement: Placement,
+    steps: Steps,
+    staging: Mapping[torch.device, Staging],
+    unit: str,
+) -> None:
+    device = placement.device_of(unit)
+    with naming_full_devices(model, placement, unit):
+        weights = complete_unit(model, unit, source.read(unit, device))
+        load_component(model, unit, weights, steps, staging[device])
+
+
+def _on_one_core_each(
+    fill_one: Callable[[str], None], units: list[str], at_once: int, done: Callable[[], Any]
+) -> None:
+    """Fill several components of the CPU at once, the operations of each on one core."""
+    on_one_core = {"initializer": torch.set_num_threads, "initargs": (1,)}
+    with sharing_cores(at_once), threads(at_once, **on_one_core) as workers:
+        # The unembedding is the largest, so not the one to wait for at the end.
+        futures = [workers.submit(fill_one, unit) for unit in reversed(units)]
+        for future in as_completed(futures):
+            future.result()
+            done()
+
+
+_MOST_AT_ONCE = 8
+"""More do not copy faster: memory is the limit."""
