@@ -136,7 +136,6 @@ def of_runs(model: Any, machine: Any, m: int, stage: float, waits: bool) -> dict
         "ideal_busy": m / (m + n - 1),
         "busy": statistics.mean(timeline.busy_share(device) for device in range(n)),
         "of_ideal": ideal / wall,
-        "late": timeline.late,
     }
 
 
@@ -149,11 +148,11 @@ def synchronize(n: int) -> None:
 def show_busy(rows: Rows) -> None:
     """Print the table."""
     print(f"{'n':>3} {'m':>3} {'wall s':>8} {'ideal':>6} {'busy':>6} {'of ideal':>9} "
-          f"{'CPU late s':>11} {'Python s a run':>15}")  # fmt: skip
+          f"{'Python s a run':>15}")  # fmt: skip
     for row in rows:
         print(
             f"{row['n']:>3} {row['m']:>3} {row['wall']:>8.2f} {row['ideal_busy']:>6.2f} "
-            f"{row['busy']:>6.2f} {row['of_ideal']:>9.3f} {row['late']:>11.3f} "
+            f"{row['busy']:>6.2f} {row['of_ideal']:>9.3f} "
             f"{row['python']:>15.3f}"
         )
 
@@ -182,7 +181,6 @@ def sweep(arguments: argparse.Namespace) -> dict[str, Any]:
             return found, machine.timeline.end - machine.timeline.start
 
         found, wall = call()
-        late = machine.timeline.late
         with tl_devicefix.sequential():
             expected, of_loop = call()
         del model, clean
@@ -193,7 +191,6 @@ def sweep(arguments: argparse.Namespace) -> dict[str, Any]:
         "runs": found.numel(),
         "wall_s": wall,
         "loop_s": of_loop,
-        "late_s": late,
     }
 
 

@@ -29,7 +29,7 @@ OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
 def known(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
     """What is known: nothing yet."""
     fresh: dict[Any, Any] = {}
-    monkeypatch.setattr(geometries, "_outcomes", fresh)
+    monkeypatch.setattr(geometries, "_results", fresh)
     return fresh
 
 

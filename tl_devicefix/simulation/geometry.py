@@ -1,13 +1,12 @@
-"""The shapes, strides and dtypes of an operation's results, before it runs on its device.
+"""The shapes, strides and dtypes of tensors, and of an operation's results before it has run.
 
-An operation is run once on tensors that lie like its arguments, and the outcome is remembered: on
-zeros on the CPU for devices behind the host, so that strides and errors are those of the CPU's
-kernel, and on meta for tensors without values, for which torch's Python rules are slow.
+For tensors without values, most of an operation's time is torch's Python that finds out how the
+result lies. That depends only on how the arguments lie, and the blocks of a model are alike: so
+it is remembered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -30,202 +29,90 @@ class Geometry(NamedTuple):
         return (last + 1) * self.dtype.itemsize
 
 
-class NotBehindTheHost(NotImplementedError):
-    """Asynchronous devices do not have what an operation gives."""
-
-
 def geometry_of(tensor: torch.Tensor) -> Geometry:
     """The geometry of a tensor.
 
     Raises:
-        NotBehindTheHost: if it is sparse.
+        NotImplementedError: if it is sparse.
     """
     if tensor.layout is not torch.strided:
-        raise NotBehindTheHost(
-            "asynchronous simulated devices have no sparse tensors: enter `simulate` without "
-            "asynchronous=True"
-        )
+        raise NotImplementedError("there are no sparse tensors here: bring them to the CPU first")
     return Geometry(tensor.shape, tensor.stride(), tensor.dtype)
 
 
-class Argument(NamedTuple):
-    """A result that is one of the tensors given, by its number among them."""
-
-    number: int
-
-
-class Outcome(NamedTuple):
-    """An operation's result, with a `Geometry` for each new tensor, and the tensors that it fills.
-
-    These had no elements before, and are given a shape by the operation.
-    """
-
-    result: Any
-    filled: dict[int, Geometry]
-
-
-class Arguments:
-    """An operation's arguments, and the tensors among them, each once, in order.
-
-    Args:
-        args: the arguments, with lists of tensors among them.
-        kwargs: those given by name.
-    """
-
-    def __init__(self, args: Any, kwargs: dict[str, Any]) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self._index: dict[int, int] = {}
-        self._args, self._kwargs = args, kwargs
-        self.key = (self._describe(args), self._describe(tuple(kwargs.items())))
-        """What tells one call's geometry from another's."""
-
-    def _describe(self, arg: Any) -> Any:
-        if isinstance(arg, torch.Tensor):
-            index = self._index.setdefault(id(arg), len(self.tensors))
-            if index == len(self.tensors):
-                self.tensors.append(arg)
-            return index, arg.shape, arg.stride(), arg.dtype, arg.is_conj(), arg.is_neg()
-        if isinstance(arg, (list, tuple)):
-            return type(arg), tuple(self._describe(item) for item in arg)
-        return type(arg), arg  # as 1 == 1.0 == True
-
-    def with_tensors(self, tensors: list[torch.Tensor]) -> tuple[Any, dict[str, Any]]:
-        """The arguments, with other tensors in the place of these."""
-
-        def exchange(tensor: torch.Tensor) -> torch.Tensor:
-            return tensors[self._index[id(tensor)]]
-
-        kwargs = {name: exchanged(arg, exchange) for name, arg in self._kwargs.items()}
-        return [exchanged(arg, exchange) for arg in self._args], kwargs
-
-    def made(self, result: Any, make: Callable[[Geometry], torch.Tensor]) -> Any:
-        """An outcome's result with new tensors, and the arguments that it returns."""
-        if isinstance(result, Geometry):
-            return make(result)
-        if isinstance(result, Argument):
-            return self.tensors[result.number]
-        if isinstance(result, (list, tuple)):
-            return type(result)(self.made(item, make) for item in result)
-        return result
-
-
-def exchanged(value: Any, exchange: Callable[[torch.Tensor], Any]) -> Any:
-    """A value with something else in the place of each tensor in it."""
-    if isinstance(value, torch.Tensor):
-        return exchange(value)
-    if type(value) in (list, tuple):
-        return type(value)(exchanged(item, exchange) for item in value)
-    return value
-
-
-_outcomes: dict[Any, Outcome] = {}
-"""By operation, place and arguments."""
+_results: dict[Any, list[Geometry]] = {}
+"""By operation and arguments."""
 _MOST = 10_000  # of several models; then they are forgotten
-
-
-def _remember(key: Any, outcome: Outcome) -> None:
-    if len(_outcomes) >= _MOST:
-        _outcomes.clear()
-    _outcomes[key] = outcome
-
-
-def outcome(func: Callable[..., Any], arguments: Arguments) -> Outcome:
-    """Tell what an operation gives on an asynchronous device.
-
-    Raises:
-        NotBehindTheHost: if it gives a sparse tensor, or makes one of its arguments larger.
-        Exception: what the operation raises on zeros.
-    """
-    key = (func, "cpu", arguments.key, torch.get_default_dtype())
-    try:
-        found = _outcomes.get(key)  # once, as another thread may forget them
-    except TypeError:  # an argument that has no hash
-        return _outcome_on_zeros(func, arguments)
-    if found is None:
-        found = _outcome_on_zeros(func, arguments)
-        _remember(key, found)
-    return found
-
-
-def _outcome_on_zeros(func: Callable[..., Any], arguments: Arguments) -> Outcome:
-    zeros = [_zeros_like(tensor) for tensor in arguments.tensors]
-    indices = {id(tensor): index for index, tensor in enumerate(zeros)}
-    args, kwargs = arguments.with_tensors(zeros)
-
-    def describe(result: torch.Tensor) -> Geometry | Argument:
-        index = indices.get(id(result))
-        return geometry_of(result) if index is None else Argument(index)
-
-    result = exchanged(func(*args, **kwargs), describe)
-    filled = {}
-    for number, (zero, tensor) in enumerate(zip(zeros, arguments.tensors)):
-        if zero.shape != tensor.shape:
-            if tensor.numel():
-                raise NotBehindTheHost(
-                    f"asynchronous simulated devices do not resize tensors, but {func} would: give "
-                    "it an empty one, or enter `simulate` without asynchronous=True"
-                )
-            filled[number] = geometry_of(zero)
-    return Outcome(result, filled)
-
-
-def _zeros_like(tensor: torch.Tensor) -> torch.Tensor:
-    zeros = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).zero_()
-    return zeros.conj() if tensor.is_conj() else zeros
 
 
 def call_without_values(func: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
     """Call an operation on meta tensors, or make what it gave when it was called so before."""
     if func._schema.is_mutable or func.is_view:  # these are fast, and their results are not new
         return func(*args, **kwargs)
-    arguments = Arguments(args, kwargs)
-    key = _key_on_meta(func, arguments)
-    found = None if key is None else _outcomes.get(key)
-    if found is not None:
-        return arguments.made(
-            found.result,
-            lambda lies: torch.empty_strided(
-                lies.shape, lies.stride, dtype=lies.dtype, device="meta"
-            ),
-        )
-    result = func(*args, **kwargs)
-    _remember_new(key, arguments, result)
-    return result
+    key = _key(func, args, kwargs)
+    known = None if key is None else _results.get(key)
+    if known is None:
+        result = func(*args, **kwargs)
+        _remember(key, args, kwargs, result)
+        return result
+    made = [
+        torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        for shape, stride, dtype in known
+    ]
+    return made[0] if len(func._schema.returns) == 1 else tuple(made)
 
 
 def remember(func: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any], result: Any) -> None:
     """Remember what an operation gave elsewhere, as torch's own rules refuse it."""
     if not func._schema.is_mutable:
-        arguments = Arguments(args, kwargs)
-        _remember_new(_key_on_meta(func, arguments), arguments, result)
+        _remember(_key(func, args, kwargs), args, kwargs, result)
 
 
-def _key_on_meta(func: torch._ops.OpOverload, arguments: Arguments) -> Any:
-    """A key of what an operation gives; None if other things than geometry may decide that."""
-    key = (func, "meta", arguments.key, torch.get_default_dtype())
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key if all(tensor.is_meta for tensor in arguments.tensors) else None
-
-
-def _remember_new(key: Any, arguments: Arguments, result: Any) -> None:
+def _remember(key: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
     """Remember strided tensors with memory of their own, all of which they use."""
-    results = result if isinstance(result, (list, tuple)) else (result,)
-    given = {tensor.untyped_storage()._cdata for tensor in arguments.tensors}
+    results = result if isinstance(result, tuple) else (result,)
+    operands = tensors_in((args, list(kwargs.values())))
+    used = {tensor.untyped_storage()._cdata for tensor in operands}
 
     def is_new(tensor: Any) -> bool:
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             return False
         storage, lazy = tensor.untyped_storage(), tensor.is_conj() or tensor.is_neg()
         return (
-            not (tensor.storage_offset() or lazy or storage._cdata in given)
+            not (tensor.storage_offset() or lazy or storage._cdata in used)
             and storage.nbytes() == geometry_of(tensor).nbytes
         )
 
     if key is not None and all(map(is_new, results)):
-        _remember(key, Outcome(exchanged(result, geometry_of), {}))
+        if len(_results) >= _MOST:
+            _results.clear()
+        _results[key] = [geometry_of(tensor) for tensor in results]
+
+
+_PLAIN = (int, float, bool, str, torch.dtype, torch.layout, torch.memory_format, torch.device)
+
+
+def _key(func: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What decides how the results lie; None if an argument decides by its values."""
+    try:
+        return func, _described(args), _described(sorted(kwargs.items()))
+    except _DecidesByValues:
+        return None
+
+
+class _DecidesByValues(Exception):
+    """An argument that does not tell how the results lie."""
+
+
+def _described(value: Any) -> Any:
+    kind = type(value)
+    if value is None or kind in _PLAIN:
+        return kind, value  # as 1 == 1.0 == True
+    if kind is torch.Tensor and value.is_meta:
+        return value.size(), value.stride(), value.dtype
+    if kind is list or kind is tuple:
+        return tuple(map(_described, value))
+    raise _DecidesByValues
 
 
 def written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -247,9 +134,23 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in lists and tuples, in order."""
+    """The dense tensors in lists and tuples: of a sparse one, its values and its indices."""
     if isinstance(value, torch.Tensor):
-        return [value]
+        return [value._values(), value._indices()] if value.layout is torch.sparse_coo else [value]
     if isinstance(value, (list, tuple)):
         return [tensor for item in value for tensor in tensors_in(item)]
     return []
+
+
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The dense tensors that take a tensor's memory.
+
+    Raises:
+        NotImplementedError: if it is in a layout that simulated devices do not have.
+    """
+    if tensor.layout not in (torch.strided, torch.sparse_coo):
+        raise NotImplementedError(
+            f"simulated devices have no tensors of layout {tensor.layout}: use to_sparse(), or "
+            "the CPU"
+        )
+    return tensors_in(tensor)

@@ -19,7 +19,8 @@ import torch
 
 from tl_devicefix.simulation.asynchronous import Asynchronous
 from tl_devicefix.simulation.backward import raise_or_keep
-from tl_devicefix.simulation.memory import Block
+from tl_devicefix.simulation.geometry import parts_of
+from tl_devicefix.simulation.ordering import Memory
 from tl_devicefix.simulation.sites import DEVICE_TYPE as DEVICE_TYPE
 from tl_devicefix.simulation.sites import Hosts, Site, divided
 from tl_devicefix.simulation.timeline import Timeline
@@ -153,7 +154,7 @@ class Allocation:
         self.device = device
         self.address = address
         self.nbytes = 0
-        self.block: Block | None = None
+        self.block: Memory | None = None
 
     def __del__(self) -> None:
         # By any thread, in the middle of anything: `Machine.settle` does the rest.
@@ -207,7 +208,7 @@ class Machine:
         self._peak = [0] * len(capacities)
         # Keyed by the address of torch's storage object, which views share.
         self._allocations: WeakValueDictionary[int, Allocation] = WeakValueDictionary()
-        self._freed: deque[tuple[int, int, Block | None]] = deque()
+        self._freed: deque[tuple[int, int, Memory | None]] = deque()
         self._adding = threading.RLock()
 
     def __repr__(self) -> str:
@@ -393,21 +394,6 @@ class Machine:
                 self._allocated[index] -= nbytes
                 if self.asynchronous is not None and block is not None:
                     self.asynchronous.free(block)
-
-
-def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The dense tensors that a tensor holds: its values, then its indices if it is sparse.
-
-    Raises:
-        NotImplementedError: if it is in a layout that simulated devices do not have.
-    """
-    if tensor.layout is torch.strided:
-        return [tensor]
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._values(), tensor._indices()]
-    raise NotImplementedError(
-        f"simulated devices have no tensors of layout {tensor.layout}: use to_sparse(), or the CPU"
-    )
 
 
 _UNITS = {

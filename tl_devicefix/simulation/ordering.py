@@ -1,38 +1,45 @@
-"""The order of operations on streams and the host, and the races between them.
+"""The order of operations on streams and the host: races between them, and when each is done.
 
 A clock says, of each stream and of the host, how far it is known to have got. An operation that
 uses memory which another writes has to have the other one in its clock; else nothing orders them,
-and the result depends on which is faster. So a race is found in every run, also in one in which
-the right one happened to be first. The host is one here, however many threads it has.
+and on a real device the result depends on which is faster. So a race is found in every run. The
+host is one here, however many threads it has.
+
+Times are those of the devices: an operation is done so many seconds after its stream and its device
+are free for it, and whoever waits for it sleeps until then.
 """
 
 from __future__ import annotations
 
+import random
 import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tl_devicefix.simulation.backward import raise_or_keep
-from tl_devicefix.simulation.queues import Queues, Task, Work
-from tl_devicefix.simulation.timeline import Timeline, label_in_force
+from tl_devicefix.simulation.timeline import Busy, Timeline, label_in_force
 
 StreamKey = tuple[int, int]
 """A device's index, and the number of a stream on it."""
 Clock = dict[StreamKey, int]
-Mark = tuple[Task | None, Clock]
-"""How far a stream has got: its last task, and its clock."""
 
 HOST: StreamKey = (-1, 0)
 _NOT_THE_USERS = tuple(
     str(Path(file).parent)
     for file in (torch.__file__, __file__)  # whose lines tell a user nothing
 )
+_LATE, _COPIES_LATE = 1 / 16, 1 / 2
+"""The chance of an operation to be late."""
+_LONGEST = 0.002
+"""Seconds that it may be late."""
 
 
 class RaceError(Exception):
@@ -80,13 +87,22 @@ class Access(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Memory:
-    """Who used the bytes of one storage: the last write, and since then reads, and copies of it."""
+    """Who used the bytes of one storage: the last write, and since then reads, and copies of it.
+
+    Attributes:
+        torn: why its values are not to be read, if its copy's source was changed meanwhile.
+        allocated: the operation that took it, on whose stream it is freed.
+        storage: keeps its address from being used again.
+        is_recorded: whether `record_stream` was called for another stream.
+    """
 
     written: Access | None = None
     reads: dict[StreamKey, Access] = field(default_factory=dict)
     copies: list[Access] = field(default_factory=list)
     torn: str = ""
-    """Why its values are not to be read, if its copy's source was changed meanwhile."""
+    allocated: Operation | None = None
+    storage: torch.UntypedStorage | None = None
+    is_recorded: bool = False
 
     def unordered(self, clock: Clock, writes: bool) -> Access | None:
         """A use that is not ordered before a write, or a read, with this clock."""
@@ -164,7 +180,7 @@ class Clocks:
         return self._of.setdefault(who, {})
 
     def start(self, stream: StreamKey) -> int:
-        """Begin an operation that the host gives to a stream; return its count there."""
+        """Begin an operation that the host launches on a stream; return its count there."""
         clock = self.of(stream)
         self.order_after_host(stream)
         clock[stream] = clock.get(stream, 0) + 1
@@ -188,11 +204,22 @@ class Clocks:
                 clock[other] = count
 
 
+class Mark(NamedTuple):
+    """How far a stream has got: when all that was launched there is done, and its clock."""
+
+    end: float
+    clock: Clock
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the stream has got there."""
+        return time.monotonic() >= self.end
+
+
 class Launcher:
     """The streams of all devices, as the host sees them: it launches operations there, and waits.
 
-    The host may have many threads, each with current streams of its own. Their launches go through
-    one lock, which is never held while a thread waits for a device. Devices are indices.
+    The host may have many threads, each with current streams of its own. Devices are indices.
 
     Args:
         n_devices: how many devices.
@@ -200,10 +227,11 @@ class Launcher:
         takes_time: whether operations take time; then nothing is late.
 
     Attributes:
-        lock: held during a launch.
+        lock: held where something here changes, and never while a thread waits or computes.
         clocks: of the streams and the host.
         errors: failures that were not raised yet.
         free_first: frees the memory of tensors that are gone, ordered before the next launch.
+        timeline: the operations that took time.
     """
 
     def __init__(self, n_devices: int, seed: int, takes_time: bool) -> None:
@@ -211,14 +239,15 @@ class Launcher:
         self.clocks = Clocks()
         self.errors: deque[Exception] = deque()
         self.free_first: Callable[[], None] = lambda: None
-        self._queues = Queues(n_devices, seed, takes_time)
-        self._last: dict[StreamKey, Task] = {}
+        self.timeline = Timeline()
+        self._takes_time = takes_time
+        self._chance = random.Random(seed)
+        self._entered = time.monotonic()
+        self._ends: dict[StreamKey, float] = {}
+        # What each device computes, and what it copies: when it is not free.
+        self._busy: dict[tuple[int, bool], list[tuple[float, float]]] = {}
+        self._arriving: list[tuple[StreamKey, int, Callable[[], object]]] = []
         self._current = threading.local()
-
-    @property
-    def timeline(self) -> Timeline:
-        """What took time."""
-        return self._queues.timeline
 
     def current(self, device: int) -> StreamKey:
         """The stream of a device that this thread of the host launches operations on."""
@@ -228,58 +257,48 @@ class Launcher:
         """Launch operations on another stream of its device from now on, in this thread."""
         vars(self._current)[str(stream[0])] = stream[1]
 
+    # Waiting
+
     def record(self, stream: StreamKey) -> Mark:
         """How far a stream has got."""
         self.free_first()
         with self.lock:
-            return self._last.get(stream), dict(self.clocks.of(stream))
+            end = max(time.monotonic(), self._ends.get(stream, 0.0))
+            return Mark(end, dict(self.clocks.of(stream)))
 
     def order(self, stream: StreamKey, after: Mark) -> None:
         """Have a stream wait for another one to get as far as was recorded."""
-        task, clock = after
         self.free_first()
         with self.lock:
-            self.clocks.order(stream, clock)
-            if task is not None and not task.done:
-                self._last[stream] = self._queues.submit(stream, lambda: None, (task,))
+            self.clocks.order(stream, after.clock)
+            self._ends[stream] = max(self._ends.get(stream, 0.0), after.end)
 
     def wait(self, after: Mark) -> None:
         """Have the host wait for a stream to get as far as was recorded, and raise what failed.
 
         Raises:
-            RuntimeError: what failed on a device's thread.
             RaceError: if memory was freed too early.
         """
-        task, clock = after
         self.free_first()
-        if task is not None:
-            self._queues.wait(task)
+        time.sleep(max(0.0, after.end - time.monotonic()))
         with self.lock:
-            self.clocks.order(HOST, clock)
+            self.clocks.order(HOST, after.clock)
+            self.arrive(after.clock)
         self.raise_errors()
 
-    def wait_for(self, task: Task) -> None:
-        """Have this thread wait for a task, which orders nothing and raises nothing."""
-        self._queues.wait(task)
+    def query(self, mark: Mark) -> bool:
+        """Whether a stream has got as far as was recorded."""
+        if mark.is_reached:
+            self.arrive(mark.clock)
+        return mark.is_reached
 
     def synchronize(self, device: int) -> None:
         """Have the host wait for all streams of a device, and raise what has failed."""
-        for stream in list(self._last):
-            if stream[0] == device:
-                self.wait(self.record(stream))
-
-    def last_tasks(self, device: int) -> list[Task]:
-        """The last task of each stream of a device."""
-        return self.last_tasks_on([stream for stream in list(self._last) if stream[0] == device])
-
-    def last_tasks_on(self, streams: Iterable[StreamKey]) -> list[Task]:
-        """The last task of each of some streams, where there was any."""
-        return [self._last[stream] for stream in streams if stream in self._last]
+        for stream in [stream for stream in list(self._ends) if stream[0] == device]:
+            self.wait(self.record(stream))
 
     def raise_errors(self) -> None:
         """Raise the first failure since the last time, of any thread's operations."""
-        if not self.errors:
-            return
         with self.lock:
             error = self.errors[0] if self.errors else None
             self.errors.clear()
@@ -287,30 +306,25 @@ class Launcher:
             raise_or_keep(error)
 
     def finish(self, hurry: bool) -> None:
-        """Run all operations, in a hurry without taking time, and end the devices' threads."""
+        """Wait for all operations; in a hurry, for none."""
         self.free_first()
-        self._queues.finish(hurry)
+        if not hurry:
+            time.sleep(max(0.0, max(self._ends.values(), default=0.0) - time.monotonic()))
+        with self.lock:
+            for stream in self._ends:
+                self.arrive(self.clocks.of(stream))
+
+    # Launching
 
     def launch(
         self,
         name: str,
-        run: Callable[[], object],
         stream: StreamKey,
         reads: Sequence[Memory] = (),
         writes: Sequence[Memory] = (),
         is_copy: bool = False,
-        seconds: float = 0.0,
-    ) -> Task:
+    ) -> Access:
         """Check the memory that an operation uses, and put it at the end of a stream.
-
-        Args:
-            name: of the operation.
-            run: what it does.
-            stream: where.
-            reads: the memory that it reads.
-            writes: the memory that it writes.
-            is_copy: whether it goes to another device, or between one and the host.
-            seconds: how long it takes.
 
         Raises:
             RaceError: if nothing orders it after who used the memory before.
@@ -325,19 +339,63 @@ class Launcher:
             ]:
                 memory.check(operation, clock, changes)
                 memory.use(access, changes, self.clocks.host)
+            return access
 
-            def checked() -> None:
-                try:
-                    with torch.no_grad():
-                        run()
-                except Exception as error:  # noqa: BLE001  # it is raised where the host waits
-                    failed = RuntimeError(f"{operation} failed: {error}")
-                    failed.__cause__ = error
-                    self.errors.append(failed)
+    def take(self, launched: Access, seconds: float = 0.0, is_copy: bool = False) -> None:
+        """Say how long an operation takes, or let it be late.
 
-            work = Work(name, label_in_force(), seconds) if seconds else None
-            self._last[stream] = self._queues.submit(stream, checked, (), is_copy, work)
-            return self._last[stream]
+        A device computes one thing, and copies one thing, at a time.
+        """
+        name, stream = launched.operation.name, launched.operation.where
+        with self.lock:
+            start = max(time.monotonic(), self._ends.get(stream, 0.0))
+            if seconds:
+                self._takes_time = True
+                start = self._when_free(stream[0], is_copy, start, seconds)
+                self.timeline.append(
+                    Busy(
+                        name=name,
+                        device=torch.device("sim", stream[0]),
+                        stream=stream[1],
+                        start=start - self._entered,
+                        end=start + seconds - self._entered,
+                        is_copy=is_copy,
+                        label=label_in_force(),
+                    )
+                )
+            elif not self._takes_time:
+                is_late = self._chance.random() < (_COPIES_LATE if is_copy else _LATE)
+                seconds = self._chance.uniform(0, _LONGEST) if is_late else 0.0
+            self._ends[stream] = start + seconds
+
+    def _when_free(self, device: int, is_copy: bool, start: float, seconds: float) -> float:
+        """When a device is free for so long, from a time on; then it is busy with that."""
+        now = time.monotonic()
+        busy = [times for times in self._busy.get((device, is_copy), []) if times[1] > now]
+        for begins, ends in busy:
+            if begins >= start + seconds:
+                break
+            start = max(start, ends)
+        self._busy[device, is_copy] = sorted([*busy, (start, start + seconds)])
+        return start
+
+    def arrive_later(self, launched: Access, copy: Callable[[], object]) -> None:
+        """Have the values of a copy to the host arrive when it waits for them, or asks."""
+        with self.lock:
+            self._arriving.append((launched.operation.where, launched.number, copy))
+
+    def arrive(self, clock: Clock) -> None:
+        """Have what a clock has arrive on the host."""
+        if not self._arriving:
+            return
+        with self.lock:
+            waiting, self._arriving = self._arriving, []
+            with _disable_current_modes():  # as the host does nothing here
+                for stream, number, copy in waiting:
+                    if clock.get(stream, 0) >= number:
+                        copy()
+                    else:
+                        self._arriving.append((stream, number, copy))
 
     def host_uses(self, name: str, reads: Sequence[Memory], writes: Sequence[Memory]) -> None:
         """Check that the host's own reads and writes are ordered.

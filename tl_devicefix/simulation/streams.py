@@ -6,7 +6,6 @@ They are attributes of ``torch.get_device_module("sim")`` while an asynchronous 
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -105,12 +104,10 @@ class Event:
     def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         self._enable_timing = enable_timing
         self._recorded: Mark | None = None
-        self._recorded_at = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
         """Be where a stream is now, the current one by default."""
         self._recorded = _entered().record((stream or current_stream())._key)
-        self._recorded_at = time.monotonic()
 
     def wait(self, stream: Stream | None = None) -> None:
         """Have a stream, the current one by default, wait for this; at once if never recorded."""
@@ -124,7 +121,7 @@ class Event:
 
     def query(self) -> bool:
         """Tell whether the stream has got here."""
-        return self._recorded is None or self._recorded[0] is None or self._recorded[0].done
+        return self._recorded is None or _entered().query(self._recorded)
 
     def elapsed_time(self, end_event: Event) -> float:
         """Milliseconds from when a stream got here until one got to another event.
@@ -135,20 +132,14 @@ class Event:
             RuntimeError: if one of them takes no times, was not recorded, or is still to come.
         """
         for event in (self, end_event):
-            if not event._enable_timing:
-                raise RuntimeError("Both events must be made with Event(enable_timing=True).")
-            if event._recorded is None:
-                raise RuntimeError("Both events must be recorded before elapsed_time.")
-            if not event.query():
+            if not event._enable_timing or event._recorded is None or not event.query():
                 raise RuntimeError(
-                    "Both events must have been reached: synchronize them before elapsed_time."
+                    "Both events must be made with Event(enable_timing=True), be recorded, and be "
+                    "reached before elapsed_time: synchronize them."
                 )
-        return 1000 * (end_event._reached_at - self._reached_at)
-
-    @property
-    def _reached_at(self) -> float:
-        task = None if self._recorded is None else self._recorded[0]
-        return self._recorded_at if task is None else max(task.end, self._recorded_at)
+        assert self._recorded is not None
+        assert end_event._recorded is not None
+        return 1000 * (end_event._recorded.end - self._recorded.end)
 
 
 def current_stream(device: Any = None) -> Stream:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import re
 from collections.abc import Callable, Sequence
@@ -14,8 +13,8 @@ import torch
 from torch.utils._pytree import tree_map
 
 from tl_devicefix.simulation.backward import raise_or_keep
-from tl_devicefix.simulation.geometry import call_without_values
-from tl_devicefix.simulation.machine import DEVICE_TYPE, Allocation, Machine, parts_of
+from tl_devicefix.simulation.geometry import call_without_values, parts_of
+from tl_devicefix.simulation.machine import DEVICE_TYPE, Allocation, Machine
 from tl_devicefix.simulation.sites import Site
 from tl_devicefix.tracebacks import note_mixed_devices
 
@@ -129,9 +128,9 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
 
     def record_stream(self, stream: Any) -> None:
         """Keep the memory from being handed out before what a stream has been given has run."""
-        block, key = self._allocation.block, (self.device.index, stream.stream_id)
-        if block is not None and block.stream != key:
-            block.recorded.add(key)
+        memory, key = self._allocation.block, (self.device.index, stream.stream_id)
+        if memory is not None and memory.allocated is not None and memory.allocated.where != key:
+            memory.is_recorded = True
 
     def new_tensor(  # type: ignore[override]
         self,
@@ -318,31 +317,14 @@ def run_on_one_device(func: Operation, args: tuple[Any, ...], kwargs: dict[str, 
     if target is not None:
         if target.type != DEVICE_TYPE:
             return func(*cpu_args, **cpu_kwargs, device=target)
-        target = machine.devices[machine.index_of(target)]
-        if target != device and machine.asynchronous is not None:
-            return func(*_shaped_alike(args, target), **_shaped_alike(kwargs, target))
-        device = target
+        device = machine.devices[machine.index_of(target)]
     if machine.behind.type == "meta":
         result = _call_without_values(func, cpu_args, cpu_kwargs)
     elif machine.asynchronous is None:
         result = func(*cpu_args, **cpu_kwargs)
-    elif _is_composite(func):  # as called from here: `.to` may be a copy, a view, or nothing
-        return func.decompose(*args, **kwargs)
     else:
         result = machine.asynchronous.run(func, cpu_args, cpu_kwargs, device.index)
     return _label(result, simulated, machine, device)
-
-
-def _shaped_alike(values: Any, device: torch.device) -> Any:
-    """Arguments of what makes a tensor like others, with tensors of another device for these."""
-    return tree_map(
-        lambda value: (
-            torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-            if type(value) is SimTensor
-            else value
-        ),
-        values,
-    )
 
 
 def _call_without_values(func: Operation, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -370,14 +352,6 @@ def _unwrap(arg: Any, simulated: list[SimTensor], others: list[torch.Tensor]) ->
     if isinstance(arg, torch.Tensor):
         others.append(arg)
     return arg
-
-
-@functools.cache
-def _is_composite(func: Operation) -> bool:
-    """Whether the CPU runs others for it: what has a kernel of its own as well rounds otherwise."""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    name = func.name()
-    return has_kernel(name, "CompositeImplicitAutograd") and not has_kernel(name, "CPU")
 
 
 def _only_reads(func: Operation) -> bool:

@@ -52,12 +52,10 @@ class Busy:
     """Whether it went from a device to another, or the host: beside what the device computes."""
     label: str
     """That of the `labelled` within which it was given; empty without."""
-    late: float
-    """Seconds after ``end`` at which the CPU was done with it, and went on."""
 
 
 class Timeline(list[Busy]):
-    """What took time on the devices of a machine, in the order in which it was done.
+    """What took time on the devices of a machine, in the order in which it was launched.
 
     It is a list, and a slice of it is a `Timeline` too; ``clear()`` forgets what there was.
     """
@@ -82,14 +80,6 @@ class Timeline(list[Busy]):
     def end(self) -> float:
         """When the last of them ended, in seconds after the machine was entered; 0 of none."""
         return max((busy.end for busy in self), default=0.0)
-
-    @property
-    def late(self) -> float:
-        """Seconds that the CPU was behind the devices' clocks at most.
-
-        It is behind where what it computes, or Python, takes longer than the devices are told to.
-        """
-        return max((busy.late for busy in self), default=0.0)
 
     def busy_seconds(
         self,
