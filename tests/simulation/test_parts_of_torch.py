@@ -14,9 +14,9 @@ import tl_devicefix
 from tl_devicefix.simulation.machine import Machine
 
 
-@pytest.fixture
-def machine() -> Iterator[Machine]:
-    with tl_devicefix.simulate(2) as machine:
+@pytest.fixture(params=[False, True], ids=["", "behind"])
+def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
+    with tl_devicefix.simulate(2, asynchronous=request.param) as machine:
         yield machine
 
 

@@ -248,7 +248,7 @@ class Asynchronous:
     ) -> Access:
         """Launch an operation on tensors."""
         self.launcher.free_first()
-        read, changed = (self.memory.of(tensors_in(list(tensors))) for tensors in (reads, writes))
+        read, changed = (self.memory.of(tensors) for tensors in (reads, writes))
         return self.launcher.launch(name, stream, read, changed, is_copy)
 
 

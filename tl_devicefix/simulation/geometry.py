@@ -136,7 +136,9 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The dense tensors in lists and tuples: of a sparse one, its values and its indices."""
     if isinstance(value, torch.Tensor):
-        return [value._values(), value._indices()] if value.layout is torch.sparse_coo else [value]
+        if value.layout is torch.sparse_coo:
+            return [value._values(), value._indices()]
+        return [value] if value.layout is torch.strided else []
     if isinstance(value, (list, tuple)):
         return [tensor for item in value for tensor in tensors_in(item)]
     return []

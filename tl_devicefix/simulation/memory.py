@@ -69,7 +69,7 @@ class DeviceMemory:
 
     def of(self, tensors: Iterable[torch.Tensor]) -> list[Memory]:
         """Who used the memory of tensors: of those that are a device's, or pinned."""
-        memories = map(self.memory_of, tensors)
+        memories = map(self.memory_of, tensors_in(list(tensors)))
         return [memory for memory in memories if memory is not None]
 
     def free(self, memory: Memory) -> None:

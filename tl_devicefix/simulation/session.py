@@ -42,27 +42,20 @@ def simulate(
 ) -> Iterator[Machine]:
     """Simulate a machine with devices ``sim:0`` to ``sim:{n_devices - 1}`` on the CPU.
 
-    Numbers are exactly the CPU's, random ones too; operands on different devices raise what
-    torch raises; backward works. ``torch.inference_mode`` runs as ``torch.no_grad`` meanwhile,
-    and backward on the thread that calls it, whichever that is. ``"sim"`` without an index is
-    ``sim:0`` for ``.to``, and the current device for factories, which each thread has its own of.
+    Numbers are exactly the CPU's, random ones too. Operands on different devices raise torch's
+    errors, and backward works. ``torch.inference_mode`` runs as ``torch.no_grad`` meanwhile, and
+    backward on the thread that calls it. ``"sim"`` without an index is ``sim:0`` for ``.to``, and
+    the current device for factories, which each thread has its own of.
 
-    With small models, most of the time goes into starting and waiting for torch's threads where
-    others use the cores too: `torch.set_num_threads(1)` before entering made forwards of 8 layers
-    5 to 7 times as fast on a busy machine of 2 cores. It is not set here, as the number of threads
-    may change the last bits of sums, and then the numbers would not be the CPU's.
+    Small models run many times faster if you call `torch.set_num_threads(1)` before.
 
-    Refused, in one sentence: tensors of other sparse layouts than ``to_sparse()`` gives, and what
-    depends on values where there are none; all sparse tensors, if ``asynchronous``. Other than on
-    CUDA: autocast casts what it casts on the CPU; a ``torch.Generator`` gives the CPU's numbers; a
-    tensor that is pickled, or is sent to a process that was not forked, arrives on the CPU.
-    safetensors reads files to simulated devices within the ``with`` block only.
+    Refused are sparse tensors of other layouts than ``to_sparse()`` gives, and, without values,
+    operations that depend on them. Other than on CUDA, autocast casts as on the CPU, and a tensor
+    that is pickled arrives on the CPU. safetensors reads files to simulated devices within the
+    ``with`` block only.
 
-    torch keeps the name of the device type until the process ends: afterwards
-    ``torch.accelerator.current_accelerator()`` is ``sim``, with 0 devices. Real GPUs are better
-    used in another process.
-
-    It uses private parts of torch, those of torch 2.10 to 2.15: other versions are refused.
+    torch keeps the name of the device type until the process ends, so use real GPUs in another
+    process. The simulation uses private parts of torch, those of torch 2.10 to 2.15.
 
     Args:
         n_devices: how many devices, at least 1.
@@ -72,32 +65,22 @@ def simulate(
             so that nothing is computed and models of any size find room. A number that is read
             from one is 0, and so is a tensor that is copied to the CPU; a mask selects all. See
             `tl_devicefix.dry_run`.
-        asynchronous: True for devices that run behind the host, as real ones do: each on a thread
-            of its own, with the streams, events and memory of CUDA's devices, offered by
-            ``torch.get_device_module("sim")`` under CUDA's names. The numbers stay the CPU's. A
-            read or a write that nothing orders after another's, and memory that is freed before
-            an operation of another stream has used it, raise a `RaceError` that names both
-            operations, whichever happened to be first: at once where the host gives the second
-            one, else when it waits next, and at the latest on leaving. An operation that fails on
-            its device raises a RuntimeError there. Pinned memory is read when the queue gets to
-            it, and watched in the thread that entered only, where alone factories take
-            ``pin_memory=True``: elsewhere, call ``.pin_memory()``. Several threads may give
-            operations at once, and count as one host: what one has waited for, all have; and the
-            first that waits is told what has failed. Small operations take longer, as each is
-            given to a thread.
+        asynchronous: True for devices that run behind the host, as real ones do, with the streams,
+            events and memory of CUDA's devices: ``torch.get_device_module("sim")`` has them under
+            CUDA's names. A read or a write that nothing orders after another's, and memory that is
+            freed before an operation of another stream has used it, raise a `RaceError` that names
+            both operations: where the second one is launched, or when the host waits next. Pinned
+            memory is watched in the thread that entered only, where alone factories take
+            ``pin_memory=True``: elsewhere, call ``.pin_memory()``. Several threads may launch
+            operations at once, and count as one host.
         flops_per_second: how fast an asynchronous device computes: an operation keeps it busy for
             its floating point operations by `torch.utils.flop_counter`, and one that has no
-            formula there for no time. By default, and with ``math.inf``, none takes any.
+            formula there for no time. By default, none takes any.
         bytes_per_second: how fast an asynchronous device copies, to another one or between it and
             the host. A copy takes the time of its source, or of the only device, which copies one
             thing at a time, beside what it computes on another stream.
-        seed: of the delays of asynchronous devices: which operations and copies are late. Where
-            devices take time (by these arguments, or `Machine.keep_busy`), nothing is late, and of
-            the streams of a device that could go on, the one whose operation was given first does.
-            Time passes without work for the CPU, on a clock of each device's own, which is exact:
-            what the CPU needs itself is part of it, and it is behind only where it needs more
-            (``machine.timeline.late``). Leaving waits for what devices are busy with, unless it is
-            by an error.
+        seed: which operations of asynchronous devices are late; where devices take time (by these
+            arguments, or `Machine.keep_busy`), none is. Time passes without work for the CPU.
         hosts: of how many hosts they are, divided evenly in order, or how many devices each of
             them has: `[4, 2]`; names and placements tell.
 
@@ -107,7 +90,7 @@ def simulate(
     Raises:
         RuntimeError: if torch is a version whose private parts are not known here, if the
             process has another backend of this kind, or inside another `simulate` or
-            ``torch.inference_mode``; on leaving, if an operation failed on an asynchronous device.
+            ``torch.inference_mode``.
         ValueError: if ``n_devices``, ``memory`` or ``hosts`` make no sense, ``asynchronous``
             devices are to have no values, a speed is not above 0, or one is given to others than
             these.
