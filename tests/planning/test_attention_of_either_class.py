@@ -106,7 +106,7 @@ def test_it_is_told_where_it_would_fit(llama: str) -> None:
 
     found = estimate(llama, seq_len=N_TOKENS, max_memory=room)
 
-    assert found.advice == "What would: attn_implementation='sdpa'."
+    assert found.advice == "What would fit: attn_implementation='sdpa'."
     assert estimate(llama, seq_len=N_TOKENS, max_memory=room, attn_implementation="sdpa").fits
 
 

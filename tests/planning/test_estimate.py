@@ -103,7 +103,7 @@ def test_printing_shows_a_table_and_the_verdict() -> None:
     ("options", "message"),
     [
         ({"batch_size": 0}, "batch_size must be an int of 1 or more, but is 0"),
-        ({"n_devices": 0}, "n_devices must be an int of 1 or more"),
+        ({"n_devices": 0}, "n_devices must be from 1 to 64, but is 0"),
         ({"cache": ""}, "but is ''"),
         ({"cache": ["z"]}, "cache must be 'all' or names"),
         ({"gather": 1}, "gather must be 'cpu' or a device's index below 1, but is 1"),

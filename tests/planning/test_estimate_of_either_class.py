@@ -68,7 +68,10 @@ def test_gathering_takes_the_largest_stack_there(where: str | int) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cache": "resid_pots"}, "names 'resid_pots', which is no hook .* 'resid_post'"),
+        (
+            {"cache": "resid_pots"},
+            "names 'resid_pots', but this model has no such hook.* 'resid_post'",
+        ),
         (
             {"seq_len": 1000, "max_new_tokens": 100},
             "are 1100 tokens together, more than the model's n_ctx of 1024",
@@ -91,8 +94,14 @@ def test_the_command_prints_the_table_and_whether_it_fits(capsys: Any) -> None:
     assert capsys.readouterr().out.rstrip().endswith("It fits.")
 
 
-def test_the_command_takes_a_longer_context(capsys: Any) -> None:
-    longer = ["estimate", "gpt2", "--seq-len", "1100"]
+def test_the_command_takes_a_longer_context(capsys: Any, checkpoints: Any) -> None:
+    longer = ["estimate", str(checkpoints("llama")), "--seq-len", "1100"]
     assert main(longer) == 1
     assert main([*longer, "--n-ctx", "2048"]) == 0
     assert "1100 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("n_ctx", [64, 2048])
+def test_learnt_positions_are_as_many_as_they_are(n_ctx: int, checkpoints: Any) -> None:
+    with pytest.raises(ValueError, match=f"n_ctx={n_ctx} cannot be loaded: this model has learnt"):
+        estimate(str(checkpoints("gpt2")), n_ctx=n_ctx)

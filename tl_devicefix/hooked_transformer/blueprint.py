@@ -23,13 +23,12 @@ from tl_devicefix.hooked_transformer.config import model_config
 from tl_devicefix.hooked_transformer.layout import empty_as_loaded
 from tl_devicefix.hooked_transformer.loading import empty_model
 from tl_devicefix.hooked_transformer.moving import place
-from tl_devicefix.placement.blueprint import Blueprint, Generation
 from tl_devicefix.placement.components import ComponentSize
 from tl_devicefix.placement.fitting import working_room
 from tl_devicefix.placement.placement import Placement
 
 
-class HookedBlueprint(Blueprint):
+class HookedBlueprint:
     """A HookedTransformer as `from_pretrained` would load it.
 
     Args:
@@ -142,7 +141,7 @@ def _config_at_full_size(
     return cfg
 
 
-class HookedGeneration(Generation):
+class HookedGeneration:
     """Generating with TransformerLens's KV cache.
 
     Args:

@@ -223,7 +223,7 @@ class Placement:
         for memory in self.memories:
             weights = gib(sum(c.weights for c in self.components if c.stored_on == memory))
             total = gib(self.bytes_on(memory))
-            rows.append((self._label(memory), self._held_in(memory), weights, total))
+            rows.append((self.label(memory), self._held_in(memory), weights, total))
         everything = sum(self.bytes_on(memory) for memory in self.memories)
         rows.append(("total", "", gib(sum(c.weights for c in self.components)), gib(everything)))
         lines = [format_table(rows, "<<>>")]
@@ -232,7 +232,8 @@ class Placement:
             lines.append(f"between hosts, in a forward of one token: {crossing}")
         return "\n".join(lines)
 
-    def _label(self, memory: torch.device) -> str:
+    def label(self, memory: torch.device) -> str:
+        """Its name, and what it is: "cuda:0 (home)", "sim:2 (host1/0)", "cpu (offloaded)"."""
         site = site_of(memory, self.sites)
         said = [] if site is None else [site.name]
         if memory == self.home:

@@ -1,8 +1,8 @@
-"""What would fit, for a job that does not: each is rehearsed before it is said."""
+"""What would fit, for a job that does not: each change is tested by a dry run before it is told."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,46 +19,26 @@ Change = tuple[str, Setting]
 
 def what_would_fit(asked: Setting) -> str:
     """The least change of each kind with which the job would fit, as a sentence."""
-    found = [words for words in (_first_fitting(asked, kind) for kind in _CHANGES) if words]
-    if not found:
+    kinds = _CHANGES if asked.weights_fit() else [k for k in _CHANGES if k not in _OF_THE_JOB]
+    told = [words for words in (_least(list(kind(asked))) for kind in kinds) if words]
+    if not told:
         return "No single change would do: combine more devices, a smaller dtype and a smaller job."
-    return f"What would: {', or '.join(found)}."
+    return f"What would fit: {', or '.join(told)}."
 
 
-def _first_fitting(asked: Setting, changes: Callable[[Setting], Iterator[Change]]) -> str | None:
-    """The words of the first change of a kind with which the job fits."""
-    if changes in _OF_THE_JOB and not asked.weights_fit():
-        return None  # whatever is done with them
-    if changes is _offloaded:  # each attempt learns of the one before
-        return next((words for words, setting in changes(asked) if _fits(setting)), None)
-    # Rehearsed is only what has room for the weights.
-    able = [change for change in changes(asked) if change[1].weights_fit()]
-    return _least(able)
-
-
-def _least(changes: Sequence[Change]) -> str | None:
+def _least(changes: list[Change]) -> str | None:
     """The words of the first change that fits, of changes of which each frees more than the last.
 
-    So few are rehearsed: the first, the last, and halfway between those of which one fits.
+    Tested is only what has room for the weights, and the last one early, as it fits if any does.
     """
-    if not changes:
+    able = [change for change in changes if change[1].weights_fit()]
+    if not able or not (_fits(able[0][1]) or _fits(able[-1][1])):
         return None
-    too_little, enough = 0, len(changes) - 1
-    if _fits(changes[0][1]):
-        return changes[0][0]
-    if not enough or not _fits(changes[enough][1]):
-        return None
-    while enough - too_little > 1:
-        halfway = (too_little + enough) // 2
-        if _fits(changes[halfway][1]):
-            enough = halfway
-        else:
-            too_little = halfway
-    return changes[enough][0]
+    return next(words for words, setting in able if _fits(setting))
 
 
 def _fits(setting: Setting) -> bool:
-    return all(device.fits for device in setting.measure().devices)
+    return all(device.fits for device in setting.measured.devices)
 
 
 def _balanced(asked: Setting) -> Iterator[Change]:
@@ -68,9 +48,10 @@ def _balanced(asked: Setting) -> Iterator[Change]:
 
 def _more_devices(asked: Setting) -> Iterator[Change]:
     sizes = {size for key, size in asked.memory.items() if key != "cpu"}
-    if len(sizes) > 1 or isinstance(asked.device_map, Mapping) or not _limits_are_all(asked):
+    limits, hosts = asked.limits or {}, asked.hosts
+    limits_are_all = all(asked.memory.get(key) == size for key, size in limits.items())
+    if len(sizes) > 1 or isinstance(asked.device_map, Mapping) or not limits_are_all:
         return
-    hosts = asked.hosts
     if isinstance(hosts, list | tuple):  # of which there are no more of one kind
         return
     step = asked.n_devices // (hosts or asked.n_devices)
@@ -82,12 +63,6 @@ def _more_devices(asked: Setting) -> Iterator[Change]:
             yield f"n_devices={n}" + (f", hosts={n // step}" if hosts else ""), more
         else:  # by which the devices are named
             yield f"max_memory={memory!r}", replace(more, limits=memory)
-
-
-def _limits_are_all(asked: Setting) -> bool:
-    """Whether weights may take all that each device has."""
-    limits = asked.limits or {}
-    return all(asked.memory.get(key) == size for key, size in limits.items())
 
 
 def _smaller_dtype(asked: Setting) -> Iterator[Change]:
@@ -104,27 +79,24 @@ def _offloaded(asked: Setting) -> Iterator[Change]:
         return
     tried = asked
     for _ in range(4):
-        devices, placement, _ = tried.measure()
+        devices, placement, _ = tried.measured
         limits: dict[Any, Any] = {
-            index: (each.capacity or 0) - (each.total - each.weights - each.buffers) - _SPARE
-            for index, each in enumerate(devices[: asked.n_devices])
+            index: (device.capacity or 0) - (device.total - device.weights - device.buffers)
+            for index, device in enumerate(devices[: asked.n_devices])
             if asked.limits is None or index in asked.limits
         }
-        if min(limits.values()) < 0:
+        if min(limits.values()) < _MIB:
             return
-        host = sum(each.weights for each in placement.components)
-        limits["cpu"] = asked.memory.get("cpu", host)
-        told = ", ".join(f"{key!r}: {_as_given(size)!r}" for key, size in limits.items())
-        tried = replace(asked, limits=limits)
-        yield f"max_memory={{{told}}} for the weights", tried
+        host = asked.memory.get("cpu", sum(each.weights for each in placement.components))
+        told = {index: f"{room // _MIB - 1}MiB" for index, room in limits.items()}
+        told["cpu"] = host if isinstance(host, str) else f"{host // _MIB}MiB"
+        tried = replace(asked, limits={**told, "cpu": host})
+        if _fits(tried):
+            yield f"max_memory={told!r} for the weights", tried
+            return
 
 
-_SPARE = 2**20
-"""What is lost in rounding to MiB."""
-
-
-def _as_given(size: int | str) -> str:
-    return size if isinstance(size, str) else f"{size // 2**20}MiB"
+_MIB = 2**20
 
 
 def _without_pattern(asked: Setting) -> Iterator[Change]:
@@ -132,7 +104,7 @@ def _without_pattern(asked: Setting) -> Iterator[Change]:
         return
     tried = replace(asked, job=replace(asked.job, attn_implementation=SDPA))
     try:
-        tried.measure()
+        _fits(tried)
     except ValueError:  # nothing in the model attends as TransformerLens's blocks do
         return
     yield f"attn_implementation={SDPA!r}", tried

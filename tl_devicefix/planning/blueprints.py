@@ -1,16 +1,60 @@
-"""Which class's blueprint is that of a model: HookedTransformer's or TransformerBridge's."""
+"""A model that is yet to be made, of either class: its config, and how it is made without values.
+
+Each class has its own: `hooked_transformer/blueprint.py`, `transformer_bridge/blueprint.py`.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
-from tl_devicefix.placement.blueprint import Blueprint
+from tl_devicefix.placement.components import ComponentSize
+from tl_devicefix.placement.placement import Placement
+
+
+class Generation(Protocol):
+    """Generating with a KV cache, of which only the first and the last step are taken."""
+
+    def prompt(self) -> None:
+        """Run the prompt, which fills the KV cache."""
+
+    def skip_to(self, length: int) -> None:
+        """Have the KV cache as long as if this many tokens had been run."""
+
+    def last_token(self) -> None:
+        """Run one token more."""
+
+
+class Blueprint(Protocol):
+    """A model at its full size."""
+
+    name: str
+    dtype: torch.dtype
+    n_ctx: int
+    n_layers: int
+
+    def in_dtype(self, dtype: torch.dtype) -> Blueprint:
+        """The same model with weights of another dtype."""
+
+    def sizes(self) -> tuple[ComponentSize, ...]:
+        """What its components weigh, in the order they run."""
+
+    def make(self, placement: Placement, tokenizer: Any = None) -> Any:
+        """The model, on the devices of a `simulate(..., values=False)`."""
+
+    def room_to_load(self, placement: Placement) -> int:
+        """Bytes that loading takes on a device beside the weights."""
+
+    def largest_stack(self, model: Any) -> int:
+        """Bytes that the largest stacked weight (`model.W_in`) of a model takes, as it is made."""
+
+    def generation(self, model: Any, batch_size: int, seq_len: int) -> Generation:
+        """Generating from prompts of `seq_len` tokens."""
 
 
 def blueprint(
@@ -29,8 +73,24 @@ def blueprint(
             with TransformerLens 4, TransformerBridge.
 
     Raises:
-        ValueError: if the config cannot be had, or the class is another.
+        ValueError: if the config cannot be had, the class is another, or `n_ctx` is not that of
+            the weights of learnt positions.
     """
+    model = _read(config_or_model_name, dtype, options, cls)
+    n_ctx = options.get("n_ctx")
+    if n_ctx is not None and any(size.name == "pos_embed" for size in model.sizes()):
+        own = _read(config_or_model_name, dtype, {**options, "n_ctx": None}, cls).n_ctx
+        if n_ctx != own:
+            raise ValueError(
+                f"n_ctx={n_ctx} cannot be loaded: this model has learnt its positions, which are "
+                f"{own}; leave n_ctx out"
+            )
+    return model
+
+
+def _read(
+    config_or_model_name: Any, dtype: torch.dtype | str | None, options: dict[str, Any], cls: Any
+) -> Blueprint:
     if is_of_bridge(config_or_model_name, cls):
         from tl_devicefix.transformer_bridge.blueprint import BridgeBlueprint
 

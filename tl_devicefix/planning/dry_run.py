@@ -28,15 +28,9 @@ from tl_devicefix.placement.deciding import DeviceMap, decide
 from tl_devicefix.placement.fitting import check_fit
 from tl_devicefix.placement.memory import MaxMemory
 from tl_devicefix.placement.placement import BetweenHosts, Placement, by_hosts, in_words
-from tl_devicefix.placement.tables import gib
+from tl_devicefix.placement.tables import format_table, gib
 from tl_devicefix.planning.blueprints import blueprint, check_options
-from tl_devicefix.planning.machines import (
-    by_index,
-    how_many,
-    names_devices,
-    on_hosts,
-    within,
-)
+from tl_devicefix.planning.machines import described
 from tl_devicefix.simulation import Machine, Transfers, simulate_apart
 from tl_devicefix.simulation.sites import Hosts
 
@@ -101,12 +95,7 @@ class DryRun:
         for index, (held, peak, room) in enumerate(zip(self.weights, self.peaks, self.memory)):
             device = f"{index} ({sites[index].name})" if sites else str(index)
             rows.append((device, gib(held), gib(peak.bytes), gib(room), peak.module))
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        lines = [
-            "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths)) + f"  {row[4]}"
-            for row in rows
-        ]
-        return "\n".join([*lines, self._of_transfers(), self._outcome()])
+        return "\n".join([format_table(rows, ">>>><"), self._of_transfers(), self._outcome()])
 
     def _of_transfers(self) -> str:
         pairs = ", ".join(
@@ -175,23 +164,19 @@ def dry_run(
         TypeError: if there is no such argument; it names what may be meant.
     """
     if not callable(run):
-        raise ValueError(f"run={run!r} is no function to call with the model")
+        raise ValueError(f"run must be a function to call with the model, but is {run!r}")
     check_options(dry_run, config_or_model_name, options, cls)
     check_attn_implementation(attn_implementation)
     grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())  # which `run` may set
-    sites = on_hosts(n_devices, hosts)
-    n_devices = len(sites) or n_devices
-    device_map, max_memory = by_index(device_map, sites), by_index(max_memory, sites)
-    listed = dict(enumerate(memory)) if isinstance(memory, list | tuple) else None
-    there = how_many(n_devices, device_map, max_memory, listed)
-    says_which = device_map is not None or (n_devices is None and names_devices(max_memory))
-    with enabled(), simulate_apart(there, memory, hosts) as machine, grad_mode:
-        max_memory = within(max_memory, there)
-        spread = None if says_which else there
-        wanted = blueprint(config_or_model_name, dtype, options, cls)
-        placement = decide(wanted.sizes(), spread, None, device_map, max_memory)
-        check_fit(placement, max_memory, wanted.dtype)
-        model = wanted.make(placement, tokenizer)
+    sizes = dict(enumerate(memory)) if isinstance(memory, list | tuple) else None
+    there = described(n_devices, hosts, device_map, max_memory, sizes)
+    says_which = there.device_map is not None or there.names_used
+    spread = None if says_which else there.n_devices
+    with enabled(), simulate_apart(there.n_devices, memory, hosts) as machine, grad_mode:
+        planned = blueprint(config_or_model_name, dtype, options, cls)
+        placement = decide(planned.sizes(), spread, None, there.device_map, there.max_memory)
+        check_fit(placement, there.max_memory, planned.dtype)
+        model = planned.make(placement, tokenizer)
         if attn_implementation is not None:
             set_attn_implementation(model, attn_implementation)
         return _watch(machine, model, placement, run)

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from tl_devicefix.attention.implementation import check_attn_implementation
 from tl_devicefix.patches import enabled
-from tl_devicefix.placement.blueprint import Blueprint
 from tl_devicefix.placement.deciding import DeviceMap
 from tl_devicefix.placement.memory import MaxMemory
 from tl_devicefix.placement.placement import BetweenHosts, Placement, in_words
-from tl_devicefix.placement.tables import gib
+from tl_devicefix.placement.tables import format_table, gib
 from tl_devicefix.planning.advice import what_would_fit
-from tl_devicefix.planning.blueprints import blueprint, check_options
-from tl_devicefix.planning.machines import (
-    by_index,
-    how_many,
-    names_devices,
-    on_hosts,
-    rooms,
-    within,
-)
+from tl_devicefix.planning.blueprints import Blueprint, blueprint, check_options
+from tl_devicefix.planning.machines import described, rooms
 from tl_devicefix.planning.usage import Job, OnDevice, Setting
-from tl_devicefix.simulation.sites import Hosts, check_number
+from tl_devicefix.simulation.sites import Hosts
 
 
 @dataclass(frozen=True, repr=False)
@@ -78,21 +70,16 @@ class Estimate:
             shown.insert(-1, "loading")
         rows = [("device", "components", *(name.replace("_", " ") for name in shown), "headroom")]
         for each in self.devices:
-            left = "" if each.headroom is None else _signed(each.headroom)
             sizes = (gib(getattr(each, name)) for name in shown)
+            left = "" if each.headroom is None else gib(each.headroom)
             rows.append((each.device, each.components, *sizes, left))
         sums = (gib(sum(getattr(each, name) for each in self.devices)) for name in shown)
         rows.append(("total", "", *sums, ""))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        aligned = ("<", "<", *(">" for _ in rows[0][2:]))
-        lines = [
-            "  ".join(f"{c:{a}{w}}" for c, a, w in zip(row, aligned, widths)).rstrip()
-            for row in rows
-        ]
+        lines = [f"{self.model}, {self.dtype}: {self.job}", format_table(rows, "<<>")]
         if self.between_hosts:
             lines.append("between hosts:")
             lines += [f"- {what}: {in_words(sums)}" for what, sums in self.between_hosts.items()]
-        return "\n".join([f"{self.model}, {self.dtype}: {self.job}", *lines, self._verdict()])
+        return "\n".join([*lines, self._verdict()])
 
     def _verdict(self) -> str:
         over = [each for each in self.devices if not each.fits]
@@ -101,10 +88,6 @@ class Estimate:
         worst = min(over, key=lambda each: each.headroom or 0)
         needs = f"device {worst.device} needs {gib(worst.total)} but has {gib(worst.capacity or 0)}"
         return f"It does not fit: {needs}. {self.advice}"
-
-
-def _signed(size: int) -> str:
-    return gib(size) if size >= 0 else f"-{gib(-size)}"
 
 
 def estimate(
@@ -161,38 +144,33 @@ def estimate(
     """
     with enabled():
         check_options(estimate, config_or_model_name, options)
+        check_attn_implementation(attn_implementation)
         model = blueprint(config_or_model_name, dtype, options)
         seq_len = min(1024, model.n_ctx) if seq_len is None else seq_len
-        check_attn_implementation(attn_implementation)
         job = Job(
             batch_size, seq_len, cache, max_new_tokens, gradients, gather, attn_implementation
         )
-        sites = on_hosts(n_devices, hosts)
-        n_devices = len(sites) or n_devices
-        device_map, limits, has = (by_index(e, sites) for e in (device_map, max_memory, memory))
-        there = how_many(n_devices, device_map, limits, has)
-        _check(job, model, there)
-        limits = within(limits, there)
-        has = limits if memory is None else has
-        asked = Setting(model, there, device_map, rooms(has, there), job, hosts=hosts)
-        if n_devices is None and names_devices(limits):
-            asked = replace(asked, limits=limits)  # those that are named are used
+        there = described(n_devices, hosts, device_map, max_memory, memory)
+        _check(job, model, there.n_devices)
+        has = there.max_memory if memory is None else there.memory
+        limits = None
+        if there.names_used:
+            limits = there.max_memory
         elif memory is not None:
-            asked = replace(asked, limits=rooms(limits, there))
-        devices, placement, between_hosts = asked.measure()
-        fits = all(device.fits for device in devices)
-        advice = "" if fits else what_would_fit(asked)
+            limits = rooms(there.max_memory, there.n_devices)
+        capacities = rooms(has, there.n_devices)
+        asked = Setting(model, there.n_devices, there.device_map, capacities, job, limits, hosts)
+        devices, placement, between_hosts = asked.measured
+        advice = "" if all(device.fits for device in devices) else what_would_fit(asked)
     dtype_name = str(model.dtype).removeprefix("torch.")
     return Estimate(model.name, dtype_name, job, devices, placement, advice, between_hosts)
 
 
 def _check(job: Job, model: Blueprint, n_devices: int) -> None:
-    least = {"n_devices": 1, "batch_size": 1, "seq_len": 1, "max_new_tokens": 0}
-    for name, minimum in least.items():
-        value = n_devices if name == "n_devices" else getattr(job, name)
-        if type(value) is not int or value < minimum:
-            raise ValueError(f"{name} must be an int of {minimum} or more, but is {value!r}")
-    check_number(n_devices)
+    for name, least in (("batch_size", 1), ("seq_len", 1), ("max_new_tokens", 0)):
+        value = getattr(job, name)
+        if type(value) is not int or value < least:
+            raise ValueError(f"{name} must be an int of {least} or more, but is {value!r}")
     if not isinstance(job.cache, str | None) or job.cache == "":
         raise ValueError(
             f"cache must be 'all' or names of hooks such as 'resid_post,z', but is {job.cache!r}"

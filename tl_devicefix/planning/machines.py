@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tl_devicefix.placement.deciding import tell_of_unused
 from tl_devicefix.simulation.machine import DEVICE_TYPE, sites_on
-from tl_devicefix.simulation.sites import Hosts, Site, names_host, site_named
+from tl_devicefix.simulation.sites import Hosts, Site, check_number, names_host, site_named
 
 UNLIMITED = 2**60
 """Bytes of a device of which nothing is known, or asked."""
@@ -50,38 +50,46 @@ def by_index(named: Any, sites: Sequence[Site] = ()) -> Any:
     return {index(key): index(value) for key, value in named.items()}
 
 
-def how_many(n_devices: int | None, device_map: Any, *sizes: Any) -> int:
-    """How many devices there must be.
+class Described(NamedTuple):
+    """What a user says of devices, by their indices."""
 
-    Args:
-        n_devices: what the user says; None for as many as the other arguments name.
-        device_map: by index.
-        sizes: `max_memory` and its like, by index.
+    n_devices: int
+    """How many there must be."""
+    device_map: Any
+    max_memory: Any
+    memory: Any
+    names_used: bool
+    """Whether `max_memory` alone says which of them are used."""
+
+
+def described(
+    n_devices: int | None, hosts: Hosts | None, device_map: Any, max_memory: Any, memory: Any
+) -> Described:
+    """Read what a user says of devices; the log tells of those that are named and not there.
+
+    Raises:
+        ValueError: if that does not fit together, or is more than there may be.
     """
-    if n_devices is not None:
-        return n_devices
+    sites = on_hosts(n_devices, hosts)
+    device_map, max_memory, memory = (by_index(e, sites) for e in (device_map, max_memory, memory))
     named = [*(device_map.values() if isinstance(device_map, Mapping) else [device_map])]
-    named += [key for each in sizes if isinstance(each, Mapping) for key in each]
-    return 1 + max((each for each in named if type(each) is int), default=0)
+    named += [key for sizes in (max_memory, memory) if isinstance(sizes, Mapping) for key in sizes]
+    least = 1 + max((index for index in named if type(index) is int), default=0)
+    there: Any = len(sites) or (least if n_devices is None else n_devices)
+    check_number(there)
+    names_used = False
+    if isinstance(max_memory, Mapping):
+        numbers = [key for key in max_memory if type(key) is int]
+        names_used = bool(numbers) and n_devices is None and not sites
+        used = [*map(_called, range(there)), *(["cpu"] if "cpu" in max_memory else [])]
+        beyond = {index for index in numbers if index >= there}
+        tell_of_unused([*map(_called, beyond)], used)
+        max_memory = {key: size for key, size in max_memory.items() if key not in beyond}
+    return Described(there, device_map, max_memory, memory, names_used)
 
 
-def names_devices(max_memory: Any) -> bool:
-    """Whether it says which devices to use, and not only what is offloaded, or one size for all."""
-    return isinstance(max_memory, Mapping) and any(type(key) is int for key in max_memory)
-
-
-def within(max_memory: Any, n_devices: int) -> Any:
-    """`max_memory`, by index, without devices that there are not; the log says so, as `plan`'s."""
-    if not isinstance(max_memory, Mapping):
-        return max_memory
-    beyond = [key for key in max_memory if type(key) is int and key >= n_devices]
-    used = [*range(n_devices), *(key for key in max_memory if key == "cpu")]
-    tell_of_unused(*([_called(key) for key in keys] for keys in (beyond, used)))
-    return {key: size for key, size in max_memory.items() if key not in beyond}
-
-
-def _called(key: int | str) -> str:
-    return key if isinstance(key, str) else f"{DEVICE_TYPE}:{key}"
+def _called(index: int) -> str:
+    return f"{DEVICE_TYPE}:{index}"
 
 
 def rooms(memory: Any, n_devices: int) -> dict[Any, Any]:

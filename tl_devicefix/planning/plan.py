@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from tl_devicefix.placement.components import ComponentSize
 from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
 from tl_devicefix.placement.devices import DeviceLike
 from tl_devicefix.placement.memory import MaxMemory
@@ -62,29 +61,13 @@ def plan(
         ValueError: one sentence saying what does not fit together and what to do.
     """
     sites = on_hosts(n_devices, hosts)
-    n_devices = len(sites) or n_devices
-    sizes, weighed_in = weigh(config_or_model_name, dtype)
-    if not sites:
-        return decide_fitting(sizes, weighed_in, n_devices, device, device_map, max_memory)
-    device, device_map, max_memory = (by_index(e, sites) for e in (device, device_map, max_memory))
-    spread = None if device_map is not None else n_devices
-    with simulate_apart(len(sites), UNLIMITED, hosts):
-        return decide_fitting(sizes, weighed_in, spread, device, device_map, max_memory)
-
-
-def weigh(
-    config_or_model_name: Any, dtype: torch.dtype | str | None
-) -> tuple[tuple[ComponentSize, ...], torch.dtype]:
-    """The sizes of a model's components, in the order they run, and the dtype they are weighed in.
-
-    Args:
-        config_or_model_name: as for `plan`.
-        dtype: by default that of a config, and float32 for a name.
-
-    Raises:
-        ValueError: if the config cannot be had.
-    """
     # Norms are weighed too; of a Bridge, nothing is folded as it is booted.
     options = {} if is_of_bridge(config_or_model_name) else {"fold_ln": False}
     model = blueprint(config_or_model_name, dtype, options)
-    return model.sizes(), model.dtype
+    sizes = model.sizes()
+    if not sites:
+        return decide_fitting(sizes, model.dtype, n_devices, device, device_map, max_memory)
+    device, device_map, max_memory = (by_index(e, sites) for e in (device, device_map, max_memory))
+    spread = None if device_map is not None else len(sites)
+    with simulate_apart(len(sites), UNLIMITED, hosts):
+        return decide_fitting(sizes, model.dtype, spread, device, device_map, max_memory)

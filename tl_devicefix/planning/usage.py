@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -15,15 +15,15 @@ import torch
 
 from tl_devicefix.attention.implementation import set_attn_implementation
 from tl_devicefix.gathering.cache_at_home import CacheAtHome
-from tl_devicefix.placement.blueprint import Blueprint, Generation
 from tl_devicefix.placement.components import shared_once
 from tl_devicefix.placement.deciding import DeviceMap, decide
-from tl_devicefix.placement.devices import HOST, site_of
+from tl_devicefix.placement.devices import HOST
 from tl_devicefix.placement.memory import by_device, capacity
 from tl_devicefix.placement.placement import BetweenHosts, Placement, by_hosts, in_short
+from tl_devicefix.planning.blueprints import Blueprint, Generation
 from tl_devicefix.planning.machines import UNLIMITED
 from tl_devicefix.simulation import Machine, Transfer, simulate_apart
-from tl_devicefix.simulation.sites import Hosts
+from tl_devicefix.simulation.sites import DEVICE_TYPE, Hosts
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,7 @@ class Job:
         parts += ["with gradients"] if self.gradients else []
         parts += [f"gathering on {self.gather}"] if self.gather is not None else []
         parts += (
-            [f"attn_implementation {self.attn_implementation}"]
-            if self.attn_implementation is not None
-            else []
+            [f"attn_implementation {self.attn_implementation}"] if self.attn_implementation else []
         )
         return ", ".join(parts)
 
@@ -145,27 +143,24 @@ class Setting:
     hosts: Hosts | None = None
     """Over how many, or which, the devices are divided, if they are."""
 
-    def measure(self) -> Measured:
-        """Rehearse the job, once, and measure what it takes on each device."""
-        return self._measured
-
     def weights_fit(self) -> bool:
-        """Whether there is room for the weights, which is found without a rehearsal."""
+        """Whether there is room for the weights, which is known without a dry run."""
         with simulate_apart(self.n_devices, UNLIMITED, self.hosts):
             placement = self._place()
             rooms = by_device(self.memory, placement.home)
-            return all(
-                room is None or _stored(placement, memory) <= room
-                for memory in placement.memories
-                for room in [capacity(memory, rooms)]
-            )
+            for memory in placement.memories:
+                room = capacity(memory, rooms)
+                stored = sum(c.weights for c in placement.components if c.stored_on == memory)
+                running = [each for each in placement.components if each.device == memory]
+                if room is not None and stored + shared_once(running) > room:
+                    return False
+        return True
 
     @cached_property
-    def _measured(self) -> Measured:
-        # Of what does not fit, it is measured too what it takes.
+    def measured(self) -> Measured:
+        """What the job takes on each device, by one dry run; also of what does not fit."""
         with simulate_apart(self.n_devices, UNLIMITED, self.hosts) as machine:
             placement = self._place()
-            rooms = by_device(self.memory, placement.home)
             model = self.model.make(placement)
             _check_cache(self.job, model)
             if self.job.attn_implementation is not None:
@@ -173,41 +168,44 @@ class Setting:
             made = [machine.memory_allocated(index) for index in range(self.n_devices)]
             used = _Usage(machine, placement)
             used.dry_run(self.model, model, self.job)
-            gathered = 0 if self.job.gather is None else self.model.largest_stack(model)
-            loading = self.model.room_to_load(placement)
-            devices = []
-            for index, device in enumerate(machine.devices):
-                runs = [each for each in placement.components if each.device == device]
-                here = [each for each in runs if not each.offloaded]
-                planned = sum(each.weights for each in here)  # a Bridge may hold some twice
-                visiting = f" + {len(runs) - len(here)} visiting" if len(runs) > len(here) else ""
-                devices.append(
-                    OnDevice(
-                        device=_called(index, device, placement),
-                        components=in_short([each.name for each in here]) + visiting,
-                        weights=max(planned, made[index] - shared_once(runs)),
-                        buffers=shared_once(runs),
-                        kv_cache=used.kv_cache[index],
-                        cached=used.cached[index],
-                        gathered=gathered if self.job.gather == index else 0,
-                        working=used.working[index],
-                        loading=loading if runs else 0,
-                        capacity=capacity(device, rooms),
-                    )
-                )
+            devices = [
+                self._on_device(index, placement, made[index], used)
+                for index in range(self.n_devices)
+            ]
             on_host = [each for each in placement.components if each.stored_on == HOST]
             if on_host or self.job.gather == "cpu":
+                weights = sum(each.weights for each in on_host)
                 devices.append(
                     OnDevice(
                         device="cpu",
                         components=in_short([each.name for each in on_host]),
-                        weights=sum(each.weights for each in on_host),
-                        working=sum(each.weights for each in on_host) if self.job.gradients else 0,
-                        gathered=gathered if self.job.gather == "cpu" else 0,
-                        capacity=capacity(HOST, rooms),
+                        weights=weights,
+                        working=weights if self.job.gradients else 0,
+                        capacity=capacity(HOST, by_device(self.memory, placement.home)),
                     )
                 )
+            if self.job.gather is not None:
+                at = -1 if self.job.gather == "cpu" else int(self.job.gather)
+                devices[at] = replace(devices[at], gathered=self.model.largest_stack(model))
         return Measured(tuple(devices), placement, used.between_hosts)
+
+    def _on_device(self, index: int, placement: Placement, made: int, used: _Usage) -> OnDevice:
+        device = torch.device(DEVICE_TYPE, index)
+        runs = [each for each in placement.components if each.device == device]
+        here = [each for each in runs if not each.offloaded]
+        visiting = f" + {len(runs) - len(here)} visiting" if len(runs) > len(here) else ""
+        planned = sum(each.weights for each in here)  # a Bridge may hold some twice
+        return OnDevice(
+            device=placement.label(device).removeprefix(f"{DEVICE_TYPE}:"),
+            components=in_short([each.name for each in here]) + visiting,
+            weights=max(planned, made - shared_once(runs)),
+            buffers=shared_once(runs),
+            kv_cache=used.kv_cache[index],
+            cached=used.cached[index],
+            working=used.working[index],
+            loading=self.model.room_to_load(placement) if runs else 0,
+            capacity=capacity(device, by_device(self.memory, placement.home)),
+        )
 
     def _place(self) -> Placement:
         """Where the components go, on devices that are there."""
@@ -217,27 +215,13 @@ class Setting:
         return decide(self.model.sizes(), spread, None, self.device_map, limits)
 
 
-def _called(index: int, device: torch.device, placement: Placement) -> str:
-    site = site_of(device, placement.sites)
-    said = [] if site is None else [site.name]
-    said += ["home"] if device == placement.home else []
-    return f"{index} ({', '.join(said)})" if said else str(index)
-
-
-def _stored(placement: Placement, memory: torch.device) -> int:
-    """Bytes of weights and buffers that live somewhere, without those that visit."""
-    running = [each for each in placement.components if each.device == memory]
-    stored = sum(each.weights for each in placement.components if each.stored_on == memory)
-    return stored + shared_once(running)
-
-
 def _check_cache(job: Job, model: Any) -> None:
     for part in job.parts if job.cache != "all" else ():
         if not any(part_of(part, name) for name in model.hook_dict):
             known = {name.rpartition(".")[2].removeprefix("hook_") for name in model.hook_dict}
             close = difflib.get_close_matches(part, known, n=3) or sorted(known)
             raise ValueError(
-                f"cache={job.cache!r} names {part!r}, which is no hook of this model: give 'all', "
+                f"cache={job.cache!r} names {part!r}, but this model has no such hook: give 'all', "
                 f"or names such as {', '.join(map(repr, close))}"
             )
 

@@ -16,7 +16,6 @@ from transformers import AutoTokenizer, DynamicCache
 from tl_devicefix.checkpoints.dtypes import torch_dtype
 from tl_devicefix.checkpoints.hub import TOKENIZER_FILES
 from tl_devicefix.gathering.gathering import STACKED
-from tl_devicefix.placement.blueprint import Blueprint, Generation
 from tl_devicefix.placement.components import ComponentSize
 from tl_devicefix.placement.in_use import gather_on
 from tl_devicefix.placement.placement import Placement
@@ -29,7 +28,7 @@ OPTIONS = ("n_ctx", "hf_config_overrides")
 """What the config depends on, as `boot_transformers` takes it."""
 
 
-class BridgeBlueprint(Blueprint):
+class BridgeBlueprint:
     """A Bridge as `boot_transformers` would boot it, not in compatibility mode.
 
     Args:
@@ -193,7 +192,7 @@ def _size(model: Any, name: str) -> int:
     return stack.nbytes if isinstance(stack, torch.Tensor) else 0
 
 
-class BridgeGeneration(Generation):
+class BridgeGeneration:
     """Generating with transformers' KV cache, as `TransformerBridge.generate` does.
 
     Args:
