@@ -178,9 +178,7 @@ def test_devices_that_only_max_memory_names_are_not_used_and_the_log_says_so(
 
 
 def test_what_is_no_function_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="run must be a function to call with the model, but is 'forward'"
-    ):
+    with pytest.raises(ValueError, match=r"run must be a function .*, but is 'forward'"):
         dry_run("gpt2", "forward")  # type: ignore[arg-type]
 
 

@@ -70,7 +70,7 @@ def test_gathering_takes_the_largest_stack_there(where: str | int) -> None:
     [
         (
             {"cache": "resid_pots"},
-            "names 'resid_pots', but this model has no such hook.* 'resid_post'",
+            "'resid_pots', but .* has no such hook.* 'resid_post'",
         ),
         (
             {"seq_len": 1000, "max_new_tokens": 100},
