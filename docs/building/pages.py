@@ -40,6 +40,7 @@ SHOWN = {
     "examples/llama_70b.py": "slurm.md",
     "examples/save_activations_and_sweep.py": "many_inputs.md",
     "examples/several_hosts.py": "several_hosts.md",
+    "notebooks/recall.py": "notebooks/1_load_and_look_around.md",
 }
 """A file of the repository that is no page, and the page that is about it."""
 
@@ -156,5 +157,5 @@ def notebook_page(notebook: dict[str, Any], stem: str) -> tuple[str, dict[str, b
 
 
 def _caption(cell: dict[str, Any]) -> str:
-    """What a figure shows, for those who cannot see it: the cell's name."""
-    return "Figure: " + str(cell.get("id", "output")).replace("-", " ")
+    """The contents of a figure, for those who cannot see it: the cell's "alt", or its name."""
+    return str(cell["metadata"].get("alt", "Figure: " + str(cell["id"]).replace("-", " ")))
