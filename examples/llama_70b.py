@@ -101,19 +101,19 @@ def step(number: int, text: str) -> None:
 def plan(options: argparse.Namespace) -> None:
     """End here if the job would not fit, before a weight is read."""
     step(1, f"plan: does it fit on {options.n_devices} devices?")
-    there = torch.cuda.device_count()
-    room: Any = {i: torch.cuda.mem_get_info(i)[0] for i in range(min(there, options.n_devices))}
-    found = tl_devicefix.estimate(
+    gpus = range(min(torch.cuda.device_count(), options.n_devices))
+    free: Any = {gpu: torch.cuda.mem_get_info(gpu)[0] for gpu in gpus}
+    estimate = tl_devicefix.estimate(
         options.model,
         options.n_devices,
         dtype=options.dtype,
-        max_memory=room or "80GiB",
+        max_memory=free or "80GiB",
         batch_size=len(STORIES),
         seq_len=32,
         cache="resid_pre,resid_post",
     )
-    print(str(found).replace(str(CHECKPOINT), "the shipped checkpoint"))
-    if not found.fits:
+    print(str(estimate).replace(str(CHECKPOINT), "the shipped checkpoint"))
+    if not estimate.fits:
         raise SystemExit("the job does not fit: see what would, above")
 
 
@@ -192,16 +192,11 @@ def run(model: Any, prompts: list[tuple[str, str, str, str]]) -> dict[str, torch
     n_layers, length = model.cfg.n_layers, clean_tokens.shape[1]
     step(5, f"patch the residual stream: {n_layers} layers at {length} positions")
     recovered = torch.zeros(n_layers, length)
+    runs = (patch(cache, layer, at) for layer in range(n_layers) for at in range(length))
+    swept = tl_devicefix.sweep(model, corrupted_tokens, runs)  # each from the block that it patches
     for layer in range(n_layers):
-        name = f"blocks.{layer}.hook_resid_pre"
-        there = cache[name]
         for position in range(length):
-
-            def patch(resid: torch.Tensor, hook: Any, at: int = position) -> torch.Tensor:
-                resid[:, at] = there[:, at]  # noqa: B023  called before the next turn
-                return resid
-
-            patched = difference(model.run_with_hooks(corrupted_tokens, fwd_hooks=[(name, patch)]))
+            patched = difference(next(swept))
             recovered[layer, position] = ((patched - low) / (high - low)).mean()
         best = int(recovered[layer].argmax())
         device = model.placement.device_of(f"blocks.{layer}")
@@ -209,6 +204,17 @@ def run(model: Any, prompts: list[tuple[str, str, str, str]]) -> dict[str, torch
         print(f"before layer {layer:2}, on {device}: {most}", flush=True)
     last = torch.stack([cache["resid_post", layer][:, -1] for layer in range(n_layers)])
     return {"recovered": recovered, "logit_lens": lens, "resid_post_at_the_end": last}
+
+
+def patch(cache: Any, layer: int, position: int) -> list[tuple[str, Any]]:
+    """The hooks of one run: the residual stream before a block, at a position, is the clean one."""
+    name = f"blocks.{layer}.hook_resid_pre"
+
+    def put_clean(resid: torch.Tensor, hook: Any) -> torch.Tensor:
+        resid[:, position] = cache[name][:, position]
+        return resid
+
+    return [(name, put_clean)]
 
 
 def devices_of(model: Any) -> list[str]:
