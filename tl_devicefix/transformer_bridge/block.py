@@ -192,7 +192,6 @@ class PlainUnit:
         return (
             self._why is None
             and not seen.heard()
-            and not seen.is_asked_for_heads()
             and not _has_any_global_hook()
             and not torch.compiler.is_compiling()
             and not (self.attends_by_sdpa and _differentiates_otherwise())
@@ -211,8 +210,6 @@ class PlainUnit:
                 if any(hooks is heard for hooks in _hooks_of(vars(module)))
             ]
             return f"{min(names, key=lambda name: ('_original' in name, len(name)))} has hooks"
-        if self._seen.is_asked_for_heads():
-            return "it is asked for results or inputs of each head"
         return "torch has hooks for every module, or is tracing"
 
     def minds_padding(self, block: Any) -> bool:
@@ -231,15 +228,13 @@ class PlainUnit:
         return seen
 
     def _make_part(self, wrapper: Any) -> None:
-        wrapped = wrapper.original_component
-        if (
-            type(wrapper) not in _PARTS
-            or wrapped is None
-            or any(map(is_wrapper, wrapped.modules()))
-        ):
+        if type(wrapper) not in _PARTS:
             raise NotPlain(f"a {type(wrapper).__name__} computes in its own way")
-        Unwrapped(wrapper, set())
-        self._layer, self._is_all = as_bridge_computes(wrapper) or wrapped, True
+        Unwrapped(
+            wrapper, set()
+        )  # which checks it; accelerate's hooks are needed outside of blocks
+        self._layer = as_bridge_computes(wrapper) or wrapper.original_component
+        self._is_all = not any(map(is_wrapper, self._layer.modules()))
 
     def _make_layer(self, block: Any) -> None:
         attentions = [module for module in block.modules() if is_wrapper(module)]
@@ -348,14 +343,16 @@ class _Seen:
         # A list that grows when the block's own forward runs first.
         self._wired = vars(unit).get("_capture_hook_handles", ())
         self._harmless = {number for each in inside for number in _relays(each)}
-        held = list(map(vars, inside))
-        self._held, self._lengths = held, list(map(len, held))
-        parents = [each._modules for each in (unit, *inside) if each._modules]
-        self._children_now, self._children = parents, list(map(dict, parents))
+        parents = [each for each in inside if each._modules]
+        # Of which any may get a forward of its own.
+        self._held = list(map(vars, parents))
+        self._lengths = list(map(len, self._held))
+        self._children_now = [each._modules for each in (unit, *parents)]
+        self._children = list(map(dict, self._children_now))
         self._attributes = [(itemgetter("training"), vars(unit))]
-        self._attributes += [_getter(each) for each in inside if _is_container(each)]
+        # Those of transformers', of which the plain layer may have copies.
+        self._attributes += [_getter(each) for each in parents if not is_wrapper(each)]
         self._values = [get(held) for get, held in self._attributes]
-        self._config = getattr(getattr(unit, "config", None), "__dict__", {})
 
     def is_as_seen(self) -> bool:
         """Whether modules, and attributes of transformers', are the same."""
@@ -390,27 +387,14 @@ class _Seen:
             self._unheard_around_since = now
         return False
 
-    def is_asked_for_heads(self) -> bool:
-        """Whether attention is to have other steps, also if nobody listens to them."""
-        return any(map(self._config.get, _FLAGS))
-
-
-_FLAGS = ("use_attn_result", "use_split_qkv_input", "use_attn_in")
-
-
-def _is_container(module: nn.Module) -> bool:
-    """Whether it is one of transformers' that the plain layer may have a copy of."""
-    return bool(module._modules) and not is_wrapper(module)
-
 
 def _getter(module: nn.Module) -> tuple[Any, dict[str, Any]]:
     """What reads the attributes of a module that its forward may read."""
     held = vars(module)
-    names = [name for name in held if name in _READ or name not in _OF_ANY_MODULE]
+    names = [name for name in held if name == "training" or name not in _OF_ANY_MODULE]
     return itemgetter(*names), held
 
 
-_READ = ("training", "_parameters", "_buffers")
 _OF_ANY_MODULE = frozenset(vars(nn.Module()))
 
 
