@@ -52,7 +52,7 @@ def model(cls: str, where: str, machine: Any, request: pytest.FixtureRequest) ->
 def view_of(cls: str) -> Callable[[Any], Any]:
     """The function for models of this class."""
     if cls == BRIDGE:
-        from tl_devicefix.transformer_bridge.views import view_of as of_bridge
+        from tl_devicefix.transformer_bridge.alignment import view_of as of_bridge
 
         return of_bridge
     from tl_devicefix.hooked_transformer.views import view_of as of_hooked_transformer

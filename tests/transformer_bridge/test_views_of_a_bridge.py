@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformer_lens.model_bridge.generalized_components import position_embeddings_attention
 
-from tl_devicefix.transformer_bridge.views import view_of
+from tl_devicefix.transformer_bridge.alignment import view_of
 
 
 def test_transformer_lens_3_finds_a_view_s_attention_by_what_it_wraps(boot: Any) -> None:

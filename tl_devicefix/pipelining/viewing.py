@@ -17,7 +17,7 @@ def viewing(model: Any) -> Callable[[], Any]:
     """
     # Imported here, as TransformerLens may lack the one class or the other.
     if is_bridge(model):
-        from tl_devicefix.transformer_bridge.views import view_of as view_of_bridge
+        from tl_devicefix.transformer_bridge.alignment import view_of as view_of_bridge
 
         return functools.partial(view_of_bridge, model)
     if is_hooked_transformer(model):

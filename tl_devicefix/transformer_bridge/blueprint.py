@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,24 @@ import torch
 from accelerate.hooks import attach_align_device_hook_on_blocks
 from torch import nn
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
-from transformers import AutoTokenizer, DynamicCache
+from transformers import AutoTokenizer, DynamicCache, PretrainedConfig
 
+from tl_devicefix.checkpoints.directories import is_checkpoint_directory, read_config
 from tl_devicefix.checkpoints.dtypes import torch_dtype
 from tl_devicefix.checkpoints.hub import TOKENIZER_FILES
+from tl_devicefix.checkpoints.known_configs import known_config
 from tl_devicefix.gathering.gathering import STACKED
-from tl_devicefix.placement.components import ComponentSize
+from tl_devicefix.placement.components import ComponentSize, check_count
 from tl_devicefix.placement.in_use import gather_on
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.transformer_bridge.alignment import settle_bridge
-from tl_devicefix.transformer_bridge.components import Layout, empty_hf_model, layout_of
-from tl_devicefix.transformer_bridge.config import hf_config
-from tl_devicefix.transformer_bridge.upstream import adapter_for, hf_model_class
+from tl_devicefix.transformer_bridge.components import (
+    Layout,
+    adapter_for,
+    empty_hf_model,
+    hf_model_class,
+    layout_of,
+)
 
 OPTIONS = ("n_ctx", "hf_config_overrides")
 """What the config depends on, as `boot_transformers` takes it."""
@@ -53,7 +60,7 @@ class BridgeBlueprint:
         Raises:
             ValueError: if the config cannot be had.
         """
-        config = copy.deepcopy(hf_config(config_or_model_name))
+        config = copy.deepcopy(_hf_config(config_or_model_name))
         vars(config).update(_overrides(config, **options))
         if getattr(config, "pad_token_id", None) is None:  # as in `boot_transformers`
             end = getattr(config, "eos_token_id", None)
@@ -122,6 +129,27 @@ class BridgeBlueprint:
     def generation(self, model: Any, batch_size: int, seq_len: int) -> BridgeGeneration:
         """Generating from prompts of `seq_len` tokens."""
         return BridgeGeneration(model, batch_size, seq_len)
+
+
+def _hf_config(config_or_model_name: Any) -> Any:
+    """The transformers config of a model: that which is given, known here, or read.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    if isinstance(config_or_model_name, PretrainedConfig):
+        check_count("num_hidden_layers", getattr(config_or_model_name, "num_hidden_layers", 0))
+        return config_or_model_name
+    if not isinstance(config_or_model_name, str | os.PathLike):
+        raise ValueError(
+            f"a {type(config_or_model_name).__name__} is neither a model's name, nor a checkpoint "
+            "directory, nor a transformers config"
+        )
+    name = os.fspath(config_or_model_name)
+    known = known_config(name)
+    if known is not None:
+        return known
+    return read_config(name, Path(name) if is_checkpoint_directory(name) else None)
 
 
 _N_CTX_FIELDS = (

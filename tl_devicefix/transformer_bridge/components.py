@@ -1,18 +1,39 @@
-"""Which components a Bridge has, where the Hugging Face model has them, and what each weighs."""
+"""Which components a Bridge has, where the Hugging Face model has them, and what each weighs.
+
+Also the units that its weights are processed in, and what is used of TransformerLens's own loading.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from torch import nn
+from transformer_lens.factories.architecture_adapter_factory import ArchitectureAdapterFactory
+from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_config_from_hf
+
+try:
+    from transformer_lens.model_bridge.sources._hf_format import (
+        determine_architecture_from_hf_config,
+    )
+    from transformer_lens.model_bridge.sources.transformers.helpers import (
+        get_hf_model_class_for_architecture,
+    )
+except ImportError:  # TransformerLens 3.9
+    from transformer_lens.model_bridge.sources.transformers import (
+        determine_architecture_from_hf_config,
+        get_hf_model_class_for_architecture,
+    )
 
 from tl_devicefix.checkpoints.directories import reading_config
 from tl_devicefix.placement.components import ComponentSize, is_block
 from tl_devicefix.placement.placement import Placement
+from tl_devicefix.weight_processing import Weights
+
+__all__ = ["ArchitectureAdapterFactory"]
 
 REST = "rest"
 """What the adapter has no name for; it is at home."""
@@ -146,3 +167,84 @@ def empty_hf_model(model_class: Any, config: Any, dtype: torch.dtype, **kwargs: 
     called = getattr(config, "_name_or_path", None) or config.model_type
     with reading_config(called, _OF_VALUES), init_empty_weights():
         return make(config, dtype=dtype, **kwargs)
+
+
+def adapter_for(config: Any, model_name: str, dtype: torch.dtype) -> Any:
+    """The adapter that TransformerLens would choose for a model with this transformers config.
+
+    Raises:
+        ValueError: if TransformerLens has none for its architecture.
+    """
+    architecture = determine_architecture_from_hf_config(config)
+    cfg = build_bridge_config_from_hf(config, architecture, model_name, dtype)
+    return ArchitectureAdapterFactory.select_architecture_adapter(cfg)
+
+
+def hf_model_class(adapter: Any) -> Any:
+    """The class of transformers that loads an adapter's architecture."""
+    return get_hf_model_class_for_architecture(adapter.cfg.architecture)
+
+
+@dataclass
+class Unit:
+    """Some weights that are processed together, and the Bridge's components that they belong to."""
+
+    name: str
+    """As a person would call it: "embed", "blocks.3", "unembed"."""
+    components: dict[str, nn.Module] = field(default_factory=dict)
+    """Prefix of the weights' names -> the Bridge's component."""
+    weights: Weights = field(default_factory=dict)
+    """By the names of the Bridge's state dict; not copies."""
+    places: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Name of a weight -> its component, and its name within that."""
+
+
+def units(bridge: Any) -> list[Unit]:
+    """A Bridge's units: the embeddings and what else there is, each block, the unembedding last."""
+    of_component: dict[str, Unit] = {}
+    for name, component in bridge_components(bridge):
+        unit = Unit("unembed") if name in ("ln_final", "unembed") else Unit(name)
+        of_component[name] = next((u for u in of_component.values() if u.name == unit.name), unit)
+        of_component[name].components[name] = component
+    for name, tensor in bridge.state_dict().items():
+        place = _place(_in_bridge(name, bridge), of_component)
+        if place is not None:  # others are no weights of the Bridge's components
+            of_component[place[0]].weights[name] = tensor
+            of_component[place[0]].places[name] = place
+    distinct = list({id(unit): unit for unit in of_component.values()}.values())
+    return sorted(distinct, key=lambda unit: unit.name == "unembed")
+
+
+def _place(name: str, components: Mapping[str, Any]) -> tuple[str, str] | None:
+    """A weight's component and its name in it: "blocks.3", "attn.q.weight"."""
+    parts = name.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        if ".".join(parts[:end]) in components:
+            return ".".join(parts[:end]), ".".join(parts[end:])
+    return None
+
+
+def bridge_components(bridge: Any) -> Iterator[tuple[str, nn.Module]]:
+    """A Bridge's components by their names: "embed", "blocks.3", "unembed"."""
+    for name, (_, component) in bridge.real_components.items():
+        if isinstance(component, list):
+            for index, each in enumerate(component):
+                yield f"{name}.{index}", each
+        else:
+            yield name, component
+
+
+def _in_bridge(name: str, bridge: Any) -> str:
+    """A state dict's name by the Bridge's components: some adapters leave Hugging Face's prefix."""
+    for component, (path, _) in bridge.real_components.items():
+        if path and path != component and name.startswith(f"{path}."):
+            return f"{component}.{name[len(path) + 1 :]}"
+    return name
+
+
+def device_of(weights: Mapping[str, torch.Tensor]) -> torch.device | None:
+    """Where most of some weights lie, in bytes; None if there are none."""
+    held: dict[torch.device, int] = {}
+    for tensor in weights.values():
+        held[tensor.device] = held.get(tensor.device, 0) + tensor.nbytes
+    return max(held, key=lambda device: held[device]) if held else None

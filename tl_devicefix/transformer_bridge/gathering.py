@@ -1,29 +1,43 @@
-"""A Bridge's weights of several blocks, stacked on one device: home, or that of `gather_on`."""
+"""What a Bridge's components hold and have cached, read together: at home, or by `gather_on`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
+from transformer_lens import ActivationCache
 
+from tl_devicefix.dispatch.carrying import bring_home, is_output_read, move
 from tl_devicefix.gathering.cache_at_home import CacheAtHome
 from tl_devicefix.gathering.gathering import gathering_device, stack_on
+from tl_devicefix.placement.devices import with_index
+
+_Reshape = Callable[[torch.Tensor], torch.Tensor]
 
 
-def stack_block_params(
-    original: Any,
-    self: Any,
-    attr_path: str,
-    reshape_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """`TransformerBridge._stack_block_params`, of blocks on any devices, in one copy."""
-    device = gathering_device(self)
-    if device is None:
-        return original(self, attr_path, reshape_fn)
-    weights: list[torch.Tensor] = []
-    original(self, attr_path, _collecting(device, weights, reshape_fn))
-    return stack_on(device, weights, f"bridge.{attr_path.rpartition('.')[2]}")
+def run_with_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """See TransformerLens's. Activations stay where they are computed, and are read at home.
+
+    With `device`, they are moved there as they are computed, and read there.
+    """
+    placement = getattr(self, "placement", None)
+    if placement is None or len(placement.devices) == 1:
+        return original(self, *args, **kwargs)
+    with warnings.catch_warnings():
+        # TransformerLens says that it ignores `device`, and does not.
+        warnings.filterwarnings("ignore", message=r"run_with_cache\(device=.*ignored")
+        output, cache = original(self, *args, **kwargs)
+    device = kwargs.get("device")
+    read_on = placement.home if device is None else with_index(torch.device(device))
+    if isinstance(cache, ActivationCache):
+        cache.cache_dict = CacheAtHome(read_on).of(cache.cache_dict)
+    else:
+        cache = CacheAtHome(read_on).of(cache)
+    return bring_home(output, placement.home) if is_output_read() else output, cache
 
 
 def get_params(original: Any, self: Any) -> dict[str, torch.Tensor]:
@@ -33,36 +47,78 @@ def get_params(original: Any, self: Any) -> dict[str, torch.Tensor]:
     return weights if device is None else CacheAtHome(device).of(weights)
 
 
+def stack_block_params(
+    original: Any, self: Any, attr_path: str, reshape_fn: _Reshape | None = None
+) -> Any:
+    """`TransformerBridge._stack_block_params`, of blocks on any devices, in one copy."""
+    return _stacked(self, attr_path, reshape_fn, partial(original, self, attr_path))
+
+
 def stack_params_for(
-    original: Any,
-    self: Any,
-    submodule: str,
-    attr_path: str,
-    reshape_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> tuple[list[int], torch.Tensor]:
+    original: Any, self: Any, submodule: str, attr_path: str, reshape_fn: _Reshape | None = None
+) -> Any:
     """`TransformerBridge.stack_params_for`, of blocks on any devices, in one copy."""
-    device = gathering_device(self)
-    if device is None:
-        return original(self, submodule, attr_path, reshape_fn)
-    weights: list[torch.Tensor] = []
-    indices, _ = original(self, submodule, attr_path, _collecting(device, weights, reshape_fn))
-    return indices, stack_on(device, weights, f"bridge.{attr_path.rpartition('.')[2]}")
+    return _stacked(self, attr_path, reshape_fn, partial(original, self, submodule, attr_path))
 
 
-def _collecting(
-    device: torch.device,
-    weights: list[torch.Tensor],
-    reshape_fn: Callable[[torch.Tensor], torch.Tensor] | None,
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A `reshape_fn` that keeps what it makes, and gives TransformerLens next to nothing to stack.
+def _stacked(bridge: Any, path: str, reshape: _Reshape | None, stack: Callable[[Any], Any]) -> Any:
+    """What TransformerLens's `stack` gives, with weights that are stacked here.
 
-    Which blocks have the weight, and what is said of those that lack it, is TransformerLens's.
+    Which blocks have the weight, and what is said of those that lack it, is TransformerLens's: it
+    gets next to nothing to stack.
     """
+    device = gathering_device(bridge)
+    if device is None:
+        return stack(reshape)
+    weights: list[torch.Tensor] = []
 
     def keep(weight: torch.Tensor) -> torch.Tensor:
         if weight is None:  # TransformerLens 3.9 finds out when it stacks them
             raise TypeError("the blocks have no such parameter (a projection without biases)")
-        weights.append(weight if reshape_fn is None else reshape_fn(weight))
+        weights.append(weight if reshape is None else reshape(weight))
         return torch.empty(0, device=device)
 
-    return keep
+    result = stack(keep)
+    stacked = stack_on(device, weights, f"bridge.{path.rpartition('.')[2]}")
+    return (result[0], stacked) if isinstance(result, tuple) else stacked  # with their indices
+
+
+def get_act_patch_direct_path(
+    original: Any,
+    model: Any,
+    corrupted_tokens: torch.Tensor,
+    clean_cache: Any,
+    corrupted_cache: Any,
+    patching_metric: Any,
+    src_layer: int,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """See TransformerLens's. What a head has written is computed on the head's own device."""
+    placement = getattr(model, "placement", None)
+    if placement is not None and len(placement.memories) > 1:
+        clean_cache = _with_source_in_place(clean_cache, model, src_layer)
+        corrupted_cache = _with_source_in_place(corrupted_cache, model, src_layer)
+    given = corrupted_tokens, clean_cache, corrupted_cache, patching_metric, src_layer
+    return original(model, *given, *args, **kwargs)
+
+
+def _with_source_in_place(cache: Any, model: Any, layer: int) -> Mapping[str, torch.Tensor]:
+    """A cache's activations where they are stored, with a layer's heads where its weights are."""
+    stored = getattr(cache, "cache_dict", cache)
+    if isinstance(stored, CacheAtHome):
+        stored = stored.stored()
+    name = f"blocks.{layer}.attn.hook_z"
+    return {**stored, name: move(stored[name], model.blocks[layer].attn.W_O.device)}
+
+
+def cache_activation_and_gradient(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """See TransformerLens's. Activations and gradients are read at home, as cached ones are."""
+    cache: Any = original(model, *args, **kwargs)
+    placement = getattr(model, "placement", None)
+    if placement is None or len(placement.devices) == 1:
+        return cache
+    at_home = CacheAtHome(placement.home)
+    return dataclasses.replace(
+        cache, activations=at_home.of(cache.activations), gradients=at_home.of(cache.gradients)
+    )

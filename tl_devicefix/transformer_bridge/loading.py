@@ -25,15 +25,20 @@ from tl_devicefix.placement.deciding import decide
 from tl_devicefix.placement.devices import simulated_device
 from tl_devicefix.placement.fitting import check_fit
 from tl_devicefix.placement.placement import Placement
-from tl_devicefix.transformer_bridge.alignment import settle_bridge, take_inputs_at
-from tl_devicefix.transformer_bridge.components import empty_hf_model, layout_of
-from tl_devicefix.transformer_bridge.moving import (
+from tl_devicefix.transformer_bridge.alignment import (
     let_pieces_mix,
     place_bridge,
     placement_as_it_lies,
     record_one_device,
+    settle_bridge,
+    take_inputs_at,
 )
-from tl_devicefix.transformer_bridge.upstream import ArchitectureAdapterFactory, hf_model_class
+from tl_devicefix.transformer_bridge.components import (
+    ArchitectureAdapterFactory,
+    empty_hf_model,
+    hf_model_class,
+    layout_of,
+)
 
 
 def boot_transformers(

@@ -2,152 +2,138 @@
 
 from __future__ import annotations
 
-from tl_devicefix.gathering import gathering
+from collections.abc import Callable
+from typing import Any
+
+from tl_devicefix.gathering.gathering import single
 from tl_devicefix.gathering.patches import CACHING, GATHERED, gathers
 from tl_devicefix.monkeypatch.patch import Patch
 from tl_devicefix.transformer_bridge import (
-    analysis,
+    alignment,
     block,
-    caching,
     forward,
+    gathering,
     loading,
-    moving,
     processing,
 )
-from tl_devicefix.transformer_bridge import gathering as bridge_gathering
 
-BRIDGE = {"owner": "TransformerBridge", "since": "3.9", "until": "4"}
-IN_4 = {**BRIDGE, "since": "4.0"}
-STEPS = {"owner": "ProcessWeights", "since": "3.9", "until": "4"}
 
-folds = "each component where it lies, in float32 or wider, rounded once; all or nothing"
-called = "called to process one block"
-flags = ("fold_ln", "center_writing_weights", "center_unembed", "fold_value_biases")
+def _patch(
+    name: str,
+    replacement: Callable[..., Any] | None,
+    takes: str,
+    why: str,
+    owner: str | None = "TransformerBridge",
+    since: str = "3.9",
+) -> Patch:
+    return Patch(name, replacement, tuple(takes.split()), why, owner, since, "4")
+
+
+_at_home = "cached activations are read at home"
+_folds = "each component where it lies, in float32 or wider, rounded once"
+_flags = "fold_ln center_writing_weights center_unembed fold_value_biases"
+_stacks = "stack weights of any devices in one copy"
+_called = "called to process one block"
+_unheard = "transformers' own layer where nobody listens in a block"
+_caches = "model corrupted_tokens clean_cache corrupted_cache patching_metric src_layer"
 
 PATCHES = (
     *(
-        Patch(
-            "forward",
-            block.forward,
-            ("self",),
-            "transformers' own layer where nobody listens in a block",
-            **{**IN_4, "owner": owner},
-        )
+        _patch("forward", block.forward, "self", _unheard, owner, "4.0")
         for owner in ("BlockBridge", "BloomBlockBridge", "OpaqueBlockBridge", "AltUpBlockBridge")
     ),
-    Patch(
+    _patch(
         "__call__",
         block.call,
-        ("self",),
+        "self",
         "what a wrapper stands for, where nobody listens to anything of it",
-        **{**IN_4, "owner": "GeneralizedComponent"},
+        "GeneralizedComponent",
+        "4.0",
     ),
-    Patch(
+    _patch(
         "boot_transformers",
         loading.boot_transformers,
-        ("model_name", "device", "dtype", "hf_model", "device_map", "n_devices", "max_memory"),
+        "model_name device dtype hf_model device_map n_devices max_memory",
         "place by the plan: embed, final norm and unembed together; n_devices of any type",
-        **BRIDGE,
     ),
-    Patch(
-        "process_weights", processing.process_weights, ("self", "verbose", *flags), folds, **BRIDGE
-    ),
-    Patch(
+    _patch("process_weights", processing.process_weights, f"self verbose {_flags}", _folds),
+    _patch(
         "enable_compatibility_mode",
         processing.enable_compatibility_mode,
-        ("self", "disable_warnings", "no_processing", *flags),
-        "if it fails, the Bridge is as it was",
-        **BRIDGE,
+        f"self disable_warnings no_processing {_flags}",
+        "if it fails, the Bridge is not in compatibility mode",
     ),
-    Patch(
-        "forward",
-        forward.forward,
-        ("self", "input", "return_type"),
-        "what leaves the model is at home",
-        **BRIDGE,
-    ),
+    _patch("forward", forward.forward, "self input return_type", "what leaves it is at home"),
     *(
-        Patch(
+        _patch(
             name,
             forward.with_own_tokenizer,
-            ("self", "input"),
+            "self input",
             "runs in flight do not change what others read",
-            **BRIDGE,
         )
         for name in ("generate", "generate_stream")
     ),
     *(
-        Patch(name, forward.reading, ("self", "input"), "one run at a time", **BRIDGE)
+        _patch(name, forward.reading, "self input", "one run at a time")
         for name in ("to_tokens", "to_str_tokens")
     ),
-    Patch("to", moving.to, ("self",), "a dtype keeps the placement", **BRIDGE),
-    Patch(
+    _patch("to", alignment.to, "self", "a dtype keeps the placement"),
+    _patch(
         "run_with_cache",
-        caching.run_with_cache,
-        ("self", "input", "return_cache_object", "remove_batch_dim"),
-        "cached activations are read at home",
-        **BRIDGE,
+        gathering.run_with_cache,
+        "self input return_cache_object remove_batch_dim",
+        _at_home,
     ),
-    Patch(
-        "_stack_block_params",
-        bridge_gathering.stack_block_params,
-        ("self", "attr_path", "reshape_fn"),
-        "stack weights of any devices in one copy",
-        **BRIDGE,
+    _patch(
+        "_stack_block_params", gathering.stack_block_params, "self attr_path reshape_fn", _stacks
     ),
-    Patch(
+    _patch(
         "stack_params_for",
-        bridge_gathering.stack_params_for,
-        ("self", "submodule", "attr_path", "reshape_fn"),
-        "stack weights of any devices in one copy",
-        **BRIDGE,
+        gathering.stack_params_for,
+        "self submodule attr_path reshape_fn",
+        _stacks,
     ),
-    Patch("get_params", bridge_gathering.get_params, ("self",), gathers, **BRIDGE),
+    _patch("get_params", gathering.get_params, "self", gathers),
     *(
-        Patch(name, gathering.single(name), (), "read on the device of `gather_on`", **BRIDGE)
+        _patch(name, single(name), "", "read on the device of `gather_on`")
         for name in ("W_E", "W_U", "b_U")
     ),
-    Patch("W_pos", gathering.single("W_pos"), (), gathers, **IN_4),
+    _patch("W_pos", single("W_pos"), "", gathers, since="4.0"),
     *(
-        Patch(name, replacement, takes, why, **(IN_4 if name == "W_E_pos" else BRIDGE))
+        _patch(name, replacement, " ".join(takes), why, since="4.0" if name == "W_E_pos" else "3.9")
         for name, (replacement, takes, why) in GATHERED.items()
     ),
     *(
-        Patch(name, replacement, takes, why, **IN_4)
+        _patch(name, replacement, " ".join(takes), why, since="4.0")
         for name, (replacement, takes, why) in CACHING.items()
     ),
-    Patch(
+    _patch(
         "get_act_patch_direct_path",
-        analysis.get_act_patch_direct_path,
-        ("model", "corrupted_tokens", "clean_cache", "corrupted_cache", "src_layer"),
+        gathering.get_act_patch_direct_path,
+        _caches,
         "the source head's activations meet its weights on its own device",
-        owner=None,
-        since="3.9",
-        until="4",
+        None,
     ),
-    Patch(
+    _patch(
         "cache_activation_and_gradient",
-        analysis.cache_activation_and_gradient,
-        ("model", "tokens", "metric_fn", "names_filter"),
+        gathering.cache_activation_and_gradient,
+        "model tokens metric_fn names_filter",
         "cached activations and gradients are read at home",
-        owner=None,
-        since="3.9",
-        until="4",
+        None,
     ),
-    Patch(
+    _patch(
         "_fold_layer",
         None,
-        ("state_dict", "cfg", "layer_idx", "fold_biases", "center_weights", "adapter", "gqa"),
-        called,
-        **STEPS,
+        "state_dict cfg layer_idx fold_biases center_weights adapter gqa",
+        _called,
+        "ProcessWeights",
     ),
     *(
-        Patch(name, None, ("state_dict", "cfg", "adapter"), called, **STEPS)
+        _patch(name, None, "state_dict cfg adapter", _called, "ProcessWeights")
         for name in (
-            "center_writing_weights",
-            "fold_value_biases",
+            *("center_writing_weights", "fold_value_biases"),
             "refactor_factored_attn_matrices",
         )
     ),
-    Patch("_fold_layer_norms_into_batched_experts", None, ("self",), called, **BRIDGE),
+    _patch("_fold_layer_norms_into_batched_experts", None, "self", _called),
 )
