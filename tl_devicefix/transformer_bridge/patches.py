@@ -61,7 +61,7 @@ PATCHES = (
         "enable_compatibility_mode",
         processing.enable_compatibility_mode,
         f"self disable_warnings no_processing {_flags}",
-        "if it fails, the Bridge is not in compatibility mode",
+        "what cannot be processed is refused before anything is changed",
     ),
     _patch("forward", forward.forward, "self input return_type", "what leaves it is at home"),
     *(

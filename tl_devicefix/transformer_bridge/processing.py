@@ -11,6 +11,7 @@ vocabulary, are processed in slices by `tl_devicefix.weight_processing`.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import warnings
 from collections.abc import Iterator
@@ -21,11 +22,8 @@ from typing import Any
 import torch
 import transformers.utils.logging as hf_logging
 from packaging.version import Version
-from torch import nn
-from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge.generalized_components.moe import MoEBridge, has_batched_experts
 from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
-from transformer_lens.utilities.bridge_components import apply_fn_to_all_components
 from transformer_lens.utilities.quantization import require_readable_weight
 from transformer_lens.weight_processing import ProcessWeights
 
@@ -35,7 +33,6 @@ from tl_devicefix.offload.visiting import pin
 from tl_devicefix.placement.devices import HOST
 from tl_devicefix.placement.placement import Placement, in_short
 from tl_devicefix.placement.workers import each_on_its_device
-from tl_devicefix.transformer_bridge.alignment import register_hooks
 from tl_devicefix.transformer_bridge.block import forget
 from tl_devicefix.transformer_bridge.components import Unit, device_of, units
 from tl_devicefix.weight_processing import (
@@ -58,32 +55,19 @@ _log = logging.getLogger(__name__)
 
 
 def enable_compatibility_mode(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """See TransformerLens's. If it fails, the Bridge is not in compatibility mode.
+    """See TransformerLens's. What cannot be processed is refused before anything is changed.
 
     Raises:
         ValueError: if the attention matrices cannot be refactored.
         NotImplementedError: if weights are packed (quantised), or have no values.
         RuntimeError: if weights are only partly processed, as an earlier call failed.
     """
-    modes = [(each, each.compatibility_mode, each.disable_warnings) for each in _hookables(self)]
-    names = [(each, each.name) for each in self.modules() if isinstance(each, HookPoint)]
-    was_on = self.compatibility_mode
-    try:
-        original(self, *args, **kwargs)
-    except BaseException:
-        for component, mode, silent in modes:
-            component.compatibility_mode, component.disable_warnings = mode, silent
-        self.compatibility_mode = was_on
-        register_hooks(self)
-        for point, name in names:  # which compatibility mode changes
-            point.name = name
-        raise
-
-
-def _hookables(bridge: Any) -> list[Any]:
-    found: list[Any] = []
-    apply_fn_to_all_components(bridge, found.append)
-    return found
+    given = inspect.signature(original).bind(self, *args, **kwargs)
+    given.apply_defaults()
+    if not given.arguments["no_processing"] and not self._weights_processed:
+        _check_processable(self, given.arguments["refactor_factored_attn_matrices"])
+    forget(self)  # some modules compute in other steps in compatibility mode
+    original(self, *args, **kwargs)
 
 
 def process_weights(
@@ -106,22 +90,13 @@ def process_weights(
         RuntimeError: if weights are only partly processed, as an earlier call failed.
         torch.OutOfMemoryError: saying at which component.
     """
-    refuse_unfinished(self)
     if self._weights_processed:
         _log.warning(
             "process_weights was already applied to this bridge, so it is skipped: boot it again "
             "to process its weights in another way."
         )
         return
-    for name, parameter in self.original_model.named_parameters():
-        require_readable_weight(
-            parameter,
-            operation=f"process weights ({name})",
-            owner=self.original_model,
-            remedy="Load the model dequantized, or use the bridge without weight processing "
-            "(enable_compatibility_mode(no_processing=True)).",
-        )
-    _refuse_offloaded(self)
+    _check_processable(self, refactor_factored_attn_matrices)
     if center_unembed and (getattr(self.cfg, "output_logits_soft_cap", None) or 0) > 0:
         _log.warning("center_unembed=True cannot be done with a logit softcap: set to False.")
         center_unembed = False
@@ -138,7 +113,16 @@ def process_weights(
         _process(self, processing, verbose)
 
 
-def _refuse_offloaded(bridge: Any) -> None:
+def _check_processable(bridge: Any, refactors: bool) -> None:
+    refuse_unfinished(bridge)
+    for name, parameter in bridge.original_model.named_parameters():
+        require_readable_weight(
+            parameter,
+            operation=f"process weights ({name})",
+            owner=bridge.original_model,
+            remedy="Load the model dequantized, or use the bridge without weight processing "
+            "(enable_compatibility_mode(no_processing=True)).",
+        )
     placement: Placement | None = getattr(bridge, "placement", None)
     offloaded = [c.name for c in placement.components if c.offloaded] if placement else []
     if offloaded and installed() < Version("4.dev0"):
@@ -147,6 +131,9 @@ def _refuse_offloaded(bridge: Any) -> None:
             "MLP weights beside a Bridge's parameters, where they cannot visit a device: leave the "
             "weights unprocessed (no_processing=True), offload nothing, or use TransformerLens 4"
         )
+    if refactors:
+        cfg = bridge.cfg
+        check_refactorable(cfg, is_grouped=cfg.n_key_value_heads not in (None, cfg.n_heads))
 
 
 def _process(bridge: Any, processing: Processing, verbose: bool) -> None:
@@ -198,12 +185,8 @@ def _process_unit(bridge: Any, unit: Unit, processing: Processing) -> None:
             processing.of_unembed(processed)
         elif unit.name.startswith("blocks."):
             processing.of_block(processed)
-        mlp = getattr(unit.components.get(unit.name), "mlp", None)
-        if isinstance(mlp, MoEBridge):
-            _replace_by_copies(unit.components[unit.name])
-            for name in list(processed):
-                processed[name] = processed[name]  # a copy each, for the same reason
         _replace(unit, given, processed)
+        mlp = getattr(unit.components.get(unit.name), "mlp", None)
         if isinstance(mlp, MoEBridge) and has_batched_experts(mlp) and processing.asked.fold_ln:
             _fold_into_batched_experts(bridge, unit)
 
@@ -255,16 +238,6 @@ def _fold_into_batched_experts(bridge: Any, unit: Unit) -> None:
     type(bridge)._fold_layer_norms_into_batched_experts(only)
 
 
-def _replace_by_copies(block: Any) -> None:
-    """Have a block's MLP and norms hold copies, as experts are changed in place."""
-    copies: dict[int, nn.Parameter] = {}
-    for module in block.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                copy = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-                module._parameters[name] = copies.setdefault(id(parameter), copy)
-
-
 _BLOCK = "blocks.0."
 """What a block's weights are called while it is processed, whichever block it is."""
 
@@ -311,7 +284,8 @@ class Processing:
         if self.cfg.positional_embedding_type not in ("rotary", "alibi", "none"):
             named["pos_embed.W_pos"] = "pos_embed.weight"
         present = {name: weights[key] for name, key in named.items() if key in weights}
-        if self.steps.center_writing_weights and not _is_post_norm(self.cfg):
+        is_post_norm = getattr(self.cfg, "original_architecture", None) in POST_NORM_ARCHITECTURES
+        if self.steps.center_writing_weights and not is_post_norm:
             for part in slicing.slices(present, slicing.ELEMENTS_ON_DEVICE):
                 center_embedding(part.of(present, {}))
 
@@ -386,13 +360,7 @@ def _applicable(steps: Steps, cfg: Any, adapter: Any) -> Steps:
         steps = replace(steps, fold_ln=False)
     if not uses_layer_norm(cfg) or getattr(cfg, "final_rms", False):
         steps = replace(steps, center_writing_weights=False)
-    if steps.refactor_factored_attn_matrices:
-        check_refactorable(cfg, is_grouped=cfg.n_key_value_heads not in (None, cfg.n_heads))
     return replace(steps, recenter_b_O=steps.fold_value_biases and steps.center_writing_weights)
-
-
-def _is_post_norm(cfg: Any) -> bool:
-    return getattr(cfg, "original_architecture", None) in POST_NORM_ARCHITECTURES
 
 
 def _has_offset(cfg: Any) -> bool:
