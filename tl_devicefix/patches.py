@@ -80,7 +80,11 @@ def enable() -> None:
 
 @contextlib.contextmanager
 def enabled() -> Iterator[None]:
-    """Apply the patches within a `with` block, and leave them as they were after it."""
+    """Apply the patches within a `with` block, and leave them as they were after it.
+
+    Yields:
+        Nothing.
+    """
     were_enabled = is_enabled()
     enable()
     try:

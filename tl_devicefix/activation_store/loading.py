@@ -33,6 +33,9 @@ def load_activations(directory: str | os.PathLike[str]) -> SavedActivations:
     Args:
         directory: as it was given to `save_activations`.
 
+    Returns:
+        The activations by name; a tensor is read when you index it.
+
     Raises:
         FileNotFoundError: if there is none.
         ValueError: if its index is damaged, or of another version.
@@ -113,6 +116,10 @@ class SavedActivations:
             model: for methods that need one, such as `accumulated_resid`. Activations are
                 read at its home; without a model, on the CPU.
 
+        Returns:
+            A cache with TransformerLens's names, `[batch, pos, ...]`, or `[pos, ...]` of one
+            example.
+
         Raises:
             ValueError: if `token_mask` has left tokens out, or the model has other shapes.
             IndexError: if there is no such example.
@@ -182,9 +189,12 @@ class SavedActivations:
         )
 
     def verify(self) -> list[str]:
-        """What is wrong, in a sentence for each shard that is not as it was written; reads all.
+        """Read all shards, and compare them with their checksums.
 
-        Only this finds values that have changed on disk: what is read is not compared with them.
+        Only this finds values that have changed on disk, because reading does not compare.
+
+        Returns:
+            A sentence for each shard that is not as it was written; empty if all are.
         """
         return list(faults(self.directory, self.index))
 

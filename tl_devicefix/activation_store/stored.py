@@ -72,12 +72,12 @@ class Stored:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the tensors."""
+        """The dtype of its tensors."""
         return self.entry.torch_dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of `stored[:]`."""
+        """The shape of `stored[:]`."""
         if self.entry.axis == "shared":
             return self.entry.shape
         return (self.n_rows, *self.entry.shape)

@@ -153,7 +153,11 @@ class TokenBatches(Iterator[torch.Tensor]):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """How far it is, for `load_state_dict` of batches with the same arguments."""
+        """How far it is, for `load_state_dict` of batches with the same arguments.
+
+        Returns:
+            Plain numbers and texts, which you can save beside a training run.
+        """
         return {
             "batches": self._given,
             "of": self._rows.name,
@@ -165,6 +169,9 @@ class TokenBatches(Iterator[torch.Tensor]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from where others were.
+
+        Args:
+            state: which their `state_dict()` returned.
 
         Raises:
             ValueError: if those were of another activation, or in another order.

@@ -29,12 +29,12 @@ Kind = Literal[
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is found.
+    """A fault, or a note.
 
     Attributes:
-        kind: what sort of thing it is.
+        kind: the sort of fault, for programs.
         name: the tensor, module or hook point, as the model names it.
-        message: what is the matter, in words.
+        message: the fault, in words.
         fix: the line of code that mends it, where there is one.
     """
 
@@ -64,14 +64,14 @@ class Memory:
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """What a check has found. It is true if all is well; printing it lists what is not.
+    """The result of a check. It is true if all is well; printing it lists the faults.
 
     Attributes:
-        findings: what is wrong.
-        repaired: what was wrong, and has been repaired.
-        notes: what is worth knowing, and not wrong.
+        findings: the faults.
+        repaired: the faults that have been repaired.
+        notes: facts that are worth knowing, and no faults.
         n_parameters: how many numbers the model's parameters are.
-        memory: what really lies on each device.
+        memory: bytes that are planned for each device, and bytes that lie there.
     """
 
     findings: tuple[Finding, ...]

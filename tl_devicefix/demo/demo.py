@@ -75,7 +75,14 @@ def load_checkpoint(n_devices: int, device: torch.device | None = None) -> Any:
 
 @contextlib.contextmanager
 def devices_for(n_devices: int) -> Iterator[str]:
-    """Make `n_devices` devices available, real if there are enough; yields a sentence on which."""
+    """Make devices available within a `with` block: real ones, or simulated ones if there are few.
+
+    Args:
+        n_devices: how many.
+
+    Yields:
+        A sentence that says which.
+    """
     accelerator = default_device()
     there = device_count(accelerator.type)
     is_simulated = accelerator.type == DEVICE_TYPE  # already, or of ranks: loading says if too few

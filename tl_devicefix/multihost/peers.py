@@ -73,7 +73,7 @@ def held_by(rank: int) -> str:
 
 
 class HostLost(RuntimeError):
-    """A rank is no more there, and with it what its devices held.
+    """A rank is lost, and with it the part of a model that its devices held.
 
     Attributes:
         rank: which one.

@@ -18,10 +18,13 @@ _one_by_one: ContextVar[bool] = ContextVar("sequential", default=False)
 
 @contextlib.contextmanager
 def sequential() -> Iterator[None]:
-    """Within it, each run of a sweep starts at the first block, after the one before has ended.
+    """Run sweeps as plain loops within a `with` block: one run at a time, from the first block on.
 
-    So `transformer_lens.patching` is TransformerLens's own again. The environment variable
+    `transformer_lens.patching` then runs TransformerLens's own loops. The environment variable
     `TL_DEVICEFIX_SEQUENTIAL=1` does it everywhere.
+
+    Yields:
+        Nothing.
     """
     token = _one_by_one.set(True)
     try:
@@ -58,6 +61,9 @@ def sweep(model: Any, tokens: Any, runs: Iterable[Hooks], **arguments: Any) -> I
             not change until the last run has ended.
         runs: lists of (name, hook), read no further than needed.
         arguments: of the forward: `return_type`, `stop_at_layer`, `attention_mask`...
+
+    Yields:
+        What `run_with_hooks` returns for each run: by default logits `[batch, pos, d_vocab]`.
 
     Raises:
         TypeError: for an argument that would leave hooks behind.

@@ -23,15 +23,18 @@ _found: list[tuple[frozenset[torch.device], torch.device | None]] = []
 
 @contextlib.contextmanager
 def gather_on(device: DeviceLike) -> Iterator[None]:
-    """Within it, what is gathered from several devices is read on `device` instead of home.
+    """Read tensors of several devices on `device` instead of home, within a `with` block.
 
-    That is stacked weights (`model.W_in`, `model.OV`), `model.W_E` and `model.W_U`, cached
-    activations, and what TransformerLens computes from them. For what home has no room for: the
-    stacked `W_in` of a 70B model is 37 GB. What is read is a copy: changing it does not change the
-    model. A model on one device is read there too. It holds in this thread (or task) only.
+    That holds for stacked weights (`model.W_in`, `model.OV`), `model.W_E` and `model.W_U`, cached
+    activations, and TransformerLens's results from them. Use it where home is too small: the
+    stacked `W_in` of a 70B model is 37 GB. You get copies, so changing them does not change the
+    model. It holds for a model on one device too, and in this thread (or task) only.
 
     Args:
         device: usually "cpu". An index is that of a device of the type that a model's home has.
+
+    Yields:
+        Nothing.
 
     Raises:
         ValueError: if there is no such device.

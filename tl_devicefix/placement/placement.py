@@ -117,6 +117,9 @@ class Placement:
                 ("blocks.3.hook_resid_post"). The model's own hooks, such as "hook_embed", are in
                 no component: they see what the embeddings give, which is at home.
 
+        Returns:
+            The device where it runs.
+
         Raises:
             KeyError: if the name belongs to no component of this model.
         """
@@ -133,7 +136,13 @@ class Placement:
         return devices.get(component_of(name), self.home)
 
     def stored_on(self, name: str) -> torch.device:
-        """Where a component's weights are while it does not run, by the name of any of them.
+        """Where a component's weights are while it does not run.
+
+        Args:
+            name: of a component, or of a parameter, buffer, module or hook in one.
+
+        Returns:
+            The device; "cpu" for an offloaded block.
 
         Raises:
             KeyError: if the name belongs to no component of this model.
@@ -157,9 +166,15 @@ class Placement:
         return {component.name: component.stored_on for component in self.components}
 
     def bytes_on(self, device: DeviceLike) -> int:
-        """Bytes of weights and buffers planned for a device: 1, "cuda:1" or a torch.device.
+        """Bytes of weights and buffers planned for a device.
 
-        With offloaded blocks, this has room for two: the one that computes and the next one.
+        With offloaded blocks, that includes two visiting blocks: one that computes, and the next.
+
+        Args:
+            device: an index, a name such as "cuda:1", or a torch.device.
+
+        Returns:
+            Bytes.
 
         Raises:
             ValueError: if it is neither a device in use nor one that this machine has.
@@ -214,6 +229,9 @@ class Placement:
         Args:
             batch: how many sequences.
             pos: how many tokens in each.
+
+        Returns:
+            Bytes by (source host, target host).
         """
         moved = ((c, c.per_token * batch * pos + c.per_forward) for c in self.crossings)
         return by_hosts(moved, self.sites)

@@ -57,7 +57,7 @@ class Moment:
 
 @dataclass(frozen=True, repr=False)
 class DryRun:
-    """What a rehearsed job did. Printing it shows a table."""
+    """The outcome of a dry run. Printing it shows a table; all sizes are in bytes."""
 
     placement: Placement
     """Where each component is."""

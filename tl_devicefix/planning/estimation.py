@@ -46,7 +46,7 @@ class Estimate:
         return all(device.fits for device in self.devices)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, as plain numbers and texts, in bytes."""
+        """The estimate as plain numbers and texts, for JSON; sizes are in bytes."""
         return {
             "model": self.model,
             "dtype": self.dtype,
@@ -137,6 +137,9 @@ def estimate(
             host is estimated too.
         options: what the config depends on, as for `from_pretrained`: `first_n_layers`, `n_ctx`.
             For a Bridge, as for `boot_transformers`: `n_ctx`, `hf_config_overrides`.
+
+    Returns:
+        Each device's need in bytes, and whether it fits; printing it shows a table.
 
     Raises:
         ValueError: if the arguments do not fit together, or the model's config cannot be had.

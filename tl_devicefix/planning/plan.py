@@ -57,8 +57,12 @@ def plan(
             beside `n_devices`. The plan is that of loading over them after
             `tl_devicefix.init_hosts`, and says what a forward sends from host to host.
 
+    Returns:
+        The placement; printing it shows a table of devices, components and their bytes.
+
     Raises:
-        ValueError: one sentence saying what does not fit together and what to do.
+        ValueError: if the arguments do not fit together, or the weights do not fit; the message
+            says which change would fit.
     """
     sites = on_hosts(n_devices, hosts)
     # Norms are weighed too; of a Bridge, nothing is folded as it is booted.

@@ -28,7 +28,7 @@ from tl_devicefix.simulation.sites import DEVICE_TYPE, Hosts
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be done with a model."""
+    """A job: the forward, cache, generation or backward that an estimate is about."""
 
     batch_size: int = 1
     """Sequences."""
@@ -74,7 +74,7 @@ def part_of(part: str, name: str) -> bool:
 
 @dataclass(frozen=True)
 class OnDevice:
-    """What one device holds, in bytes."""
+    """The memory that a job needs on one device; all sizes are in bytes."""
 
     device: str
     """Its index ("0 (home)", "1"), with its host if there are several, or "cpu"."""
@@ -110,7 +110,7 @@ class OnDevice:
 
     @property
     def headroom(self) -> int | None:
-        """What is left."""
+        """Bytes that are left of `capacity`; negative if the job does not fit."""
         return None if self.capacity is None else self.capacity - self.total
 
     @property

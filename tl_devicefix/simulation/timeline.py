@@ -17,10 +17,13 @@ _label: ContextVar[str] = ContextVar("label of what is given to devices", defaul
 
 @contextmanager
 def labelled(label: str) -> Iterator[None]:
-    """Within it, the operations of this thread have a label in ``machine.timeline``.
+    """Label the operations of this thread in ``machine.timeline``, within a ``with`` block.
 
     Args:
         label: such as ``"run 3"``.
+
+    Yields:
+        Nothing.
     """
     token = _label.set(label)
     try:
