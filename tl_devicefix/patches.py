@@ -103,8 +103,8 @@ class PatchReport(tuple[Patch, ...]):
     version: Version
     """That of TransformerLens."""
     state: State
-    """Whether the patches were in place when the report was made: "applied", "not applied", or
-    "applied in part" after an interrupt, which the next `enable()` or `disable()` mends."""
+    """Whether the patches were in place when the report was made: "enabled", "disabled", or
+    "partly enabled" after an interrupt, which the next `enable()` or `disable()` mends."""
 
     def __repr__(self) -> str:
         # One line, so that a notebook does not show the table twice.
@@ -113,7 +113,7 @@ class PatchReport(tuple[Patch, ...]):
     @property
     def is_enabled(self) -> bool:
         """Whether all of them were."""
-        return self.state == "applied"
+        return self.state == "enabled"
 
 
 class BlockReport(NamedTuple):

@@ -16,7 +16,7 @@ if not has_hooked_transformer():
 from transformer_lens import HookedTransformer, HookedTransformerConfig
 
 from tl_devicefix.hooked_transformer.alignment import get_device_for_block_index
-from tl_devicefix.monkeypatch.targets import function_named
+from tl_devicefix.monkeypatch.patch import function_named
 from tl_devicefix.monkeypatch.versions import installed
 
 

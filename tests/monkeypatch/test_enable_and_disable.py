@@ -21,8 +21,7 @@ from tl_parts import MODEL_CLASS, changed, ours, parts_of_transformer_lens
 import tl_devicefix
 from tl_devicefix.monkeypatch import applying
 from tl_devicefix.monkeypatch.applying import is_enabled
-from tl_devicefix.monkeypatch.patch import Patch
-from tl_devicefix.monkeypatch.targets import class_named
+from tl_devicefix.monkeypatch.patch import Patch, class_named
 from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer, installed
 from tl_devicefix.patches import table
 
@@ -173,8 +172,8 @@ def test_report_says_whether_and_why(capsys: pytest.CaptureFixture[str]) -> None
         not_applied = capsys.readouterr().out
 
     first, header, *rows = applied.splitlines()
-    assert first.endswith(": applied")
-    assert not_applied.splitlines() == [first.replace(": applied", ": not applied"), header, *rows]
+    assert first.endswith(": enabled")
+    assert not_applied.splitlines() == [first.replace(": enabled", ": disabled"), header, *rows]
     assert any(row.startswith(f"{MODEL_CLASS.__name__}.{LOADER} ") for row in rows)
     start_of_why = header.index("why")
     assert all(len(row) > start_of_why + 10 for row in rows)
@@ -277,14 +276,14 @@ def test_a_module_that_is_imported_while_patched_is_restored_too(
     """As transformer_lens.utils is in TransformerLens 3, when another library asks for it."""
     tl_devicefix.enable()
     later = types.ModuleType("transformer_lens.imported_later")
-    setattr(later, FUNCTION, tl_devicefix.monkeypatch.targets.function_named(FUNCTION))
+    setattr(later, FUNCTION, tl_devicefix.monkeypatch.patch.function_named(FUNCTION))
     monkeypatch.setitem(sys.modules, later.__name__, later)
     replacement = getattr(later, FUNCTION)
 
     tl_devicefix.disable()
     assert (
         getattr(later, FUNCTION)
-        is tl_devicefix.monkeypatch.targets.function_named(FUNCTION)
+        is tl_devicefix.monkeypatch.patch.function_named(FUNCTION)
         is not replacement
     )
 
@@ -335,21 +334,21 @@ def test_whatever_an_interrupt_has_left_the_next_call_of_either_mends() -> None:
                 there = parts_of_transformer_lens()
                 was = {bool(changed(each, there)) for each in switches.values()}
                 seen.add(applying.state())
-                assert (applying.state() == "applied in part") == (was == {True})
+                assert (applying.state() == "partly enabled") == (was == {True})
                 mends()
                 assert changed(wanted, parts_of_transformer_lens()) == set()
                 assert is_enabled() == (mends is tl_devicefix.enable)
                 starts_with()
                 n_lines *= 4
-    assert seen == {"applied", "not applied", "applied in part"}
+    assert seen == {"enabled", "disabled", "partly enabled"}
 
 
 def test_report_says_so_where_it_was_interrupted(capsys: pytest.CaptureFixture[str]) -> None:
     name, before = PROCESSING, applying.original(MODEL_CLASS, PROCESSING)
     setattr(MODEL_CLASS, name, before)
     told = tl_devicefix.report()
-    assert capsys.readouterr().out.splitlines()[0].endswith(": applied in part")
-    assert (told.is_enabled, told.state) == (False, "applied in part")
+    assert capsys.readouterr().out.splitlines()[0].endswith(": partly enabled")
+    assert (told.is_enabled, told.state) == (False, "partly enabled")
     tl_devicefix.enable()
     assert vars(MODEL_CLASS)[name] is not before
 

@@ -49,10 +49,10 @@ def test_it_returns_what_it_prints(capsys):
         assert f"{patch.since} - {patch.until}" in line
     assert str(told.version) == str(installed())
     assert told.is_enabled
-    assert head.endswith(f"{installed()}: applied")
+    assert head.endswith(f"{installed()}: enabled")
 
 
-def test_it_knows_when_nothing_is_applied():
+def test_it_knows_when_nothing_is_enabled():
     with tl_devicefix.disabled():
         told = tl_devicefix.report()
     assert not told.is_enabled
@@ -61,7 +61,7 @@ def test_it_knows_when_nothing_is_applied():
 
 def test_a_notebook_does_not_show_the_table_twice():
     told = tl_devicefix.report()
-    expected = f"PatchReport({len(told)} patches of transformer_lens {installed()}, applied)"
+    expected = f"PatchReport({len(told)} patches of transformer_lens {installed()}, enabled)"
     assert repr(told) == expected
 
 

@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial, wraps
 from typing import Any, Literal, NamedTuple
 
-from tl_devicefix.monkeypatch.patch import Patch
-from tl_devicefix.monkeypatch.targets import check_target, modules, owners
+from tl_devicefix.monkeypatch.patch import Patch, check_target, modules, owners
 
-State = Literal["applied", "not applied", "applied in part"]
+State = Literal["enabled", "disabled", "partly enabled"]
 
 _MISSING = object()
 
@@ -121,15 +120,15 @@ def disabled() -> Iterator[None]:
 
 def is_enabled() -> bool:
     """Whether all patches are in place."""
-    return state() == "applied"
+    return state() == "enabled"
 
 
 def state() -> State:
-    """What is in place now; "applied in part" where `enable` or `disable` was interrupted."""
+    """What is in place now; "partly enabled" where `enable` or `disable` was interrupted."""
     in_place = [each.is_in_place for each in _replaced]
     if not any(in_place):
-        return "not applied"
-    return "applied" if all(in_place) else "applied in part"
+        return "disabled"
+    return "enabled" if all(in_place) else "partly enabled"
 
 
 def original(cls: type, name: str) -> Any:

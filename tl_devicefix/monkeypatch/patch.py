@@ -1,10 +1,21 @@
-"""What a patch is: one thing that is replaced in TransformerLens, for which versions, and why."""
+"""What a patch is, and where its target is in the installed TransformerLens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from tl_devicefix.monkeypatch.versions import (
+    SUPPORTED,
+    UnsupportedTransformerLens,
+    has_bridge,
+    installed,
+)
 
 
 @dataclass(frozen=True)
@@ -33,3 +44,88 @@ class Patch:
     def target(self) -> str:
         """What is replaced, as a person would write it."""
         return f"{self.owner}.{self.name}" if self.owner else self.name
+
+
+def owners(patch: Patch, imported: Sequence[Any]) -> list[Any]:
+    """The class, or those of TransformerLens's modules that have imported the function."""
+    if patch.owner:
+        return [class_named(patch.owner)]
+    # TransformerLens 3 imports the name itself into each user; 2 goes through its module.
+    function = function_named(patch.name)
+    return [module for module in imported if vars(module).get(patch.name) is function]
+
+
+def modules() -> list[Any]:
+    """TransformerLens's modules that are imported."""
+    return [
+        module
+        for name, module in list(sys.modules.items())  # thousands
+        if name.startswith("transformer_lens") and name.partition(".")[0] == "transformer_lens"
+    ]
+
+
+_COMPONENTS = "transformer_lens.model_bridge.generalized_components"
+
+
+def class_named(name: str) -> Any:
+    """The class, wherever it is in this TransformerLens; None if nowhere."""
+    for module_name in (
+        "transformer_lens",
+        "transformer_lens.components",  # of 2.x and 3.x
+        "transformer_lens.hook_points",
+        "transformer_lens.model_bridge",
+        *([_COMPONENTS, f"{_COMPONENTS}.base"] if has_bridge() else []),
+        "transformer_lens.weight_processing",
+        "transformer_lens.utilities",
+        "transformer_lens.utils",  # of 2.x
+    ):
+        if importlib.util.find_spec(module_name) is not None:
+            # TransformerLens 4 raises ImportError at the names that it has dropped.
+            found = vars(importlib.import_module(module_name)).get(name)
+            if found is not None:
+                return found
+    return None
+
+
+def function_named(name: str) -> Any:
+    """The module-level function, wherever it is in this TransformerLens; None if nowhere."""
+    modules = ["transformer_lens.utilities.multi_gpu", "transformer_lens.utilities.devices"]
+    modules += ["transformer_lens.train", "transformer_lens.patching"]
+    if has_bridge():
+        modules += ["transformer_lens.tools.analysis.direct_path_patching"]
+        modules += ["transformer_lens.tools.analysis.attribution_patching"]
+    for module_name in modules:
+        if importlib.util.find_spec(module_name) is not None:
+            found = vars(importlib.import_module(module_name)).get(name)
+            if found is not None:
+                return found
+    return None
+
+
+def check_target(patch: Patch) -> None:
+    """Check that the target is there and takes what the patch's replacement takes.
+
+    Raises:
+        UnsupportedTransformerLens: naming the target; TransformerLens is untouched.
+    """
+    target = (
+        getattr(class_named(patch.owner), patch.name, None)
+        if patch.owner
+        else function_named(patch.name)
+    )
+    if target is None:
+        raise UnsupportedTransformerLens(
+            f"transformer_lens {installed()} has no {patch.target}, which tl_devicefix replaces; "
+            f"it is left as it was: install a version with {SUPPORTED}"
+        )
+    function: Any = getattr(target, "__func__", target)
+    if isinstance(target, property):
+        function = target.fget
+    there = list(inspect.signature(inspect.unwrap(function)).parameters)
+    known = [name for name in there if name in patch.parameters]
+    if known != list(patch.parameters):
+        raise UnsupportedTransformerLens(
+            f"{patch.target} of transformer_lens {installed()} takes ({', '.join(there)}), "
+            f"not the ({', '.join(patch.parameters)}, ...) that tl_devicefix knows; it is left as "
+            f"it was: install a version with {SUPPORTED}"
+        )
