@@ -9,7 +9,7 @@ import torch
 from transformer_lens import ActivationCache
 
 from tl_devicefix.activation_store.stored import Stored
-from tl_devicefix.gathering.cache_at_home import CacheAtHome
+from tl_devicefix.gathering.caches import CacheAtHome
 from tl_devicefix.misspelt import did_you_mean
 from tl_devicefix.placement.devices import HOST
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from tl_devicefix.activation_store.format import NOT_BY_TOKEN, Axis, Entry, can_be_stored
-from tl_devicefix.gathering.cache_at_home import CacheAtHome
+from tl_devicefix.gathering.caches import CacheAtHome
 from tl_devicefix.misspelt import did_you_mean
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]

@@ -162,6 +162,11 @@ class Watch:
         self._modules: list[weakref.ref[nn.Module]] = []
         self._seen: Any = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Watch:
+        copied = Watch(self._is_own)
+        copied._told |= self._told
+        return copied
+
     def __reduce__(self) -> Any:
         return Watch, (self._is_own,)
 

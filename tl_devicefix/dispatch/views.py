@@ -1,23 +1,34 @@
 """Views of a model: the same weights, with hook points, hooks and hook contexts of their own.
 
-Runs that are in flight together each have a view, so that no hook of one is seen by another.
+Runs that are in flight together each have a view, so that no hook of one is seen by another. Its
+modules are twins of the model's: of the same class, with the same tensors. What a module holds is
+the same object in its twin, but for what is a module's own (its hooks, its dicts of parameters,
+buffers and children) and for what leads to a module of the model: a list, a bound method, a
+closure. That leads to the twin.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+import functools
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from enum import Enum
 from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+from transformer_lens.hook_points import HookPoint, LensHandle
 
-from tl_devicefix.dispatch.twins import Twins, contents_of, refill
+from tl_devicefix.dispatch.hooking import HookAcrossDevices
+from tl_devicefix.offload.visiting import ForwardWithVisitors
+from tl_devicefix.simulation.backward import KeptErrors
 
 _AS_MADE = "_tl_devicefix_as_made"
-_TENSORS = frozenset((torch.Tensor, nn.Parameter))
 
 
 def view_of(model: Any, twins: Twins) -> Any:
@@ -66,25 +77,22 @@ class _AsMade:
 
     def __init__(self, view: Any, twins: Twins) -> None:
         self._of_view = dict(vars(view))
-        self._empty = [each for each in twins.containers if not each]
-        held, of_holders = _apart(vars(each) for each in twins.holders if each is not view)
-        filled, of_containers = _apart(filter(None, twins.containers))
-        self._comparable = _Together([*of_holders, *of_containers])
-        self._held = [(each, dict(each)) for each in held]
-        self._filled = [(each, contents_of(each)) for each in filled]
+        held = [vars(holder) for holder in twins.holders if holder is not view]
+        self._held = [(attributes, dict(attributes)) for attributes in held]
+        self._filled = [(each, contents_of(each)) for each in twins.containers]
 
     def restore(self, view: Any) -> None:
         """Bring it back."""
-        for container in filter(None, self._empty):
-            container.clear()
-        self._comparable.restore()
         for container, contents in self._filled:
-            now = contents_of(container)
-            if len(now) != len(contents) or not all(map(is_, now, contents)):
-                refill(container, contents)
-        _put_back(vars(view), self._of_view)
-        for held, as_made in self._held:
-            _put_back(held, as_made)
+            if container or contents:  # most are empty
+                now = contents_of(container)
+                if len(now) != len(contents) or not all(map(is_, now, contents)):
+                    refill(container, contents)
+        for held, as_made in [(vars(view), self._of_view), *self._held]:
+            held.update(as_made)
+            if len(held) > len(as_made):
+                for name in held.keys() - as_made.keys() - {_AS_MADE}:
+                    del held[name]
 
     # A copy of a view, and a view of one, has nothing to be restored to.
 
@@ -95,46 +103,318 @@ class _AsMade:
         return type(None), ()
 
 
-class _Together:
-    """Many dicts, lists and sets, and what they were: compared all at once, as that is quick.
+_PLAIN = frozenset(
+    (
+        *(str, int, float, bool, bytes, complex, type(None), type, frozenset),
+        *(torch.dtype, torch.device, torch.Size, torch.Tensor, nn.Parameter),
+        types.BuiltinFunctionType,
+    )
+)
+_CONTAINERS = frozenset((dict, OrderedDict, list, set))
+_CALLABLES = frozenset((types.FunctionType, types.MethodType, functools.partial))
 
-    Another empty list of hooks, as TransformerLens makes when it removes hooks, is no difference.
+_LIBRARIES = ("torch", "transformers", "transformer_lens", "accelerate", "sae_lens")
+_WITH_STATE = (
+    *("transformer_lens.hook_points", "transformer_lens.model_bridge"),
+    *("transformer_lens.conversion_utils", "accelerate.hooks", "torch.nn.modules.module"),
+    *(
+        "tl_devicefix.dispatch",
+        "tl_devicefix.offload",
+        "tl_devicefix.hooked_transformer",
+        "tl_devicefix.transformer_bridge",
+    ),
+    "tl_devicefix.simulation.backward",
+)
+"""Where the classes are of which a model's modules hold objects that know modules or the run."""
+_OF_USERS = (LensHandle, HookAcrossDevices, KeptErrors)
+"""What holds a user's hook."""
+_OF_MODULES = frozenset(
+    name for name, value in vars(nn.Module()).items() if type(value) in _CONTAINERS
+)
+_OF_HOOK_POINTS = frozenset(("fwd_hooks", "bwd_hooks", "ctx"))
+_OF_ANY = _OF_MODULES | _OF_HOOK_POINTS
 
-    Args:
-        containers: without tensors, as to compare these is to compute, and to wait.
+
+class Twins:
+    """The twins that belong to one view: of a model's modules, and of what else it needs its own.
+
+    In a function's closure or a partial's arguments, and in a user's hook, only modules of the
+    model are exchanged: what else a user put there is the user's, such as a list of results.
     """
 
-    def __init__(self, containers: list[Any]) -> None:
-        self._containers = containers
-        self._as_made = list(map(copy.copy, containers))
+    def __init__(self) -> None:
+        self.holders: list[Any] = []
+        """The twins that have attributes: modules, and objects such as a Bridge's conversions."""
+        self.containers: list[Any] = []
+        """Dicts, lists and sets of their own."""
+        self._twins: dict[int, Any] = {}
+        self._rules = dict(_RULES)
+        self._own_names: dict[type, _OwnNames] = {}
+        # What is still to be filled: modules before callables, which exchange known modules only.
+        self._holders: list[tuple[type, dict[str, Any]]] = []
+        self._contents: list[tuple[Any, Any]] = []
+        self._callables: list[tuple[dict[str, Any], str, Any]] = []
+        self._handles: list[tuple[RemovableHandle, RemovableHandle]] = []
+        self._visits: list[tuple[ForwardWithVisitors, ForwardWithVisitors]] = []
 
-    def restore(self) -> None:
-        """Bring back those that have been changed."""
-        if _equal(self._containers, self._as_made):
-            return
-        for container, as_made in zip(self._containers, self._as_made):
-            if not _equal(container, as_made):
-                refill(container, contents_of(as_made))
+    def of(self, model: nn.Module) -> Any:
+        """The twin of a model, complete."""
+        twin = self(model)
+        while self._holders or self._callables or self._contents:
+            if self._holders:
+                self._fill(*self._holders.pop())
+            elif self._callables:
+                held, name, value = self._callables.pop()
+                held[name] = self(value)
+            else:
+                self._fill_container(*self._contents.pop())
+        for handle, its_twin in self._handles:
+            its_twin.__setstate__(self._state(handle))
+        for visits, in_view in self._visits:
+            visits.leave_to(in_view)
+        return twin
+
+    def known(self, value: Any) -> Any:
+        """The twin of a value that has one; the value if it has none."""
+        return self._twins.get(id(value), value)
+
+    def __call__(self, value: Any) -> Any:
+        """What a view has in a value's place: its twin, or the value."""
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        twin = self._twins.get(id(value))
+        if twin is not None:
+            return twin
+        rule = self._rules.get(kind)
+        if rule is None:
+            rule = self._rules[kind] = _rule(kind)
+        return rule(self, value)
+
+    def _deep_copy(self, value: Any) -> Any:
+        twin = self._twins[id(value)] = copy.deepcopy(value)
+        return twin
+
+    def _holder(self, value: Any) -> Any:
+        kind = type(value)
+        twin = self._twins[id(value)] = object.__new__(kind)
+        held = dict(vars(value))
+        object.__setattr__(twin, "__dict__", held)
+        self._holders.append((kind, held))
+        self.holders.append(twin)
+        return twin
+
+    def _fill(self, kind: type, held: dict[str, Any]) -> None:
+        """Exchange what a twin holds."""
+        own = self._own_names.get(kind)
+        if own is None:
+            own = self._own_names[kind] = _OwnNames(kind)
+        for name, value in held.items():
+            its_kind = type(value)
+            if its_kind in _PLAIN:
+                continue
+            if its_kind in _CONTAINERS and own[name]:
+                if value or name not in _OF_ANY:
+                    held[name] = self._own(value)
+                else:  # as most are, and there are many
+                    held[name] = twin = its_kind()
+                    self.containers.append(twin)
+                if name == "_modules" and value:
+                    self._fill_container(*self._contents.pop())
+            elif its_kind in _CALLABLES:
+                self._callables.append((held, name, value))
+            elif kind in _OF_USERS:
+                held[name] = self._in_function(value)
+            else:
+                held[name] = self(value)
+
+    def _own(self, value: Any) -> Any:
+        """A container that the twin has its own of, whatever is in it."""
+        twin = self._twins.get(id(value))
+        if twin is None:
+            twin = self._twins[id(value)] = type(value)()
+            self.containers.append(twin)
+            if value:
+                self._contents.append((value, twin))
+        return twin
+
+    def _fill_container(self, value: Any, twin: Any) -> None:
+        refill(twin, list(map(self, contents_of(value))))
+
+    def _container(self, value: Any) -> Any:
+        """A container that leads to what has a twin, of its own; any other is shared."""
+        self._twins[id(value)] = value  # a container within itself
+        parts = contents_of(value)
+        twins = [self(part) for part in parts]
+        if all(map(is_, parts, twins)):
+            return value
+        if isinstance(value, tuple):
+            twin = value._make(twins) if hasattr(value, "_make") else type(value)(twins)
+        else:
+            twin = copy.copy(value)
+            refill(twin, twins)
+            self.containers.append(twin)
+        self._twins[id(value)] = twin
+        return twin
+
+    def _in_function(self, value: Any) -> Any:
+        """What a function of a view has in place of a value of its closure or arguments."""
+        if isinstance(value, (dict, list, tuple, set)):
+            return value
+        kind = type(value)
+        if issubclass(kind, nn.Module):
+            return self.known(value)
+        return self(value)
+
+    def _function(self, value: Any) -> Any:
+        if not value.__closure__ and not vars(value):
+            return value
+        self._twins[id(value)] = value  # a function that calls itself
+        cells = tuple(map(self._cell, value.__closure__ or ()))
+        held = {name: self._in_function(each) for name, each in vars(value).items()}
+        unchanged = all(map(is_, cells, value.__closure__ or ()))
+        if unchanged and all(map(is_, held.values(), vars(value).values())):
+            return value
+        twin = types.FunctionType(
+            value.__code__, value.__globals__, value.__name__, value.__defaults__, cells
+        )
+        twin.__kwdefaults__ = value.__kwdefaults__
+        twin.__annotations__ = value.__annotations__
+        twin.__qualname__, twin.__doc__ = value.__qualname__, value.__doc__
+        twin.__module__ = value.__module__
+        vars(twin).update(held)
+        self._twins[id(value)] = twin
+        return twin
+
+    def _cell(self, cell: Any) -> Any:
+        """The same cell where it holds no module: functions may share it, and write to it."""
+        try:
+            value = cell.cell_contents
+        except ValueError:  # not assigned yet
+            return cell
+        twin = self._in_function(value)
+        return cell if twin is value else types.CellType(twin)
+
+    def _method(self, value: Any) -> Any:
+        owner = value.__self__
+        is_users = isinstance(owner, nn.Module) and not _is_of(type(owner), _LIBRARIES)
+        its_twin = self.known(owner) if is_users else self(owner)
+        return value if its_twin is owner else types.MethodType(value.__func__, its_twin)
+
+    def _partial(self, value: Any) -> Any:
+        parts = [value.func, *value.args, *value.keywords.values()]
+        twins = [self._in_function(part) for part in parts]
+        if all(map(is_, parts, twins)):
+            return value
+        n = 1 + len(value.args)
+        twin = type(value)(*twins[:n], **dict(zip(value.keywords, twins[n:])))
+        vars(twin).update((name, self._in_function(each)) for name, each in vars(value).items())
+        return twin
+
+    def _handle(self, value: RemovableHandle) -> RemovableHandle:
+        twin = self._twins[id(value)] = object.__new__(type(value))
+        self._handles.append((value, twin))
+        return twin
+
+    def _state(self, handle: RemovableHandle) -> Any:
+        """A handle's state, as torch has it pickled, of the twin's hooks."""
+        hooks, number, *others = handle.__getstate__()
+        extra = tuple(self.known(each) for each in others[0]) if others else ()
+        return self.known(hooks), number, extra
+
+    def _reference(self, value: Any) -> Any:
+        held = value()
+        if not isinstance(held, nn.Module):
+            return value
+        return weakref.ref(self(held))
+
+    def _proxy(self, value: Any) -> Any:
+        held = value.__repr__.__self__  # a proxy hands this on to what it stands for
+        return weakref.proxy(self(held)) if isinstance(held, nn.Module) else value
+
+    def _visit(self, value: ForwardWithVisitors) -> ForwardWithVisitors:
+        twin: ForwardWithVisitors = self._holder(value)
+        self.holders.pop()  # at rest it is always the same
+        self._visits.append((value, twin))
+        return twin
 
 
-def _equal(now: Any, as_made: Any) -> bool:
-    try:
-        return bool(now == as_made)
-    except (RuntimeError, ValueError):  # tensors and arrays do not say whether they are equal
-        return False
+class _OwnNames(dict[str, bool]):
+    """Name of an attribute -> whether a container of this name is each object's own.
+
+    A library's private ones are, and what torch and TransformerLens keep a module's hooks in.
+
+    Args:
+        kind: the objects' class.
+    """
+
+    def __init__(self, kind: type) -> None:
+        self._is_module = issubclass(kind, nn.Module)
+        self._is_hook_point = issubclass(kind, HookPoint)
+        self._is_of_library = _is_of(kind, _LIBRARIES)
+
+    def __missing__(self, name: str) -> bool:
+        self[name] = (
+            not self._is_module
+            or name in _OF_MODULES
+            or (self._is_hook_point and name in _OF_HOOK_POINTS)
+            or (self._is_of_library and name.startswith("_"))
+        )
+        return self[name]
 
 
-def _apart(containers: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-    """Those with tensors, and those without."""
-    with_tensors: list[Any] = []
-    without: list[Any] = []
-    for each in containers:
-        values = each.values() if isinstance(each, dict) else each
-        (without if _TENSORS.isdisjoint(map(type, values)) else with_tensors).append(each)
-    return with_tensors, without
+def contents_of(container: Any) -> list[Any]:
+    """What is in a container; of a dict, the keys and then the values."""
+    return [*container, *container.values()] if isinstance(container, dict) else [*container]
 
 
-def _put_back(held: dict[str, Any], as_made: dict[str, Any]) -> None:
-    held.update(as_made)
-    for name in held.keys() - as_made.keys() - {_AS_MADE}:
-        del held[name]
+def refill(container: Any, contents: list[Any]) -> None:
+    """Have these contents in a dict, list or set, and no others."""
+    container.clear()
+    if isinstance(container, dict):
+        n = len(contents) // 2
+        container.update(zip(contents[:n], contents[n:]))
+    elif isinstance(container, set):
+        container.update(contents)
+    else:
+        container.extend(contents)
+
+
+def _same(twins: Twins, value: Any) -> Any:
+    return value
+
+
+_RULES: dict[type, Callable[[Twins, Any], Any]] = {
+    types.FunctionType: Twins._function,
+    types.MethodType: Twins._method,
+    functools.partial: Twins._partial,
+    RemovableHandle: Twins._handle,
+    weakref.ref: Twins._reference,
+    weakref.ProxyType: Twins._proxy,
+    weakref.CallableProxyType: Twins._proxy,
+    ForwardWithVisitors: Twins._visit,
+}
+
+
+def _rule(kind: type) -> Callable[[Twins, Any], Any]:
+    """What becomes of a value of a class."""
+    if issubclass(kind, nn.Module):
+        return Twins._holder
+    if issubclass(kind, (dict, list, tuple, set)):
+        return Twins._container
+    if not _is_of(kind, _WITH_STATE) or issubclass(kind, (type, Enum)) or _is_frozen(kind):
+        return _same
+    if hasattr(kind, "__deepcopy__"):
+        return Twins._deep_copy
+    return Twins._holder if hasattr(kind, "__dict__") else _same
+
+
+def _is_of(kind: type, packages: tuple[str, ...]) -> bool:
+    """Whether a class is of one of these packages."""
+    return f"{kind.__module__}.".startswith(tuple(f"{package}." for package in packages))
+
+
+def _is_frozen(kind: type) -> bool:
+    """Whether it is a dataclass that cannot be changed."""
+    parameters = getattr(kind, "__dataclass_params__", None)
+    return parameters is not None and parameters.frozen

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import psutil
@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from tl_devicefix.dispatch.carrying import move
-from tl_devicefix.gathering.cache_at_home import CacheAtHome
 from tl_devicefix.placement.devices import free_memory, printed
 from tl_devicefix.placement.in_use import chosen_device, gather_on
 from tl_devicefix.placement.tables import gib
@@ -209,21 +208,15 @@ def tokens_to_residual_directions(original: Any, self: Any, tokens: Any) -> torc
     return move(directions, device)
 
 
-class ParametersReadOn(dict[str, torch.Tensor]):
-    """A model's parameters by name, read on one device."""
+gathers = "weights of several devices are read at home, or on the device of `gather_on`"
 
-    def __init__(self, model: Any, parameters: Mapping[str, torch.Tensor]) -> None:
-        super().__init__(parameters)
-        self._model = model
+Row = tuple[Callable[..., Any], tuple[str, ...], str]
+"""What replaces something, its parameters, and why."""
 
-    def __getitem__(self, name: str) -> Any:
-        device = gathering_device(self._model)
-        weight = super().__getitem__(name)
-        return weight if device is None else move(weight, device)
-
-
-def init_svd_interpreter(original: Any, self: Any, model: Any) -> None:
-    """`SVDInterpreter.__init__`: it reads the weights of several components together."""
-    original(self, model)
-    if isinstance(model, nn.Module) and not isinstance(self.params, CacheAtHome):
-        self.params = ParametersReadOn(model, self.params)
+GATHERED: dict[str, Row] = {
+    "W_E_pos": (get_W_E_pos, (), gathers),
+    "accumulated_bias": (gathered, ("self",), gathers),
+    "all_composition_scores": (gathered, ("self", "mode"), gathers),
+    "tokens_to_residual_directions": (tokens_to_residual_directions, ("self", "tokens"), gathers),
+}
+"""What reads weights together, in both classes."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tl_devicefix.dispatch import forward
 from tl_devicefix.gathering import gathering
-from tl_devicefix.gathering.patches import CACHING, GATHERED
+from tl_devicefix.gathering.caches import CACHING
+from tl_devicefix.gathering.gathering import GATHERED
 from tl_devicefix.hooked_transformer import (
     alignment,
     block,

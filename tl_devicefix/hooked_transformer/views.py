@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tl_devicefix.dispatch import views
-from tl_devicefix.dispatch.twins import Twins
+from tl_devicefix.dispatch.views import Twins
 
 
 def view_of(model: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tl_devicefix.attention.implementation import set_attn_implementation
-from tl_devicefix.gathering.cache_at_home import CacheAtHome
+from tl_devicefix.gathering.caches import CacheAtHome
 from tl_devicefix.placement.components import shared_once
 from tl_devicefix.placement.deciding import DeviceMap, decide
 from tl_devicefix.placement.devices import HOST

@@ -15,7 +15,7 @@ from transformer_lens.model_bridge.generalized_components import position_embedd
 
 from tl_devicefix.dispatch import views
 from tl_devicefix.dispatch.forward import align
-from tl_devicefix.dispatch.twins import Twins
+from tl_devicefix.dispatch.views import Twins
 from tl_devicefix.gathering.gathering import home_of
 from tl_devicefix.placement.components import ComponentSize
 from tl_devicefix.placement.devices import HOST, resolve_to_move, with_index

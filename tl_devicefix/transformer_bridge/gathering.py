@@ -12,7 +12,7 @@ import torch
 from transformer_lens import ActivationCache
 
 from tl_devicefix.dispatch.carrying import bring_home, is_output_read, move
-from tl_devicefix.gathering.cache_at_home import CacheAtHome
+from tl_devicefix.gathering.caches import CacheAtHome
 from tl_devicefix.gathering.gathering import gathering_device, stack_on
 from tl_devicefix.placement.devices import with_index
 

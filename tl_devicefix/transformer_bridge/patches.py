@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tl_devicefix.gathering.gathering import single
-from tl_devicefix.gathering.patches import CACHING, GATHERED, gathers
+from tl_devicefix.gathering.caches import CACHING
+from tl_devicefix.gathering.gathering import GATHERED, gathers, single
 from tl_devicefix.monkeypatch.patch import Patch
 from tl_devicefix.transformer_bridge import (
     alignment,
