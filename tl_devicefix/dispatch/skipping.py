@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tl_devicefix.monkeypatch.replacing import AroundForward
+
 # The first block that the forward of this thread runs.
 _first: ContextVar[int] = ContextVar("first", default=0)
 
@@ -27,7 +29,7 @@ def first_block() -> int:
 
 def is_skipped(block: nn.Module) -> bool:
     """Whether a block is being skipped: nothing needs to be brought to it."""
-    return isinstance(vars(block).get("forward"), _Skipped)
+    return _Skipped.of(block) is not None
 
 
 @contextlib.contextmanager
@@ -43,7 +45,7 @@ def skipping(blocks: Sequence[nn.Module], first: int, output: Any) -> Iterator[N
     try:
         with contextlib.ExitStack() as stack:
             for block in blocks[:first]:
-                stack.enter_context(_running(block, _Skipped(output, block is blocks[first - 1])))
+                stack.enter_context(_put(_Skipped(block, output, block is blocks[first - 1])))
             yield
     finally:
         _first.reset(token)
@@ -56,32 +58,38 @@ def output_of(block: nn.Module, run: Callable[[], Any]) -> Any:
         block: a block that the forward runs; nobody may have a hook on it.
         run: calls the forward.
     """
-    returned: list[Any] = []
-    own = vars(block).get("forward") or type(block).forward.__get__(block)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        returned.append(own(*args, **kwargs))
-        raise _Reached
-
-    with _running(block, forward), contextlib.suppress(_Reached):
+    kept = _Kept(block)
+    with _put(kept), contextlib.suppress(_Reached):
         run()
-    return returned[0]
+    return kept.output
 
 
 class _Reached(Exception):
     """A forward has come as far as it was wanted."""
 
 
-class _Skipped:
-    """The forward of a block that is skipped.
+class _Kept(AroundForward):
+    """Keeps what a block returns, and ends the forward."""
+
+    output: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.output = self.run(*args, **kwargs)
+        raise _Reached
+
+
+class _Skipped(AroundForward):
+    """Returns what a block that is skipped would.
 
     Args:
+        block: the block.
         output: what is returned.
         is_last: whether a block that is not skipped comes next, which gets a copy: hooks may
             change it in place.
     """
 
-    def __init__(self, output: Any, is_last: bool) -> None:
+    def __init__(self, block: nn.Module, output: Any, is_last: bool) -> None:
+        super().__init__(block)
         self._output = output
         self._is_last = is_last
 
@@ -97,15 +105,10 @@ def copied(output: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _running(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Within it, the module runs `forward`; its hooks run as ever."""
-    # Not by setattr, which the components of a Bridge hand on to what they wrap.
-    own = vars(module).get("forward")
-    vars(module)["forward"] = forward
+def _put(around: AroundForward) -> Iterator[None]:
+    """Within it, this is around its module's forward; the module's hooks run as ever."""
+    around.put()
     try:
         yield
     finally:
-        if own is None:
-            del vars(module)["forward"]
-        else:
-            vars(module)["forward"] = own
+        around.take_off()

@@ -23,6 +23,7 @@ from transformer_lens.hook_points import HookPoint
 from tl_devicefix.dispatch.carrying import bring_home
 from tl_devicefix.dispatch.joining import JoinedAt, bytes_of, tensors_in
 from tl_devicefix.dispatch.naming import expression, joined, listed, stacklevel_of_user
+from tl_devicefix.monkeypatch.replacing import AroundForward
 from tl_devicefix.offload.visiting import pin
 from tl_devicefix.placement.placement import PlacedComponent, Placement
 from tl_devicefix.placement.tables import gib
@@ -38,7 +39,7 @@ IsOwn = Callable[[Any, str, nn.Module], bool]
 # Modules that run where they are
 
 
-class ForwardWhereItIs:
+class ForwardWhereItIs(AroundForward):
     """A module's forward: at its weights, wherever these are when it is called.
 
     Args:
@@ -47,21 +48,17 @@ class ForwardWhereItIs:
     """
 
     def __init__(self, module: nn.Module, devices: frozenset[torch.device]) -> None:
-        self.own = vars(module).get("forward")
-        """The forward of this very module, if that is not its class's."""
-        self._module = module
+        super().__init__(module)
         self._devices = devices
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's own forward, and return what it gives where its input is."""
-        module = self._module
-        forward = self.own or type(module).forward.__get__(module)
         back = next((tensor.device for tensor in tensors_in((args, kwargs))), None)
-        device = device_of_weights(module) or back
+        device = device_of_weights(self.module) or back
         if back is None or device is None:
-            return forward(*args, **kwargs)
+            return self.run(*args, **kwargs)
         with JoinedAt(device, self._devices):
-            return bring_home(forward(*args, **kwargs), back)
+            return bring_home(self.run(*args, **kwargs), back)
 
 
 def device_of_weights(module: nn.Module) -> torch.device | None:
@@ -73,7 +70,7 @@ def device_of_weights(module: nn.Module) -> torch.device | None:
 
 def runs_where_it_is(module: nn.Module) -> bool:
     """Whether a module runs where it is, which is its owner's business."""
-    return isinstance(vars(module).get("forward"), ForwardWhereItIs)
+    return ForwardWhereItIs.of(module) is not None
 
 
 def attached_modules(
@@ -105,17 +102,14 @@ def detach(model: Any) -> None:
 
 def _run_where_it_is(model: Any, placement: Placement, module: nn.Module) -> None:
     if not runs_where_it_is(module):
-        # Not by setattr, which the components of a Bridge hand on to what they wrap.
-        vars(module)["forward"] = ForwardWhereItIs(module, frozenset(placement.memories))
+        ForwardWhereItIs(module, frozenset(placement.memories)).put()
         model.__dict__.setdefault(_ATTACHED, []).append(module)
 
 
 def _detach(module: nn.Module) -> None:
-    run = vars(module).get("forward")
-    if isinstance(run, ForwardWhereItIs):
-        del vars(module)["forward"]
-        if run.own is not None:
-            vars(module)["forward"] = run.own
+    around = ForwardWhereItIs.of(module)
+    if around is not None:
+        around.take_off()
 
 
 def _package(module: nn.Module) -> str:

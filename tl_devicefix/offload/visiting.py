@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tl_devicefix.monkeypatch.replacing import AroundForward
 from tl_devicefix.offload.copying import (
     Sent,
     Visitor,
@@ -38,19 +39,16 @@ _exchanging = threading.RLock()
 def let_visit(model: Any, placement: Placement) -> None:
     """Have each offloaded block's weights visit its device when it runs."""
     for block, device in _offloaded_blocks(model, placement):
-        # Not by setattr, which the components of a Bridge hand on to what they wrap.
-        vars(block)["forward"] = ForwardWithVisitors(block, device)
+        ForwardWithVisitors(block, device).put()
     pin(model, placement)
 
 
 def let_stay(model: Any) -> None:
     """Undo `let_visit`."""
     for block in getattr(model, "blocks", ()):
-        run = vars(block).get("forward")
-        if isinstance(run, ForwardWithVisitors):
-            del vars(block)["forward"]
-            if run.own is not None:
-                vars(block)["forward"] = run.own
+        visits = ForwardWithVisitors.of(block)
+        if visits is not None:
+            visits.take_off()
 
 
 def pin(model: Any, placement: Placement) -> None:
@@ -68,7 +66,7 @@ def _offloaded_blocks(model: Any, placement: Placement) -> Iterator[tuple[nn.Mod
             yield model.get_submodule(component.name), component.device
 
 
-class ForwardWithVisitors:
+class ForwardWithVisitors(AroundForward):
     """An offloaded block's forward: with its weights on the device where it runs.
 
     Args:
@@ -77,10 +75,8 @@ class ForwardWithVisitors:
     """
 
     def __init__(self, block: nn.Module, device: torch.device) -> None:
-        self.own = vars(block).get("forward")
-        """The forward of this very block, if that is not its class's."""
+        super().__init__(block)
         self.device = device
-        self._block = block
         self.weights = object()
         """Stands for the block's weights, also in the forwards of views' blocks."""
         self._runs = 0  # a hook, or another thread, may run the block while it runs
@@ -90,10 +86,8 @@ class ForwardWithVisitors:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block's own forward."""
-        block = self._block
-        forward = self.own or type(block).forward.__get__(block)
         with _tour_of(self) as tour, self._received(tour), self._keeping_on_host():
-            return forward(*args, **kwargs)
+            return self.run(*args, **kwargs)
 
     def _keeping_on_host(self) -> contextlib.AbstractContextManager[Any]:
         weights = [(visitor.there, visitor.host) for visitor in self._visitors]
@@ -112,7 +106,7 @@ class ForwardWithVisitors:
     def leave_to(self, view: ForwardWithVisitors) -> None:
         """Have the forward of a view's block begin at rest, though this one may be running."""
         with _exchanging:
-            modules = dict(zip(self._block.modules(), view._block.modules()))
+            modules = dict(zip(self.module.modules(), view.module.modules()))
             for module, name, host in self._on_host():
                 modules[module]._parameters[name] = host  # type: ignore[assignment]
             view._runs, view._visitors, view._sent, view._tour = 0, [], None, None
@@ -120,7 +114,7 @@ class ForwardWithVisitors:
     def _on_host(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
         """Each parameter that lives on the host, also while the block runs for someone else."""
         visited = {id(visitor.there): visitor.host for visitor in self._visitors}
-        for module in self._block.modules():
+        for module in self.module.modules():
             for name, parameter in module._parameters.items():
                 host = visited.get(id(parameter), parameter)
                 if host is not None and host.device == HOST:
@@ -344,16 +338,15 @@ def visiting_in_common(visits: Visits) -> Iterator[None]:
 
 def visiting_weights(block: nn.Module) -> object | None:
     """What stands for the weights of an offloaded block; None for any other module."""
-    run = vars(block).get("forward")
-    return run.weights if isinstance(run, ForwardWithVisitors) else None
+    visits = ForwardWithVisitors.of(block)
+    return None if visits is None else visits.weights
 
 
 @contextlib.contextmanager
 def touring(model: Any, start_at_layer: int | None, stop_at_layer: int | None) -> Iterator[None]:
     """Within it, a forward runs these blocks, the offloaded ones of which are sent for in time."""
     blocks = list(getattr(model, "blocks", ()))[start_at_layer:stop_at_layer]
-    runs = (vars(block).get("forward") for block in blocks)
-    with _touring(run for run in runs if isinstance(run, ForwardWithVisitors)):
+    with _touring(filter(None, map(ForwardWithVisitors.of, blocks))):
         yield
 
 
