@@ -135,32 +135,6 @@ def test_backward_hooks(model: Any, reference: Any, tokens: torch.Tensor) -> Non
     assert devices == {name: model.placement.device_of(name) for name in reversed(RESIDUALS)}
 
 
-def test_added_hooks_stay_until_they_are_reset(
-    model: Any, reference: Any, tokens: torch.Tensor
-) -> None:
-    plain, doubled = (
-        reference(tokens),
-        reference.run_with_hooks(tokens, fwd_hooks=[(RESIDUALS[3], double)]),
-    )
-
-    model.add_hook(RESIDUALS[3], double)
-    assert_agrees([model(tokens), model(tokens)], [doubled, doubled], home_of(model))
-
-    model.reset_hooks()
-    assert_agrees(model(tokens), plain, home_of(model))
-
-
-def test_hooks_in_a_context(model: Any, reference: Any, tokens: torch.Tensor) -> None:
-    plain, doubled = (
-        reference(tokens),
-        reference.run_with_hooks(tokens, fwd_hooks=[(RESIDUALS[3], double)]),
-    )
-
-    with model.hooks(fwd_hooks=[(RESIDUALS[3], double)]):
-        assert_agrees(model(tokens), doubled, home_of(model))
-    assert_agrees(model(tokens), plain, home_of(model))
-
-
 @pytest.mark.cover
 @pytest.mark.parametrize("spread", [4, "scattered"])
 @pytest.mark.parametrize(
@@ -182,15 +156,6 @@ def test_run_with_hooks_takes_the_options_of_a_forward(
     expected = reference.run_with_hooks(tokens, **options)
 
     assert_agrees(model.run_with_hooks(tokens, **options), expected, home_of(model))
-
-
-def test_run_with_hooks_from_a_layer_on(model: Any, reference: Any, tokens: torch.Tensor) -> None:
-    residual = reference(tokens, stop_at_layer=2)
-    options = {"fwd_hooks": [(RESIDUALS[3], double)], "start_at_layer": 2}
-
-    actual = model.run_with_hooks(residual, **options)
-
-    assert_agrees(actual, reference.run_with_hooks(residual, **options), home_of(model))
 
 
 def into_several(a: torch.Tensor, zeros: Any) -> Any:
@@ -389,24 +354,6 @@ def test_an_error_of_the_hook_itself_is_the_user_s_own(
 
     with pytest.raises(RuntimeError, match=r"^mine$"):
         model.run_with_hooks(tokens, fwd_hooks=[(RESIDUALS[4], fail)])
-
-
-def test_on_one_device_hooks_are_as_transformer_lens_calls_them(tokens: torch.Tensor) -> None:
-    """Nothing is brought together there, and nothing costs time."""
-    from tl_devicefix.dispatch.hooking import HookAcrossDevices
-
-    class Point:
-        name = RESIDUALS[0]
-
-    value = torch.ones(2)
-    assert HookAcrossDevices(lambda activation, hook: activation)(value, hook=Point()) is value
-
-
-def test_a_hook_may_be_a_partial_and_is_shown_as_one(model: Any, tokens: torch.Tensor) -> None:
-    from tl_devicefix.dispatch.hooking import HookAcrossDevices
-
-    assert repr(HookAcrossDevices(double)) == repr(double)
-    assert repr(HookAcrossDevices(partial(replace, clean={}))).startswith("partial(<function repl")
 
 
 def test_hooks_added_before_a_model_is_spread_mix_devices_afterwards(

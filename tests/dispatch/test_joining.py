@@ -10,45 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tl_devicefix.dispatch.joining import JoinedAt, _changed_in_place
-
-
-def changed_by(func: Any, *args: Any, **kwargs: Any) -> list[int]:
-    return [id(tensor) for tensor in _changed_in_place(func, args, kwargs)]
-
-
-A, B, C = torch.zeros(2, 3), torch.ones(2, 3), torch.ones(3)
-
-
-@pytest.mark.parametrize(
-    ("func", "args", "kwargs", "expected"),
-    [
-        (torch.add, (A, B), {}, []),
-        (torch.Tensor.add_, (A, B), {}, [A]),
-        (torch.Tensor.__iadd__, (A, B), {}, [A]),
-        (torch.Tensor.__setitem__, (A, 0, B), {}, [A]),
-        (torch.add, (A, B), {"out": C}, [C]),
-        (torch.topk, (A, 1), {"out": (B, C)}, [B, C]),
-        (torch._foreach_add_, ([A, B], [C, C]), {}, [A, B]),
-        (torch.index_put_, (), {"input": A, "indices": (), "values": B}, [A]),
-        (torch.nn.functional.batch_norm, (A, B, C, None, None, True), {}, [B, C]),
-        (torch.nn.functional.batch_norm, (A, B, C), {"training": False}, []),
-        (
-            torch.nn.functional.instance_norm,
-            (A,),
-            {"running_mean": B, "use_input_stats": True},
-            [B],
-        ),
-    ],
-    ids=[
-        *("out of place", "in place", "operator", "item", "out", "out of several", "lists"),
-        *("by keyword", "batch norm training", "batch norm evaluating", "instance norm"),
-    ],
-)
-def test_what_a_function_changes_is_known(
-    func: Any, args: Any, kwargs: Any, expected: list[torch.Tensor]
-) -> None:
-    assert changed_by(func, *args, **kwargs) == [id(tensor) for tensor in expected]
+from tl_devicefix.dispatch.joining import JoinedAt
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -18,7 +18,6 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import tl_devicefix
-from tl_devicefix.dispatch.joining import bytes_of
 from tl_devicefix.placement import in_use
 
 
@@ -182,36 +181,6 @@ def test_a_model_s_devices_are_in_use_as_long_as_it_lives(
     assert in_use.devices_in_use() == before
 
 
-def test_a_model_that_is_placed_while_a_thread_asks_for_the_devices_is_found(
-    machine: Any, monkeypatch: Any
-) -> None:
-    first, second = (tl_devicefix.plan("gpt2", n_devices=n) for n in (1, 2))
-    monkeypatch.setattr(in_use, "_placements", {})
-    monkeypatch.setattr(in_use, "_found", [])
-    in_use.use(first)
-    found = in_use._in_use
-
-    def interrupted() -> Any:
-        placements = found()
-        monkeypatch.setattr(in_use, "_in_use", found)
-        in_use.use(second)
-        return placements
-
-    monkeypatch.setattr(in_use, "_found", [])
-    monkeypatch.setattr(in_use, "_in_use", interrupted)
-    in_use.devices_in_use()
-    assert in_use.devices_in_use() == {torch.device("sim:0"), torch.device("sim:1")}
-
-
-def test_where_the_last_model_goes_in_between_results_lie_on_one_of_the_devices(
-    machine: Any, monkeypatch: Any
-) -> None:
-    monkeypatch.setattr(in_use, "_placements", {})
-    monkeypatch.setattr(in_use, "_found", [])
-    both = frozenset({torch.device("sim:0"), torch.device("sim:1")})
-    assert in_use.device_of_result(both) in both
-
-
 # --------------------------------------------------------------------------------------------
 # What it does not change, and what goes through it
 
@@ -336,10 +305,6 @@ def test_a_compiled_function_is_left_as_it_is(model: Any, machine: Any) -> None:
     with tl_devicefix.mix_devices():
         inside = compiled(x)
     assert torch.equal(inside, compiled(x))
-
-
-def test_the_bytes_of_sparse_tensors() -> None:
-    assert bytes_of(torch.eye(3).to_sparse()) == 3 * (4 + 2 * 8)
 
 
 # --------------------------------------------------------------------------------------------

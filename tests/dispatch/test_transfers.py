@@ -276,19 +276,6 @@ def test_moving_a_cache_copies_each_activation_once(
     assert {t.target for t in copied} == {there}
 
 
-def test_a_hook_that_takes_a_tensor_from_home_copies_it_once(
-    model: Any, at_home: torch.Tensor, transfers_of: Any
-) -> None:
-    vector = torch.ones(model.cfg.d_model, device=home_of(model))
-    plain = transfers_of(model, at_home)
-    hook = ("blocks.4.hook_resid_post", lambda activation, hook: activation + vector)
-
-    steered = transfers_of(model.run_with_hooks, at_home, fwd_hooks=[hook])
-
-    assert len(steered) == len(plain) + 1
-    assert [t.shape for t in steered if t not in plain] == [vector.shape]
-
-
 def test_a_hook_that_uses_a_tensor_from_home_again_and_again_copies_it_once(
     model: Any, at_home: torch.Tensor, transfers_of: Any
 ) -> None:

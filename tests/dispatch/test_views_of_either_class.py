@@ -15,7 +15,6 @@ import pytest
 import torch
 from either_class import BRIDGE, CLASSES, HOOKED
 from torch import nn
-from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.dispatch.views import restore
 
@@ -585,14 +584,3 @@ def test_a_view_that_is_made_while_a_block_visits(
     assert all(one is other for one, other in zip(view.parameters(), model.parameters()))
     view.reset_hooks()
     assert_equal([made[1], view(at_home), model(at_home)], [expected] * 3)
-
-
-def test_a_hook_point_of_a_view_is_its_own(model: Any, view_of: Any) -> None:
-    view = view_of(model)
-
-    points = {id(m) for m in model.modules() if isinstance(m, HookPoint)}
-    assert points
-    assert not points & {id(m) for m in view.modules() if isinstance(m, HookPoint)}
-    for name, point in model.hook_dict.items():
-        assert view.hook_dict[name] is not point
-        assert view.hook_dict[name].name == point.name

@@ -10,7 +10,7 @@ import pytest
 import torch
 from comparison import assert_agrees
 from hf_models import N_LAYERS
-from kinds import every_kind, everywhere, home_of
+from kinds import everywhere, home_of
 from transformer_lens import ActivationCache
 
 import tl_devicefix
@@ -74,13 +74,6 @@ def test_activations_go_to_the_device_that_is_asked_for(
 
     assert logits.device == home_of(model)
     assert_agrees(cache, expected, torch.device(device))
-
-
-def test_a_cache_can_be_moved(model: Any, reference: Any, tokens: torch.Tensor) -> None:
-    _, expected = reference.run_with_cache(tokens)
-    _, cache = model.run_with_cache(tokens)
-
-    assert_agrees(cache.to("cpu"), expected, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("spread", [4, "scattered"])
@@ -175,40 +168,6 @@ def test_a_cache_can_be_saved_and_loaded(
     assert_agrees(torch.load(tmp_path / "cache.pt", map_location="cpu"), expected)
 
 
-@pytest.mark.parametrize("key", [("resid_post", 3), ("resid_post", -1), ("pattern", 2), "embed"])
-def test_activations_by_their_short_names(
-    key: Any, model: Any, reference: Any, tokens: torch.Tensor
-) -> None:
-    _, expected = reference.run_with_cache(tokens)
-    _, cache = model.run_with_cache(tokens)
-
-    assert_agrees(cache[key], expected[key], home_of(model))
-
-
-ANALYSES = {
-    "accumulated_resid": lambda cache: cache.accumulated_resid(layer=-1),
-    "logit lens": lambda cache: cache.accumulated_resid(layer=3, incl_mid=True, apply_ln=True),
-    "decompose_resid": lambda cache: cache.decompose_resid(layer=-1, mode="attn"),
-    "stack_activation": lambda cache: cache.stack_activation("resid_pre"),
-    "logit_attrs": lambda cache: cache.logit_attrs(
-        cache.accumulated_resid(layer=-1), tokens=5, incorrect_tokens=7
-    ),
-}
-
-
-@pytest.mark.cover
-@pytest.mark.fails_unpatched
-@pytest.mark.parametrize("analysis", ANALYSES.values(), ids=ANALYSES)
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_analyses_of_the_residual_stream(
-    analysis: Any, model: Any, reference: Any, tokens: torch.Tensor
-) -> None:
-    _, expected = reference.run_with_cache(tokens)
-    _, cache = model.run_with_cache(tokens)
-
-    assert_agrees(analysis(cache), analysis(expected), home_of(model))
-
-
 @pytest.mark.parametrize(("kind", "spread"), [("llama", 4), ("gpt2", "scattered")])
 def test_a_logit_lens_by_hand(model: Any, reference: Any, tokens: torch.Tensor) -> None:
     """Components can be called by themselves, with what is at home."""
@@ -219,35 +178,6 @@ def test_a_logit_lens_by_hand(model: Any, reference: Any, tokens: torch.Tensor) 
         return [model.unembed(model.ln_final(residual)) for residual in residuals]
 
     assert_agrees(lens(model), lens(reference), home_of(model))
-
-
-def test_a_block_by_hand(model: Any, reference: Any, tokens: torch.Tensor) -> None:
-    def run(model: Any) -> torch.Tensor:
-        _, cache = model.run_with_cache(tokens)
-        return model.blocks[3](cache["resid_pre", 3])
-
-    assert_agrees(run(model), run(reference))
-
-
-def test_a_slice_of_the_batch(model: Any, reference: Any, tokens: torch.Tensor) -> None:
-    _, expected = reference.run_with_cache(tokens)
-    _, cache = model.run_with_cache(tokens)
-
-    actual = cache.apply_slice_to_batch_dim(1)
-
-    assert_agrees(actual, expected.apply_slice_to_batch_dim(1), home_of(model))
-
-
-@pytest.mark.fails_unpatched
-@every_kind
-def test_gradients_of_every_activation(model: Any, reference: Any, tokens: torch.Tensor) -> None:
-    options = {"incl_bwd": True, "return_type": "loss"}
-    _, expected = reference.run_with_cache(tokens, **options)
-
-    _, cache = model.run_with_cache(tokens, **options)
-
-    assert "blocks.3.hook_resid_pre_grad" in cache
-    assert_agrees(cache, expected, home_of(model))
 
 
 @pytest.mark.fails_unpatched
@@ -263,18 +193,6 @@ def test_caching_hooks_of_ones_own(model: Any, reference: Any, tokens: torch.Ten
         return cache
 
     assert_agrees(run(model), run(reference), home_of(model))
-
-
-def test_caching_hooks_that_stay(model: Any, reference: Any, tokens: torch.Tensor) -> None:
-    def run(model: Any) -> dict[str, torch.Tensor]:
-        cache = model.add_caching_hooks(lambda name: name.endswith("hook_resid_post"))
-        model(tokens)
-        return cache
-
-    cache = run(model)
-
-    assert len(cache) == N_LAYERS
-    assert_agrees(cache, run(reference), home_of(model))
 
 
 def test_a_cache_that_the_user_brings_holds_plain_tensors_where_they_were_computed(

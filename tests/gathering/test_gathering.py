@@ -9,54 +9,11 @@ import pytest
 import torch
 from comparison import assert_agrees
 from kinds import home_of
-from transformer_lens import ActivationCache, SVDInterpreter
 
 import tl_devicefix
 from tl_devicefix import gather_on
 
 CPU = torch.device("cpu")
-WEIGHTS = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_O", "W_in", "W_out", "W_E", "W_U", "b_U")
-
-
-@pytest.mark.cover
-@pytest.mark.parametrize("spread", [1, 4])
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_weights_are_read_on_the_chosen_device(name: str, model: Any, reference: Any) -> None:
-    with gather_on("cpu"):
-        weight = getattr(model, name)
-
-    assert_agrees(weight, getattr(reference, name), CPU)
-    assert getattr(model, name).device == home_of(model)
-
-
-@pytest.mark.parametrize("spread", [1, 4])
-@pytest.mark.parametrize("kind", ["gpt2"])
-def test_caches_and_what_is_computed_from_them_are_too(
-    model: Any, reference: Any, tokens: torch.Tensor
-) -> None:
-    _, expected = reference.run_with_cache(tokens)
-    _, cache = model.run_with_cache(tokens)
-
-    with gather_on("cpu"):
-        assert_agrees(dict(cache.items()), dict(expected.items()), CPU)
-        assert_agrees(
-            cache.stack_head_results(apply_ln=True), expected.stack_head_results(apply_ln=True), CPU
-        )
-        assert_agrees(
-            cache.logit_attrs(cache.accumulated_resid(pos_slice=-1), 5, pos_slice=-1),
-            expected.logit_attrs(expected.accumulated_resid(pos_slice=-1), 5, pos_slice=-1),
-            CPU,
-        )
-        assert_agrees(
-            cache.get_full_resid_decomposition(pos_slice=-1),
-            expected.get_full_resid_decomposition(pos_slice=-1),
-            CPU,
-        )
-        assert_agrees(model.all_composition_scores("K"), reference.all_composition_scores("K"), CPU)
-        vectors = SVDInterpreter(model).get_singular_vectors("w_out", 4, num_vectors=2)
-        expected_vectors = SVDInterpreter(reference).get_singular_vectors("w_out", 4, 2)
-        assert_agrees(vectors.abs(), expected_vectors.abs(), CPU, 1e-4)
-    assert cache["resid_post", 4].device == home_of(model)
 
 
 @pytest.mark.parametrize("spread", [1, 4])
@@ -77,23 +34,6 @@ def test_the_embeddings_and_the_unembedding_are_read_at_home_wherever_they_are(
     assert model.unembed.W_U.device != home_of(model)
     for name in ("W_E", "W_U", "b_U"):
         assert_agrees(getattr(model, name), getattr(reference, name), home_of(model))
-
-
-@pytest.mark.parametrize("kind", ["gpt2"])
-def test_a_cache_that_the_caller_brings_is_read_together(
-    model: Any, reference: Any, tokens: torch.Tensor
-) -> None:
-    """Its dict is the caller's, and so each activation lies where it was computed."""
-
-    def run(model: Any) -> Any:
-        brought: dict[str, torch.Tensor] = {}
-        cache, hooks, _ = model.get_caching_hooks(cache=brought)
-        model.run_with_hooks(tokens, fwd_hooks=hooks)
-        assert cache is brought
-        cached = ActivationCache(brought, model)
-        return [cached.accumulated_resid(apply_ln=True), cached.stack_head_results()]
-
-    assert_agrees(run(model), run(reference), home_of(model))
 
 
 def test_it_holds_for_its_own_thread_only(model: Any) -> None:
@@ -118,12 +58,6 @@ def test_another_device_than_home_or_the_cpu(model: Any) -> None:
         with gather_on(1):
             assert model.OV.A.device == torch.device("sim:1")
         assert model.W_Q.device == torch.device("sim:2")
-
-
-def test_after_an_error_it_is_home_again(model: Any) -> None:
-    with pytest.raises(KeyError), gather_on("cpu"):
-        raise KeyError
-    assert model.W_Q.device == home_of(model)
 
 
 def test_a_device_that_is_not_there_is_refused(machine: Any) -> None:

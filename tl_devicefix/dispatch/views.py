@@ -149,7 +149,6 @@ class Twins:
         """Dicts, lists and sets of their own."""
         self._twins: dict[int, Any] = {}
         self._rules = dict(_RULES)
-        self._own_names: dict[type, _OwnNames] = {}
         # What is still to be filled: modules before callables, which exchange known modules only.
         self._holders: list[tuple[type, dict[str, Any]]] = []
         self._contents: list[tuple[Any, Any]] = []
@@ -206,14 +205,11 @@ class Twins:
 
     def _fill(self, kind: type, held: dict[str, Any]) -> None:
         """Exchange what a twin holds."""
-        own = self._own_names.get(kind)
-        if own is None:
-            own = self._own_names[kind] = _OwnNames(kind)
         for name, value in held.items():
             its_kind = type(value)
             if its_kind in _PLAIN:
                 continue
-            if its_kind in _CONTAINERS and own[name]:
+            if its_kind in _CONTAINERS and _is_own(kind, name):
                 if value or name not in _OF_ANY:
                     held[name] = self._own(value)
                 else:  # as most are, and there are many
@@ -339,28 +335,18 @@ class Twins:
         return twin
 
 
-class _OwnNames(dict[str, bool]):
-    """Name of an attribute -> whether a container of this name is each object's own.
+@functools.lru_cache(maxsize=4096)
+def _is_own(kind: type, name: str) -> bool:
+    """Whether each object of a class has a container of its own by this name.
 
-    A library's private ones are, and what torch and TransformerLens keep a module's hooks in.
-
-    Args:
-        kind: the objects' class.
+    Of modules: what torch and TransformerLens keep hooks in, and what is private to a library.
     """
-
-    def __init__(self, kind: type) -> None:
-        self._is_module = issubclass(kind, nn.Module)
-        self._is_hook_point = issubclass(kind, HookPoint)
-        self._is_of_library = _is_of(kind, _LIBRARIES)
-
-    def __missing__(self, name: str) -> bool:
-        self[name] = (
-            not self._is_module
-            or name in _OF_MODULES
-            or (self._is_hook_point and name in _OF_HOOK_POINTS)
-            or (self._is_of_library and name.startswith("_"))
-        )
-        return self[name]
+    return (
+        not issubclass(kind, nn.Module)
+        or name in _OF_MODULES
+        or (issubclass(kind, HookPoint) and name in _OF_HOOK_POINTS)
+        or (_is_of(kind, _LIBRARIES) and name.startswith("_"))
+    )
 
 
 def contents_of(container: Any) -> list[Any]:
