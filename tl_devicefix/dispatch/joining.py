@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from tl_devicefix.multihost.blocks import OutsideBlocks
 
 Copies = dict[int, tuple[torch.Tensor, torch.Tensor, int | None]]
+"""By the `id` of a tensor: it, its copy, and how often one of them had been changed."""
 
 
 class Joining(OutsideBlocks, TorchFunctionMode):
@@ -34,8 +35,8 @@ class Joining(OutsideBlocks, TorchFunctionMode):
         """Where to bring tensors of these devices, if none is changed in place or indexed."""
         raise NotImplementedError
 
-    def known(self) -> Copies:
-        """Copies that earlier calls have made."""
+    def kept(self) -> Copies:
+        """Copies that earlier calls have made, with the versions of what they are of."""
         return {}
 
     def count(self, nbytes: int) -> None:
@@ -68,10 +69,46 @@ class Joining(OutsideBlocks, TorchFunctionMode):
             _thread.trying = False
         stays = changed or list(_indexed(func, args, kwargs))
         target = stays[0].device if stays else self.target(tensors, devices)
-        call = _Call(target, self.devices() - {target}, self.known(), changed)
-        result = call(func, args, kwargs)
-        self.count(call.nbytes)
-        return result
+        return self._join(func, args, kwargs, target, changed)
+
+    def _join(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: dict[str, Any],
+        target: torch.device,
+        changed: list[torch.Tensor],
+    ) -> Any:
+        """Call a function with its arguments on a device, and write back what it changed in copies.
+
+        That is `out=` on several devices, lists of `torch._foreach_*_`, running statistics.
+        """
+        others, kept, copies, nbytes = self.devices() - {target}, self.kept(), Copies(), 0
+
+        def joined(value: Any) -> Any:
+            nonlocal nbytes
+            if not isinstance(value, torch.Tensor) or value.device not in others:
+                return mapped(value, joined)
+            if id(value) not in copies:
+                copy = _kept_copy(kept, value, target)
+                if copy is None:
+                    copy = value.to(target)
+                    nbytes += bytes_of(copy)
+                    if bytes_of(copy) <= _SMALL:
+                        kept[id(value)] = value, copy, _version(value)
+                copies[id(value)] = value, copy, _version(copy)
+            return copies[id(value)][1]
+
+        result = func(*joined(args), **joined(kwargs))
+        originals = {}
+        for original, copy, version in copies.values():
+            if _version(copy) != version or any(original is tensor for tensor in changed):
+                original.copy_(copy)
+                nbytes += bytes_of(copy)
+                kept.pop(id(original), None)
+            originals[id(copy)] = original
+        self.count(nbytes)
+        return originals.get(id(result), result)
 
     def _run_backward(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """One of autograd's, whose given gradients go to their outputs.
@@ -140,7 +177,7 @@ class JoinedAt(Joining):
         super().__init__()
         self._device = device
         self._devices = devices
-        self._known: Copies = {}
+        self._kept: Copies = {}
 
     def devices(self) -> frozenset[torch.device]:
         """The model's."""
@@ -150,70 +187,19 @@ class JoinedAt(Joining):
         """The one device."""
         return self._device
 
-    def known(self) -> Copies:
+    def kept(self) -> Copies:
         """Those of this mode's time."""
-        return self._known
+        return self._kept
 
 
-class _Call:
-    """One call with its arguments brought to a device.
-
-    Args:
-        target: where to.
-        others: from where.
-        known: copies that earlier calls have made.
-        changed: what the function is known to change.
-    """
-
-    def __init__(
-        self,
-        target: torch.device,
-        others: frozenset[torch.device],
-        known: Copies,
-        changed: list[torch.Tensor],
-    ) -> None:
-        self._target = target
-        self._others = others
-        self._known = known
-        self._changed = {id(tensor) for tensor in changed}
-        self.nbytes = 0
-        """What has been copied."""
-        self._copies: Copies = {}
-
-    def __call__(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Call the function, and write back what it changed in copies.
-
-        That is `out=` on several devices, lists of `torch._foreach_*_`, running statistics.
-        """
-        result = func(*self._join(args), **self._join(kwargs))
-        originals = {}
-        for original, copy, version in self._copies.values():
-            if id(original) in self._changed or _version(copy) != version:
-                original.copy_(copy)
-                self.nbytes += bytes_of(copy)
-                self._known.pop(id(original), None)
-            originals[id(copy)] = original
-        return originals.get(id(result), result)
-
-    def _join(self, value: Any) -> Any:
-        """The arguments, on the target."""
-        if isinstance(value, torch.Tensor) and value.device in self._others:
-            if id(value) not in self._copies:
-                self._copies[id(value)] = self._copied(value)
-            return self._copies[id(value)][1]
-        return mapped(value, self._join)
-
-    def _copied(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
-        """A tensor, its copy, and the copy's version; an earlier one, if neither has changed."""
-        original, copy, version = self._known.get(id(tensor), (None, tensor, None))
-        graph = torch.is_grad_enabled() and tensor.requires_grad
-        known = original is tensor and version == _version(tensor) and version is not None
-        if not known or copy.device != self._target or graph != copy.requires_grad:
-            copy = tensor.to(self._target)
-            self.nbytes += bytes_of(copy)
-            if bytes_of(copy) <= _SMALL:
-                self._known[id(tensor)] = tensor, copy, _version(tensor)
-        return tensor, copy, _version(copy)
+def _kept_copy(kept: Copies, tensor: torch.Tensor, device: torch.device) -> torch.Tensor | None:
+    """An earlier copy of a tensor that has not changed since, and that is in the graph if it is."""
+    original, copy, version = kept.get(id(tensor), (None, tensor, None))
+    graph = torch.is_grad_enabled() and tensor.requires_grad
+    same = original is tensor and version == _version(tensor) and version is not None
+    if not same or copy.device != device or graph != copy.requires_grad:
+        return None
+    return copy
 
 
 _SMALL = 2**24
