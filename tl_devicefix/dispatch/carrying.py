@@ -72,13 +72,14 @@ class CarryTo:
             residual = vars(module).get("_start_residual")  # of a Bridge's `start_at_layer`
             if residual is not None:
                 vars(module)["_start_residual"] = move(residual, self.device)
-            return (
-                (*(move(value, self.device) for value in args[:1]), *map(self._here, args[1:])),
-                {
-                    name: move(value, self.device) if name in _STREAM else self._here(value)
-                    for name, value in kwargs.items()
-                },
-            )
+            if args:
+                args = (move(args[0], self.device), *map(self._here, args[1:]))
+            carried = {
+                name: move(value, self.device) if name in _STREAM else self._here(value)
+                for name, value in kwargs.items()
+                if value is not None
+            }
+            return args, {**kwargs, **carried}
 
     def _here(self, value: Any) -> Any:
         if value is None:

@@ -169,14 +169,15 @@ class Watch:
         return self._seen is not None and self._now() == self._seen
 
     def _now(self) -> tuple[list[int], list[torch.device]]:
-        children: list[int] = []
-        devices: list[torch.device] = []
-        for reference in self._modules:
-            module = reference()
-            if module is not None:
-                children += map(id, module._modules.values())
-                for held in (module._parameters, module._buffers):
-                    devices += [value.device for value in held.values() if value is not None]
+        modules = [module for reference in self._modules if (module := reference()) is not None]
+        children = [id(child) for module in modules for child in module._modules.values()]
+        devices = [
+            value.device
+            for module in modules
+            for held in (module._parameters, module._buffers)
+            for value in held.values()
+            if value is not None
+        ]
         return children, devices
 
     def bring_in(self, model: Any, placement: Placement) -> None:
