@@ -107,7 +107,7 @@ def test_gradients_of_gradients(
     with pytest.raises(RuntimeError, match=r"join by init_hosts\(whole_blocks=False\)"):
         torch.autograd.grad(loss(model, tokens), model.W_E, create_graph=True)
 
-    monkeypatch.setattr(far, "whole_blocks", False)
+    monkeypatch.setattr(far, "run_module", None)
     found = []
     for each in (model, alone):
         weight = each.blocks[FAR].mlp.W_in

@@ -247,9 +247,7 @@ def test_all_blocks_may_be_run_operation_by_operation(
 ) -> None:
     with torch.no_grad():
         expected = model(tokens).cpu()
-        monkeypatch.setattr(
-            far, "whole_blocks", False
-        )  # as `init_hosts(whole_blocks=False)` has it
+        monkeypatch.setattr(far, "run_module", None)  # as `init_hosts(whole_blocks=False)` has it
         told.clear()
 
         torch.testing.assert_close(model(tokens).cpu(), expected, **EQUAL)

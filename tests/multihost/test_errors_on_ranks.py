@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tl_devicefix.multihost import commands, mapped
+from tl_devicefix.multihost import checkpoint_files, commands
 from tl_devicefix.placement.devices import consecutive
 
 
@@ -80,14 +80,14 @@ def test_a_file_that_was_written_again_is_read_again(machine: Any, tmp_path: Pat
     assert not there.any().item()
 
 
-def known(path: Path) -> tuple[mapped.File, dict[str, str]]:
+def known(path: Path) -> tuple[checkpoint_files.File, dict[str, str]]:
     """A file as rank 0 knows it, of which another rank is told."""
-    return mapped.known(str(path)), mapped.checksums_of(str(path))
+    return checkpoint_files.known(str(path)), checkpoint_files.checksums_of(str(path))
 
 
-def differs(there: tuple[mapped.File, dict[str, str]]) -> str | None:
+def differs(there: tuple[checkpoint_files.File, dict[str, str]]) -> str | None:
     """What is wrong with this rank's, if anything is."""
-    return mapped.differences(there[:1], there[1:]).get(there[0].path)
+    return checkpoint_files.differences(there[:1], there[1:]).get(there[0].path)
 
 
 def test_a_rank_without_the_file_or_with_another(tmp_path: Path) -> None:

@@ -14,10 +14,15 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tl_devicefix.multihost.blocks import OutsideBlocks
-
 Copies = dict[int, tuple[torch.Tensor, torch.Tensor, int | None]]
 """By the `id` of a tensor: it, its copy, and how often one of them had been changed."""
+
+
+class OutsideBlocks:
+    """Of a mode for torch functions: it changes nothing that is computed within a block.
+
+    Whatever else it does there, it need not: other hosts run a block by one command within it.
+    """
 
 
 class Joining(OutsideBlocks, TorchFunctionMode):

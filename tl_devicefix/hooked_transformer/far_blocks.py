@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -14,7 +15,30 @@ from tl_devicefix.hooked_transformer.known_blocks import (
     why_as_installed,
     why_attention_as_installed,
 )
-from tl_devicefix.multihost.blocks import run_whole
+from tl_devicefix.monkeypatch.exchanged import exchanged_functions
+
+_log = logging.getLogger(__name__)
+_warned_of: set[tuple[str, ...]] = set()
+
+
+def _run(module: Any, inputs: dict[str, Any], entry: Any = None) -> torch.Tensor | None:
+    """What a module gives, by one command; None if it is to be run operation by operation."""
+    hosts = next(iter(inputs.values()))._allocation.machine.asynchronous
+    run = getattr(hosts, "run_module", None)
+    return None if run is None or _are_functions_exchanged() else run(module, inputs, entry)
+
+
+def _are_functions_exchanged() -> bool:
+    """Whether a block would use functions here that its rank has not, which the user is told."""
+    names = exchanged_functions()
+    if names and names not in _warned_of:
+        _warned_of.add(names)
+        more = f" (and {len(names) - 1} more)" if names[1:] else ""
+        _log.warning(
+            f"{names[0]}{more} was exchanged, of which other ranks know nothing: until it is put "
+            "back, blocks run operation by operation, which takes longer"
+        )
+    return bool(names)
 
 
 def block_whole(
@@ -38,7 +62,7 @@ def block_whole(
         "shortformer_pos_embed": shortformer_pos_embed,
         "attention_mask": attention_mask,
     }
-    return run_whole(block, inputs, entry)
+    return _run(block, inputs, entry)
 
 
 def _may_be_whole(attn: Any, inputs: Any, entry: Any) -> bool:
@@ -61,7 +85,7 @@ def attention_whole(
         return None
     look_at(attn)  # which leaves something in it, as a forward does
     names = "query_input", "key_input", "value_input"
-    return run_whole(attn, {**dict(zip(names, inputs)), "attention_mask": attention_mask}, entry)
+    return _run(attn, {**dict(zip(names, inputs)), "attention_mask": attention_mask}, entry)
 
 
 def component_whole(component: Any, x: torch.Tensor, is_norm: bool = False) -> torch.Tensor | None:
@@ -72,4 +96,4 @@ def component_whole(component: Any, x: torch.Tensor, is_norm: bool = False) -> t
     """
     if x.dim() != 3 or (is_norm and torch.is_grad_enabled() and x.requires_grad):
         return None  # with heads, or added to
-    return run_whole(component, {"x": x})
+    return _run(component, {"x": x})

@@ -27,7 +27,6 @@ from tl_devicefix.checkpoints.directories import is_checkpoint_directory, load_t
 from tl_devicefix.checkpoints.dtypes import torch_dtype
 from tl_devicefix.checkpoints.hub import tokenizers_fetched_with
 from tl_devicefix.checkpoints.huggingface import HuggingFaceSource
-from tl_devicefix.checkpoints.on_ranks import check_on_ranks, wait_for_ranks
 from tl_devicefix.checkpoints.source import Source
 from tl_devicefix.checkpoints.state_dict import StateDictSource
 from tl_devicefix.hooked_transformer.components import component_sizes
@@ -45,6 +44,7 @@ from tl_devicefix.monkeypatch.applying import original
 from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
 from tl_devicefix.placement.devices import default_device, resolve
 from tl_devicefix.placement.memory import MaxMemory
+from tl_devicefix.placement.other_hosts import other_hosts
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.tracebacks import let_go
 from tl_devicefix.weight_processing import Steps
@@ -136,8 +136,8 @@ def _load(
     cfg = _load_config(model_name, wanted, hf_kwargs, dtype)
     steps = _steps(cfg, wanted)
     placement = _place(cfg, wanted, device_map, max_memory)
-    if wanted["hf_model"] is None:
-        check_on_ranks(model_name, placement, **hf_kwargs)
+    if wanted["hf_model"] is None and (hosts := other_hosts()) is not None:
+        hosts.check_checkpoint(model_name, placement, **hf_kwargs)
     with _construction:
         source = _open_source(model_name, cfg, wanted["hf_model"], dtype, hf_kwargs)
         with tokenizers_fetched_with(model_name, hf_kwargs):
@@ -145,7 +145,8 @@ def _load(
     fill(model, source, placement, steps)
     place(model, placement)  # the weights are there already; the buffers are not
     check_placed(model)
-    wait_for_ranks(placement)
+    if (hosts := other_hosts()) is not None:
+        hosts.wait_for(placement)
     if not wanted["move_to_device"]:
         device = wanted["device"]
         device = resolve(device) if isinstance(device, int) else device or default_device()

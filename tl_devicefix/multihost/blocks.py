@@ -8,7 +8,6 @@ is one node of autograd's here.
 
 from __future__ import annotations
 
-import logging
 import pickle
 from collections.abc import Callable, Sequence
 from operator import is_
@@ -20,14 +19,13 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from transformer_lens.hook_points import HookPoint
 
-from tl_devicefix.monkeypatch.exchanged import exchanged_functions
+from tl_devicefix.dispatch.joining import OutsideBlocks
 from tl_devicefix.multihost import commands
 from tl_devicefix.multihost.far_devices import FarDevices
 from tl_devicefix.multihost.peers import Owner
 from tl_devicefix.simulation.geometry import Geometry, geometry_of
 from tl_devicefix.simulation.tensor import SimTensor, wrap
 
-_log = logging.getLogger(__name__)
 Key = str | int
 """Of a tensor of a module's forward: an argument's name, or which of the module's tensors it is."""
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
@@ -42,13 +40,6 @@ _ARGUMENTS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
 }
 """Class of TransformerLens's components that is run by one command -> what its constructor takes
 beside the config."""
-
-
-class OutsideBlocks:
-    """Of a mode for torch functions: it changes nothing that is computed within a block.
-
-    Whatever else it does there, it need not: blocks are run by one command within it.
-    """
 
 
 class Recipe(NamedTuple):
@@ -285,7 +276,6 @@ def _settings(module: nn.Module) -> dict[str, Any]:
 
 
 _SEEN = "_tl_devicefix_seen"
-_warned_of: set[tuple[str, ...]] = set()
 
 
 def _is_looked_into() -> bool:
@@ -301,26 +291,12 @@ def _is_looked_into() -> bool:
     )
 
 
-def _are_functions_exchanged() -> bool:
-    """Whether a block would use functions here that its rank has not, which the user is told."""
-    names = exchanged_functions()
-    if names and names not in _warned_of:
-        _warned_of.add(names)
-        more = f" (and {len(names) - 1} more)" if names[1:] else ""
-        _log.warning(
-            f"{names[0]}{more} was exchanged, of which other ranks know nothing: until it is put "
-            "back, blocks run operation by operation, which takes longer"
-        )
-    return bool(names)
-
-
-def run_whole(module: Any, inputs: dict[str, Any], entry: Any = None) -> torch.Tensor | None:
+def run_by_command(
+    far: FarDevices, module: Any, inputs: dict[str, Any], entry: Any = None
+) -> torch.Tensor | None:
     """What a block, or one of its components, gives, run by one command."""
     residual = next(iter(inputs.values()))
     if type(residual) is not SimTensor or "forward" in vars(module) or _is_looked_into():
-        return None
-    far = residual._allocation.machine.asynchronous
-    if not isinstance(far, FarDevices) or not far.whole_blocks or _are_functions_exchanged():
         return None
     cls = type(module)
     if cls.__name__ not in _ARGUMENTS or not cls.__module__.startswith(_COMPONENTS):
@@ -341,7 +317,8 @@ def run_whole(module: Any, inputs: dict[str, Any], entry: Any = None) -> torch.T
     call = _Call(far, device, seen, tensors, inputs)
     far.wait_for_room(call.rank)
     if torch.is_grad_enabled():
-        named: dict[Key, Any] = {**dict(enumerate(tensors)), **inputs}
+        named: dict[Key, Any] = dict(enumerate(tensors))
+        named.update(inputs)
         keys = tuple(k for k, each in named.items() if each is not None and each.requires_grad)
         if keys:
             is_seen = entry is not None or torch.is_anomaly_enabled() or _saves_by_hooks()

@@ -14,19 +14,18 @@ from typing import Any
 
 import torch
 
-from tl_devicefix.multihost import commands
+from tl_devicefix.multihost import commands, models
+from tl_devicefix.multihost.checkpoint_files import File, checksums_of, in_file, known
 from tl_devicefix.multihost.commands import Failed, Given, New, Stored, exchanged, tensors_in
 from tl_devicefix.multihost.handshake import Place
-from tl_devicefix.multihost.mapped import File, checksums_of, in_file
 from tl_devicefix.multihost.peers import (
     Answer,
     HostLost,
     Owner,
     Peer,
-    held_by,
-    parts_of,
     tell_both,
 )
+from tl_devicefix.placement.placement import Placement
 from tl_devicefix.simulation.backend import active_machine
 from tl_devicefix.simulation.backward import raise_or_keep
 from tl_devicefix.simulation.geometry import Geometry, call_without_values, geometry_of, remember
@@ -46,10 +45,10 @@ class FarDevices:
 
     has_streams = False
 
-    def __init__(
-        self, places: list[Place], peers: dict[int, Peer], whole_blocks: bool = True
-    ) -> None:
-        self.places, self.whole_blocks = places, whole_blocks
+    def __init__(self, places: list[Place], peers: dict[int, Peer]) -> None:
+        self.places = places
+        #: Runs a module by one command, if that is possible now; see `blocks.run_by_command`.
+        self.run_module: Callable[[Any, dict[str, Any], Any], torch.Tensor | None] | None = None
         self.timeline = Timeline()
         self._peers = peers
         #: What ranks have built, by device and recipe.
@@ -240,14 +239,36 @@ class FarDevices:
             self._same |= {(rank, each): each.path not in found[rank] for each in files}
         return found
 
-    def name_of(self, rank: int) -> str:
-        """Another rank with its host, its devices, and what it holds."""
-        return f"{self._peers[rank].name}{held_by(rank)}"
+    # Models
+
+    def note_held(self, placement: Placement) -> list[int]:
+        """See `OtherHosts`."""
+        return models.note_held(placement)
+
+    def check_checkpoint(self, model_name: str, placement: Placement, **kwargs: Any) -> None:
+        """See `OtherHosts`."""
+        ranks = models.note_held(placement)
+        paths = models.files_of(model_name, kwargs) if ranks else {}
+        for rank, wrong in self.differences([known(path) for path in paths], ranks).items():
+            if wrong:
+                path, why = next(iter(wrong.items()))
+                who = f"{self._peers[rank].name}{models.held_by(rank)}"
+                more = f" (and of {len(wrong) - 1} more files)" if wrong.keys() - {path} else ""
+                raise ValueError(
+                    f"rank 0 loads {paths[path]}, but {who} {why}{more}: put the same checkpoint "
+                    "at the same path on each host, or load it on rank 0 into memory and give it "
+                    "as hf_model, whose weights are sent"
+                )
+
+    def wait_for(self, placement: Placement) -> None:
+        """See `OtherHosts`."""
+        for index in models.ranks_of(placement).values():
+            self.synchronize(index)
 
     def holds(self, device: int) -> str:
         """What the rank of a device holds of models, as a sentence: " Rank 1 holds blocks.3."."""
         rank = self.places[device].rank
-        parts = parts_of(rank)
+        parts = models.parts_of(rank)
         return f" Rank {rank} holds {parts}." if parts else ""
 
     def converted(
@@ -388,7 +409,7 @@ class FarDevices:
         kind = _ERRORS.get(first.kind, RuntimeError)
         if "can't allocate memory" in first.message:  # the CPU's has no type of its own
             kind = torch.OutOfMemoryError
-        return kind(f"{first.message}{held_by(of)}".rstrip(","))
+        return kind(f"{first.message}{models.held_by(of)}".rstrip(","))
 
     def tell(self, rank: int, command: Any, values: torch.Tensor | None = None) -> None:
         """Give a rank a command, with the values that come with it."""

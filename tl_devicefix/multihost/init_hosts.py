@@ -20,6 +20,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from tl_devicefix.multihost.blocks import run_by_command
 from tl_devicefix.multihost.far_devices import FarDevices
 from tl_devicefix.multihost.handshake import (
     Place,
@@ -33,7 +34,8 @@ from tl_devicefix.multihost.handshake import (
     sites_of,
     visible_devices,
 )
-from tl_devicefix.multihost.peers import HostLost, Peer, Wire, held_by
+from tl_devicefix.multihost.models import held_by
+from tl_devicefix.multihost.peers import HostLost, Peer, Wire
 from tl_devicefix.multihost.rendezvous import SHORTEST_TIMEOUT, Watch, within
 from tl_devicefix.multihost.rpc_worker import Lender
 from tl_devicefix.multihost.transport import Connection, said_by_gloo, signer
@@ -141,7 +143,8 @@ class Ranks:
         self, chosen: list[Place] | None = None, whole_blocks: bool = True
     ) -> Iterator[Machine]:
         """Have their devices, or those of these places."""
-        far = FarDevices(chosen or self.places, self.peers, whole_blocks)
+        far = FarDevices(chosen or self.places, self.peers)
+        far.run_module = functools.partial(run_by_command, far) if whole_blocks else None
         memory = [place.memory for place in far.places]
         with entered(memory, far, sites_of(far.places)) as machine:
             yield machine

@@ -12,7 +12,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 from weakref import ref
@@ -20,7 +20,6 @@ from weakref import ref
 import torch
 
 from tl_devicefix.multihost import commands
-from tl_devicefix.multihost.settings import settings
 from tl_devicefix.multihost.transport import (
     ANSWERS,
     COMMANDS,
@@ -49,27 +48,6 @@ _TURN, _PATIENCE = 2e-5, 2e-3
 """Seconds that it is waited until a first message is sent: at once, and in all."""
 _numbers = itertools.count()
 """Of storages, blocks and graphs, of all machines of a process."""
-
-
-_held: dict[int, tuple[ref[Any], Mapping[int, str]]] = {}
-
-
-def note_held(model: Any, parts: Mapping[int, str]) -> None:
-    """Note what each rank holds of something, as {1: "blocks.10-19, unembed"}, while it lives."""
-    key = id(model)
-    _held[key] = ref(model, lambda _: _held.pop(key, None)), parts
-
-
-def parts_of(rank: int) -> str:
-    """What a rank holds of models, in short; "" if that is nothing."""
-    parts = [parts[rank] for _, parts in list(_held.values()) if parts.get(rank)]
-    return " and ".join(dict.fromkeys(parts))  # in a load, the plan is noted beside the model
-
-
-def held_by(rank: int) -> str:
-    """What a rank holds, as a clause behind its name; "" if that is nothing."""
-    parts = parts_of(rank)
-    return f", which holds {parts}," if parts else ""
 
 
 class HostLost(RuntimeError):
@@ -295,13 +273,13 @@ class Peer:
     def tell(self, command: Any, values: torch.Tensor | None = None) -> None:
         """Give it a command, with the values that come with it; it raises if a rank is lost."""
         self.raise_if_lost()
-        self.outbox.tell(Told(command, values, settings=settings()))
+        self.outbox.tell(Told(command, values, settings=commands.settings()))
 
     def ask(self, command: Any) -> Answer:
         """Give it a command that is answered, and send all; it raises if a rank is lost."""
         answer = Answer()
         self.raise_if_lost()
-        self.outbox.tell(Told(command, answer=answer, settings=settings()))
+        self.outbox.tell(Told(command, answer=answer, settings=commands.settings()))
         self.outbox.wait()
         self.raise_if_lost()  # or nobody might answer
         return answer
@@ -431,7 +409,7 @@ def tell_both(peers: tuple[Peer, Peer], told: tuple[Any, Any]) -> None:
     """Give two ranks a command each, with no interrupt in between; it raises if a rank is lost."""
     for peer in peers:
         peer.raise_if_lost()
-    now = settings()
+    now = commands.settings()
     queues, pair = [peer.outbox.told for peer in peers], [Told(each, settings=now) for each in told]
     deque(map(deque.append, queues, pair), 0)  # one call of C
 

@@ -10,6 +10,7 @@ import torch
 
 from tl_devicefix.multihost import commands
 from tl_devicefix.multihost.blocks import Built, Graph
+from tl_devicefix.multihost.checkpoint_files import differences, read
 from tl_devicefix.multihost.commands import (
     Failed,
     Given,
@@ -19,9 +20,7 @@ from tl_devicefix.multihost.commands import (
     operation_named,
     tensors_in,
 )
-from tl_devicefix.multihost.mapped import differences, read
 from tl_devicefix.multihost.peers import HostLost
-from tl_devicefix.multihost.settings import set_as
 from tl_devicefix.simulation.geometry import Geometry, geometry_of
 
 _NEVER = "what it needs was never computed, as something failed before"
@@ -77,7 +76,7 @@ class Lender:
                 self._keep(made, *there)
 
     def _settings(self, command: commands.Settings) -> None:
-        set_as(command.values)
+        commands.set_as(command.values)
 
     def _hold(self, command: commands.Hold) -> None:
         recipe = pickle.loads(command.recipe)

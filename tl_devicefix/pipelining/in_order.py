@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tl_devicefix.dispatch.joining import redispatch
+from tl_devicefix.dispatch.joining import OutsideBlocks, redispatch
 from tl_devicefix.dispatch.scheduler import Run, current_run
 from tl_devicefix.monkeypatch.replacing import Replacing
-from tl_devicefix.multihost.blocks import OutsideBlocks
 
 Condition = Callable[[Any, dict[str, Any]], bool]
 

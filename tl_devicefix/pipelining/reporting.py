@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
+from tl_devicefix.dispatch.joining import OutsideBlocks
 from tl_devicefix.dispatch.naming import line_of_user
 from tl_devicefix.dispatch.scheduler import Run, Turns
-from tl_devicefix.multihost.blocks import OutsideBlocks
 from tl_devicefix.offload.copying import module_with_streams
 
 

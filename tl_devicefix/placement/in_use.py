@@ -10,7 +10,7 @@ from contextvars import ContextVar
 import torch
 
 from tl_devicefix.placement.devices import DeviceLike, numbered_or_resolved, resolve
-from tl_devicefix.placement.of_ranks import note_parts
+from tl_devicefix.placement.other_hosts import other_hosts
 from tl_devicefix.placement.placement import Placement
 
 _chosen: ContextVar[DeviceLike | None] = ContextVar("gather_on", default=None)
@@ -80,7 +80,8 @@ def use(placement: Placement) -> None:
     _placements.pop(key, None)
     _placements[key] = weakref.ref(placement, lambda _: _forget(key))
     _found = []
-    note_parts(placement)
+    if (hosts := other_hosts()) is not None:
+        hosts.note_held(placement)
 
 
 def _forget(key: int) -> None:

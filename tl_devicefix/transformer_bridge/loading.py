@@ -19,11 +19,11 @@ from tl_devicefix.attention.implementation import (
 )
 from tl_devicefix.checkpoints.directories import is_checkpoint_directory, read_config
 from tl_devicefix.checkpoints.dtypes import torch_dtype
-from tl_devicefix.checkpoints.on_ranks import check_on_ranks, wait_for_ranks
 from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.placement.deciding import decide
 from tl_devicefix.placement.devices import simulated_device
 from tl_devicefix.placement.fitting import check_fit
+from tl_devicefix.placement.other_hosts import other_hosts
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.transformer_bridge.alignment import (
     let_pieces_mix,
@@ -121,7 +121,8 @@ def _boot_over_devices(boot: Any, wanted: dict[str, Any]) -> Any:
         place_bridge(bridge, planned.placement)
     else:
         settle_bridge(bridge, planned.placement)
-    wait_for_ranks(planned.placement)
+    if (hosts := other_hosts()) is not None:
+        hosts.wait_for(planned.placement)
     return bridge
 
 
@@ -170,8 +171,8 @@ class _PlannedClass:
             kwargs["device_map"] = {"": "cpu"}
         if self._wanted.get("max_memory") is not None and self.placement is None:
             kwargs["max_memory"] = self._wanted["max_memory"]
-        if self.placement is not None:
-            check_on_ranks(str(model_name), self.placement, **kwargs)
+        if self.placement is not None and (hosts := other_hosts()) is not None:
+            hosts.check_checkpoint(str(model_name), self.placement, **kwargs)
         hf_model = real.from_pretrained(model_name, **kwargs)
         if self.placement is not None and not self.offloads:
             _bring_root_home(hf_model, self.placement.home)
