@@ -358,37 +358,3 @@ def test_a_model_that_is_dropped_is_gone(own: bool, load: Any, tokens: torch.Ten
     gc.collect()
 
     assert block() is None
-
-
-def held() -> list[int]:
-    """Bytes on each device."""
-    gc.collect()
-    return list(map(torch.get_device_module("sim").memory_allocated, range(4)))
-
-
-@pytest.mark.parametrize("last", [0, 3], ids=["of rank 0", "of another rank"])
-def test_weights_of_an_offloaded_block_leave_with_it(
-    last: int, machine: Any, from_pretrained: Any, tokens: torch.Tensor
-) -> None:
-    where = {"": 0, "blocks": "cpu", f"blocks.{FAR}": last}  # the other blocks visit that device
-    model = from_pretrained("llama", device_map=where)
-    before = held()
-
-    with torch.no_grad():
-        model(tokens)
-    assert held() == before
-
-    model(tokens, return_type="loss").backward()
-    model.zero_grad()
-    assert held() == before
-
-
-def test_a_model_that_is_moved_leaves_nothing(load: Any, tokens: torch.Tensor) -> None:
-    before = held()
-    model = load("llama", 4)
-    with torch.no_grad():
-        model(tokens)
-
-    model.to("cpu")
-
-    assert held() == before

@@ -43,7 +43,7 @@ def test_a_rank_is_at_one_run_while_rank_0_is_at_the_next(
         has_begun.set()
 
     def wait_there(value: torch.Tensor, hook: Any) -> None:
-        far._tell(1, commands.Free((UntilSomeoneWrites(pipe),)))
+        far.tell(1, commands.Free((UntilSomeoneWrites(pipe),)))
 
     def wait_here(value: torch.Tensor, hook: Any) -> None:
         os.close(os.open(pipe, os.O_WRONLY))  # waits until the rank is there

@@ -250,26 +250,25 @@ def _is_as_built(module: Any, recipe: Recipe) -> bool:
     """Whether a module is what its constructor makes, but for its tensors and for hooks."""
     try:
         built = Built(recipe, torch.device("meta")).module()
+        ones, others = list(module.modules()), list(built.modules())
+        if list(map(type, ones)) != list(map(type, others)) or any(
+            "forward" in vars(one) for one in ones
+        ):
+            return False
+        return [name for _, name in _tensors_in(module)] == [
+            n for _, n in _tensors_in(built)
+        ] and all(
+            getattr(one, "cfg", module.cfg) is module.cfg and _settings(one) == _settings(other)
+            for one, other in zip(_components(module), _components(built))
+        )
     except Exception:  # noqa: BLE001  # the constructor's, of a config that was changed since
         return False
-    ones, others = list(module.modules()), list(built.modules())
-    return (
-        list(map(type, ones)) == list(map(type, others))
-        and all(
-            "forward" not in vars(one)
-            if type(one) is HookPoint
-            else _settings(one) == _settings(other)
-            and getattr(one, "cfg", None) in (None, module.cfg)
-            for one, other in zip(ones, others)
-        )
-        and [name for _, name in _tensors_in(module)] == [name for _, name in _tensors_in(built)]
-    )
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:
     """What is set in a module, but for None, and what torch and this package set."""
     return {
-        name: value
+        name: (type(value), value)
         for name, value in vars(module).items()
         if value is not None and name not in _NOT_SETTINGS and not name.startswith(_OURS)
     } | {"compiled": module._compiled_call_impl}

@@ -365,14 +365,6 @@ class FarDevices:
         """Refuse: these take the time that they take."""
         raise RuntimeError("devices of other ranks cannot be kept busy: simulate some for it")
 
-    def ask(self, rank: int, command: Any) -> Callable[[], Any]:
-        """Send all that was kept, and a command that is answered; what returns the answer.
-
-        That raises what `synchronize` raises.
-        """
-        answer = self._wait_for(rank, command)
-        return lambda: self._of(rank, answer)
-
     def _answer(self, rank: int, command: Any, otherwise: Callable[[], Any]) -> Any:
         """What a rank answers; in a backward, something else after an error, which is kept."""
         try:
