@@ -170,6 +170,17 @@ def test_a_machine_that_is_too_small_is_told_of_offloading(config: Any, room: An
         plan(config(n_layers=12), n_devices=2)
 
 
+def test_what_is_said_to_fit_leaves_room_to_load_in(config: Any) -> None:
+    with tl_devicefix.simulate(4):
+        over_two = plan(config(n_layers=24), n_devices=2)
+        full = max(over_two.bytes_on(index) for index in range(2))
+    with (
+        tl_devicefix.simulate(4, memory=full),
+        pytest.raises(ValueError, match=r"; n_devices=3 would fit$"),
+    ):
+        plan(config(n_layers=24))
+
+
 # --------------------------------------------------------------------------------------------
 # The placement
 
