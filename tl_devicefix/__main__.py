@@ -10,6 +10,7 @@ import functools
 import json
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 
@@ -23,8 +24,17 @@ def main(arguments: list[str] | None = None) -> int:
         The exit status: 0 if all is well.
     """
     chosen = _parser().parse_args(arguments)
-    if chosen.command == "activations":  # which needs neither
-        return 0 if _run_activations(chosen) else 1
+    run, expected = _COMMANDS[chosen.command]
+    if chosen.command != "activations":
+        _set_up()
+    try:
+        return 0 if run(chosen) else 1
+    except expected as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def _set_up() -> None:
     import transformers.utils.logging as hf_logging
 
     from tl_devicefix.patches import enable
@@ -33,7 +43,6 @@ def main(arguments: list[str] | None = None) -> int:
     hf_logging.disable_progress_bar()
     # TransformerLens 3 says at each load that HookedTransformer is deprecated.
     warnings.filterwarnings("ignore", message=".*HookedTransformer", category=DeprecationWarning)
-    return 0 if _COMMANDS[chosen.command](chosen) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -153,7 +162,7 @@ def _device(text: str) -> int | str:
 def _hosts(text: str) -> int | list[int]:
     """ "2", or "8,4" as a list."""
     try:
-        counts = [int(each) for each in text.split(",")]
+        counts = [int(count) for count in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"{text!r}: give a number of hosts, as 2, or how many devices each has, as 8,4"
@@ -175,7 +184,7 @@ def _device_map(text: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
 
 
 def _run_estimate(chosen: argparse.Namespace) -> bool:
@@ -184,11 +193,7 @@ def _run_estimate(chosen: argparse.Namespace) -> bool:
     options = {k: v for k, v in vars(chosen).items() if k not in ("command", "model", "json")}
     if chosen.n_ctx is None:  # else the model's config is made with it
         del options["n_ctx"]
-    try:
-        found = estimate(chosen.model, **options)
-    except (ValueError, TypeError) as error:
-        print(error, file=sys.stderr)
-        return False
+    found = estimate(chosen.model, **options)
     print(json.dumps(found.to_dict(), indent=2) if chosen.json else found)
     return found.fits
 
@@ -219,11 +224,7 @@ def _run_selfcheck(chosen: argparse.Namespace) -> bool:
 def _run_activations(chosen: argparse.Namespace) -> bool:
     from tl_devicefix.activation_store.loading import load_activations
 
-    try:
-        activations = load_activations(chosen.directory)
-    except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return False
+    activations = load_activations(chosen.directory)
     if chosen.action == "info":
         print(activations)
         return True
@@ -243,10 +244,7 @@ def _run_worker(chosen: argparse.Namespace) -> bool:
     from tl_devicefix.multihost.init_hosts import meet
 
     if not chosen.rank:
-        print(
-            "rank 0 is the script, or the notebook: a worker has rank 1 or above", file=sys.stderr
-        )
-        return False
+        raise ValueError("rank 0 is the script, or the notebook: a worker has rank 1 or above")
     options = {name: value for name, value in vars(chosen).items() if name != "command"}
     try:
         meet(**options, ignore_interrupts=False, tell=functools.partial(print, flush=True))
@@ -254,18 +252,17 @@ def _run_worker(chosen: argparse.Namespace) -> bool:
         print(f"rank {chosen.rank} ends: it was interrupted", flush=True)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.raise_signal(signal.SIGINT)
-    except (RuntimeError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return False
     return True
 
 
-_COMMANDS = {
-    "estimate": _run_estimate,
-    "worker": _run_worker,
-    "demo": _run_demo,
-    "selfcheck": _run_selfcheck,
+_COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], bool], tuple[type[Exception], ...]]] = {
+    "activations": (_run_activations, (OSError, ValueError)),
+    "demo": (_run_demo, ()),
+    "estimate": (_run_estimate, (TypeError, ValueError)),
+    "selfcheck": (_run_selfcheck, ()),
+    "worker": (_run_worker, (RuntimeError, ValueError)),
 }
+"""What runs each command, and the errors of which the message says all."""
 
 
 if __name__ == "__main__":

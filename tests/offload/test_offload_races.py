@@ -14,7 +14,7 @@ import pytest
 import torch
 from comparison import assert_agrees, assert_same_weights
 from kinds import home_of
-from offloads import HOST, assert_at_rest, run_while_a_hook_halves_the_next_block
+from offloads import assert_at_rest, run_while_a_hook_halves_the_next_block
 
 from tl_devicefix.offload.copying import Copies
 from tl_devicefix.simulation.machine import Machine
@@ -134,27 +134,6 @@ def test_a_copy_waits_for_what_another_thread_has_queued_since_the_last(machine:
     copies.wait()
 
     assert_agrees([each + 1 for each in there], [weight + 1 for weight in weights])
-
-
-def test_several_threads_may_run_one_model(
-    model: Any, reference: Any, tokens: torch.Tensor
-) -> None:
-    inputs = [tokens, tokens.flip(0), tokens.flip(1), tokens[:1]]
-    results: list[Any] = [None] * len(inputs)
-
-    def run(index: int) -> None:
-        with torch.no_grad():
-            results[index] = model(inputs[index].to(DEVICE))
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(inputs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-    assert_agrees(results, [reference(each) for each in inputs], home_of(model))
-    assert_at_rest(model)
-    assert model.blocks[0].mlp.W_out.device == HOST
 
 
 def test_several_threads_may_run_one_model_each_on_a_stream_of_its_own(

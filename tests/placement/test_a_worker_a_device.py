@@ -73,23 +73,6 @@ def test_those_of_one_device_are_done_in_order_by_one_thread(devices: Any) -> No
     assert no_thread_is_left(doing)
 
 
-def test_one_device_needs_no_other_thread(devices: Any) -> None:
-    doing = Doing()
-
-    each_on_its_device(doing, UNITS, devices[:1] * 5)
-
-    assert doing.ended == UNITS
-    assert set(doing.threads.values()) == {threading.current_thread()}
-
-
-def test_the_caller_is_told_of_each_unit_in_its_own_thread(devices: Any) -> None:
-    told: list[threading.Thread] = []
-
-    each_on_its_device(Doing(), UNITS, devices, lambda: told.append(threading.current_thread()))
-
-    assert told == [threading.current_thread()] * 5
-
-
 def test_the_first_error_in_order_is_raised_whichever_comes_first(devices: Any) -> None:
     later_one_has_failed = threading.Event()
 
@@ -134,22 +117,6 @@ def test_an_interrupt_where_the_caller_waits_ends_all(devices: Any) -> None:
         each_on_its_device(doing, many, devices * 200, interrupt)
 
     assert sorted(doing.ended) == sorted(doing.begun) != many
-    assert no_thread_is_left(doing)
-
-
-def test_an_interrupt_in_a_worker_goes_before_any_error(devices: Any) -> None:
-    interrupted = threading.Event()
-
-    def interrupt() -> None:
-        interrupted.set()
-        raise KeyboardInterrupt
-
-    doing = Doing({0: raising(ValueError("of unit 0"), interrupted), 2: interrupt})
-
-    with pytest.raises(KeyboardInterrupt):
-        each_on_its_device(doing, UNITS, devices)
-
-    assert not {1, 3} & set(doing.begun)
     assert no_thread_is_left(doing)
 
 

@@ -63,12 +63,6 @@ def test_a_dict_decides_for_each_component_the_longest_prefix_first(
     }
 
 
-def test_a_dict_of_all_components_is_followed_to_the_letter(config: Any, machine: Any) -> None:
-    names = plan(config()).device_map
-    device_map = {name: torch.device("sim", i % 4) for i, name in enumerate(names)}
-    assert plan(config(), device_map=device_map).device_map == device_map
-
-
 def test_the_device_map_of_a_placement_gives_that_placement_again(
     config: Any, machine: Any
 ) -> None:

@@ -31,26 +31,21 @@ def module(machine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return answer
 
 
-def test_what_other_processes_hold_is_not_free(module: Any) -> None:
-    module(mem_get_info=(3 * GIB, 80 * GIB))
-    assert free_memory(torch.device("sim:0")) == 3 * GIB
-
-
-def test_what_the_caching_allocator_holds_in_reserve_is_free(module: Any) -> None:
-    module(mem_get_info=(3 * GIB, 80 * GIB), memory_reserved=2 * GIB, memory_allocated=GIB)
-    assert free_memory(torch.device("sim:0")) == 4 * GIB
-
-
-def test_what_this_process_may_not_use_is_not_free(module: Any) -> None:
-    module(mem_get_info=(70 * GIB, 80 * GIB), memory_reserved=2 * GIB, memory_allocated=GIB)
-    module(get_per_process_memory_fraction=0.25)
-    assert free_memory(torch.device("sim:0")) == 19 * GIB
-
-
-def test_a_process_that_holds_more_than_it_may_has_nothing_free(module: Any) -> None:
-    module(mem_get_info=(10 * GIB, 80 * GIB), memory_reserved=60 * GIB, memory_allocated=60 * GIB)
-    module(get_per_process_memory_fraction=0.5)
-    assert free_memory(torch.device("sim:0")) == 0
+@pytest.mark.parametrize(
+    ("answers", "free"),
+    [
+        ({"mem_get_info": (3 * GIB, 80 * GIB)}, 3),  # others hold the rest
+        ({"memory_reserved": 2 * GIB, "memory_allocated": GIB}, 4),  # what the allocator keeps
+        ({"get_per_process_memory_fraction": 0.25, "mem_get_info": (70 * GIB, 80 * GIB)}, 19),
+        ({"get_per_process_memory_fraction": 0.5, "memory_allocated": 60 * GIB}, 0),
+    ],
+    ids=["of others", "in reserve", "allowed", "more than allowed"],
+)
+def test_what_is_free(answers: dict[str, Any], free: int, module: Any) -> None:
+    if "get_per_process_memory_fraction" in answers:
+        answers = {"memory_reserved": 60 * GIB, "memory_allocated": GIB, **answers}
+    module(**{"mem_get_info": (3 * GIB, 80 * GIB), **answers})
+    assert free_memory(torch.device("sim:0")) == free * GIB
 
 
 def test_a_device_that_has_failed_is_no_device_without_a_limit(

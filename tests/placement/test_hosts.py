@@ -165,15 +165,6 @@ def test_a_placement_says_both_names_and_what_crosses(config: Any, two_hosts: Ma
     }
 
 
-def test_it_says_so_when_the_devices_are_gone(config: Any) -> None:
-    with simulate(4, hosts=2):
-        placement = plan(config(), n_devices=4)
-        printed = repr(placement)
-
-    assert repr(placement) == printed
-    assert placement.crossings
-
-
 def test_on_one_host_nothing_crosses(config: Any, one_host: Machine) -> None:
     placement = plan(config(), n_devices=4)
 

@@ -150,7 +150,7 @@ def test_where_no_limit_is_given_a_tenth_stays_free_for_activations(config: Any,
 @pytest.mark.parametrize(
     ("blocks", "on_host", "message"),
     [
-        (5, 100, r"no room for is .* but max_memory allows 0.1 KiB on 'cpu'; raise that"),
+        (5, 100, r"would be offloaded, but max_memory allows 0.1 KiB on 'cpu'; raise that"),
         (1, "1GiB", r"sim:0.* would hold .* but has .* larger max_memory would fit"),
     ],
 )

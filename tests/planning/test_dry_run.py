@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from architectures import ALL_ARCHITECTURES, EVERY_ARCHITECTURE, load_hooked
 
-import tl_devicefix
 from tl_devicefix import DryRun, dry_run
 
 
@@ -34,18 +32,6 @@ def order(tensor: torch.Tensor) -> list[int]:
     """The dimensions longer than 1, slowest first."""
     dims = [dim for dim in range(tensor.dim()) if tensor.shape[dim] > 1]
     return sorted(dims, key=tensor.stride, reverse=True)
-
-
-def test_nothing_is_left_of_it() -> None:
-    cfg = dry_run("gpt2", lambda model: model.cfg).result
-    before = copy.deepcopy(cfg.to_dict())
-
-    dry_run(cfg, lambda model: model.blocks, n_devices=2)
-
-    assert cfg.to_dict() == before
-    with tl_devicefix.simulate(1) as machine:
-        assert torch.ones(2, device="sim:0").tolist() == [1, 1]
-        assert machine.behind.type == "cpu"
 
 
 def test_a_subclass_and_a_device_map() -> None:

@@ -147,16 +147,6 @@ def test_offloaded_blocks_visit_their_device() -> None:
     assert copied == offloaded + TOKENS.nbytes
 
 
-def test_transfers_are_printed_by_pair_as_a_machine_s_are() -> None:
-    transfers = dry_run("gpt2", forward, n_devices=2).transfers
-
-    *pairs, together = repr(transfers).splitlines()
-    expected = [f"{source} -> {target}" for source, target in transfers.by_pair()]
-    assert "sim:0 -> sim:1" in expected
-    assert [line.split("  ")[0] for line in pairs] == expected
-    assert together.split()[:2] == ["all", str(len(transfers))]
-
-
 def said_by_us(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [each.getMessage() for each in caplog.records if each.name.startswith("tl_devicefix.")]
 

@@ -43,18 +43,6 @@ def test_each_family_is_estimated_without_the_network(name: str) -> None:
     assert name in repr(found)
 
 
-def test_unequal_devices_are_used_by_what_they_have() -> None:
-    found = estimate(
-        "meta-llama/Llama-2-70b-hf",
-        dtype="bfloat16",
-        max_memory={0: "70GiB", 1: "100GiB"},
-        seq_len=16,
-    )
-    small, large = found.devices
-    assert small.weights < large.weights
-    assert found.fits
-
-
 @pytest.mark.parametrize(
     ("options", "change"),
     [
@@ -140,12 +128,6 @@ def test_devices_may_be_named_as_where_there_are_gpus() -> None:
     assert (
         estimate("gpt2", max_memory={"cuda:1": "24GiB"}, seq_len=8).devices[0].capacity == 80 * GIB
     )
-
-
-def test_what_runs_on_the_cpu_is_listed() -> None:
-    found = estimate("gpt2", device_map={"": 0, "unembed": "cpu"}, seq_len=8)
-    assert [each.components for each in found.devices][1] == "unembed"
-    assert sum(each.weights for each in found.devices) == estimate("gpt2").devices[0].weights
 
 
 def test_generating_is_without_gradients_and_without_the_forward_s_peak() -> None:

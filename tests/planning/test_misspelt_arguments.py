@@ -37,12 +37,6 @@ def test_a_near_miss_is_named(call: str) -> None:
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_what_is_like_nothing_is_refused_too(call: str) -> None:
-    with pytest.raises(TypeError, match=rf"^{call} has no argument 'bogus'"):
-        CALLS[call](name_or_config(), bogus=True)
-
-
-@pytest.mark.parametrize("call", CALLS)
 @hooked
 def test_what_the_config_depends_on_is_named(call: str) -> None:
     with pytest.raises(TypeError, match="'first_n_layer'; did you mean 'first_n_layers'"):

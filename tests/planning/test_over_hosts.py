@@ -29,18 +29,6 @@ def test_what_the_devices_have_is_said_or_unlimited() -> None:
         plan("gpt2", 2, hosts=2, max_memory={"host0/cuda:0": "1MiB", "host1/cuda:0": "1MiB"})
 
 
-def test_a_device_map_beside_the_number_of_devices() -> None:
-    where = {"": "host0/cuda:0", "blocks.3": "host1/cuda:1"}
-
-    placements = [
-        plan("gpt2", 4, hosts=2, device_map=where),
-        estimate("gpt2", 4, hosts=2, device_map=where, seq_len=8).placement,
-        dry_run("gpt2", id, 4, hosts=2, device_map=where).placement,
-    ]
-
-    assert [str(each.device_of("blocks.3")) for each in placements] == ["sim:3"] * 3
-
-
 @pytest.mark.parametrize("function", [plan, estimate, dry_run])
 @pytest.mark.parametrize(
     ("options", "message"),

@@ -99,18 +99,6 @@ def test_the_outer_machine_is_as_it_was(case: str, outer: Machine) -> None:
     assert outer.is_open
 
 
-def test_it_gives_what_it_gives_outside(outer: Machine) -> None:
-    inside = estimate(model_name(), 2, seq_len=4)
-    rehearsed = dry_run(model_name(), forward, 3)
-    assert rehearsed.runs, rehearsed
-    outer_devices = outer.devices
-
-    assert len(outer_devices) == 4
-    assert [each.device for each in inside.devices] == ["0 (home)", "1"]
-    assert len(rehearsed.weights) == 3
-    assert rehearsed.memory == (80 * 2**30,) * 3
-
-
 def test_the_same_outside() -> None:
     with simulate(4):
         inside = estimate(model_name(), 2, seq_len=4), dry_run(model_name(), forward, 3)

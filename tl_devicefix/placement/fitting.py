@@ -52,9 +52,9 @@ def check_fit(placement: Placement, max_memory: MaxMemory | None, dtype: torch.d
         if room is not None and needed > room:
             if device == HOST != placement.home:
                 raise ValueError(
-                    f"the weights do not fit: what the devices have no room for is {gib(needed)}, "
-                    f"but max_memory allows {gib(room)} on 'cpu'; raise that, or use more or "
-                    "larger devices, a smaller dtype or first_n_layers"
+                    f"the weights do not fit: blocks of {gib(needed)} would be offloaded, but "
+                    f"max_memory allows {gib(room)} on 'cpu'; raise that, or use more or larger "
+                    "devices, a smaller dtype or first_n_layers"
                 )
             raise ValueError(
                 f"the weights do not fit: {printed(device)} would hold {gib(needed)} but has "
@@ -80,16 +80,13 @@ def remedy(
         given_back: bytes on each device that are in use now, and will not be.
     """
     home, sizes = placement.home, placement.components
-    free_now = {device: free_memory(device) for device in placement.devices}
+    needed = {device: placement.bytes_on(device) + headroom for device in placement.devices}
+    free_now = [free_memory(device) for device in needed]
     if limits and all(
-        room is not None and placement.bytes_on(device) + headroom <= room
-        for device, room in free_now.items()
+        free is not None and size <= free for free, size in zip(free_now, needed.values())
     ):
-        needed = (
-            f"{named_in_full(d)}: {gib(1.01 * (placement.bytes_on(d) + headroom))}"
-            for d in free_now
-        )
-        return f"more is free: a larger max_memory would fit ({', '.join(needed)})"
+        told = ", ".join(f"{named_in_full(d)}: {gib(1.01 * size)}" for d, size in needed.items())
+        return f"more is free: a larger max_memory would fit ({told})"
 
     def room_on(device: torch.device) -> int | None:
         room = capacity(device, limits)

@@ -81,8 +81,7 @@ def threads(count: int, **options: Any) -> Iterator[ThreadPoolExecutor]:
 
 
 def _raise_first(errors: list[BaseException]) -> None:
-    """Raise the first of some errors, if any; what is no Exception, as an interrupt, before all."""
-    errors.sort(key=lambda error: isinstance(error, Exception))
+    """Raise the first of some errors, if any."""
     try:
         if errors:
             raise errors[0]
@@ -116,8 +115,8 @@ class _Order:
             return False
         try:
             caller.run(self._on_its_cores, unit)
-        except BaseException as error:
-            self.stop(index if isinstance(error, Exception) else 0)
+        except BaseException:
+            self.stop(index)
             raise
         return True
 
