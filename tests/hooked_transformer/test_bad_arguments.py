@@ -30,8 +30,8 @@ NONSENSE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"n_devices": 2, "device": "cpu"},
         ("n_devices=2", "'cpu'", "lower n_devices"),
     ),
-    "no devices": ({"n_devices": 0}, ("n_devices=0", "at least 1")),
-    "fewer than no devices": ({"n_devices": -1}, ("n_devices=-1", "at least 1")),
+    "no devices": ({"n_devices": 0}, ("n_devices must be", "1 or more, but is 0")),
+    "fewer than no devices": ({"n_devices": -1}, ("n_devices must be", "1 or more, but is -1")),
     "a device that does not exist": (
         {"device": "sim:7"},
         ("'sim:7'", "4 device(s)", "name one that is there"),

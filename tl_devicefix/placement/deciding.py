@@ -186,7 +186,7 @@ def _from_dict(
     for key in device_map:
         if not any(_is_prefix(key, name) for name in names):
             raise ValueError(
-                f"device_map names {key!r}, which is no component of this model; it has "
+                f"device_map names {key!r}, but this model has no such component: it has "
                 f"{in_short(names)} (prefixes such as 'blocks', or '' for all, are fine)"
             )
     placed, missing = [], []

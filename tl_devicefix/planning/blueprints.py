@@ -162,4 +162,4 @@ def is_of_bridge(config_or_model_name: Any, cls: Any = None) -> bool:
     classes = (["HookedTransformer or a subclass of it"] if has_hooked_transformer() else []) + (
         ["TransformerBridge"] if has_bridge() else []
     )
-    raise ValueError(f"cls={cls!r} is no class of models here: give {', or '.join(classes)}")
+    raise ValueError(f"cls={cls!r} is not a class of models here: give {', or '.join(classes)}")
