@@ -55,12 +55,13 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Build the documentation into site/: a broken link, anchor or reference, or style, fails."""
+    """Build the documentation into site/: a broken link or reference, style or spelling fails."""
     # What the extra asks for and not the package, as nothing is imported: no torch is needed.
     settings = configparser.ConfigParser()
     settings.read("setup.cfg")
     session.install("-c", "constraints.txt", *settings["options.extras_require"]["docs"].split())
     session.run("python", "docs/building/style.py")
+    session.run("codespell", "README.md", "CONTRIBUTING.md", "notebooks/README.md", "docs")
     session.run("mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})
 
 
