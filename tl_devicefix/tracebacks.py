@@ -39,6 +39,10 @@ ON_MIXED_DEVICES = (
 )
 
 
+AFTER_JOIN = " After tl_devicefix.init_hosts(), "
+"""Begins what follows torch's own words about a CPU that is one of the devices."""
+
+
 class Note(Exception):
     """A note on an error where Python has none: the cause of the first error that it came from."""
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tl_devicefix.simulation.tensor import has_values
+from tl_devicefix.placement.devices import has_values
 
 Made = TypeVar("Made")
 _this_forward: ContextVar[dict[Any, Any] | None] = ContextVar("tl_devicefix_forward", default=None)

@@ -19,7 +19,7 @@ from tl_devicefix.monkeypatch.patch import Patch
 from tl_devicefix.placement.devices import printed
 from tl_devicefix.placement.in_use import chosen_device
 from tl_devicefix.placement.placement import Placement
-from tl_devicefix.simulation.tensor import AFTER_JOIN
+from tl_devicefix.tracebacks import AFTER_JOIN
 
 _DEVICES = "_tl_devicefix_devices"
 

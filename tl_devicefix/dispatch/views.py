@@ -26,7 +26,6 @@ from transformer_lens.hook_points import HookPoint, LensHandle
 
 from tl_devicefix.dispatch.hooking import HookAcrossDevices
 from tl_devicefix.offload.visiting import ForwardWithVisitors
-from tl_devicefix.simulation.backward import KeptErrors
 
 _AS_MADE = "_tl_devicefix_as_made"
 
@@ -126,8 +125,8 @@ _WITH_STATE = (
     "tl_devicefix.simulation.backward",
 )
 """Where the classes are of which a model's modules hold objects that know modules or the run."""
-_OF_USERS = (LensHandle, HookAcrossDevices, KeptErrors)
-"""What holds a user's hook."""
+_OF_USERS = (LensHandle, HookAcrossDevices)
+"""What holds a user's hook, beside classes that say so by `holds_users_hook`."""
 _OF_MODULES = frozenset(
     name for name, value in vars(nn.Module()).items() if type(value) in _CONTAINERS
 )
@@ -219,7 +218,7 @@ class Twins:
                     self._fill_container(*self._contents.pop())
             elif its_kind in _CALLABLES:
                 self._callables.append((held, name, value))
-            elif kind in _OF_USERS:
+            elif kind in _OF_USERS or getattr(kind, "holds_users_hook", False):
                 held[name] = self._in_function(value)
             else:
                 held[name] = self(value)

@@ -17,7 +17,7 @@ from tl_devicefix.hooked_transformer.far_blocks import attention_whole
 from tl_devicefix.hooked_transformer.hook_points import at
 from tl_devicefix.hooked_transformer.known_blocks import IS_2, why_attention_as_installed
 from tl_devicefix.hooked_transformer.norms import number, run_norm
-from tl_devicefix.simulation.tensor import SimTensor, has_values
+from tl_devicefix.placement.devices import has_values
 
 Residual = Float[torch.Tensor, "batch pos d_model"]
 Heads = Float[torch.Tensor, "batch pos head_index d_head"]
@@ -45,7 +45,7 @@ def run_attention(
         heard: whether somebody may listen in it.
     """
     entry = past_kv_cache_entry
-    if type(inputs[0]) is SimTensor:
+    if type(inputs[0]) is not torch.Tensor:
         made = attention_whole(attn, inputs, entry, attention_mask)
         if made is not None:
             return made

@@ -31,7 +31,6 @@ from tl_devicefix.hooked_transformer.known_blocks import (
 )
 from tl_devicefix.hooked_transformer.norms import run_norm
 from tl_devicefix.monkeypatch.applying import original as installed
-from tl_devicefix.simulation.tensor import SimTensor
 
 _POST_NORM = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
 """TransformerLens's POST_NORM_ARCHITECTURES: norms follow attention and MLP."""
@@ -64,7 +63,7 @@ def block_forward(
     look = look_at(self)
     is_run = as_known and why_as_installed(self, look) is None
     given = resid_pre, shortformer_pos_embed, past_kv_cache_entry, attention_mask
-    if type(resid_pre) is SimTensor and is_run:
+    if type(resid_pre) is not torch.Tensor and is_run:
         output = block_whole(self, *given, look)
         if output is not None:
             return output
@@ -217,7 +216,7 @@ def run_mlp(mlp: Any, x: Residual, heard: bool = True) -> Residual:
     ):
         output: Residual = mlp(x)
         return output
-    if type(x) is SimTensor and (made := component_whole(mlp, x)) is not None:
+    if type(x) is not torch.Tensor and (made := component_whole(mlp, x)) is not None:
         return made
     W_in, W_out = weights["W_in"], weights["W_out"]
     act_fn = mlp.act_fn

@@ -11,7 +11,6 @@ from transformer_lens.components import LayerNorm, LayerNormPre, RMSNorm, RMSNor
 from tl_devicefix.hooked_transformer.far_blocks import component_whole
 from tl_devicefix.hooked_transformer.hook_points import NORMS, at, is_heard
 from tl_devicefix.hooked_transformer.known_blocks import IS_2
-from tl_devicefix.simulation.tensor import SimTensor
 
 _PRECISE = (torch.float32, torch.float64)
 _N_WEIGHTS = {LayerNorm: 2, RMSNorm: 1, LayerNormPre: 0, RMSNormPre: 0}
@@ -30,7 +29,7 @@ def run_norm(norm: Any, x: torch.Tensor, heard: bool = True) -> torch.Tensor:
     if cls not in NORMS or (heard and is_heard(norm)) or len(weights) != _N_WEIGHTS[cls]:
         output: torch.Tensor = norm(x)
         return output
-    if type(x) is SimTensor and (made := component_whole(norm, x, is_norm=True)) is not None:
+    if type(x) is not torch.Tensor and (made := component_whole(norm, x, is_norm=True)) is not None:
         return made
     dtype = norm.cfg.dtype
     if dtype not in _PRECISE:

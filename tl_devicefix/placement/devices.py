@@ -254,3 +254,8 @@ def free_memory(device: torch.device) -> int | None:
 def _says_not_supported(error: RuntimeError) -> bool:
     """Whether torch says that the device, or torch as it was built, has no such query."""
     return isinstance(error, NotImplementedError) or bool(re.search("n[o']t support", str(error)))
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has values; one of a dry run has none."""
+    return getattr(tensor, "has_values", True)

@@ -136,6 +136,8 @@ class KeptErrors:
         hook: the user's.
     """
 
+    holds_users_hook = True  # of which a view of the model has its own
+
     def __init__(self, hook: Callable[..., Any]) -> None:
         self._hook = hook
         functools.update_wrapper(self, hook)  # TransformerLens 2 tells hooks by their names

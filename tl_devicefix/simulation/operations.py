@@ -17,7 +17,6 @@ from tl_devicefix.simulation.tensor import (
     Operation,
     SimTensor,
     common_device,
-    has_values,
     left_error,
     read,
     run_on_one_device,
@@ -118,7 +117,7 @@ def _chosen_for(value: Any) -> Any:
 
 def _equal(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``torch.equal`` and its like; tensors without values are equal if their shapes are."""
-    if any(type(arg) is SimTensor and not has_values(arg) for arg in args):
+    if any(type(arg) is SimTensor and not arg.has_values for arg in args):
         common_device([arg for arg in args if type(arg) is SimTensor])
         return args[0].shape == args[1].shape
     return run_on_one_device(func, args, kwargs)
@@ -126,13 +125,13 @@ def _equal(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def _is_all_true(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """With what torch checks arguments, as of a distribution; without values they are good."""
-    return run_on_one_device(func, args, kwargs) if has_values(args[0]) else torch.tensor(True)
+    return run_on_one_device(func, args, kwargs) if args[0].has_values else torch.tensor(True)
 
 
 def _bincount(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``torch.bincount``; without values, of as many bins as are asked for at least."""
     counted, minlength = args[0], kwargs.get("minlength", args[2] if len(args) > 2 else 0)
-    if type(counted) is not SimTensor or has_values(counted) or not minlength:
+    if type(counted) is not SimTensor or counted.has_values or not minlength:
         return run_on_one_device(func, args, kwargs)
     return counted.new_zeros(minlength)
 

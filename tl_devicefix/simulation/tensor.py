@@ -16,7 +16,7 @@ from tl_devicefix.simulation.backward import raise_or_keep
 from tl_devicefix.simulation.geometry import call_without_values, parts_of
 from tl_devicefix.simulation.machine import DEVICE_TYPE, Allocation, Machine
 from tl_devicefix.simulation.sites import Site
-from tl_devicefix.tracebacks import note_mixed_devices
+from tl_devicefix.tracebacks import AFTER_JOIN, note_mixed_devices
 
 aten = torch.ops.aten
 
@@ -167,6 +167,11 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
     def is_shared(self) -> bool:
         """Whether other processes may have it: always, as torch says of CUDA."""
         return True
+
+    @property
+    def has_values(self) -> bool:
+        """Whether there are values; without, only placement is simulated."""
+        return self._allocation.machine.behind.type != "meta"
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return the CPU storage behind: its address and size tell what shares memory."""
@@ -461,10 +466,6 @@ def _takes_cpu_scalars(func: Operation) -> bool:
     )
 
 
-AFTER_JOIN = " After tl_devicefix.init_hosts(), "
-"""How begins what is said beside torch's own words, of the CPU that is a device."""
-
-
 def _mixed_error(
     one: torch.device, other: torch.device, sites: Sequence[Site] = ()
 ) -> RuntimeError:
@@ -494,8 +495,3 @@ def without_values(meta: torch.Tensor) -> torch.Tensor:
     n_elements = last + 1 if meta.numel() else 1
     blank = torch.from_numpy(numpy.zeros(n_elements * meta.element_size(), numpy.uint8))
     return blank.view(meta.dtype).as_strided(meta.shape, meta.stride())
-
-
-def has_values(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has values; one of a rehearsal has none."""
-    return type(tensor) is not SimTensor or tensor._allocation.machine.behind.type != "meta"

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import masking_utils
 
-from tl_devicefix.simulation.tensor import has_values
+from tl_devicefix.placement.devices import has_values
 
 
 class ThisForward(NamedTuple):

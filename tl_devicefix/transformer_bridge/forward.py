@@ -10,7 +10,7 @@ import torch
 from tl_devicefix.attention.implementation import is_sdpa
 from tl_devicefix.dispatch import forward as running
 from tl_devicefix.dispatch.scheduler import reading_text, take_own_tokenizer
-from tl_devicefix.simulation.tensor import has_values
+from tl_devicefix.placement.devices import has_values
 from tl_devicefix.transformer_bridge.attention import (
     ThisForward,
     let_masks_be_for_sdpa,
