@@ -67,7 +67,7 @@ OF_HOOKED_TRANSFORMER = [
         for path in sorted((HERE / room).glob("test_*.py"))
         if path.stem not in OF_EITHER
     ),
-    *("simulation/test_models.py", "surface/test_sweep.py"),
+    "surface/test_sweep.py",
     *(
         "multihost/test_traffic.py",
         "multihost/test_blocks.py",

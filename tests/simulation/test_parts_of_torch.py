@@ -115,18 +115,6 @@ def test_gradients_through_a_sparse_tensor(machine: Machine) -> None:
     assert torch.equal(gradient(dense().to("sim:1")).cpu(), gradient(dense()))
 
 
-def test_forward_mode_differentiation(machine: Machine) -> None:
-    def derivative(x: torch.Tensor) -> torch.Tensor:
-        def function(x: torch.Tensor) -> torch.Tensor:
-            return (2 * x @ x.T).sin().softmax(-1).to("sim:0" if x.device.type == "sim" else "cpu")
-
-        return torch.func.jvp(function, (x,), (torch.ones_like(x),))[1]
-
-    actual = derivative(dense().to("sim:1"))
-    assert actual.device == torch.device("sim:0")
-    assert torch.equal(actual.cpu(), derivative(dense()))
-
-
 def test_a_generator_on_a_device_gives_the_cpu_s_numbers(machine: Machine) -> None:
     generator = torch.Generator("sim:1").manual_seed(3)
     assert generator.device == torch.device("sim:1")
@@ -183,12 +171,3 @@ def test_gradients_are_those_of_the_cpu_s_own_kernel(
     assert here.grad is not None
     assert there.grad is not None
     assert torch.equal(there.grad.cpu(), here.grad)
-
-
-def test_gradients_with_autocast_have_the_weights_dtype(machine: Machine) -> None:
-    weight = dense().to("sim:1").requires_grad_()
-    with torch.autocast("sim", dtype=torch.bfloat16):
-        loss = (weight @ weight.T).sum()
-    loss.backward()
-    assert weight.grad is not None
-    assert weight.grad.dtype == torch.float32

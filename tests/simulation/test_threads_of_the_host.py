@@ -37,20 +37,6 @@ def elsewhere(function: Callable[[], Any]) -> Any:
         return pool.submit(function).result()
 
 
-def test_the_current_device_is_each_threads_own(machine: Machine) -> None:
-    sim = torch.get_device_module("sim")
-
-    def other() -> tuple[int, int, torch.device]:
-        at_first = sim.current_device()
-        sim.set_device(0)
-        return at_first, sim.current_device(), torch.ones(1, device="sim").device
-
-    sim.set_device(1)
-    assert elsewhere(other) == (0, 0, torch.device("sim:0"))
-    assert sim.current_device() == 1
-    assert torch.ones(1, device="sim").device == torch.device("sim:1")
-
-
 def test_streams_that_threads_are_within_are_their_own() -> None:
     with simulate(2, asynchronous=True):
         sim = torch.get_device_module("sim")
