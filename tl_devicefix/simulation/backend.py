@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -46,11 +46,12 @@ def real_accelerator() -> torch.device | None:
     return torch.accelerator.current_accelerator(check_available=True)
 
 
-def activate(machine: Machine) -> None:
-    """Make ``machine`` the one that ``sim`` devices belong to.
+@contextmanager
+def entered(machine: Machine) -> Iterator[Machine]:
+    """Within it, ``sim`` devices are those of this machine; later, they can be read only.
 
     Raises:
-        RuntimeError: if another one is active.
+        RuntimeError: if another one is entered.
     """
     global _active
     if _active is not None:
@@ -59,36 +60,34 @@ def activate(machine: Machine) -> None:
             " `with` block before entering another."
         )
     _active = machine
+    try:
+        yield machine
+    finally:
+        machine.is_open = False
+        _active = None
 
 
 @contextmanager
 def set_aside() -> Iterator[bool]:
-    """Within it, no machine is active; afterwards that which was is again, with its counts.
+    """Within it, no machine is entered; afterwards that which was is again, with its counts.
 
     Yields:
         Whether there was one.
     """
     global _active
     outer = _active
-    if outer is None:
-        yield False
-        return
-    _active = None
-    try:
-        with outer.set_aside():
-            yield True
-    finally:
-        _active = outer
-
-
-def deactivate(machine: Machine) -> None:
-    """Leave ``machine``: what is on it can be read, and copied to the CPU, from now on."""
-    global _active
-    machine.is_open = False
-    _active = None
+    with nullcontext() if outer is None else outer.set_aside():
+        _active = None
+        try:
+            yield outer is not None
+        finally:
+            _active = outer
 
 
 _OF_STREAMS = {"Event", "Stream", "current_stream", "default_stream", "set_stream", "stream"}
+_OF_MACHINE = {
+    *("mem_get_info", "memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"),
+}
 
 
 class DeviceModule:
@@ -98,9 +97,7 @@ class DeviceModule:
         """Tell whether a machine is entered."""
         return _active is not None
 
-    def is_initialized(self) -> bool:
-        """Tell whether a machine is entered."""
-        return _active is not None
+    is_initialized = is_available
 
     def device_count(self) -> int:
         """Return the number of devices: 0 outside of `simulate`."""
@@ -115,22 +112,6 @@ class DeviceModule:
         machine = active_machine()
         machine.current_index = machine.index_of(device)
 
-    def mem_get_info(self, device: int | str | torch.device | None = None) -> tuple[int, int]:
-        """Return the free and the total bytes of a device."""
-        return active_machine().mem_get_info(device)
-
-    def memory_allocated(self, device: int | str | torch.device | None = None) -> int:
-        """Return the bytes of the live storages on a device."""
-        return active_machine().memory_allocated(device)
-
-    def max_memory_allocated(self, device: int | str | torch.device | None = None) -> int:
-        """Return the peak of `memory_allocated` since the last reset."""
-        return active_machine().max_memory_allocated(device)
-
-    def reset_peak_memory_stats(self, device: int | str | torch.device | None = None) -> None:
-        """Start the peak of a device anew."""
-        active_machine().reset_peak_memory_stats(device)
-
     def synchronize(self, device: int | str | torch.device | None = None) -> None:
         """Wait for a device, if it is asynchronous; else an operation is done when it returns."""
         machine = active_machine()
@@ -138,7 +119,9 @@ class DeviceModule:
             machine.asynchronous.synchronize(machine.index_of(device))
 
     def __getattr__(self, name: str) -> Any:
-        """Offer streams and events, if the devices are asynchronous."""
+        """Offer what the machine measures; if devices are asynchronous, streams and events."""
+        if name in _OF_MACHINE:
+            return getattr(active_machine(), name)
         behind = None if _active is None else _active.asynchronous
         if name in _OF_STREAMS and behind is not None and behind.has_streams:
             return getattr(streams, name)

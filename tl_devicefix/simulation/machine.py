@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple, SupportsIndex, overload
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -101,13 +101,7 @@ class Transfers(list[Transfer]):
         """Return another list of the same, with their sums."""
         return copy.copy(self)
 
-    @overload
-    def __getitem__(self, index: SupportsIndex) -> Transfer: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Transfers: ...
-
-    def __getitem__(self, index: SupportsIndex | slice) -> Transfer | Transfers:
+    def __getitem__(self, index: Any) -> Any:
         """One of them, or those of a slice, which are `Transfers` too."""
         selected = super().__getitem__(index)
         return Transfers(selected) if isinstance(selected, list) else selected
@@ -181,7 +175,6 @@ class Machine:
         is_aside: True while another machine is entered instead of this one.
         asynchronous: what runs its devices behind the host, while it does.
         on_peak: called with a device's index whenever more is allocated there than ever before.
-        on_full: called when something has no room, to let go of what nobody needs.
     """
 
     def __init__(
@@ -197,7 +190,6 @@ class Machine:
         self.behind = torch.device("cpu" if values else "meta")
         self.asynchronous = asynchronous
         self.on_peak: Callable[[int], None] | None = None
-        self.on_full: Callable[[], None] | None = None
         self.transfers = Transfers()
         self.timeline = Timeline() if asynchronous is None else asynchronous.timeline
         self._current = threading.local()
@@ -317,10 +309,6 @@ class Machine:
         self.settle()
         index = device.index
         free = self._capacities[index] - self._allocated[index]
-        if nbytes > free and self.on_full is not None:
-            self.on_full()
-            self.settle()
-            free = self._capacities[index] - self._allocated[index]
         if nbytes > free:
             holds = getattr(self.asynchronous, "holds", lambda index: "")(index)
             which = f"Device {index}"
@@ -396,16 +384,7 @@ class Machine:
                     self.asynchronous.free(block)
 
 
-_UNITS = {
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
+_PREFIXES = " KMGT"
 
 
 def sites_on(n_devices: int | None, hosts: Hosts | None) -> tuple[Site, ...]:
@@ -431,7 +410,9 @@ def bytes_of(size: int | str, called: str = "memory") -> int:
     if isinstance(size, str):
         match = re.fullmatch(r"\s*(.+?)\s*([KMGT]i?B)\s*", size, re.IGNORECASE)
         with suppress(ValueError):
-            n_bytes = float(match[1]) * _UNITS[match[2].upper()] if match else -1
+            base = 1024 if match and "i" in match[2].lower() else 1000
+            power = _PREFIXES.index(match[2][0].upper()) if match else 0
+            n_bytes = float(match[1]) * base**power if match else -1
         if match and match[2].endswith("b") and "i" not in match[2].lower():
             n_bytes = -1  # bits to accelerate, and bytes to who writes it
     if not 0 <= n_bytes <= _MOST:

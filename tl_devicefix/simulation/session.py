@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import safetensors
@@ -159,7 +159,7 @@ def entered(memory: Sequence[int], behind: Any, sites: Sequence[Site]) -> Iterat
 @contextmanager
 def _changed_for(machine: Machine) -> Iterator[Machine]:
     """Have ``sim`` devices be those of this machine, and torch as it has to be for them."""
-    with _entered(machine), ExitStack() as stack:
+    with _with_masks(machine), ExitStack() as stack:
         _move_parameters_in_place(stack)
         _avoid_inference_mode(stack)
         _keep_errors_of_backwards(stack)
@@ -209,7 +209,7 @@ def simulate_apart(
     with backend.set_aside() as within_another:
         if within_another:  # by which torch is changed already
             capacities, sites = _capacities(n_devices, memory), sites_on(n_devices, hosts)
-            apart = _entered(Machine(capacities, values=False, sites=sites))
+            apart = _with_masks(Machine(capacities, values=False, sites=sites))
         else:
             apart = simulate(n_devices, memory, values=False, hosts=hosts)
         with apart as machine:
@@ -217,13 +217,11 @@ def simulate_apart(
 
 
 @contextmanager
-def _entered(machine: Machine) -> Iterator[Machine]:
-    """Have ``sim`` devices be those of this machine."""
-    backend.activate(machine)
-    with ExitStack() as stack:
-        stack.callback(backend.deactivate, machine)
-        if machine.behind.type == "meta":  # what a mask selects is at most everything
-            stack.enter_context(_meta_setting(meta_nonzero_assume_all_nonzero=True))
+def _with_masks(machine: Machine) -> Iterator[Machine]:
+    """Have ``sim`` devices be those of this machine; without values, a mask selects everything."""
+    is_without = machine.behind.type == "meta"
+    masks = _meta_setting(meta_nonzero_assume_all_nonzero=True) if is_without else nullcontext()
+    with backend.entered(machine), masks:
         yield machine
 
 

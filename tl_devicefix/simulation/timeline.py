@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, SupportsIndex, overload
+from typing import Any
 
 import torch
 
@@ -63,13 +63,7 @@ class Timeline(list[Busy]):
     It is a list, and a slice of it is a `Timeline` too; ``clear()`` forgets what there was.
     """
 
-    @overload
-    def __getitem__(self, index: SupportsIndex) -> Busy: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Timeline: ...
-
-    def __getitem__(self, index: SupportsIndex | slice) -> Busy | Timeline:
+    def __getitem__(self, index: Any) -> Any:
         """One of them, or those of a slice, which are a `Timeline` too."""
         selected = super().__getitem__(index)
         return Timeline(selected) if isinstance(selected, list) else selected
