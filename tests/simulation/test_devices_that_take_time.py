@@ -83,14 +83,6 @@ def test_devices_are_busy_at_once(machine: Machine) -> None:
     assert max(one.start, other.start) < min(one.end, other.end)
 
 
-def test_values_come_after_what_keeps_their_device_busy(machine: Machine) -> None:
-    x = torch.ones(3, device="sim:0")
-    machine.keep_busy(0, SHORT)
-    start = time.monotonic()
-    assert (x * 2).tolist() == [2, 2, 2]
-    assert time.monotonic() - start > SHORT / 2
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_operations_take_their_floating_point_operations(dtype: torch.dtype) -> None:
     x, y = torch.ones(8, 16, dtype=dtype), torch.ones(16, 4, dtype=dtype)

@@ -89,15 +89,6 @@ def test_moving_a_module_moves_its_memory():
         assert [machine.memory_allocated(i) for i in range(2)] == [0, 0]
 
 
-def test_a_graph_keeps_what_backward_needs():
-    with simulate(1) as machine:
-        x = torch.ones(10, device="sim", requires_grad=True)
-        result = x.exp().sum()
-        assert machine.memory_allocated(0) == 40 + 40 + 4, "the result of exp is saved"
-        result.backward()
-        assert machine.memory_allocated(0) == 40 + 40 + 4, "now it is the gradient"
-
-
 @pytest.mark.parametrize("memory", [1024, "1KiB", [10**9, "1KiB"]])
 def test_more_than_the_memory_raises_out_of_memory(memory):
     message = r"Tried to allocate 1\.00 KiB\. Device 1 has a total capacity of 1\.00 KiB of which"
