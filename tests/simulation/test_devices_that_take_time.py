@@ -191,7 +191,6 @@ def test_the_busy_share_is_of_what_is_computed(timeline: Timeline) -> None:
     assert timeline.busy_share(0) == pytest.approx(2 / 3)
     assert timeline.busy_share("sim:1") == pytest.approx(1 / 2)
     assert timeline.busy_share(torch.device("sim:1"), start=2, end=3) == pytest.approx(1 / 2)
-    assert timeline.busy_seconds(0) == pytest.approx(2)
     assert timeline[2:].busy_share(0, end=4) == pytest.approx(1 / 2)
     assert Timeline().busy_share(0) == 0
 

@@ -166,24 +166,21 @@ class Asynchronous:
         to: int | None,
         of: int | None,
         non_blocking: bool = False,
+        has_values: bool = False,
     ) -> None:
         """Copy between two devices, or the host (None) and one, as CUDA does.
 
         Between devices, it runs on the source's stream, and both streams wait for it. The host
         goes on at once if it asks to, and its memory is pinned.
-        """
-        self._copy(target, source, to, of, non_blocking)
 
-    def _copy(
-        self,
-        target: torch.Tensor,
-        source: torch.Tensor,
-        to: int | None,
-        of: int | None,
-        non_blocking: bool,
-        has_values: bool = False,
-    ) -> None:
-        """Copy as far as is still to do."""
+        Args:
+            target: what is copied to.
+            source: what is copied.
+            to: the target's device.
+            of: the source's device.
+            non_blocking: whether the host asks to go on.
+            has_values: whether the target has got the values already.
+        """
         device = to if of is None else of
         assert device is not None
         stream = self.launcher.current(device)
@@ -223,7 +220,7 @@ class Asynchronous:
                 self.memory.allocate(part, self.launcher.current(to))
         elif non_blocking:  # torch takes pinned memory for it
             self.pinned.add(poisoned(copied))
-        self._copy(copied, source, to, of, non_blocking, has_values=True)
+        self.copy(copied, source, to, of, non_blocking, has_values=True)
         return copied
 
     # Order

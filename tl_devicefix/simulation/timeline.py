@@ -78,27 +78,6 @@ class Timeline(list[Busy]):
         """When the last of them ended, in seconds after the machine was entered; 0 of none."""
         return max((busy.end for busy in self), default=0.0)
 
-    def busy_seconds(
-        self,
-        device: int | str | torch.device,
-        start: float | None = None,
-        end: float | None = None,
-    ) -> float:
-        """How long a device computed, copies not counted.
-
-        Args:
-            device: its index, or as torch names it.
-            start: from when, in seconds after the machine was entered; by default, all.
-            end: until when.
-        """
-        index = device if isinstance(device, int) else torch.device(device).index
-        start, end = self.start if start is None else start, self.end if end is None else end
-        return sum(
-            max(0.0, min(busy.end, end) - max(busy.start, start))
-            for busy in self
-            if busy.device.index == index and not busy.is_copy
-        )
-
     def busy_share(
         self,
         device: int | str | torch.device,
@@ -113,8 +92,14 @@ class Timeline(list[Busy]):
                 first device of the machine began.
             end: until when; by default, when the last one ended.
         """
+        index = device if isinstance(device, int) else torch.device(device).index
         start, end = self.start if start is None else start, self.end if end is None else end
-        return self.busy_seconds(device, start, end) / (end - start) if end > start else 0.0
+        seconds = sum(
+            max(0.0, min(busy.end, end) - max(busy.start, start))
+            for busy in self
+            if busy.device.index == index and not busy.is_copy
+        )
+        return seconds / (end - start) if end > start else 0.0
 
     def save(self, path: str | Path) -> None:
         """Write it in the Chrome trace format that ``torch.profiler`` writes, for Perfetto.
