@@ -182,6 +182,15 @@ def asynchronous(session: nox.Session) -> None:
         session.run("pytest", "-n", "2", "--asynchronous", seed, *(session.posargs or rooms))
 
 
+@nox.session
+def mutation(session: nox.Session) -> None:
+    """Slips put into weight_processing/ that its tests do not notice; outside CI: an hour or more."""
+    install_tests(session, "3.9.0")
+    session.install("mutmut==3.8.1")
+    session.run("mutmut", "run", "--max-children", "1", *session.posargs)
+    session.run("mutmut", "results")
+
+
 @nox.session(name="circuit-tracer")
 def circuit_tracer(session: nox.Session) -> None:
     """circuit-tracer over four simulated devices, as on one CPU; outside the default run."""

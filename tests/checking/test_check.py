@@ -75,13 +75,6 @@ def test_a_model_is_well_however_it_is_loaded_copied_and_moved(
     assert check(model.to("sim:2"))
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_a_model_that_is_processed_after_loading_is_well(n: int, load: Any) -> None:
-    model = load("solu", n_devices=n)
-    model.process_weights_()
-    assert check(model), check(model)
-
-
 # --------------------------------------------------------------------------------------------
 # Something is
 
@@ -323,17 +316,6 @@ def test_repair_says_which_device_is_full(
     assert not check(model)
     assert check(model, repair=True)
     assert_agrees(model(tokens), reference(tokens), model.placement.home)
-
-
-def test_repair_of_a_sound_model_does_nothing(model: Any, machine: Any) -> None:
-    before = everything_in(model)
-    machine.reset_transfers()
-
-    report = check(model, repair=True)
-
-    assert (report.findings, report.repaired) == ((), ())
-    assert everything_in(model) == before
-    assert machine.transfers == []
 
 
 # --------------------------------------------------------------------------------------------

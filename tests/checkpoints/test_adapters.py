@@ -168,22 +168,6 @@ def test_the_model_predicts_what_the_adapted_model_predicts(
     )
 
 
-@pytest.mark.fails_unpatched
-@pytest.mark.parametrize("n_devices", [1, 3])
-def test_a_model_within_a_peft_model_is_not_mistaken_for_untuned(
-    adapted: Any, load: Any, references: Any, predictions: Any, tokens: torch.Tensor
-) -> None:
-    """PEFT changes the base model itself; TransformerLens alone reads the weights beneath."""
-    untuned = log_probs(references("llama"), tokens)
-    base_model = adapted("llama", lora(*LLAMA)).get_base_model()
-    assert type(base_model).__name__ == "LlamaForCausalLM"
-
-    tuned = log_probs(load("llama", base_model), tokens)
-
-    assert tuned.sub(untuned).abs().max() > 1
-    assert tuned.sub(predictions(base_model, tokens)).abs().max() < 1e-4
-
-
 def disabled(model: PreTrainedModel) -> Any:
     adapted = lora(*LLAMA, modules_to_save=["lm_head", "norm"])(model)
     adapted.base_model.disable_adapter_layers()
@@ -290,15 +274,6 @@ def test_a_model_that_is_loaded_where_the_adapted_one_lies_shares_nothing_with_i
         for parameter in model.parameters():
             parameter.zero_()
     before.assert_unchanged()
-
-
-def test_the_first_layers_of_an_adapted_model(
-    hf_models: Any, adapted: Any, load: Any, reference_of: Any, tokens: torch.Tensor
-) -> None:
-    hf_model = adapted("llama", lora(*LLAMA))
-    merged = copy.deepcopy(hf_model).merge_and_unload()
-    model = load("llama", hf_model, first_n_layers=2)
-    assert_same_model(model, reference_of("llama", merged, first_n_layers=2), tokens)
 
 
 UNMERGEABLE: dict[str, tuple[Adapt, str]] = {

@@ -20,7 +20,7 @@ import transformers.dynamic_module_utils
 import transformers.utils.hub
 from architectures import ALL_ARCHITECTURES
 from comparison import assert_same_model, assert_same_weights
-from hf_models import N_LAYERS, make_tokenizer, randomize
+from hf_models import make_tokenizer, randomize
 from hub_cache import HubCache, commit_of
 from transformer_lens import HookedTransformer
 
@@ -80,18 +80,6 @@ def test_a_listed_name_is_the_model_that_transformer_lens_loads_by_it(
     assert model.cfg.model_name == reference.cfg.model_name
     assert model.tokenizer.get_vocab() == reference.tokenizer.get_vocab()
     assert model.to_tokens("w5 w7").tolist() == reference.to_tokens("w5 w7").tolist()
-
-
-@pytest.mark.fails_unpatched
-def test_an_alias_is_the_listed_name(
-    hub: HubCache, hf_models: Any, tokenizer: Any, machine: Any, tokens: Any
-) -> None:
-    hub.add("Qwen/Qwen2-0.5B", hf_models("qwen2"), tokenizer)
-    by_name = HookedTransformer.from_pretrained("Qwen/Qwen2-0.5B", n_devices=2)
-
-    by_alias = HookedTransformer.from_pretrained("qwen2-0.5b", n_devices=2)
-
-    assert torch.equal(by_alias(tokens), by_name(tokens))
 
 
 # --------------------------------------------------------------------------------------------
@@ -171,29 +159,6 @@ def test_the_text_model_of_a_multimodal_fine_tune(
     assert_predicts_as(model, hf_model, tokens)
 
 
-def test_a_sharded_fine_tune(
-    hub: HubCache, hf_models: Any, references: Any, machine: Any, tokens: Any
-) -> None:
-    snapshot = hub.add(FINE_TUNE, hf_models("qwen2"), max_shard_size="20KB")
-    assert len(list(snapshot.glob("*.safetensors"))) > 1
-
-    model = HookedTransformer.from_pretrained(FINE_TUNE, n_devices=3)
-
-    assert_same_model(model, references("qwen2"), tokens)
-
-
-def test_the_options_of_from_pretrained_hold(
-    fine_tune: str, references: Any, machine: Any, tokens: Any
-) -> None:
-    options = {"first_n_layers": 2, "fold_ln": False, "center_unembed": False}
-    reference = references("qwen2", **options)
-
-    model = HookedTransformer.from_pretrained(fine_tune, device_map="balanced", **options)
-
-    assert len(model.blocks) == 2 < N_LAYERS
-    assert_same_model(model, reference, tokens)
-
-
 def test_a_name_may_be_given_with_the_model_itself(
     hub: HubCache, hf_models: Any, references: Any, machine: Any, tokens: Any
 ) -> None:
@@ -237,11 +202,6 @@ def test_without_a_tokenizer_there_the_model_has_none(
     assert model(tokens).shape[:2] == tokens.shape
 
 
-def test_a_given_tokenizer_is_used_instead(fine_tune: str, tokenizer: Any, machine: Any) -> None:
-    model = HookedTransformer.from_pretrained(fine_tune, tokenizer=tokenizer, n_devices=2)
-    assert model.tokenizer.name_or_path == tokenizer.name_or_path != fine_tune
-
-
 # --------------------------------------------------------------------------------------------
 # How it is fetched
 
@@ -272,17 +232,6 @@ def test_a_revision_is_that_one_s_config_weights_and_tokenizer(
         assert_embeds_as(model, of_revision[revision])
         assert model.cfg.eps == of_revision[revision].config.rms_norm_eps
         assert ("later" in model.tokenizer.get_vocab()) == (revision == "v2")
-
-
-def test_a_revision_may_be_of_another_architecture(
-    hub: HubCache, hf_models: Any, tokenizer: Any, references: Any, machine: Any, tokens: Any
-) -> None:
-    for revision, architecture in (("main", "qwen2"), ("older", "gpt2")):
-        hub.add(FINE_TUNE, hf_models(architecture), tokenizer, revision)
-
-    model = HookedTransformer.from_pretrained(FINE_TUNE, revision="older", n_devices=2)
-
-    assert_same_model(model, references("gpt2"), tokens)
 
 
 def test_a_revision_may_be_a_commit(
@@ -471,20 +420,6 @@ def test_what_is_not_cached_is_refused_with_the_hub_s_reason(
     message = refusal(name, **options)
     assert repr(name) in message
     assert "couldn't find them in the cached files" in message
-
-
-def test_a_revision_that_is_not_cached(fine_tune: str, machine: Any) -> None:
-    message = refusal(fine_tune, revision="v3")
-    assert "couldn't find them in the cached files" in message
-
-
-def test_a_checkpoint_of_which_only_the_config_is_cached(
-    hub: HubCache, hf_models: Any, machine: Any
-) -> None:
-    snapshot = hub.add(FINE_TUNE, hf_models("qwen2"))
-    (snapshot / "model.safetensors").unlink()
-
-    assert repr(FINE_TUNE) in refusal(FINE_TUNE)
 
 
 def test_a_training_checkpoint_of_a_fine_tune(fine_tune: str, machine: Any) -> None:

@@ -18,7 +18,7 @@ from transformer_lens import HookedTransformer
 from transformers import CONFIG_MAPPING
 
 from tl_devicefix import Placement, plan, simulate
-from tl_devicefix.checkpoints.known_configs import known_config, known_fields
+from tl_devicefix.checkpoints.configs import known_config, known_fields
 from tl_devicefix.hooked_transformer.config import model_config
 from tl_devicefix.simulation.machine import Machine
 

@@ -11,7 +11,7 @@ import accelerate
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from architectures import ALL_ARCHITECTURES, NO_PROCESSING
+from architectures import ALL_ARCHITECTURES
 from comparison import assert_same_model
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -114,17 +114,6 @@ def test_the_model_has_the_weights_that_are_elsewhere(
     """GPT-2's embedding and unembedding are one tensor, which may be stored under either name."""
     model = load(name, offloaded(name, how))
     assert_same_model(model, references(name), tokens)
-
-
-@pytest.mark.fails_unpatched
-@pytest.mark.parametrize("n_devices", [1])
-@pytest.mark.parametrize("how", ["transformers, blocks on disk", "cpu_offload"])
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_the_model_may_be_loaded_unfolded_onto_one_device(
-    name: str, how: str, offloaded: Any, load: Any, references: Any, tokens: torch.Tensor
-) -> None:
-    model = load(name, offloaded(name, how), **NO_PROCESSING)
-    assert_same_model(model, references(name, **NO_PROCESSING), tokens)
 
 
 @pytest.mark.parametrize("name", ["gpt2"])

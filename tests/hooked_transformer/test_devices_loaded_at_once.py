@@ -12,7 +12,7 @@ import torch
 from architectures import ARCHITECTURES, load_hooked
 from transformer_lens import HookedTransformer
 
-from tl_devicefix.checkpoints.huggingface import HuggingFaceSource
+from tl_devicefix.checkpoints.sources import HuggingFaceSource
 from tl_devicefix.hooked_transformer import units
 
 SOON = 30.0  # seconds, within which threads that run at once have met

@@ -138,15 +138,15 @@ def assert_the_next_load_is_right(load: Any, references: Any) -> None:
 STAGES: dict[str, tuple[str, int]] = {
     "the config": ("tl_devicefix.hooked_transformer.loading.model_config", 1),
     "the plan": ("tl_devicefix.hooked_transformer.loading.decide_fitting", 1),
-    "opening the source": ("tl_devicefix.checkpoints.huggingface.HuggingFaceSource.__init__", 1),
+    "opening the source": ("tl_devicefix.checkpoints.sources.HuggingFaceSource.__init__", 1),
     "constructing the third block": ("transformer_lens.components.TransformerBlock.__init__", 3),
     "finishing the empty model": ("transformer_lens.HookedTransformer.setup", 1),
     "reading the first component": (
-        "tl_devicefix.checkpoints.huggingface.HuggingFaceSource.read",
+        "tl_devicefix.checkpoints.sources.HuggingFaceSource.read",
         1,
     ),
     "reading the last component": (
-        "tl_devicefix.checkpoints.huggingface.HuggingFaceSource.read",
+        "tl_devicefix.checkpoints.sources.HuggingFaceSource.read",
         8,
     ),
     "folding the second slice": ("tl_devicefix.hooked_transformer.units.process_component", 2),

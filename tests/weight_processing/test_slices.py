@@ -27,6 +27,7 @@ from tl_devicefix.hooked_transformer.units import (
 from tl_devicefix.weight_processing import Steps, Weights, WorkingCopies, process_component
 from tl_devicefix.weight_processing import slices as slices_module
 from tl_devicefix.weight_processing.slices import Slice, slices
+from tl_devicefix.weight_processing.steps import center_writing_weights_of_block
 
 pytestmark = pytest.mark.usefixtures("hub")  # so that nothing is fetched
 
@@ -117,6 +118,22 @@ def test_a_mixture_of_experts_is_cut_into_experts(components: Any) -> None:
     experts = [{key.split(".")[2] for key in part.whole if ".experts." in key} for part in parts]
     assert experts == [{"0"}, {"1"}, {"2"}]
     assert [("mlp.W_gate.weight" in part.whole) for part in parts] == [True, False, False]
+    assert all("ln2.w" in part.whole for part in parts)  # which folds into each
+
+
+def test_experts_are_centred_over_the_residual_stream() -> None:
+    block = {
+        "mlp.experts.1.W_out.weight": torch.randn(4, 6),
+        "mlp.experts.1.W_out.bias": torch.randn(4),
+        "mlp.experts.1.W_in.weight": torch.randn(6, 4),
+    }
+    before = copy.deepcopy(block)
+
+    center_writing_weights_of_block(block)
+
+    for name, tensor in before.items():
+        mean = tensor.mean(dim=0, keepdim=True) if "W_out" in name else 0
+        torch.testing.assert_close(block[name], tensor - mean)
 
 
 def test_an_mlp_whose_inner_norm_mixes_its_neurons_is_not_cut(components: Any) -> None:

@@ -18,7 +18,7 @@ from tl_devicefix.activation_store.keeping import Keep, Keeping, Reduce
 from tl_devicefix.activation_store.loading import SavedActivations, load_activations
 from tl_devicefix.activation_store.under_way import UnderWay
 from tl_devicefix.activation_store.wanted import wanted_of
-from tl_devicefix.checkpoints.dtypes import torch_dtype
+from tl_devicefix.checkpoints.configs import torch_dtype
 from tl_devicefix.misspelt import refuse_misspelt
 from tl_devicefix.pipelining.viewing import viewing
 from tl_devicefix.simulation.machine import bytes_of

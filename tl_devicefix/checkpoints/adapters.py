@@ -1,14 +1,37 @@
-"""PEFT adapters: those that are active are merged into copies of the layers that they adapt."""
+"""PEFT adapters: active ones are merged into copies of the layers that they adapt.
+
+peft, as bitsandbytes, is optional: its classes are recognised without importing it.
+"""
 
 from __future__ import annotations
 
+import importlib
 import re
 from typing import Any, NoReturn
 
 from torch import nn
 
-from tl_devicefix.checkpoints.optional import is_from, required
 from tl_devicefix.placement.memory import is_out_of_memory
+
+
+def is_from(package: str, thing: object) -> bool:
+    """Whether an object is an instance of a class of that package."""
+    return any(kind.__module__.partition(".")[0] == package for kind in type(thing).__mro__)
+
+
+def required(name: str) -> Any:
+    """Import a module of an optional dependency.
+
+    Raises:
+        ImportError: naming the extra to install.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        raise ImportError(
+            f"hf_model uses {package}, which cannot be imported ({error}); pip install {package}"
+        ) from error
 
 
 def out_of_wrappers(hf_model: nn.Module) -> nn.Module:

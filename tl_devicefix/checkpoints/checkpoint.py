@@ -5,9 +5,14 @@ transformers fills missing tensors with random numbers and only warns; here that
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import pickle
 import re
+import struct
+import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +20,10 @@ import torch
 import transformer_lens.loading_from_pretrained as tl_loading
 import transformers
 from packaging.version import Version
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import AutoModel, AutoModelForCausalLM
 
-from tl_devicefix.checkpoints.directories import is_checkpoint_directory
-from tl_devicefix.checkpoints.hub import snapshot
-from tl_devicefix.checkpoints.shards import check_shards, file_of, stored_shapes
+from tl_devicefix.checkpoints.hub import in_one_line, is_checkpoint_directory, snapshot
 from tl_devicefix.placement.memory import is_out_of_memory
 
 
@@ -33,12 +36,11 @@ def load_hf_model(model_name: str, cfg: Any, **kwargs: Any) -> torch.nn.Module:
         kwargs: what `AutoModelForCausalLM.from_pretrained` takes.
 
     Raises:
-        ValueError: if a tensor is missing, left over, misshapen or cut short; it is named.
+        ValueError: if a tensor is missing, left over or misshapen, or a file cannot be read; it is
+            named.
     """
     is_directory = is_checkpoint_directory(model_name)
-    if is_directory:
-        check_shards(Path(model_name))
-    elif model_name in tl_loading.NON_HF_HOSTED_MODEL_NAMES:
+    if not is_directory and model_name in tl_loading.NON_HF_HOSTED_MODEL_NAMES:
         raise ValueError(f"{model_name} is not on the hub: load it yourself and pass hf_model=...")
     if "revision" not in kwargs and cfg.from_checkpoint:
         kwargs["revision"] = _revision(model_name, cfg)
@@ -61,14 +63,11 @@ def load_hf_model(model_name: str, cfg: Any, **kwargs: Any) -> torch.nn.Module:
     except _UNREADABLE as error:
         if is_out_of_memory(error):
             raise
-        if not is_directory and (folder := _fetched(model_name, kwargs)):
-            check_shards(folder)
-        reason = " ".join(str(error).split())
+        _stored_tensors(model_name, kwargs)  # of which one may say more
         raise ValueError(
-            f"transformers cannot read the checkpoint {model_name!r}: {reason}"
+            f"transformers cannot read the checkpoint {model_name!r}: {in_one_line(error)}"
         ) from error
-    folder = Path(model_name) if is_directory else _fetched(model_name, kwargs)
-    _check_report(report, model_name, folder or Path(model_name), model)
+    _check_report(report, model_name, kwargs, model)
     return model.requires_grad_(False)
 
 
@@ -76,7 +75,7 @@ def load_hf_model(model_name: str, cfg: Any, **kwargs: Any) -> torch.nn.Module:
 # they should be.
 _UNREADABLE = (
     OSError, ValueError, RuntimeError, EOFError, AttributeError, ArithmeticError, AssertionError,
-    LookupError, pickle.UnpicklingError, SafetensorError,
+    LookupError, TypeError, pickle.UnpicklingError, SafetensorError, struct.error,
 )  # fmt: skip
 
 
@@ -100,19 +99,10 @@ def _revision(model_name: str, cfg: Any) -> str:
     )
 
 
-def _fetched(model_name: str, kwargs: dict[str, Any]) -> Path | None:
-    """The folder in which what was fetched of a checkpoint on the hub is, if anything was."""
-    try:
-        return snapshot(model_name, **kwargs)
-    except ValueError:
-        return None
-
-
 def _check_report(
-    report: dict[str, Any], model_name: str, directory: Path, model: torch.nn.Module
+    report: dict[str, Any], model_name: str, kwargs: dict[str, Any], model: torch.nn.Module
 ) -> None:
     """Turn transformers' loading report into an error if the checkpoint does not fit."""
-    stored = stored_shapes(directory)
     problems = {
         "lacks": sorted(report.get("missing_keys", ())),
         "has tensors that the architecture has no place for:": sorted(
@@ -124,18 +114,84 @@ def _check_report(
             for entry in report.get("mismatched_keys", ())
         ),
     }
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     for problem, names in problems.items():
-        if names:
-            shown = ", ".join(
-                f"{name} (stored {stored[name]}, expected {expected[name]})"
-                if name in stored and name in expected
-                else name
-                for name in names[:3]
-            )
-            more = f" and {len(names) - 3} more" if names[3:] else ""
-            file = file_of(directory, names[0])
+        if not names:
+            continue
+        stored, own = _stored_tensors(model_name, kwargs), model.state_dict()
+        shown = []
+        for name in names[:3]:
+            file, shape = stored.get(name, (None, None))
+            in_file = f" in {file}" if file else ""
+            if shape is not None and name in own:
+                in_file += f" (stored {shape}, expected {tuple(own[name].shape)})"
+            shown.append(f"{name}{in_file}")
+        more = f" and {len(names) - 3} more" if names[3:] else ""
+        raise ValueError(
+            f"the checkpoint {model_name!r} {problem} {', '.join(shown)}{more}; fetch or save it "
+            "again"
+        )
+
+
+# --------------------------------------------------------------------------------------------
+# What the weight files hold, to say more where something is wrong
+
+_Stored = dict[str, tuple[str, "tuple[int, ...] | None"]]
+"""Tensor -> the name of its file, and its shape if the file has it."""
+
+
+def _stored_tensors(model_name: str, kwargs: dict[str, Any]) -> _Stored:
+    """The tensors of a checkpoint that is on this machine, and those that its index lists.
+
+    Raises:
+        ValueError: naming a file that cannot be read.
+    """
+    try:
+        is_directory = is_checkpoint_directory(model_name)
+        folder = Path(model_name) if is_directory else snapshot(model_name, **kwargs)
+    except ValueError:  # nothing of it has been fetched
+        return {}
+    stored: _Stored = {}
+    for name in ("model.safetensors", "pytorch_model.bin"):  # as transformers looks for them
+        files, index = [folder / name], folder / f"{name}.index.json"
+        if not files[0].is_file() and index.is_file():
+            with _naming(index):
+                listed = json.loads(index.read_text())["weight_map"]
+                stored = {tensor: (file, None) for tensor, file in listed.items()}
+                files = sorted({folder / file for file in listed.values()})
+        elif not files[0].is_file():
+            continue
+        for file in files:
+            with _naming(file):
+                stored |= {tensor: (file.name, shape) for tensor, shape in _shapes_in(file)}
+        break
+    return stored
+
+
+@contextlib.contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Within it, a file that cannot be read is named in one sentence."""
+    try:
+        yield
+    except _UNREADABLE as error:
+        # In place of its own reason, torch says how to unpickle the file all the same.
+        reason = in_one_line((error.__suppress_context__ and error.__context__) or error)
+        if (called := re.search(r"GLOBAL (\w[\w.]*)", reason)) is not None:
             raise ValueError(
-                f"the checkpoint {model_name!r}{f' ({file})' if file else ''} {problem} {shown}"
-                f"{more}; fetch or save it again"
-            )
+                f"{file} would run {called[1]} when it is unpickled, which no weights need, so it "
+                "was not read: do not use this checkpoint, or have whoever made it save it as "
+                "safetensors"
+            ) from error
+        state = "is missing"
+        if file.is_file():
+            state = f"is damaged, perhaps as it is cut short at {file.stat().st_size} bytes"
+        raise ValueError(f"{file} {state} ({reason}); fetch it again") from error
+
+
+def _shapes_in(file: Path) -> list[tuple[str, tuple[int, ...]]]:
+    if file.suffix == ".safetensors":
+        with safe_open(file, "pt") as opened:
+            names = opened.keys()
+            return [(name, tuple(opened.get_slice(name).get_shape())) for name in names]
+    is_zip = zipfile.is_zipfile(file)  # before torch 1.6 they were none
+    held = torch.load(file, map_location="meta", weights_only=True, mmap=is_zip)
+    return [(name, tuple(tensor.shape)) for name, tensor in held.items()]

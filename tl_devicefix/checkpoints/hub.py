@@ -1,4 +1,4 @@
-"""Checkpoints on the Hugging Face hub: how they are fetched, and where their files then are."""
+"""Checkpoints by name: on the Hugging Face hub or in a local directory; and their tokenizers."""
 
 from __future__ import annotations
 
@@ -27,6 +27,18 @@ def hub_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
 
 
+def in_one_line(error: BaseException) -> str:
+    """What an error says, with its type where that says more."""
+    text = " ".join(str(error).split())
+    speaks = isinstance(error, (OSError, RuntimeError, ValueError))
+    return text if speaks and text else f"{type(error).__name__}: {text}"
+
+
+def is_checkpoint_directory(model_name: str) -> bool:
+    """Whether this names a local directory with a Hugging Face checkpoint in it."""
+    return (Path(model_name) / "config.json").is_file()
+
+
 def snapshot(name: str, **kwargs: Any) -> Path:
     """The folder in which a checkpoint's config.json is, once that is fetched.
 
@@ -41,15 +53,14 @@ def snapshot(name: str, **kwargs: Any) -> Path:
         config: Any = cached_file(name, "config.json", **hub_arguments(kwargs))
         return Path(config).parent
     except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
         raise ValueError(
-            f"{name!r} is no model that TransformerLens lists, no local directory, and cannot be "
-            f"fetched from the hub: {reason}"
+            f"{name!r} is neither a model that TransformerLens lists nor a local directory, and it "
+            f"cannot be fetched from the hub: {in_one_line(error)}"
         ) from error
 
 
 def has_tokenizer(name: str, **kwargs: Any) -> bool:
-    """Whether a checkpoint on the hub has a tokenizer."""
+    """Whether a checkpoint, in a directory or on the hub, has a tokenizer."""
     return any(
         cached_file(
             name,
@@ -62,6 +73,18 @@ def has_tokenizer(name: str, **kwargs: Any) -> bool:
     )
 
 
+def load_tokenizer(directory: str, trust_remote_code: bool) -> Any:
+    """The tokenizer saved in a checkpoint directory, or None if there is none.
+
+    Args:
+        directory: with the checkpoint.
+        trust_remote_code: whether a tokenizer's own code, in that directory, may run.
+    """
+    if not has_tokenizer(directory):
+        return None
+    return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+
+
 @contextlib.contextmanager
 def tokenizers_fetched_with(model_name: str, kwargs: dict[str, Any]) -> Iterator[None]:
     """Within it, TransformerLens fetches tokenizers as the caller wants the model fetched.
@@ -69,15 +92,14 @@ def tokenizers_fetched_with(model_name: str, kwargs: dict[str, Any]) -> Iterator
     `revision` and `subfolder` hold for the model's own repository, the rest (`cache_dir`, `token`,
     ...) for every one.
     """
-    wanted, thread = hub_arguments(kwargs), threading.get_ident()
+    options, thread = hub_arguments(kwargs), threading.get_ident()
 
     class Tokenizers:
         @staticmethod
-        def from_pretrained(name: str, **options: Any) -> Any:
-            if threading.get_ident() != thread:  # others may construct models of their own
-                return AutoTokenizer.from_pretrained(name, **options)
-            here = {k: v for k, v in wanted.items() if k in _OF_ACCESS or name == model_name}
-            return AutoTokenizer.from_pretrained(name, **{**options, **here})
+        def from_pretrained(name: str, **own: Any) -> Any:
+            if threading.get_ident() == thread:  # others may construct models of their own
+                own |= {k: v for k, v in options.items() if k in _OF_ACCESS or name == model_name}
+            return AutoTokenizer.from_pretrained(name, **own)
 
     fetching = [
         module

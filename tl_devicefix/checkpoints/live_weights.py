@@ -1,13 +1,16 @@
 """What a live Hugging Face model's modules would hold without adapters, quantisation or offloading.
 
-The real weights, module by module: what accelerate offloaded is read from where it lies, what
-bitsandbytes packed is dequantised, and active PEFT adapters are merged in float32 or wider. Only
-the module that is asked for is copied, and the given model is never changed.
+The real weights, module by module: those that accelerate offloaded are read from the CPU or the
+disk, those that bitsandbytes packed are dequantised, and active PEFT adapters are merged in float32
+or wider. Only the module that is asked for is copied, and the given model is never changed.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,9 +23,8 @@ from tl_devicefix.checkpoints.adapters import (
     merged,
     out_of_wrappers,
     refuse_unmergeable,
+    required,
 )
-from tl_devicefix.checkpoints.offloaded import OffloadedWeights
-from tl_devicefix.checkpoints.quantised import dequantised, is_quantised, refuse_packed
 
 
 class LiveWeights:
@@ -31,7 +33,6 @@ class LiveWeights:
     Attributes:
         model: the model to convert: the given one, out of its PEFT wrappers.
         computes: whether some values have to be computed, or read from where they are offloaded.
-        values: the values of a module's tensor, wherever they are (`OffloadedWeights.values`).
 
     Raises:
         ValueError: one sentence, if its adapters or its quantisation cannot be undone.
@@ -41,23 +42,42 @@ class LiveWeights:
     def __init__(self, hf_model: nn.Module) -> None:
         self.model = out_of_wrappers(hf_model)
         refuse_unmergeable(self.model)
-        refuse_packed(self.model)
-        self._offloaded = OffloadedWeights(hf_model)
-        self.values = self._offloaded.values
+        _refuse_packed(self.model)
+        self._stored = _offloaded(hf_model)
         self.computes = any(
-            is_adapter(module) or is_quantised(module) for module in self.model.modules()
+            is_adapter(module) or _is_quantised(module) for module in self.model.modules()
         ) or any(parameter.is_meta for parameter in self.model.parameters())
+
+    def values(self, module: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A parameter or buffer of `module`; if it is on meta, from where it was offloaded to.
+
+        It may be the model's own, so copy it; it stays on meta if there are no values anywhere.
+        """
+        if not tensor.is_meta:
+            return tensor
+        # transformers 4 keeps weights that are tied on disk under one of their names only.
+        tied = (
+            (owner, its_name)
+            for owner in self._stored
+            for its_name, parameter in owner._parameters.items()
+            if parameter is tensor
+        )
+        for owner, its_name in itertools.chain([(module, name)], tied):
+            stored, prefix = self._stored.get(owner, ({}, ""))
+            if (value := stored.get(prefix + its_name)) is not None:
+                return value.to(tensor.dtype)
+        return tensor
 
     @torch.no_grad()
     def plain(self, module: nn.Module, device: torch.device) -> nn.Module:
-        """What to read in place of `module`, which is itself if it is plain already.
+        """The module to read in place of `module`: itself if it is plain already.
 
         For an adapter or quantised layer, a new layer as in the base model, in float32 or wider, on
         `device`; on meta, so with shapes only, if there are no values. For a PEFT wrapper around
         versions of a module, the one that is in use: the model's own.
         """
         module = in_use(module)
-        if not is_quantised(module) and not is_adapter(module):
+        if not _is_quantised(module) and not is_adapter(module):
             return module
         new = self._floating(module, device)
         if getattr(new, "source_cls", None) is not Conv1D:
@@ -72,7 +92,7 @@ class LiveWeights:
         """A copy on `device` in float32 or wider, dequantised and merged."""
         module = in_use(module)
         new: Any
-        if isinstance(module, nn.Linear) and is_quantised(module):
+        if isinstance(module, nn.Linear) and _is_quantised(module):
             new = nn.Linear(module.in_features, module.out_features, device="meta")
             new.source_cls = getattr(module, "source_cls", None)
         else:
@@ -99,7 +119,7 @@ class LiveWeights:
 
     def _moved(self, module: Any, name: str, tensor: Any, device: torch.device) -> torch.Tensor:
         """A copy of one tensor, never an alias of the model's own: a merge is done in place."""
-        packed = name == "weight" and is_quantised(module)
+        packed = name == "weight" and _is_quantised(module)
         if device.type != "meta":
             tensor = self.values(module, name, tensor)
         if device.type == "meta" or tensor.is_meta:
@@ -107,9 +127,84 @@ class LiveWeights:
             dtype = torch.float32 if packed else _wide(tensor.dtype)
             return torch.empty(shape, dtype=dtype, device="meta")
         if packed:
-            tensor = dequantised(module, tensor.data, self._offloaded)
+            tensor = self._dequantised(module, tensor.data)
         return tensor.detach().to(device, _wide(tensor.dtype), copy=True)
+
+    def _dequantised(self, module: Any, packed: torch.Tensor) -> torch.Tensor:
+        """The weight of a bitsandbytes layer, by the library's own functions.
+
+        Values that are not packed yet are returned.
+        """
+        functional = required("bitsandbytes.functional")
+        weight, is_8bit = module.weight, type(module.weight).__name__ == "Int8Params"
+        state = module.state if is_8bit else copy.copy(weight.quant_state)
+        if state is None or (is_8bit and packed.is_floating_point()):
+            return packed
+        if is_8bit:  # the first forward moves the scales from the weight to the layer's state
+            scales = state.SCB if weight.SCB is None else weight.SCB
+            scales = torch.empty(0, device="meta") if scales is None else scales
+            scales = self.values(module, "SCB", scales)
+        else:
+            scales = state.absmax
+        if scales.is_meta:
+            raise ValueError(
+                "hf_model has quantised weights whose scales are lost (offloading 4-bit weights "
+                "loses them), so it cannot run either; load it again, without offloading"
+            )
+        if is_8bit:
+            return functional.int8_vectorwise_dequant(packed, scales.to(packed.device))
+        if getattr(state, "packing_format_for_cpu", False):
+            # A forward on a CPU with AVX512-BF16 repacks the weight in place, which no dequantiser
+            # reads; and bitsandbytes' inverse leaves the scales transposed, or rounds them again.
+            state.original_nested, state.absmax = False, scales.T.reshape(-1).float()
+            packed, state = functional._convert_weight_packed_for_cpu_inverse(packed, state)
+        return functional.dequantize_4bit(packed, state)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+
+
+def _offloaded(model: nn.Module) -> dict[nn.Module, tuple[Mapping[str, Any], str]]:
+    """Where accelerate holds a module's tensors, and what precedes their names there."""
+    stored: dict[nn.Module, tuple[Mapping[str, Any], str]] = {}
+    for module in model.modules():
+        hook: Any = getattr(module, "_hf_hook", None)
+        for each in getattr(hook, "hooks", [hook]):
+            if getattr(each, "offload", False) and each.weights_map is not None:
+                owners = module.named_modules() if each.place_submodules else [("", module)]
+                for name, owner in owners:
+                    stored[owner] = each.weights_map, f"{name}." if name else ""
+    return stored
+
+
+def _is_quantised(module: nn.Module) -> bool:
+    """Whether this is a linear layer of bitsandbytes, in 4 or 8 bits."""
+    kind = type(module._parameters.get("weight")).__name__
+    return kind in ("Params4bit", "Int8Params") and isinstance(module, nn.Linear)
+
+
+def _refuse_packed(model: nn.Module) -> None:
+    """Refuse weights that nothing here can unpack.
+
+    Raises:
+        ValueError: naming how they are quantised.
+    """
+    settings: Any = getattr(getattr(model, "config", None), "quantization_config", None)
+    settings = settings if isinstance(settings, dict) else getattr(settings, "__dict__", {})
+    method = settings.get("quant_method", "bitsandbytes")
+    kinds = {str(getattr(method, "value", method))} - {"bitsandbytes"}
+    for module in model.modules():
+        weights = [p for p in module._parameters.values() if p is not None]
+        if not _is_quantised(module):
+            packers = (_PACKERS.match(type(item).__module__) for item in (module, *weights))
+            kinds |= {packer[0] for packer in packers if packer}
+            kinds |= {str(p.dtype) for p in weights if not p.is_floating_point() or p.itemsize < 2}
+    if kinds:
+        raise ValueError(
+            f"hf_model is quantised ({', '.join(sorted(kinds))}) in a way that cannot be undone "
+            "here; pass it as it was before, or dequantised if its method can do that"
+        )
+
+
+_PACKERS = re.compile(r"(torchao|optimum|hqq|gptqmodel|auto_gptq|awq|torch\.ao\.nn)\b")

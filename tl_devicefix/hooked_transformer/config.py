@@ -25,18 +25,13 @@ import transformer_lens.loading_from_pretrained as tl_loading
 from transformer_lens import HookedTransformerConfig
 from transformers import AutoConfig
 
-from tl_devicefix.checkpoints.directories import (
-    _has_tokenizer,
-    is_checkpoint_directory,
-    read_config,
-    reading_config,
-)
+from tl_devicefix.checkpoints.configs import known_config, read_config, reading_config
 from tl_devicefix.checkpoints.hub import (
     has_tokenizer,
     hub_arguments,
+    is_checkpoint_directory,
     snapshot,
 )
-from tl_devicefix.checkpoints.known_configs import known_config
 from tl_devicefix.hooked_transformer.components import component_sizes
 from tl_devicefix.placement.devices import consecutive, resolve, simulated_device
 
@@ -203,7 +198,7 @@ def _config_of_directory(path: str, kwargs: dict[str, Any], on_hub: str | None =
     # By its name, as code that comes with it is not in the directory yet.
     trusted = kwargs.get("trust_remote_code", False)
     fetched = fetching if on_hub else {}
-    hf_config = read_config(called, Path(path), trust_remote_code=trusted, **fetched)
+    hf_config = read_config(called, trust_remote_code=trusted, **fetched)
     architecture = (hf_config.architectures or [None])[0]
     if architecture is None:
         raise ValueError(f"config.json in {called!r} names no architecture: add 'architectures'")
@@ -224,7 +219,7 @@ def _config_of_directory(path: str, kwargs: dict[str, Any], on_hub: str | None =
     cfg.trust_remote_code = trusted  # which TransformerLens sets for some architectures
     cfg.original_architecture = architecture
     cfg.model_name = Path(path).resolve().name
-    cfg.tokenizer_name = path if _has_tokenizer(path) else None
+    cfg.tokenizer_name = path if has_tokenizer(path) else None
     return cfg
 
 

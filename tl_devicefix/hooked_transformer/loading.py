@@ -23,12 +23,13 @@ from tl_devicefix.attention.implementation import (
     set_attn_implementation,
 )
 from tl_devicefix.checkpoints.checkpoint import load_hf_model
-from tl_devicefix.checkpoints.directories import is_checkpoint_directory, load_tokenizer
-from tl_devicefix.checkpoints.dtypes import torch_dtype
-from tl_devicefix.checkpoints.hub import tokenizers_fetched_with
-from tl_devicefix.checkpoints.huggingface import HuggingFaceSource
-from tl_devicefix.checkpoints.source import Source
-from tl_devicefix.checkpoints.state_dict import StateDictSource
+from tl_devicefix.checkpoints.configs import torch_dtype
+from tl_devicefix.checkpoints.hub import (
+    is_checkpoint_directory,
+    load_tokenizer,
+    tokenizers_fetched_with,
+)
+from tl_devicefix.checkpoints.sources import HuggingFaceSource, Source, StateDictSource
 from tl_devicefix.hooked_transformer.components import component_sizes
 from tl_devicefix.hooked_transformer.config import (
     is_listed,

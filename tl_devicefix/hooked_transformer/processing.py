@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformer_lens.components import LayerNormPre, RMSNormPre
 
-from tl_devicefix.checkpoints.units import full_name
+from tl_devicefix.checkpoints.sources import full_name
 from tl_devicefix.dispatch.forward import changing_weights, is_unfinished, refuse_unfinished
 from tl_devicefix.hooked_transformer.components import component_sizes
 from tl_devicefix.hooked_transformer.moving import settle

@@ -14,10 +14,8 @@ from torch import nn
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 from transformers import AutoTokenizer, DynamicCache, PretrainedConfig
 
-from tl_devicefix.checkpoints.directories import is_checkpoint_directory, read_config
-from tl_devicefix.checkpoints.dtypes import torch_dtype
+from tl_devicefix.checkpoints.configs import known_config, read_config, torch_dtype
 from tl_devicefix.checkpoints.hub import TOKENIZER_FILES
-from tl_devicefix.checkpoints.known_configs import known_config
 from tl_devicefix.gathering.gathering import STACKED
 from tl_devicefix.placement.components import ComponentSize, check_count
 from tl_devicefix.placement.in_use import gather_on
@@ -149,7 +147,7 @@ def _hf_config(config_or_model_name: Any) -> Any:
     known = known_config(name)
     if known is not None:
         return known
-    return read_config(name, Path(name) if is_checkpoint_directory(name) else None)
+    return read_config(name)
 
 
 _N_CTX_FIELDS = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,8 +16,8 @@ from tl_devicefix.attention.implementation import (
     check_attn_implementation,
     set_attn_implementation,
 )
-from tl_devicefix.checkpoints.directories import is_checkpoint_directory, read_config
-from tl_devicefix.checkpoints.dtypes import torch_dtype
+from tl_devicefix.checkpoints.configs import read_config, torch_dtype
+from tl_devicefix.checkpoints.hub import is_checkpoint_directory
 from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.placement.deciding import decide
 from tl_devicefix.placement.devices import simulated_device
@@ -104,7 +103,7 @@ def _boot_over_devices(boot: Any, wanted: dict[str, Any]) -> Any:
     name = str(wanted["model_name"])
     if is_checkpoint_directory(name):  # before TransformerLens reads it, whatever is in it
         trusted = wanted.get("trust_remote_code", False)
-        read_config(name, Path(name), trust_remote_code=trusted)
+        read_config(name, trust_remote_code=trusted)
     planned = _PlannedClass(wanted)
     arguments = dict(wanted)
     for name in ("device", "n_devices", "max_memory"):

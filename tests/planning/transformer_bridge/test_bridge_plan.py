@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tl_devicefix import estimate, plan
-from tl_devicefix.checkpoints.known_configs import known_config
+from tl_devicefix.checkpoints.configs import known_config
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
 GIB = 2**30

@@ -1,0 +1,110 @@
+"""Reading a checkpoint's config.json, those of models that plan without it, and dtypes by name.
+
+known_configs.json has, of each model, the fields that TransformerLens reads; it is no substitute
+for a checkpoint's own config, so only planning uses it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+
+from tl_devicefix.checkpoints.hub import in_one_line
+from tl_devicefix.placement.memory import is_out_of_memory
+
+
+def read_config(name: str, **kwargs: Any) -> Any:
+    """What transformers reads of a checkpoint's config.json.
+
+    Args:
+        name: a local directory, or the checkpoint's name on the hub.
+        kwargs: as `AutoConfig.from_pretrained` takes them.
+
+    Raises:
+        ValueError: if it cannot be read.
+    """
+    with reading_config(name):
+        return AutoConfig.from_pretrained(name, **kwargs)
+
+
+@contextlib.contextmanager
+def reading_config(name: str, errors: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
+    """Within it, whatever wrong values of a config.json make Python raise is one sentence of it.
+
+    Args:
+        name: of the checkpoint.
+        errors: what wrong values may raise; a value may be anything.
+
+    Raises:
+        ValueError: in that case.
+    """
+    try:
+        yield
+    except (ImportError, NotImplementedError):  # nothing is wrong with it
+        raise
+    except errors as error:
+        if is_out_of_memory(error):
+            raise
+        is_strict = type(error).__name__.startswith("StrictDataclass")
+        cause = (is_strict and error.__cause__) or error
+        raise ValueError(
+            f"config.json of {name!r} cannot be read ({in_one_line(cause)}); correct it, or fetch "
+            "it again"
+        ) from error
+
+
+def known_config(name: str) -> PretrainedConfig | None:
+    """What transformers would read of a model's config.json.
+
+    Args:
+        name: the name that TransformerLens lists the model by, or the hub's.
+
+    Returns:
+        A new config, or None if the model is not among those known here.
+    """
+    if name not in known_fields():
+        return None
+    fields = dict(known_fields()[name])
+    model_type = fields.pop("model_type")
+    if model_type in CONFIG_MAPPING:
+        return AutoConfig.for_model(model_type, **fields)
+    return PretrainedConfig(**fields)  # Qwen 1, whose class comes with its checkpoint
+
+
+@cache
+def known_fields() -> dict[str, dict[str, Any]]:
+    """Name -> the fields of the model's config.json on the hub; not to be changed."""
+    entries = json.loads((Path(__file__).parent / "known_configs.json").read_text())
+    fields: dict[str, dict[str, Any]] = {}
+    for entry in entries:  # each says only in what it differs from the one it is like
+        like = fields[entry["like"]] if "like" in entry else {}
+        for name in entry["names"]:
+            fields[name] = {**like, **entry["config"]}
+    return fields
+
+
+_SHORT = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """A dtype, or its name as HookedTransformer takes it ("bfloat16", "bf16", "torch.bfloat16").
+
+    Raises:
+        ValueError: if there is no such dtype.
+    """
+    named: Any = dtype
+    if isinstance(dtype, str):
+        named = _SHORT.get(dtype, getattr(torch, dtype.removeprefix("torch."), None))
+    if not isinstance(named, torch.dtype) or not named.is_floating_point:
+        raise ValueError(
+            "dtype must be a floating-point torch.dtype or its name, such as 'bfloat16' or "
+            f"'fp16', but is {dtype!r}"
+        )
+    return named

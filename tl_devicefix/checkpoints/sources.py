@@ -1,0 +1,257 @@
+"""What weights are read from, one component at a time, in HookedTransformer's format.
+
+A Hugging Face model is converted one block at a time, by TransformerLens's own converter. To
+convert one block, it is shown a model that shares the given model's weights but has only that
+block, and whose other matrices have no values; the given model is not touched.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import transformer_lens.loading_from_pretrained as tl_loading
+from torch import nn
+from transformers import PreTrainedModel
+
+from tl_devicefix.checkpoints.live_weights import LiveWeights
+from tl_devicefix.placement.components import component_of
+from tl_devicefix.placement.memory import is_out_of_memory
+from tl_devicefix.weight_processing import Weights
+
+
+def processing_unit(name: str) -> str:
+    """The unit that a weight is processed in: its component, or for ln_final the unembedding."""
+    component = component_of(name)
+    return "unembed" if component == "ln_final" else component
+
+
+def name_in_unit(name: str) -> str:
+    """The name a processing step sees: "blocks.3.attn.W_Q" -> "attn.W_Q", others whole."""
+    return name.split(".", 2)[2] if name.startswith("blocks.") else name
+
+
+def full_name(unit: str, name: str) -> str:
+    """The inverse of `name_in_unit`."""
+    return f"{unit}.{name}" if unit.startswith("blocks.") else name
+
+
+class Source(Protocol):
+    """Anything that weights can be read from, one processing unit at a time."""
+
+    computes: bool
+    """Whether reading makes tensors the size of a component, so that one is read at a time.
+
+    If not, several threads read at once.
+    """
+
+    def read(self, unit: str, device: torch.device) -> Weights:
+        """The weights of one unit, by their names within it, wherever they lie.
+
+        They may alias the source's own tensors, so they are for copying only.
+
+        Args:
+            unit: a component's name; ln_final's weights come with the unembedding's.
+            device: where to compute what has to be computed (merged adapters, dequantised weights).
+        """
+
+
+class StateDictSource:
+    """A whole state dict in HookedTransformer's format, as the small `.pth` models come."""
+
+    computes = False
+
+    def __init__(self, state_dict: Weights) -> None:
+        self._state_dict = state_dict
+
+    def read(self, unit: str, device: torch.device) -> Weights:
+        """See `Source.read`."""
+        return {
+            name_in_unit(name): tensor
+            for name, tensor in self._state_dict.items()
+            if processing_unit(name) == unit
+        }
+
+
+_META = torch.device("meta")
+
+
+class HuggingFaceSource:
+    """A Hugging Face model, wherever and however its weights lie; it is never changed.
+
+    Raises:
+        ValueError: if the model's blocks cannot be found, or its adapters or its quantisation
+            cannot be undone.
+        ImportError: if it uses PEFT or bitsandbytes, and that is not installed.
+    """
+
+    def __init__(self, hf_model: nn.Module, cfg: Any) -> None:
+        self._live = LiveWeights(hf_model)
+        self._model = self._live.model
+        self.computes = self._live.computes
+        self._cfg = cfg
+        self._blocks = _find_blocks(self._model, cfg)
+
+    def read(self, unit: str, device: torch.device) -> Weights:
+        """See `Source.read`.
+
+        Raises:
+            ValueError: if a weight is on the meta device, so has no values.
+        """
+        converted = StateDictSource(self._convert(unit, device))
+        weights = converted.read("blocks.0" if unit.startswith("blocks.") else unit, device)
+        for name, tensor in weights.items():
+            if tensor.is_meta:
+                raise ValueError(
+                    f"{unit}: {name} is on the meta device, so it has a shape but no values; load "
+                    "the model with its weights (device_map=None) and pass that as hf_model"
+                )
+        return weights
+
+    def _convert(self, unit: str, device: torch.device) -> Weights:
+        """Convert one block, then called "blocks.0", or what is outside the blocks."""
+        layers = [int(unit.split(".")[1])] if unit.startswith("blocks.") else []
+        # Converters copy matrices, but scale the embedding of a Gemma: in the dtype asked for.
+        is_scaled = (self._cfg.original_architecture or "").startswith("Gemma") and unit == "embed"
+        dtype = self._cfg.dtype if is_scaled else None
+        unread = self._embeddings_not_of(unit)
+        view = _View(self._live, self._blocks, layers, device, dtype, unread).of(self._model)
+        cfg = copy.copy(self._cfg)
+        cfg.n_layers = len(layers)
+        # Converters make missing biases on cfg.device, or on the CPU, and move some weights there.
+        cfg.device = str(_device_of(self._blocks[layers[0]] if layers else self._model))
+        cfg.from_checkpoint = False  # or TransformerLens would load the checkpoint again
+        try:
+            # It wants an official name, and then does not use it.
+            return tl_loading.get_pretrained_state_dict("gpt2", cfg, view, dtype=cfg.dtype)
+        except (AttributeError, RuntimeError) as error:
+            if is_out_of_memory(error):
+                raise
+            named, own = self._cfg.original_architecture, type(self._model).__name__
+            if named == own and isinstance(error, RuntimeError):
+                raise
+            if named == own:
+                raise ValueError(
+                    f"hf_model is a {own}, which this transformers lays out otherwise than this "
+                    f"TransformerLens reads ({error}); install versions of the two that were "
+                    "released together"
+                ) from error
+            # einops is given None for a weight that is missing.
+            reason = f"a weight of a {named} is missing" if "einops" in str(error) else error
+            raise ValueError(
+                f"hf_model is a {own}, which cannot be read as the {named} that is named "
+                f"({reason}); pass the model that belongs to the name, of AutoModelForCausalLM"
+            ) from error
+
+    def _embeddings_not_of(self, unit: str) -> set[nn.Module]:
+        """The embedding and the unembedding, less what is read for this unit: both if tied."""
+        if not isinstance(self._model, PreTrainedModel):
+            return set()
+        embedding, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
+        if embedding is None or head is None:  # then the embedding may be read for both
+            return set()
+        read = {"embed": embedding, "unembed": head}.get(unit)
+        shared = None if read is None else read.weight  # made anew at each read by some adapters
+        return {m for m in (embedding, head) if m is not read and m.weight is not shared}
+
+
+def _find_blocks(hf_model: nn.Module, cfg: Any) -> nn.ModuleList:
+    """The one list of blocks in a Hugging Face model."""
+    hf_config: Any = hf_model.config
+    hf_config = getattr(hf_config, "text_config", hf_config)  # multimodal models nest it
+    n_blocks = hf_config.num_hidden_layers
+    lists = [
+        module
+        for name, module in hf_model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and len(module) == n_blocks
+        and "vision" not in name  # a multimodal model has blocks for images too
+    ]
+    if not lists:
+        raise ValueError(
+            f"{type(hf_model).__name__} has no list of {n_blocks} blocks (its config's "
+            "num_hidden_layers), so it cannot be converted block by block; pass a model of an "
+            "architecture that TransformerLens supports"
+        )
+    if cfg.n_layers > n_blocks:
+        raise ValueError(
+            f"{cfg.n_layers} layers are asked for, but hf_model has {n_blocks}; check "
+            "first_n_layers, and that hf_model is the model that is named"
+        )
+    return lists[0]
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    """Where a module's first weight with values is; the CPU if none has any."""
+    devices = (p.device for p in module.parameters() if not p.is_meta)
+    return next(devices, torch.device("cpu"))
+
+
+@dataclass
+class _View:
+    """Makes a model that shares a model's weights, but has only the given blocks.
+
+    When there are blocks, matrices outside them have no values: only the blocks' are read.
+    """
+
+    live: LiveWeights
+    blocks: nn.ModuleList
+    layers: list[int]
+    """Which of the blocks the view has: none or one."""
+    device: torch.device
+    """Where to compute weights that have to be computed first."""
+    dtype: torch.dtype | None
+    """To show matrices in; by default their own."""
+    unread: set[nn.Module]
+    """Modules outside the blocks whose matrices have no values either."""
+    widened: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def of(self, model: nn.Module) -> nn.Module:
+        """The view of the model."""
+        return self._of(model, is_read=not self.layers)
+
+    def _of(self, module: nn.Module, is_read: bool) -> nn.Module:
+        """A copy of a module whose tensors are the module's own, with values if they are read."""
+        if module is self.blocks:
+            return nn.ModuleList(self._of(self.blocks[i], is_read=True) for i in self.layers)
+        is_read = is_read and module not in self.unread
+        module = self.live.plain(module, self.device if is_read else _META)
+        new = copy.copy(module)
+        new.__dict__ = dict(module.__dict__)
+        new._parameters = {
+            name: None
+            if p is None
+            else nn.Parameter(self._shown(module, name, p, is_read), requires_grad=False)
+            for name, p in module._parameters.items()
+        }
+        new._buffers = {
+            name: None if b is None else self._shown(module, name, b, is_read)
+            for name, b in module._buffers.items()
+        }
+        new._modules = {
+            name: None if child is None else self._of(child, is_read)
+            for name, child in module._modules.items()
+        }
+        return new
+
+    def _shown(
+        self, module: nn.Module, name: str, tensor: torch.Tensor, is_read: bool
+    ) -> torch.Tensor:
+        if not is_read and tensor.dim() > 1:
+            return torch.empty_like(tensor, device=_META)
+        tensor = self.live.values(module, name, tensor).detach()
+        if tensor.is_meta or not tensor.is_floating_point():
+            return tensor
+        if tensor.dim() <= 1:
+            # Converters add 1 to the norms of a Gemma: not in less than float32.
+            return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+        if self.dtype is None:
+            return tensor
+        # What is tied stays so; with the original, so that no other tensor gets its pointer.
+        key = tensor.data_ptr()
+        if key not in self.widened:
+            widened = tensor.to(torch.promote_types(tensor.dtype, self.dtype))
+            self.widened[key] = tensor, widened
+        return self.widened[key][1]
