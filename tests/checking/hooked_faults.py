@@ -97,7 +97,7 @@ FAULTS = {
         'model.cfg.normalization_type = "RMSPre"',
     ),
     "a norm of another class": Fault(
-        a_norm_is_another, "norms", "blocks.2.ln2", ("is a LayerNormPre", "RMSNormPre"), None
+        a_norm_is_another, "norms", "blocks.2.ln2", ("is a LayerNormPre", "'RMSPre'"), None
     ),
 }  # fmt: skip
 

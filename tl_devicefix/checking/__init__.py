@@ -1,21 +1,28 @@
 """Check a live model: whether all of it is where the placement says, with values, and nothing else.
 
-One file per question: `places`, `hosts`, `configs`, `setups`, `values`, `norms`, `hooks`. What is
-asked of a HookedTransformer and of a TransformerBridge in different ways is in `hooked` and
-`bridge`.
+`places` and `values` ask the same of either class; what differs is in `hooked` and `bridge`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from tl_devicefix.checking.by_class import of_class
-from tl_devicefix.checking.configs import config_findings
-from tl_devicefix.checking.hooks import hook_findings, hook_notes
-from tl_devicefix.checking.hosts import host_findings, host_notes
-from tl_devicefix.checking.places import device_findings, memory, place_notes
+from tl_devicefix.checking.places import (
+    config_findings,
+    count_parameters,
+    device_findings,
+    host_findings,
+    host_notes,
+    memory,
+    setup_findings,
+)
 from tl_devicefix.checking.report import Finding, Report
-from tl_devicefix.checking.values import value_findings
+from tl_devicefix.checking.values import (
+    hook_findings,
+    hook_notes,
+    storage_findings,
+    value_findings,
+)
 from tl_devicefix.dispatch.forward import WHY_REFUSED, is_unfinished
 from tl_devicefix.monkeypatch.versions import class_names, is_bridge, is_hooked_transformer
 
@@ -55,33 +62,48 @@ def check(model: Any, repair: bool = False) -> Report:
             f"check looks through a {class_names()}, but this is a {type(model).__name__}: give "
             "the model itself"
         )
-    findings = _repairable(model)
+    kind = _of_class(model)
+    findings = _repairable(model, kind)
     repaired: list[Finding] = []
     if repair and findings:
-        found = findings
-        of_class(model).put_right(model)
-        findings = _repairable(model)
-        repaired = [each for each in found if each not in findings]
+        before = findings
+        kind.put_right(model)
+        findings = _repairable(model, kind)
+        repaired = [finding for finding in before if finding not in findings]
     interrupted = [Finding("processing", "model", WHY_REFUSED)] if is_unfinished(model) else []
-    others = [
-        host_findings(model),
-        value_findings(model),
-        of_class(model).norm_findings(model),
-        hook_findings(model),
-    ]
     return Report(
-        findings=(*interrupted, *findings, *(each for kind in others for each in kind)),
+        findings=(
+            *interrupted,
+            *findings,
+            *host_findings(model),
+            *value_findings(model),
+            *storage_findings(model, kind.attached(model), kind.are_tied),
+            *kind.norm_findings(model),
+            *hook_findings(model),
+        ),
         repaired=tuple(repaired),
-        notes=(*place_notes(model), *host_notes(model), *hook_notes(model)),
-        n_parameters=of_class(model).count_parameters(model),
+        notes=(*kind.attached_notes(model), *host_notes(model), *hook_notes(model)),
+        n_parameters=count_parameters(model),
         memory=memory(model),
     )
 
 
-def _repairable(model: Any) -> list[Finding]:
+def _of_class(model: Any) -> Any:
+    """The module that answers for a model: `hooked`, or `bridge` by the same names."""
+    # Imported here, as TransformerLens may lack the one class or the other.
+    if is_bridge(model):
+        from tl_devicefix.checking import bridge
+
+        return bridge
+    from tl_devicefix.checking import hooked
+
+    return hooked
+
+
+def _repairable(model: Any, kind: Any) -> list[Finding]:
     """What `repair` mends."""
     return [
         *config_findings(model),
-        *device_findings(model),
-        *of_class(model).setup_findings(model),
+        *device_findings(model, kind.attached(model), kind.hint),
+        *setup_findings(model),
     ]

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
+from transformer_lens.components import LayerNorm, LayerNormPre, RMSNorm, RMSNormPre
 
-from tl_devicefix.checking.norms import norm_findings
-from tl_devicefix.checking.repairing import put_right
-from tl_devicefix.checking.setups import setup_findings
+from tl_devicefix.checking.places import Tensor, is_unspread, moved, placement_of, tensors
+from tl_devicefix.checking.report import Finding
+from tl_devicefix.dispatch.naming import listed
+from tl_devicefix.dispatch.user_modules import (
+    attached_modules,
+    device_of_weights,
+    runs_where_it_is,
+)
+from tl_devicefix.hooked_transformer.components import is_own
+from tl_devicefix.hooked_transformer.layout import ConvertedOnce, share_buffers
+from tl_devicefix.hooked_transformer.moving import settle
+from tl_devicefix.placement.components import component_of
+from tl_devicefix.placement.devices import printed
+from tl_devicefix.placement.fitting import naming_full_devices
 
-__all__ = [
-    "are_tied",
-    "bytes_held",
-    "count_parameters",
-    "norm_findings",
-    "put_right",
-    "setup_findings",
-]
+_NORMS = (LayerNorm, LayerNormPre, RMSNorm, RMSNormPre)
 
 
 def are_tied(model: Any, one: str, other: str) -> bool:
@@ -25,15 +36,108 @@ def are_tied(model: Any, one: str, other: str) -> bool:
     return False
 
 
-def count_parameters(model: Any) -> int:
-    """How many numbers the parameters are."""
-    return sum(parameter.numel() for parameter in model.parameters())
+def attached(model: Any) -> dict[nn.Module, str]:
+    """The modules of attached ones that were set up, which run where they are, and their paths.
+
+    Not those that TransformerLens itself has there, which someone moved before a setup.
+    """
+    roots = {
+        path: module
+        for path, module in model.named_modules()
+        if runs_where_it_is(module) and not is_own(model, path, module)
+    }
+    return {module: path for path, root in roots.items() for module in root.modules()}
 
 
-def bytes_held(model: Any) -> dict[torch.device, int]:
-    """Bytes of parameters and buffers on each device."""
-    held: dict[torch.device, int] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        nbytes = 0 if tensor.is_meta else tensor.nbytes
-        held[tensor.device] = held.get(tensor.device, 0) + nbytes
-    return held
+def attached_notes(model: Any) -> Iterator[Finding]:
+    """Attached modules that run on a device of their own."""
+    placement = placement_of(model)
+    roots = {path: module for module, path in reversed(attached(model).items())}
+    for path, module in roots.items() if placement is not None else ():
+        assert placement is not None
+        planned, device = placement.device_for(path), device_of_weights(module)
+        if device is not None and device != planned:
+            kind, on = type(module).__name__, printed(device)
+            message = f"{path} ({kind}) is on {on}, and its block on {printed(planned)}: "
+            yield Finding("attached", path, message + "it runs where it is")
+
+
+def hint(model: Any, path: str) -> str:
+    """What else may be done about a misplaced module, if it is one that was put in."""
+    placement = placement_of(model)
+    if placement is None or len(placement.devices) == 1:
+        return ""
+    module, paths = model.get_submodule(path), {m: p for p, m in model.named_modules()}
+    roots = (root for root in attached_modules(model, placement) if module in root.modules())
+    if any(not is_own(model, paths[root], root) for root in roots):
+        return "; model.setup() lets it run where it is, or move it"
+    return ""
+
+
+# --------------------------------------------------------------------------------------------
+# Norms: with weights, or folded into what reads them
+
+
+def norm_findings(model: Any) -> Iterator[Finding]:
+    """Norms of another class than TransformerLens builds by this config."""
+    cfg = model.cfg
+    says = f"cfg.normalization_type is {cfg.normalization_type!r}"
+    wrong = _wrong_norms(model, cfg)
+    if not wrong:
+        return
+    for other in ("LN", "LNPre", "RMS", "RMSPre"):
+        other_cfg = copy.copy(cfg)
+        other_cfg.normalization_type = other
+        if not _wrong_norms(model, other_cfg):
+            message = f"{says}, but the norms ({listed(list(wrong))}) are those of {other!r}"
+            fix = f'model.cfg.normalization_type = "{other}"'
+            yield Finding("norms", "cfg.normalization_type", message, fix)
+            return
+    for path, kind in wrong.items():
+        message = f"{path} is a {kind.__name__}, but {says}: load the model again, as its weights "
+        yield Finding("norms", path, message + "are folded in part only")
+
+
+def _wrong_norms(model: Any, cfg: Any) -> dict[str, type[nn.Module]]:
+    """The norms whose class is not the one by this config."""
+    by_config = SimpleNamespace(cfg=cfg)
+    is_right: dict[tuple[str, type[nn.Module]], bool] = {}
+    wrong: dict[str, type[nn.Module]] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, _NORMS):
+            # Blocks have the same norms, and to build one takes a while.
+            key = path.split(".", 2)[-1], type(module)
+            if key not in is_right:
+                is_right[key] = is_own(by_config, path, module)
+            if not is_right[key]:
+                wrong[path] = type(module)
+    return wrong
+
+
+# --------------------------------------------------------------------------------------------
+# Repairs
+
+
+def put_right(model: Any) -> None:
+    """Move what is misplaced, and make the config and the hooks across devices follow."""
+    placement = placement_of(model)
+    if is_unspread(model):
+        model.move_model_modules_to_device()
+        return
+    by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+    for tensor in tensors(model, attached(model)):
+        if tensor.is_misplaced:
+            by_device[tensor.planned].append(tensor)
+    for device, misplaced in by_device.items():
+        # The other tensors of their modules stay: an offloaded block's buffers are not on the host.
+        ids = {id(each) for t in misplaced for each in (t.value, t.value.grad)}
+        move = ConvertedOnce(model, partial(moved, device=device, ids=ids))
+        for tensor in misplaced:
+            component = component_of(tensor.full_name)
+            planned = placement is not None and component in placement.device_map
+            with naming_full_devices(model, placement if planned else None, component):
+                nn.Module._apply(tensor.module, move, recurse=False)
+    share_buffers(model)
+    if placement is not None:
+        settle(model, placement)
+    model.setup()

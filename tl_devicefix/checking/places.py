@@ -1,130 +1,200 @@
-"""Where a model's tensors are, beside where the placement puts them."""
+"""Where a model's tensors are, and where its placement and its config say they are."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from transformer_lens.hook_points import HookPoint
 
-from tl_devicefix.checking.by_class import of_class
 from tl_devicefix.checking.report import Finding, Memory
-from tl_devicefix.checking.tensors import (
-    Tensor,
-    attached,
-    is_own,
-    is_unspread,
-    placement_of_model,
-    planned_by,
-    tensors,
-)
-from tl_devicefix.dispatch.naming import WRAPPED, expression, joined, listed
-from tl_devicefix.dispatch.user_modules import attached_modules, device_of_weights
+from tl_devicefix.dispatch.carrying import not_carried_to
+from tl_devicefix.dispatch.naming import WRAPPED, expression, joined, listed, named_modules
 from tl_devicefix.monkeypatch.versions import is_bridge
-from tl_devicefix.placement.devices import HOST, printed
+from tl_devicefix.placement.devices import HOST, printed, resolve, site_of, with_index
+from tl_devicefix.placement.placement import Placement, by_hosts, in_short, in_words
 from tl_devicefix.placement.tables import gib
 
 
-def memory(model: Any) -> tuple[Memory, ...]:
-    """What each device holds of the model, and what is planned for it."""
-    placement = placement_of_model(model)
-    held = of_class(model).bytes_held(model)
+@dataclass(frozen=True)
+class Tensor:
+    """A parameter or buffer of a model, and where it belongs."""
+
+    path: str
+    """The name of the module that holds it."""
+    name: str
+    """Its name there."""
+    module: nn.Module
+    value: torch.Tensor
+    planned: torch.device
+
+    @property
+    def full_name(self) -> str:
+        """Its name in the model."""
+        return joined(self.path, self.name)
+
+    @property
+    def is_misplaced(self) -> bool:
+        """Whether it is elsewhere; on meta there are no values to be anywhere."""
+        return not self.value.is_meta and self.value.device != self.planned
+
+
+def tensors(model: Any, attached: Container[nn.Module] = ()) -> Iterator[Tensor]:
+    """The tensors of a model, but those of attached modules, whose place is their owner's."""
+    planned = planned_by(model)
+    for path, module in named_modules(model):
+        if module in attached:
+            continue
+        for held, of_weights in ((module._parameters, True), (module._buffers, False)):
+            for name, value in held.items():
+                if value is not None:
+                    yield Tensor(path, name, module, value, planned(joined(path, name), of_weights))
+
+
+def placement_of(model: Any) -> Placement | None:
+    """The model's placement; None if it was built on one device, or is not spread yet."""
+    return getattr(model, "placement", None)
+
+
+def is_unspread(model: Any) -> bool:
+    """Whether it is built for several devices, and not on them yet (`move_to_device=False`)."""
+    # A Bridge is booted where it stays.
+    return not is_bridge(model) and placement_of(model) is None and model.cfg.n_devices > 1
+
+
+def planned_by(model: Any) -> Callable[[str, bool], torch.device]:
+    """A name in the model, and whether it is a weight's -> its device.
+
+    By the placement, or else by `cfg.device`.
+
+    Raises:
+        ValueError: if there is no placement, and no such device.
+    """
+    placement = placement_of(model)
     if placement is not None:
-        planned = {each: placement.bytes_on(each) for each in placement.memories}
+        return placement.device_for
+    device = resolve(model.cfg.device)
+    return lambda name, of_weights: device
+
+
+def moved(tensor: torch.Tensor, device: torch.device, ids: Container[int]) -> torch.Tensor:
+    """For `nn.Module._apply`: the tensor on a device if its id is among these, or as it is."""
+    return tensor.to(device) if id(tensor) in ids else tensor
+
+
+# --------------------------------------------------------------------------------------------
+# What the config says
+
+
+def config_findings(model: Any) -> Iterator[Finding]:
+    """A `cfg.device` or `cfg.n_devices` that is not the placement's."""
+    placement, cfg = placement_of(model), model.cfg
+    if is_unspread(model):
+        message = f"cfg.n_devices is {cfg.n_devices}, but the model has not been spread"
+        fix = "model.move_model_modules_to_device()"
+        yield Finding("config", "cfg.n_devices", message, fix)
+    if placement is None:
+        return
+    home, count = placement.home, len(placement.devices)
+    if torch.device(cfg.device).type != home.type or with_index(torch.device(cfg.device)) != home:
+        message = f"cfg.device is {str(cfg.device)!r}, but the placement's home is {home}"
+        yield Finding("config", "cfg.device", message, f'model.cfg.device = "{home}"')
+    if cfg.n_devices != count:
+        message = f"cfg.n_devices is {cfg.n_devices}, but the placement has {count} devices"
+        yield Finding("config", "cfg.n_devices", message, f"model.cfg.n_devices = {count}")
+
+
+# --------------------------------------------------------------------------------------------
+# Where tensors are
+
+
+def count_parameters(model: Any) -> int:
+    """How many numbers the parameters are; those of views, and of tied ones, count once."""
+    counts: dict[int, int] = {}
+    for tensor in tensors(model):
+        if isinstance(tensor.value, nn.Parameter):
+            storage = tensor.value.untyped_storage()
+            count = counts.get(storage._cdata, 0) + tensor.value.numel()
+            counts[storage._cdata] = min(storage.nbytes() // tensor.value.itemsize, count)
+    return sum(counts.values())
+
+
+def memory(model: Any) -> tuple[Memory, ...]:
+    """What each device holds of the model, and is planned to; shared memory counts once."""
+    placement = placement_of(model)
+    storages = {}
+    for tensor in tensors(model):
+        if not tensor.value.is_meta:
+            storage = tensor.value.untyped_storage()
+            storages[storage._cdata] = tensor.value.device, storage.nbytes()
+    held: dict[torch.device, int] = defaultdict(int)
+    for device, nbytes in storages.values():
+        held[device] += nbytes
+    if placement is not None:
+        planned = {device: placement.bytes_on(device) for device in placement.memories}
     else:
         planned = {planned_by(model)("model", True): sum(held.values())}
     devices = dict.fromkeys((*planned, *sorted(held, key=str)))
-    return tuple(
-        Memory(device, planned.get(device, 0), held.get(device, 0))
-        for device in devices
-        if device.type != "meta"
-    )
+    return tuple(Memory(each, planned.get(each, 0), held.get(each, 0)) for each in devices)
 
 
-def place_notes(model: Any) -> list[Finding]:
-    """Attached modules that run on a device of their own."""
-    placement = placement_of_model(model)
-    if placement is None:
-        return []
-    notes = []
-    for path, module in attached(model):
-        here, there = placement.device_for(path), device_of_weights(module)
-        if there is not None and there != here:
-            kind = type(module).__name__
-            message = f"{path} ({kind}) is on {printed(there)}, and its block on {printed(here)}: "
-            message += "it runs where it is"
-            notes.append(Finding("attached", path, message))
-    return notes
+def device_findings(
+    model: Any, attached: dict[nn.Module, str], hint: Callable[[Any, str], str]
+) -> Iterator[Finding]:
+    """The largest modules of which all is misplaced, or else tensors, by the module they are in.
 
-
-def device_findings(model: Any) -> Iterator[Finding]:
-    """The largest modules of which all is misplaced, or else tensors, by the module they are in."""
+    Args:
+        model: the model.
+        attached: the modules of attached ones, and their paths.
+        hint: what else may be done about a path.
+    """
     if is_unspread(model):
         return
-    found = list(tensors(model))
-    whole = _wholly_misplaced(found, apart=[path for path, _ in attached(model)])
+    own = list(tensors(model, attached))
+    whole = _wholly_misplaced(own, apart=attached.values())
     groups: dict[str, list[Tensor]] = defaultdict(list)
-    for tensor in found:
+    for tensor in own:
         if tensor.is_misplaced:
-            groups[_outermost(tensor.path, whole)].append(tensor)
+            path = next((p for p in _enclosing(tensor.path) if p in whole), tensor.path)
+            groups[path].append(tensor)
     for path, misplaced in groups.items():
-        yield _device_finding(model, path, misplaced, path in whole)
+        names = [tensor.name for tensor in misplaced]
+        name = path or "model"
+        if path not in whole:
+            name = joined(path, names[0]) if len(names) == 1 else f"{listed(names)} of {name}"
+        size = gib(sum({id(t.value): t.value.nbytes for t in misplaced}.values()))
+        devices = listed(sorted({printed(tensor.value.device) for tensor in misplaced}))
+        planned, by = misplaced[0].planned, "cfg.device"
+        fix = f'{expression(path)}.to("{planned}")'
+        if placement_of(model) is not None:
+            by = "the placement"
+            if planned == HOST:  # .to(...) would move the buffers too
+                fix = "tl_devicefix.check(model, repair=True)"
+        message = f"{name} ({size}) is on {devices}, but {by} puts it on {printed(planned)}"
+        yield Finding("device", name, message + hint(model, path), fix)
 
 
-def _device_finding(model: Any, path: str, misplaced: list[Tensor], is_whole: bool) -> Finding:
-    names = [tensor.name for tensor in misplaced]
-    name = path or "model"
-    if not is_whole:
-        name = joined(path, names[0]) if len(names) == 1 else f"{listed(names)} of {name}"
-    size = gib(sum({id(t.value): t.value.nbytes for t in misplaced}.values()))
-    there = listed(sorted({printed(tensor.value.device) for tensor in misplaced}))
-    planned = misplaced[0].planned
-    by = "the placement" if placement_of_model(model) is not None else "cfg.device"
-    message = f"{name} ({size}) is on {there}, but {by} puts it on {printed(planned)}"
-    if _may_run_where_it_is(model, path):
-        message += "; model.setup() lets it run where it is, or move it"
-    fix = f'{expression(path)}.to("{planned}")'
-    if planned == HOST and placement_of_model(model) is not None:
-        fix = "tl_devicefix.check(model, repair=True)"  # .to(...) would move the buffers too
-    return Finding("device", name, message, fix)
-
-
-def _may_run_where_it_is(model: Any, path: str) -> bool:
-    placement = placement_of_model(model)
-    if placement is None or len(placement.devices) == 1 or is_bridge(model):
-        return False
-    module = model.get_submodule(path)
-    roots = (root for root in attached_modules(model, placement) if module in root.modules())
-    return any(not is_own(model, _path_of(model, root), root) for root in roots)
-
-
-def _path_of(model: Any, module: nn.Module) -> str:
-    return next(path for path, each in model.named_modules() if each is module)
-
-
-def _wholly_misplaced(found: list[Tensor], apart: list[str]) -> set[str]:
+def _wholly_misplaced(own: list[Tensor], apart: Any) -> set[str]:
     """The modules all of whose tensors are on one device and belong on one other.
 
     None that holds a module apart: to move the one would move the other.
     """
-    holding = {path for each in apart for path in _enclosing(each)}
+    holding = {path for other in apart for path in _enclosing(other)}
     places: dict[str, set[tuple[torch.device, torch.device]]] = defaultdict(set)
-    for tensor in found:
-        there = tensor.value.device if tensor.is_misplaced else tensor.planned
+    for tensor in own:
+        device = tensor.value.device if tensor.is_misplaced else tensor.planned
         for path in _enclosing(tensor.path):
-            places[path].add((there, tensor.planned))
+            places[path].add((device, tensor.planned))
     return {
         path
         for path, pairs in places.items()
         if len(pairs) == 1 and path not in holding and not path.endswith(WRAPPED)
-        if all(there != planned for there, planned in pairs)
+        if all(device != planned for device, planned in pairs)
     }
-
-
-def _outermost(path: str, of: set[str]) -> str:
-    return next((each for each in _enclosing(path) if each in of), path)
 
 
 def _enclosing(path: str) -> Iterator[str]:
@@ -133,3 +203,59 @@ def _enclosing(path: str) -> Iterator[str]:
     parts = path.split(".") if path else []
     for end in range(len(parts)):
         yield ".".join(parts[: end + 1])
+
+
+# --------------------------------------------------------------------------------------------
+# Devices of several hosts
+
+
+def host_findings(model: Any) -> Iterator[Finding]:
+    """Components on devices of hosts that are not joined any more."""
+    placement = placement_of(model)
+    for device in placement.devices if placement is not None else ():
+        assert placement is not None
+        planned = site_of(device, placement.sites)
+        if planned is not None and site_of(device) != planned:
+            names = in_short([c.name for c in placement.components if c.device == device])
+            message = f"{names}: on {device} ({planned.name}), which is no device here any more"
+            yield Finding("hosts", names, message, "load the model again, over hosts that are here")
+
+
+def host_notes(model: Any) -> Iterator[Finding]:
+    """That the residual stream goes between hosts more often than it has to, or weights do."""
+    placement = placement_of(model)
+    if placement is None:
+        return
+    times = sum(crossing.per_token > 0 for crossing in placement.crossings)
+    sites = {site_of(device, placement.sites) for device in placement.devices}
+    n_hosts = len({site.host for site in sites if site is not None})
+    if times > n_hosts:
+        message = (
+            f"the residual stream goes from host to host {times} times in a forward, where "
+            f"{n_hosts} would do: give each host blocks that follow each other"
+        )
+        yield Finding("hosts", "model", message)
+    visits = [(crossing, crossing.per_forward) for crossing in placement.crossings]
+    if sent := by_hosts(visits, placement.sites):
+        message = f"each forward sends weights of offloaded blocks between hosts: {in_words(sent)}"
+        yield Finding("hosts", "model", message)
+
+
+# --------------------------------------------------------------------------------------------
+# Modules that have changed
+
+
+def setup_findings(model: Any) -> Iterator[Finding]:
+    """Modules whose hook points the model does not know, or that no input is brought to."""
+    when, fix = "the model was set up", "model.setup()"
+    if is_bridge(model):
+        when, fix = "the Bridge was booted", "tl_devicefix.check(model, repair=True)"
+    placement, registered = placement_of(model), set(model.hook_dict.values())
+    paths = [] if placement is None else not_carried_to(model, placement)
+    for path, module in named_modules(model):
+        if isinstance(module, HookPoint) and module not in registered:
+            paths.append(path.rpartition(".")[0])
+    for path in dict.fromkeys(paths):  # the outermost
+        if not any(path != other and path.startswith(f"{other}.") for other in paths):
+            name = path or "model"
+            yield Finding("setup", name, f"{name} has changed since {when}: it lacks hooks", fix)

@@ -1,19 +1,18 @@
-"""What a model's tensors hold: no values, NaN, infinity, or the memory of another parameter."""
+"""What a model's tensors hold (no values, NaN, another's memory), and hooks that are left."""
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from transformer_lens.hook_points import HookPoint
 
-from tl_devicefix.checking.by_class import of_class
+from tl_devicefix.checking.places import tensors
 from tl_devicefix.checking.report import Finding
-from tl_devicefix.dispatch.naming import expression, joined, named_modules
-from tl_devicefix.dispatch.user_modules import runs_where_it_is
+from tl_devicefix.dispatch.naming import expression, named_modules
 from tl_devicefix.multihost.peers import HostLost
 from tl_devicefix.placement.devices import printed, site_of
 
@@ -21,72 +20,55 @@ _INFINITE_BY_DESIGN = "IGNORE"
 """The buffer that attention scores are masked with."""
 
 
-def value_findings(model: Any) -> list[Finding]:
-    """Tensors without values, with NaN or infinite ones, and parameters that share memory."""
-    return [*_meta_findings(model), *_bad_values(model), *_tied_parameters(model)]
-
-
-def _named_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """Each parameter and then each buffer, once."""
-    found: dict[str, dict[int, tuple[str, torch.Tensor]]] = {"_parameters": {}, "_buffers": {}}
-    for path, module in named_modules(model):
-        for kind, named in found.items():
-            for leaf, tensor in getattr(module, kind).items():
-                if tensor is not None:
-                    named.setdefault(id(tensor), (joined(path, leaf), tensor))
-    return {name: tensor for named in found.values() for name, tensor in named.values()}
-
-
-def _meta_findings(model: Any) -> Iterator[Finding]:
-    for name, tensor in _named_tensors(model).items():
-        if tensor.is_meta:
-            message = f"{name} {_shape(tensor)} is on the meta device, so it has no values"
+def value_findings(model: Any) -> Iterator[Finding]:
+    """Tensors without values, and with NaN or infinite ones."""
+    named: dict[int, tuple[str, torch.Tensor]] = {}
+    for tensor in tensors(model):
+        named.setdefault(id(tensor.value), (tensor.full_name, tensor.value.detach()))
+    finite = {}
+    for name, value in named.values():
+        leaf = name.rpartition(".")[2]
+        # TransformerLens neither sets nor reads an ALiBi model's W_pos.
+        is_unread = leaf == "W_pos" and model.cfg.positional_embedding_type == "alibi"
+        if value.is_meta:
+            message = f"{name} {list(value.shape)} is on the meta device, so it has no values"
             yield Finding("meta", name, message, _load(name, assign=True))
-
-
-def _bad_values(model: Any) -> Iterator[Finding]:
-    tensors = {
-        name: tensor.detach()
-        for name, tensor in _named_tensors(model).items()
-        if tensor.is_floating_point() and tensor.itemsize > 1  # float8 has no extremes in torch
-        if tensor.numel() and not tensor.is_meta
-        if name.rpartition(".")[2] != _INFINITE_BY_DESIGN
-    }
-    if model.cfg.positional_embedding_type == "alibi":
-        tensors.pop("pos_embed.W_pos", None)  # TransformerLens neither sets nor reads it
-    finite = _are_finite(tensors)
-    for name, tensor in tensors.items():
-        if finite[name] is None:
-            why = f"was never computed on {printed(tensor.device)}, where something failed"
+        elif not value.is_floating_point() or value.itemsize == 1 or not value.numel():
+            continue  # float8 has no extremes in torch
+        elif leaf != _INFINITE_BY_DESIGN and not is_unread:
+            finite[name] = value
+    for name, is_finite in _are_finite(finite).items():
+        value = finite[name]
+        if is_finite is None:
+            why = f"was never computed on {printed(value.device)}, where something failed"
             yield Finding("values", name, f"{name} {why}", _load(name, assign=True))
-        elif not finite[name]:
-            n_nan, n_inf = _count(tensor)
-            counts = [(n_nan, "NaN"), (n_inf, "infinite")]
-            found = " and ".join(f"{count} {what}" for count, what in counts if count)
-            message = f"{name} {_shape(tensor)} has {found} of {tensor.numel()} values"
+        elif not is_finite:
+            counts = {"NaN": int(value.isnan().sum()), "infinite": int(value.isinf().sum())}
+            bad = " and ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+            message = f"{name} {list(value.shape)} has {bad} of {value.numel()} values"
             yield Finding("values", name, message, _load(name))
 
 
-def _are_finite(tensors: dict[str, torch.Tensor]) -> dict[str, bool | None]:
-    """Whether each is finite; None for what another host never computed.
+def _are_finite(named: dict[str, torch.Tensor]) -> dict[str, bool | None]:
+    """Whether each is finite; None for one that another host never computed.
 
     Each device looks at its own, without a copy, and answers once.
     """
     answers: dict[torch.device, dict[str, torch.Tensor]] = defaultdict(dict)
-    for name, tensor in tensors.items():
+    for name, tensor in named.items():
         # The extremes of a tensor with NaN are NaN.
         answers[tensor.device][name] = torch.stack(tensor.aminmax()).isfinite().all()
-    found: dict[str, bool | None] = {}
+    finite: dict[str, bool | None] = {}
     for device, on_device in answers.items():
         try:
-            found |= zip(on_device, torch.stack(list(on_device.values())).tolist())
+            finite |= zip(on_device, torch.stack(list(on_device.values())).tolist())
         except HostLost:
             raise
         except Exception:  # whatever failed on another host is raised here
             if site_of(device) is None:
                 raise
-            found |= {name: _read(answer) for name, answer in on_device.items()}
-    return found
+            finite |= {name: _read(answer) for name, answer in on_device.items()}
+    return finite
 
 
 def _read(answer: torch.Tensor) -> bool | None:
@@ -98,53 +80,89 @@ def _read(answer: torch.Tensor) -> bool | None:
         return None
 
 
-def _count(tensor: torch.Tensor) -> tuple[int, int]:
-    """How many values are NaN, and how many infinite; slice by slice."""
-    rows = tensor.reshape(1) if tensor.dim() == 0 else tensor
-    per_slice = max(_ELEMENTS // math.prod(rows.shape[1:]), 1)
-    n_nan = n_inf = 0
-    for part in rows.split(per_slice):
-        n_nan += int(part.isnan().sum())
-        n_inf += int(part.isinf().sum())
-    return n_nan, n_inf
-
-
-_ELEMENTS = 2**22
-
-
-def _tied_parameters(model: Any) -> Iterator[Finding]:
-    """Parameters that overlap in memory, and are not meant to."""
-    are_tied = of_class(model).are_tied
-    aside = {each for m in model.modules() if runs_where_it_is(m) for each in m.modules()}
-    seen: dict[tuple[torch.device, int], list[tuple[int, int, str]]] = defaultdict(list)
-    for path, module in named_modules(model):
-        for leaf, tensor in module._parameters.items():
-            if tensor is None or tensor.is_meta or not tensor.numel() or module in aside:
-                continue
-            name = f"{path}.{leaf}" if path else leaf
-            start, end = _span(tensor)
-            others = seen[tensor.device, tensor.untyped_storage().data_ptr()]
-            overlapping = (each for a, b, each in others if start < b and a < end)
-            first = next((each for each in overlapping if not are_tied(model, each, name)), None)
-            others.append((start, end, name))
-            if first is not None:
-                it = expression(name)
-                message = f"{name} shares its memory with {first}: what changes one, changes both"
-                fix = f"{it} = torch.nn.Parameter({it}.detach().clone())"
-                yield Finding("storage", name, message, fix)
-
-
-def _span(tensor: nn.Parameter) -> tuple[int, int]:
-    """The first byte of a tensor, and the one after its last."""
-    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    start = tensor.data_ptr()
-    return start, start + (steps + 1) * tensor.element_size()
-
-
-def _shape(tensor: torch.Tensor) -> str:
-    return f"[{', '.join(map(str, tensor.shape))}]"
-
-
 def _load(name: str, assign: bool = False) -> str:
     assigned = ", assign=True" if assign else ""
     return f'model.load_state_dict({{"{name}": values}}, strict=False{assigned})'
+
+
+def storage_findings(
+    model: Any, attached: Container[nn.Module], are_tied: Callable[[Any, str, str], bool]
+) -> Iterator[Finding]:
+    """Parameters that overlap in memory, and are not meant to."""
+    seen: dict[tuple[torch.device, int], list[tuple[int, int, str]]] = defaultdict(list)
+    for tensor in tensors(model, attached):
+        value, name = tensor.value, tensor.full_name
+        if not isinstance(value, nn.Parameter) or value.is_meta or not value.numel():
+            continue
+        start = value.data_ptr()
+        steps = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride()))
+        end = start + (steps + 1) * value.element_size()
+        others = seen[value.device, value.untyped_storage().data_ptr()]
+        overlapping = [other for a, b, other in others if start < b and a < end]
+        others.append((start, end, name))
+        for other in overlapping:
+            if not are_tied(model, other, name):
+                it = expression(name)
+                message = f"{name} shares its memory with {other}: what changes one, changes both"
+                fix = f"{it} = torch.nn.Parameter({it}.detach().clone())"
+                yield Finding("storage", name, message, fix)
+                break
+
+
+# --------------------------------------------------------------------------------------------
+# Hooks: TransformerLens's on hook points, and PyTorch's on modules
+
+_PYTORCH = {
+    "_forward_pre_hooks": "forward pre-hook",
+    "_forward_hooks": "forward hook",
+    "_backward_pre_hooks": "backward pre-hook",
+    "_backward_hooks": "backward hook",
+}
+
+_LIBRARIES = ("tl_devicefix", "transformer_lens", "torch", "transformers", "accelerate")
+"""Whose own hooks on a module belong there."""
+
+
+def hook_findings(model: Any) -> Iterator[Finding]:
+    """Hooks of users that are left: the next run has them too."""
+    for path, module in named_modules(model):
+        handles = _handles(module)
+        if names := ", ".join(_name(h) for h in handles if not h.is_permanent):
+            message = f"{path} still has a hook ({names})"
+            yield Finding("hooks", path, message, "model.reset_hooks()")
+        own = {handle.hook.id for handle in handles}
+        for attribute, kind in _PYTORCH.items():
+            for key, hook in getattr(module, attribute).items():
+                if key not in own and not _is_of_library(hook):
+                    name = path or "model"
+                    message = f"{name} still has a PyTorch {kind} ({_name(hook)})"
+                    fix = f"del {expression(path)}.{attribute}[{key}]"
+                    yield Finding("hooks", name, message, fix)
+
+
+def hook_notes(model: Any) -> Iterator[Finding]:
+    """Permanent hooks of users: they are meant to stay."""
+    for path, module in named_modules(model):
+        permanent = (handle for handle in _handles(module) if handle.is_permanent)
+        users = (h for h in permanent if not _is_of_library(getattr(h, "user_hook", h)))
+        if names := ", ".join(map(_name, users)):
+            yield Finding("hooks", path, f"{path} has a permanent hook ({names})")
+
+
+def _handles(module: nn.Module) -> list[Any]:
+    return [*module.fwd_hooks, *module.bwd_hooks] if isinstance(module, HookPoint) else []
+
+
+def _is_of_library(hook: Any) -> bool:
+    owner = getattr(hook, "__module__", None) or type(hook).__module__
+    return owner.partition(".")[0] in _LIBRARIES
+
+
+def _name(hook: Any) -> str:
+    """The name of a hook or a handle's; not the repr of a partial, which may show a whole cache."""
+    if hasattr(hook, "is_permanent"):
+        # TransformerLens 2.x keeps no user_hook, but its repr as the name of what it registers.
+        registered = (hook.hook.hooks_dict_ref() or {}).get(hook.hook.id)
+        hook = getattr(hook, "user_hook", None) or registered
+    hook = getattr(hook, "func", hook)
+    return (getattr(hook, "__qualname__", None) or type(hook).__name__)[:80]
