@@ -184,7 +184,7 @@ def asynchronous(session: nox.Session) -> None:
 
 @nox.session
 def mutation(session: nox.Session) -> None:
-    """Slips put into weight_processing/ that its tests do not notice; outside CI: an hour or more."""
+    """Look for slips in weight_processing/ that its tests do not notice: an hour; outside CI."""
     install_tests(session, "3.9.0")
     session.install("mutmut==3.8.1")
     session.run("mutmut", "run", "--max-children", "1", *session.posargs)

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 from weakref import ref
 
-from tl_devicefix.checkpoints.directories import is_checkpoint_directory
-from tl_devicefix.checkpoints.hub import snapshot
+from tl_devicefix.checkpoints.hub import is_checkpoint_directory, snapshot
 from tl_devicefix.placement.devices import site_of
 from tl_devicefix.placement.placement import Placement, in_short
 
