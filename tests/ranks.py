@@ -16,8 +16,9 @@ from typing import Any
 import tl_devicefix
 from tl_devicefix.multihost.handshake import Place
 from tl_devicefix.multihost.init_hosts import Ranks, meet
+from tl_devicefix.placement.memory import bytes_of
 from tl_devicefix.simulation import simulate
-from tl_devicefix.simulation.machine import Machine, bytes_of
+from tl_devicefix.simulation.machine import Machine
 
 # That of all processes that tests start: none is made in the user's home.
 os.environ["TL_DEVICEFIX_TOKEN"] = secrets.token_hex(32)

@@ -11,8 +11,8 @@ from transformer_lens import HookedTransformer
 
 import tl_devicefix
 from tl_devicefix import plan, simulate
+from tl_devicefix.placement.sites import Site, divided, listed, site_named
 from tl_devicefix.simulation.machine import Machine
-from tl_devicefix.simulation.sites import Site, divided, listed, site_named
 
 JOINED = (
     Site(0, 0, "head", 0, "xpu:0"),

@@ -21,7 +21,7 @@ from tl_devicefix.activation_store.wanted import wanted_of
 from tl_devicefix.checkpoints.configs import torch_dtype
 from tl_devicefix.misspelt import refuse_misspelt
 from tl_devicefix.pipelining.viewing import viewing
-from tl_devicefix.simulation.machine import bytes_of
+from tl_devicefix.placement.memory import bytes_of
 
 
 def save_activations(

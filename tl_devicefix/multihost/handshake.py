@@ -17,9 +17,9 @@ import psutil
 import torch
 
 from tl_devicefix.monkeypatch.exchanged import PACKAGES
+from tl_devicefix.placement.memory import bytes_of
+from tl_devicefix.placement.sites import Site
 from tl_devicefix.simulation.backend import real_accelerator
-from tl_devicefix.simulation.machine import bytes_of
-from tl_devicefix.simulation.sites import Site
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from tl_devicefix.placement.devices import (
 from tl_devicefix.placement.fitting import check_fit
 from tl_devicefix.placement.memory import Limits, MaxMemory, by_device, capacity
 from tl_devicefix.placement.placement import PlacedComponent, Placement, in_short, placed_as
-from tl_devicefix.simulation.sites import names_host
+from tl_devicefix.placement.sites import names_host
 
 _log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tl_devicefix.simulation.sites import Site, listed, names_host, site_named
+from tl_devicefix.placement.sites import Site, listed, names_host, site_named
 
 DeviceLike = str | int | torch.device
 """What torch accepts as a device, or a name with a host; an int is an index: see `resolve`."""

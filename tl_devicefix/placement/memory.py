@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import reprlib
 from collections.abc import Mapping
+from contextlib import suppress
 
 import torch
 
 from tl_devicefix.placement.devices import DeviceLike, free_memory, resolve
-from tl_devicefix.simulation.machine import bytes_of
 
 MaxMemory = Mapping[DeviceLike, int | str]
 """Device (or its index) -> most bytes to use there, as accelerate writes it: {0: "20GiB"}."""
@@ -57,3 +59,36 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     said = ("can't allocate memory", "out of memory")
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in said)
+
+
+_PREFIXES = " KMGT"
+
+
+def bytes_of(size: int | str, called: str = "memory") -> int:
+    """Return a size in bytes, given as such or as accelerate writes sizes ("8GiB", "500MB").
+
+    Args:
+        size: as the user gives it.
+        called: what the user calls it.
+
+    Raises:
+        ValueError: if ``size`` is negative, cannot be read, or is more than any memory has.
+    """
+    n_bytes: float = size if type(size) is int else -1
+    if isinstance(size, str):
+        match = re.fullmatch(r"\s*(.+?)\s*([KMGT]i?B)\s*", size, re.IGNORECASE)
+        with suppress(ValueError):
+            base = 1024 if match and "i" in match[2].lower() else 1000
+            power = _PREFIXES.index(match[2][0].upper()) if match else 0
+            n_bytes = float(match[1]) * base**power if match else -1
+        if match and match[2].endswith("b") and "i" not in match[2].lower():
+            n_bytes = -1  # bits to accelerate, and bytes to who writes it
+    if not 0 <= n_bytes <= _MOST:
+        raise ValueError(
+            f"{called}={reprlib.repr(size)} is no size: give bytes as an int, or a text such as "
+            "'20GiB' or '500MB', with a capital B"
+        )
+    return int(n_bytes)
+
+
+_MOST = 2**60

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Protocol, runtime_checkable
 
+import torch
+
 from tl_devicefix.placement.placement import Placement
-from tl_devicefix.simulation.backend import active_machine
+from tl_devicefix.placement.sites import DEVICE_TYPE
 
 
 @runtime_checkable
@@ -36,8 +38,6 @@ class OtherHosts(Protocol):
 
 def other_hosts() -> OtherHosts | None:
     """Those whose devices are in use now, if there are any."""
-    try:
-        hosts = active_machine().asynchronous
-    except RuntimeError:  # no machine's are
-        return None
+    module = getattr(torch, DEVICE_TYPE, None)  # there once such devices were entered
+    hosts = None if module is None else module.behind()
     return hosts if isinstance(hosts, OtherHosts) else None

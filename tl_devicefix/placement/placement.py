@@ -16,8 +16,8 @@ from tl_devicefix.misspelt import did_you_mean
 from tl_devicefix.placement.balance import VISITING
 from tl_devicefix.placement.components import ComponentSize, component_of, is_block, shared_once
 from tl_devicefix.placement.devices import HOST, DeviceLike, resolve, site_of, sites_here
+from tl_devicefix.placement.sites import Site, names_host, site_named
 from tl_devicefix.placement.tables import format_table, gib
-from tl_devicefix.simulation.sites import Site, names_host, site_named
 
 BetweenHosts = dict[tuple[str, str], int]
 """Bytes from one host to another, by their names."""

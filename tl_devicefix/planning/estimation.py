@@ -12,12 +12,12 @@ from tl_devicefix.patches import enabled
 from tl_devicefix.placement.deciding import DeviceMap
 from tl_devicefix.placement.memory import MaxMemory
 from tl_devicefix.placement.placement import BetweenHosts, Placement, in_words
+from tl_devicefix.placement.sites import Hosts
 from tl_devicefix.placement.tables import format_table, gib
 from tl_devicefix.planning.advice import what_would_fit
 from tl_devicefix.planning.blueprints import Blueprint, blueprint, check_options
 from tl_devicefix.planning.machines import described, rooms
 from tl_devicefix.planning.usage import Job, OnDevice, Setting
-from tl_devicefix.simulation.sites import Hosts
 
 
 @dataclass(frozen=True, repr=False)

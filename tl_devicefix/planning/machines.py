@@ -6,8 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tl_devicefix.placement.deciding import tell_of_unused
-from tl_devicefix.simulation.machine import DEVICE_TYPE, sites_on
-from tl_devicefix.simulation.sites import Hosts, Site, check_number, names_host, site_named
+from tl_devicefix.placement.sites import (
+    DEVICE_TYPE,
+    Hosts,
+    Site,
+    check_number,
+    names_host,
+    site_named,
+    sites_on,
+)
 
 UNLIMITED = 2**60
 """Bytes of a device of which nothing is known, or asked."""

@@ -10,10 +10,10 @@ from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
 from tl_devicefix.placement.devices import DeviceLike
 from tl_devicefix.placement.memory import MaxMemory
 from tl_devicefix.placement.placement import Placement
+from tl_devicefix.placement.sites import Hosts
 from tl_devicefix.planning.blueprints import blueprint, is_of_bridge
 from tl_devicefix.planning.machines import UNLIMITED, by_index, on_hosts
 from tl_devicefix.simulation import simulate_apart
-from tl_devicefix.simulation.sites import Hosts
 
 
 def plan(

@@ -20,10 +20,10 @@ from tl_devicefix.placement.deciding import DeviceMap, decide
 from tl_devicefix.placement.devices import HOST
 from tl_devicefix.placement.memory import by_device, capacity
 from tl_devicefix.placement.placement import BetweenHosts, Placement, by_hosts, in_short
+from tl_devicefix.placement.sites import DEVICE_TYPE, Hosts
 from tl_devicefix.planning.blueprints import Blueprint, Generation
 from tl_devicefix.planning.machines import UNLIMITED
 from tl_devicefix.simulation import Machine, Transfer, simulate_apart
-from tl_devicefix.simulation.sites import DEVICE_TYPE, Hosts
 
 
 @dataclass(frozen=True)

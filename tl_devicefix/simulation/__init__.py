@@ -4,7 +4,7 @@
 the CPU, so its numbers are the CPU's; what is simulated is the placement: mixed devices raise,
 transfers are recorded, and memory is accounted for on each device.
 
-Read in this order: ``machine`` (what is measured), ``sites`` (the host of each device), ``tensor``
+Read in this order: ``machine`` (what is measured), ``tensor``
 (how an operation runs), ``operations`` (those that run otherwise), ``geometry`` (shapes of results,
 without values or before there are any), ``backend`` (how torch learns of the device type),
 ``backward`` (errors there), ``session`` (entering and leaving).

@@ -11,12 +11,12 @@ import torch
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tl_devicefix.placement.sites import DEVICE_TYPE, Site
 from tl_devicefix.simulation import streams
 from tl_devicefix.simulation.backward import delayed_interrupts
 from tl_devicefix.simulation.geometry import geometry_of
-from tl_devicefix.simulation.machine import DEVICE_TYPE, Machine
+from tl_devicefix.simulation.machine import Machine
 from tl_devicefix.simulation.operations import copy_into
-from tl_devicefix.simulation.sites import Site
 from tl_devicefix.simulation.tensor import run, wrap
 
 aten = torch.ops.aten
@@ -130,6 +130,10 @@ class DeviceModule:
     def sites(self) -> tuple[Site, ...]:
         """Return of which host each device is; nothing if there are no several hosts."""
         return () if _active is None else _active.sites
+
+    def behind(self) -> Any:
+        """Return what runs the devices, if that is not the CPU at once."""
+        return None if _active is None else _active.asynchronous
 
     def empty_cache(self) -> None:
         """Do nothing: there is no cache."""

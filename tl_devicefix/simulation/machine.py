@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-import re
-import reprlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -17,12 +15,11 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from tl_devicefix.placement.sites import DEVICE_TYPE, Site
 from tl_devicefix.simulation.asynchronous import Asynchronous
 from tl_devicefix.simulation.backward import raise_or_keep
 from tl_devicefix.simulation.geometry import parts_of
 from tl_devicefix.simulation.ordering import Memory
-from tl_devicefix.simulation.sites import DEVICE_TYPE as DEVICE_TYPE
-from tl_devicefix.simulation.sites import Hosts, Site, divided
 from tl_devicefix.simulation.timeline import Timeline
 
 
@@ -382,45 +379,3 @@ class Machine:
                 self._allocated[index] -= nbytes
                 if self.asynchronous is not None and block is not None:
                     self.asynchronous.free(block)
-
-
-_PREFIXES = " KMGT"
-
-
-def sites_on(n_devices: int | None, hosts: Hosts | None) -> tuple[Site, ...]:
-    """The sites of so many devices; none if nothing is said of hosts.
-
-    Raises:
-        ValueError: if they cannot be divided over these.
-    """
-    return () if hosts is None else divided(n_devices, hosts)
-
-
-def bytes_of(size: int | str, called: str = "memory") -> int:
-    """Return a size in bytes, given as such or as accelerate writes sizes ("8GiB", "500MB").
-
-    Args:
-        size: as the user gives it.
-        called: what the user calls it.
-
-    Raises:
-        ValueError: if ``size`` is negative, cannot be read, or is more than any memory has.
-    """
-    n_bytes: float = size if type(size) is int else -1
-    if isinstance(size, str):
-        match = re.fullmatch(r"\s*(.+?)\s*([KMGT]i?B)\s*", size, re.IGNORECASE)
-        with suppress(ValueError):
-            base = 1024 if match and "i" in match[2].lower() else 1000
-            power = _PREFIXES.index(match[2][0].upper()) if match else 0
-            n_bytes = float(match[1]) * base**power if match else -1
-        if match and match[2].endswith("b") and "i" not in match[2].lower():
-            n_bytes = -1  # bits to accelerate, and bytes to who writes it
-    if not 0 <= n_bytes <= _MOST:
-        raise ValueError(
-            f"{called}={reprlib.repr(size)} is no size: give bytes as an int, or a text such as "
-            "'20GiB' or '500MB', with a capital B"
-        )
-    return int(n_bytes)
-
-
-_MOST = 2**60

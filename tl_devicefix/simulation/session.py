@@ -13,11 +13,12 @@ import torch
 import torch.fx.experimental._config as meta_config
 from torch.autograd.graph import saved_tensors_hooks
 
+from tl_devicefix.placement.memory import bytes_of
+from tl_devicefix.placement.sites import DEVICE_TYPE, Hosts, Site, check_number, sites_on
 from tl_devicefix.simulation import backend, backward
 from tl_devicefix.simulation.asynchronous import Asynchronous, Speed
-from tl_devicefix.simulation.machine import DEVICE_TYPE, Machine, bytes_of, sites_on
+from tl_devicefix.simulation.machine import Machine
 from tl_devicefix.simulation.memory import WatchingHost
-from tl_devicefix.simulation.sites import Hosts, Site, check_number
 from tl_devicefix.simulation.streams import streams_of
 from tl_devicefix.simulation.tensor import TENSOR_DATA, SimTensor, set_data
 

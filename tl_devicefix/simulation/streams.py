@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from tl_devicefix.simulation.machine import DEVICE_TYPE, Machine
+from tl_devicefix.placement.sites import DEVICE_TYPE
+from tl_devicefix.simulation.machine import Machine
 from tl_devicefix.simulation.ordering import Launcher, Mark
 
 _numbers = itertools.count(1)

@@ -12,10 +12,10 @@ import numpy
 import torch
 from torch.utils._pytree import tree_map
 
+from tl_devicefix.placement.sites import DEVICE_TYPE, Site
 from tl_devicefix.simulation.backward import raise_or_keep
 from tl_devicefix.simulation.geometry import call_without_values, parts_of
-from tl_devicefix.simulation.machine import DEVICE_TYPE, Allocation, Machine
-from tl_devicefix.simulation.sites import Site
+from tl_devicefix.simulation.machine import Allocation, Machine
 from tl_devicefix.tracebacks import AFTER_JOIN, note_mixed_devices
 
 aten = torch.ops.aten

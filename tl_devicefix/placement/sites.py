@@ -70,6 +70,15 @@ def divided(n_devices: int | None, hosts: Hosts) -> tuple[Site, ...]:
     )
 
 
+def sites_on(n_devices: int | None, hosts: Hosts | None) -> tuple[Site, ...]:
+    """The sites of so many devices; none if nothing is said of hosts.
+
+    Raises:
+        ValueError: if they cannot be divided over these.
+    """
+    return () if hosts is None else divided(n_devices, hosts)
+
+
 def _on_each(n_devices: int | None, hosts: Hosts) -> Sequence[int]:
     """How many devices each host has."""
     if isinstance(hosts, list | tuple):
