@@ -153,7 +153,7 @@ class PlainUnit:
         self._why: str | None = None
         self._layer: Any = None
         self._is_all = False  # whether the layer may be called instead of the block
-        self._is_causal_itself = False
+        self._is_causal_itself, self._mask_at = False, -1
         self._in_block: dict[str, Any] = {}
 
     # A copy's unit makes its own.
@@ -230,9 +230,7 @@ class PlainUnit:
     def _make_part(self, wrapper: Any) -> None:
         if type(wrapper) not in _PARTS:
             raise NotPlain(f"a {type(wrapper).__name__} computes in its own way")
-        Unwrapped(
-            wrapper, set()
-        )  # which checks it; accelerate's hooks are needed outside of blocks
+        Unwrapped(wrapper, set())  # checks it; it is run with accelerate's hooks, though
         self._layer = as_bridge_computes(wrapper) or wrapper.original_component
         self._is_all = not any(map(is_wrapper, self._layer.modules()))
 
@@ -287,8 +285,6 @@ class PlainUnit:
         if is_named:
             return is_plain, args, {**kwargs, "attention_mask": mask}
         return is_plain, (*args[: self._mask_at], mask, *args[self._mask_at + 1 :]), kwargs
-
-    _mask_at = -1
 
 
 _PARTS = (

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.hooks import attach_align_device_hook_on_blocks
 from torch import nn
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 from transformers import AutoTokenizer, DynamicCache, PretrainedConfig
@@ -101,7 +100,6 @@ class BridgeBlueprint:
         """The Bridge over simulated devices."""
         hf_model, layout = self._empty()
         _give_memory(hf_model, layout, placement)
-        _give_hooks(hf_model, layout, placement)
         bridge = build_bridge_from_module(
             hf_model.eval(),
             self._architecture,
@@ -182,24 +180,6 @@ def _give_memory(hf_model: Any, layout: Layout, placement: Placement) -> None:
                 component = layout.component_of(f"{path}.{name}")
                 module._buffers[name] = buffer.to(placement.device_for(component))
     hf_model.tie_weights()
-
-
-def _give_hooks(hf_model: Any, layout: Layout, placement: Placement) -> None:
-    """Give a model that is on several devices the hooks that accelerate's `dispatch_model` gives.
-
-    They take part in what is copied. `dispatch_model` itself finds tied weights by their addresses,
-    which are all 0 without values.
-    """
-    if len(placement.devices) == 1 or placement.memories != placement.devices:
-        return
-    device_map: dict[str, Any] = layout.device_map(hf_model, placement)
-    attach_align_device_hook_on_blocks(
-        hf_model,
-        execution_device={**device_map, "": str(placement.home)},
-        offload=dict.fromkeys(device_map, False),
-        skip_keys=hf_model._skip_keys_device_placement,
-        tied_params_map={},
-    )
 
 
 def _saved_tokenizer(name: str) -> Any:
