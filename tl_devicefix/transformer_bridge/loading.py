@@ -182,11 +182,9 @@ class _PlannedClass:
         wanted, device_map = self._wanted, self._wanted.get("device_map")
         trusted = {name: kwargs[name] for name in ("trust_remote_code",) if name in kwargs}
         empty = empty_hf_model(real, kwargs["config"], kwargs["torch_dtype"], **trusted)
-        if _is_for_transformers(device_map, empty):
-            by_component = _by_component(device_map, empty, self._adapter)
-            if by_component is None:
-                return device_map, None
-            device_map = by_component
+        device_map = _by_component(device_map, empty, self._adapter)
+        if device_map is NotImplemented:
+            return wanted["device_map"], None
         layout = layout_of(empty, self._adapter)
         placement = decide(
             layout.sizes(empty),
@@ -199,22 +197,21 @@ class _PlannedClass:
         return layout.device_map(empty, placement), placement
 
 
-def _is_for_transformers(device_map: Any, hf_model: nn.Module) -> bool:
-    """Whether a map names modules of the Hugging Face model, or a strategy that is not ours."""
-    if isinstance(device_map, Mapping):
-        modules = {name for name, _ in hf_model.named_modules() if name}
-        return any(key in modules for key in device_map)
-    return isinstance(device_map, str) and device_map.startswith("balanced_")
+def _by_component(device_map: Any, hf_model: nn.Module, adapter: Any) -> Any:
+    """A map as the plan takes it, by components; NotImplemented if it is for transformers alone.
 
-
-def _by_component(device_map: Any, hf_model: nn.Module, adapter: Any) -> dict[str, Any] | None:
-    """A map of the Hugging Face model's modules as one of components, if it comes to one."""
+    It may name modules of the Hugging Face model, or a strategy that is not ours.
+    """
     if not isinstance(device_map, Mapping):
-        return None
+        is_not_ours = isinstance(device_map, str) and device_map.startswith("balanced_")
+        return NotImplemented if is_not_ours else device_map
+    if not any(name in device_map for name, _ in hf_model.named_modules() if name):
+        return device_map
     try:
-        return layout_of(hf_model, adapter).by_component(device_map)
+        by_component = layout_of(hf_model, adapter).by_component(device_map)
     except ValueError:
-        return None
+        by_component = None
+    return NotImplemented if by_component is None else by_component
 
 
 def _bring_root_home(hf_model: nn.Module, home: torch.device) -> None:
