@@ -204,7 +204,7 @@ def circuit_tracer(session: nox.Session) -> None:
 
 @nox.session(name="dictionary-learning")
 def dictionary_learning(session: nox.Session) -> None:
-    """dictionary_learning trains on a harvest; outside the default run."""
+    """dictionary_learning trains on saved activations; outside the default run."""
     install(session, "3.9.0", "-e", ".[test]")
     # Without what they ask for, which is for plots and models on other machines, but for imports.
     session.install("--no-deps", "dictionary-learning==0.1.0", "nnsight==0.3.7")

@@ -54,7 +54,7 @@ import tl_devicefix
 from tl_devicefix import pipeline_map
 from tl_devicefix.demo import CHECKPOINT
 from tl_devicefix.demo.demo import load_checkpoint
-from tl_devicefix.pipelining.viewing import viewing
+from tl_devicefix.pipelining.pipeline_map import viewing
 
 Rows = list[dict[str, Any]]
 

@@ -1,4 +1,4 @@
-"""What a harvest costs: memory, time over throwing the activations away, and reading them back.
+"""The cost of saving activations: memory, time over throwing them away, and reading them back.
 
     python benchmarks/save_activations.py [memory] [wall] [slow] [read] [importing] [--size 256]
         [--batches 40] [--rounds 3] [--to DIRECTORY] [--json FILE]
@@ -7,8 +7,8 @@ A random model of four blocks runs on the CPU, and two of its activations are wr
 directory of `--to`. Peak memory is what is private to the process and no file's: "Anonymous" in
 /proc/self/smaps_rollup, sampled every 5 ms, over what it is before.
 
-    memory  peaks of a harvest, and of one of ten times as many batches, in processes of their own
-    wall    a harvest over the same runs whose activations are thrown away, taking turns
+    memory  peaks of saving, and with ten times as many batches, in processes of their own
+    wall    saving over the same runs whose activations are thrown away, taking turns
     slow    a writer slowed to half the rate: bytes a second over its rate, and the peak
     read    reading a layer over safetensors alone; shuffled batches of tokens over reading it
     importing  CPU time of a reading script's imports, and of those of one with a model
@@ -36,7 +36,7 @@ from safetensors import safe_open
 from transformer_lens import HookedTransformer, HookedTransformerConfig
 
 import tl_devicefix
-from tl_devicefix.activation_store import writing
+from tl_devicefix.activation_store import writer
 from tl_devicefix.activation_store.format import (
     MASK,
     TOKENS,
@@ -64,7 +64,7 @@ def main() -> None:
     options = arguments()
     torch.set_num_threads(1)
     if options.peak:
-        print(json.dumps(peak_of_harvest(options)))
+        print(json.dumps(peak_of_saving(options)))
         return
     found: dict[str, float] = {}
     for part in options.parts or PARTS:
@@ -113,8 +113,8 @@ def batches_of(count: int) -> Iterator[torch.Tensor]:
         yield torch.randint(0, 1000, (BATCH, POSITIONS), generator=generator)
 
 
-def harvested(model: Any, count: int, options: argparse.Namespace, to: str) -> Any:
-    """A harvest of so many batches."""
+def saved(model: Any, count: int, options: argparse.Namespace, to: str) -> Any:
+    """The activations of so many batches."""
     return tl_devicefix.save_activations(
         *(model, batches_of(count), NAMES),
         directory=to,
@@ -168,18 +168,18 @@ def anonymous() -> float:
     raise RuntimeError("this system does not say which memory is a process's own")
 
 
-def peak_of_harvest(options: argparse.Namespace) -> list[float]:
+def peak_of_saving(options: argparse.Namespace) -> list[float]:
     """The peak over what there was before, and in all; what is loaded once is there before."""
     model = model_of(options)
     with directory(options) as warm, directory(options) as to:
-        harvested(model, 2, options, warm)
+        saved(model, 2, options, warm)
         with Peak() as peak:
-            harvested(model, options.batches, options, to)
+            saved(model, options.batches, options, to)
     return [peak.mib, peak.in_all]
 
 
 def memory(options: argparse.Namespace) -> dict[str, float]:
-    """Peaks of a harvest, and of one ten times as long."""
+    """Peaks of saving, and of ten times as many batches."""
     peaks = []
     for count in (options.batches, 10 * options.batches):
         command = [sys.executable, __file__, "--peak", "--batches", str(count)]
@@ -188,7 +188,7 @@ def memory(options: argparse.Namespace) -> dict[str, float]:
         said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         peaks.append(json.loads(said.splitlines()[-1]))
     return {
-        "peak of a harvest over what was before, MiB": peaks[0][0],
+        "peak of saving over what was before, MiB": peaks[0][0],
         "the same of ten times as many batches, MiB": peaks[1][0],
         "peak of the whole process, the latter over the former": peaks[1][1] / peaks[0][1],
     }
@@ -202,13 +202,13 @@ def seconds(job: Callable[[], Any]) -> float:
 
 
 def wall(options: argparse.Namespace) -> dict[str, float]:
-    """A harvest over throwing away."""
+    """Saving over throwing away."""
     model, thrown, written = model_of(options), [], []
     thrown_away(model, 2)
     for _ in range(options.rounds):
         thrown.append(seconds(lambda: thrown_away(model, options.batches)))
         with directory(options) as to:
-            written.append(seconds(lambda to=to: harvested(model, options.batches, options, to)))
+            written.append(seconds(lambda to=to: saved(model, options.batches, options, to)))
     n_bytes = options.batches * BATCH * POSITIONS * options.size * 4 * len(NAMES)
     return {
         "seconds, thrown away": statistics.median(thrown),
@@ -222,13 +222,13 @@ def slow(options: argparse.Namespace) -> dict[str, float]:
     """A writer that is slowed to half the rate at which activations come."""
     model = model_of(options)
     with directory(options) as to, Peak() as usual:
-        harvested(model, options.batches, options, to)
+        saved(model, options.batches, options, to)
     n_bytes = options.batches * BATCH * POSITIONS * options.size * 4 * len(NAMES)
     ratios, peaks = [], []
     for _ in range(options.rounds):
         rate = n_bytes / seconds(lambda: thrown_away(model, options.batches)) / 2
         with directory(options) as to, slowed_to(rate), Peak() as peak:
-            took = seconds(lambda to=to: harvested(model, options.batches, options, to))
+            took = seconds(lambda to=to: saved(model, options.batches, options, to))
         ratios.append(n_bytes / took / rate)
         peaks.append(peak.in_all / usual.in_all)
     return {
@@ -242,7 +242,7 @@ def slow(options: argparse.Namespace) -> dict[str, float]:
 @contextlib.contextmanager
 def slowed_to(rate: float) -> Iterator[None]:
     """Within it, shards are written with so many bytes a second, from the first one on."""
-    write, began, so_far = writing.write_shard, [], [0]
+    write, began, so_far = writer.write_shard, [], [0]
 
     def slowly(*args: Any) -> tuple[int, str]:
         began.append(time.perf_counter())
@@ -251,11 +251,11 @@ def slowed_to(rate: float) -> Iterator[None]:
         time.sleep(max(0, began[0] + so_far[0] / rate - time.perf_counter()))
         return written
 
-    with mock.patch.object(writing, "write_shard", slowly):
+    with mock.patch.object(writer, "write_shard", slowly):
         yield
 
 
-def random_harvest(to: Path) -> Any:
+def random_activations(to: Path) -> Any:
     """Sixteen shards, each with 32 MiB of bfloat16 of two layers of a width of 4096, and tokens."""
     width, n_examples = 4096, 64
     entries = [Entry(TOKENS, "int64", (POSITIONS,)), Entry(MASK, "bool", (POSITIONS,))]
@@ -275,7 +275,7 @@ def read(options: argparse.Namespace) -> dict[str, float]:
     """Reading back, of files that the system has in memory."""
     ratios, shuffled = [], []
     with directory(options) as to:
-        found = random_harvest(Path(to))
+        found = random_activations(Path(to))
         name, n_bytes = NAMES[0], 2 * torch.Size(found[NAMES[0]].shape).numel()
         step = 16  # examples: 8 MiB, as a batch, which the system need not make anew each time
 

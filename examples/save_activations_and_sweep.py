@@ -1,4 +1,4 @@
-"""Many runs over four devices, all of them at work: harvest activations, sweep, see the timeline.
+"""Many runs over four devices, all of them at work: save activations, sweep, see the timeline.
 
     python examples/save_activations_and_sweep.py [--trace trace.json]
 

@@ -12,7 +12,7 @@ from either_class import BRIDGE
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer, installed
 
 OF_FILES = ("test_saved_activations_resumed", "test_load_activations", "test_token_batches")
-"""What is written and read of a harvest, whichever model it is of."""
+"""Saved activations, whichever model they are of."""
 OF_RANKS = (
     *("test_errors_on_ranks", "test_lost_ranks"),
     "test_what_is_launched",

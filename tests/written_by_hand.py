@@ -1,4 +1,4 @@
-"""Harvests that no model was run for, and what is in a directory."""
+"""Saved activations that no model was run for, and what is in a directory."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from pathlib import Path
 import torch
 
 from tl_devicefix import load_activations
-from tl_devicefix.activation_store.beginning import LOCK
-from tl_devicefix.activation_store.copying import Ring
 from tl_devicefix.activation_store.format import MASK, TOKENS, Entry, Index, write_index
-from tl_devicefix.activation_store.loading import SavedActivations
-from tl_devicefix.activation_store.on_hosts import HostMemory
-from tl_devicefix.activation_store.writing import Copied, Writer
+from tl_devicefix.activation_store.reader import SavedActivations
+from tl_devicefix.activation_store.resume import LOCK
+from tl_devicefix.activation_store.writer import Copied, Writer
 
 RESID, REDUCED = "blocks.0.hook_resid_post", "blocks.1.hook_resid_post"
 N_EXAMPLES, WIDTH, D_MODEL = 11, 6, 4
@@ -21,7 +19,7 @@ MODEL = {"name": "none", "class": "none", "n_layers": 2, "d_model": D_MODEL}
 
 
 def write_by_hand(directory: Path, dtype: torch.dtype = torch.bfloat16) -> SavedActivations:
-    """A harvest of eleven examples in three shards.
+    """Activations of eleven examples in three shards.
 
     `RESID` counts: each token's activation is its number, four times; `REDUCED` has the number of
     the example, and no tokens.
@@ -36,19 +34,18 @@ def write_by_hand(directory: Path, dtype: torch.dtype = torch.bfloat16) -> Saved
     )
     index = Index(MODEL, {}, entries, PER_SHARD)
     write_index(directory, index)
-    ring = Ring(PER_SHARD, 3, HostMemory([]), [])
-    writer = Writer(directory, index, ring)
+    writer = Writer(directory, index, 3)
     numbers = torch.arange(N_EXAMPLES * WIDTH).view(N_EXAMPLES, WIDTH)
     examples = torch.arange(N_EXAMPLES)
     for rows in examples.split(3):
-        buffer = ring.take(len(rows), [])
+        writer.make_room(len(rows))
         tensors = {
             TOKENS: numbers[rows],
             MASK: torch.ones(len(rows), WIDTH, dtype=torch.bool),
             RESID: numbers[rows].to(dtype)[..., None].repeat(1, 1, D_MODEL),
             REDUCED: rows.float()[:, None],
         }
-        writer.put(Copied(tensors, [WIDTH] * len(rows), 0, buffer))
+        writer.put(Copied(tensors, [WIDTH] * len(rows)))
     writer.close(is_complete=True)
     return load_activations(directory)
 

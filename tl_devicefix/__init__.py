@@ -15,15 +15,15 @@ from tl_devicefix.monkeypatch.versions import check_version
 from tl_devicefix.patches import enable as _enable
 
 if TYPE_CHECKING:
-    from tl_devicefix.activation_store.loading import load_activations
-    from tl_devicefix.activation_store.saving import save_activations
+    from tl_devicefix.activation_store.reader import load_activations
+    from tl_devicefix.activation_store.save import save_activations
     from tl_devicefix.attention.implementation import set_attn_implementation
     from tl_devicefix.checking import check
     from tl_devicefix.dispatch.mixing import mix_devices
     from tl_devicefix.multihost.init_hosts import init_hosts
     from tl_devicefix.patches import disable, disabled, enable, enabled, report
     from tl_devicefix.pipelining.pipeline_map import pipeline_map
-    from tl_devicefix.pipelining.sweeping import sequential, sweep
+    from tl_devicefix.pipelining.sweep import sequential, sweep
     from tl_devicefix.placement.in_use import gather_on
     from tl_devicefix.placement.placement import Placement
     from tl_devicefix.planning.dry_run import DryRun, dry_run
@@ -63,19 +63,19 @@ _LAZY = {
     "Estimate": "tl_devicefix.planning.estimation",
     "estimate": "tl_devicefix.planning.estimation",
     "gather_on": "tl_devicefix.placement.in_use",
-    "save_activations": "tl_devicefix.activation_store.saving",
+    "save_activations": "tl_devicefix.activation_store.save",
     "pipeline_map": "tl_devicefix.pipelining.pipeline_map",
     "init_hosts": "tl_devicefix.multihost.init_hosts",
     "mix_devices": "tl_devicefix.dispatch.mixing",
-    "sequential": "tl_devicefix.pipelining.sweeping",
-    "load_activations": "tl_devicefix.activation_store.loading",
+    "sequential": "tl_devicefix.pipelining.sweep",
+    "load_activations": "tl_devicefix.activation_store.reader",
     "Placement": "tl_devicefix.placement.placement",
     "plan": "tl_devicefix.planning.plan",
     "DryRun": "tl_devicefix.planning.dry_run",
     "dry_run": "tl_devicefix.planning.dry_run",
     "set_attn_implementation": "tl_devicefix.attention.implementation",
     "simulate": "tl_devicefix.simulation",
-    "sweep": "tl_devicefix.pipelining.sweeping",
+    "sweep": "tl_devicefix.pipelining.sweep",
 }
 
 

@@ -222,12 +222,12 @@ def _run_selfcheck(chosen: argparse.Namespace) -> bool:
 
 
 def _run_activations(chosen: argparse.Namespace) -> bool:
-    from tl_devicefix.activation_store.loading import load_activations
+    from tl_devicefix.activation_store.reader import load_activations
 
     activations = load_activations(chosen.directory)
     if chosen.action == "info":
         print(activations)
-        return True
+        return not activations.missing()
     wrong, count = activations.verify(), len(activations.index.shards)
     print(*wrong, sep="\n", end="\n" if wrong else "")
     print(

@@ -49,7 +49,7 @@ def table() -> tuple[Patch, ...]:
     # Imported here, as they import what only a TransformerLens that is known has.
     from tl_devicefix.dispatch.hooking import PATCHES as OF_DISPATCH
     from tl_devicefix.gathering.caches import PATCHES as OF_GATHERING
-    from tl_devicefix.pipelining.patches import PATCHES as OF_PIPELINING
+    from tl_devicefix.pipelining.patching_loops import PATCHES as OF_PIPELINING
 
     patches = [*OF_GATHERING, *OF_DISPATCH, *OF_PIPELINING]
     if has_hooked_transformer():

@@ -21,7 +21,7 @@ def batches(tokens: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., Any]:
-    """`run(model, batches, ...)`: the harvest."""
+    """`run(model, batches, ...)` saves to `tmp_path / "out"`."""
 
     def run(model: Any, batches: Any, *args: Any, **options: Any) -> Any:
         return save_activations(

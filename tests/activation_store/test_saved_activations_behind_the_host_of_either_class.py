@@ -44,4 +44,6 @@ def test_activations_over_devices_are_those_of_a_loop_bit_for_bit(
             assert_same_bits(read[name], cache[name])
         start = stop
     assert torch.equal(found.tokens[:], torch.cat(batches))
-    assert not [t for t in threading.enumerate() if t.name.startswith(("harvest", "pipeline_map"))]
+    assert not [
+        t for t in threading.enumerate() if t.name.startswith(("activations", "pipeline_map"))
+    ]

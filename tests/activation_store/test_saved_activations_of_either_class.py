@@ -195,7 +195,7 @@ def test_batches_are_made_of_what_a_loader_has(
     assert_agrees(found[RESID][:], cache_of(model, batches)[RESID].cpu())
 
 
-def test_dtype_and_reduce_change_what_is_stored_on_the_device(
+def test_dtype_and_transform_change_activations_on_their_device(
     machine: Machine, over_devices: Any, batches: Any, run: Any
 ) -> None:
     model, seen = over_devices("llama"), set()
@@ -211,7 +211,7 @@ def test_dtype_and_reduce_change_what_is_stored_on_the_device(
     assert seen == {model.placement.device_of(RESID)}
 
 
-def test_a_reduce_for_one_of_two_names_is_of_that_name(
+def test_a_transform_for_one_of_two_names_is_of_that_name(
     folded_on_one: Any, cls: str, batches: Any, tmp_path: Path
 ) -> None:
     """A Bridge has most hook points by two names."""
@@ -232,7 +232,7 @@ def test_a_reduce_for_one_of_two_names_is_of_that_name(
             assert_agrees(found[name][:], whole.mean(1) if name == reduced else whole)
 
 
-def test_tokens_that_are_not_kept_are_left_out(folded_on_one: Any, batches: Any, run: Any) -> None:
+def test_token_mask_leaves_tokens_out(folded_on_one: Any, batches: Any, run: Any) -> None:
     model, tokens = folded_on_one("llama"), torch.cat(batches)
     wanted = tokens % 3 != 0
     expected = cache_of(model, batches)[RESID].cpu()
@@ -240,7 +240,7 @@ def test_tokens_that_are_not_kept_are_left_out(folded_on_one: Any, batches: Any,
     found = run(model, batches, RESID, token_mask=lambda tokens: tokens % 3 != 0, shard_size=2000)
 
     assert len(found.index.shards) > 1
-    assert torch.equal(found.kept[:], wanted)
+    assert torch.equal(found.token_mask[:], wanted)
     assert_agrees(found[RESID][:], expected[wanted])
     assert_agrees(found[RESID][4], expected[4][wanted[4]])
     assert_agrees(found[RESID][2:5], expected[2:5][wanted[2:5]])
@@ -300,13 +300,14 @@ def bars() -> Iterator[None]:
 def test_the_bar_shows_examples_tokens_and_bytes(
     folded_on_one: Any, batches: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model, n_bytes = folded_on_one("llama"), 9 * batches[0].shape[1] * (16 * 4 + 9)
-    save_activations(model, torch.cat(batches), RESID, directory=tmp_path / "whole", batch_size=2)
+    """Also where the last batch has fewer: so many are known at the end."""
+    model, n_bytes = folded_on_one("llama"), 10 * batches[0].shape[1] * (16 * 4 + 9)
+    save_activations(model, batches, RESID, directory=tmp_path / "sized")
     last = capsys.readouterr().err.split("\r")[-1]
     assert f"Activations of {gib(n_bytes)}: 100%" in last
     assert re.search(r"9/9 .* examples/s, \d+ tokens/s, [\d.]+ [KMG]iB/s", last)
-    save_activations(model, (batch for batch in batches[:2]), RESID, directory=tmp_path / "some")
-    assert re.search(r"Activations: 4 examples", capsys.readouterr().err.split("\r")[-1])
+    save_activations(model, (batch for batch in batches[:2]), RESID, directory=tmp_path / "endless")
+    assert re.search(r"Activations: 100%.* 4/4", capsys.readouterr().err.split("\r")[-1])
 
 
 def test_the_model_is_left_as_it_was(

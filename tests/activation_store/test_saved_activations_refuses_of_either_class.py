@@ -1,4 +1,4 @@
-"""What was misspelt or cannot be is refused in a sentence, and leaves nothing behind."""
+"""Misspelt and impossible arguments are refused in a sentence, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from written_by_hand import RESID as WRITTEN
 from written_by_hand import write_by_hand
 
 from tl_devicefix import load_activations
-from tl_devicefix.activation_store import beginning
+from tl_devicefix.activation_store import resume
 from tl_devicefix.activation_store.batches import get_attention_mask
-from tl_devicefix.activation_store.loading import SavedActivations
+from tl_devicefix.activation_store.reader import SavedActivations
 
 RESID = "blocks.3.hook_resid_post"
 IDS = torch.arange(3, 12)
@@ -26,11 +26,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "'blocks.4.hook_residpost', which is no hook .* mean 'blocks.4.hook_resid_post'",
     ),
     ({"names_filter": ["blocks.9.hook_resid_post"]}, "is no hook point of this model; did you"),
-    ({"names_filter": "resid_post"}, r"mean 'blocks.\d.hook_resid_post'\?: give names of"),
     ({"names_filter": "blocks.*.hook_resid_post"}, "or a function such as lambda name"),
     ({"names_filter": [("resid_post", 2)]}, r"has \('resid_post', 2\), which is no hook"),
     ({"names_filter": []}, "names_filter has no names"),
     ({"names_filter": 3}, "names_filter must be .* but is a int"),
+    ({"names_filter": lambda name: False}, "names_filter selects no activation"),
     (
         {"names_filter": [RESID, "blocks.1.hook_resid_post"], "stop_at_layer": 2},
         "no tensor at blocks.3.hook_resid_post: .* stop later than at stop_at_layer=2",
@@ -38,18 +38,40 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"names_filters": RESID}, "no argument 'names_filters'; did you mean 'names_filter'"),
     ({"stop_at": 2}, "takes no stop_at: give stop_at_layer"),
     ({"remove_batch_dim": True}, r"takes no remove_batch_dim: .*h.cache\(3\)"),
+    ({"attention_mask": torch.ones(2)}, "give batches that are dicts"),
+    ({"padding_side": "left"}, "set model.tokenizer.padding_side"),
     ({"transform": "mean"}, "transform must be a function .* but has 'mean'"),
+    ({"transform": {RESID: "mean"}}, "transform must be a function .* but has 'mean'"),
     (
-        {"transform": {RESID: "mean"}},
-        "transform must be a function .* but has 'mean'",
+        {"transform": {"blocks.3.hook_resid_pots": torch.abs}},
+        "transform has blocks.3.hook_resid_pots, which is not saved; did you mean 'blocks.3",
     ),
+    (
+        {"transform": lambda a: (a, a)},
+        r"transform must return a tensor of blocks.3.\S*, but returned a tuple",
+    ),
+    ({"transform": lambda a: a.to(torch.complex64)}, "complex64, which"),
     ({"dtype": "bfloat17"}, "dtype='bfloat17' is no floating-point dtype: give one of bf16"),
-    ({"token_mask": lambda tokens: tokens.tolist()}, "must return a tensor .* returned a list"),
+    ({"token_mask": "padding"}, "token_mask must be a function .* but is 'padding'"),
+    ({"token_mask": lambda tokens: tokens.tolist()}, "must return a tensor .*, but returned list"),
+    ({"token_mask": lambda tokens: tokens[0] > 3}, "must return a tensor of booleans of the"),
     (
-        {"token_mask": lambda tokens: tokens < 0},
-        "token_mask has left out every token",
+        {"names_filter": "blocks.1.attn.hook_pattern", "token_mask": "attention_mask"},
+        "token_mask cannot leave tokens out of blocks.1.attn.hook_pattern",
     ),
+    ({"shard_size": 0}, "shard_size must be 1 byte or more, but is 0"),
+    ({"shard_size": "0.0KB"}, "shard_size must be 1 byte or more, but is '0.0KB'"),
+    ({"shard_size": "much"}, "'much'"),
+    ({"batch_size": 0}, "1 or more examples, but is 0"),
+    ({"data": []}, "batches has no batch"),
+    ({"data": "w4 w5"}, "put it in a list"),
+    ({"data": [3]}, "item 0 of the batches is a int"),
+    ({"data": [torch.zeros(0, 9).long()]}, r"must be tokens \[batch, pos\], but is \[0, 9\]"),
+    ({"data": [{"content": "w4"}]}, r"with \['content'\]"),
+    # One of which may be a mask.
+    ({"data": [[torch.ones(2, 9).long()] * 2]}, "item 0 of the batches is a list: give"),
     ({"data": [IDS, IDS[1:]]}, "different numbers of tokens: pad all examples to one width"),
+    ({"model": 3}, "the model must be a"),
 ]
 
 
@@ -57,26 +79,41 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_a_sentence_says_what_is_wrong(
     options: Any, message: str, folded_on_one: Any, run: Any, tmp_path: Path
 ) -> None:
-    given = {"names_filter": RESID, "data": [IDS[None]], **options}
+    options = {"names_filter": RESID, "data": [IDS[None]], **options}
+    model = options.pop("model", None) or folded_on_one("llama")
     with pytest.raises((ValueError, TypeError), match=message):
-        run(folded_on_one("llama"), given.pop("data"), **given)
-    begun = "every token" in message  # it is known at the end only
-    assert (tmp_path / "out").exists() == begun
+        run(model, options.pop("data"), **options)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"token_mask": lambda tokens: tokens < 0}, "token_mask has left out every token"),
+        ({"transform": lambda a: a.mean((0, 1))}, "no row for each example, and is not the same"),
+    ],
+)
+def test_what_is_known_at_the_end_only(
+    options: Any, message: str, folded_on_one: Any, run: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(folded_on_one("llama"), [IDS[None], IDS[None] + 1], RESID, **options)
+    assert not load_activations(tmp_path / "out").is_complete
 
 
 @pytest.mark.parametrize("names", [(RESID,), {RESID: 1}.keys()])
 def test_names_of_any_kind_texts_of_a_column_and_a_dtype_by_its_name(
     names: Any, folded_on_one: Any, run: Any
 ) -> None:
-    found = run(folded_on_one("llama"), [{"text": "w4 w5"}], names, dtype="bfloat16")
-    assert RESID in found
-    assert found[RESID].dtype == torch.bfloat16
+    h = run(folded_on_one("llama"), [{"text": "w4 w5"}], names, dtype="bfloat16")
+    assert RESID in h
+    assert h[RESID].dtype == torch.bfloat16
 
 
 def test_tokens_of_numpy(folded_on_one: Any, run: Any) -> None:
     ids = IDS.numpy().astype(np.uint16)
-    found = run(folded_on_one("llama"), [ids, {"tokens": ids}], RESID)
-    assert torch.equal(found.tokens[:], torch.stack([IDS, IDS]))
+    h = run(folded_on_one("llama"), [ids, {"tokens": ids}], RESID)
+    assert torch.equal(h.tokens[:], torch.stack([IDS, IDS]))
 
 
 def test_texts_of_different_lengths_are_padded_together_before(
@@ -87,13 +124,13 @@ def test_texts_of_different_lengths_are_padded_together_before(
     tokens = model.to_tokens(texts, prepend_bos=True)
     masks = get_attention_mask(model.tokenizer, tokens, True)
     rows = zip(tokens.split(1), masks.split(1))
-    found = run(model, [{"tokens": t, "attention_mask": m} for t, m in rows], RESID)
+    h = run(model, [{"tokens": t, "attention_mask": m} for t, m in rows], RESID)
 
     _, cache = model.run_with_cache(texts, names_filter=RESID, prepend_bos=True)
-    assert_agrees(found[RESID][:][masks.bool().cpu()], cache[RESID].cpu()[masks.bool().cpu()])
+    assert_agrees(h[RESID][:][masks.bool().cpu()], cache[RESID].cpu()[masks.bool().cpu()])
 
 
-def test_what_was_begun_and_has_nothing_is_replaced(
+def test_a_directory_without_shards_is_used_again(
     folded_on_one: Any, run: Any, tmp_path: Path
 ) -> None:
     def ends() -> Any:
@@ -104,16 +141,14 @@ def test_what_was_begun_and_has_nothing_is_replaced(
     with pytest.raises(InterruptedError):
         run(model, ends(), RESID)
     assert len(load_activations(tmp_path / "out")) == 0
-    assert len(run(model, [IDS[None]], RESID[:8] + RESID[8:].replace("post", "pre"))) == 1
+    assert len(run(model, [IDS[None]], RESID.replace("post", "pre"))) == 1
 
 
 def test_a_lock_that_was_removed_is_nobodys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        beginning.fcntl, "flock", lambda file, how: (tmp_path / beginning.LOCK).unlink()
-    )
-    with pytest.raises(RuntimeError, match="someone else"), beginning.alone_in(tmp_path):
+    monkeypatch.setattr(resume.fcntl, "flock", lambda file, how: (tmp_path / resume.LOCK).unlink())
+    with pytest.raises(RuntimeError, match="another process is saving"), resume.locked(tmp_path):
         pass
 
 
@@ -126,28 +161,28 @@ def test_a_file_is_no_directory(folded_on_one: Any, run: Any, tmp_path: Path) ->
 
 
 READ: list[tuple[Callable[[SavedActivations], Any], str]] = [
-    (lambda h: h.cache("a"), "an example's number, a slice or a list of numbers, not a str"),
+    (lambda h: h.cache("a"), "numbers, slices and lists of numbers, not by str"),
     (lambda h: h.cache([0, 99]), "there is no example 99 among 11"),
-    (lambda h: h.cache(0)["embed"], "hook_embed was not harvested"),
+    (lambda h: h.cache(0)["embed"], "hook_embed was not saved"),
     (lambda h: h.activations([WRITTEN]), "give the name of one activation, and not a list"),
     (lambda h: h[3], "give the name of one activation, and not a int"),
-    (lambda h: h["resid_post", 5], "blocks.5.hook_resid_post was not harvested; did you mean"),
+    (lambda h: h["resid_post", 5], "blocks.5.hook_resid_post was not saved; did you mean"),
+    (lambda h: h["blocks.0.hook_resid_pots"], r"resid_pots was not saved.*mean 'blocks.0.hook"),
+    (lambda h: h[WRITTEN][11], "no example 11 among 11"),
+    (lambda h: h[WRITTEN]["3"], "not by str"),
+    (lambda h: h[WRITTEN][3, 5], "indexed by examples only"),
+    (lambda h: h[WRITTEN][[True, False]], "not by bool"),
+    (lambda h: h.activations(WRITTEN, shuffle="exakt"), "shuffle must be True, .* but is 'exakt'"),
+    (lambda h: h.activations(WRITTEN, batch_size=0), "batch_size must be 1 or more, but is 0"),
+    (lambda h: h.activations(WRITTEN, epochs=0), "epochs must be 1 or more, but is 0"),
     (lambda h: h.activations(WRITTEN).load_state_dict({}), "give what state_dict.. returned"),
 ]
 
 
 def test_what_cannot_be_read(tmp_path: Path) -> None:
-    written = write_by_hand(tmp_path)
+    h = write_by_hand(tmp_path)
     for read, message in READ:
         with pytest.raises((KeyError, TypeError, IndexError, ValueError), match=message):
-            read(written)
-    assert torch.equal(written["resid_post", 0][:], written[WRITTEN][:])
-    assert torch.equal(written.cache([3, 1])[WRITTEN], written[WRITTEN][[3, 1]])
-
-
-def test_a_shard_that_is_cut_off_is_named_where_it_is_read(tmp_path: Path) -> None:
-    written = write_by_hand(tmp_path)
-    path = tmp_path / written.index.shards[1].file
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=r"shard-00001.* is damaged .* activations verify"):
-        written[WRITTEN][5]
+            read(h)
+    assert torch.equal(h["resid_post", 0][:], h[WRITTEN][:])
+    assert torch.equal(h.cache([3, 1])[WRITTEN], h[WRITTEN][[3, 1]])

@@ -54,7 +54,7 @@ def test_help_and_mistakes_import_nothing_large(
     assert done.stdout.splitlines()[-1].split() == ["IMPORTED"]
 
 
-def test_looking_at_a_harvest_imports_no_models(tmp_path: Path) -> None:
+def test_listing_saved_activations_imports_no_models(tmp_path: Path) -> None:
     (tmp_path / "usercustomize.py").write_text("")
     (tmp_path / "sitecustomize.py").write_text(AT_EXIT)
     done = python("-m", "tl_devicefix", "activations", "info", "nothing", cwd=tmp_path)

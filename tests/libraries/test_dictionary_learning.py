@@ -1,4 +1,4 @@
-"""dictionary_learning trains on what was harvested, unmodified: `nox -s dictionary-learning`."""
+"""dictionary_learning trains on saved activations, unmodified: `nox -s dictionary-learning`."""
 
 from __future__ import annotations
 
@@ -47,4 +47,4 @@ def test_its_training_takes_batches_of_tokens_as_its_buffer(tmp_path: Path) -> N
 
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
     saved = json.loads((tmp_path / "ours" / "trainer_0" / "config.json").read_text())
-    assert saved["buffer"]["harvest"] == RESID
+    assert saved["buffer"]["activation"] == RESID

@@ -146,7 +146,7 @@ TWO_THREADS = """
                 other_comes.wait()
         elif event == "import" and threading.current_thread() is second:
             seen.append(args[0])
-            if "tl_devicefix.pipelining.patches" in seen[:-1]:
+            if "tl_devicefix.pipelining.patching_loops" in seen[:-1]:
                 other_comes.set()  # which imports TransformerLens, and whose lock is held
 
     def told(name, package=None):

@@ -1,4 +1,4 @@
-"""Runs in flight of a model whose blocks live in host memory: a block visits for all of them."""
+"""Pipelined runs of a model whose blocks live in host memory: a block visits for all of them."""
 
 from __future__ import annotations
 
@@ -147,26 +147,6 @@ def test_gradients_add_up_in_the_hosts_parameters_as_in_a_loop(
 
     assert any(gradient.device == HOST for gradient in expected.values())
     assert_bit_equal(actual, expected)
-
-
-def in_a_mode_of_its_own(model: Any, item: tuple[int, torch.Tensor]) -> torch.Tensor:
-    number, batch = item
-    mode = (torch.inference_mode, torch.no_grad, torch.enable_grad)[number % 3]
-    with mode():
-        residual = model(batch)
-    if residual.requires_grad:
-        return torch.autograd.grad(residual.sum(), model.embed.W_E)[0]
-    return residual
-
-
-@ALSO_BEHIND
-def test_each_run_has_the_gradient_mode_that_it_sets(
-    either_machine: Any, offloaded: Any, batches: Any
-) -> None:
-    model, items = offloaded(ON_ONE), list(enumerate(batches[:3]))
-    expected = [in_a_mode_of_its_own(model, item) for item in items]
-
-    assert_bit_equal(list(pipeline_map(model, in_a_mode_of_its_own, items, 3)), expected)
 
 
 @ALSO_BEHIND

@@ -114,6 +114,14 @@ def test_half_of_the_blocks_are_run(on_one: Any, few: torch.Tensor) -> None:
     assert count.blocks == runs_per_layer * N_LAYERS * (N_LAYERS + 1) / 2 + N_LAYERS - 1
 
 
+def test_it_can_be_turned_off(on_one: Any, few: torch.Tensor) -> None:
+    model = on_one("llama")
+    clean = model.run_with_cache(few + 1)[1]
+    with blocks_run(model) as count, tl_devicefix.sequential():
+        patching.get_act_patch_resid_pre(model, few, clean, metric)
+    assert count.blocks == few.shape[1] * N_LAYERS**2
+
+
 def test_a_metric_with_a_state_sees_the_runs_in_order(on_one: Any, few: torch.Tensor) -> None:
     seen: list[float] = []
 
@@ -149,22 +157,6 @@ def test_errors_are_transformer_lenss(on_one: Any, few: torch.Tensor) -> None:
     with pytest.raises(AssertionError):  # no indices
         patching.generic_activation_patch(model, few, clean, metric, SETTER, "resid_pre")
     assert traces(model) == []
-
-
-@pytest.mark.parametrize("by", ["context", "variable"])
-def test_it_can_be_turned_off(
-    by: str, on_one: Any, few: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = on_one("llama")
-    clean = model.run_with_cache(few + 1)[1]
-    with blocks_run(model) as count:
-        if by == "context":
-            with tl_devicefix.sequential():
-                patching.get_act_patch_resid_pre(model, few, clean, metric)
-        else:
-            monkeypatch.setenv("TL_DEVICEFIX_SEQUENTIAL", "1")
-            patching.get_act_patch_resid_pre(model, few, clean, metric)
-    assert count.blocks == few.shape[1] * N_LAYERS**2
 
 
 def test_a_model_of_neither_class_is_left_to_transformer_lens(

@@ -21,7 +21,7 @@ import tl_devicefix
 from tl_devicefix import pipeline_map
 from tl_devicefix.dispatch.scheduler import Run as RunInFlight
 from tl_devicefix.dispatch.scheduler import Streams
-from tl_devicefix.pipelining.reporting import FlightReport, WatchedTurns
+from tl_devicefix.pipelining.report import PipelineReport, WatchedTurns
 from tl_devicefix.simulation.machine import Machine
 from tl_devicefix.simulation.streams import Event
 
@@ -42,8 +42,8 @@ RUNS = [
 
 @pytest.fixture(scope="module")
 def machine() -> Iterator[Machine]:
-    """Asynchronous devices, open for a whole module."""
-    with tl_devicefix.simulate(4, asynchronous=True) as machine:
+    """Asynchronous devices, whose copies take time, and so are in the timeline."""
+    with tl_devicefix.simulate(4, asynchronous=True, bytes_per_second=1e12) as machine:
         yield machine
 
 
@@ -58,6 +58,29 @@ def test_on_devices_that_run_behind_the_host(
         batches = [tokens.roll(shift, 1) for shift in range(3)]
         expected = [run(model, batch) for batch in batches]
         assert_bit_equal(list(pipeline_map(model, run, batches)), expected)
+
+
+def test_the_residual_stream_goes_on_streams_of_its_run(
+    machine: Machine, folded: Any, tokens: torch.Tensor
+) -> None:
+    """On the devices' default streams, a device would wait for a run that comes later."""
+    with torch.no_grad():
+        model = folded("gpt2", 2)
+        batches = [tokens.to(machine.devices[0]).roll(shift, 1) for shift in range(3)]
+        synchronize(machine)
+        machine.timeline.clear()
+        machine.reset_transfers()
+        list(pipeline_map(model, lambda view, batch: view(batch), batches))
+        synchronize(machine)
+    streams = [busy.stream for busy in machine.timeline if busy.is_copy]
+    of_host = [copy for copy in machine.transfers if "cpu" in (copy.source.type, copy.target.type)]
+    assert len(streams) >= 2 * len(batches) + len(of_host)
+    assert streams.count(0) <= len(of_host)
+
+
+def synchronize(machine: Machine) -> None:
+    for device in machine.devices:
+        torch.get_device_module(device.type).synchronize(device)
 
 
 def test_the_callers_current_device_is_a_runs(machine: Machine, folded: Any) -> None:
@@ -89,6 +112,6 @@ def test_a_report_keeps_the_time_of_turns_that_are_done_and_not_their_events(
 
 def test_at_best_runs_take_no_longer_than_they_took() -> None:
     busy = {torch.device("sim:0"): 1.0, torch.device("sim:1"): 1.0}
-    equal, beside_each_other = FlightReport(2, 2.0, busy, []), FlightReport(2, 1.0, busy, [])
+    equal, beside_each_other = PipelineReport(2, 2.0, busy, []), PipelineReport(2, 1.0, busy, [])
     assert equal.ideal == 1.5
     assert beside_each_other.ideal == 1.0

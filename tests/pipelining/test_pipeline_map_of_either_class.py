@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import random
 import re
 import threading
 import traceback
@@ -23,23 +22,19 @@ from runs_of_users import (
     Run,
     a_number_that_is_waited_for,
     assert_bit_equal,
-    goes_backward,
-    gradients_after,
     logits,
-    some_of_the_cache,
 )
 
 import tl_devicefix
 from tl_devicefix import pipeline_map
 from tl_devicefix.dispatch.scheduler import device_of_turn
 from tl_devicefix.monkeypatch.applying import is_enabled
-from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.placement.workers import CallersState, threads
 
 
 @pytest.fixture
 def batches(tokens: torch.Tensor) -> list[torch.Tensor]:
-    """Six batches of tokens, each different: one more than are in flight over four devices."""
+    """Six batches of tokens, each different: one more than run at once over four devices."""
     return [tokens.roll(shift, 1) for shift in range(6)]
 
 
@@ -261,19 +256,6 @@ def test_runs_that_a_loop_would_not_have_begun_change_nothing_that_is_shared(
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_gradients_add_up_in_the_parameters_as_in_a_loop(
-    machine: Any, over_devices: Any, batches: Any
-) -> None:
-    model = over_devices("llama")
-
-    run = goes_backward
-    expected = gradients_after(model, lambda: [run(model, batch) for batch in batches])
-    actual = gradients_after(model, lambda: list(pipeline_map(model, run, batches)))
-
-    assert expected
-    assert_bit_equal(actual, expected)
-
-
 STATES: dict[str, Callable[[], Any]] = {
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
@@ -319,19 +301,18 @@ def test_what_is_in_force_for_the_caller_is_in_force_in_a_run(
     assert list(pipeline_map(model, what_is_in_force, [0])) == [outside]
 
 
-@pytest.mark.skipif(installed().major < 3, reason="TransformerLens 2 needs the patches to run")
-@pytest.mark.parametrize("run", [logits, some_of_the_cache], ids=lambda run: run.__name__)
-def test_unpatched_results_are_those_of_a_loop_that_is(
-    machine: Any, over_devices: Any, batches: Any, run: Run
-) -> None:
-    model = over_devices("llama")
-    with tl_devicefix.disabled():
-        expected = [run(model, batch) for batch in batches]
-        assert_bit_equal(list(pipeline_map(model, run, batches)), expected)
-
-
+@pytest.mark.parametrize("max_in_flight", [1, 4])
+@pytest.mark.parametrize(
+    ("error", "raised_as"),
+    [(Failed, Failed), (FailedOnPython310, Failed), (StopIteration, RuntimeError)],
+)
 def test_an_error_is_raised_when_its_turn_comes_and_names_the_item(
-    machine: Any, over_devices: Any, batches: Any
+    machine: Any,
+    over_devices: Any,
+    batches: Any,
+    error: type[Exception],
+    raised_as: type[Exception],
+    max_in_flight: int,
 ) -> None:
     model = over_devices("llama")
 
@@ -340,47 +321,25 @@ def test_an_error_is_raised_when_its_turn_comes_and_names_the_item(
 
         def fail(activation: torch.Tensor, hook: Any) -> None:
             if number == 3:
-                raise Failed
+                try:
+                    raise LookupError("what it came from")
+                except LookupError:
+                    raise error  # noqa: B904
 
         view.run_with_hooks(batch, fwd_hooks=[(LAST, fail)])
         return number
 
-    results = pipeline_map(model, run, enumerate(batches), 4)
+    results = pipeline_map(model, run, enumerate(batches), max_in_flight)
 
     assert list(itertools.islice(results, 3)) == [0, 1, 2]
-    with pytest.raises(Failed) as raised:
-        next(results)
-    assert "item 3" in "".join(getattr(raised.value, "__notes__", ["item 3"]))
-    assert_nothing_is_left(model)
-    assert next(results, "no more") == "no more"
-    assert torch.equal(model(batches[0]), model(batches[0]))
-
-
-@pytest.mark.parametrize("max_in_flight", [1, 2])
-@pytest.mark.parametrize(
-    ("error", "raised_as"),
-    [(Failed, Failed), (FailedOnPython310, Failed), (StopIteration, RuntimeError)],
-)
-def test_the_item_of_an_error_is_in_its_traceback(
-    over_devices: Any, error: type[Exception], raised_as: type[Exception], max_in_flight: int
-) -> None:
-    def run(view: Any, number: int) -> int:
-        if number == 1:
-            try:
-                raise LookupError("what it came from")
-            except LookupError:
-                raise error  # noqa: B904
-        return number
-
-    results = pipeline_map(over_devices("llama"), run, range(3), max_in_flight)
-
-    assert next(results) == 0
     with pytest.raises(raised_as) as raised:
         next(results)
     shown = "".join(traceback.format_exception(raised.value))
-    assert "run of item 1" in shown
-    assert "what it came from" in shown
-    assert error.__name__ in shown
+    for part in ("run of item 3", "what it came from", error.__name__):
+        assert part in shown
+    assert_nothing_is_left(model)
+    assert next(results, "no more") == "no more"
+    assert torch.equal(model(batches[0]), model(batches[0]))
 
 
 def test_of_an_endless_iterator_no_more_is_read_than_needed(
@@ -472,41 +431,29 @@ def test_no_more_runs_than_asked_for_hold_activations(
     assert max(most) == 1
 
 
-def test_a_run_that_changes_a_weight_is_refused(
-    machine: Any, over_devices: Any, batches: Any
+@pytest.mark.parametrize("changed_by", ["a run", "the caller"])
+def test_a_weight_that_is_changed_is_refused(
+    machine: Any, over_devices: Any, batches: Any, changed_by: str
 ) -> None:
     model = over_devices("llama")
 
     @torch.no_grad()
-    def run(view: Any, batch: torch.Tensor) -> None:
-        next(iter(view.blocks[2].parameters())).mul_(1)
-
-    with pytest.raises(RuntimeError, match=r"\.2\..* was changed .*item 0"):
-        list(pipeline_map(model, run, batches))
-
-
-@pytest.mark.parametrize("run", [logits, goes_backward], ids=lambda run: run.__name__)
-def test_a_weight_that_is_changed_between_two_results_is_refused(
-    machine: Any, over_devices: Any, batches: Any, run: Run
-) -> None:
-    model = over_devices("llama")
-    results = pipeline_map(model, run, batches)
-    next(results)
-    with torch.no_grad():
+    def change(model: Any) -> None:
         next(iter(model.blocks[2].parameters())).mul_(1)
-    with pytest.raises(RuntimeError, match=r"was changed .*item 1|modified by an inplace"):
-        next(results)
+
+    def run(view: Any, batch: torch.Tensor) -> None:
+        view(batch)
+        if changed_by == "a run":
+            change(view)
+
+    with pytest.raises(RuntimeError, match=r"\.2\..* was changed .*item [01]"):
+        [change(model) for _ in pipeline_map(model, run, batches)]
 
 
-@pytest.mark.parametrize("max_in_flight", [0, -1, 1.5, True, "2"])
-def test_a_number_of_runs_that_makes_no_sense_is_refused_at_once(
-    machine: Any, over_devices: Any, max_in_flight: Any
-) -> None:
-    with pytest.raises(ValueError, match="max_in_flight"):
-        pipeline_map(over_devices("llama"), logits, [], max_in_flight)
-
-
-def test_what_is_no_model_is_refused_at_once() -> None:
+@pytest.mark.parametrize("max_in_flight", [0, 1.5, True, "2"])
+def test_what_makes_no_sense_is_refused_at_once(on_one: Any, max_in_flight: Any) -> None:
+    with pytest.raises(ValueError, match="max_in_flight must be 1 or more runs, but is"):
+        pipeline_map(on_one("llama"), logits, [], max_in_flight)
     with pytest.raises(TypeError, match="Linear"):
         pipeline_map(torch.nn.Linear(2, 2), logits, [])  # type: ignore[arg-type]
 
@@ -514,8 +461,8 @@ def test_what_is_no_model_is_refused_at_once() -> None:
 def test_runs_on_one_device(on_one: Any, batches: Any) -> None:
     model = on_one("llama")
     expected = [logits(model, batch) for batch in batches]
-    assert_bit_equal(list(pipeline_map(model, logits, batches)), expected)
-    assert_bit_equal(list(pipeline_map(model, logits, batches, max_in_flight=2)), expected)
+    for options in ({}, {"max_in_flight": 2}):
+        assert_bit_equal(list(pipeline_map(model, logits, batches, **options)), expected)
 
 
 def test_progress_and_report(
@@ -543,13 +490,6 @@ def test_a_report_of_one_device_claims_no_share_of_it(
     assert re.fullmatch(r"6 runs in \d+\.\d\d s, all on cpu", first)
     assert others
     assert all(" waited in " in line for line in others)
-
-
-def test_pythons_own_random_numbers_are_left_alone(machine: Any, over_devices: Any) -> None:
-    random.seed(1)
-    state = random.getstate()
-    list(pipeline_map(over_devices("llama"), lambda view, item: item, range(3)))
-    assert random.getstate() == state
 
 
 def test_text_is_read_by_one_run_at_a_time(machine: Any, over_devices: Any) -> None:

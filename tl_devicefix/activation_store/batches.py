@@ -1,10 +1,9 @@
-"""What is harvested: batches of tokens or texts, and examples of which batches are made."""
+"""The batches that are saved: of tokens or texts, or of examples of which batches are made."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,39 +13,36 @@ try:
 except ImportError:  # TransformerLens 2.x
     from transformer_lens.utils import get_attention_mask
 
-TOKEN_KEYS = ("tokens", "input_ids", "text")
+_TOKEN_KEYS = ("tokens", "input_ids", "text")
 
 
-@dataclass(frozen=True)
-class Batch:
-    """What one forward is given.
+class Batch(NamedTuple):
+    """The input of one forward.
 
     Attributes:
-        given: texts, or tokens `[batch, pos]`, as the forward gets them.
+        inputs: texts, or tokens `[batch, pos]`, as the forward gets them.
         tokens: `[batch, pos]`, on the CPU.
         mask: `[batch, pos]`, on the CPU: False is padding.
         arguments: the attention mask for the forward, if there is one.
     """
 
-    given: Any
+    inputs: Any
     tokens: torch.Tensor
     mask: torch.Tensor
     arguments: dict[str, Any]
 
 
 class Batches:
-    """The batches of what a user gives.
+    """The batches that a user gives; see `save_activations`.
 
     Args:
-        items: tokens `[batch, pos]`, lists of texts, or dicts with "tokens" or "input_ids", and
-            "attention_mask" if there is one, or with "text": each is a batch. A text, or
-            tokens `[pos]`, or a dict of those, is an example.
+        items: batches or examples.
         model: whose tokenizer reads texts.
         batch_size: how many examples make a batch.
         prepend_bos: for texts.
 
     Raises:
-        TypeError: while they are read, for an item that is nothing of that.
+        TypeError: while they are read, for an item that is neither.
         ValueError: for tokens and a mask of different shapes, or examples of different lengths.
     """
 
@@ -60,16 +56,14 @@ class Batches:
             )
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise ValueError(f"batch_size must be 1 or more examples, but is {batch_size!r}")
-        self._items = items
-        self._model = model
-        self._batch_size = batch_size
+        self._items, self._model, self._batch_size = items, model, batch_size
         self._of_texts = {} if prepend_bos is None else {"prepend_bos": prepend_bos}
         self._has_examples = False
 
-    def n_examples(self, in_first: int) -> int | None:
-        """How many examples there are: exactly, or if all batches are as large as the first.
+    def most_examples(self, in_first: int) -> int | None:
+        """How many examples there are, if all batches are as large as the first; None if unknown.
 
-        None if nobody knows.
+        The last one may be smaller.
         """
         try:
             count = len(self._items) if isinstance(self._items, Sized) else None
@@ -80,50 +74,47 @@ class Batches:
     def __iter__(self) -> Iterator[Batch]:
         examples: list[Any] = []
         for number, item in enumerate(self._items):
-            tokens, mask = _parts(item, number)
-            if not _is_example(tokens):
-                yield from self._batch_of(examples)
+            tokens, mask = _tokens_and_mask(item, number)
+            is_example = _is_example(tokens)
+            if is_example:
+                self._has_examples = True
+                examples.append((tokens, mask))
+            if examples and (not is_example or len(examples) == self._batch_size):
+                yield self._batch_of(examples)
+                examples = []
+            if not is_example:
                 yield self._batch(tokens, mask)
-                continue
-            self._has_examples = True
-            examples.append((tokens, mask))
-            if len(examples) == self._batch_size:
-                yield from self._batch_of(examples)
-        yield from self._batch_of(examples)
+        if examples:
+            yield self._batch_of(examples)
 
-    def _batch_of(self, examples: list[Any]) -> Iterator[Batch]:
-        """The batch of what was collected, if anything was."""
-        if not examples:
-            return
+    def _batch_of(self, examples: list[Any]) -> Batch:
         tokens, masks = zip(*examples)
-        examples.clear()
         if isinstance(tokens[0], str):
-            yield self._batch(list(tokens), None)
-            return
-        if len({len(each) for each in tokens}) > 1:
+            return self._batch(list(tokens), None)
+        if len(set(map(len, tokens))) > 1:
             raise ValueError(
                 "examples of one batch have different numbers of tokens: pad all examples to one "
                 "width, and give each an attention_mask"
             )
-        mask = None if masks[0] is None else torch.stack([_tensor(each) for each in masks])
-        yield self._batch(torch.stack([_tensor(each) for each in tokens]), mask)
+        mask = None if masks[0] is None else torch.stack(list(map(_tensor, masks)))
+        return self._batch(torch.stack(list(map(_tensor, tokens))), mask)
 
-    def _batch(self, given: Any, mask: Any) -> Batch:
-        if not isinstance(given, torch.Tensor) and isinstance(given[0], str):
-            return self._batch_of_texts(list(given))
-        tokens = _tensor(given).clone()  # a loader may put its next batch into the same memory
+    def _batch(self, inputs: Any, mask: Any) -> Batch:
+        if not isinstance(inputs, torch.Tensor) and isinstance(inputs[0], str):
+            return self._batch_of_texts(list(inputs))
+        tokens = _tensor(inputs).clone()  # a loader may put its next batch into the same memory
         if tokens.dim() != 2 or not tokens.numel():
             raise ValueError(f"a batch must be tokens [batch, pos], but is {list(tokens.shape)}")
+        ids = tokens.cpu().long()
         if mask is None:
-            kept = torch.ones(tokens.shape, dtype=torch.bool)
-            return Batch(tokens, tokens.cpu().long(), kept, {})
+            return Batch(tokens, ids, torch.ones(ids.shape, dtype=torch.bool, device="cpu"), {})
         mask = _tensor(mask).clone()
         if mask.shape != tokens.shape:
             raise ValueError(
                 f"the attention_mask of a batch is {list(mask.shape)}, but its tokens are "
                 f"{list(tokens.shape)}"
             )
-        return Batch(tokens, tokens.cpu().long(), mask.cpu().bool(), {"attention_mask": mask})
+        return Batch(tokens, ids, mask.cpu().bool(), {"attention_mask": mask})
 
     def _batch_of_texts(self, texts: list[str]) -> Batch:
         tokens = self._model.to_tokens(texts, **self._of_texts).cpu()
@@ -132,15 +123,15 @@ class Batches:
         return Batch(texts, tokens.long(), mask.bool(), self._of_texts)
 
 
-def _parts(item: Any, number: int) -> tuple[Any, Any]:
+def _tokens_and_mask(item: Any, number: int) -> tuple[Any, Any]:
     """The tokens or texts of an item, and its mask."""
     if isinstance(item, Mapping):
-        for key in TOKEN_KEYS:
+        for key in _TOKEN_KEYS:
             if key in item:
                 return _no_array(item[key]), item.get("attention_mask")
         raise TypeError(
             f"item {number} of the batches is a dict with {sorted(map(str, item))}, but none of "
-            f"{' and '.join(TOKEN_KEYS)}"
+            f"{' and '.join(_TOKEN_KEYS)}"
         )
     item = _no_array(item)
     if isinstance(item, (list, tuple)) and len(item) == 1 and isinstance(item[0], torch.Tensor):

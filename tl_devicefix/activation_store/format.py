@@ -1,7 +1,7 @@
-"""What is on disk: an `index.json`, and shards, which are safetensors files of whole examples.
+"""The files on disk: an `index.json`, and shards, which are safetensors files of whole examples.
 
-All that is written appears under its name when it is whole and synced. What is in no index is not
-there: a shard is added to the index once it has its name.
+A file gets its name when it is complete and synced, and a shard is added to the index after that.
+Files that are in no index are not read.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, get_args
@@ -22,10 +22,10 @@ VERSION = 2
 INDEX = "index.json"
 SHARDS = "shard-*.safetensors"
 TEMPORARY = ".part"
-"""What the names of files end with that are not whole."""
+"""The names of files end with it until they are complete."""
 
-TOKENS, MASK, KEPT = "tokens", "attention_mask", "kept"
-"""What is stored with the activations, in the same way."""
+TOKENS, MASK, TOKEN_MASK = "tokens", "attention_mask", "kept"
+"""Names of the tensors that are stored beside activations."""
 NOT_BY_TOKEN = ("hook_pattern", "hook_attn_scores")
 """Activations whose second axis is a head, and not a position."""
 
@@ -34,34 +34,33 @@ Pieces = Mapping[str, Sequence[torch.Tensor]]
 """By name, tensors on the CPU that follow each other along their first axis."""
 
 _CODES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
 }
-"""How safetensors calls dtypes."""
-_DTYPES = {str(dtype).removeprefix("torch.") for dtype in _CODES}
+"""By torch's names of dtypes, those of safetensors."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What is stored under one name.
+    """The tensors that are stored under one name.
 
     Attributes:
         name: as a cache has it.
         dtype: torch's name of it, such as "bfloat16".
-        shape: of one row; of all, if it is shared.
-        axis: whether a row is of an example or of a token that was kept. What is shared has no such
-            axis, is the same in each batch, and is in each shard.
-        same_as: the entry under which a shard has it, if a cache has one tensor by two names.
+        shape: of one row; of all, if the tensor is shared.
+        axis: whether a row is of an example or of a saved token. A shared tensor has no such axis,
+            is the same in each batch, and is in each shard.
+        same_as: the entry under which shards have it, if a cache has one tensor by two names.
     """
 
     name: str
@@ -83,7 +82,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Shard:
-    """A file, with the examples from `start` up to `stop`, of which `tokens` tokens were kept.
+    """A file, with the examples from `start` up to `stop`, of which `tokens` tokens were saved.
 
     Its checksum is that of the checksums of its header and of each tensor, in the file's order.
     """
@@ -98,15 +97,15 @@ class Shard:
 
 @dataclass(frozen=True)
 class Index:
-    """What a directory has, as `index.json` says it.
+    """The contents of a directory, as `index.json` lists them.
 
     Attributes:
         model: its name, class, and the fields of its config that say what shapes it has.
-        made_by: versions of what wrote it.
-        entries: what is stored, in a cache's order; tokens and masks first.
+        made_by: versions of the packages that computed and wrote them.
+        entries: in a cache's order; tokens and masks first.
         examples_per_shard: in each but the last.
         shards: in order.
-        is_complete: whether all examples that there were are in it.
+        is_complete: whether it has all examples that there were.
         version: of this format.
     """
 
@@ -156,16 +155,16 @@ def read_index(directory: Path) -> Index:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     if not isinstance(read, dict):
-        raise ValueError(f"{path} is damaged: it is no object")
+        raise ValueError(f"{path} is damaged: it has no JSON object")
     if read.get("version") != VERSION:
         raise ValueError(
-            f"the harvest in {directory} is of version {read.get('version')} of the format, but "
-            f"this tl_devicefix reads version {VERSION}: harvest it again to another directory"
+            f"the activations in {directory} are of version {read.get('version')} of the format, "
+            f"but this tl_devicefix reads version {VERSION}: save them again to another directory"
         )
     if read.pop(_CHECKSUM, None) != _checksum_of_fields(read):
         raise ValueError(
             f"{path} is damaged: its checksum is not that of what was written; put back a copy of "
-            "it, or harvest again to another directory"
+            "it, or save again to another directory"
         )
     try:
         entries = tuple(Entry(**{**e, "shape": tuple(e["shape"])}) for e in read.pop("entries"))
@@ -194,19 +193,19 @@ def _wrong_in(index: Index) -> Iterator[str]:
     stored = {entry.name: entry for entry in index.entries if entry.same_as is None}
     n_bytes = dict.fromkeys(get_args(Axis), 0)
     for entry in index.entries:
-        known = entry.dtype in _DTYPES and entry.axis in n_bytes
-        if not known or not _is_shape(entry.shape):
+        is_known = entry.dtype in _CODES and entry.axis in n_bytes
+        if not is_known or not _is_shape(entry.shape):
             yield f"{entry.name} cannot be {entry.dtype} {entry.shape} by {entry.axis}"
         elif entry.same_as is None:
             n_bytes[entry.axis] += entry.row_bytes
         elif replace(entry, name=entry.same_as, same_as=None) != stored.get(entry.same_as):
             yield f"{entry.name} is not the same as {entry.same_as}"
     if len({entry.name for entry in index.entries}) < len(index.entries):
-        yield "a name is there twice"
+        yield "a name is in it twice"
     if not {TOKENS, MASK} <= stored.keys():
-        yield f"there is no {TOKENS} or no {MASK}"
+        yield f"it has no {TOKENS} or no {MASK}"
     if not _is_count(index.examples_per_shard, 1) or type(index.is_complete) is not bool:
-        yield "its shards are of no size"
+        yield f"examples_per_shard cannot be {index.examples_per_shard!r}"
     end = 0
     for number, shard in enumerate(index.shards):
         sizes = (shard.start, shard.stop, shard.tokens, shard.bytes)
@@ -218,7 +217,7 @@ def _wrong_in(index: Index) -> Iterator[str]:
             yield f"{shard.file} cannot have the examples {shard.start} to {shard.stop}"
         rows = _n_rows(shard)
         if sum(rows[axis] * size for axis, size in n_bytes.items()) >= shard.bytes:
-            yield f"{shard.file} is too small for what is in it"
+            yield f"{shard.file} is smaller than its tensors"
         end = shard.stop
 
 
@@ -243,7 +242,7 @@ def write_whole(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     """Write a file that has its name only when all of it is on the disk.
 
     Args:
-        path: what is there is replaced.
+        path: of the file, which is replaced if it exists.
         write: given the open file. If it fails, nothing is left of it.
     """
     part = path.with_name(path.name + TEMPORARY)
@@ -313,7 +312,7 @@ def _header(tensors: Tensors, start: int, stop: int) -> bytes:
         dtype, shape = tensors[name]
         first, end = end, end + math.prod(shape) * dtype.itemsize
         header[name] = {
-            "dtype": _CODES[dtype],
+            "dtype": _CODES[_name_of(dtype)],
             "shape": list(shape),
             "data_offsets": [first, end],
         }
@@ -347,45 +346,55 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
 
 
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def can_be_stored(dtype: torch.dtype) -> bool:
     """Whether safetensors has a dtype."""
-    return dtype in _CODES
+    return _name_of(dtype) in _CODES
 
 
-def faults(directory: Path, index: Index) -> Iterable[str]:
-    """What is wrong with each shard that is not as it was written, in a sentence."""
+def resized(directory: Path, index: Index) -> Iterator[str]:
+    """A sentence for each shard whose file is missing or of another size; none is read."""
+    return filter(None, (_resized(directory, shard) for shard in index.shards))
+
+
+def _resized(directory: Path, shard: Shard) -> str | None:
+    path = directory / shard.file
+    if not path.is_file():
+        return f"{shard.file} is missing"
+    if (size := path.stat().st_size) != shard.bytes:
+        return f"{shard.file} has {size} bytes, but was written with {shard.bytes}"
+    return None
+
+
+def damaged(directory: Path, index: Index) -> Iterator[str]:
+    """A sentence for each shard that is not as it was written; all are read."""
     for shard in index.shards:
         path = directory / shard.file
-        if not path.is_file():
-            yield f"{shard.file} is missing"
-        elif (size := path.stat().st_size) != shard.bytes:
-            yield f"{shard.file} has {size} bytes, but was written with {shard.bytes}"
-        elif checksum_of(path, _sizes(index, shard)) != shard.xxh3_128:
+        if fault := _resized(directory, shard):
+            yield fault
+        elif _checksum_of(path, index, shard) != shard.xxh3_128:
             yield f"{shard.file} is damaged: its checksum is not that of what was written"
         elif not has_its_header(path, index, shard):
-            yield f"{shard.file} is not the shard of these examples that {INDEX} says"
+            yield f"{shard.file} is not the shard of these examples that {INDEX} lists"
 
 
-def _sizes(index: Index, shard: Shard) -> list[int]:
-    """Bytes of a shard's header, and of each of its tensors."""
+def _checksum_of(path: Path, index: Index, shard: Shard) -> str:
     n_rows = _n_rows(shard)
     stored = [entry for entry in index.entries if entry.same_as is None]
     stored.sort(key=lambda entry: -entry.torch_dtype.itemsize)
     sizes = [entry.row_bytes * n_rows[entry.axis] for entry in stored]
-    return [shard.bytes - sum(sizes), *sizes]
-
-
-def checksum_of(path: Path, sizes: Iterable[int]) -> str:
-    """The checksum of a file, whose header and tensors have these sizes."""
-    found, chunk = [], memoryview(bytearray(2**20))
+    checksums, chunk = [], memoryview(bytearray(2**20))
     with path.open("rb", buffering=0) as file:
-        for size in sizes:
+        for size in [shard.bytes - sum(sizes), *sizes]:
             of_part = checksum()
             while size > 0 and (count := file.readinto(chunk[:size])):
                 of_part.update(chunk[:count])
                 size -= count
-            found.append(of_part.digest())
-    return _checksum_of_all(*found)
+            checksums.append(of_part.digest())
+    return _checksum_of_all(*checksums)
 
 
 def _checksum_of_all(*checksums: bytes) -> str:

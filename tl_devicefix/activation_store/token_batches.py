@@ -2,21 +2,25 @@
 
 The order is made of blocks: rows that follow each other on disk. All blocks are shuffled. A group
 of them is read at a time, each row to the place in memory that the order gives it, while the group
-before it is handed out. So memory is bounded, what is read is read in pieces of a size that disks
-are good at, and each row is copied once.
+before it is handed out. So memory is bounded, disks read pieces of a size that they are good at,
+and each row is copied once.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import os
+import weakref
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
-from tl_devicefix.activation_store.reading_ahead import Reader
-from tl_devicefix.activation_store.stored import Stored
-from tl_devicefix.activation_store.token_order import Plan
-from tl_devicefix.activation_store.token_rows import Rows
+from tl_devicefix.activation_store.shards import Stored
 
 BYTES_OF_BLOCK = 2**18
 Shuffle = bool | Literal["exact"]
@@ -25,19 +29,19 @@ Shuffle = bool | Literal["exact"]
 class TokenBatches(Iterator[torch.Tensor]):
     """Batches `[batch_size, ...]` of one activation's rows, each row once an epoch.
 
-    `shuffle=True` promises that: a true permutation of all rows, but not any permutation alike.
-    Rows come in groups of half a shard's bytes, a group is blocks of 256 KiB from anywhere in the
-    harvest, and within it any order is as likely as any other. `shuffle="exact"` is a permutation
+    `shuffle=True` promises that: a true permutation of all rows, but not every permutation is as
+    likely. Rows come in groups of half a shard's bytes, a group is blocks of 256 KiB from anywhere
+    on disk, and within it any order is as likely as any other. `shuffle="exact"` is a permutation
     drawn from all alike: each row is read by itself, which is slower from a disk, and the order
     takes some 50 bytes of memory a row. The order is the same for the same seed, and another in
-    each epoch. An epoch's last batch has what is left.
+    each epoch. An epoch's last batch has the rows that are left.
 
     A thread reads ahead, into memory that is used again when nobody has a batch of it any more:
-    three groups of it, if batches are let go of. A batch that is kept keeps its group; clone it.
+    three groups of it, if you let go of batches. A batch that you keep keeps its group; clone it.
     `state_dict()` says how many batches were handed out, and `load_state_dict` goes on from there.
 
     Args:
-        stored: the activation. Its rows are tokens, if it has an axis for them.
+        stored: the activation.
         batch_size: rows in a batch.
         shuffle: False for the order on disk, True, or "exact".
         seed: of the order.
@@ -47,7 +51,7 @@ class TokenBatches(Iterator[torch.Tensor]):
         by_token: whether the second axis is tokens, so that rows are tokens.
 
     Raises:
-        ValueError: for a size or number that is none.
+        ValueError: for a size or number below 1, or another `shuffle`.
     """
 
     def __init__(
@@ -67,23 +71,28 @@ class TokenBatches(Iterator[torch.Tensor]):
         for name, value in (("batch_size", batch_size), ("epochs", epochs)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be 1 or more, but is {value!r}")
-        self._rows = Rows(stored, by_token)
+        self._rows = _Rows(stored, by_token)
         self._batch_size, self._seed, self._epochs = batch_size, seed, epochs
         self._shuffle, self._device = shuffle, device
         self._group_rows = max(1, group_bytes // self._rows.bytes)
-        self._given = 0
-        self._reader: Reader | None = None
+        self._handed_out = 0
+        self._begin_reading()
+
+    def _begin_reading(self) -> None:
+        """Forget what was read."""
+        self._reader: ThreadPoolExecutor | None = None
+        self._ahead: Future[Any] = Future()
         self._group: torch.Tensor | None = None
-        self._at = 0
+        self._at, self._process = 0, os.getpid()
 
     def __len__(self) -> int:
         """Batches of all epochs.
 
         Raises:
-            TypeError: if there is no end of them.
+            TypeError: if `epochs` is None, so that they do not end.
         """
         if self._epochs is None:
-            raise TypeError("there is no end of these batches, as epochs is None")
+            raise TypeError("these batches do not end, as epochs is None")
         return self._epochs * self._batches_of_epoch
 
     @property
@@ -91,60 +100,55 @@ class TokenBatches(Iterator[torch.Tensor]):
         return -(-self._rows.count // self._batch_size)
 
     def __next__(self) -> torch.Tensor:
-        if self._reader is not None and not self._reader.is_of_this_process:
-            self.close()
-        if not self._rows.count or (self._epochs is not None and self._given >= len(self)):
+        if self._process != os.getpid():  # it was forked, without the thread that reads
+            self._begin_reading()
+        if not self._rows.count or (self._epochs is not None and self._handed_out >= len(self)):
             self.close()
             raise StopIteration
+        number = self._handed_out % self._batches_of_epoch
+        size = min(self._batch_size, self._rows.count - number * self._batch_size)
+        parts: list[torch.Tensor] = []
         try:
-            batch = self._next_batch()
+            while size:
+                parts.append(self._take(size))
+                size -= len(parts[-1])
+            batch = parts[0] if len(parts) == 1 else torch.cat(parts)
+            batch = batch if self._device is None else batch.to(self._device)
         except BaseException:
             self.close()  # so that the next try reads this batch again, from its first row
             raise
-        self._given += 1
+        self._handed_out += 1
         return batch
 
-    def _next_batch(self) -> torch.Tensor:
-        size = min(
-            self._batch_size,
-            self._rows.count - self._given % self._batches_of_epoch * self._batch_size,
-        )
-        parts: list[torch.Tensor] = []
-        while size:
-            parts.append(self._take(size))
-            size -= len(parts[-1])
-        batch = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return batch if self._device is None else batch.to(self._device)
-
     def _take(self, most: int) -> torch.Tensor:
-        """The next rows of what was read, as many as are wanted and there."""
+        """The next rows of the group that was read."""
         if self._group is None:
-            if self._reader is None:
-                self._reader = self._reading_on()
-            self._group = self._reader.next()
+            reader = self._reader or self._start_thread()
+            self._group = self._ahead.result()
+            self._ahead = reader.submit(self._read)
         taken = self._group[self._at : self._at + most]
         self._at += len(taken)
         if self._at >= len(self._group):
             self._group, self._at = None, 0
         return taken
 
-    def _reading_on(self) -> Reader:
-        """A thread that reads from the next batch on."""
-        epoch, batch = divmod(self._given, self._batches_of_epoch)
-        self._at = batch * self._batch_size
-        blocks = self._rows.blocks(self._rows_of_block())
-        plan = Plan(blocks, self._group_rows, bool(self._shuffle), self._seed)
-        first, self._at = plan.find(epoch, self._at)
-        return Reader(self._rows, plan, epoch, first, self._epochs)
-
-    def _rows_of_block(self) -> int:
-        return 1 if self._shuffle == "exact" else max(1, BYTES_OF_BLOCK // self._rows.bytes)
+    def _start_thread(self) -> ThreadPoolExecutor:
+        """Read from the next batch on, one group ahead of the one that is handed out."""
+        epoch, batch = divmod(self._handed_out, self._batches_of_epoch)
+        block_rows = 1 if self._shuffle == "exact" else max(1, BYTES_OF_BLOCK // self._rows.bytes)
+        groups = _Groups(self._rows, block_rows, self._group_rows, bool(self._shuffle), self._seed)
+        first, self._at = groups.find(epoch, batch * self._batch_size)
+        # Not a method of this object, so that dropping it ends the thread.
+        self._read = functools.partial(next, groups.read(epoch, first, self._epochs), None)
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="activations reader")
+        self._ahead = self._reader.submit(self._read)
+        return self._reader
 
     @property
     def config(self) -> dict[str, Any]:
         """What these are batches of, as dictionary_learning saves it beside what it trains."""
         return {
-            "harvest": self._rows.name,
+            "activation": self._rows.name,
             "d_submodule": self._rows.shape[-1],
             "shuffle": self._shuffle,
             "epochs": self._epochs,
@@ -159,7 +163,7 @@ class TokenBatches(Iterator[torch.Tensor]):
             Plain numbers and texts, which you can save beside a training run.
         """
         return {
-            "batches": self._given,
+            "batches": self._handed_out,
             "of": self._rows.name,
             "rows": self._rows.count,
             "shuffle": self._shuffle,
@@ -181,21 +185,136 @@ class TokenBatches(Iterator[torch.Tensor]):
         for name, own in self.state_dict().items():
             if name != "batches" and state[name] != own:
                 raise ValueError(
-                    f"these batches have {name}={own}, but those that are gone on with had "
-                    f"{state[name]}"
+                    f"the state is of batches with {name}={state[name]}, but these have {own}: "
+                    f"make them with the arguments that the state's were made with"
                 )
         self.close()
-        self._given = state["batches"]
+        self._handed_out = state["batches"]
 
     def close(self) -> None:
         """End the thread that reads, and let go of what it has read."""
         if self._reader is not None:
-            self._reader.close()
-        self._reader, self._group, self._at = None, None, 0
+            self._reader.shutdown(cancel_futures=True)
+        self._begin_reading()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_reader": None, "_group": None, "_at": 0}
+        # Of process 0, so that it begins to read anew.
+        return {**vars(self), "_reader": None, "_ahead": None, "_read": None, "_process": 0}
 
-    def __del__(self) -> None:
-        if getattr(self, "_reader", None) is not None:
-            self.close()
+
+class _Rows:
+    """The rows of an activation across all shards: tokens, or examples."""
+
+    def __init__(self, stored: Stored, by_token: bool) -> None:
+        entry = stored.entry
+        if entry.axis == "shared":
+            raise ValueError(f"{entry.name} is one tensor for all examples: it has no tokens")
+        self._stored, self.name, self.dtype = stored, entry.name, stored.dtype
+        self._is_flat = by_token and entry.axis == "example"
+        n_tokens = entry.shape[0] if self._is_flat else 1
+        self.shape = entry.shape[1:] if self._is_flat else entry.shape
+        self.of_shards = [n * n_tokens for n in stored.rows_of_shards()]
+        self.count = sum(self.of_shards)
+        self.bytes = max(1, entry.row_bytes // n_tokens)
+
+    def mapped(self, shard: int) -> torch.Tensor:
+        """Those of a shard, in words."""
+        rows = self._stored.of_shard(shard)
+        return _in_words(rows.flatten(0, 1) if self._is_flat else rows)
+
+
+def _in_words(rows: torch.Tensor) -> torch.Tensor:
+    """Rows as `[rows, words]` of eight bytes, which are copied fastest; else as their bytes."""
+    flat = rows.reshape(len(rows), -1)
+    is_whole = not (flat[:1].nbytes % 8 or flat.storage_offset() * flat.itemsize % 8)
+    return flat.view(torch.int64 if is_whole else torch.uint8)
+
+
+class _Groups:
+    """Which blocks are in which group, and in what order a group's rows are handed out."""
+
+    def __init__(
+        self, rows: _Rows, block_rows: int, group_rows: int, shuffle: bool, seed: int
+    ) -> None:
+        self._rows, self._group_rows = rows, group_rows
+        self._shuffle, self._seed = shuffle, seed
+        self._blocks = torch.tensor(
+            [
+                (shard, start, min(block_rows, count - start))
+                for shard, count in enumerate(rows.of_shards)
+                for start in range(0, count, block_rows)
+            ],
+            device="cpu",
+        )
+        # A block is in the group in which its last row is.
+        largest = min(group_rows + block_rows - 1, rows.count)
+        self._memory = Memory(largest * rows.bytes)
+        self._mapped: dict[int, torch.Tensor] = {}
+
+    def _of(self, epoch: int) -> tuple[torch.Tensor, ...]:
+        """The blocks of each group of an epoch: (shard, first row, rows) of each block."""
+        blocks = self._blocks
+        if self._shuffle:
+            blocks = blocks[self._permutation(len(blocks), epoch, -1)]
+        group = (blocks[:, 2].cumsum(0) - 1) // self._group_rows
+        return blocks.split(group.unique_consecutive(return_counts=True)[1].tolist())
+
+    def find(self, epoch: int, row: int) -> tuple[int, int]:
+        """In which group a row is that is handed out as the n-th of an epoch, and where in it."""
+        sizes = [int(blocks[:, 2].sum()) for blocks in self._of(epoch)]
+        number = 0
+        while number < len(sizes) and row >= sizes[number]:
+            row -= sizes[number]
+            number += 1
+        return number, row
+
+    def read(self, epoch: int, first: int, epochs: int | None) -> Iterator[torch.Tensor]:
+        """The rows of one group after the other, in the order in which they are handed out."""
+        while epochs is None or epoch < epochs:
+            for number, blocks in enumerate(self._of(epoch)):
+                if number >= first:
+                    size = int(blocks[:, 2].sum())
+                    places = self._permutation(size, epoch, number) if self._shuffle else None
+                    yield self._read(blocks.tolist(), size, places)
+            epoch, first = epoch + 1, 0
+
+    def _read(self, blocks: Any, size: int, places: torch.Tensor | None) -> torch.Tensor:
+        """The rows of some blocks, each at its place; None leaves them as they lie."""
+        n_bytes = size * self._rows.bytes
+        out = self._memory.lend()[:n_bytes].view(self._rows.dtype).view(size, *self._rows.shape)
+        words, in_bytes = _in_words(out), out.view(size, -1).view(torch.uint8)
+        at = 0
+        for shard, start, count in sorted(blocks):
+            if shard not in self._mapped:
+                self._mapped[shard] = self._rows.mapped(shard)
+            rows = self._mapped[shard][start : start + count]
+            to = words if rows.dtype == words.dtype else in_bytes
+            if places is None:
+                to[at : at + count] = rows
+            else:
+                to.index_copy_(0, places[at : at + count], rows)
+            at += count
+        return out
+
+    def _permutation(self, count: int, epoch: int, group: int) -> torch.Tensor:
+        """One that is the same wherever it is drawn, so that others need not be drawn before."""
+        drawn_from = hashlib.sha256(f"{self._seed} {epoch} {group}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(drawn_from[:8], "big"))
+        return torch.randperm(count, generator=generator, device="cpu")
+
+
+class Memory:
+    """Pieces of memory that are used again when no tensor is in them any more."""
+
+    def __init__(self, n_bytes: int) -> None:
+        self._n_bytes = n_bytes
+        self._free: deque[np.ndarray] = deque()
+
+    def lend(self) -> torch.Tensor:
+        """One, as bytes; its tensors may be changed."""
+        piece = self._free.pop() if self._free else np.empty(self._n_bytes, np.uint8)
+        # A tensor of numpy's holds the array that it was made of, so this view of the piece ends
+        # when the last tensor in it does.
+        lent = piece[:]
+        weakref.finalize(lent, self._free.append, piece).atexit = False
+        return torch.from_numpy(lent)

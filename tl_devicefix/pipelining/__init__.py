@@ -1,1 +1,1 @@
-"""Many runs of one model in flight: each device computes for another run."""
+"""Many runs of one model at once: each device computes for another run."""

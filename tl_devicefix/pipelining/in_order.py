@@ -1,9 +1,8 @@
-"""What has to happen in the order of the runs: a run in flight waits for all earlier ones first.
+"""Operations on shared state, which pipelined runs do in the order of their items.
 
-Random numbers are drawn from generators that all runs share, and gradients are added up in
-parameters that all runs share. In a plain loop the runs come to these one after the other, and
-none before the result of the one before it has been fetched: so a run waits there for as long.
-What it has done before was in flight with the others.
+All runs share the generators of random numbers, and the parameters in which gradients add up. In a
+loop, a run comes to these when all earlier results have been fetched: so it waits there for that.
+Its operations before were pipelined with those of the others.
 """
 
 from __future__ import annotations
@@ -20,24 +19,6 @@ from tl_devicefix.dispatch.joining import OutsideBlocks, redispatch
 from tl_devicefix.dispatch.scheduler import Run, current_run
 from tl_devicefix.monkeypatch.replacing import Replacing
 
-Condition = Callable[[Any, dict[str, Any]], bool]
-
-
-def _always(args: Any, kwargs: dict[str, Any]) -> bool:
-    return True
-
-
-def _switched_on(position: int, names: tuple[str, ...], default: Any) -> Condition:
-    """Whether the argument that has a function draw is there, and not zero."""
-
-    def is_on(args: Any, kwargs: dict[str, Any]) -> bool:
-        if len(args) > position:
-            return bool(args[position])
-        return bool(next((kwargs[name] for name in names if name in kwargs), default))
-
-    return is_on
-
-
 _DRAWING = (
     *("bernoulli", "bernoulli_", "binomial", "cauchy_", "exponential_", "geometric_"),
     *("gumbel_softmax", "log_normal_", "multinomial", "normal", "normal_", "poisson", "rand"),
@@ -50,23 +31,25 @@ _DRAWING = (
     *("kaiming_normal_", "kaiming_uniform_", "orthogonal_", "sparse_", "trunc_normal_"),
     *("xavier_normal_", "xavier_uniform_"),
 )
-_IN_TRAINING = {
-    **dict.fromkeys(("dropout", "feature_dropout"), True),
-    **dict.fromkeys(("dropout1d", "dropout2d", "dropout3d"), True),
-    **dict.fromkeys(("dropout_", "feature_dropout_", "alpha_dropout_"), True),
-    **dict.fromkeys(("alpha_dropout", "feature_alpha_dropout", "feature_alpha_dropout_"), False),
+_ALWAYS = None
+_IN_ORDER: dict[str, tuple[int, tuple[str, ...], Any] | None] = {
+    **dict.fromkeys((*_DRAWING, "backward"), _ALWAYS),
+    **dict.fromkeys(
+        (
+            *("dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout_"),
+            *("feature_dropout", "feature_dropout_"),
+        ),
+        (2, ("training", "train"), True),
+    ),
+    **dict.fromkeys(
+        ("alpha_dropout", "feature_alpha_dropout", "feature_alpha_dropout_"),
+        (2, ("training", "train"), False),
+    ),
+    **dict.fromkeys(("rrelu", "rrelu_"), (3, ("training",), False)),
+    "scaled_dot_product_attention": (4, ("dropout_p",), 0.0),
 }
-IN_ORDER: dict[str, Condition] = {
-    **dict.fromkeys(_DRAWING, _always),
-    **{
-        name: _switched_on(2, ("training", "train"), default)
-        for name, default in _IN_TRAINING.items()
-    },
-    **dict.fromkeys(("rrelu", "rrelu_"), _switched_on(3, ("training",), False)),
-    "scaled_dot_product_attention": _switched_on(4, ("dropout_p",), 0.0),
-    "backward": _always,
-}
-"""Functions of torch, by name, and whether a call is to be in order."""
+"""Functions of torch, by name, that run in order: always, or if an argument is not zero (its
+position, its names, and its default)."""
 
 _GRAD: Any = torch.Tensor.grad
 _OF_GRAD = {_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__}
@@ -77,12 +60,19 @@ def _is_in_order(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
         return func in _OF_GRAD and args[0].is_leaf and args[0].requires_grad
-    condition = IN_ORDER.get(name.partition(".")[0])  # "rand.default" is one of torch.ops.aten
-    return condition is not None and condition(args, kwargs)
+    name = name.partition(".")[0]  # "rand.default" is one of torch.ops.aten
+    if (switch := _IN_ORDER.get(name, ())) is _ALWAYS:
+        return True
+    if not switch:
+        return False
+    position, names, default = switch
+    if len(args) > position:
+        return bool(args[position])
+    return bool(next((kwargs[name] for name in names if name in kwargs), default))
 
 
 class InOrder(OutsideBlocks, TorchFunctionMode):
-    """Within it, a run in flight comes to what is to be in order when the earlier ones are done.
+    """Within it, a pipelined run waits for the earlier ones before an operation on shared state.
 
     Args:
         run: this thread's.
@@ -121,7 +111,7 @@ _replacing = Replacing()
 
 
 def seeding_in_order(kinds: Iterable[str]) -> contextlib.AbstractContextManager[None]:
-    """Within it, runs in flight come to torch's seeds in order too; other threads as ever.
+    """Within it, pipelined runs call torch's functions of seeds in order too.
 
     Args:
         kinds: the types of the model's devices.

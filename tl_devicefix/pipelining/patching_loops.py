@@ -1,7 +1,7 @@
-"""`transformer_lens.patching`: its loop gets what the model returns from a sweep.
+"""`transformer_lens.patching`: its loop gets the model's outputs from a sweep.
 
-TransformerLens's own function runs, so that progress, metrics, shapes and what is returned are its
-business; only the model that it is given is another, which hands out the sweep's results in turn.
+TransformerLens's own function runs, with its progress, metrics and shapes; only the model that it
+is given is another, which hands out the sweep's results in turn.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 from transformer_lens import patching
 from transformer_lens.patching import utils
 
+from tl_devicefix.monkeypatch.patch import Patch
 from tl_devicefix.monkeypatch.versions import is_bridge, is_hooked_transformer
-from tl_devicefix.pipelining.first_block import Hooks
-from tl_devicefix.pipelining.sweeping import is_one_by_one, sweep
+from tl_devicefix.pipelining.sweep import Hooks, is_sequential, sweep
 
 transformer_lens_patch = patching.generic_activation_patch
 # TransformerLens 2.16 counts as many heads of keys and values as of queries.
@@ -50,7 +50,7 @@ def generic_activation_patch(
         return_index_df=return_index_df,
         **others,
     )
-    if is_one_by_one() or not (is_hooked_transformer(model) or is_bridge(model)):
+    if is_sequential() or not (is_hooked_transformer(model) or is_bridge(model)):
         return call(model, corrupted_tokens, clean_cache)
 
     def runs() -> Iterator[Hooks]:
@@ -61,7 +61,7 @@ def generic_activation_patch(
             yield [(name, _patching(patch_setter, index, clean_cache[name]))]
 
     with contextlib.closing(_Swept(model, corrupted_tokens, runs())) as swept:
-        # What is clean is read once, by `runs`.
+        # `runs` alone reads the clean cache.
         return call(swept, corrupted_tokens, defaultdict(lambda: None))
 
 
@@ -72,7 +72,7 @@ def _indices(
     axes: Sequence[str] | None,
     index_df: Any,
 ) -> Iterator[list[Any]]:
-    """What TransformerLens patches, in its order: the layer, and where in it."""
+    """The indices that TransformerLens patches, in its order: the layer, and where in it."""
     if index_df is not None:
         for _, row in index_df.iterrows():
             yield row.to_list()
@@ -97,7 +97,7 @@ def _patching(patch_setter: Callable[..., Any], index: list[Any], clean: Any) ->
 
 
 class _Swept:
-    """A model as TransformerLens's loop uses it: what it returns is the next result of a sweep."""
+    """A model as TransformerLens's loop uses it, whose outputs are the next results of a sweep."""
 
     def __init__(self, model: Any, tokens: torch.Tensor, runs: Iterator[Hooks]) -> None:
         self._model = model
@@ -120,10 +120,22 @@ class _Swept:
 
 
 PARTIALS = {
-    name: functools.partial(generic_activation_patch, *there.args, **there.keywords)
-    for name, there in vars(patching).items()
-    if isinstance(there, functools.partial) and there.func is transformer_lens_patch
+    name: functools.partial(generic_activation_patch, *partial.args, **partial.keywords)
+    for name, partial in vars(patching).items()
+    if isinstance(partial, functools.partial) and partial.func is transformer_lens_patch
 }
 """The `get_act_patch_*` that TransformerLens makes of `generic_activation_patch`."""
 for _name, _partial in PARTIALS.items():
     _partial.__doc__ = getattr(patching, _name).__doc__  # type: ignore[misc]
+
+_TAKES = ("model", "corrupted_tokens", "clean_cache", "patching_metric")
+_OPTIONS = ("patch_setter", "activation_name", "index_axis_names", "index_df")
+_WHY = "each run starts at the block that it patches; several are under way on several devices"
+PATCHES = (
+    Patch(
+        *("generic_activation_patch", generic_activation_patch, (*_TAKES, *_OPTIONS), _WHY),
+        owner=None,
+        until="4",
+    ),
+    *(Patch(*item, _TAKES, _WHY, owner=None, until="4") for item in PARTIALS.items()),
+)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from operator import length_hint
 from typing import Any, TypeVar
 
 import torch
@@ -13,9 +16,9 @@ import transformers.utils.logging as hf_logging
 
 from tl_devicefix.dispatch.scheduler import Run, Streams, Turns, running
 from tl_devicefix.dispatch.views import restore
+from tl_devicefix.monkeypatch.versions import class_names, is_bridge, is_hooked_transformer
 from tl_devicefix.pipelining.in_order import InOrder, seeding_in_order
-from tl_devicefix.pipelining.reporting import NotingWaits, WatchedTurns
-from tl_devicefix.pipelining.viewing import viewing
+from tl_devicefix.pipelining.report import WatchedTurns, noting_waits
 from tl_devicefix.placement.workers import CallersState, threads
 from tl_devicefix.tracebacks import note
 
@@ -37,29 +40,28 @@ def pipeline_map(
     A model over n devices computes on one of them at a time: here, while one run is on the second
     device, the next one is on the first. Each run is a thread, and is given a view of the model:
     the same class, parameters, config and placement, and hooks of its own. So hooks that a run
-    adds are seen by no other, and are gone with it; what a run sets on modules is gone too, but
-    not what it sets on the config, which is the model's.
+    adds are seen by no other, and are gone with it; attributes that a run sets on modules are gone
+    too, but not those of the config, which is the model's.
 
-    Results are those of ``[run(model, item) for item in items]``, bit for bit. What the runs of a
-    loop would do to something shared in a certain order, they do in that order: a run that draws
-    random numbers of torch's (or seeds it), calls ``backward``, or reads or sets a leaf's
-    ``.grad``, waits there until the results before its own have been fetched, and its own is
-    asked for. For gradients that are in flight too, take ``torch.autograd.grad``. Python's and
-    numpy's random numbers are not put in order: draw them for the items. Weights are not to be
-    changed.
+    Results are those of ``[run(model, item) for item in items]``, bit for bit. Operations on shared
+    state run in the order of your items: a run that draws torch's random numbers (or seeds them),
+    calls ``backward``, or reads or sets a leaf's ``.grad``, waits there until you have fetched all
+    earlier results and ask for its own. For gradients that need not wait, take
+    ``torch.autograd.grad``. Python's and numpy's random numbers are not put in order: draw them
+    for the items. Do not change weights.
 
-    Within a run, what is in force in the caller's thread is in force: ``torch.no_grad``,
+    Within a run, the modes of the caller's thread are in force: ``torch.no_grad``,
     ``inference_mode``, autocast, `mix_devices`, `gather_on`, torch's modes, current devices and
     streams.
 
     Args:
         model: a HookedTransformer or TransformerBridge, on any number of devices.
-        run: what to do with a view of the model and an item. It may be called in several threads
+        run: a function of a view of the model and an item. It may be called in several threads
             at once.
         items: may be endless: it is read in this thread, and no further than `max_in_flight` ahead.
         max_in_flight: the most runs that are under way or finished and not fetched, each of which
             holds its activations. By default one more than the model has devices: as many as can
-            compute at once, and one that is there as soon as the first device is free. On one
+            compute at once, and one that is ready as soon as the first device is free. On one
             device, 1.
         progress: show a bar.
         report: print at the end how long it took, each device's busy share, and what waited.
@@ -71,7 +73,7 @@ def pipeline_map(
         TypeError: if `model` is of neither class.
         ValueError: if `max_in_flight` is less than 1.
         RuntimeError: if a run changed a parameter of the model, when its turn comes.
-        Exception: what a run raised, when its turn comes, with a note that names the item's index;
+        Exception: an error of a run, when its turn comes, with a note that names the item's index;
             a RuntimeError for StopIteration, which would end the results. Then, on
             KeyboardInterrupt, and when the generator is closed, runs that are under way end at the
             next thing that they do with torch.
@@ -85,69 +87,65 @@ def pipeline_map(
         max_in_flight = n_devices + 1 if n_devices > 1 else 1
     if isinstance(max_in_flight, bool) or not isinstance(max_in_flight, int) or max_in_flight < 1:
         raise ValueError(f"max_in_flight must be 1 or more runs, but is {max_in_flight!r}")
-    source = _Items(items)
+    hint = length_hint(items, -1)
+    count = None if hint < 0 else hint
+    bar = functools.partial(
+        hf_logging.tqdm, total=count, desc="Pipelined runs", disable=not progress
+    )
     if max_in_flight == 1 and not report:
-        return _one_by_one(make_view, run, source, progress)
-    return _fetched(_Flight(model, run, max_in_flight, report), source, max_in_flight, progress)
+        return _in_a_loop(make_view, run, items, bar)
+    n_views = max_in_flight if count is None else min(max_in_flight, count)
+    workers = _Workers(model, run, make_view, max_in_flight, n_views, report)
+    return _pipelined(workers, items, max_in_flight, bar)
 
 
-class _Items:
-    """Items with their numbers. An error of theirs is kept until the runs before it are fetched."""
-
-    def __init__(self, items: Iterable[Any]) -> None:
-        self.count = len(items) if isinstance(items, Sized) else None
-        self._rest = enumerate(items)
-        self._error: Exception | None = None
-
-    def next(self) -> tuple[int, Any] | None:
-        """The next one; None at the end."""
-        try:
-            return None if self._error else next(self._rest, None)
-        except Exception as error:  # noqa: BLE001  # whatever it is, it is raised later
-            self._error = error
-            return None
-
-    def end(self) -> None:
-        """Raise what was kept."""
-        if self._error is not None:
-            raise self._error
-
-
-def _one_by_one(
-    make_view: Callable[[], Any], run: Callable[[Any, Any], Result], items: _Items, progress: bool
+def _in_a_loop(
+    make_view: Callable[[], Any],
+    run: Callable[[Any, Any], Result],
+    items: Iterable[Any],
+    make_bar: Callable[[], Any],
 ) -> Iterator[Result]:
     """Each run when it is fetched, in the caller's thread."""
     view = make_view()
-    with _bar(items, progress) as bar:
-        while (found := items.next()) is not None:
-            yield _run_on(view, run, *found)
+    with make_bar() as bar:
+        for number, item in enumerate(items):
+            yield _run_on(view, run, number, item)
             bar.update()
-    items.end()
 
 
-def _fetched(flight: _Flight, items: _Items, max_in_flight: int, progress: bool) -> Iterator[Any]:
-    """Results as they are fetched, while later runs are under way."""
-    under_way = deque[Future[Any]]()
-
-    def fill(most: int) -> None:
-        while len(under_way) < most and (found := items.next()) is not None:
-            under_way.append(flight.start(*found))
-
-    with flight, _bar(items, progress) as bar:
-        flight.make_ready(max_in_flight if items.count is None else min(max_in_flight, items.count))
-        fill(max_in_flight)
-        n_fetched = 0
-        while under_way:
-            flight.want(n_fetched)
-            if under_way[0].exception() is None:  # which waits
-                flight.check_weights(n_fetched)
-                fill(max_in_flight + 1)
-            n_fetched += 1
-            # By no name of this frame, which would hold the result for the next run's time.
-            yield under_way.popleft().result()
+def _pipelined(
+    workers: _Workers, items: Iterable[Any], max_in_flight: int, make_bar: Callable[[], Any]
+) -> Iterator[Any]:
+    """The schedule: start as many runs as may be under way, and one more for each result."""
+    runs, starts = deque[Future[Any]](), _starting(workers, items)
+    with workers, make_bar() as bar:
+        runs.extend(itertools.islice(starts, max_in_flight))
+        number = 0
+        while runs:
+            workers.want(number)
+            if runs[0].exception() is None:  # which waits for the run
+                workers.check_weights(number)
+                runs.extend(itertools.islice(starts, max_in_flight + 1 - len(runs)))
+            yield runs.popleft().result()  # by no name, which would hold it for the next run's time
             bar.update()
-        flight.tell()
-    items.end()
+            number += 1
+        workers.print_report()
+
+
+def _starting(workers: _Workers, items: Iterable[Any]) -> Iterator[Future[Any]]:
+    """Start a run for each item that is asked for. An error of the items is a failed run's."""
+    numbered = enumerate(items)
+    while True:
+        try:
+            following = next(numbered, None)
+        except Exception as error:  # noqa: BLE001  # raised when the runs before it are fetched
+            failed = Future[Any]()
+            failed.set_exception(error)
+            yield failed
+            return
+        if following is None:
+            return
+        yield workers.start(*following)
 
 
 def _run_on(view: Any, run: Callable[[Any, Any], Result], number: int, item: Any) -> Result:
@@ -157,7 +155,7 @@ def _run_on(view: Any, run: Callable[[Any, Any], Result], number: int, item: Any
     except StopIteration as error:  # which no generator can raise
         raise RuntimeError(
             f"pipeline_map: the run of item {number} raised StopIteration: catch it there, and "
-            "return what says so"
+            "return a value that tells the end"
         ) from error
     except Exception as error:
         note(error, f"pipeline_map: this is of the run of item {number}")
@@ -166,88 +164,77 @@ def _run_on(view: Any, run: Callable[[Any, Any], Result], number: int, item: Any
         restore(view)
 
 
-def _bar(items: _Items, progress: bool) -> Any:
-    return hf_logging.tqdm(total=items.count, desc="Runs in flight", disable=not progress)
-
-
-class _Flight:
-    """The threads and views of runs that are under way together.
+class _Workers:
+    """Threads with a view of the model each, which take turns on the devices.
 
     Args:
         model: whose views they get.
         run: what each does.
-        max_in_flight: how many there are.
+        make_view: makes a view.
+        n_threads: how many runs may be under way.
+        n_views: how many begin together. They are made before the first begins, so that runs have
+            visits of offloaded blocks in common.
         report: whether to watch where the time goes.
     """
 
     def __init__(
-        self, model: Any, run: Callable[[Any, Any], Any], max_in_flight: int, report: bool
+        self,
+        model: Any,
+        run: Callable[[Any, Any], Any],
+        make_view: Callable[[], Any],
+        n_threads: int,
+        n_views: int,
+        report: bool,
     ) -> None:
-        self._make_view = viewing(model)
-        self._run = run
+        self._model, self._run, self._make_view = model, run, make_view
+        self._n_threads, self._n_views = n_threads, n_views
         self._devices = devices_of(model)
-        placement = getattr(model, "placement", None)
-        self._offloads = placement and any(each.offloaded for each in placement.components)
         self._turns = WatchedTurns(self._devices) if report else Turns()
         self._within = contextlib.ExitStack()
-        self._at_once = max_in_flight
-        self._seats: list[tuple[Any, Streams]] = []
-        self._weights = _Weights(model) if max_in_flight > 1 else None
 
-    def __enter__(self) -> _Flight:
-        kinds = dict.fromkeys(each.type for each in self._devices)
+    def __enter__(self) -> _Workers:
+        kinds = dict.fromkeys(device.type for device in self._devices)
         self._within.callback(self._turns.visits.clear)
         self._within.enter_context(seeding_in_order(kinds))
         self._pool = self._within.enter_context(
-            threads(self._at_once, thread_name_prefix="pipeline_map")
+            threads(self._n_threads, thread_name_prefix="pipeline_map")
         )
         self._within.callback(self._turns.end)  # before the threads are waited for
+        self._views = [(self._make_view(), Streams()) for _ in range(self._n_views)]
+        self._weights = _Weights(self._model) if self._n_threads > 1 else None
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._within.close()
-
-    def make_ready(self, count: int) -> None:
-        """Have so many runs begin together, where they may have visits of blocks in common."""
-        if self._offloads:
-            self._seats = [(self._make_view(), Streams()) for _ in range(count)]
 
     def want(self, number: int) -> None:
         """Say that a run's result is waited for."""
         self._turns.want(number)
 
     def check_weights(self, number: int) -> None:
-        """Check that weights are as they were, when a run's turn comes: a loop's would see changes.
-
-        Raises:
-            RuntimeError: naming one that is not.
-        """
+        """Raise a RuntimeError if a weight was changed: runs of a loop would have seen it."""
         if self._weights is not None:
             self._weights.check(number)
 
-    def tell(self) -> None:
+    def print_report(self) -> None:
         """Print where the time went, if that was watched."""
         if isinstance(self._turns, WatchedTurns):
             print(self._turns.report())
 
-    def _noting_waits(self) -> contextlib.AbstractContextManager[Any]:
-        turns = self._turns
-        return NotingWaits(turns) if isinstance(turns, WatchedTurns) else contextlib.nullcontext()
-
     def start(self, number: int, item: Any) -> Future[Any]:
-        """Have a run begin, with what is in force in this thread."""
-        seat = self._seats.pop() if self._seats else (self._make_view(), Streams())
+        """Have a run begin, with the modes of this thread."""
         state = CallersState(self._devices)
-        return self._pool.submit(state.run, self._fly, number, item, seat)
+        viewed = self._views.pop() if self._views else (self._make_view(), Streams())
+        return self._pool.submit(state.run, self._work, number, item, viewed)
 
-    def _fly(self, number: int, item: Any, seat: tuple[Any, Streams]) -> Any:
-        view, streams = seat
+    def _work(self, number: int, item: Any, viewed: tuple[Any, Streams]) -> Any:
+        view, streams = viewed
         run = Run(number, self._turns, streams)
         try:
-            with running(run), InOrder(run), self._noting_waits():
+            with running(run), InOrder(run), noting_waits(self._turns):
                 return _run_on(view, self._run, number, item)
         finally:
-            self._seats.append(seat)
+            self._views.append(viewed)
 
 
 def devices_of(model: Any) -> tuple[torch.device, ...]:
@@ -257,6 +244,24 @@ def devices_of(model: Any) -> tuple[torch.device, ...]:
     return tuple(dict.fromkeys(parameter.device for parameter in model.parameters()))
 
 
+def viewing(model: Any) -> Callable[[], Any]:
+    """A function that makes views of a model: modules and hooks of their own, the same weights.
+
+    Raises:
+        TypeError: if the model is of neither class.
+    """
+    # Imported here, as TransformerLens may lack the one class or the other.
+    if is_bridge(model):
+        from tl_devicefix.transformer_bridge.alignment import view_of as view_of_bridge
+
+        return functools.partial(view_of_bridge, model)
+    if is_hooked_transformer(model):
+        from tl_devicefix.hooked_transformer.views import view_of
+
+        return functools.partial(view_of, model)
+    raise TypeError(f"the model must be a {class_names()}, but is a {type(model).__name__}")
+
+
 class _Weights:
     """The weights of a model, that no run may change, as others use them at the same time.
 
@@ -264,8 +269,7 @@ class _Weights:
     """
 
     def __init__(self, model: Any) -> None:
-        self._weights = [(name, weight) for name, weight in model.named_parameters()]
-        self._states = [_state(weight) for _, weight in self._weights]
+        self._states = [(name, weight, _state(weight)) for name, weight in model.named_parameters()]
 
     def check(self, number: int) -> None:
         """Check that they are as they were.
@@ -273,10 +277,10 @@ class _Weights:
         Raises:
             RuntimeError: naming one that is not.
         """
-        for (name, weight), state in zip(self._weights, self._states):
+        for name, weight, state in self._states:
             if _state(weight) != state:
                 raise RuntimeError(
-                    f"{name} was changed when the run of item {number} was in flight, and others "
+                    f"{name} was changed while the run of item {number} was under way, and others "
                     "with it, which use it too: change a copy of it in a hook, or give "
                     "max_in_flight=1"
                 )

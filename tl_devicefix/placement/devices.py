@@ -26,7 +26,7 @@ def default_device() -> torch.device:
 
 
 def _unsimulated_device() -> torch.device:
-    try:  # only now: who reads a harvest needs no TransformerLens
+    try:  # only now: to read saved activations needs no TransformerLens
         from transformer_lens.utilities import get_device
     except ImportError:  # TransformerLens 2.x
         from transformer_lens.utils import get_device

@@ -1,4 +1,4 @@
-"""SAELens trains on what was harvested, unmodified: its trainer, and its run on a data set."""
+"""SAELens trains on saved activations, unmodified: its trainer, and its run on a data set."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sae_lens.config import LoggingConfig, SAETrainerConfig
 from sae_lens.training.sae_trainer import SAETrainer
 from written_by_hand import D_MODEL, N_EXAMPLES, RESID, WIDTH, write_by_hand
 
-from tl_devicefix.activation_store.loading import SavedActivations
+from tl_devicefix.activation_store.reader import SavedActivations
 
 N_TOKENS = N_EXAMPLES * WIDTH
 
@@ -89,7 +89,7 @@ def test_an_activation_store_reads_the_data_set(written: SavedActivations, tmp_p
 
 
 def saved_as_data_set(h: SavedActivations, path: Path) -> None:
-    """As docs/harvest.md has it; Arrow has no bfloat16."""
+    """As docs/save_activations.md has it; Arrow has no bfloat16."""
     from datasets import Array2D, Dataset, Features, Sequence, Value
 
     def rows() -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""`load_activations`: what was harvested, of which only that is read which is asked for.
+"""`load_activations`: activations on disk, of which only those are read that you ask for.
 
 TransformerLens is imported by what returns its classes: importing it takes longer than reading.
 """
@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tl_devicefix.activation_store.format import (
-    KEPT,
     MASK,
     NOT_BY_TOKEN,
+    TOKEN_MASK,
     TOKENS,
     Index,
-    faults,
+    damaged,
     read_index,
+    resized,
 )
-from tl_devicefix.activation_store.stored import Shards, Stored
+from tl_devicefix.activation_store.shards import Shards, Stored
 from tl_devicefix.activation_store.token_batches import Shuffle, TokenBatches
 from tl_devicefix.misspelt import did_you_mean
 from tl_devicefix.placement.tables import gib
@@ -37,7 +38,7 @@ def load_activations(directory: str | os.PathLike[str]) -> SavedActivations:
         The activations by name; a tensor is read when you index it.
 
     Raises:
-        FileNotFoundError: if there is none.
+        FileNotFoundError: if it has no saved activations.
         ValueError: if its index is damaged, or of another version.
     """
     path = Path(directory)
@@ -52,20 +53,20 @@ class SavedActivations:
 
     Args:
         directory: where they are.
-        index: what it has.
+        index: of them.
 
     Attributes:
         directory: where they are.
         names: of the activations, in a cache's order.
-        model: the name, class and shapes of the model that they are of.
-        is_complete: whether all examples are there that were to be.
+        model: the name, class and shapes of the model that computed them.
+        is_complete: whether all examples are there that were to be saved.
     """
 
     def __init__(self, directory: Path, index: Index) -> None:
         self.directory, self.index = directory, index
         shards = Shards(directory, index)
-        self._stored = {each.name: Stored(shards, each) for each in index.entries}
-        self.names = [name for name in self._stored if name not in (TOKENS, MASK, KEPT)]
+        self._stored = {entry.name: Stored(shards, entry) for entry in index.entries}
+        self.names = [name for name in self._stored if name not in (TOKENS, MASK, TOKEN_MASK)]
         self.model = index.model
         self.is_complete = index.is_complete
 
@@ -88,7 +89,7 @@ class SavedActivations:
                 "an example's, and h.cache(3) has all"
             )
         if name not in self.names:
-            raise KeyError(f"{name} was not harvested{did_you_mean(name, self.names)}")
+            raise KeyError(f"{name} was not saved{did_you_mean(name, self.names)}")
         return self._stored[name]
 
     @property
@@ -102,14 +103,14 @@ class SavedActivations:
         return self._stored[MASK]
 
     @property
-    def kept(self) -> Stored | None:
-        """Which tokens' activations are stored, `[examples, pos]`; None if all are."""
-        return self._stored.get(KEPT)
+    def token_mask(self) -> Stored | None:
+        """Which tokens' activations were saved, `[examples, pos]`; None if all were."""
+        return self._stored.get(TOKEN_MASK)
 
     def cache(self, which: int | slice | list[int], model: Any = None) -> ActivationCache:
         """An ActivationCache of an example (without a batch axis), or of several.
 
-        An entry is read when it is asked for, each time; what reads several reads them together.
+        An entry is read each time that you ask for it; methods that need several read all of them.
 
         Args:
             which: an example's number, a slice, or a list of numbers.
@@ -123,31 +124,22 @@ class SavedActivations:
         Raises:
             ValueError: if `token_mask` has left tokens out, or the model has other shapes.
             IndexError: if there is no such example.
-            TypeError: for what is no number.
+            TypeError: if `which` is no number, slice or list of numbers.
         """
-        from tl_devicefix.activation_store.cache_on_disk import cache_of
+        from tl_devicefix.activation_store.cache import cache_of
 
-        if self.kept is not None:
+        if self.token_mask is not None:
             raise ValueError(
                 "a cache has all tokens, but token_mask has left some out here: read h[name]"
             )
-        if model is not None:
-            self._check_shapes(model)
-        numbers: Any = which if isinstance(which, list) else [which]
-        for number in () if isinstance(which, slice) else numbers:
-            if not isinstance(number, int):
-                raise TypeError(
-                    "h.cache takes an example's number, a slice or a list of numbers, not a "
-                    f"{type(number).__name__}"
-                )
-            if not -len(self) <= number < len(self):
-                raise IndexError(f"there is no example {number} among {len(self)}")
-        return cache_of({name: self._stored[name] for name in self.names}, which, model)
-
-    def _check_shapes(self, model: Any) -> None:
-        for name in ("n_layers", "d_model"):
+        for name in ("n_layers", "d_model") if model is not None else ():
             if (ours := getattr(model.cfg, name)) != (theirs := self.model[name]):
-                raise ValueError(f"the harvest is of a model with {name}={theirs}, not {ours}")
+                raise ValueError(
+                    f"these are activations of a model with {name}={theirs}, but the model has "
+                    f"{ours}"
+                )
+        self.tokens.numbers(which)  # refuses what is none
+        return cache_of({name: self._stored[name] for name in self.names}, which, model)
 
     def activations(
         self,
@@ -164,18 +156,17 @@ class SavedActivations:
             name: of an activation.
             batch_size: tokens in a batch.
             shuffle: True: each token once an epoch, in an order that is drawn by blocks; see
-                `TokenBatches`. "exact": in any order alike. False: as on disk.
+                `TokenBatches`. "exact": any order is as likely as any other. False: as on disk.
             seed: of the order.
             device: where batches are brought; by default they are on the CPU.
             epochs: how often; None for ever.
 
         Returns:
-            An iterator of tensors `[batch_size, ...]`. What `transform` has left without an axis of
-            tokens, and attention patterns, come by example.
+            An iterator of tensors `[batch_size, ...]`. Activations that `transform` has left
+            without an axis of tokens, and attention patterns, come by example.
         """
         stored, width = self[name], self.tokens.entry.shape[0]
         shape = stored.entry.shape
-        by_token = len(shape) > 1 and shape[0] == width and not name.endswith(NOT_BY_TOKEN)
         largest = max((shard.bytes for shard in self.index.shards), default=1)
         return TokenBatches(
             stored,
@@ -185,8 +176,12 @@ class SavedActivations:
             device=device,
             epochs=epochs,
             group_bytes=largest // 2,  # three are in memory, and batches: less than two shards
-            by_token=by_token,
+            by_token=len(shape) > 1 and shape[0] == width and not name.endswith(NOT_BY_TOKEN),
         )
+
+    def missing(self) -> list[str]:
+        """A sentence for each shard whose file is missing or of another size; reads none."""
+        return list(resized(self.directory, self.index))
 
     def verify(self) -> list[str]:
         """Read all shards, and compare them with their checksums.
@@ -196,20 +191,20 @@ class SavedActivations:
         Returns:
             A sentence for each shard that is not as it was written; empty if all are.
         """
-        return list(faults(self.directory, self.index))
+        return list(damaged(self.directory, self.index))
 
     def __repr__(self) -> str:
         index = self.index
         state = "complete" if self.is_complete else "not complete: go on with resume=True"
         versions = ", ".join(f"{name} {version}" for name, version in index.made_by.items())
         shards = f"{len(index.shards)} shards" if len(index.shards) != 1 else "1 shard"
-        return "\n".join(
-            [
-                f"{len(self)} examples of {self.model['name']} ({self.model['class']}), {state}",
-                f"{gib(index.n_bytes)} in {shards}, by {versions}",
-                *(f"  {each!r}" for each in self._stored.values()),
-            ]
-        )
+        lines = [
+            f"{len(self)} examples of {self.model['name']} ({self.model['class']}), {state}",
+            f"{gib(index.n_bytes)} in {shards}, by {versions}",
+            *(f"  {stored!r}" for stored in self._stored.values()),
+            *self.missing(),
+        ]
+        return "\n".join(lines)
 
 
 def _act_name(*parts: Any) -> str:

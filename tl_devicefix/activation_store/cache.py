@@ -1,4 +1,4 @@
-"""A cache of activations that are read from a harvest when they are asked for."""
+"""A cache of activations that are read from disk each time that they are asked for."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from transformer_lens import ActivationCache
 
-from tl_devicefix.activation_store.stored import Stored
+from tl_devicefix.activation_store.shards import Stored
 from tl_devicefix.gathering.caches import CacheAtHome
 from tl_devicefix.misspelt import did_you_mean
 from tl_devicefix.placement.devices import HOST
 
 
 class NotRead(NamedTuple):
-    """What stands for a tensor on disk."""
+    """Stands for a tensor on disk."""
 
     read: Callable[[], torch.Tensor]
 
@@ -23,15 +23,12 @@ class NotRead(NamedTuple):
 class CacheOnDisk(CacheAtHome):
     """A dict in which a `NotRead` is read each time that it is asked for.
 
-    What is changed in place in a tensor that was read is changed in that tensor only, as in one
-    that was brought home; `cache_dict[name] = tensor` keeps it.
-
-    Args:
-        home: the device where tensors are read.
+    Changes in place to a tensor that was read stay in that tensor, as in one that was brought home;
+    `cache_dict[name] = tensor` keeps it.
     """
 
     def __missing__(self, name: str) -> Any:
-        raise KeyError(f"{name} was not harvested{did_you_mean(name, self)}")
+        raise KeyError(f"{name} was not saved{did_you_mean(name, self)}")
 
     def _where_it_lies(self, value: Any) -> Any:
         return value.read() if isinstance(value, NotRead) else value
@@ -50,24 +47,22 @@ class CacheOnDisk(CacheAtHome):
 def cache_of(
     stored: Mapping[str, Stored], which: int | slice | list[int], model: Any
 ) -> ActivationCache:
-    """An ActivationCache of what is stored, of which nothing is read yet.
+    """An ActivationCache of activations on disk, none of which is read yet.
 
     Args:
         stored: by name.
         which: an example's number, for a cache without a batch axis, or several.
-        model: at whose home it is read; None for the CPU.
+        model: at whose home they are read; None for the CPU.
     """
-    cache = CacheOnDisk(_home(model))
-    for name, each in stored.items():
-        cache[name] = _not_read(each, which)  # type: ignore[assignment]
-    return ActivationCache(cache, model, has_batch_dim=not isinstance(which, int))
-
-
-def _home(model: Any) -> torch.device:
     placement = getattr(model, "placement", None)
     if placement is not None:
-        return placement.home
-    return HOST if model is None else next(model.parameters()).device
+        home = placement.home
+    else:
+        home = HOST if model is None else next(model.parameters()).device
+    cache = CacheOnDisk(home)
+    for name, activation in stored.items():
+        cache[name] = _not_read(activation, which)  # type: ignore[assignment]
+    return ActivationCache(cache, model, has_batch_dim=not isinstance(which, int))
 
 
 def _not_read(stored: Stored, which: int | slice | list[int]) -> NotRead:

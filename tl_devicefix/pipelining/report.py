@@ -1,7 +1,8 @@
-"""Where the time of runs in flight went: each device's busy share, and what waited for a device."""
+"""Where the time of pipelined runs went: each device's busy share, and what waited for a device."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -28,19 +29,21 @@ class Waited(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FlightReport:
-    """What runs in flight took. Printing it shows a table."""
+class PipelineReport:
+    """How long pipelined runs took. Printing it shows a table.
+
+    Attributes:
+        n_runs: how many.
+        wall: seconds from the first run's beginning until the last result.
+        busy: seconds that each device had some run's blocks, by its own clock where it has one. In
+            them is the time for which the device waits for Python in the middle of a run's blocks.
+        waited: the lines that had Python wait, the longest first; each held up its own run only.
+    """
 
     n_runs: int
     wall: float
-    """Seconds from the first run's beginning until the last result was there."""
     busy: dict[torch.device, float]
-    """Seconds that each device had some run's blocks, by its own clock where it has one.
-
-    That has in it what the device waits for Python to give it, in the middle of a run's blocks.
-    """
     waited: list[Waited]
-    """The lines that had Python wait, the longest first; each held up its own run only."""
 
     @property
     def ideal(self) -> float:
@@ -62,30 +65,22 @@ class FlightReport:
         return len(self.busy) == 1 and not any(self.busy.values())
 
     def __repr__(self) -> str:
+        rows = [f"{self.n_runs} runs in {self.wall:.2f} s, at best {self.ideal:.2f} s"]
+        rows += [
+            f"{device!s:>12} busy {seconds:8.2f} s  {seconds / self.wall:4.0%}"
+            for device, seconds in self.busy.items()
+        ]
         if self._is_on_one:
             rows = [f"{self.n_runs} runs in {self.wall:.2f} s, all on {next(iter(self.busy))}"]
-        else:
-            rows = [f"{self.n_runs} runs in {self.wall:.2f} s, at best {self.ideal:.2f} s"]
-            rows += [
-                f"{device!s:>12} busy {seconds:8.2f} s  {seconds / self.wall:4.0%}"
-                for device, seconds in self.busy.items()
-            ]
         rows += [
-            f"{each.seconds:8.2f} s waited in {each.times} calls at {each.line}"
-            for each in self.waited[:_MOST_LINES]
+            f"{waited.seconds:8.2f} s waited in {waited.times} calls at {waited.line}"
+            for waited in self.waited[:3]
         ]
         return "\n".join(rows)
 
 
-_MOST_LINES = 3
-
-
 class WatchedTurns(Turns):
-    """Turns of devices, and how long each has worked during them.
-
-    Args:
-        devices: the model's.
-    """
+    """Turns of devices, and how long each has worked during them."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         super().__init__()
@@ -96,11 +91,11 @@ class WatchedTurns(Turns):
         self._marks: dict[torch.device, deque[tuple[Any, Any]]] = defaultdict(deque)
         self._waited: dict[str, list[float]] = defaultdict(list)
         self._lock = threading.Lock()
-        self.n_runs = 0
+        self._n_runs = 0
 
     def want(self, number: int) -> None:
         """Count a run, whose result is waited for."""
-        self.n_runs = number + 1
+        self._n_runs = number + 1
         super().want(number)
 
     def take(
@@ -120,11 +115,12 @@ class WatchedTurns(Turns):
         if self.has(run, device):
             marks = self._marks[device]
             marks.append((self._started.pop(device), _mark(device)))
-            while marks and _is_done(marks[0][1]):
+            while marks and (isinstance(marks[0][1], float) or marks[0][1].query()):
                 self._add_busy(device)
 
     def _add_busy(self, device: torch.device) -> None:
-        seconds = _seconds(*self._marks[device].popleft())
+        start, end = self._marks[device].popleft()
+        seconds = end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
         self._busy[device] = self._busy.get(device, 0.0) + seconds
 
     def add_wait(self, line: str, seconds: float) -> None:
@@ -132,37 +128,25 @@ class WatchedTurns(Turns):
         with self._lock:
             self._waited[line].append(seconds)
 
-    def report(self) -> FlightReport:
+    def report(self) -> PipelineReport:
         """All of it, up to now."""
         for device, marks in self._marks.items():
-            module = module_with_streams(device)
-            if module is not None:
+            if (module := module_with_streams(device)) is not None:
                 module.synchronize(device)
             while marks:
                 self._add_busy(device)
         waited = [Waited(line, sum(each), len(each)) for line, each in self._waited.items()]
-        waited.sort(key=lambda each: each.seconds, reverse=True)
+        waited.sort(key=lambda line: line.seconds, reverse=True)
         wall = time.perf_counter() - self._began
-        return FlightReport(self.n_runs, wall, dict(self._busy), waited)
+        return PipelineReport(self._n_runs, wall, dict(self._busy), waited)
 
 
 def _mark(device: torch.device) -> Any:
-    """Now: where the device's stream is, if it has one."""
+    """Now: an event of the device's stream, or the time if it has none."""
     module = module_with_streams(device)
     if module is None:
         return time.perf_counter()
     return module.current_stream(device).record_event(module.Event(enable_timing=True))
-
-
-def _is_done(mark: Any) -> bool:
-    """Whether a device has got there."""
-    return isinstance(mark, float) or bool(mark.query())
-
-
-def _seconds(start: Any, end: Any) -> float:
-    if isinstance(start, float):
-        return end - start
-    return start.elapsed_time(end) / 1000
 
 
 _WAITING = {
@@ -172,13 +156,12 @@ _WAITING = {
 """Functions of torch at which Python may wait until a device has got there."""
 
 
-class NotingWaits(OutsideBlocks, TorchFunctionMode):
-    """Within it, the lines are noted at which Python waits for devices.
+def noting_waits(turns: Turns) -> contextlib.AbstractContextManager[Any]:
+    """Within it, the lines are noted at which Python waits for devices, if turns are watched."""
+    return _NotingWaits(turns) if isinstance(turns, WatchedTurns) else contextlib.nullcontext()
 
-    Args:
-        turns: which are told.
-    """
 
+class _NotingWaits(OutsideBlocks, TorchFunctionMode):
     def __init__(self, turns: WatchedTurns) -> None:
         super().__init__()
         self._turns = turns

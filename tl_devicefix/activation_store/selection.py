@@ -1,0 +1,206 @@
+"""Which activations are saved: by name, transformed, in a dtype, of which tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from tl_devicefix.activation_store.format import NOT_BY_TOKEN, Axis, Entry, can_be_stored
+from tl_devicefix.gathering.caches import CacheAtHome
+from tl_devicefix.misspelt import did_you_mean
+
+Transform = Callable[[torch.Tensor], torch.Tensor]
+TokenMask = Callable[[torch.Tensor], torch.Tensor] | Literal["attention_mask"]
+
+
+class Selected(NamedTuple):
+    """The activations of one forward that are saved.
+
+    Attributes:
+        tensors: by name, each on its device.
+        names: for each name of the cache, the one under which it is in `tensors`: a Bridge has
+            some activations under two names.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    names: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What is saved of each forward; see `save_activations`.
+
+    Raises:
+        TypeError: if `transform` cannot be called.
+    """
+
+    names_filter: list[str] | Callable[[str], bool] | None
+    dtype: torch.dtype | None
+    transform: Transform | Mapping[str, Transform] | None
+    token_mask: TokenMask | None
+
+    def __post_init__(self) -> None:
+        by_name = self.transform if isinstance(self.transform, Mapping) else {"": self.transform}
+        for transform in by_name.values():
+            if transform is not None and not callable(transform):
+                raise TypeError(
+                    "transform must be a function of an activation, or a dict from names to such, "
+                    f"but has {transform!r}: give lambda activation: activation.mean(1), say"
+                )
+
+    def saved_tokens(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
+        """Which tokens are saved, `[batch, pos]` on the CPU; None for all.
+
+        Raises:
+            ValueError: if `token_mask` is or returns something else.
+        """
+        if self.token_mask is None:
+            return None
+        if self.token_mask == "attention_mask":
+            return mask
+        if not callable(self.token_mask):
+            raise ValueError(
+                'token_mask must be a function of tokens, or "attention_mask", but is '
+                f"{self.token_mask!r}"
+            )
+        saved = self.token_mask(tokens)
+        is_tensor = isinstance(saved, torch.Tensor)
+        if not is_tensor or saved.shape != tokens.shape or saved.dtype != torch.bool:
+            returned = (
+                f"{saved.dtype} of {list(saved.shape)}" if is_tensor else type(saved).__name__
+            )
+            raise ValueError(
+                f"token_mask must return a tensor of booleans of the tokens' shape "
+                f"{list(tokens.shape)}, but returned {returned}"
+            )
+        return saved.cpu()
+
+    def of(
+        self, cache: Mapping[str, Any], saved: torch.Tensor | None, points: Mapping[str, Any]
+    ) -> Selected:
+        """What is saved of a forward's cache.
+
+        Args:
+            cache: of the forward.
+            saved: which tokens are, `[batch, pos]` on the CPU.
+            points: by name, hook points. A Bridge has one tensor twice where two names have one.
+
+        Raises:
+            TypeError: if `transform` returns no tensor.
+            ValueError: if it has names that are not saved, or tokens are to be left out of an
+                activation without an axis for them.
+        """
+        activations = cache.stored() if isinstance(cache, CacheAtHome) else cache
+        by_name = self.transform if isinstance(self.transform, Mapping) else {}
+        if unknown := by_name.keys() - activations.keys():
+            name = min(unknown)
+            raise ValueError(
+                f"transform has {name}, which is not saved{did_you_mean(name, list(activations))}"
+            )
+        tensors: dict[str, torch.Tensor] = {}
+        first_names: dict[Any, str] = {}
+        names: dict[str, str] = {}
+        for name, activation in activations.items():
+            if isinstance(activation, torch.Tensor):
+                same = points.get(name, name), self._transform_of(name)
+                names[name] = first_names.setdefault(same, name)
+                if names[name] == name:
+                    tensors[name] = self._selected(name, activation.detach(), saved)
+        return Selected(tensors, names)
+
+    def _transform_of(self, name: str) -> Transform | None:
+        return self.transform.get(name) if isinstance(self.transform, Mapping) else self.transform
+
+    def _selected(
+        self, name: str, activation: torch.Tensor, saved: torch.Tensor | None
+    ) -> torch.Tensor:
+        transform = self._transform_of(name)
+        if transform is not None:
+            activation = transform(activation)
+        if not isinstance(activation, torch.Tensor):
+            raise TypeError(
+                f"transform must return a tensor of {name}, but returned a "
+                f"{type(activation).__name__}"
+            )
+        if self.dtype is not None and activation.is_floating_point():
+            activation = activation.to(self.dtype)
+        if saved is None:
+            return activation
+        if activation.shape[:2] != saved.shape or name.endswith(NOT_BY_TOKEN):
+            raise ValueError(
+                f"token_mask cannot leave tokens out of {name}, as that is "
+                f"{list(activation.shape)} and not [batch, pos, ...]: leave it out of "
+                "names_filter, or save it without token_mask"
+            )
+        rows = saved.flatten().nonzero().flatten().to(activation.device)
+        return activation.flatten(0, 1).index_select(0, rows)
+
+
+def checked_names(names_filter: Any, model: Any) -> Any:
+    """A `names_filter` as `run_with_cache` takes it, which would ignore names that do not exist.
+
+    Raises:
+        TypeError: if it is no name, names, function or None.
+        ValueError: for no name at all, or one that the model does not have.
+    """
+    if names_filter is None or callable(names_filter):
+        return names_filter
+    if not isinstance(names_filter, Iterable):
+        raise TypeError(
+            "names_filter must be a name, names, or a function of a name, but is a "
+            f"{type(names_filter).__name__}"
+        )
+    names = [names_filter] if isinstance(names_filter, str) else list(names_filter)
+    if not names:
+        raise ValueError("names_filter has no names: give some, or None for all of the model's")
+    for name in names:
+        if name not in model.hook_dict:
+            raise ValueError(
+                f"names_filter has {name!r}, which is no hook point of this model"
+                f"{did_you_mean(name, model.hook_dict, 0.5)}: give names of model.hook_dict, or a "
+                'function such as lambda name: name.endswith("hook_resid_post")'
+            )
+    return names
+
+
+def entries_of(
+    selection: Selection, selected: Selected, n_rows: int, stop_at_layer: int | None
+) -> list[Entry]:
+    """How the activations of the first batch are stored.
+
+    Args:
+        selection: what was asked for.
+        selected: what the first forward gave.
+        n_rows: its examples, or its tokens that are saved.
+        stop_at_layer: where the forward stopped.
+
+    Raises:
+        ValueError: for names that the forward did not give, none at all, or a dtype that
+            safetensors does not have.
+    """
+    asked = selection.names_filter if isinstance(selection.names_filter, list) else []
+    if missing := [name for name in asked if name not in selected.names]:
+        otherwise = "switch it on (set_use_attn_result for hook_result)"
+        if stop_at_layer is not None:
+            otherwise = f"stop later than at stop_at_layer={stop_at_layer}"
+        raise ValueError(
+            f"the forward gives no tensor at {missing[0]}: leave it out of names_filter, or "
+            f"{otherwise}"
+        )
+    if not selected.names:
+        raise ValueError("names_filter selects no activation of this model: see model.hook_dict")
+    row: Axis = "example" if selection.token_mask is None else "token"
+    entries = []
+    for name, stored_as in selected.names.items():
+        tensor = selected.tensors[stored_as]
+        if not can_be_stored(tensor.dtype):
+            raise ValueError(f"{name} is {tensor.dtype}, which safetensors cannot hold: give dtype")
+        has_rows = tensor.dim() > 0 and len(tensor) == n_rows
+        shape = tuple(tensor.shape[1:] if has_rows else tensor.shape)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        same_as = None if stored_as == name else stored_as
+        entries.append(Entry(name, dtype, shape, row if has_rows else "shared", same_as))
+    return entries

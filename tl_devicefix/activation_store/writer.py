@@ -1,0 +1,224 @@
+"""Activations on their way to disk: copied beside what devices compute, and written by a thread."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from tl_devicefix.activation_store.format import (
+    Index,
+    Shard,
+    same_bytes,
+    shard_name,
+    write_index,
+    write_shard,
+)
+from tl_devicefix.offload.copying import module_with_streams
+
+
+class Copied(NamedTuple):
+    """What is saved of a batch, in host memory.
+
+    Attributes:
+        rows: by name; complete after `wait()`.
+        tokens: how many of each example are saved.
+        skip: how many of its examples are on disk already.
+        arrivals: events of the copies.
+    """
+
+    rows: dict[str, torch.Tensor]
+    tokens: list[int]
+    skip: int = 0
+    arrivals: tuple[Any, ...] = ()
+
+    def wait(self) -> None:
+        """Wait until the copies are done."""
+        for arrived in self.arrivals:
+            arrived.synchronize()
+
+
+@torch.no_grad()
+def start_copies(
+    tensors: Mapping[str, torch.Tensor],
+) -> tuple[dict[str, torch.Tensor], tuple[Any, ...]]:
+    """Start to copy tensors to the host, on streams beside those that compute the next batch.
+
+    Returns:
+        By name, the copies, in pinned memory where a device has streams; and events to wait for.
+    """
+    copies, streams = {}, set()
+    for name, tensor in tensors.items():
+        module = module_with_streams(tensor.device)
+        copy = functools.partial(torch.empty, tensor.shape, dtype=tensor.dtype, device="cpu")
+        if module is None:
+            copies[name] = copy().copy_(tensor)
+            continue
+        stream = _copy_stream(tensor.device)
+        stream.wait_stream(module.current_stream(tensor.device))
+        tensor.record_stream(stream)
+        with module.stream(stream):
+            copies[name] = copy(pin_memory=True).copy_(tensor, non_blocking=True)
+        streams.add(stream)
+    return copies, tuple(stream.record_event() for stream in streams)
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> Any:
+    """Not that of `offload/copying.py`, on which weights come to the device."""
+    return module_with_streams(device).Stream(device)
+
+
+class Writer:
+    """A thread that writes batches in order to shards, and adds each shard to the index.
+
+    Which example is in which shard depends on the index only, not on when it is written. Host
+    memory has room for two shards, so that one is written while the next one fills, and for the
+    batches that are run meanwhile. With less, the writer could wait for a batch that waits for it.
+
+    Args:
+        directory: where to.
+        index: of what is on disk; shards are added after its last.
+        n_batches: how many batches there is room for besides two shards.
+    """
+
+    def __init__(self, directory: Path, index: Index, n_batches: int) -> None:
+        self.index = index
+        self._directory, self._n_batches = directory, n_batches
+        self._axes = {e.name: e.axis for e in index.entries if e.same_as is None}
+        self._shared: dict[str, torch.Tensor] = {}
+        self._begin_shard()
+        self._largest = self._in_memory = 0
+        self._changed = threading.Condition()
+        self._queue: queue.SimpleQueue[Copied | bool] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._interrupted = False
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="activations writer", daemon=True)
+        self._thread.start()
+
+    def make_room(self, n_examples: int) -> None:
+        """Wait until host memory has room for more examples.
+
+        Raises:
+            Exception: what went wrong in writing.
+        """
+        with self._changed:
+            self._largest = max(self._largest, n_examples)
+            most = 2 * self.index.examples_per_shard + self._n_batches * self._largest
+            while self._error is None and self._in_memory + n_examples > most:
+                self._changed.wait()
+            if self._error is not None:
+                raise self._error
+            self._in_memory += n_examples
+
+    def put(self, copied: Copied) -> None:
+        """Have a batch written, for which `make_room` has made room."""
+        self._queue.put(copied)
+
+    def close(self, is_complete: bool) -> None:
+        """Wait until all is written.
+
+        Args:
+            is_complete: whether that was all there is. If not, examples that fill no shard are
+                left out: whoever resumes computes them again.
+
+        Raises:
+            OSError: if something could not be written; earlier shards are complete.
+            KeyboardInterrupt: when it comes, after the shard that is being written.
+        """
+        try:
+            self._queue.put(is_complete)
+            self._ended.wait()
+        except BaseException:
+            self._interrupted = True
+            self._ended.wait()  # until then, nobody else may write to the directory
+            raise
+        self._thread.join()  # not before: once interrupted, it would take the thread for ended
+        if is_complete and self._error is not None:
+            raise self._error
+
+    def _work(self) -> None:
+        try:
+            while not isinstance(copied := self._queue.get(), bool):
+                copied.wait()
+                self._add(copied)
+            if copied:
+                if self._n_examples:
+                    self._write_shard()
+                self.index = replace(self.index, is_complete=True)
+                write_index(self._directory, self.index)
+        except BaseException as error:  # noqa: BLE001  # raised by make_room and close
+            with self._changed:
+                self._error = self._explained(error)
+                self._changed.notify_all()
+        finally:
+            self._ended.set()
+
+    def _explained(self, error: BaseException) -> BaseException:
+        if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            return error
+        return OSError(
+            error.errno,
+            f"the disk of {self._directory} is full: {self.index.n_examples} examples are written; "
+            f"free some space, and save the rest with resume=True ({error.strerror})",
+        )
+
+    def _begin_shard(self) -> None:
+        self._pieces: dict[str, list[torch.Tensor]] = defaultdict(list)
+        self._n_examples = self._n_tokens = 0
+
+    def _add(self, copied: Copied) -> None:
+        """Add a batch's examples to the shards where they belong."""
+        self._check_shared(copied.rows)
+        ends = [0, *accumulate(copied.tokens)]
+        start, count = copied.skip, len(copied.tokens)
+        while start < count:
+            stop = min(count, start + self.index.examples_per_shard - self._n_examples)
+            for name, axis in self._axes.items():
+                if axis != "shared":
+                    rows = slice(ends[start], ends[stop]) if axis == "token" else slice(start, stop)
+                    self._pieces[name].append(copied.rows[name][rows])
+            self._n_examples += stop - start
+            self._n_tokens += ends[stop] - ends[start]
+            start = stop
+            if self._n_examples == self.index.examples_per_shard:
+                self._write_shard()
+
+    def _check_shared(self, rows: Mapping[str, torch.Tensor]) -> None:
+        for name, axis in self._axes.items():
+            if axis == "shared":
+                first = self._shared.setdefault(name, rows[name])
+                if not same_bytes(first, rows[name]):
+                    raise ValueError(
+                        f"{name} is {list(first.shape)}, which is no row for each example, and is "
+                        "not the same in each batch: leave it out of names_filter, or have "
+                        "transform return [batch, ...]"
+                    )
+
+    def _write_shard(self) -> None:
+        if self._interrupted:
+            raise InterruptedError
+        file, start = shard_name(len(self.index.shards)), self.index.n_examples
+        stop = start + self._n_examples
+        pieces = {
+            name: [self._shared[name]] if axis == "shared" else self._pieces[name]
+            for name, axis in self._axes.items()
+        }
+        size, checksum = write_shard(self._directory / file, pieces, start, stop)
+        shard = Shard(file, start, stop, self._n_tokens, size, checksum)
+        self.index = self.index.with_shard(shard)
+        write_index(self._directory, self.index)
+        self._begin_shard()
+        with self._changed:
+            self._in_memory -= stop - start
+            self._changed.notify_all()

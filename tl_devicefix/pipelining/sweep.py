@@ -1,0 +1,313 @@
+"""Runs of one model on the same tokens, each with hooks of its own.
+
+A run starts at the first block that it may change, from the residual stream of the unpatched run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
+from transformer_lens.hook_points import HookPoint
+
+from tl_devicefix.attention.implementation import HOOKS
+from tl_devicefix.dispatch.carrying import move
+from tl_devicefix.dispatch.skipping import output_of, skipping
+from tl_devicefix.monkeypatch.versions import is_bridge, is_hooked_transformer
+from tl_devicefix.pipelining.pipeline_map import pipeline_map
+
+Hooks = Sequence[tuple[Any, Any]]
+"""(name of a hook point, or a function of names, and the hook), as `run_with_hooks` takes them."""
+
+_is_sequential: ContextVar[bool] = ContextVar("sequential", default=False)
+
+
+@contextlib.contextmanager
+def sequential() -> Iterator[None]:
+    """Run sweeps as plain loops within a `with` block: one run at a time, from the first block on.
+
+    `transformer_lens.patching` then runs TransformerLens's own loops. The environment variable
+    `TL_DEVICEFIX_SEQUENTIAL=1` does it everywhere.
+
+    Yields:
+        Nothing.
+    """
+    token = _is_sequential.set(True)
+    try:
+        yield
+    finally:
+        _is_sequential.reset(token)
+
+
+def is_sequential() -> bool:
+    """Whether sweeps are to be nothing but loops."""
+    return _is_sequential.get() or os.environ.get("TL_DEVICEFIX_SEQUENTIAL", "0") not in ("", "0")
+
+
+def sweep(model: Any, tokens: Any, runs: Iterable[Hooks], **arguments: Any) -> Iterator[Any]:
+    """Yield `model.run_with_hooks(tokens, fwd_hooks=run, **arguments)` for each run, in order.
+
+        runs = ([(f"blocks.{layer}.hook_resid_pre", ablate)] for layer in range(80))
+        for logits in tl_devicefix.sweep(model, tokens, runs):
+            ...
+
+    The results are the same, bit for bit, and come sooner: each run starts at the first block
+    that its hooks change, from the residual stream of the unpatched run, and on several devices
+    several runs are under way. Over all layers, half of the blocks are run. A run starts no later
+    than at a block on which someone else has a hook (permanent or not, PyTorch's too), or in which
+    is a module that is not TransformerLens's, such as an SAE. It starts at the first block
+
+    - if there is one on the embedding;
+    - if autograd is on and a parameter that would be passed by needs a gradient (so use
+      `torch.no_grad()`);
+    - if a KV cache or another argument that a run changes is passed on;
+    - for Bridges in training mode, or of an architecture that is not known to hand the residual
+      stream alone from block to block.
+
+    Args:
+        model: a HookedTransformer or a TransformerBridge.
+        tokens: as its `run_with_hooks` takes them. They, the weights and the hooks on the model may
+            not change until the last run has ended.
+        runs: lists of (name, hook), read no further than needed.
+        arguments: of the forward: `return_type`, `stop_at_layer`, `attention_mask`...
+
+    Yields:
+        What `run_with_hooks` returns for each run: by default logits `[batch, pos, d_vocab]`.
+
+    Raises:
+        TypeError: for an argument that would leave hooks behind.
+    """
+    for name in ("fwd_hooks", "bwd_hooks", "reset_hooks_end"):
+        if name in arguments:
+            raise TypeError(
+                f"sweep() takes no {name}, as the hooks of a run are on the model during that run "
+                "only: pass forward hooks in `runs`, and call run_with_hooks for others"
+            )
+    if is_sequential():
+        return (model.run_with_hooks(tokens, fwd_hooks=run, **arguments) for run in runs)
+
+    first_block = _FirstBlock(model, tokens, arguments)
+    streams = _ResidualStreams(model, tokens, arguments)
+    # The view is restored after a run: TransformerLens need not go through all hook points for it.
+    options = {**arguments, "reset_hooks_end": False} if first_block.is_known else arguments
+
+    def starts() -> Iterator[_Start]:
+        for run in runs:
+            hooks = list(run)
+            first = first_block.of(hooks)
+            yield _Start(hooks, first, streams.before(first) if first else None)
+
+    def run_from(view: Any, start: _Start) -> Any:
+        with skipping(getattr(view, "blocks", ()), start.first, start.residual_stream):
+            return view.run_with_hooks(tokens, fwd_hooks=start.hooks, **options)
+
+    return pipeline_map(model, run_from, starts())
+
+
+class _Start(NamedTuple):
+    """Where a run starts: its first block, from the output of the block before."""
+
+    hooks: Hooks
+    first: int
+    residual_stream: Any
+
+
+_INPUTS = ("attention_mask", "padding_side", "position_ids", "prepend_bos")
+"""Arguments of a forward on which the residual stream depends."""
+_KNOWN = {
+    *_INPUTS,
+    *("labels", "loss_per_token", "return_type", "stop_at_layer"),
+    *("clear_contexts", "remove_batch_dim"),
+}
+"""Arguments with which a run may start at any block: none of them is changed by a run."""
+
+# Bridges of these hand the residual stream alone from one block to the next. What other blocks
+# share (keys and values, states, an embedding for each layer) would be missing.
+_RESIDUAL_STREAM_ALONE = {
+    *("ApertusForCausalLM", "BloomForCausalLM", "GPT2LMHeadModel", "GPTJForCausalLM"),
+    *("GPTNeoForCausalLM", "GPTNeoXForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"),
+    *("GemmaForCausalLM", "GptOssForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"),
+    *("MixtralForCausalLM", "OPTForCausalLM", "Olmo2ForCausalLM", "OlmoForCausalLM"),
+    *("OlmoeForCausalLM", "Phi3ForCausalLM", "PhiForCausalLM", "Qwen2ForCausalLM"),
+    "Qwen3ForCausalLM",
+}
+# Their modules do the same in each run, but for `_UNSTEADY`. A Bridge's layers are transformers'.
+_LIBRARIES = {"bitsandbytes", "peft", "torch", "transformer_lens", "transformers"}
+_UNSTEADY = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm, nn.RReLU)
+
+
+class _FirstBlock:
+    """Finds the first block that a run may change.
+
+    Those below it have no hook, of the run or of anyone else, hold nothing that might differ from
+    one run to the next, and nobody may want a gradient that goes through them. In doubt, it is 0.
+
+    Attributes:
+        is_known: whether the model runs its blocks as TransformerLens has it.
+    """
+
+    def __init__(self, model: Any, tokens: Any, arguments: dict[str, Any]) -> None:
+        self._model = model
+        self._inputs = (tokens, *arguments.values())
+        self._is_bridge = is_bridge(model)
+        self.is_known = _is_known(model, self._is_bridge)
+        self._n_steady: dict[bool, int] = {}
+        self._last = 0
+        if set(arguments) <= _KNOWN and self.is_known:
+            self._last = len(range(len(model.blocks))[: arguments.get("stop_at_layer")])
+
+    def of(self, hooks: Hooks) -> int:
+        """The first block that a run with these hooks may change; their number, if none."""
+        first = min([self._last, *_layers(self._model, hooks)] if self._last else [0])
+        if first == 0 or _has_any_global_hook() or any(map(_needs_gradient, self._inputs)):
+            return 0
+        grad = torch.is_grad_enabled()
+        if grad not in self._n_steady:  # once, as hooks on the model do not change meanwhile
+            self._n_steady[grad] = self._steady_blocks()
+        return min(first, self._n_steady[grad])
+
+    def _steady_blocks(self) -> int:
+        """How many blocks, from the first on, do the same in each run."""
+        if any(map(self._may_differ, _beside_blocks(self._model))):
+            return 0
+        for index, block in enumerate(self._model.blocks):
+            if any(map(self._may_differ, block.modules())):
+                return index
+        return len(self._model.blocks)
+
+    def _may_differ(self, module: nn.Module) -> bool:
+        """Whether a module may do something else in another run, or someone watches it run."""
+        attributes = vars(module)
+        hooks = (hook for name in HOOKS for hook in attributes[name].values())
+        if any(_is_of_user(module, hook) for hook in hooks):
+            return True
+        if any(map(_needs_gradient, module._parameters.values())):
+            return True
+        if module is self._model:  # of which `_is_known` has seen enough
+            return False
+        if _package(type(module)) not in _LIBRARIES or attributes.get("_compiled_call_impl"):
+            return True
+        forward = attributes.get("forward")  # of this very module: by us, accelerate, or the user
+        by_library = _package(type(forward)) == "tl_devicefix" or "_hf_hook" in attributes
+        if forward is not None and not by_library:
+            return True
+        # A HookedTransformer is in training mode from the start, and has nothing that minds it.
+        return module.training and (self._is_bridge or isinstance(module, _UNSTEADY))
+
+
+def _package(item: Any) -> str:
+    return (getattr(item, "__module__", None) or "").partition(".")[0]
+
+
+def _needs_gradient(value: Any) -> bool:
+    """Whether autograd is recording what is done with a tensor."""
+    return isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled()
+
+
+def _is_known(model: Any, is_a_bridge: bool) -> bool:
+    """Whether it runs its blocks as TransformerLens has it, and these pass on nothing else."""
+    names = ["forward", "run_with_hooks"]
+    if is_a_bridge:
+        if model.cfg.architecture not in _RESIDUAL_STREAM_ALONE:
+            return False
+        if getattr(model, "_capture_hf_cache", False):  # within `generate`
+            return False
+    elif is_hooked_transformer(model):
+        names.append("input_to_embed")
+    else:
+        return False
+    base = next(cls for cls in type(model).__mro__ if _package(cls) == "transformer_lens")
+    return not any(
+        name in vars(model) or getattr(type(model), name) is not getattr(base, name)
+        for name in names
+    )
+
+
+def _layers(model: Any, hooks: Hooks) -> Iterator[int]:
+    """For each hook point with a hook, the first block that could see what it does."""
+    points = model.hook_dict
+    for names, _ in hooks:
+        for name in [names] if isinstance(names, str) else filter(names, points):
+            yield _layer(model, name)
+            yield _layer(model, getattr(points.get(name), "name", None) or name)  # of an alias
+
+
+def _layer(model: Any, name: str) -> int:
+    part, _, rest = name.partition(".")
+    if part in ("ln_final", "unembed"):
+        return len(model.blocks)
+    index = rest.partition(".")[0]
+    return int(index) if part == "blocks" and index.isdecimal() else 0
+
+
+def _beside_blocks(model: Any) -> Iterator[nn.Module]:
+    """All modules that run before the first block, or around all of them."""
+    after = [getattr(model, name, None) for name in ("ln_final", "unembed")]
+    seen = {id(module) for module in (*model.blocks, *after)}
+    to_see = [model, getattr(model, "original_model", None)]
+    while to_see:
+        module = to_see.pop()
+        if module is not None and id(module) not in seen:
+            seen.add(id(module))
+            yield module
+            to_see += module._modules.values()
+
+
+def _is_of_user(module: nn.Module, hook: Any) -> bool:
+    """Whether a PyTorch hook is neither this package's nor a library's own.
+
+    Those of hook points are TransformerLens's functions that call the user's.
+    """
+    package = _package(hook)
+    if package == "tl_devicefix":
+        return False
+    return isinstance(module, HookPoint) or package not in (*_LIBRARIES, "accelerate")
+
+
+class _ResidualStreams:
+    """What the blocks of a model return in the unpatched run, computed when it is asked for.
+
+    It goes on from streams that it has: runs in the order of their layers compute each block once.
+    It keeps the last one and every k-th, k being the square root of the number of blocks: in any
+    other order, a run computes fewer than k blocks anew. Each lies on the device of the block that
+    takes it. Nobody may have a hook on the blocks that are asked for, or before them.
+    """
+
+    def __init__(self, model: Any, tokens: Any, arguments: dict[str, Any]) -> None:
+        self._model, self._tokens = model, tokens
+        self._inputs = {name: value for name, value in arguments.items() if name in _INPUTS}
+        self._kept: dict[int, Any] = {}
+
+    def before(self, layer: int) -> Any:
+        """What the block before `layer` (which is 1 or more) returns, in whatever form it does."""
+        every = math.isqrt(len(self._model.blocks))
+        start = max((kept for kept in self._kept if kept <= layer), default=0)
+        for stop in range(start + 1, layer + 1):
+            if stop == layer or stop % every == 0:
+                self._kept[stop] = self._go_on(start, stop)
+                start = stop
+        for kept in list(self._kept):
+            if kept != layer and kept % every:
+                del self._kept[kept]
+        return self._kept[layer]
+
+    def _go_on(self, start: int, stop: int) -> Any:
+        blocks = self._model.blocks
+        with skipping(blocks, start, self._kept.get(start)):
+            output = output_of(
+                blocks[stop - 1], lambda: self._model.forward(self._tokens, **self._inputs)
+            )
+        placement = getattr(self._model, "placement", None)
+        if placement is None or stop == len(blocks):
+            return output
+        device = placement.device_of(f"blocks.{stop}")
+        if isinstance(output, tuple):
+            return type(output)((move(output[0], device), *output[1:]))
+        return move(output, device)
