@@ -103,8 +103,11 @@ def _check_report(
     report: dict[str, Any], model_name: str, kwargs: dict[str, Any], model: torch.nn.Module
 ) -> None:
     """Turn transformers' loading report into an error if the checkpoint does not fit."""
+    stored, own = _stored_tensors(model_name, kwargs), model.state_dict()
+    # transformers 4 believes the index of a sharded checkpoint.
+    listed_only = {name for name, (_, shape) in stored.items() if shape is None}
     problems = {
-        "lacks": sorted(report.get("missing_keys", ())),
+        "lacks": sorted({*report.get("missing_keys", ()), *listed_only}),
         "has tensors that the architecture has no place for:": sorted(
             name for name in report.get("unexpected_keys", ()) if not _OLD_BUFFER.search(name)
         ),
@@ -117,7 +120,6 @@ def _check_report(
     for problem, names in problems.items():
         if not names:
             continue
-        stored, own = _stored_tensors(model_name, kwargs), model.state_dict()
         shown = []
         for name in names[:3]:
             file, shape = stored.get(name, (None, None))
