@@ -46,7 +46,7 @@ def install(session: nox.Session, transformer_lens: str, *extra: str) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style, formatting, and which room imports which."""
+    """Check style, formatting, and which package imports which."""
     session.install("ruff==0.17.5", "import-linter==2.16")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
@@ -177,9 +177,9 @@ for version in IN_CI:
 def asynchronous(session: nox.Session) -> None:
     """Test running and offloading on simulated devices that run behind the host, seed by seed."""
     install_tests(session, "3.9.0")
-    rooms = ("tests/dispatch", "tests/offload")
+    folders = ("tests/dispatch", "tests/offload")
     for seed in ("0", "1", "2"):
-        session.run("pytest", "-n", "2", "--asynchronous", seed, *(session.posargs or rooms))
+        session.run("pytest", "-n", "2", "--asynchronous", seed, *(session.posargs or folders))
 
 
 @nox.session
@@ -232,8 +232,8 @@ def add_torch(name: str, torch: str) -> None:
         """Test an end of torch's range: a CUDA build of several gigabytes, run on the CPU."""
         install(session, "3.9.0", "-e", ".[test]")
         session.install(f"torch=={torch}")  # in place of the one in constraints.txt
-        rooms = ("tests/simulation", "tests/placement", "tests/dispatch")
-        session.run("pytest", *(session.posargs or rooms))
+        folders = ("tests/simulation", "tests/placement", "tests/dispatch")
+        session.run("pytest", *(session.posargs or folders))
 
 
 for name, torch in (("oldest", OLDEST_TORCH), ("newest", NEWEST_TORCH)):

@@ -121,12 +121,12 @@ def _missing(path: str, names: str) -> str:
     found = [file for file in found if file.exists()]
     if not found:
         top = path.split("/")[0]
-        rooms = {
+        folders = {
             each.name
             for root in (REPOSITORY, REPOSITORY / "tl_devicefix")
             for each in root.iterdir()
         }
-        return path if top in rooms else ""
+        return path if top in folders else ""
     for name in filter(None, names.split(", ")):
         if not re.search(
             rf"^(?:\s*(?:async )?(?:def|class) )?{name}\b", found[0].read_text(), re.MULTILINE
