@@ -152,7 +152,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
         "the model computes another blocks.1.* of the first batch now, so its weights",
     ),
     "token_mask": ({"token_mask": lambda tokens: tokens > 5}, "were saved without token_mask"),
-    "size of shards": ({"shard_size": 20000}, "by shard_size, is 9 on disk, not 15"),
+    "size of shards": ({"shard_size": 20000}, "by shard_size, is 9 on disk, not 16"),
 }
 
 
