@@ -52,14 +52,14 @@ class Copies:
     @torch.no_grad()
     def start(self, host: torch.Tensor) -> torch.Tensor:
         """Start to copy a tensor; the copy is laid out as the tensor is."""
-        there = torch.empty_like(host, device=self._device, requires_grad=False)
+        copy = torch.empty_like(host, device=self._device, requires_grad=False)
         if self._streams is not None:
             # The memory is free when what is queued by now has been computed, by any thread: one
             # may have queued something, and freed what it used, since the copy before.
             _copy_stream(self._device).wait_stream(self._streams.current_stream(self._device))
         with self._on_copy_stream():
-            there.copy_(host, non_blocking=True)
-        return there
+            copy.copy_(host, non_blocking=True)
+        return copy
 
     def __exit__(
         self,

@@ -161,7 +161,7 @@ class Visits:
     """
 
     def __init__(self) -> None:
-        self._there: dict[torch.device, dict[object, Sent]] = defaultdict(dict)
+        self._visiting: dict[torch.device, dict[object, Sent]] = defaultdict(dict)
         self._running: Counter[object] = Counter()
         self._last: dict[torch.device, object] = {}
         self._tours: list[Tour] = []  # those of older runs first, mostly
@@ -174,7 +174,7 @@ class Visits:
         """
         if weights is None:
             return AT_HAND
-        if weights not in self._there.get(device, ()):
+        if weights not in self._visiting.get(device, ()):
             return NOT_THERE
         return AT_HAND if self._last.get(device) is weights else THERE
 
@@ -187,18 +187,18 @@ class Visits:
     def end(self, tour: Tour) -> None:
         """Count with a tour no more, and drop what no other needs soon."""
         self._tours.remove(tour)
-        for device in list(self._there):
+        for device in list(self._visiting):
             self._drop_unneeded(device)
 
     def arrival_of(self, block: ForwardWithVisitors) -> Sent:
         """The block's weights, which are sent if they are not there."""
         device, weights = block.device, block.weights
-        sent = self._there[device].get(weights)
+        sent = self._visiting[device].get(weights)
         if sent is None or not block.is_current(sent):
             if sent is not None:
                 self._drop(device, weights)
             self._make_room(device)
-            sent = self._there[device][weights] = block.send()
+            sent = self._visiting[device][weights] = block.send()
         else:
             sent.share()
         self._running[weights] += 1
@@ -219,24 +219,24 @@ class Visits:
 
     def send_ahead(self, device: torch.device) -> None:
         """Send what runs need soon, the oldest run first, as far as there is room."""
-        there = self._there[device]
+        visiting = self._visiting[device]
         needed = self._next(device)
         for tour in self._tours:
             coming = tour.coming_to(device)
             needed.update(block.weights for block in coming)
             for block in coming:
-                if block.weights in there:
+                if block.weights in visiting:
                     continue
-                if len(there) >= VISITING:
+                if len(visiting) >= VISITING:
                     unneeded = self._unneeded(device, needed)
                     if not unneeded:
                         return
                     self._drop(device, unneeded[0])
-                there[block.weights] = block.send()
+                visiting[block.weights] = block.send()
 
     def _make_room(self, device: torch.device) -> None:
         """Make room for a block that runs now, if need be of one that is needed next."""
-        while len(self._there[device]) >= VISITING:
+        while len(self._visiting[device]) >= VISITING:
             idle = self._unneeded(device, set())
             if not idle:  # each runs, in a hook of which this block does, or a thread
                 return
@@ -249,27 +249,29 @@ class Visits:
 
     def _unneeded(self, device: torch.device, needed: set[object]) -> list[object]:
         """The blocks there that neither run nor are needed."""
-        there = self._there[device]
-        return [each for each in there if each not in needed and not self._running[each]]
+        visiting = self._visiting[device]
+        return [
+            weights for weights in visiting if weights not in needed and not self._running[weights]
+        ]
 
     def _drop_unneeded(self, device: torch.device) -> None:
         for weights in self._unneeded(device, self._next(device, VISITING)):
             self._drop(device, weights)
 
     def _drop(self, device: torch.device, weights: object) -> None:
-        self._there[device].pop(weights).let_go()
+        self._visiting[device].pop(weights).let_go()
 
     def clear(self) -> None:
         """Drop all, and wait until weights on the host may be changed."""
         with _exchanging:
-            for device, there in self._there.items():
-                for weights in list(there):
+            for device, visiting in self._visiting.items():
+                for weights in list(visiting):
                     self._drop(device, weights)
         self.wait()
 
     def wait(self) -> None:
         """Wait until weights on the host may be changed."""
-        for device in list(self._there):
+        for device in list(self._visiting):
             wait_until_copied(device)
 
 
