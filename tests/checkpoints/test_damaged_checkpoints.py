@@ -299,6 +299,8 @@ WRONG_VALUES: dict[str, Any] = {
     "hidden_size": "x",
     "num_attention_heads": 0,
     "hidden_act": "x",
+    "num_hidden_layers": 10**9,
+    "num_labels": 10**9,
     "vocab_size": -1,
 }
 

@@ -248,11 +248,11 @@ def test_a_config_with_a_wrong_value_is_refused_in_a_sentence(
     hf_models("llama").save_pretrained(tmp_path)
     fields = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**fields, field: value}))
-    with pytest.raises(ValueError, match=r"^config.json of '\S+' cannot be read: .*$") as caught:
+    with pytest.raises(ValueError, match=r"^config.json of '\S+' cannot be read \(.*$") as caught:
         TransformerBridge.boot_transformers(str(tmp_path), n_devices=2)
     assert "\n" not in str(caught.value)
     assert "StrictDataclass" not in str(caught.value)
-    assert str(caught.value).endswith("; correct it there, or fetch the file again")
+    assert str(caught.value).endswith("); correct it, or fetch it again")
 
 
 def test_transformer_lens_3_finds_a_view_s_attention_by_what_it_wraps(boot: Any) -> None:

@@ -17,20 +17,30 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from tl_devicefix.checkpoints.hub import in_one_line
+from tl_devicefix.placement.components import check_count
 from tl_devicefix.placement.memory import is_out_of_memory
 
 
-def read_config(name: str, **kwargs: Any) -> Any:
+_COUNTS = "num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_experts", "num_labels"
+"""Fields by which transformers makes lists, and modules, for ever if there are so many."""
+
+
+def read_config(name: str, directory: str | Path, **kwargs: Any) -> Any:
     """What transformers reads of a checkpoint's config.json.
 
     Args:
         name: a local directory, or the checkpoint's name on the hub.
+        directory: where its config.json is, or would be, on this machine.
         kwargs: as `AutoConfig.from_pretrained` takes them.
 
     Raises:
         ValueError: if it cannot be read.
     """
     with reading_config(name):
+        if (file := Path(directory) / "config.json").is_file():
+            fields = json.loads(file.read_text())
+            for field in _COUNTS:
+                check_count(field, fields.get(field))
         return AutoConfig.from_pretrained(name, **kwargs)
 
 

@@ -198,7 +198,7 @@ def _config_of_directory(path: str, kwargs: dict[str, Any], on_hub: str | None =
     # By its name, as code that comes with it is not in the directory yet.
     trusted = kwargs.get("trust_remote_code", False)
     fetched = fetching if on_hub else {}
-    hf_config = read_config(called, trust_remote_code=trusted, **fetched)
+    hf_config = read_config(called, path, trust_remote_code=trusted, **fetched)
     architecture = (hf_config.architectures or [None])[0]
     if architecture is None:
         raise ValueError(f"config.json in {called!r} names no architecture: add 'architectures'")

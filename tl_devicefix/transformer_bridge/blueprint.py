@@ -145,7 +145,7 @@ def _hf_config(config_or_model_name: Any) -> Any:
     known = known_config(name)
     if known is not None:
         return known
-    return read_config(name)
+    return read_config(name, name)
 
 
 _N_CTX_FIELDS = (

@@ -103,7 +103,7 @@ def _boot_over_devices(boot: Any, wanted: dict[str, Any]) -> Any:
     name = str(wanted["model_name"])
     if is_checkpoint_directory(name):  # before TransformerLens reads it, whatever is in it
         trusted = wanted.get("trust_remote_code", False)
-        read_config(name, trust_remote_code=trusted)
+        read_config(name, name, trust_remote_code=trusted)
     planned = _PlannedClass(wanted)
     arguments = dict(wanted)
     for name in ("device", "n_devices", "max_memory"):
