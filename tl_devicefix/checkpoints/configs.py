@@ -20,7 +20,6 @@ from tl_devicefix.checkpoints.hub import in_one_line
 from tl_devicefix.placement.components import check_count
 from tl_devicefix.placement.memory import is_out_of_memory
 
-
 _COUNTS = "num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_experts", "num_labels"
 """Fields by which transformers makes lists, and modules, for ever if there are so many."""
 
