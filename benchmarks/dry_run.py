@@ -2,7 +2,7 @@
 
     python benchmarks/dry_run.py [--model meta-llama/Llama-3.1-405B] [--n-devices 16] [--hosts 2]
 
-Each job is rehearsed in a process of its own, whose imports count. Memory is the most of it that is
+Each job is run dry in a process of its own, whose imports count. Memory is the most of it that is
 not mapped from files, of which most is torch itself. Linux only.
 """
 
@@ -79,7 +79,7 @@ class Memory:
 
 
 def dry_run(job: str, model: str, n_devices: int, hosts: int) -> None:
-    """Rehearse one job in this process, and print what it took as JSON."""
+    """Run one job dry in this process, and print what it took as JSON."""
     memory = Memory()
     import tl_devicefix
 
@@ -99,7 +99,7 @@ def dry_run(job: str, model: str, n_devices: int, hosts: int) -> None:
 
 
 def main() -> None:
-    """Rehearse each job, and print a table."""
+    """Run each job dry, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="meta-llama/Llama-3.1-405B")
     parser.add_argument("--n-devices", type=int, default=16)

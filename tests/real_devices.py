@@ -47,7 +47,7 @@ NOT_RUN = (
 _OF_SIMULATED_ONES = {
     "test_bytes_on_the_devices_of_a_machine_that_was_left": "real devices are not left",
     "test_the_demo_loads_compares_and_shows_the_heads": "names the demo's simulated devices",
-    "test_what_does_not_fit_at_all_is_refused_as_by_a_plan": "names a rehearsal's devices",
+    "test_what_does_not_fit_at_all_is_refused_as_by_a_plan": "names a dry run's devices",
 }
 _ROWS_OF_SIMULATED_ONES = {
     "`DataLoader` workers that hold the model": "a forked process cannot use real devices",

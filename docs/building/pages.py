@@ -44,15 +44,6 @@ SHOWN = {
 }
 """A file of the repository that is no page, and the page that is about it."""
 
-RENAMED = {
-    "attention.md": "long_contexts.md",
-    "harvest.md": "save_activations.md",
-    "hosts.md": "several_hosts.md",
-    "in_flight.md": "many_inputs.md",
-    "with_torch.md": "compatibility.md",
-}
-"""A page that the changelog names as it was called then, and its name today."""
-
 _LINK = re.compile(r"(?<=\]\()[^)#:\s]+(?=[)#])")
 _CODE = re.compile(r"`((?:[\w.-]+/)+[\w.-]*)(?::(\w+(?:, \w+)*))?`")
 _PLACE = re.compile(r"^::: ([\w.]+):(\w+)$", re.MULTILINE)
@@ -85,8 +76,6 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(source), link.group()))
         if target.startswith("docs/"):
             target = target.removeprefix("docs/")
-            if page.file.src_uri == "changelog.md":
-                target = RENAMED.get(target, target)
         elif target in PAGES or target in SHOWN:
             target = {**PAGES, **SHOWN}[target]
         else:

@@ -29,7 +29,7 @@ def used(sizes: dict[Any, Any]) -> list[str]:
 @pytest.mark.cover
 @pytest.mark.parametrize("n_devices", [None, 2])
 @pytest.mark.parametrize("case", SIZES)
-def test_planning_estimating_and_rehearsing_place_alike(case: str, n_devices: int | None) -> None:
+def test_planning_estimating_and_dry_runs_place_alike(case: str, n_devices: int | None) -> None:
     sizes = SIZES[case]
     there = 2 if n_devices and max(key for key in (*sizes, 0) if key != "cpu") < 2 else 4
     with simulate(there if n_devices else 4, "1TiB"):
@@ -39,9 +39,9 @@ def test_planning_estimating_and_rehearsing_place_alike(case: str, n_devices: in
     if n_devices and there != n_devices:
         return  # an estimate's machine has no more devices than are asked for
     estimated = estimate("gpt2", n_devices, max_memory=sizes, seq_len=8, fold_ln=False).placement
-    rehearsed = dry_run("gpt2", id, n_devices, max_memory=sizes, fold_ln=False).placement
-    assert estimated.device_map == rehearsed.device_map == planned.device_map
-    stored = [[c.stored_on for c in p.components] for p in (planned, estimated, rehearsed)]
+    dry = dry_run("gpt2", id, n_devices, max_memory=sizes, fold_ln=False).placement
+    assert estimated.device_map == dry.device_map == planned.device_map
+    stored = [[c.stored_on for c in p.components] for p in (planned, estimated, dry)]
     assert stored[0] == stored[1] == stored[2]
 
 
@@ -72,7 +72,7 @@ def test_loading_uses_the_devices_that_are_named(
     assert logits.device == model.placement.home
 
 
-def test_as_many_devices_as_are_named_are_rehearsed() -> None:
+def test_as_many_devices_as_are_named_are_used_in_a_dry_run() -> None:
     assert len(dry_run("gpt2", id, memory=["1GiB", "2GiB"]).weights) == 2
     assert len(dry_run("gpt2", id, device_map={"": 0, "blocks.3": "cuda:2"}).weights) == 3
     assert len(dry_run("gpt2", id, max_memory={"cuda:0": "1GiB", "cuda:1": "1GiB"}).weights) == 2

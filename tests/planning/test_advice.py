@@ -1,4 +1,4 @@
-"""What would fit is found with few rehearsals, and each that is told was rehearsed."""
+"""What would fit is found with few dry runs, and each that is told was tried."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ pytestmark = pytest.mark.skipif(not has_hooked_transformer(), reason="no HookedT
 
 
 @pytest.fixture
-def rehearsed(monkeypatch: pytest.MonkeyPatch) -> list[Setting]:
-    """The settings that are rehearsed, as they are."""
+def tried(monkeypatch: pytest.MonkeyPatch) -> list[Setting]:
+    """The settings that are tried, as they are."""
     settings: list[Setting] = []
     on_device = Setting._on_device
 
@@ -29,13 +29,13 @@ def rehearsed(monkeypatch: pytest.MonkeyPatch) -> list[Setting]:
     return settings
 
 
-def test_what_cannot_hold_the_weights_is_not_rehearsed(rehearsed: Any) -> None:
+def test_what_cannot_hold_the_weights_is_not_tried(tried: Any) -> None:
     found = estimate("meta-llama/Llama-2-70b-hf", 1, seq_len=64)
     assert "n_devices=4, or max_memory={0: " in found.advice
-    told = [each for each in rehearsed if each.n_devices == 4]
+    told = [each for each in tried if each.n_devices == 4]
     assert told
-    assert len(rehearsed) <= 4
-    assert not any(each.n_devices in (2, 3) for each in rehearsed)
+    assert len(tried) <= 4
+    assert not any(each.n_devices in (2, 3) for each in tried)
 
 
 def test_more_devices_are_told_as_the_user_named_them() -> None:
@@ -49,10 +49,10 @@ def test_more_devices_are_told_as_the_user_named_them() -> None:
     assert estimate("meta-llama/Llama-2-70b-hf", max_memory=room, **options).fits
 
 
-def test_a_job_that_is_too_large_is_halved_in_few_steps(rehearsed: Any) -> None:
+def test_a_job_that_is_too_large_is_halved_in_few_steps(tried: Any) -> None:
     options: Any = {"first_n_layers": 1, "seq_len": 256, "batch_size": 512, "max_memory": "1500MiB"}
     found = estimate("gpt2", **options)
-    batches = {each.job.batch_size for each in rehearsed if each.job.seq_len == 256}
+    batches = {each.job.batch_size for each in tried if each.job.seq_len == 256}
     told = next(part for part in found.advice.split(", or ") if "batch_size=" in part)
     batch = int(told.partition("batch_size=")[2].rstrip("."))
     assert {512, batch, 2 * batch} <= batches

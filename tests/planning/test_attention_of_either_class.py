@@ -118,7 +118,7 @@ def test_it_is_not_told_where_it_is_chosen_or_does_not_help(options: Any, llama:
     assert found.advice.startswith("No single change would do")
 
 
-def test_a_rehearsal_builds_a_pattern_where_somebody_listens(llama: str) -> None:
+def test_a_dry_run_builds_a_pattern_where_somebody_listens(llama: str) -> None:
     tokens = torch.zeros(1, 512, dtype=torch.long)
     hook = ("blocks.1.attn.hook_pattern", lambda value, hook: None)
     pattern = HEADS["num_attention_heads"] * 512**2 * 4
@@ -134,9 +134,9 @@ def test_a_rehearsal_builds_a_pattern_where_somebody_listens(llama: str) -> None
 
     peaks = []
     for job in (read, listen):
-        rehearsed = dry_run(llama, job, attn_implementation="sdpa")
-        assert rehearsed.runs, rehearsed
-        peaks.append(rehearsed.peaks[0].bytes - rehearsed.weights[0])
+        dry = dry_run(llama, job, attn_implementation="sdpa")
+        assert dry.runs, dry
+        peaks.append(dry.peaks[0].bytes - dry.weights[0])
 
     assert peaks[0] < pattern < peaks[1]
 

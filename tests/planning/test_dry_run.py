@@ -41,7 +41,7 @@ def test_a_subclass_and_a_device_map() -> None:
         """A user's own."""
 
     device_map = {"": 0, "blocks.3": 1}
-    rehearsed: DryRun = dry_run("gpt2", type, n_devices=2, device_map=device_map, cls=Mine)
+    dry: DryRun = dry_run("gpt2", type, n_devices=2, device_map=device_map, cls=Mine)
 
-    assert rehearsed.result is Mine
-    assert str(rehearsed.placement.device_of("blocks.3")) == "sim:1"
+    assert dry.result is Mine
+    assert str(dry.placement.device_of("blocks.3")) == "sim:1"

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from dry_run_jobs import CASES, COVERED, TOKENS, Job, forward, n_transfers
 from packaging.version import Version
-from rehearsed_jobs import CASES, COVERED, TOKENS, Job, forward, n_transfers
 
 from tl_devicefix import dry_run, estimate, plan, simulate
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer, installed
@@ -34,12 +34,12 @@ def test_it_takes_what_the_job_takes(
         peaks = [machine.max_memory_allocated(index) for index in devices]
         transfers = n_transfers(machine.transfers)
 
-    rehearsed = dry_run(config, job, n_devices, tokenizer=tokenizer)
+    dry = dry_run(config, job, n_devices, tokenizer=tokenizer)
 
-    assert rehearsed.runs, rehearsed
-    assert list(rehearsed.weights) == pytest.approx(weights, rel=0.05)
-    assert [peak.bytes for peak in rehearsed.peaks] == pytest.approx(peaks, rel=0.05)
-    assert n_transfers(rehearsed.transfers) == transfers
+    assert dry.runs, dry
+    assert list(dry.weights) == pytest.approx(weights, rel=0.05)
+    assert [peak.bytes for peak in dry.peaks] == pytest.approx(peaks, rel=0.05)
+    assert n_transfers(dry.transfers) == transfers
 
 
 def test_a_70b_model_runs_caches_and_generates(tokenizer: Any) -> None:
@@ -60,27 +60,27 @@ def test_a_70b_model_runs_caches_and_generates(tokenizer: Any) -> None:
         return logits.shape, shape, generated.shape
 
     # TransformerLens 2 generates with a tokenizer only.
-    rehearsed = dry_run(LLAMA_70B, job, 4, dtype=torch.bfloat16, tokenizer=tokenizer)
+    dry = dry_run(LLAMA_70B, job, 4, dtype=torch.bfloat16, tokenizer=tokenizer)
 
-    assert rehearsed.runs, rehearsed
-    assert rehearsed.result[:2] == ((1, 128, 32000), (80, 1, 128, 8192))
-    assert rehearsed.result[2] == (1, 130) or installed() == Version("3.0.0")
-    assert sum(rehearsed.weights) == pytest.approx(2 * 68.98e9, rel=0.01)
-    assert "it runs" in repr(rehearsed)
-    assert rehearsed.timeline[0].component == "embed"
+    assert dry.runs, dry
+    assert dry.result[:2] == ((1, 128, 32000), (80, 1, 128, 8192))
+    assert dry.result[2] == (1, 130) or installed() == Version("3.0.0")
+    assert sum(dry.weights) == pytest.approx(2 * 68.98e9, rel=0.01)
+    assert "it runs" in repr(dry)
+    assert dry.timeline[0].component == "embed"
 
 
 def test_an_operation_on_two_devices_is_reported_with_the_caller_s_own_line() -> None:
     def job(model: Any) -> Any:
         return model.blocks[0].attn.W_O[0] @ model.blocks[11].attn.W_Q[0]  # the line
 
-    rehearsed = dry_run("gpt2", job, n_devices=4)
+    dry = dry_run("gpt2", job, n_devices=4)
 
-    assert not rehearsed.runs
-    assert "sim:0 and sim:3" in str(rehearsed.error)
-    assert "test_dry_run_of_either_class.py" in str(rehearsed.stopped_at)
-    assert "# the line" in str(rehearsed.stopped_at)
-    assert "it stops at" in repr(rehearsed)
+    assert not dry.runs
+    assert "sim:0 and sim:3" in str(dry.error)
+    assert "test_dry_run_of_either_class.py" in str(dry.stopped_at)
+    assert "# the line" in str(dry.stopped_at)
+    assert "it stops at" in repr(dry)
 
 
 def test_one_within_a_module_is_reported_with_the_module() -> None:
@@ -92,22 +92,22 @@ def test_one_within_a_module_is_reported_with_the_module() -> None:
             TOKENS, fwd_hooks=[("blocks.9.hook_resid_post", lambda a, hook: a + elsewhere[0])]
         )
 
-    rehearsed = dry_run("gpt2", job, n_devices=4)
+    dry = dry_run("gpt2", job, n_devices=4)
 
     own_name = "hook_resid_post" if has_hooked_transformer() else "hook_out"
-    assert f"hook on blocks.9.{own_name} mixes devices" in str(rehearsed.error)
-    assert "within blocks.9" in str(rehearsed.stopped_at)
-    assert "elsewhere[0]" in str(rehearsed.stopped_at)
+    assert f"hook on blocks.9.{own_name} mixes devices" in str(dry.error)
+    assert "within blocks.9" in str(dry.stopped_at)
+    assert "elsewhere[0]" in str(dry.stopped_at)
 
 
 def test_a_device_without_room_is_reported_with_the_module() -> None:
     def job(model: Any) -> Any:
         return model(torch.zeros(64, 1024, dtype=torch.long))
 
-    rehearsed = dry_run("gpt2", job, n_devices=2, memory="1GiB")
+    dry = dry_run("gpt2", job, n_devices=2, memory="1GiB")
 
-    assert isinstance(rehearsed.error, torch.OutOfMemoryError)
-    assert "within blocks." in str(rehearsed.stopped_at)
+    assert isinstance(dry.error, torch.OutOfMemoryError)
+    assert "within blocks." in str(dry.stopped_at)
 
 
 def test_what_does_not_fit_at_all_is_refused_as_by_a_plan() -> None:
@@ -120,30 +120,30 @@ def test_the_peak_is_where_it_was_and_the_timeline_says_when() -> None:
         with torch.no_grad():
             return model(torch.zeros(8, 256, dtype=torch.long))
 
-    rehearsed = dry_run("gpt2", job, n_devices=2)
+    dry = dry_run("gpt2", job, n_devices=2)
 
-    assert rehearsed.peaks[0].module == "unembed"
-    assert rehearsed.peaks[1].module.startswith("blocks.")
-    names = [moment.component for moment in rehearsed.timeline]
+    assert dry.peaks[0].module == "unembed"
+    assert dry.peaks[1].module.startswith("blocks.")
+    names = [moment.component for moment in dry.timeline]
     blocks = [f"blocks.{index}" for index in range(12)]
     assert names == ["embed", "pos_embed", *blocks, "ln_final", "unembed"]
-    assert all(len(moment.allocated) == 2 for moment in rehearsed.timeline)
-    assert "_original_component" not in repr(rehearsed)
+    assert all(len(moment.allocated) == 2 for moment in dry.timeline)
+    assert "_original_component" not in repr(dry)
 
 
 def test_offloaded_blocks_visit_their_device() -> None:
     limits = {0: "30GiB", "cpu": "200GiB"}
 
-    rehearsed = dry_run(LLAMA_70B, forward, dtype=torch.bfloat16, max_memory=limits)
+    dry = dry_run(LLAMA_70B, forward, dtype=torch.bfloat16, max_memory=limits)
 
-    assert rehearsed.runs, rehearsed
-    components = rehearsed.placement.components
+    assert dry.runs, dry
+    components = dry.placement.components
     block = next(each.weights for each in components if each.name == "blocks.0")
-    resident, peak = rehearsed.weights[0], rehearsed.peaks[0].bytes
+    resident, peak = dry.weights[0], dry.peaks[0].bytes
     assert resident + 2 * block < 30 * 2**30
     assert resident + 2 * block < peak < resident + 2.2 * block
     offloaded = sum(each.weights for each in components if each.offloaded)
-    copied = sum(each.bytes for each in rehearsed.transfers if each.source.type == "cpu")
+    copied = sum(each.bytes for each in dry.transfers if each.source.type == "cpu")
     assert copied == offloaded + TOKENS.nbytes
 
 
@@ -159,10 +159,10 @@ def test_devices_that_only_max_memory_names_are_not_used_and_the_log_says_so(
         planned = plan("gpt2", 2, max_memory=limits).device_map
     (told,) = said_by_us(caplog)
 
-    rehearsed = dry_run("gpt2", type, 2, max_memory=limits)
+    dry = dry_run("gpt2", type, 2, max_memory=limits)
     estimated = estimate("gpt2", 2, max_memory=limits, seq_len=8)
 
-    assert rehearsed.placement.device_map == estimated.placement.device_map == planned
+    assert dry.placement.device_map == estimated.placement.device_map == planned
     assert said_by_us(caplog) == [told] * 3
     assert "max_memory names sim:2, where nothing is placed" in told
 

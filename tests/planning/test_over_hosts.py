@@ -121,15 +121,15 @@ def test_more_hosts_are_what_would_fit() -> None:
     assert estimate("EleutherAI/pythia-6.9b", 6, hosts=3, **options).fits
 
 
-def test_a_rehearsal_says_what_went_between_hosts() -> None:
+def test_a_dry_run_says_what_went_between_hosts() -> None:
     def forward(model: Any) -> None:
         with torch.no_grad():
             model(torch.zeros(1, 16, dtype=torch.long))
 
-    rehearsed = dry_run("gpt2", forward, 4, hosts=2)
+    dry = dry_run("gpt2", forward, 4, hosts=2)
 
-    assert rehearsed.between_hosts == rehearsed.placement.between_hosts(1, 16)
-    lines = repr(rehearsed).splitlines()
+    assert dry.between_hosts == dry.placement.between_hosts(1, 16)
+    lines = repr(dry).splitlines()
     assert lines[3].split()[:2] == ["2", "(host1/0)"]
     assert "; between hosts: host0 -> host1 48.0 KiB, host1 -> host0 48.0 KiB" in lines[-2]
 

@@ -46,14 +46,14 @@ def interrupted() -> None:
         dry_run(model_name(), interrupt, 2)
 
 
-REHEARSALS: dict[str, Callable[[], Any]] = {
+DRY_RUNS: dict[str, Callable[[], Any]] = {
     "estimate": lambda: estimate(model_name(), 2, seq_len=4, cache="all"),
     "an estimate with advice": lambda: estimate(model_name(), 2, seq_len=4, max_memory="1MiB"),
     "dry_run": lambda: dry_run(model_name(), forward, 3),
     "a job that fails": lambda: dry_run(model_name(), fail, 3),
     "a job that is interrupted": interrupted,
     "what is refused": refused,
-    "a rehearsal in a rehearsal": lambda: dry_run(
+    "a dry run in a dry run": lambda: dry_run(
         model_name(), lambda _: dry_run(model_name(), forward, 2)
     ),
 }
@@ -80,14 +80,14 @@ def counts(machine: Machine) -> Any:
     )
 
 
-@pytest.mark.parametrize("case", REHEARSALS)
+@pytest.mark.parametrize("case", DRY_RUNS)
 def test_the_outer_machine_is_as_it_was(case: str, outer: Machine) -> None:
     kept = torch.arange(6.0, device="sim:3", requires_grad=True)
     moved = kept.detach().to("sim:1")
     torch.get_device_module("sim").set_device(2)
     before = counts(outer)
 
-    REHEARSALS[case]()
+    DRY_RUNS[case]()
 
     assert counts(outer) == before
     assert str((kept * 2).device) == "sim:3"
@@ -112,17 +112,17 @@ def test_a_job_may_use_tensors_of_the_outer_machine(outer: Machine) -> None:
     vector = torch.ones(1, device="sim:3").to("cpu") if outer.behind.type == "meta" else None
     before = counts(outer)
 
-    rehearsed = dry_run(model_name(), lambda model: model(tokens).device, 2)
+    dry = dry_run(model_name(), lambda model: model(tokens).device, 2)
 
-    assert rehearsed.runs, rehearsed
-    assert str(rehearsed.result) == "sim:0"
+    assert dry.runs, dry
+    assert str(dry.result) == "sim:0"
     assert counts(outer) == before
     assert tokens.tolist() == [[0] * 4]
     assert vector is None or vector.device.type == "cpu"
 
 
 def test_entering_simulate_itself_is_refused_still(outer: Machine) -> None:
-    rehearsed = dry_run(model_name(), lambda _: simulate(2).__enter__())
-    assert "entered already, with 1 device" in str(rehearsed.error)
+    dry = dry_run(model_name(), lambda _: simulate(2).__enter__())
+    assert "entered already, with 1 device" in str(dry.error)
     with pytest.raises(RuntimeError, match="entered already, with 4 device"), simulate(2):
         pass

@@ -53,7 +53,7 @@ def known(tensor: torch.Tensor, what: Hashable, find_out: Callable[[torch.Tensor
     """A fact about a tensor's values, asked of its device once for as long as it is not changed.
 
     Args:
-        tensor: a buffer of a model; without values, as in a rehearsal, the fact is taken for true.
+        tensor: a buffer of a model; without values, as in a dry run, the fact is taken for true.
         what: names the fact.
         find_out: finds it out.
     """

@@ -1,1 +1,1 @@
-"""Before anything is loaded: the plan, what a job takes, rehearsals of it, and what would fit."""
+"""Before anything is loaded: the plan, what a job takes, dry runs of it, and what would fit."""

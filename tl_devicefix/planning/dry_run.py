@@ -1,4 +1,4 @@
-"""Rehearse a job at full size: a model without values on devices without hardware.
+"""Try a job at full size: a model without values on devices without hardware.
 
 Tensors have devices, shapes and sizes, but no values (`simulate(..., values=False)`), so a 70B
 model is made in seconds, and what a function does with it is checked without computing anything.

@@ -1,4 +1,4 @@
-"""What a job takes on each device, measured by rehearsing it at full size.
+"""What a job takes on each device, measured by a dry run at full size.
 
 No formula: it is what the installed TransformerLens allocates, on tensors without values.
 """
@@ -120,7 +120,7 @@ class OnDevice:
 
 
 class Measured(NamedTuple):
-    """What a rehearsal of a job has shown."""
+    """What a dry run of a job has shown."""
 
     devices: tuple[OnDevice, ...]
     placement: Placement

@@ -1,4 +1,4 @@
-"""Several simulated devices on one CPU, for tests and rehearsals.
+"""Several simulated devices on one CPU, for tests and dry runs.
 
 ``with simulate(4) as machine:`` offers devices ``sim:0`` to ``sim:3``. Every operation runs on
 the CPU, so its numbers are the CPU's; what is simulated is the placement: mixed devices raise,

@@ -338,7 +338,7 @@ def _call_without_values(func: Operation, args: list[Any], kwargs: dict[str, Any
     except RuntimeError as error:  # NotImplementedError is one
         if re.search(r"meta tensor|with Meta|register_meta", str(error)):
             raise NotImplementedError(
-                f"{func} gives what depends on values, which a rehearsal has none of: dry_run "
+                f"{func} gives what depends on values, which a dry run has none of: dry_run "
                 "without it"
             ) from error
         raise

@@ -1,4 +1,4 @@
-"""Jobs that are rehearsed, and run on a model with values beside it."""
+"""Jobs that are dry, and run on a model with values beside it."""
 
 from __future__ import annotations
 

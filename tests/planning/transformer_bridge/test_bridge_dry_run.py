@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from rehearsed_jobs import fold, forward
+from dry_run_jobs import fold, forward
 from transformer_lens.model_bridge import TransformerBridge
 
 from tl_devicefix.planning.dry_run import dry_run
@@ -14,11 +14,11 @@ from tl_devicefix.planning.dry_run import dry_run
 
 def test_compatibility_mode_takes_little_more_than_the_weights() -> None:
     options: Any = {"dtype": torch.bfloat16, "hf_config_overrides": {"num_hidden_layers": 4}}
-    rehearsed = dry_run("EleutherAI/pythia-1.4b", fold, 2, cls=TransformerBridge, **options)
+    dry = dry_run("EleutherAI/pythia-1.4b", fold, 2, cls=TransformerBridge, **options)
 
-    assert rehearsed.runs, rehearsed
-    largest = max(component.weights for component in rehearsed.placement.components)
-    for peak, held in zip(rehearsed.peaks, rehearsed.weights):
+    assert dry.runs, dry
+    largest = max(component.weights for component in dry.placement.components)
+    for peak, held in zip(dry.peaks, dry.weights):
         assert peak.bytes - held < 4 * largest  # in float32, twice
 
 
@@ -27,16 +27,16 @@ def test_the_config_s_fields_may_be_others_as_for_booting() -> None:
         return bridge.cfg.n_ctx, bridge.cfg.n_layers
 
     options: Any = {"n_ctx": 64, "hf_config_overrides": {"num_hidden_layers": 2}}
-    rehearsed = dry_run("EleutherAI/pythia-70m", look, cls=TransformerBridge, **options)
+    dry = dry_run("EleutherAI/pythia-70m", look, cls=TransformerBridge, **options)
 
-    assert rehearsed.result == (64, 2)
+    assert dry.result == (64, 2)
 
 
 def test_a_local_checkpoint_brings_its_tokenizer(checkpoints: Any) -> None:
-    rehearsed = dry_run(
+    dry = dry_run(
         str(checkpoints("llama")), lambda bridge: bridge("a b").shape[0], cls=TransformerBridge
     )
-    assert rehearsed.result == 1, rehearsed
+    assert dry.result == 1, dry
 
 
 def test_what_is_no_class_or_option_of_it_is_refused() -> None:
