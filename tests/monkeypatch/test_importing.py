@@ -100,10 +100,10 @@ ONE_OF_OURS_FIRST = """
     import sys
 
     import tl_devicefix
-    from tl_devicefix.gathering import caches  # which imports TransformerLens
+    from tl_devicefix.dispatch import hooking  # which imports TransformerLens
 
     assert tl_devicefix.patches.is_enabled()
-    assert sys.modules["tl_devicefix.gathering.caches"] is caches
+    assert sys.modules["tl_devicefix.dispatch.hooking"] is hooking
 """
 
 REFUSED_AND_THEN_NOT = """
