@@ -51,7 +51,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         r"transform must return a tensor of blocks.3.\S*, but returned a tuple",
     ),
     ({"transform": lambda a: a.to(torch.complex64)}, "complex64, which"),
-    ({"dtype": "bfloat17"}, "dtype='bfloat17' is no floating-point dtype: give one of bf16"),
+    ({"dtype": "bfloat17"}, "dtype must be a floating-point torch.dtype or its name, .*'bfloat17'"),
     ({"token_mask": "padding"}, "token_mask must be a function .* but is 'padding'"),
     ({"token_mask": lambda tokens: tokens.tolist()}, "must return a tensor .*, but returned list"),
     ({"token_mask": lambda tokens: tokens[0] > 3}, "must return a tensor of booleans of the"),

@@ -94,7 +94,7 @@ NONSENSE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"device_map": "auto", "max_memory": {9: "1GiB"}},
         ("9", "4 device(s)"),
     ),
-    "a dtype that does not exist": ({"dtype": "float17"}, ("'float17'", "bfloat16", "float32")),
+    "a dtype that does not exist": ({"dtype": "float17"}, ("'float17'", "bfloat16")),
     "a dtype that is none": ({"dtype": 16}, ("dtype", "16", "bfloat16")),
     "a dtype without fractions": ({"dtype": torch.int8}, ("int8", "bfloat16")),
     "a spread over devices without moving": (
