@@ -54,7 +54,7 @@ def view_of(cls: str) -> Callable[[Any], Any]:
         from tl_devicefix.transformer_bridge.alignment import view_of as of_bridge
 
         return of_bridge
-    from tl_devicefix.hooked_transformer.views import view_of as of_hooked_transformer
+    from tl_devicefix.dispatch.views import view_of as of_hooked_transformer
 
     return of_hooked_transformer
 

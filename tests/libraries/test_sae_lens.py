@@ -16,8 +16,7 @@ from sae_lens.saes.sae import SAEMetadata
 from transformer_lens import HookedTransformer
 
 import tl_devicefix
-from tl_devicefix.dispatch.views import restore
-from tl_devicefix.hooked_transformer.views import view_of
+from tl_devicefix.dispatch.views import restore, view_of
 
 HOOK = "blocks.2.hook_resid_post"
 """A hook point on the third of four devices."""

@@ -30,7 +30,7 @@ from tl_devicefix.offload.visiting import ForwardWithVisitors
 _AS_MADE = "_tl_devicefix_as_made"
 
 
-def view_of(model: Any, twins: Twins) -> Any:
+def view_of(model: Any, twins: Twins | None = None) -> Any:
     """A view of a model: a model of the same class with the same weights, and modules of its own.
 
     Parameters, buffers, config, placement, tokenizer and whatever else holds no module are the
@@ -41,6 +41,7 @@ def view_of(model: Any, twins: Twins) -> Any:
         model: of either class, on whatever devices.
         twins: new; afterwards, what belongs to the view.
     """
+    twins = Twins() if twins is None else twins
     view = twins.of(model)
     vars(view).pop(_AS_MADE, None)  # of a model that is a view
     vars(view)[_AS_MADE] = _AsMade(view, twins)
