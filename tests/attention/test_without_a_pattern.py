@@ -19,6 +19,7 @@ from shapes_made import ShapesMade
 from torch.nn.modules.module import register_module_forward_hook
 
 import tl_devicefix
+from tl_devicefix.hooked_transformer import known_blocks
 from tl_devicefix.multihost.far_devices import FarDevices
 
 AS_INSTALLED = {"gemma-2": "soft cap", "gpt-oss": "attention sinks"}
@@ -431,6 +432,23 @@ def test_a_mask_is_made_once_for_all_blocks(name: str, where: str | None, sdpa: 
 
     made_for_masks = [n for name, n in made.operations.items() if name == "aten.le.Tensor"]
     assert made_for_masks in ([1], [])  # TransformerLens 2 keeps one
+
+
+@pytest.mark.skipif(known_blocks.IS_2, reason="TransformerLens 2 extends tables as it rotates")
+def test_the_first_text_longer_than_the_rotary_tables(
+    on_cpu: Any, fused_blocks: list[int], tokens: torch.Tensor
+) -> None:
+    model = copy.deepcopy(on_cpu("llama"))
+    for block in model.blocks:
+        for name in ("rotary_sin", "rotary_cos"):
+            setattr(block.attn, name, getattr(block.attn, name)[:4])
+    with torch.no_grad():
+        expected = copy.deepcopy(model)(tokens)
+        with tl_devicefix.set_attn_implementation(model, "sdpa"):
+            logits = model(tokens)
+    assert fused_blocks == [tokens.shape[1]] * model.cfg.n_layers
+    torch.testing.assert_close(logits, expected)
+    assert len(model.blocks[0].attn.rotary_cos) >= tokens.shape[1]
 
 
 def test_no_mask_is_held_after_a_forward(sdpa: Any, tokens: torch.Tensor) -> None:

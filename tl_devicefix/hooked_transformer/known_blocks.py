@@ -26,7 +26,7 @@ from transformer_lens.utilities import attention as attention_utilities
 from transformer_lens.utilities.addmm import batch_addmm
 
 from tl_devicefix.attention.implementation import HOOKS
-from tl_devicefix.attention.one_forward import kept_in_forward
+from tl_devicefix.attention.one_forward import kept_in_forward, made_once
 from tl_devicefix.hooked_transformer.hook_points import MLPS, NORMS, OWN
 from tl_devicefix.monkeypatch.applying import is_enabled, original
 from tl_devicefix.monkeypatch.versions import installed
@@ -321,7 +321,10 @@ def _of_attention(cfg: Any) -> str | None:
 
 
 def fits(attn: Any, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], entry: Any) -> bool:
-    """Whether inputs are as from one residual stream, and the block's tables reach so far."""
+    """Whether inputs are as from one residual stream, and the block's tables reach so far.
+
+    A rotary table that is too short for a text is extended first, as TransformerLens does.
+    """
     query_input, key_input, value_input = inputs
     device = attn._parameters["b_O"].device
     if query_input.device != device:
@@ -339,8 +342,23 @@ def fits(attn: Any, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], ent
     if table is None and not IS_2:
         return True
     n_keys = key_input.shape[1] + (0 if entry is None else entry.past_keys.size(1))
+    if not IS_2 and len(table) < n_keys <= attn.cfg.n_ctx:
+        _extend_rotary(attn, n_keys)
+        table = buffers["rotary_cos"]
     tables = (table, buffers["mask"]) if IS_2 else (table,)
     return all(each is None or (n_keys <= len(each) and each.device == device) for each in tables)
+
+
+def _extend_rotary(attn: Any, n_keys: int) -> None:
+    """Extend a block's rotary table, once for all blocks that share it."""
+    table = attn.rotary_cos
+    n_positions = min(attn.cfg.n_ctx, max(n_keys, 2 * len(table)))
+
+    def extended() -> tuple[torch.Tensor, torch.Tensor]:
+        attn._extend_rotary_embeddings(n_positions)
+        return attn.rotary_sin, attn.rotary_cos
+
+    attn.rotary_sin, attn.rotary_cos = made_once((table,), n_positions, extended)
 
 
 def _why_now() -> str | None:

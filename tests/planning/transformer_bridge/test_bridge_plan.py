@@ -52,7 +52,7 @@ def test_a_name_plans_as_its_config(machine: Any) -> None:
 
 
 def test_a_dtype_that_does_not_exist_is_refused(machine: Any) -> None:
-    with pytest.raises(ValueError, match="dtype must be a floating-point torch.dtype"):
+    with pytest.raises(ValueError, match=r"dtype must be a floating-point torch\.dtype"):
         plan(known_config("gpt2"), dtype="bf17")
 
 
