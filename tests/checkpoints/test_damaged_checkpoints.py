@@ -301,6 +301,8 @@ WRONG_VALUES: dict[str, Any] = {
     "hidden_act": "x",
     "num_hidden_layers": 10**9,
     "num_labels": 10**9,
+    "text_config": {"num_local_experts": 10**9},
+    "architectures": 5,
     "vocab_size": -1,
 }
 

@@ -30,6 +30,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.utils import parametrize, prune
 from transformer_lens.components import Attention, LayerNorm
+from transformer_lens.hook_points import HookPoint
 
 import tl_devicefix
 from tl_devicefix.hooked_transformer import known_blocks
@@ -354,6 +355,24 @@ def test_a_hook_that_exchanges_a_module_of_its_block_or_a_later_one(
     assert_as_installed(exchanged)
 
 
+@pytest.mark.parametrize("layer", [1, 3])
+def test_a_hook_that_sets_a_forward_in_its_block_or_a_later_one(layer: int) -> None:
+    model = make("RMS, grouped", n_layers=4)
+    mlp = model.blocks[layer].mlp
+
+    def set_forward(activation: Any, hook: Any) -> None:
+        mlp.forward = lambda x: type(mlp).forward(mlp, x) * 1.5
+
+    def seen() -> Seen:
+        run(model, grad=False)  # the blocks are known as they are
+        try:
+            return run(model, [("blocks.1.hook_resid_pre", set_forward)], grad=False)
+        finally:
+            del mlp.forward
+
+    assert_as_installed(seen)
+
+
 def test_a_copy_of_a_model_has_its_own_hooks() -> None:
     model = make("RMS, grouped")
     before = run(model, grad=False)["logits"]
@@ -494,6 +513,7 @@ def test_a_method_of_an_instance(path: str, name: str) -> None:
         (Attention, "calculate_z_scores"),
         (Attention.__base__, "apply_causal_mask"),
         (LayerNorm, "forward"),
+        (HookPoint, "forward"),
     ],
 )
 def test_a_method_of_a_class_that_is_replaced(cls: Any, name: str) -> None:

@@ -20,7 +20,17 @@ from torch.nn.utils import parametrize
 from transformer_lens.components import AbstractAttention, TransformerBlock, abstract_attention
 from transformer_lens.hook_points import HookPoint
 
+import tl_devicefix
 from tl_devicefix.multihost import peers
+
+try:
+    from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache as Cache
+    from transformer_lens.cache.key_value_cache_entry import (
+        TransformerLensKeyValueCacheEntry as Entry,
+    )
+except ImportError:  # TransformerLens 2
+    from transformer_lens.past_key_value_caching import HookedTransformerKeyValueCache as Cache
+    from transformer_lens.past_key_value_caching import HookedTransformerKeyValueCacheEntry as Entry
 
 FAR = N_LAYERS - 1
 EQUAL = {"rtol": 0, "atol": 0}
@@ -194,8 +204,29 @@ def test_what_is_put_into_a_class_counts(
     with torch.no_grad():
         model(tokens)
         monkeypatch.setattr(cls, name, twice(cls, name))
+        with tl_devicefix.disabled():
+            expected = alone(tokens)
 
-        torch.testing.assert_close(model(tokens).cpu(), alone(tokens), **EQUAL)
+        torch.testing.assert_close(model(tokens).cpu(), expected, **EQUAL)
+
+
+def test_what_is_put_into_the_class_of_a_kv_cache_s_entries_counts(
+    model: Any, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = copy.deepcopy(model).to("cpu")
+    append = Entry.append
+
+    def louder(self: Any, keys: torch.Tensor, values: torch.Tensor) -> Any:
+        return append(self, keys * 2, values)
+
+    monkeypatch.setattr(Entry, "append", louder)
+    logits = []
+    for each in (model, alone):
+        cache = Cache.init_cache(each.cfg, each.cfg.device, len(tokens))
+        with torch.no_grad():
+            logits.append(each(tokens, past_kv_cache=cache).cpu())
+
+    torch.testing.assert_close(*logits, **EQUAL)
 
 
 def softmax(*args: Any, **kwargs: Any) -> torch.Tensor:

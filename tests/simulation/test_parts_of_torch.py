@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -141,3 +143,35 @@ def test_gradients_are_those_of_the_cpu_s_own_kernel(
     assert here.grad is not None
     assert there.grad is not None
     assert torch.equal(there.grad.cpu(), here.grad)
+
+
+INTERRUPTED = """
+import os, random, signal, threading, time
+import torch
+import tl_devicefix
+
+with tl_devicefix.simulate(2):
+    weight = torch.ones(8, 8, device="sim:0", requires_grad=True)
+    end = time.time() + 2
+
+    def interrupt():
+        while time.time() < end:
+            time.sleep(random.uniform(0.002, 0.01))
+            os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    while thread.is_alive():
+        try:
+            x = weight
+            for _ in range(20):
+                x = (x @ weight).tanh().to("sim:1").to("sim:0")
+            x.sum().backward()
+        except KeyboardInterrupt:
+            pass
+"""
+
+
+def test_an_interrupt_while_torch_records_does_not_end_the_process() -> None:
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True)
+    assert ended.returncode == 0 or ended.stderr.endswith("KeyboardInterrupt\n"), ended.stderr

@@ -154,9 +154,10 @@ class Writer:
                 self._add(copied)
             if copied:
                 if self._n_examples:
-                    self._write_shard()
-                self.index = replace(self.index, is_complete=True)
-                write_index(self._directory, self.index)
+                    self._write_shard(is_last=True)
+                else:
+                    self.index = replace(self.index, is_complete=True)
+                    write_index(self._directory, self.index)
         except BaseException as error:  # noqa: BLE001  # raised by make_room and close
             with self._changed:
                 self._error = self._explained(error)
@@ -205,7 +206,7 @@ class Writer:
                         "transform return [batch, ...]"
                     )
 
-    def _write_shard(self) -> None:
+    def _write_shard(self, is_last: bool = False) -> None:
         if self._interrupted:
             raise InterruptedError
         file, start = shard_name(len(self.index.shards)), self.index.n_examples
@@ -216,7 +217,8 @@ class Writer:
         }
         size, checksum = write_shard(self._directory / file, pieces, start, stop)
         shard = Shard(file, start, stop, self._n_tokens, size, checksum)
-        self.index = self.index.with_shard(shard)
+        # In one index: what comes behind a short shard would be taken for damage.
+        self.index = replace(self.index.with_shard(shard), is_complete=is_last)
         write_index(self._directory, self.index)
         self._begin_shard()
         with self._changed:

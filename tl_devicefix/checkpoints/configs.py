@@ -20,7 +20,10 @@ from tl_devicefix.checkpoints.hub import in_one_line
 from tl_devicefix.placement.components import check_count
 from tl_devicefix.placement.memory import is_out_of_memory
 
-_COUNTS = "num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_experts", "num_labels"
+_COUNTS = (
+    *("num_hidden_layers", "num_layers", "n_layer", "n_layers"),
+    *("num_experts", "num_local_experts", "n_routed_experts", "num_labels"),
+)
 """Fields by which transformers makes lists, and modules, for ever if there are so many."""
 
 
@@ -38,9 +41,18 @@ def read_config(name: str, directory: str | Path, **kwargs: Any) -> Any:
     with reading_config(name):
         if (file := Path(directory) / "config.json").is_file():
             fields = json.loads(file.read_text())
-            for field in _COUNTS:
-                check_count(field, fields.get(field))
+            _check_counts(fields)
+            if not isinstance(architectures := fields.get("architectures") or [], list):
+                raise ValueError(f"architectures={architectures!r} must be a list of names")
         return AutoConfig.from_pretrained(name, **kwargs)
+
+
+def _check_counts(fields: dict[str, Any]) -> None:
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            _check_counts(value)
+        elif name in _COUNTS:
+            check_count(name, value)
 
 
 @contextlib.contextmanager

@@ -73,7 +73,7 @@ _METHODS = (
 _CALLED_PAST = (
     (TransformerBlock, "apply_mlp"),
     *((cls, name) for cls in (Attention, GroupedQueryAttention) for name in ("forward", *_METHODS)),
-    *((cls, "forward") for cls in (*NORMS, *MLPS)),
+    *((cls, "forward") for cls in (*NORMS, *MLPS, HookPoint)),
 )
 """Methods that `block.py` does not call, whatever somebody has put in their place."""
 
@@ -137,7 +137,10 @@ class Look:
     def is_heard_in(self, name: str) -> bool:
         """Whether somebody listens on or in one of its components, or may since this look."""
         return (
-            self._has_others or any(self._hooks_in[name]) or self._children != self._children_seen
+            self._has_others
+            or any(self._hooks_in[name])
+            or self._children != self._children_seen
+            or self._sizes != list(map(len, self._sized))
         )
 
     # A copy is looked at anew.
@@ -388,7 +391,7 @@ def digest() -> str | None:
         for cls, methods in _STOOD_FOR.items():
             functions += [original(getattr(components, cls), method) for method in methods]
         sources = [textwrap.dedent(inspect.getsource(inspect.unwrap(each))) for each in functions]
-    except (AttributeError, OSError):
+    except (AttributeError, OSError, TypeError):
         return None
     return hashlib.sha256("\n".join(sources).encode()).hexdigest()[:16]
 

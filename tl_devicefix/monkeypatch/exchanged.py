@@ -85,7 +85,20 @@ def _namespaces() -> list[ModuleType | type]:
     helpers = {name for name in map(_written_in, functions) if _package(name) == "transformer_lens"}
     own += [sys.modules[name] for name in sorted(helpers - {m.__name__ for m in own})]
     modules = torch, torch.nn.functional, torch.linalg, torch.special, torch.fft, einops
-    return [*modules, torch.Tensor, *own]
+    caches = (m for name, m in sys.modules.items() if name in _KV_CACHES)
+    entries = [it for m in caches for it in vars(m).values() if isinstance(it, type)]
+    return [
+        *modules,
+        torch.Tensor,
+        *own,
+        *(it for it in entries if _package(it.__module__) != "torch"),
+    ]
+
+
+_KV_CACHES = (
+    "transformer_lens.cache.key_value_cache_entry",
+    "transformer_lens.past_key_value_caching",  # of TransformerLens 2
+)
 
 
 _FUNCTIONS = list(map(_Functions, _namespaces()))

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tl_devicefix.placement.sites import DEVICE_TYPE, Site
 from tl_devicefix.simulation import streams
-from tl_devicefix.simulation.backward import delayed_interrupts
 from tl_devicefix.simulation.geometry import geometry_of
+from tl_devicefix.simulation.interrupts import delayed_interrupts, type_of_devices
 from tl_devicefix.simulation.machine import Machine
 from tl_devicefix.simulation.operations import copy_into
 from tl_devicefix.simulation.tensor import run, wrap
@@ -170,10 +170,7 @@ _DeviceGuard: Any = getattr(getattr(torch._C, "_acc", None), "DeviceGuard", obje
 class _Guard(_DeviceGuard):
     """The type of the devices; torch makes up the rest."""
 
-    # In C alone: Ctrl-C within Python code here would end the process.
-    type_: Any = staticmethod(
-        functools.partial(getattr, torch._C._autograd.DeviceType, "PrivateUse1")
-    )
+    type_ = type_of_devices
 
 
 def register() -> None:

@@ -8,14 +8,13 @@ operations are kept until the engine is done, and the first is raised then. Ctrl
 from __future__ import annotations
 
 import functools
-import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from tl_devicefix.simulation.interrupts import delayed_interrupts
 
 Engine = Callable[..., Any]
 
@@ -30,34 +29,6 @@ class _Running(threading.local):
 
 
 _running = _Running()
-
-
-@contextmanager
-def delayed_interrupts(unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Within it, Ctrl-C waits until the end; in other threads than the main one, do nothing.
-
-    Args:
-        unless: tells whether it does not wait just now.
-    """
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield
-        return
-    frames: list[FrameType | None] = []
-
-    def delay(number: int, frame: FrameType | None) -> None:
-        if unless():
-            before(number, frame)
-        else:
-            frames.append(frame)
-
-    signal.signal(signal.SIGINT, delay)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if frames:
-            before(signal.SIGINT, frames[0])
 
 
 def run_backward(engine: Engine) -> Engine:

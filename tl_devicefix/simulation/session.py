@@ -17,6 +17,7 @@ from tl_devicefix.placement.memory import bytes_of
 from tl_devicefix.placement.sites import DEVICE_TYPE, Hosts, Site, check_number, sites_on
 from tl_devicefix.simulation import backend, backward
 from tl_devicefix.simulation.asynchronous import Asynchronous, Speed
+from tl_devicefix.simulation.interrupts import waiting_for_torch
 from tl_devicefix.simulation.machine import Machine
 from tl_devicefix.simulation.memory import WatchingHost
 from tl_devicefix.simulation.streams import streams_of
@@ -160,7 +161,7 @@ def entered(memory: Sequence[int], behind: Any, sites: Sequence[Site]) -> Iterat
 @contextmanager
 def _changed_for(machine: Machine) -> Iterator[Machine]:
     """Have ``sim`` devices be those of this machine, and torch as it has to be for them."""
-    with _with_masks(machine), ExitStack() as stack:
+    with _with_masks(machine), waiting_for_torch(), ExitStack() as stack:
         _move_parameters_in_place(stack)
         _avoid_inference_mode(stack)
         _keep_errors_of_backwards(stack)
