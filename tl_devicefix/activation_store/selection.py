@@ -76,7 +76,7 @@ class Selection:
                 f"token_mask must return a tensor of booleans of the tokens' shape "
                 f"{list(tokens.shape)}, but returned {returned}"
             )
-        return saved.cpu()
+        return saved.to("cpu", copy=True)  # it is written later, and may be a buffer used again
 
     def of(
         self, cache: Mapping[str, Any], saved: torch.Tensor | None, points: Mapping[str, Any]
