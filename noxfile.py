@@ -33,7 +33,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # TransformerLens 2.x was released before numpy 2, pyarrow 20, datasets 4 and transformers 5.
 BESIDE_2X = ("numpy<2", "pyarrow<20", "datasets<4", "transformers<5")
-# transformers 5.24 refuses the peft of constraints.txt.
+# transformers 5.24 refuses the peft of constraints.txt, and TransformerLens 4.3's Bridge leaves its
+# KV caches empty.
 BESIDE_LATER = ("transformers<5.24",)
 
 
