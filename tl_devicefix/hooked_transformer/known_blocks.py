@@ -136,12 +136,7 @@ class Look:
 
     def is_heard_in(self, name: str) -> bool:
         """Whether somebody listens on or in one of its components, or may since this look."""
-        return (
-            self._has_others
-            or any(self._hooks_in[name])
-            or self._children != self._children_seen
-            or self._sizes != list(map(len, self._sized))
-        )
+        return self._has_others or any(self._hooks_in[name]) or not self.holds()
 
     # A copy is looked at anew.
 

@@ -69,7 +69,8 @@ _COMPONENTS = "transformer_lens.model_bridge.generalized_components"
 
 def class_named(name: str) -> Any:
     """The class, wherever it is in this TransformerLens; None if nowhere."""
-    for module_name in (
+    return _first_of(
+        name,
         "transformer_lens",
         "transformer_lens.components",  # of 2.x and 3.x
         "transformer_lens.hook_points",
@@ -78,13 +79,7 @@ def class_named(name: str) -> Any:
         "transformer_lens.weight_processing",
         "transformer_lens.utilities",
         "transformer_lens.utils",  # of 2.x
-    ):
-        if importlib.util.find_spec(module_name) is not None:
-            # TransformerLens 4 raises ImportError at the names that it has dropped.
-            found = vars(importlib.import_module(module_name)).get(name)
-            if found is not None:
-                return found
-    return None
+    )
 
 
 def function_named(name: str) -> Any:
@@ -94,8 +89,14 @@ def function_named(name: str) -> Any:
     if has_bridge():
         modules += ["transformer_lens.tools.analysis.direct_path_patching"]
         modules += ["transformer_lens.tools.analysis.attribution_patching"]
+    return _first_of(name, *modules)
+
+
+def _first_of(name: str, *modules: str) -> Any:
+    """What is called so in the first of these modules that is there and has it; None if none."""
     for module_name in modules:
         if importlib.util.find_spec(module_name) is not None:
+            # TransformerLens 4 raises ImportError at the names that it has dropped.
             found = vars(importlib.import_module(module_name)).get(name)
             if found is not None:
                 return found

@@ -19,6 +19,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from transformer_lens.hook_points import HookPoint
 
+from tl_devicefix.attention.implementation import HOOKS
 from tl_devicefix.dispatch.joining import OutsideBlocks
 from tl_devicefix.multihost import commands
 from tl_devicefix.multihost.far_devices import FarDevices
@@ -28,7 +29,6 @@ from tl_devicefix.simulation.tensor import SimTensor, wrap
 
 Key = str | int
 """Of a tensor of a module's forward: an argument's name, or which of the module's tensors it is."""
-_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 _OURS = "_tl_devicefix"
 _COMPONENTS = "transformer_lens.components."
 _NOT_SETTINGS = {*vars(nn.Module()), "cfg", "name"}
@@ -203,7 +203,7 @@ class _Seen:
         self._names = list(map(tuple, self._of_tensors))
         self._inside = inside[1:]
         self._classes = list(map(type, self._inside))
-        self._hooks = [vars(each)[name] for each in inside[1:] for name in _HOOKS]
+        self._hooks = [vars(each)[name] for each in inside[1:] for name in HOOKS]
         self._shapes = [_shape(held[name]) for held, name in _tensors_in(module)]
         self.names = [name for _, name in _tensors_in(module)]
         self.recipe = _recipe(module)
