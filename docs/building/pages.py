@@ -39,7 +39,9 @@ PAGES = {
 SHOWN = {
     "examples/llama_70b.py": "slurm.md",
     "examples/save_activations_and_sweep.py": "many_inputs.md",
+    "examples/llama_70b.sbatch": "slurm.md",
     "examples/several_hosts.py": "several_hosts.md",
+    "examples/several_hosts.sbatch": "slurm.md",
     "notebooks/recall.py": "notebooks/1_load_and_look_around.md",
 }
 """A file of the repository that is no page, and the page that is about it."""
