@@ -357,7 +357,7 @@ def test_over_several_devices(
     with tl_devicefix.set_attn_implementation(model, "sdpa"):
         actual = [model(tokens), model(tokens, attention_mask=mask)]
 
-    if not isinstance(machine.asynchronous, FarDevices):  # or the ranks alone know
+    if not isinstance(machine.executor, FarDevices):  # or the ranks alone know
         assert len(fused_blocks) == 2 * N_LAYERS
     expected = [reference(tokens), reference(tokens, attention_mask=mask)]
     assert_agrees(actual, expected, home_of(model))
@@ -386,7 +386,7 @@ def test_with_offloaded_blocks(
 def test_memory_grows_with_the_tokens_and_not_with_their_square(
     load: Any, machine: Any, fused_blocks: list[int]
 ) -> None:
-    if isinstance(machine.asynchronous, FarDevices):
+    if isinstance(machine.executor, FarDevices):
         pytest.skip("what a block that a rank runs whole takes, the rank alone knows")
     model = load("llama", 1)
 

@@ -47,8 +47,8 @@ def machine(ranks: Ranks) -> Iterator[Machine]:
 @pytest.fixture
 def far(machine: Machine) -> FarDevices:
     """What becomes of operations on them."""
-    assert isinstance(machine.asynchronous, FarDevices)
-    return machine.asynchronous
+    assert isinstance(machine.executor, FarDevices)
+    return machine.executor
 
 
 @pytest.fixture

@@ -248,9 +248,9 @@ def test_times_are_refused_where_nothing_is_behind(name: str) -> None:
 
 
 def test_devices_that_are_not_behind_are_not_kept_busy() -> None:
-    with simulate(2) as machine, pytest.raises(RuntimeError, match="Only asynchronous devices"):
+    with simulate(2) as machine, pytest.raises(RuntimeError, match="only asynchronous devices"):
         machine.keep_busy(0, 1.0)
     with simulate(2, asynchronous=True) as machine:
         for wrong in (-1.0, math.inf, math.nan):
-            with pytest.raises(ValueError, match="kept busy for some seconds, but not for"):
+            with pytest.raises(ValueError, match="seconds must be 0 or more"):
                 machine.keep_busy(0, wrong)

@@ -23,7 +23,7 @@ _warned_of: set[tuple[str, ...]] = set()
 
 def _run(module: Any, inputs: dict[str, Any], entry: Any = None) -> torch.Tensor | None:
     """What a module gives, by one command; None if it is to be run operation by operation."""
-    hosts = next(iter(inputs.values()))._allocation.machine.asynchronous
+    hosts = next(iter(inputs.values()))._allocation.machine.executor
     run = getattr(hosts, "run_module", None)
     return None if run is None or _are_functions_exchanged() else run(module, inputs, entry)
 

@@ -26,10 +26,10 @@ from tl_devicefix.multihost.peers import (
     tell_both,
 )
 from tl_devicefix.placement.placement import Placement
-from tl_devicefix.simulation.backend import active_machine
 from tl_devicefix.simulation.backward import raise_or_keep
+from tl_devicefix.simulation.executor import Executor
 from tl_devicefix.simulation.geometry import Geometry, call_without_values, geometry_of, remember
-from tl_devicefix.simulation.timeline import Timeline
+from tl_devicefix.simulation.machine import entered_machine
 
 aten = torch.ops.aten
 _UNKNOWN = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -37,19 +37,18 @@ _CHOICE = aten._fused_sdp_choice.default
 _ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
-class FarDevices:
+class FarDevices(Executor):
     """The devices of all ranks, as a machine of `tl_devicefix.simulation` has them.
 
     Tensors here are those behind the machine's: of rank 0, real ones; of others, without values.
     """
 
-    has_streams = False
+    place = torch.device("cpu")
 
     def __init__(self, places: list[Place], peers: dict[int, Peer]) -> None:
         self.places = places
         #: Runs a module by one command, if that is possible now; see `blocks.run_by_command`.
         self.run_module: Callable[[Any, dict[str, Any], Any], torch.Tensor | None] | None = None
-        self.timeline = Timeline()
         self._peers = peers
         #: What ranks have built, by device and recipe.
         self.built: dict[tuple[int, bytes], Any] = {}
@@ -265,26 +264,23 @@ class FarDevices:
         for index in models.ranks_of(placement).values():
             self.synchronize(index)
 
-    def holds(self, device: int) -> str:
+    def contents(self, device: int) -> str:
         """What the rank of a device holds of models, as a sentence: " Rank 1 holds blocks.3."."""
         rank = self.places[device].rank
         parts = models.parts_of(rank)
         return f" Rank {rank} holds {parts}." if parts else ""
 
-    def converted(
-        self,
-        source: torch.Tensor,
-        of: int,
-        to: int | None,
-        options: dict[str, Any],
-        non_blocking: bool,
+    def convert(
+        self, source: torch.Tensor, of: int, to: int | None, options: dict[str, Any]
     ) -> torch.Tensor:
         """``.to``: a copy on another device, or the host (None), also of another dtype."""
+        options.pop("non_blocking", None)
+        options.pop("pin_memory", None)
         if any(each is not None for each in options.values()):
             converted = self.run(aten._to_copy.default, [source], options, of)
             if of == to:
                 return converted  # type: ignore[no-any-return]
-            return self.converted(converted, of, to, {}, non_blocking)
+            return self.convert(converted, of, to, {})
         if to is None and self.places[of].rank:
             return self.read(source, of)
         geometry = geometry_of(aten._to_copy.default(source.to("meta")))
@@ -303,12 +299,7 @@ class FarDevices:
         self.copy(there, values, device, None)
         return there
 
-    def adopted(self, tensor: torch.Tensor, device: int) -> torch.Tensor:
-        """A tensor that was made on the host, and is a device's from now on."""
-        is_here = tensor.is_meta or not self.places[device].rank
-        return tensor if is_here else self.upload(tensor, device)
-
-    def resolved(self, tensor: torch.Tensor, device: int) -> torch.Tensor:
+    def resolve(self, tensor: torch.Tensor, device: int) -> torch.Tensor:
         """A copy of a conjugated or negated view, as values."""
         if not self.places[device].rank:
             return tensor.resolve_conj().resolve_neg()
@@ -350,9 +341,6 @@ class FarDevices:
         self.tell(place.rank, commands.Make(self.stored(made).storage, geometry, place.number))
         return made
 
-    def block_of(self, tensor: torch.Tensor, device: int) -> None:
-        """None: a storage of another rank has an owner, and is let go of with it."""
-
     # Waiting
 
     def synchronize(self, device: int) -> None:
@@ -360,10 +348,6 @@ class FarDevices:
         rank = self.places[device].rank
         if rank:
             self._answer(rank, commands.Synchronize(), lambda: None)
-
-    def keep_busy(self, device: int, seconds: float) -> None:
-        """Refuse: these take the time that they take."""
-        raise RuntimeError("devices of other ranks cannot be kept busy: simulate some for it")
 
     def _answer(self, rank: int, command: Any, otherwise: Callable[[], Any]) -> Any:
         """What a rank answers; in a backward, something else after an error, which is kept."""
@@ -434,11 +418,9 @@ class FarDevices:
 
 def far_devices() -> FarDevices | None:
     """Those of the ranks that are joined, if any are."""
-    try:
-        found = active_machine().asynchronous
-    except RuntimeError:
-        return None
-    return found if isinstance(found, FarDevices) else None
+    machine = entered_machine()
+    executor = None if machine is None else machine.executor
+    return executor if isinstance(executor, FarDevices) else None
 
 
 _LARGE = 1 << 20

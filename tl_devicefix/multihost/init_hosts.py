@@ -40,7 +40,7 @@ from tl_devicefix.multihost.rendezvous import SHORTEST_TIMEOUT, Watch, within
 from tl_devicefix.multihost.rpc_worker import Lender
 from tl_devicefix.multihost.transport import Connection, said_by_gloo, signer
 from tl_devicefix.simulation.machine import Machine
-from tl_devicefix.simulation.session import entered
+from tl_devicefix.simulation.session import devices_of
 
 _log = logging.getLogger(__name__)
 _ENDING = 8.0
@@ -146,7 +146,7 @@ class Ranks:
         far = FarDevices(chosen or self.places, self.peers)
         far.run_module = functools.partial(run_by_command, far) if whole_blocks else None
         memory = [place.memory for place in far.places]
-        with entered(memory, far, sites_of(far.places)) as machine:
+        with devices_of(far, memory, sites_of(far.places)) as machine:
             yield machine
 
     def raise_if_lost(self) -> None:

@@ -39,5 +39,5 @@ class OtherHosts(Protocol):
 def other_hosts() -> OtherHosts | None:
     """Those whose devices are in use now, if there are any."""
     module = getattr(torch, DEVICE_TYPE, None)  # there once such devices were entered
-    hosts = None if module is None else module.behind()
+    hosts = None if module is None else module.executor()
     return hosts if isinstance(hosts, OtherHosts) else None

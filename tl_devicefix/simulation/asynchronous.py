@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from tl_devicefix.simulation.executor import Executor
 from tl_devicefix.simulation.geometry import Geometry, tensors_in, written
 from tl_devicefix.simulation.memory import DeviceMemory, Pinned, poisoned
 from tl_devicefix.simulation.ordering import Access, Launcher, Memory, StreamKey
-from tl_devicefix.simulation.timeline import Timeline
 
 aten = torch.ops.aten
 
@@ -58,10 +58,8 @@ _OF_A_SHAPE = {
 _WAITING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
-class Asynchronous:
-    """The asynchronous side of a machine.
-
-    Tensors here are the CPU tensors behind the simulated ones, and devices are indices.
+class AsynchronousExecutor(Executor):
+    """Computes on the CPU what is launched on streams of devices, and has it done later.
 
     Args:
         n_devices: how many devices.
@@ -69,7 +67,7 @@ class Asynchronous:
         speed: how long operations and copies take, if they take time.
     """
 
-    has_streams = True
+    place = torch.device("cpu")
 
     def __init__(self, n_devices: int, seed: int, speed: Speed) -> None:
         self.pinned = Pinned()
@@ -77,31 +75,26 @@ class Asynchronous:
         self.memory = DeviceMemory(self.launcher, self.pinned)
         self._speed = speed
 
-    @property
-    def timeline(self) -> Timeline:
-        """What took time on the devices."""
-        return self.launcher.timeline
-
     def allocate(self, geometry: Geometry, device: int) -> torch.Tensor:
-        """A tensor in memory of a device, without values of its own."""
+        """Take memory that is poisoned, on the current stream."""
         made = torch.empty_strided(geometry.shape, geometry.stride, dtype=geometry.dtype)
         self.launcher.free_first()
         self.memory.allocate(poisoned(made), self.launcher.current(device))
         return made
 
-    def block_of(self, tensor: torch.Tensor, device: int) -> Memory:
-        """The memory of a tensor that is on a device from now on."""
+    def memory_of(self, tensor: torch.Tensor, device: int) -> Memory:
+        """Return who used it, from now on if it was the host's."""
         memory = self.memory.memory_of(tensor)
         if memory is None or memory.storage is None:  # of a copy that was made on the host
             memory = self.memory.allocate(tensor, self.launcher.current(device))
         return memory
 
     def free(self, memory: Memory) -> None:
-        """Let go of memory. This may be called in the middle of anything."""
+        """Free it when something is launched next."""
         self.memory.free(memory)
 
     def synchronize(self, device: int) -> None:
-        """Wait for all operations of a device."""
+        """Wait for all streams of a device."""
         self.launcher.synchronize(device)
 
     def keep_busy(self, device: int, seconds: float) -> None:
@@ -131,20 +124,17 @@ class Asynchronous:
         return result
 
     def upload(self, values: torch.Tensor, device: int) -> torch.Tensor:
-        """Values that no one else has, put into memory of a device."""
+        """Have their memory be the device's."""
         values = values.resolve_conj().resolve_neg()
         launched = self._launch("upload", self.launcher.current(device), [], [])
         for part in tensors_in(values):
-            self.memory.add(part, launched)
+            if self.memory.memory_of(part) is None:
+                self.memory.add(part, launched)
         self.launcher.take(launched)
         return values
 
-    def adopted(self, tensor: torch.Tensor, device: int) -> torch.Tensor:
-        """A tensor that was made on the host, and is a device's from now on."""
-        return tensor
-
-    def resolved(self, tensor: torch.Tensor, device: int) -> torch.Tensor:
-        """A copy of a conjugated or negated view, as values."""
+    def resolve(self, tensor: torch.Tensor, device: int) -> torch.Tensor:
+        """Launch a copy."""
         launched = self._launch("resolve", self.launcher.current(device), [tensor], [])
         copied = tensor.resolve_conj().resolve_neg()
         self.memory.add(copied, launched)
@@ -152,7 +142,7 @@ class Asynchronous:
         return copied
 
     def read(self, tensor: torch.Tensor, device: int) -> torch.Tensor:
-        """The tensor, once its current stream has got to all that was launched there."""
+        """Wait until the device's current stream is done."""
         self.launcher.wait(self.launcher.record(self.launcher.current(device)))
         self.host_uses("a read of its values", [tensor], ())
         return tensor
@@ -205,15 +195,12 @@ class Asynchronous:
         if waits:
             self.launcher.wait(self.launcher.record(stream))
 
-    def converted(
-        self,
-        source: torch.Tensor,
-        of: int,
-        to: int | None,
-        options: dict[str, Any],
-        non_blocking: bool,
+    def convert(
+        self, source: torch.Tensor, of: int, to: int | None, options: dict[str, Any]
     ) -> torch.Tensor:
-        """``.to``: a copy on another device, or the host (None), also of another dtype."""
+        """Launch a copy; to the host, into pinned memory if it does not wait."""
+        non_blocking = options.pop("non_blocking", False)
+        options.pop("pin_memory", None)
         copied = aten._to_copy.default(source, **options)
         if to is not None:
             for part in tensors_in(copied):

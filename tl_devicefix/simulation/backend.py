@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,30 +12,18 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tl_devicefix.placement.sites import DEVICE_TYPE, Site
 from tl_devicefix.simulation import streams
+from tl_devicefix.simulation.asynchronous import AsynchronousExecutor
+from tl_devicefix.simulation.executor import Executor
 from tl_devicefix.simulation.geometry import geometry_of
 from tl_devicefix.simulation.interrupts import delayed_interrupts, type_of_devices
-from tl_devicefix.simulation.machine import Machine
+from tl_devicefix.simulation.machine import active_machine, entered_machine
 from tl_devicefix.simulation.operations import copy_into
 from tl_devicefix.simulation.tensor import run, wrap
 
 aten = torch.ops.aten
 
-_active: Machine | None = None
 _libraries: list[torch.library.Library] = []
 _accelerator: torch.device | None = None
-
-
-def active_machine() -> Machine:
-    """Return the machine of the `simulate` that is entered.
-
-    Raises:
-        RuntimeError: outside of `simulate`.
-    """
-    if _active is None:
-        raise RuntimeError(
-            f"There is no {DEVICE_TYPE} device here: enter `with tl_devicefix.simulate(n):` first."
-        )
-    return _active
 
 
 def real_accelerator() -> torch.device | None:
@@ -44,44 +31,6 @@ def real_accelerator() -> torch.device | None:
     if _libraries:  # from when on torch takes simulated devices for its accelerator
         return _accelerator
     return torch.accelerator.current_accelerator(check_available=True)
-
-
-@contextmanager
-def entered(machine: Machine) -> Iterator[Machine]:
-    """Within it, ``sim`` devices are those of this machine; later, they can be read only.
-
-    Raises:
-        RuntimeError: if another one is entered.
-    """
-    global _active
-    if _active is not None:
-        raise RuntimeError(
-            f"`simulate` is entered already, with {len(_active.devices)} device(s): leave that"
-            " `with` block before entering another."
-        )
-    _active = machine
-    try:
-        yield machine
-    finally:
-        machine.is_open = False
-        _active = None
-
-
-@contextmanager
-def set_aside() -> Iterator[bool]:
-    """Within it, no machine is entered; afterwards that which was is again, with its counts.
-
-    Yields:
-        Whether there was one.
-    """
-    global _active
-    outer = _active
-    with nullcontext() if outer is None else outer.set_aside():
-        _active = None
-        try:
-            yield outer is not None
-        finally:
-            _active = outer
 
 
 _OF_STREAMS = {"Event", "Stream", "current_stream", "default_stream", "set_stream", "stream"}
@@ -95,13 +44,14 @@ class DeviceModule:
 
     def is_available(self) -> bool:
         """Tell whether a machine is entered."""
-        return _active is not None
+        return entered_machine() is not None
 
     is_initialized = is_available
 
     def device_count(self) -> int:
         """Return the number of devices: 0 outside of `simulate`."""
-        return 0 if _active is None else len(_active.devices)
+        machine = entered_machine()
+        return 0 if machine is None else len(machine.devices)
 
     def current_device(self) -> int:
         """Return the index of the current device of this thread."""
@@ -115,25 +65,25 @@ class DeviceModule:
     def synchronize(self, device: int | str | torch.device | None = None) -> None:
         """Wait for a device, if it is asynchronous; else an operation is done when it returns."""
         machine = active_machine()
-        if machine.asynchronous is not None:
-            machine.asynchronous.synchronize(machine.index_of(device))
+        machine.executor.synchronize(machine.index_of(device))
 
     def __getattr__(self, name: str) -> Any:
         """Offer what the machine measures; if devices are asynchronous, streams and events."""
         if name in _OF_MACHINE:
             return getattr(active_machine(), name)
-        behind = None if _active is None else _active.asynchronous
-        if name in _OF_STREAMS and behind is not None and behind.has_streams:
+        if name in _OF_STREAMS and isinstance(self.executor(), AsynchronousExecutor):
             return getattr(streams, name)
         raise AttributeError(f"simulated devices that are not asynchronous have no {name!r}")
 
     def sites(self) -> tuple[Site, ...]:
         """Return of which host each device is; nothing if there are no several hosts."""
-        return () if _active is None else _active.sites
+        machine = entered_machine()
+        return () if machine is None else machine.sites
 
-    def behind(self) -> Any:
-        """Return what runs the devices, if that is not the CPU at once."""
-        return None if _active is None else _active.asynchronous
+    def executor(self) -> Executor | None:
+        """Return what runs operations on the devices, if a machine is entered."""
+        machine = entered_machine()
+        return None if machine is None else machine.executor
 
     def empty_cache(self) -> None:
         """Do nothing: there is no cache."""
@@ -155,7 +105,7 @@ _PrivateUse1Hooks: Any = getattr(getattr(torch._C, "_acc", None), "PrivateUse1Ho
 
 class _Hooks(_PrivateUse1Hooks):
     def is_available(self) -> bool:
-        return _active is not None
+        return entered_machine() is not None
 
     def has_primary_context(self, dev_id: int) -> bool:
         return True
@@ -233,10 +183,8 @@ def _allocate(make: Any, geometry: tuple[Any, ...], device: Any, options: dict[s
     # Before the CPU allocates what the simulated device has no room for.
     without = make(*geometry, **options, device="meta")
     machine.check_room(device, without.untyped_storage().nbytes())
-    if machine.asynchronous is not None:
-        made = machine.asynchronous.allocate(geometry_of(without), device.index)
-        return wrap(made, machine, device)
-    return wrap(make(*geometry, **options, device=machine.behind), machine, device)
+    made = machine.executor.allocate(geometry_of(without), device.index)
+    return wrap(made, machine, device)
 
 
 def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> Any:
@@ -250,11 +198,9 @@ def _make(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     if device is None or device.type != DEVICE_TYPE:
         return run(func, args, kwargs)
     machine = active_machine()
-    kwargs["device"] = machine.behind
+    kwargs["device"] = machine.executor.place
     device = machine.devices[machine.index_of(device)]
-    made = func(*args, **kwargs)
-    if machine.asynchronous is not None:
-        made = machine.asynchronous.upload(made, device.index)
+    made = machine.executor.upload(func(*args, **kwargs), device.index)
     return wrap(made, machine, device)
 
 

@@ -7,7 +7,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -16,8 +16,9 @@ from weakref import WeakValueDictionary
 import torch
 
 from tl_devicefix.placement.sites import DEVICE_TYPE, Site
-from tl_devicefix.simulation.asynchronous import Asynchronous
+from tl_devicefix.simulation.asynchronous import AsynchronousExecutor
 from tl_devicefix.simulation.backward import raise_or_keep
+from tl_devicefix.simulation.executor import CPUExecutor, Executor
 from tl_devicefix.simulation.geometry import parts_of
 from tl_devicefix.simulation.ordering import Memory
 from tl_devicefix.simulation.timeline import Timeline
@@ -138,18 +139,18 @@ def readable(nbytes: int) -> str:
 class Allocation:
     """The bytes of one storage on one simulated device; freed with the last tensor on it."""
 
-    __slots__ = ("__weakref__", "address", "block", "device", "machine", "nbytes")
+    __slots__ = ("__weakref__", "address", "device", "machine", "memory", "nbytes")
 
     def __init__(self, machine: Machine, device: torch.device, address: int) -> None:
         self.machine = machine
         self.device = device
         self.address = address
         self.nbytes = 0
-        self.block: Memory | None = None
+        self.memory: Memory | None = None
 
     def __del__(self) -> None:
         # By any thread, in the middle of anything: `Machine.settle` does the rest.
-        self.machine._freed.append((self.device.index, self.nbytes, self.block))
+        self.machine._freed.append((self.device.index, self.nbytes, self.memory))
 
 
 class Machine:
@@ -161,7 +162,6 @@ class Machine:
     Attributes:
         devices: the devices, in order.
         sites: of which host each is; empty if they are of no several hosts.
-        behind: where the tensors behind the simulated ones are: the CPU, or meta, without values.
         transfers: every copy between two simulated devices, or between the CPU and one of them,
             since the start or the last :meth:`reset_transfers`. A number that is read (``item``)
             and CPU tensors that index are not counted. Printing it shows one line for each pair of
@@ -170,25 +170,22 @@ class Machine:
         timeline: what took time on asynchronous devices, and when; empty if nothing was to.
         is_open: False once the ``with`` block is left.
         is_aside: True while another machine is entered instead of this one.
-        asynchronous: what runs its devices behind the host, while it does.
+        executor: runs operations on its devices.
         on_peak: called with a device's index whenever more is allocated there than ever before.
     """
 
     def __init__(
         self,
         capacities: Sequence[int],
-        *,
-        values: bool = True,
-        asynchronous: Asynchronous | None = None,
+        executor: Executor | None = None,
         sites: Sequence[Site] = (),
     ) -> None:
         self.devices = [torch.device(DEVICE_TYPE, index) for index in range(len(capacities))]
         self.sites = tuple(sites)
-        self.behind = torch.device("cpu" if values else "meta")
-        self.asynchronous = asynchronous
+        self.executor = CPUExecutor() if executor is None else executor
         self.on_peak: Callable[[int], None] | None = None
         self.transfers = Transfers()
-        self.timeline = Timeline() if asynchronous is None else asynchronous.timeline
+        self.timeline = Timeline()
         self._current = threading.local()
         self.is_open = True
         self.is_aside = False
@@ -203,6 +200,11 @@ class Machine:
     def __repr__(self) -> str:
         state = "" if self.is_open else ", left"
         return f"Machine({len(self.devices)} devices{state})"
+
+    @property
+    def has_values(self) -> bool:
+        """Whether tensors on its devices have values."""
+        return self.executor.place.type != "meta"
 
     def memory_allocated(self, device: int | str | torch.device | None = None) -> int:
         """Return the bytes of the live storages on ``device`` (default: the current one)."""
@@ -251,13 +253,13 @@ class Machine:
             ValueError: if ``seconds`` are negative, or have no end.
         """
         if not 0 <= seconds < math.inf:
-            raise ValueError(f"A device is kept busy for some seconds, but not for {seconds!r}.")
-        if self.asynchronous is None:
+            raise ValueError(f"seconds must be 0 or more, and finite, but is {seconds!r}")
+        if not isinstance(self.executor, AsynchronousExecutor):
             raise RuntimeError(
-                "Only asynchronous devices take time: enter `with tl_devicefix.simulate(n, "
-                "asynchronous=True) as machine:`, and keep them busy within it."
+                "only asynchronous devices can be kept busy: call keep_busy within `with "
+                "tl_devicefix.simulate(n, asynchronous=True) as machine:`"
             )
-        self.asynchronous.keep_busy(self.index_of(device), seconds)
+        self.executor.keep_busy(self.index_of(device), seconds)
 
     def reset_transfers(self) -> None:
         """Forget the recorded transfers."""
@@ -307,7 +309,6 @@ class Machine:
         index = device.index
         free = self._capacities[index] - self._allocated[index]
         if nbytes > free:
-            holds = getattr(self.asynchronous, "holds", lambda index: "")(index)
             which = f"Device {index}"
             if self.sites:
                 which = f"{device} ({self.sites[index].name})"
@@ -315,7 +316,7 @@ class Machine:
                 torch.OutOfMemoryError(
                     f"{DEVICE_TYPE} out of memory. Tried to allocate {readable(nbytes)}. {which}"
                     f" has a total capacity of {readable(self._capacities[index])} of which"
-                    f" {readable(free)} is free.{holds}"
+                    f" {readable(free)} is free.{self.executor.contents(index)}"
                 )
             )
 
@@ -352,8 +353,7 @@ class Machine:
         nbytes = tensor.untyped_storage().nbytes()
         self.check_room(device, nbytes)
         allocation = Allocation(self, device, address)
-        if self.asynchronous is not None:
-            allocation.block = self.asynchronous.block_of(tensor, device.index)
+        allocation.memory = self.executor.memory_of(tensor, device.index)
         self._allocations[address] = allocation
         self._add(allocation, nbytes)
         return allocation
@@ -375,7 +375,66 @@ class Machine:
             return
         with self._adding:
             while self._freed:
-                index, nbytes, block = self._freed.popleft()
+                index, nbytes, memory = self._freed.popleft()
                 self._allocated[index] -= nbytes
-                if self.asynchronous is not None and block is not None:
-                    self.asynchronous.free(block)
+                if memory is not None:
+                    self.executor.free(memory)
+
+
+_active: Machine | None = None
+
+
+def entered_machine() -> Machine | None:
+    """Return the machine of the `simulate` that is entered, if one is."""
+    return _active
+
+
+def active_machine() -> Machine:
+    """Return the machine of the `simulate` that is entered.
+
+    Raises:
+        RuntimeError: outside of `simulate`.
+    """
+    if _active is None:
+        raise RuntimeError(
+            f"there is no {DEVICE_TYPE} device here: enter `with tl_devicefix.simulate(n):` first"
+        )
+    return _active
+
+
+@contextmanager
+def entered(machine: Machine) -> Iterator[Machine]:
+    """Within it, ``sim`` devices are those of this machine; later, they can be read only.
+
+    Raises:
+        RuntimeError: if another one is entered.
+    """
+    global _active
+    if _active is not None:
+        raise RuntimeError(
+            f"simulate is entered already, with {len(_active.devices)} device(s): leave that"
+            " `with` block before you enter another"
+        )
+    _active = machine
+    try:
+        yield machine
+    finally:
+        machine.is_open = False
+        _active = None
+
+
+@contextmanager
+def set_aside() -> Iterator[bool]:
+    """Within it, no machine is entered; afterwards that which was is again, with its counts.
+
+    Yields:
+        Whether there was one.
+    """
+    global _active
+    outer = _active
+    with nullcontext() if outer is None else outer.set_aside():
+        _active = None
+        try:
+            yield outer is not None
+        finally:
+            _active = outer

@@ -12,6 +12,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from tl_devicefix.placement.sites import DEVICE_TYPE
+from tl_devicefix.simulation.executor import zeros_for
 from tl_devicefix.simulation.tensor import (
     HANDLERS,
     Operation,
@@ -20,7 +21,6 @@ from tl_devicefix.simulation.tensor import (
     left_error,
     read,
     run_on_one_device,
-    without_values,
     wrap,
 )
 
@@ -34,34 +34,17 @@ def _to_copy(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     machine = allocation.machine
     kwargs = dict(kwargs)
     target = kwargs.pop("device", None) or allocation.device
-    asynchronous = machine.asynchronous
-    if target.type != DEVICE_TYPE:
-        if asynchronous is not None and target.type == "cpu":
-            result = _converted(source, None, kwargs)
-        elif source._cpu.is_meta and target.type == "cpu":  # not copied, as that takes memory
-            result = without_values(func(source._cpu, **kwargs))
-        else:
-            result = func(source._cpu, **kwargs, device=target)
-        if target.type == "cpu":
-            machine.record_transfer(allocation.device, target, result)
-        return result
-    if not machine.is_open:
-        raise left_error(allocation.device)
-    target = machine.devices[machine.index_of(target)]
-    if asynchronous is None:
-        result = func(source._cpu, **kwargs)
-    else:
-        result = _converted(source, target.index, kwargs)
+    to = None
+    if target.type == DEVICE_TYPE:
+        if not machine.is_open:
+            raise left_error(allocation.device)
+        target = machine.devices[machine.index_of(target)]
+        to = target.index
+    elif target.type != "cpu":
+        return func(source._cpu, **kwargs, device=target)
+    result = machine.executor.convert(source._cpu, allocation.device.index, to, kwargs)
     machine.record_transfer(allocation.device, target, result)
-    return wrap(result, machine, target)
-
-
-def _converted(source: SimTensor, target: int | None, options: dict[str, Any]) -> torch.Tensor:
-    asynchronous = source._allocation.machine.asynchronous
-    assert asynchronous is not None
-    non_blocking = options.pop("non_blocking", False)
-    options.pop("pin_memory", None)
-    return asynchronous.converted(source._cpu, source.device.index, target, options, non_blocking)
+    return result if to is None else wrap(result, machine, target)
 
 
 def _copy_(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -77,23 +60,16 @@ def copy_into(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = F
     cpu_target, cpu_source = (
         tensor._cpu if isinstance(tensor, SimTensor) else tensor for tensor in (target, source)
     )
-    without = simulated._allocation.machine.behind.type == "meta"
-    asynchronous = simulated._allocation.machine.asynchronous
-    if asynchronous is not None and not without:
-        to, of = (t.device.index if type(t) is SimTensor else None for t in (target, source))
-        asynchronous.copy(cpu_target, cpu_source, to, of, non_blocking)
-    elif without and cpu_source.is_meta and not cpu_target.is_meta:
-        if not cpu_target.is_floating_point():
-            cpu_target.zero_()  # may be indices; floats are left, as writing takes memory
-    else:
-        cpu_target.copy_(cpu_source)
-    simulated._allocation.machine.record_transfer(source.device, target.device, cpu_target)
+    to, of = (t.device.index if type(t) is SimTensor else None for t in (target, source))
+    machine = simulated._allocation.machine
+    machine.executor.copy(cpu_target, cpu_source, to, of, non_blocking)
+    machine.record_transfer(source.device, target.device, cpu_target)
 
 
 def _read_number(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``.item()``, and with it ``if tensor:``; 0 where there are no values."""
     cpu = read(args[0])
-    return func(without_values(cpu) if cpu.is_meta else cpu)
+    return func(zeros_for(cpu) if cpu.is_meta else cpu)
 
 
 def _choose_kernel(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -162,7 +138,8 @@ def _index(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             raise _index_error(allocation.device)
     if rest and rest[0].dim() == 0 and type(rest[0]) is not SimTensor:
         # A CPU scalar may be written anywhere.
-        rest[0] = wrap(rest[0].clone(), allocation.machine, allocation.device)
+        machine, device = allocation.machine, allocation.device
+        rest[0] = wrap(machine.executor.upload(rest[0].clone(), device.index), machine, device)
     cpu_indices = [index._cpu if type(index) is SimTensor else index for index in indices]
     return run_on_one_device(func, (indexed, _CheckedIndices(cpu_indices), *rest), kwargs)
 

@@ -16,11 +16,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from tl_devicefix.placement.memory import bytes_of
 from tl_devicefix.placement.sites import DEVICE_TYPE, Hosts, Site, check_number, sites_on
 from tl_devicefix.simulation import backend, backward
-from tl_devicefix.simulation.asynchronous import Asynchronous, Speed
+from tl_devicefix.simulation.asynchronous import AsynchronousExecutor, Speed
+from tl_devicefix.simulation.executor import CPUExecutor, Executor, MetaExecutor
 from tl_devicefix.simulation.interrupts import waiting_for_torch
-from tl_devicefix.simulation.machine import Machine
+from tl_devicefix.simulation.machine import Machine, active_machine, entered, set_aside
 from tl_devicefix.simulation.memory import WatchingHost
-from tl_devicefix.simulation.streams import streams_of
 from tl_devicefix.simulation.tensor import TENSOR_DATA, SimTensor, set_data
 
 # torch's guard and hooks for backends in Python are private: 2.9 had none, and the tests pass with
@@ -124,12 +124,14 @@ def simulate(
             "asynchronous=True too."
         )
     sites = sites_on(n_devices, hosts)
-    behind = Asynchronous(len(capacities), seed, speed) if asynchronous else None
-    machine = Machine(capacities, values=values, asynchronous=behind, sites=sites)
+    executor: Executor = CPUExecutor() if values else MetaExecutor()
+    if asynchronous:
+        executor = AsynchronousExecutor(n_devices, seed, speed)
+    machine = Machine(capacities, executor, sites)
     with ExitStack() as stack:
         stack.enter_context(_changed_for(machine))
-        if behind is not None:
-            stack.enter_context(_running_behind(machine, behind))
+        if isinstance(executor, AsynchronousExecutor):
+            stack.enter_context(_running_behind(machine, executor))
         # If it is left open until Python ends: later, the modules are gone that leaving needs.
         atexit.register(stack.close)
         stack.callback(atexit.unregister, stack.close)
@@ -137,12 +139,14 @@ def simulate(
 
 
 @contextmanager
-def entered(memory: Sequence[int], behind: Any, sites: Sequence[Site]) -> Iterator[Machine]:
-    """Have devices that something else than `Asynchronous` runs.
+def devices_of(
+    executor: Executor, memory: Sequence[int], sites: Sequence[Site]
+) -> Iterator[Machine]:
+    """Have devices whose operations run elsewhere.
 
     Args:
+        executor: runs them.
         memory: of each device, in bytes.
-        behind: what runs them.
         sites: of which host each is.
 
     Yields:
@@ -154,7 +158,7 @@ def entered(memory: Sequence[int], behind: Any, sites: Sequence[Site]) -> Iterat
     """
     _check_torch()
     backend.register()
-    with _changed_for(Machine(memory, asynchronous=behind, sites=sites)) as machine:
+    with _changed_for(Machine(memory, executor, sites)) as machine:
         yield machine
 
 
@@ -171,20 +175,20 @@ def _changed_for(machine: Machine) -> Iterator[Machine]:
 
 
 @contextmanager
-def _running_behind(machine: Machine, asynchronous: Asynchronous) -> Iterator[None]:
+def _running_behind(machine: Machine, executor: AsynchronousExecutor) -> Iterator[None]:
     """Have its devices run behind the host; on leaving, wait for them, and raise what failed."""
-    pinned = asynchronous.pinned
-    watching = WatchingHost(pinned, asynchronous.host_uses)
-    asynchronous.memory.settle = machine.settle
+    pinned = executor.pinned
+    watching = WatchingHost(pinned, executor.host_uses)
+    executor.memory.settle = machine.settle
+    machine.timeline = executor.launcher.timeline
     with ExitStack() as stack:
-        stack.callback(setattr, machine, "asynchronous", None)
-        stack.push(lambda kind, *_: asynchronous.launcher.finish(hurry=kind is not None))
+        stack.callback(setattr, machine, "executor", CPUExecutor())
+        stack.push(lambda kind, *_: executor.launcher.finish(hurry=kind is not None))
         for name, replacement in (("pin_memory", pinned.pin), ("is_pinned", pinned.is_pinned)):
             _replace(stack, torch.Tensor, name, _as_method(replacement))
-        stack.enter_context(streams_of(machine))
         stack.enter_context(watching)
         yield
-    asynchronous.launcher.raise_errors()
+    executor.launcher.raise_errors()
 
 
 def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -208,10 +212,10 @@ def simulate_apart(
     Yields:
         The machine.
     """
-    with backend.set_aside() as within_another:
+    with set_aside() as within_another:
         if within_another:  # by which torch is changed already
             capacities, sites = _capacities(n_devices, memory), sites_on(n_devices, hosts)
-            apart = _with_masks(Machine(capacities, values=False, sites=sites))
+            apart = _with_masks(Machine(capacities, MetaExecutor(), sites))
         else:
             apart = simulate(n_devices, memory, values=False, hosts=hosts)
         with apart as machine:
@@ -221,9 +225,8 @@ def simulate_apart(
 @contextmanager
 def _with_masks(machine: Machine) -> Iterator[Machine]:
     """Have ``sim`` devices be those of this machine; without values, a mask selects everything."""
-    is_without = machine.behind.type == "meta"
-    masks = _meta_setting(meta_nonzero_assume_all_nonzero=True) if is_without else nullcontext()
-    with backend.entered(machine), masks:
+    select_all = _meta_setting(meta_nonzero_assume_all_nonzero=True)
+    with entered(machine), nullcontext() if machine.has_values else select_all:
         yield machine
 
 
@@ -301,7 +304,7 @@ def _open_safetensors(stack: ExitStack) -> None:
         filename: Any, framework: Any, device: Any = "cpu", *args: Any, **kwargs: Any
     ) -> Any:
         if isinstance(device, str) and device.partition(":")[0] == DEVICE_TYPE:
-            device = backend.active_machine().index_of(device)
+            device = active_machine().index_of(device)
         return own(filename, framework, device, *args, **kwargs)
 
     def exchange(old: Any, new: Any) -> None:

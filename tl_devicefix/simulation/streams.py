@@ -13,37 +13,21 @@ from typing import Any
 import torch
 
 from tl_devicefix.placement.sites import DEVICE_TYPE
-from tl_devicefix.simulation.machine import Machine
+from tl_devicefix.simulation.asynchronous import AsynchronousExecutor
+from tl_devicefix.simulation.machine import active_machine
 from tl_devicefix.simulation.ordering import Launcher, Mark
 
 _numbers = itertools.count(1)
-_machine: Machine | None = None
 
 
-@contextmanager
-def streams_of(machine: Machine) -> Iterator[None]:
-    """Within it, streams are those of this machine."""
-    global _machine
-    _machine = machine
-    try:
-        yield
-    finally:
-        _machine = None
-
-
-def _entered() -> Launcher:
-    if _machine is None or _machine.asynchronous is None:
+def _launcher() -> Launcher:
+    executor = active_machine().executor
+    if not isinstance(executor, AsynchronousExecutor):
         raise RuntimeError(
-            f"There are no streams of {DEVICE_TYPE} devices here: enter "
-            "`with tl_devicefix.simulate(n, asynchronous=True):` first."
+            f"these {DEVICE_TYPE} devices have no streams: enter "
+            "`with tl_devicefix.simulate(n, asynchronous=True):` for that"
         )
-    return _machine.asynchronous.launcher
-
-
-def _index(device: Any) -> int:
-    _entered()
-    assert _machine is not None
-    return _machine.index_of(device)
+    return executor.launcher
 
 
 class Stream:
@@ -55,7 +39,7 @@ class Stream:
     """
 
     def __init__(self, device: Any = None, priority: int = 0, *, stream_id: Any = None) -> None:
-        self.device = torch.device(DEVICE_TYPE, _index(device))
+        self.device = torch.device(DEVICE_TYPE, active_machine().index_of(device))
         self.stream_id: int = next(_numbers) if stream_id is None else stream_id
 
     @property
@@ -64,7 +48,7 @@ class Stream:
 
     def wait_stream(self, stream: Stream) -> None:
         """Have what is given to this stream from now on wait for what another has been given."""
-        _entered().order(self._key, _entered().record(stream._key))
+        _launcher().order(self._key, _launcher().record(stream._key))
 
     def wait_event(self, event: Event) -> None:
         """Have what is given to this stream from now on wait for an event."""
@@ -78,7 +62,7 @@ class Stream:
 
     def synchronize(self) -> None:
         """Have the host wait for what was given to this stream."""
-        _entered().wait(_entered().record(self._key))
+        _launcher().wait(_launcher().record(self._key))
 
     def query(self) -> bool:
         """Tell whether all that was given to this stream has run."""
@@ -108,21 +92,21 @@ class Event:
 
     def record(self, stream: Stream | None = None) -> None:
         """Be where a stream is now, the current one by default."""
-        self._recorded = _entered().record((stream or current_stream())._key)
+        self._recorded = _launcher().record((stream or current_stream())._key)
 
     def wait(self, stream: Stream | None = None) -> None:
         """Have a stream, the current one by default, wait for this; at once if never recorded."""
         if self._recorded is not None:
-            _entered().order((stream or current_stream())._key, self._recorded)
+            _launcher().order((stream or current_stream())._key, self._recorded)
 
     def synchronize(self) -> None:
         """Have the host wait for this."""
         if self._recorded is not None:
-            _entered().wait(self._recorded)
+            _launcher().wait(self._recorded)
 
     def query(self) -> bool:
         """Tell whether the stream has got here."""
-        return self._recorded is None or _entered().query(self._recorded)
+        return self._recorded is None or _launcher().query(self._recorded)
 
     def elapsed_time(self, end_event: Event) -> float:
         """Milliseconds from when a stream got here until one got to another event.
@@ -145,8 +129,8 @@ class Event:
 
 def current_stream(device: Any = None) -> Stream:
     """Return the stream of a device that this thread gives operations to."""
-    index = _index(device)
-    return Stream(index, stream_id=_entered().current(index)[1])
+    index = active_machine().index_of(device)
+    return Stream(index, stream_id=_launcher().current(index)[1])
 
 
 def default_stream(device: Any = None) -> Stream:
@@ -156,9 +140,8 @@ def default_stream(device: Any = None) -> Stream:
 
 def set_stream(stream: Stream) -> None:
     """Have this thread give operations to a stream, whose device is the current one from now on."""
-    _entered().set_current(stream._key)
-    assert _machine is not None
-    _machine.current_index = stream.device.index
+    _launcher().set_current(stream._key)
+    active_machine().current_index = stream.device.index
 
 
 @contextmanager
@@ -167,11 +150,11 @@ def stream(stream: Stream | None) -> Iterator[None]:
     if stream is None:
         yield
         return
-    assert _machine is not None
-    before, device = current_stream(stream.device), _machine.current_index
+    machine = active_machine()
+    before, device = current_stream(stream.device), machine.current_index
     set_stream(stream)
     try:
         yield
     finally:
         set_stream(before)
-        _machine.current_index = device
+        machine.current_index = device

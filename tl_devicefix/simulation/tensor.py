@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import copy
 import itertools
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy
 import torch
 from torch.utils._pytree import tree_map
 
 from tl_devicefix.placement.sites import DEVICE_TYPE, Site
 from tl_devicefix.simulation.backward import raise_or_keep
-from tl_devicefix.simulation.geometry import call_without_values, parts_of
+from tl_devicefix.simulation.executor import zeros_for
+from tl_devicefix.simulation.geometry import parts_of
 from tl_devicefix.simulation.machine import Allocation, Machine
 from tl_devicefix.tracebacks import AFTER_JOIN, note_mixed_devices
 
@@ -87,7 +86,8 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
                 " protocol at the moment."
             )
         machine, device = self._allocation.machine, self._allocation.device
-        twin = wrap(copy.deepcopy(read(self), memo), machine, device)
+        values = copy.deepcopy(read(self), memo)
+        twin = wrap(machine.executor.upload(values, device.index), machine, device)
         memo[id(self)] = twin
         twin.requires_grad_(self.requires_grad)
         if self.grad is not None:
@@ -115,7 +115,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
     def tolist(self) -> Any:
         """Return the values as nested lists; torch refuses subclasses."""
         values = read(self)
-        return without_values(values).tolist() if values.is_meta else values.tolist()
+        return zeros_for(values).tolist() if values.is_meta else values.tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
         """Refuse as for CUDA, unless forced; torch blames subclasses, which tells users nothing."""
@@ -128,7 +128,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
 
     def record_stream(self, stream: Any) -> None:
         """Keep the memory from being handed out before what a stream has been given has run."""
-        memory, key = self._allocation.block, (self.device.index, stream.stream_id)
+        memory, key = self._allocation.memory, (self.device.index, stream.stream_id)
         if memory is not None and memory.allocated is not None and memory.allocated.where != key:
             memory.is_recorded = True
 
@@ -171,7 +171,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
     @property
     def has_values(self) -> bool:
         """Whether there are values; without, only placement is simulated."""
-        return self._allocation.machine.behind.type != "meta"
+        return self._allocation.machine.has_values
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return the CPU storage behind: its address and size tell what shares memory."""
@@ -204,10 +204,8 @@ def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 def read(tensor: SimTensor) -> torch.Tensor:
     """The CPU tensor behind, whose values are about to be read."""
-    asynchronous = tensor._allocation.machine.asynchronous
-    if asynchronous is None:
-        return tensor._cpu
-    return asynchronous.read(tensor._cpu, tensor.device.index)
+    allocation = tensor._allocation
+    return allocation.machine.executor.read(tensor._cpu, allocation.device.index)
 
 
 def wrap(cpu: torch.Tensor, machine: Machine, device: torch.device) -> SimTensor:
@@ -219,12 +217,7 @@ def wrap(cpu: torch.Tensor, machine: Machine, device: torch.device) -> SimTensor
     # `is_conj` lets other threads go on first, and of others than complex ones the answer is known.
     if (cpu.is_complex() and cpu.is_conj()) or cpu.is_neg():
         # A wrapper cannot carry these lazy bits, so torch would not resolve them.
-        if machine.asynchronous is None:
-            cpu = cpu.resolve_conj().resolve_neg()
-        else:
-            cpu = machine.asynchronous.resolved(cpu, device.index)
-    if machine.asynchronous is not None:
-        cpu = machine.asynchronous.adopted(cpu, device.index)
+        cpu = machine.executor.resolve(cpu, device.index)
     if cpu.layout is not torch.strided:
         return _wrap_sparse(cpu, machine, device)
     allocation = machine.allocation_of(cpu, device)
@@ -323,25 +316,8 @@ def run_on_one_device(func: Operation, args: tuple[Any, ...], kwargs: dict[str, 
         if target.type != DEVICE_TYPE:
             return func(*cpu_args, **cpu_kwargs, device=target)
         device = machine.devices[machine.index_of(target)]
-    if machine.behind.type == "meta":
-        result = _call_without_values(func, cpu_args, cpu_kwargs)
-    elif machine.asynchronous is None:
-        result = func(*cpu_args, **cpu_kwargs)
-    else:
-        result = machine.asynchronous.run(func, cpu_args, cpu_kwargs, device.index)
+    result = machine.executor.run(func, cpu_args, cpu_kwargs, device.index)
     return _label(result, simulated, machine, device)
-
-
-def _call_without_values(func: Operation, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    try:
-        return call_without_values(func, args, kwargs)
-    except RuntimeError as error:  # NotImplementedError is one
-        if re.search(r"meta tensor|with Meta|register_meta", str(error)):
-            raise NotImplementedError(
-                f"{func} gives what depends on values, which a dry run has none of: dry_run "
-                "without it"
-            ) from error
-        raise
 
 
 def _unwrap(arg: Any, simulated: list[SimTensor], others: list[torch.Tensor]) -> Any:
@@ -396,7 +372,7 @@ def _brought_together(
         if type(arg) is not SimTensor or arg._allocation.machine is entered:
             return arg
         device = entered.devices[entered.index_of(arg.device)]
-        copied = wrap(arg._cpu.detach().to(entered.behind), entered, device)
+        copied = wrap(arg._cpu.detach().to(entered.executor.place), entered, device)
         entered.record_transfer(torch.device("cpu"), device, copied)
         return copied
 
@@ -487,11 +463,3 @@ def left_error(device: torch.device) -> RuntimeError:
         f"This tensor was on {device} of a simulated machine that has been left, so it can be read"
         " but not computed with: compute with a copy, .cpu(), or inside `with simulate(...)`."
     )
-
-
-def without_values(meta: torch.Tensor) -> torch.Tensor:
-    """Zeros on the CPU, which take no memory until they are written to."""
-    last = sum((size - 1) * stride for size, stride in zip(meta.shape, meta.stride()))
-    n_elements = last + 1 if meta.numel() else 1
-    blank = torch.from_numpy(numpy.zeros(n_elements * meta.element_size(), numpy.uint8))
-    return blank.view(meta.dtype).as_strided(meta.shape, meta.stride())

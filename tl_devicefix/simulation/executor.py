@@ -1,0 +1,170 @@
+"""What runs the operations of a machine's devices; the CPU at once, or without values."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Protocol
+
+import numpy
+import torch
+
+from tl_devicefix.simulation.geometry import Geometry, call_without_values
+from tl_devicefix.simulation.ordering import Memory
+
+_TO_COPY = torch.ops.aten._to_copy.default
+
+
+class Executor(Protocol):
+    """Runs operations on the tensors behind the simulated ones.
+
+    Devices are indices, and None is the host. What has a body here is for those that have nothing
+    to do then.
+    """
+
+    place: torch.device
+    """Where the tensors are that factories make before `upload`: the CPU, or meta."""
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any], device: int) -> Any:
+        """Run an operation on a device, and return what it gives."""
+
+    def allocate(self, geometry: Geometry, device: int) -> torch.Tensor:
+        """Make a tensor in memory of a device, without values of its own."""
+
+    def upload(self, values: torch.Tensor, device: int) -> torch.Tensor:
+        """Put values that no one else has on a device."""
+
+    def resolve(self, tensor: torch.Tensor, device: int) -> torch.Tensor:
+        """Copy a conjugated or negated view, as values."""
+
+    def read(self, tensor: torch.Tensor, device: int) -> torch.Tensor:
+        """Return a tensor of a device with its values, for the host."""
+
+    def copy(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        to: int | None,
+        of: int | None,
+        non_blocking: bool = False,
+    ) -> None:
+        """Copy in place between two devices, or a device and the host."""
+
+    def convert(
+        self, source: torch.Tensor, of: int, to: int | None, options: dict[str, Any]
+    ) -> torch.Tensor:
+        """Copy to a device or the host, also to another dtype: ``.to`` with torch's options."""
+
+    def memory_of(self, tensor: torch.Tensor, device: int) -> Memory | None:
+        """Return who used the memory of a tensor that is on a device from now on."""
+        return None
+
+    def free(self, memory: Memory) -> None:
+        """Let go of memory, in the middle of anything."""
+        return None
+
+    def synchronize(self, device: int) -> None:
+        """Wait for all operations of a device."""
+        return None
+
+    def contents(self, device: int) -> str:
+        """Say in a sentence what takes the memory of a device, for errors; empty if not known."""
+        return ""
+
+
+class CPUExecutor(Executor):
+    """Computes on the CPU, at once."""
+
+    place = torch.device("cpu")
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any], device: int) -> Any:
+        """Compute."""
+        return func(*args, **kwargs)
+
+    def allocate(self, geometry: Geometry, device: int) -> torch.Tensor:
+        """Take memory of the CPU."""
+        shape, stride, dtype = geometry
+        return torch.empty_strided(shape, stride, dtype=dtype, device=self.place)
+
+    def upload(self, values: torch.Tensor, device: int) -> torch.Tensor:
+        """Take the values as they are."""
+        return values
+
+    def resolve(self, tensor: torch.Tensor, device: int) -> torch.Tensor:
+        """Copy as torch does."""
+        return tensor.resolve_conj().resolve_neg()
+
+    def read(self, tensor: torch.Tensor, device: int) -> torch.Tensor:
+        """Return it as it is."""
+        return tensor
+
+    def copy(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        to: int | None,
+        of: int | None,
+        non_blocking: bool = False,
+    ) -> None:
+        """Copy as the CPU does."""
+        target.copy_(source)
+
+    def convert(
+        self, source: torch.Tensor, of: int, to: int | None, options: dict[str, Any]
+    ) -> torch.Tensor:
+        """Copy as the CPU does."""
+        return _TO_COPY(source, **options)  # type: ignore[no-any-return]
+
+
+class MetaExecutor(CPUExecutor):
+    """Computes nothing: tensors have shapes, and no values."""
+
+    place = torch.device("meta")
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any], device: int) -> Any:
+        """Make what the operation would give.
+
+        Raises:
+            NotImplementedError: if that depends on values.
+        """
+        try:
+            return call_without_values(func, args, kwargs)
+        except RuntimeError as error:  # NotImplementedError is one
+            if re.search(r"meta tensor|with Meta|register_meta", str(error)):
+                raise NotImplementedError(
+                    f"the result of {func} depends on values, which a dry run does not have: "
+                    "change or skip that operation, or run it on real devices"
+                ) from error
+            raise
+
+    def upload(self, values: torch.Tensor, device: int) -> torch.Tensor:
+        """Forget the values."""
+        return values.to(self.place)
+
+    def copy(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        to: int | None,
+        of: int | None,
+        non_blocking: bool = False,
+    ) -> None:
+        """Write zeros to integers of the host, which may be indices; writing more takes memory."""
+        if not (source.is_meta and to is None):
+            target.copy_(source)
+        elif not target.is_floating_point():
+            target.zero_()
+
+    def convert(
+        self, source: torch.Tensor, of: int, to: int | None, options: dict[str, Any]
+    ) -> torch.Tensor:
+        """Copy the shape; what comes to the host is zeros."""
+        converted = super().convert(source, of, to, options)
+        return zeros_for(converted) if to is None else converted
+
+
+def zeros_for(meta: torch.Tensor) -> torch.Tensor:
+    """Zeros on the CPU, which take no memory until they are written to."""
+    last = sum((size - 1) * stride for size, stride in zip(meta.shape, meta.stride()))
+    n_elements = last + 1 if meta.numel() else 1
+    blank = torch.from_numpy(numpy.zeros(n_elements * meta.element_size(), numpy.uint8))
+    return blank.view(meta.dtype).as_strided(meta.shape, meta.stride())
