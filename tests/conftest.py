@@ -42,8 +42,8 @@ SHARED_ROOMS = (
 )
 # What is written once for both classes.
 OF_EITHER = (
-    *("test_misspelt_arguments", "test_within_simulate", "test_logging", "test_caches_of_users"),
-    *("test_cache_of_either_class", "test_gathering_of_either_class"),
+    *("test_misspelt_arguments", "test_within_simulate", "test_logging"),
+    "test_gathering_of_either_class",
     *("test_hooks_of_either_class", "test_mixing_of_either_class", "test_put_in_by_hand"),
     *("test_check_of_either_class", "test_estimate_of_either_class"),
     "test_attention_of_either_class",

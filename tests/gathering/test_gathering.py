@@ -58,9 +58,6 @@ def test_another_device_than_home_or_the_cpu(model: Any) -> None:
         with gather_on(1):
             assert model.OV.A.device == torch.device("sim:1")
         assert model.W_Q.device == torch.device("sim:2")
-
-
-def test_a_device_that_is_not_there_is_refused(machine: Any) -> None:
     with pytest.raises(ValueError, match="'sim:9' does not exist"), gather_on("sim:9"):
         pass
 

@@ -1,32 +1,31 @@
-"""Weights of several devices are read on the device of `gather_on`, of either class."""
+"""Caches that users fill and weights of several blocks, read at home or where `gather_on` says."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from comparison import assert_agrees
-from transformer_lens import SVDInterpreter
+from transformer_lens import ActivationCache
 
 from tl_devicefix import gather_on
 
 CPU = torch.device("cpu")
 WEIGHTS = ("W_Q", "W_K", "W_V", "W_O", "W_in", "W_out", "W_E", "W_U", "b_U")
+LAST = "blocks.4.hook_resid_post"
 
 
-@pytest.mark.cover
 @pytest.mark.parametrize("n_devices", [1, 4])
-@pytest.mark.parametrize("name", WEIGHTS)
 def test_weights_are_read_on_the_chosen_device(
-    name: str, n_devices: int, machine: Any, folded: Any, folded_on_one: Any
+    n_devices: int, machine: Any, folded: Any, folded_on_one: Any
 ) -> None:
-    model = folded("llama", n_devices)
+    model, reference = folded("llama", n_devices), folded_on_one("llama")
+    expected = [getattr(reference, name) for name in WEIGHTS]
     with gather_on("cpu"):
-        weight = getattr(model, name)
-
-    assert_agrees(weight, getattr(folded_on_one("llama"), name), CPU)
-    assert getattr(model, name).device == machine.devices[0]
+        assert_agrees([getattr(model, name) for name in WEIGHTS], expected, CPU)
+    assert_agrees([getattr(model, name) for name in WEIGHTS], expected, machine.devices[0])
 
 
 def test_what_is_computed_from_weights_and_caches_is_too(
@@ -45,20 +44,102 @@ def test_what_is_computed_from_weights_and_caches_is_too(
                 dict(model.tl_parameters().items()) if hasattr(model, "tl_parameters") else {},
             ]
 
-    model = folded("gpt2", 4)
-
-    assert_agrees(computed(model), computed(folded_on_one("gpt2")), CPU)
+    assert_agrees(computed(folded("gpt2", 4)), computed(folded_on_one("gpt2")), CPU)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_singular_vectors(
-    kind: str, cls: str, machine: Any, folded: Any, folded_on_one: Any
+# --------------------------------------------------------------------------------------------
+# A plain dict that hooks have filled
+
+
+def keep(model: Any, tokens: torch.Tensor, *layers: int) -> dict[str, torch.Tensor]:
+    """What hooks have kept in a plain dict, by the hooks' names."""
+    kept: dict[str, torch.Tensor] = {}
+
+    def keeping(name: str) -> Any:  # a Bridge's hook points have other names
+        return name, lambda activation, hook: kept.update({name: activation.detach()})
+
+    names = [f"blocks.{i}.hook_resid_post" for i in layers or range(model.cfg.n_layers)]
+    model.run_with_hooks(tokens.to(model.cfg.device), fwd_hooks=list(map(keeping, names)))
+    return kept
+
+
+@pytest.fixture
+def model(machine: Any, folded: Any) -> Any:
+    """Over four devices."""
+    return folded("llama", 4)
+
+
+@pytest.mark.fails_unpatched
+def test_a_plain_dict_is_read_at_home_and_left_as_it_is(
+    model: Any, machine: Any, tokens: torch.Tensor
 ) -> None:
-    if (kind, cls) == ("llama", "HookedTransformer"):
-        pytest.skip("TransformerLens's own fails for grouped-query attention")
+    kept, home = keep(model, tokens), machine.devices[0]
+    as_it_was = {name: (id(value), value.device) for name, value in kept.items()}
+    assert {device for _, device in as_it_was.values()} == set(machine.devices)
+    _, expected = model.run_with_cache(tokens.to(home))
 
-    def vectors(model: Any) -> torch.Tensor:
-        interpreter = SVDInterpreter(model)
-        return interpreter.get_singular_vectors("OV", 4, num_vectors=2, head_index=1).abs()
+    cache = ActivationCache(kept, model)
 
-    assert_agrees(vectors(folded(kind, 4)), vectors(folded_on_one(kind)), tolerance=1e-4)
+    reads = [cache["resid_post", -1], cache[LAST], [*cache.values()][-1], dict(cache.items())[LAST]]
+    assert_agrees(reads, [expected[LAST]] * 4, home)
+    stack = expected.stack_activation("resid_post")
+    assert_agrees(cache.stack_activation("resid_post"), stack, home)
+    assert (cache["resid_post", 4] @ model.W_U).device == home
+    assert cache.cache_dict is kept
+    assert {name: (id(value), value.device) for name, value in kept.items()} == as_it_was
+    with gather_on("cpu"):
+        assert {cache["resid_post", 4].device, *(value.device for value in cache.values())} == {CPU}
+
+
+@pytest.mark.fails_unpatched
+def test_one_of_a_block_elsewhere_is_read_at_home_too(
+    model: Any, machine: Any, tokens: torch.Tensor
+) -> None:
+    kept = keep(model, tokens, 4)
+    assert kept[LAST].device == machine.devices[3]
+    assert ActivationCache(kept, model)["resid_post", 4].device == machine.devices[0]
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim:3"])
+def test_a_cache_that_was_moved_is_read_where_it_is(
+    model: Any, tokens: torch.Tensor, device: str
+) -> None:
+    tokens, there = tokens.to(model.cfg.device), torch.device(device)
+    kept = keep(model, tokens)
+    _, cached = model.run_with_cache(tokens)
+    for cache in (
+        ActivationCache(kept, model).to(device),
+        ActivationCache({name: value.to(device) for name, value in kept.items()}, model),
+        model.run_with_cache(tokens, device=device)[1],
+        cached.to(device),
+    ):
+        assert cache["resid_post", 4].device == there
+        assert {value.device for value in cache.values()} == {there}
+        assert cache.stack_activation("resid_post").device == there
+    of_one_block = ActivationCache(keep(model, tokens, 4), model).to(device)
+    assert of_one_block["resid_post", 4].device == there
+
+
+def test_methods_that_change_a_plain_dict_leave_it_where_it_is(
+    model: Any, machine: Any, tokens: torch.Tensor
+) -> None:
+    kept = keep(model, tokens[:1])
+    devices = {name: value.device for name, value in kept.items()}
+    cache = ActivationCache(kept, model)
+    sliced = cache.apply_slice_to_batch_dim(0)
+    cache.remove_batch_dim()
+    for changed in (sliced, cache):
+        assert {name: value.device for name, value in changed.cache_dict.items()} == devices
+        assert changed["resid_post", 4].device == machine.devices[0]
+        assert changed["resid_post", 4].shape == (tokens.shape[1], model.cfg.d_model)
+
+
+def test_its_model_may_be_anything_that_has_what_is_read() -> None:
+    """As in TransformerLens's own tests: a cache asks its model for weights, not for parameters."""
+    attn = SimpleNamespace(W_O=torch.ones(2, 4, 8))
+    stub: Any = SimpleNamespace(
+        cfg=SimpleNamespace(n_layers=1, n_heads=2), blocks=[SimpleNamespace(attn=attn)]
+    )
+    cache = ActivationCache({"blocks.0.attn.hook_z": torch.ones(1, 3, 2, 4)}, stub)
+    cache.compute_head_results()
+    assert torch.equal(cache["blocks.0.attn.hook_result"], torch.full((1, 3, 2, 8), 4.0))

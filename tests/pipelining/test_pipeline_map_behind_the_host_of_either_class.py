@@ -112,6 +112,6 @@ def test_a_report_keeps_the_time_of_turns_that_are_done_and_not_their_events(
 
 def test_at_best_runs_take_no_longer_than_they_took() -> None:
     busy = {torch.device("sim:0"): 1.0, torch.device("sim:1"): 1.0}
-    equal, beside_each_other = PipelineReport(2, 2.0, busy, []), PipelineReport(2, 1.0, busy, [])
+    equal, beside_each_other = PipelineReport(2, 2.0, busy), PipelineReport(2, 1.0, busy)
     assert equal.ideal == 1.5
     assert beside_each_other.ideal == 1.0

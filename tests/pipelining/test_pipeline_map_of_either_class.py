@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import runs_of_users
 import torch
 import transformers.utils.logging as hf_logging
 from runs_of_users import (
@@ -478,18 +477,14 @@ def test_progress_and_report(
     assert "6/6" in said.err
     assert "6 runs in" in said.out
     assert "sim:3 busy" in said.out
-    assert "waited in" in said.out
-    assert runs_of_users.__file__ in said.out
 
 
 def test_a_report_of_one_device_claims_no_share_of_it(
     on_one: Any, batches: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     list(pipeline_map(on_one("llama"), a_number_that_is_waited_for, batches, report=True))
-    first, *others = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"6 runs in \d+\.\d\d s, all on cpu", first)
-    assert others
-    assert all(" waited in " in line for line in others)
+    said = capsys.readouterr().out
+    assert re.fullmatch(r"6 runs in \d+\.\d\d s, all on cpu\n", said)
 
 
 def test_text_is_read_by_one_run_at_a_time(machine: Any, over_devices: Any) -> None:

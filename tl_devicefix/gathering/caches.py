@@ -139,45 +139,25 @@ def with_cache_at_home(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
     placement: Placement | None = getattr(self, "placement", None)
     if placement is None or len(placement.devices) == 1:
         return original(self, *args, **kwargs)
-    given = inspect.signature(original).bind(self, *args, **kwargs)
-    if given.arguments.get("cache") is None:
-        device = given.arguments.get("device")
+    call = inspect.signature(original).bind(self, *args, **kwargs)
+    if call.arguments.get("cache") is None:
+        device = call.arguments.get("device")
         read_on = placement.home if device is None else with_index(torch.device(device))
-        given.arguments["cache"] = CacheAtHome(read_on)
-    return original(*given.args, **given.kwargs)
+        call.arguments["cache"] = CacheAtHome(read_on)
+    return original(*call.args, **call.kwargs)
 
 
 def read_one(original: Any, self: Any, *args: Any) -> Any:
     """`ActivationCache.__getitem__`, also of a plain dict, as hooks have filled it: at home."""
-    device = chosen_device(home_of(_model_of(self))) or _home_of_kept(self)
+    device = _read_on(self)
     activation = original(self, *args)
     return activation if device is None else move(activation, device)
 
 
 def read_all(original: Any, self: Any, *args: Any) -> Any:
     """`ActivationCache.items` and `values`, also of a plain dict, as hooks have filled it."""
-    device = chosen_device(home_of(_model_of(self))) or _home_of_kept(self)
-    view = self if device is None else _read_at(self, device)
-    return original(view, *args)
-
-
-def _home_of_kept(cache: Any) -> torch.device | None:
-    """Home, if a cache is of a plain dict whose activations lie where they were computed.
-
-    None if they are read right where they are: they are a `CacheAtHome`, which knows, or were all
-    brought to one device, or the model is on one.
-    """
-    model = _model_of(cache)
-    if isinstance(cache.cache_dict, CacheAtHome) or not _is_of_several_devices(model):
-        return None
-    placement: Placement = model.placement
-    there = {
-        name: each.device for name, each in cache.cache_dict.items() if hasattr(each, "device")
-    }
-    spread = len(set(there.values())) > 1
-    if spread or all(placement.device_for(name) == device for name, device in there.items()):
-        return placement.home
-    return None
+    device = _read_on(self)
+    return original(self if device is None else _read_at(self, device), *args)
 
 
 def reading_together(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -186,7 +166,6 @@ def reading_together(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any
     They come to the device on which the cache is read: home, or that of `gather_on`, or where
     `cache.to(...)` brought it. The model stays where it is.
     """
-
     device = _read_on(self)
     if device is None:
         return original(self, *args, **kwargs)
@@ -195,19 +174,13 @@ def reading_together(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any
     with gather_on(device), noting_mixed_devices():
         result = original(
             view,
-            *(move(each, device) for each in args),
-            **{key: move(each, device) for key, each in kwargs.items()},
+            *(move(value, device) for value in args),
+            **{name: move(value, device) for name, value in kwargs.items()},
         )
-    if view.cache_dict is not self.cache_dict:
-        _keep_head_results(view.cache_dict, self.cache_dict)
+    for name in view.cache_dict:
+        if name not in self.cache_dict:  # head results, for later
+            self.cache_dict[name] = view.cache_dict[name]
     return result
-
-
-def _keep_head_results(read: CacheAtHome, cache_dict: dict[str, torch.Tensor]) -> None:
-    """Add what a method has computed for later, where the rest of the plain dict is."""
-    for name in read:
-        if name not in cache_dict:
-            cache_dict[name] = read[name]
 
 
 def compute_head_results(original: Any, self: Any) -> None:
@@ -251,23 +224,20 @@ def apply_slice_to_batch_dim(original: Any, self: Any, batch_slice: Any) -> Any:
 
 def to(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """`ActivationCache.to`: each activation goes there from where it is, not by way of home."""
-    if not isinstance(self.cache_dict, CacheAtHome):
-        original(self, *args, **kwargs)
-        if _is_of_several_devices(_model_of(self)):
-            self.cache_dict = _staying(self.cache_dict)
-        return self
-    moved = original(_in_place(self), *args, **kwargs).cache_dict
-    self.cache_dict = _staying(moved)
+    is_at_home = isinstance(self.cache_dict, CacheAtHome)
+    moved = original(_in_place(self) if is_at_home else self, *args, **kwargs).cache_dict
+    device = next(iter(_devices_of(moved).values()), None)
+    if device is not None and (is_at_home or _is_spread(_model_of(self))):
+        moved = CacheAtHome(device).of(moved)  # read there, wherever home is
+    self.cache_dict = moved
     return self
 
 
-def _staying(moved: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Activations that were brought to one device: they are read there, wherever home is."""
-    device = next((each.device for each in moved.values()), None)
-    return moved if device is None else CacheAtHome(device).of(moved)
+def _devices_of(cache_dict: Mapping[str, Any]) -> dict[str, torch.device]:
+    return {name: value.device for name, value in cache_dict.items() if hasattr(value, "device")}
 
 
-def _is_of_several_devices(model: Any) -> bool:
+def _is_spread(model: Any) -> bool:
     placement: Placement | None = getattr(model, "placement", None)
     return placement is not None and len(placement.devices) > 1
 
@@ -292,24 +262,27 @@ def _model_of(cache: Any) -> Any:
 
 
 def _read_on(cache: Any) -> torch.device | None:
-    """Where a cache is read; None if TransformerLens needs no help there."""
-    if cache.model is None:
-        return None
-    chosen = chosen_device(home_of(_model_of(cache)))
-    if chosen is not None:
+    """Where a cache is read; None if TransformerLens needs no help there.
+
+    A plain dict's activations are read at home if they lie where they were computed, and where they
+    are if they were all brought to one device.
+    """
+    model = _model_of(cache)
+    if (chosen := chosen_device(home_of(model))) is not None:
         return chosen
     if isinstance(cache.cache_dict, CacheAtHome):
         return cache.cache_dict.home
-    if (home := _home_of_kept(cache)) is not None:
-        return home
-    model = _model_of(cache)
-    placement = getattr(model, "placement", None)
-    lie_on = {each.device for each in cache.cache_dict.values() if hasattr(each, "device")}
-    if placement is None:  # it is on one device; the cache may have been moved to another
-        weight = next(model.parameters(), None) if isinstance(model, nn.Module) else None
-        has_moved = weight is not None and len(lie_on) == 1 and weight.device not in lie_on
-        return lie_on.pop() if has_moved else None
-    return lie_on.pop() if len(lie_on) == 1 else placement.home
+    devices = _devices_of(cache.cache_dict)
+    lie_on = set(devices.values())
+    if _is_spread(model):
+        placement: Placement = model.placement
+        was_brought = len(lie_on) == 1 and any(
+            placement.device_for(name) != device for name, device in devices.items()
+        )
+        return lie_on.pop() if was_brought else placement.home
+    weight = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+    has_moved = weight is not None and len(lie_on) == 1 and weight.device not in lie_on
+    return lie_on.pop() if has_moved else None
 
 
 def init_svd_interpreter(original: Any, self: Any, model: Any) -> None:

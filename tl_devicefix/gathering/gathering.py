@@ -90,32 +90,12 @@ class _StackOn(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
-        ctx.device, *weights = inputs
-        ctx.like = [(weight.device, weight.shape, weight.dtype) for weight in weights]
+        ctx.devices = [weight.device for weight in inputs[1:]]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        parts = zip(gradients[0].unbind(), ctx.like, ctx.needs_input_grad[1:])
-        return (None, *(part.to(there) if needed else None for part, (there, *_), needed in parts))
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> torch.Tensor:
-        return torch.stack(
-            [
-                torch.zeros(shape, dtype=dtype, device=ctx.device)
-                if t is None
-                else t.to(ctx.device)
-                for t, (_, shape, dtype) in zip(tangents, ctx.like)
-            ]
-        )
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, device: torch.device, *weights: torch.Tensor) -> Any:
-        batched = [
-            weight.expand(info.batch_size, *weight.shape) if dim is None else weight.movedim(dim, 0)
-            for weight, dim in zip(weights, in_dims[1:])
-        ]
-        return _StackOn.apply(device, *batched), 1
+        parts = zip(gradients[0].unbind(), ctx.devices, ctx.needs_input_grad[1:])
+        return (None, *(part.to(device) if needed else None for part, device, needed in parts))
 
 
 def check_room(needed: int, device: torch.device, what: str) -> None:
@@ -151,7 +131,7 @@ class ReadOn:
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.read, name)
         if isinstance(value, nn.ModuleList):
-            return [ReadOn(each, self._device) for each in value]
+            return [ReadOn(module, self._device) for module in value]
         if isinstance(value, nn.Module):
             return ReadOn(value, self._device)
         if name == "cfg":
@@ -161,9 +141,9 @@ class ReadOn:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module where it is, and bring the result to the device."""
-        there = next((weight.device for weight in self.read.parameters()), self._device)
-        args = tuple(move(each, there) for each in args)
-        kwargs = {name: move(each, there) for name, each in kwargs.items()}
+        runs_on = next((weight.device for weight in self.read.parameters()), self._device)
+        args = tuple(move(value, runs_on) for value in args)
+        kwargs = {name: move(value, runs_on) for name, value in kwargs.items()}
         return move(self.read(*args, **kwargs), self._device)
 
 

@@ -18,7 +18,7 @@ from tl_devicefix.dispatch.scheduler import Run, Streams, Turns, running
 from tl_devicefix.dispatch.views import restore, view_of
 from tl_devicefix.monkeypatch.versions import class_names, is_bridge, is_hooked_transformer
 from tl_devicefix.pipelining.in_order import InOrder, seeding_in_order
-from tl_devicefix.pipelining.report import WatchedTurns, noting_waits
+from tl_devicefix.pipelining.report import WatchedTurns
 from tl_devicefix.placement.workers import CallersState, threads
 from tl_devicefix.tracebacks import note
 
@@ -64,7 +64,7 @@ def pipeline_map(
             compute at once, and one that is ready as soon as the first device is free. On one
             device, 1.
         progress: show a bar.
-        report: print at the end how long it took, each device's busy share, and what waited.
+        report: print at the end how long it took, and each device's busy share.
 
     Yields:
         What `run` returned, in the items' order. The next run begins when a result is fetched.
@@ -231,7 +231,7 @@ class _Workers:
         view, streams = viewed
         run = Run(number, self._turns, streams)
         try:
-            with running(run), InOrder(run), noting_waits(self._turns):
+            with running(run), InOrder(run):
                 return _run_on(view, self._run, number, item)
         finally:
             self._views.append(viewed)

@@ -1,31 +1,17 @@
-"""Where the time of pipelined runs went: each device's busy share, and what waited for a device."""
+"""How long pipelined runs took, and each device's busy share."""
 
 from __future__ import annotations
 
-import contextlib
-import sys
-import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
-from tl_devicefix.dispatch.joining import OutsideBlocks
-from tl_devicefix.dispatch.naming import line_of_user
 from tl_devicefix.dispatch.scheduler import Run, Turns
 from tl_devicefix.offload.copying import module_with_streams
-
-
-class Waited(NamedTuple):
-    """How long one line of a script had Python wait for devices, in how many calls."""
-
-    line: str
-    seconds: float
-    times: int
 
 
 @dataclass(frozen=True)
@@ -37,13 +23,11 @@ class PipelineReport:
         wall: seconds from the first run's beginning until the last result.
         busy: seconds that each device had some run's blocks, by its own clock where it has one. In
             them is the time for which the device waits for Python in the middle of a run's blocks.
-        waited: the lines that had Python wait, the longest first; each held up its own run only.
     """
 
     n_runs: int
     wall: float
     busy: dict[torch.device, float]
-    waited: list[Waited]
 
     @property
     def ideal(self) -> float:
@@ -72,10 +56,6 @@ class PipelineReport:
         ]
         if self._is_on_one:
             rows = [f"{self.n_runs} runs in {self.wall:.2f} s, all on {next(iter(self.busy))}"]
-        rows += [
-            f"{waited.seconds:8.2f} s waited in {waited.times} calls at {waited.line}"
-            for waited in self.waited[:3]
-        ]
         return "\n".join(rows)
 
 
@@ -89,8 +69,6 @@ class WatchedTurns(Turns):
         self._busy: dict[torch.device, float] = dict.fromkeys(devices, 0.0)
         # Of turns whose work may not be done: when it began and ended.
         self._marks: dict[torch.device, deque[tuple[Any, Any]]] = defaultdict(deque)
-        self._waited: dict[str, list[float]] = defaultdict(list)
-        self._lock = threading.Lock()
         self._n_runs = 0
 
     def want(self, number: int) -> None:
@@ -123,11 +101,6 @@ class WatchedTurns(Turns):
         seconds = end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
         self._busy[device] = self._busy.get(device, 0.0) + seconds
 
-    def add_wait(self, line: str, seconds: float) -> None:
-        """Count how long a line waited."""
-        with self._lock:
-            self._waited[line].append(seconds)
-
     def report(self) -> PipelineReport:
         """All of it, up to now."""
         for device, marks in self._marks.items():
@@ -135,10 +108,8 @@ class WatchedTurns(Turns):
                 module.synchronize(device)
             while marks:
                 self._add_busy(device)
-        waited = [Waited(line, sum(each), len(each)) for line, each in self._waited.items()]
-        waited.sort(key=lambda line: line.seconds, reverse=True)
         wall = time.perf_counter() - self._began
-        return PipelineReport(self._n_runs, wall, dict(self._busy), waited)
+        return PipelineReport(self._n_runs, wall, dict(self._busy))
 
 
 def _mark(device: torch.device) -> Any:
@@ -147,32 +118,3 @@ def _mark(device: torch.device) -> Any:
     if module is None:
         return time.perf_counter()
     return module.current_stream(device).record_event(module.Event(enable_timing=True))
-
-
-_WAITING = {
-    *("item", "cpu", "tolist", "numpy", "to", "nonzero", "equal", "allclose", "unique"),
-    *("__bool__", "__float__", "__int__", "__index__", "__repr__", "masked_select", "__getitem__"),
-}
-"""Functions of torch at which Python may wait until a device has got there."""
-
-
-def noting_waits(turns: Turns) -> contextlib.AbstractContextManager[Any]:
-    """Within it, the lines are noted at which Python waits for devices, if turns are watched."""
-    return _NotingWaits(turns) if isinstance(turns, WatchedTurns) else contextlib.nullcontext()
-
-
-class _NotingWaits(OutsideBlocks, TorchFunctionMode):
-    def __init__(self, turns: WatchedTurns) -> None:
-        super().__init__()
-        self._turns = turns
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if getattr(func, "__name__", "") not in _WAITING:
-            return func(*args, **kwargs or {})
-        start = time.perf_counter()
-        try:
-            return func(*args, **kwargs or {})
-        finally:
-            self._turns.add_wait(line_of_user(sys._getframe(1)), time.perf_counter() - start)
