@@ -163,17 +163,20 @@ def report(model: Any = None) -> PatchReport | ModelReport:
 
 
 def _report_of_patches() -> PatchReport:
+    from tl_devicefix.placement.memory import format_table
+
     told = PatchReport(patch for patch in table() if patch.replacement is not None)
     told.version, told.state = installed(), state()
     print(f"tl_devicefix on transformer_lens {told.version}: {told.state}")
     rows = [(patch.target, f"{patch.since} - {patch.until}", patch.why) for patch in told]
-    _print_table(("target", "TL versions", "why"), *rows)
+    print(format_table([("target", "TL versions", "why"), *rows], "<<<"))
     return told
 
 
 def _report_of_model(model: Any) -> ModelReport:
     # Imported here for the same reason as in `table`.
     from tl_devicefix.attention.implementation import attention_of_each
+    from tl_devicefix.placement.memory import format_table
     from tl_devicefix.placement.placement import in_short
 
     if is_hooked_transformer(model):
@@ -194,11 +197,5 @@ def _report_of_model(model: Any) -> ModelReport:
     print(f"{kind}, tl_devicefix on transformer_lens {installed()}: {state()}")
     groups = itertools.groupby(told, told.__getitem__)
     rows = [(in_short(list(names)), *block) for block, names in groups]
-    _print_table(("block", "forward", "attention"), *rows)
+    print(format_table([("block", "forward", "attention"), *rows], "<<<"))
     return told
-
-
-def _print_table(*rows: tuple[str, str, str]) -> None:
-    widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    for first, second, third in rows:
-        print(f"{first:<{widths[0]}}  {second:<{widths[1]}}  {third}")

@@ -19,7 +19,7 @@ from transformer_lens import ActivationCache
 from written_by_hand import assert_same_bits, files
 
 from tl_devicefix import save_activations
-from tl_devicefix.placement.tables import gib
+from tl_devicefix.placement.memory import gib
 from tl_devicefix.simulation.machine import Machine
 
 RESID = "blocks.3.hook_resid_post"

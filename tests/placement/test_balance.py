@@ -12,7 +12,7 @@ import torch
 import tl_devicefix
 from tl_devicefix import Placement, plan
 from tl_devicefix.placement.balance import balanced
-from tl_devicefix.placement.components import ComponentSize
+from tl_devicefix.placement.placement import ComponentSize
 
 LAYERS_AND_DEVICES = [
     (26, 4), (26, 8), (46, 4), (46, 8), (62, 4), (62, 8), (32, 3), (80, 3), (28, 8),

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from tl_devicefix import dry_run, estimate, simulate
 from tl_devicefix.__main__ import main
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
-from tl_devicefix.planning import advice
+from tl_devicefix.planning import estimation
 from tl_devicefix.planning.usage import Job
 
 N_TOKENS = 2048
@@ -93,7 +93,7 @@ def test_a_kv_cache_has_room(llama: str) -> None:
 
 @pytest.fixture
 def nothing_else_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(advice, "_CHANGES", (advice._without_pattern,))
+    monkeypatch.setattr(estimation, "_CHANGES", (estimation._without_pattern,))
 
 
 @pytest.mark.usefixtures("nothing_else_is_tried")

@@ -22,7 +22,7 @@ from tl_devicefix.activation_store.format import (
 from tl_devicefix.activation_store.shards import Shards, Stored
 from tl_devicefix.activation_store.token_batches import Shuffle, TokenBatches
 from tl_devicefix.misspelt import did_you_mean
-from tl_devicefix.placement.tables import gib
+from tl_devicefix.placement.memory import gib
 
 if TYPE_CHECKING:
     from transformer_lens import ActivationCache

@@ -27,7 +27,7 @@ from tl_devicefix.activation_store.format import (
 )
 from tl_devicefix.activation_store.shards import Shards, Stored
 from tl_devicefix.monkeypatch.versions import installed
-from tl_devicefix.placement.tables import gib
+from tl_devicefix.placement.memory import gib
 
 LOCK = ".tl_devicefix.lock"
 _SHAPES = ("n_layers", "d_model", "n_heads", "n_key_value_heads", "d_head", "d_mlp", "d_vocab")

@@ -38,8 +38,7 @@ from tl_devicefix.checkpoints.configs import torch_dtype
 from tl_devicefix.dispatch.carrying import outputs_unread
 from tl_devicefix.misspelt import refuse_misspelt
 from tl_devicefix.pipelining.pipeline_map import devices_of, pipeline_map, viewing
-from tl_devicefix.placement.memory import bytes_of
-from tl_devicefix.placement.tables import gib
+from tl_devicefix.placement.memory import bytes_of, gib
 
 
 def save_activations(

@@ -24,9 +24,9 @@ from tl_devicefix.dispatch.user_modules import (
 from tl_devicefix.hooked_transformer.components import is_own
 from tl_devicefix.hooked_transformer.layout import ConvertedOnce, share_buffers
 from tl_devicefix.hooked_transformer.moving import settle
-from tl_devicefix.placement.components import component_of
 from tl_devicefix.placement.devices import printed
 from tl_devicefix.placement.fitting import naming_full_devices
+from tl_devicefix.placement.placement import component_of
 
 _NORMS = (LayerNorm, LayerNormPre, RMSNorm, RMSNormPre)
 

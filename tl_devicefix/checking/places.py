@@ -16,8 +16,8 @@ from tl_devicefix.dispatch.carrying import not_carried_to
 from tl_devicefix.dispatch.naming import WRAPPED, expression, joined, listed, named_modules
 from tl_devicefix.monkeypatch.versions import is_bridge
 from tl_devicefix.placement.devices import HOST, printed, resolve, site_of, with_index
+from tl_devicefix.placement.memory import gib
 from tl_devicefix.placement.placement import Placement, by_hosts, in_short, in_words
-from tl_devicefix.placement.tables import gib
 
 
 @dataclass(frozen=True)

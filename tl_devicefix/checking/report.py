@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from tl_devicefix.placement.devices import printed, site_of
-from tl_devicefix.placement.tables import gib
+from tl_devicefix.placement.memory import format_table, gib
 
 Kind = Literal[
     "processing",  # the weights are in part those from before
@@ -109,7 +109,7 @@ class Report:
             yield f"not wrong, but to know ({len(self.notes)}):"
             yield from _listed([str(each) for each in self.notes], self.notes)
         if any(each.kind == "device" for each in self.findings):
-            yield from _table(self.memory)
+            yield _table(self.memory)
 
 
 _MOST_OF_A_KIND = 8
@@ -127,9 +127,7 @@ def _listed(lines: Sequence[str], findings: Sequence[Finding]) -> Iterator[str]:
             yield f"- and {counts[finding.kind] - _MOST_OF_A_KIND} more of this kind"
 
 
-def _table(memory: Sequence[Memory]) -> Iterator[str]:
+def _table(memory: Sequence[Memory]) -> str:
     rows = [("device", "planned", "really there")]
     rows += [(printed(each.device), gib(each.planned), gib(each.held)) for each in memory]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    for device, planned, held in rows:
-        yield f"{device:<{widths[0]}}  {planned:>{widths[1]}}  {held:>{widths[2]}}"
+    return format_table(rows, "<>>")

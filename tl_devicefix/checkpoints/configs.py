@@ -17,8 +17,8 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from tl_devicefix.checkpoints.hub import in_one_line
-from tl_devicefix.placement.components import check_count
 from tl_devicefix.placement.memory import is_out_of_memory
+from tl_devicefix.placement.placement import check_count
 
 _COUNTS = (
     *("num_hidden_layers", "num_layers", "n_layer", "n_layers"),

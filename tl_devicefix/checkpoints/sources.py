@@ -17,8 +17,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tl_devicefix.checkpoints.live_weights import LiveWeights
-from tl_devicefix.placement.components import component_of
 from tl_devicefix.placement.memory import is_out_of_memory
+from tl_devicefix.placement.placement import component_of
 from tl_devicefix.weight_processing import Weights
 
 

@@ -32,7 +32,7 @@ from tl_devicefix.placement.devices import (
     resolve,
     site_of,
 )
-from tl_devicefix.placement.tables import gib
+from tl_devicefix.placement.memory import gib
 from tl_devicefix.simulation import simulate
 
 _COPY_ELEMENTS = 4_500_003

@@ -22,7 +22,7 @@ from tl_devicefix.dispatch.naming import line_of_user
 from tl_devicefix.monkeypatch.replacing import Replacing
 from tl_devicefix.placement.devices import HOST
 from tl_devicefix.placement.in_use import device_of_result, devices_in_use
-from tl_devicefix.placement.tables import gib
+from tl_devicefix.placement.memory import gib
 
 
 class Copied(NamedTuple):

@@ -25,8 +25,8 @@ from tl_devicefix.dispatch.joining import JoinedAt, bytes_of, tensors_in
 from tl_devicefix.dispatch.naming import expression, joined, listed, stacklevel_of_user
 from tl_devicefix.monkeypatch.replacing import AroundForward
 from tl_devicefix.offload.visiting import pin
+from tl_devicefix.placement.memory import gib
 from tl_devicefix.placement.placement import PlacedComponent, Placement
-from tl_devicefix.placement.tables import gib
 
 _ATTACHED = "_tl_devicefix_attached"
 _WATCH = "_tl_devicefix_watch"

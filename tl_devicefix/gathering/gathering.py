@@ -18,7 +18,7 @@ from torch import nn
 from tl_devicefix.dispatch.carrying import move
 from tl_devicefix.placement.devices import free_memory, printed
 from tl_devicefix.placement.in_use import chosen_device, gather_on
-from tl_devicefix.placement.tables import gib
+from tl_devicefix.placement.memory import gib
 from tl_devicefix.tracebacks import noting_mixed_devices
 
 

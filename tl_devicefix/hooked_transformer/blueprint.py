@@ -23,9 +23,8 @@ from tl_devicefix.hooked_transformer.config import model_config
 from tl_devicefix.hooked_transformer.layout import empty_as_loaded
 from tl_devicefix.hooked_transformer.loading import empty_model
 from tl_devicefix.hooked_transformer.moving import place
-from tl_devicefix.placement.components import ComponentSize
 from tl_devicefix.placement.fitting import working_room
-from tl_devicefix.placement.placement import Placement
+from tl_devicefix.placement.placement import ComponentSize, Placement
 
 
 class HookedBlueprint:

@@ -18,7 +18,7 @@ from transformer_lens.components import (
     Unembed,
 )
 
-from tl_devicefix.placement.components import ComponentSize, check_count, component_of
+from tl_devicefix.placement.placement import ComponentSize, check_count, component_of
 
 
 def component_names(cfg: Any) -> tuple[str, ...]:

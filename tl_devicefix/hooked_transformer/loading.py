@@ -44,8 +44,8 @@ from tl_devicefix.misspelt import refuse_misspelt
 from tl_devicefix.monkeypatch.applying import original
 from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
 from tl_devicefix.placement.devices import default_device, resolve
+from tl_devicefix.placement.in_use import other_hosts
 from tl_devicefix.placement.memory import MaxMemory
-from tl_devicefix.placement.other_hosts import other_hosts
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.tracebacks import let_go
 from tl_devicefix.weight_processing import Steps

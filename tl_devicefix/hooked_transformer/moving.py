@@ -16,12 +16,11 @@ from tl_devicefix.hooked_transformer.alignment import align, remember_placement,
 from tl_devicefix.hooked_transformer.components import component_sizes
 from tl_devicefix.hooked_transformer.layout import Convert, ConvertedOnce, share_buffers
 from tl_devicefix.offload.visiting import pin
-from tl_devicefix.placement.components import component_of
 from tl_devicefix.placement.deciding import decide_fitting
 from tl_devicefix.placement.devices import HOST, resolve, resolve_to_move
 from tl_devicefix.placement.fitting import naming_full_devices
 from tl_devicefix.placement.in_use import use
-from tl_devicefix.placement.placement import Placement
+from tl_devicefix.placement.placement import Placement, component_of
 
 
 def place(model: Any, placement: Placement) -> None:

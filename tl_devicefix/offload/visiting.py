@@ -25,9 +25,8 @@ from tl_devicefix.offload.copying import (
     wait_until_copied,
 )
 from tl_devicefix.offload.kept_weights import keeping_on_host
-from tl_devicefix.placement.balance import VISITING
 from tl_devicefix.placement.devices import HOST
-from tl_devicefix.placement.placement import Placement
+from tl_devicefix.placement.placement import VISITING, Placement
 
 AT_HAND, THERE, NOT_THERE = range(3)
 """What a run needs next on a device: what was used last or nothing, what visits, another block."""

@@ -7,10 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tl_devicefix.placement.components import is_block, shared_once
-
-VISITING = 2
-"""Offloaded blocks on a device at a time: the one that computes, and the next on its way."""
+from tl_devicefix.placement.placement import VISITING, is_block, shared_once
 
 Rooms = Sequence[int | None]
 """Bytes that may be used on each device, home first; None is without end."""

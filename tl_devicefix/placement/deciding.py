@@ -14,7 +14,6 @@ import torch
 
 from tl_devicefix.misspelt import did_you_mean
 from tl_devicefix.placement.balance import Share, balanced, filled_in_order, fits, shares
-from tl_devicefix.placement.components import ComponentSize, is_block
 from tl_devicefix.placement.devices import (
     HOST,
     DeviceLike,
@@ -29,7 +28,14 @@ from tl_devicefix.placement.devices import (
 )
 from tl_devicefix.placement.fitting import check_fit
 from tl_devicefix.placement.memory import Limits, MaxMemory, by_device, capacity
-from tl_devicefix.placement.placement import PlacedComponent, Placement, in_short, placed_as
+from tl_devicefix.placement.placement import (
+    ComponentSize,
+    PlacedComponent,
+    Placement,
+    in_short,
+    is_block,
+    placed_as,
+)
 from tl_devicefix.placement.sites import names_host
 
 _log = logging.getLogger(__name__)

@@ -22,10 +22,10 @@ from tl_devicefix.placement.memory import (
     MaxMemory,
     by_device,
     capacity,
+    gib,
     is_out_of_memory,
 )
 from tl_devicefix.placement.placement import Placement
-from tl_devicefix.placement.tables import gib
 from tl_devicefix.weight_processing import slices
 
 

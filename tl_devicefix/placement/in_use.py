@@ -1,4 +1,4 @@
-"""The devices in use: those of the models that live, and that of `gather_on`."""
+"""The devices in use: those of the models that live, that of `gather_on`, and other hosts'."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import contextlib
 import weakref
 from collections.abc import Iterator
 from contextvars import ContextVar
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from tl_devicefix.placement.devices import DeviceLike, numbered_or_resolved, resolve
-from tl_devicefix.placement.other_hosts import other_hosts
 from tl_devicefix.placement.placement import Placement
+from tl_devicefix.placement.sites import DEVICE_TYPE
 
 _chosen: ContextVar[DeviceLike | None] = ContextVar("gather_on", default=None)
 # By identity, as equal placements of two models are two; in the order they were placed.
@@ -124,3 +125,36 @@ def device_of_result(devices: frozenset[torch.device]) -> torch.device:
 def _in_use() -> list[Placement]:
     references = (reference() for reference in list(_placements.values()))
     return [placement for placement in references if placement is not None]
+
+
+@runtime_checkable
+class OtherHosts(Protocol):
+    """Hosts that `init_hosts` has joined."""
+
+    def note_held(self, placement: Placement) -> list[int]:
+        """Note what each rank holds, or will, for as long as a placement lives.
+
+        Returns:
+            The ranks, but for rank 0.
+        """
+
+    def check_checkpoint(self, model_name: str, placement: Placement, **kwargs: Any) -> None:
+        """Have each rank that a placement uses compare its files of a checkpoint with rank 0's.
+
+        Raises:
+            ValueError: if one has not the same, naming the rank, what it is to hold, and the file.
+        """
+
+    def wait_for(self, placement: Placement) -> None:
+        """At the end of a load, wait until each rank has done its part.
+
+        Raises:
+            RuntimeError: what failed there, as where there was no memory; or a rank is lost.
+        """
+
+
+def other_hosts() -> OtherHosts | None:
+    """Those whose devices are in use now, if there are any."""
+    module = getattr(torch, DEVICE_TYPE, None)  # it exists once such devices were entered
+    hosts = None if module is None else module.executor()
+    return hosts if isinstance(hosts, OtherHosts) else None

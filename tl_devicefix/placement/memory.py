@@ -1,10 +1,10 @@
-"""How much memory each device may use, and when an allocation has failed."""
+"""Sizes of memory: as users give them and read them, what a device may use, and when it is full."""
 
 from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import torch
@@ -92,3 +92,34 @@ def bytes_of(size: int | str, called: str = "memory") -> int:
 
 
 _MOST = 2**60
+
+
+def gib(size: float) -> str:
+    """A size in bytes: "1.25 GiB", "640.0 KiB", "-7.30 GiB"."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
+        if abs(size) >= scale:
+            return f"{size / scale:.2f} {unit}"
+    return f"{size / 2**10:.1f} KiB"
+
+
+def format_table(rows: Sequence[Sequence[str]], align: str) -> str:
+    """Lay rows out as lines, each column as wide as its widest cell.
+
+    Args:
+        rows: the cells of each row, the heads first.
+        align: "<" or ">" for each column; the last one is also that of all further columns.
+
+    Returns:
+        A line for each row.
+
+    >>> print(format_table([("device", "held"), ("cuda:0", "9.00 GiB")], "<>"))
+    device      held
+    cuda:0  9.00 GiB
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = align.ljust(len(widths), align[-1])
+    lines = (
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths))
+        for row in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)

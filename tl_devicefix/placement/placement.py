@@ -6,18 +6,19 @@ Loading, routing, moving and reporting all read the same one. `deciding.py` comp
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from tl_devicefix.misspelt import did_you_mean
-from tl_devicefix.placement.balance import VISITING
-from tl_devicefix.placement.components import ComponentSize, component_of, is_block, shared_once
 from tl_devicefix.placement.devices import HOST, DeviceLike, resolve, site_of, sites_here
+from tl_devicefix.placement.memory import format_table, gib
 from tl_devicefix.placement.sites import Site, names_host, site_named
-from tl_devicefix.placement.tables import format_table, gib
+
+VISITING = 2
+"""Offloaded blocks on a device at a time: the one that computes, and the next on its way."""
 
 BetweenHosts = dict[tuple[str, str], int]
 """Bytes from one host to another, by their names."""
@@ -36,19 +37,25 @@ class UnknownComponent(KeyError):
 
 
 @dataclass(frozen=True)
-class PlacedComponent:
-    """One component, where it runs and lives, and what it weighs (bytes)."""
+class ComponentSize:
+    """A component of a model, which is placed as one, and what it weighs (bytes)."""
 
     name: str
-    device: torch.device
     weights: int
     buffers: int = 0
     shared: str | None = None
     """Blocks on one device that name the same here hold their buffers together, in one copy."""
-    offloaded: bool = False
-    """Whether its weights live in host memory, and visit its device while it runs."""
     gives: int = 0
     """What it passes on for each token: of the residual stream, or logits; 0 if that is nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedComponent(ComponentSize):
+    """One component, where it runs and lives, and what it weighs (bytes)."""
+
+    device: torch.device
+    offloaded: bool = False
+    """Whether its weights live in host memory, and visit its device while it runs."""
 
     @property
     def stored_on(self) -> torch.device:
@@ -275,9 +282,8 @@ def placed_as(
     size: ComponentSize, device: torch.device, offloaded: bool = False
 ) -> PlacedComponent:
     """A component of this size, on a device."""
-    return PlacedComponent(
-        size.name, device, size.weights, size.buffers, size.shared, offloaded, size.gives
-    )
+    sized = {each.name: getattr(size, each.name) for each in fields(ComponentSize)}
+    return PlacedComponent(**sized, device=device, offloaded=offloaded)
 
 
 def in_short(names: Sequence[str]) -> str:
@@ -347,3 +353,40 @@ def in_words(sums: BetweenHosts) -> str:
     """ "host0 -> host1 32.00 MiB, host1 -> host0 32.00 MiB"."""
     pairs = (f"{source} -> {target} {gib(size)}" for (source, target), size in sums.items())
     return ", ".join(pairs) or "nothing"
+
+
+def component_of(name: str) -> str:
+    """The component that a parameter or buffer belongs to: "blocks.3.attn.W_Q" -> "blocks.3"."""
+    parts = name.split(".")
+    return ".".join(parts[:2]) if is_block(name) else parts[0]
+
+
+def is_block(name: str) -> bool:
+    """Whether this is a block, or something in one: it has a number. All else stays at home.
+
+    So tokens in and logits out are at home: embed, pos_embed, ln_final, unembed.
+    """
+    return name.partition(".")[2].partition(".")[0].isdecimal()
+
+
+def check_count(name: str, count: Any) -> None:
+    """Check that a model may have so many blocks, or experts: nothing is made of each before.
+
+    Args:
+        name: what a config calls them.
+        count: how many there are.
+
+    Raises:
+        ValueError: if no model has so many.
+    """
+    if isinstance(count, int) and count > _MOST:
+        raise ValueError(f"{name}={count} is more than any model has: give at most {_MOST}")
+
+
+_MOST = 10_000
+
+
+def shared_once(on_one_device: Sequence[Any]) -> int:
+    """Bytes of the buffers of some components (anything like `ComponentSize`) on one device."""
+    copies = {component.shared or component.name: component.buffers for component in on_one_device}
+    return sum(copies.values())

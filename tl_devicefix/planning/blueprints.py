@@ -13,8 +13,7 @@ import torch
 
 from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
-from tl_devicefix.placement.components import ComponentSize
-from tl_devicefix.placement.placement import Placement
+from tl_devicefix.placement.placement import ComponentSize, Placement
 
 
 class Generation(Protocol):

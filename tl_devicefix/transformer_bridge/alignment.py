@@ -17,10 +17,9 @@ from tl_devicefix.dispatch import views
 from tl_devicefix.dispatch.forward import align
 from tl_devicefix.dispatch.views import Twins
 from tl_devicefix.gathering.gathering import home_of
-from tl_devicefix.placement.components import ComponentSize
 from tl_devicefix.placement.devices import HOST, resolve_to_move, with_index
 from tl_devicefix.placement.in_use import use
-from tl_devicefix.placement.placement import PlacedComponent, Placement
+from tl_devicefix.placement.placement import ComponentSize, PlacedComponent, Placement
 from tl_devicefix.transformer_bridge.block import prepare
 from tl_devicefix.transformer_bridge.components import bridge_components
 
@@ -177,7 +176,9 @@ def placement_as_it_lies(bridge: Any) -> Placement | None:
             return None
         if devices:
             placed.append(
-                PlacedComponent(name, devices.pop(), sum(tensor.nbytes for tensor in tensors))
+                PlacedComponent(
+                    name, sum(tensor.nbytes for tensor in tensors), device=devices.pop()
+                )
             )
     embed = [each for each in placed if each.name == "embed"]
     placed = embed + [each for each in placed if each.name != "embed"]
@@ -190,7 +191,7 @@ def let_pieces_mix(bridge: Any) -> None:
     It is left as accelerate dispatched it, whose hooks carry what some of its modules take.
     """
     pieces = [
-        PlacedComponent(path, with_index(parameter.device), parameter.nbytes)
+        PlacedComponent(path, parameter.nbytes, device=with_index(parameter.device))
         for path, module in bridge.original_model.named_modules()
         for parameter in module.parameters(recurse=False)
         if not parameter.is_meta

@@ -16,9 +16,8 @@ from transformers import AutoTokenizer, DynamicCache, PretrainedConfig
 from tl_devicefix.checkpoints.configs import known_config, read_config, torch_dtype
 from tl_devicefix.checkpoints.hub import TOKENIZER_FILES
 from tl_devicefix.gathering.gathering import STACKED
-from tl_devicefix.placement.components import ComponentSize, check_count
 from tl_devicefix.placement.in_use import gather_on
-from tl_devicefix.placement.placement import Placement
+from tl_devicefix.placement.placement import ComponentSize, Placement, check_count
 from tl_devicefix.transformer_bridge.alignment import settle_bridge
 from tl_devicefix.transformer_bridge.components import (
     Layout,

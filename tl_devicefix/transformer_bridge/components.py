@@ -29,8 +29,7 @@ except ImportError:  # TransformerLens 3.9
     )
 
 from tl_devicefix.checkpoints.configs import reading_config
-from tl_devicefix.placement.components import ComponentSize, is_block
-from tl_devicefix.placement.placement import Placement
+from tl_devicefix.placement.placement import ComponentSize, Placement, is_block
 from tl_devicefix.weight_processing import Weights
 
 __all__ = ["ArchitectureAdapterFactory"]

@@ -22,7 +22,7 @@ from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.placement.deciding import decide
 from tl_devicefix.placement.devices import simulated_device
 from tl_devicefix.placement.fitting import check_fit
-from tl_devicefix.placement.other_hosts import other_hosts
+from tl_devicefix.placement.in_use import other_hosts
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.transformer_bridge.alignment import (
     let_pieces_mix,
