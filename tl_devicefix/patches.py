@@ -1,4 +1,4 @@
-"""The whole table of patches, put together from the rooms' own; apply it, undo it, and show it.
+"""The table of patches, which modules register by `@patches`: apply it, undo it, and show it.
 
 Of a model, what the patches do to it is shown: which forward each block runs.
 """
@@ -6,6 +6,7 @@ Of a model, what the patches do to it is shown: which forward each block runs.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple, overload
@@ -14,7 +15,7 @@ from packaging.version import Version
 
 from tl_devicefix.monkeypatch import applying
 from tl_devicefix.monkeypatch.applying import State, disable, disabled, is_enabled, state
-from tl_devicefix.monkeypatch.patch import Patch
+from tl_devicefix.monkeypatch.patch import Patch, registered
 from tl_devicefix.monkeypatch.versions import (
     check_version,
     class_names,
@@ -47,20 +48,22 @@ def table() -> tuple[Patch, ...]:
     """
     check_version()
     # Imported here, as they import what only a TransformerLens that is known has.
-    from tl_devicefix.dispatch.hooking import PATCHES as OF_DISPATCH
-    from tl_devicefix.gathering.caches import PATCHES as OF_GATHERING
-    from tl_devicefix.pipelining.patching_loops import PATCHES as OF_PIPELINING
+    packages = {
+        "dispatch": "hooking",
+        "gathering": "caches",
+        "pipelining": "patching_loops",
+        **({"hooked_transformer": _OF_HOOKED_TRANSFORMER} if has_hooked_transformer() else {}),
+        **({"transformer_bridge": _OF_BRIDGE} if has_bridge() else {}),
+    }
+    for package, modules in packages.items():
+        for module in modules.split():
+            importlib.import_module(f"tl_devicefix.{package}.{module}")
+    return registered()
 
-    patches = [*OF_GATHERING, *OF_DISPATCH, *OF_PIPELINING]
-    if has_hooked_transformer():
-        from tl_devicefix.hooked_transformer.patches import PATCHES as OF_HOOKED_TRANSFORMER
 
-        patches += OF_HOOKED_TRANSFORMER
-    if has_bridge():
-        from tl_devicefix.transformer_bridge.patches import PATCHES as OF_BRIDGE
-
-        patches += OF_BRIDGE
-    return tuple(patch for patch in patches if installed() >= Version(patch.since))
+_OF_HOOKED_TRANSFORMER = "alignment block config hook_points loading moving processing tokenizing"
+_OF_BRIDGE = "alignment block forward gathering loading processing"
+"""Modules that patch TransformerLens: importing them fills the table."""
 
 
 def enable() -> None:
@@ -165,7 +168,7 @@ def report(model: Any = None) -> PatchReport | ModelReport:
 def _report_of_patches() -> PatchReport:
     from tl_devicefix.placement.memory import format_table
 
-    told = PatchReport(patch for patch in table() if patch.replacement is not None)
+    told = PatchReport(table())
     told.version, told.state = installed(), state()
     print(f"tl_devicefix on transformer_lens {told.version}: {told.state}")
     rows = [(patch.target, f"{patch.since} - {patch.until}", patch.why) for patch in told]

@@ -196,3 +196,19 @@ def test_a_step_leaves_an_offloaded_blocks_weights_on_the_host(checkpoints: Any)
         folded = model.fold_value_biases(model.state_dict())
         assert {folded[f"blocks.1.attn.{name}"].device.type for name in ("W_V", "b_O")} == {"cpu"}
         assert folded["blocks.0.attn.b_O"].device.type == "sim"
+
+
+@pytest.mark.parametrize("with_tokenizer", [False, True])
+def test_a_model_without_a_tokenizer_says_so_when_it_is_loaded(
+    with_tokenizer: bool, tmp_path: Path, hf_models: Any, tokenizer: Any, caplog: Any
+) -> None:
+    hf_models("qwen2").save_pretrained(tmp_path)
+    HookedTransformer.from_pretrained(
+        tmp_path, tokenizer=tokenizer if with_tokenizer else None, device="cpu"
+    )
+    said = [record for record in caplog.records if "has no tokenizer" in record.getMessage()]
+    assert len(said) == (not with_tokenizer)
+    for record in said:
+        assert record.name == "tl_devicefix"
+        for text in (repr(str(tmp_path)), "tokenizer.json", "tokenizer=", "set_tokenizer"):
+            assert text in record.getMessage()

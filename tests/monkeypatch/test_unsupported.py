@@ -15,7 +15,6 @@ import tl_devicefix
 from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.monkeypatch.versions import (
     UnsupportedTransformerLens,
-    has_bridge,
     has_hooked_transformer,
     installed,
 )
@@ -118,16 +117,6 @@ def test_a_function_that_is_missing_is_named(
         if name == "get_device_for_block_index":
             monkeypatch_unpatched.delattr(importlib.import_module(module), name)
     with refuses("get_device_for_block_index", VERSION, "left as it was"):
-        tl_devicefix.enable()
-
-
-@pytest.mark.skipif(not has_bridge(), reason="this TransformerLens has no TransformerBridge")
-def test_what_is_only_called_has_to_be_there_too(
-    monkeypatch_unpatched: pytest.MonkeyPatch, refuses: Any
-) -> None:
-    steps = importlib.import_module("transformer_lens.weight_processing").ProcessWeights
-    monkeypatch_unpatched.delattr(steps, "_fold_layer")
-    with refuses("ProcessWeights._fold_layer", VERSION, "left as it was"):
         tl_devicefix.enable()
 
 

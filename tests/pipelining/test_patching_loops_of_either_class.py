@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,11 +15,11 @@ from transformer_lens import patching
 
 import tl_devicefix
 from tl_devicefix.monkeypatch.versions import installed
-from tl_devicefix.pipelining.patching_loops import PARTIALS
 
 SETTER = patching.layer_pos_patch_setter
 # The others that call several of these are in tests/surface.
-NAMES = [*PARTIALS, "get_act_patch_block_every"]
+NAMES = [name for name, value in vars(patching).items() if isinstance(value, functools.partial)]
+NAMES += ["get_act_patch_block_every"]
 in_4 = pytest.mark.skipif(installed().major < 4, reason="TransformerLens 4's arguments")
 
 

@@ -15,7 +15,7 @@ import torch
 from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.dispatch.joining import JoinedAt
-from tl_devicefix.monkeypatch.patch import Patch
+from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.devices import printed
 from tl_devicefix.placement.in_use import chosen_device
 from tl_devicefix.placement.placement import Placement
@@ -37,6 +37,11 @@ def let_hooks_be(model: Any) -> None:
         module.__dict__.pop(_DEVICES, None)
 
 
+@patches(
+    "HookPoint",
+    takes="self hook dir is_permanent",
+    why="a hook may use tensors of all the model's devices",
+)
 def add_hook(original: Any, self: Any, hook: Any, *args: Any, **kwargs: Any) -> Any:
     """`HookPoint.add_hook`; on a model on several devices, the hook may mix them."""
     across = HookAcrossDevices(hook)
@@ -105,15 +110,3 @@ def _at(result: Any, here: torch.device, devices: frozenset[torch.device], name:
             f"is on {printed(here)}: return it with .to(activation.device)"
         )
     return result.to(here)
-
-
-PATCHES = (
-    Patch(
-        "add_hook",
-        add_hook,
-        ("self", "hook", "dir", "is_permanent"),
-        "a hook may use tensors of all the model's devices",
-        owner="HookPoint",
-        until="4",
-    ),
-)

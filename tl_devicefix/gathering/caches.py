@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from tl_devicefix.dispatch.carrying import move
-from tl_devicefix.gathering.gathering import ReadOn, ReadWhereRun, Row, gathers, home_of
-from tl_devicefix.monkeypatch.patch import Patch
+from tl_devicefix.gathering.gathering import ReadOn, ReadWhereRun, home_of
+from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.devices import with_index
 from tl_devicefix.placement.in_use import chosen_device, gather_nowhere, gather_on
 from tl_devicefix.placement.placement import Placement
@@ -130,6 +130,14 @@ class ItemsAtHome(ItemsView[str, torch.Tensor]):
         return ((name, self._mapping[name]) for name in self._mapping)
 
 
+_CACHING = "get_caching_hooks", "add_caching_hooks"
+_CACHES, _AT_HOME = "self names_filter incl_bwd device", "cached activations are read at home"
+_READ = "activations are read at home, or on the device of `gather_on`"
+_STAY = "activations stay where they are"
+
+
+@patches("HookedTransformer", *_CACHING, takes=_CACHES, why=_AT_HOME)
+@patches("TransformerBridge", *_CACHING, takes=_CACHES, why=_AT_HOME, since="4.0")
 def with_cache_at_home(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """`get_caching_hooks` and `add_caching_hooks`, with a cache that is read at home.
 
@@ -147,6 +155,7 @@ def with_cache_at_home(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
     return original(*call.args, **call.kwargs)
 
 
+@patches("ActivationCache", "__getitem__", takes="self key", why=_READ)
 def read_one(original: Any, self: Any, *args: Any) -> Any:
     """`ActivationCache.__getitem__`, also of a plain dict, as hooks have filled it: at home."""
     device = _read_on(self)
@@ -154,12 +163,21 @@ def read_one(original: Any, self: Any, *args: Any) -> Any:
     return activation if device is None else move(activation, device)
 
 
+@patches("ActivationCache", "items", "values", takes="self", why=_READ)
 def read_all(original: Any, self: Any, *args: Any) -> Any:
     """`ActivationCache.items` and `values`, also of a plain dict, as hooks have filled it."""
     device = _read_on(self)
     return original(self if device is None else _read_at(self, device), *args)
 
 
+@patches(
+    "ActivationCache",
+    *("accumulated_resid", "apply_ln_to_stack", "decompose_resid", "get_full_resid_decomposition"),
+    *("get_neuron_results", "logit_attrs", "stack_activation", "stack_head_results"),
+    "stack_neuron_results",
+    takes="self",
+    why="cached activations meet weights on one device",
+)
 def reading_together(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """A method of ActivationCache that reads activations and weights of several blocks together.
 
@@ -183,6 +201,7 @@ def reading_together(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any
     return result
 
 
+@patches("ActivationCache", takes="self", why="each block's head results on its own device")
 def compute_head_results(original: Any, self: Any) -> None:
     """`ActivationCache.compute_head_results`, each block's on the block's own device.
 
@@ -202,6 +221,7 @@ def compute_head_results(original: Any, self: Any) -> None:
     self.cache_dict.update(in_place.cache_dict)
 
 
+@patches("ActivationCache", takes="self", why=_STAY)
 def remove_batch_dim(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """`ActivationCache.remove_batch_dim`, which leaves each activation where it is."""
     if not isinstance(self.cache_dict, CacheAtHome):
@@ -213,6 +233,7 @@ def remove_batch_dim(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any
     return self
 
 
+@patches("ActivationCache", takes="self batch_slice", why=_STAY)
 def apply_slice_to_batch_dim(original: Any, self: Any, batch_slice: Any) -> Any:
     """`ActivationCache.apply_slice_to_batch_dim`, which leaves each activation where it is."""
     if not isinstance(self.cache_dict, CacheAtHome):
@@ -222,6 +243,11 @@ def apply_slice_to_batch_dim(original: Any, self: Any, batch_slice: Any) -> Any:
     return sliced
 
 
+@patches(
+    "ActivationCache",
+    takes="self device",
+    why="activations go there from where they are, not by way of home",
+)
 def to(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """`ActivationCache.to`: each activation goes there from where it is, not by way of home."""
     is_at_home = isinstance(self.cache_dict, CacheAtHome)
@@ -285,55 +311,15 @@ def _read_on(cache: Any) -> torch.device | None:
     return lie_on.pop() if has_moved else None
 
 
+@patches(
+    "SVDInterpreter",
+    "__init__",
+    takes="self model",
+    why="weights of several devices are read at home, or on the device of `gather_on`",
+)
 def init_svd_interpreter(original: Any, self: Any, model: Any) -> None:
     """`SVDInterpreter.__init__`: it reads the weights of several components together."""
     original(self, model)
     home = home_of(model)
     if home is not None and not isinstance(self.params, CacheAtHome):
         self.params = CacheAtHome(with_index(home)).of(self.params)
-
-
-_READ = "activations are read at home, or on the device of `gather_on`"
-_STAY = "activations stay where they are"
-_TOGETHER = "cached activations meet weights on one device"
-_METHODS: dict[str, Row] = {
-    **dict.fromkeys(
-        (
-            *("accumulated_resid", "apply_ln_to_stack", "decompose_resid"),
-            *("get_full_resid_decomposition", "get_neuron_results", "logit_attrs"),
-            *("stack_activation", "stack_head_results", "stack_neuron_results"),
-        ),
-        (reading_together, ("self",), _TOGETHER),
-    ),
-    "compute_head_results": (
-        compute_head_results,
-        ("self",),
-        "each block's head results on its own device",
-    ),
-    "remove_batch_dim": (remove_batch_dim, ("self",), _STAY),
-    "apply_slice_to_batch_dim": (apply_slice_to_batch_dim, ("self", "batch_slice"), _STAY),
-    "to": (to, ("self", "device"), "activations go there from where they are, not by way of home"),
-    "__getitem__": (read_one, ("self", "key"), _READ),
-    "items": (read_all, ("self",), _READ),
-    "values": (read_all, ("self",), _READ),
-}
-
-PATCHES = (
-    *(Patch(name, *row, owner="ActivationCache", until="4") for name, row in _METHODS.items()),
-    Patch(
-        "__init__",
-        init_svd_interpreter,
-        ("self", "model"),
-        gathers,
-        owner="SVDInterpreter",
-        until="4",
-    ),
-)
-
-_HOOKS_OF_CACHE = (
-    with_cache_at_home,
-    ("self", "names_filter", "incl_bwd", "device"),
-    "cached activations are read at home",
-)
-CACHING: dict[str, Row] = dict.fromkeys(("get_caching_hooks", "add_caching_hooks"), _HOOKS_OF_CACHE)
-"""What makes hooks that fill a cache, in both classes."""

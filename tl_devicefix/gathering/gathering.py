@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import psutil
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from tl_devicefix.dispatch.carrying import move
+from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.devices import free_memory, printed
 from tl_devicefix.placement.in_use import chosen_device, gather_on
 from tl_devicefix.placement.memory import gib
@@ -63,18 +64,37 @@ def stack_on(
     return stack
 
 
-@functools.cache
-def single(name: str) -> Callable[..., Any]:
+_GATHERS = "weights of several devices are read at home, or on the device of `gather_on`"
+_READ_THERE = "read on the device of `gather_on`"
+
+
+@patches("HookedTransformer", "W_E", "W_U", "b_U", "W_pos", why=_READ_THERE)
+@patches("TransformerBridge", "W_E", "W_U", "b_U", why=_READ_THERE)
+@patches("TransformerBridge", "W_pos", why=_GATHERS, since="4.0")
+def single_weight(original: Any, self: Any) -> Any:
     """The getter of `HookedTransformer.W_E` and its like: a copy, if it is read elsewhere."""
+    weight, device = original(self), gathering_device(self)
+    if device is None or weight.device == device:
+        return weight
+    check_room(weight.nbytes, device, f"model.{original.__name__}")
+    return weight.to(device)
 
-    def get(original: Any, self: Any) -> Any:
-        weight, device = original(self), gathering_device(self)
-        if device is None or weight.device == device:
-            return weight
-        check_room(weight.nbytes, device, f"model.{name}")
-        return weight.to(device)
 
-    return get
+@patches("HookedTransformer", *STACKED, why="stack weights of any devices in one copy")
+def stacked(original: Any, self: Any) -> Any:
+    """The getter of `HookedTransformer.W_Q` and its like: [n_layers, ...], in one copy."""
+    name = original.__name__
+    path = STACKED[name].split(".")
+    device = gathering_device(self)
+    if device is None or (name == "W_gate" and not self.cfg.gated_mlp):
+        return original(self)
+    repeats = 1
+    if hasattr(self.blocks[0].attn, f"_{path[-1]}"):  # of key-value heads, each for its group
+        repeats = self.blocks[0].attn.repeat_kv_heads
+        path = ["attn", f"_{path[-1]}"]
+    weights = [functools.reduce(getattr, path, block) for block in self.blocks]
+    stack = stack_on(device, weights, f"model.{name}", 1 if repeats == 1 else repeats + 1)
+    return stack.repeat_interleave(repeats, dim=1) if repeats > 1 else stack
 
 
 class _StackOn(torch.autograd.Function):
@@ -161,8 +181,12 @@ class ReadWhereRun:
         ]
 
 
+@patches("HookedTransformer", "accumulated_bias", takes="self", why=_GATHERS)
+@patches("HookedTransformer", "all_composition_scores", takes="self mode", why=_GATHERS)
+@patches("TransformerBridge", "accumulated_bias", takes="self", why=_GATHERS)
+@patches("TransformerBridge", "all_composition_scores", takes="self mode", why=_GATHERS)
 def gathered(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """A method of HookedTransformer that reads weights of several blocks, reading them together."""
+    """A method of a model that reads weights of several blocks, reading them together."""
     device = gathering_device(self)
     if device is None:
         return original(self, *args, **kwargs)
@@ -170,7 +194,9 @@ def gathered(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         return original(ReadOn(self, device), *args, **kwargs)
 
 
-def get_W_E_pos(original: Any, self: Any) -> torch.Tensor:
+@patches("HookedTransformer", why=_GATHERS)
+@patches("TransformerBridge", why=_GATHERS, since="4.0")
+def W_E_pos(original: Any, self: Any) -> torch.Tensor:
     """`HookedTransformer.W_E_pos`, also where the two are on different devices."""
     device = gathering_device(self)
     if device is None:
@@ -178,6 +204,8 @@ def get_W_E_pos(original: Any, self: Any) -> torch.Tensor:
     return torch.cat([move(self.W_E, device), move(self.W_pos, device)], dim=0)
 
 
+@patches("HookedTransformer", takes="self tokens", why=_GATHERS)
+@patches("TransformerBridge", takes="self tokens", why=_GATHERS)
 def tokens_to_residual_directions(original: Any, self: Any, tokens: Any) -> torch.Tensor:
     """See TransformerLens's. The directions are read from W_U where that is, and gathered."""
     device = gathering_device(self)
@@ -186,17 +214,3 @@ def tokens_to_residual_directions(original: Any, self: Any, tokens: Any) -> torc
     with gather_on(self.unembed.W_U.device):
         directions = original(self, move(tokens, self.unembed.W_U.device))
     return move(directions, device)
-
-
-gathers = "weights of several devices are read at home, or on the device of `gather_on`"
-
-Row = tuple[Callable[..., Any], tuple[str, ...], str]
-"""What replaces something, its parameters, and why."""
-
-GATHERED: dict[str, Row] = {
-    "W_E_pos": (get_W_E_pos, (), gathers),
-    "accumulated_bias": (gathered, ("self",), gathers),
-    "all_composition_scores": (gathered, ("self", "mode"), gathers),
-    "tokens_to_residual_directions": (tokens_to_residual_directions, ("self", "tokens"), gathers),
-}
-"""What reads weights together, in both classes."""

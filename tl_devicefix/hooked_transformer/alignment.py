@@ -17,6 +17,7 @@ from tl_devicefix.dispatch.forward import is_aligned
 from tl_devicefix.dispatch.scheduler import device_of_turn
 from tl_devicefix.dispatch.skipping import first_block
 from tl_devicefix.hooked_transformer.components import is_own
+from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.placement import Placement
 
 
@@ -34,6 +35,11 @@ def unalign(model: Any) -> None:
             block.attn.alibi = None  # TransformerLens makes it anew
 
 
+@patches(
+    "HookedTransformer",
+    takes="self",
+    why="SAEs and the like run where they are, whatever block they are attached to",
+)
 def setup(original: Any, self: Any) -> Any:
     """`HookedRootModule.setup`, which is called whenever a module has been attached or removed."""
     result = original(self)
@@ -59,6 +65,12 @@ def placement_of(cfg: Any) -> Placement | None:
     return entry[1] if entry is not None and entry[0]() is cfg else None
 
 
+@patches(
+    None,
+    takes="index cfg device",
+    why="route the residual stream by the placement",
+    until="3.9",
+)
 def get_device_for_block_index(
     index: int, cfg: Any, device: torch.device | str | None = None
 ) -> torch.device:

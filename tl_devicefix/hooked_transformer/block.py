@@ -31,11 +31,19 @@ from tl_devicefix.hooked_transformer.known_blocks import (
 )
 from tl_devicefix.hooked_transformer.norms import run_norm
 from tl_devicefix.monkeypatch.applying import original as installed
+from tl_devicefix.monkeypatch.patch import patches
 
+_PLAIN = "one function of the weights; hook points are called where somebody listens"
 _POST_NORM = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
 """TransformerLens's POST_NORM_ARCHITECTURES: norms follow attention and MLP."""
 
 
+@patches(
+    "HookedTransformer",
+    "forward",
+    takes="self input return_type start_at_layer stop_at_layer",
+    why="what leaves the model is at home",
+)
 def forward_of_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """`HookedTransformer.forward`, whose results are at home; blocks share masks and positions.
 
@@ -46,6 +54,13 @@ def forward_of_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any
         return running.forward(original, self, *args, **kwargs)
 
 
+@patches(
+    "TransformerBlock",
+    "forward",
+    takes="self resid_pre shortformer_pos_embed past_kv_cache_entry",
+    why=_PLAIN,
+    until="3.9",
+)
 def block_forward(
     original: Any,
     self: Any,
@@ -72,6 +87,13 @@ def block_forward(
     return original(self, *given)  # type: ignore[no-any-return]
 
 
+@patches(
+    "AbstractAttention",
+    "forward",
+    takes="self query_input key_input value_input past_kv_cache_entry",
+    why=_PLAIN,
+    until="3.9",
+)
 def attention_forward(
     original: Any,
     self: Any,

@@ -33,6 +33,7 @@ from tl_devicefix.checkpoints.hub import (
     snapshot,
 )
 from tl_devicefix.hooked_transformer.components import component_sizes
+from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.devices import consecutive, resolve, simulated_device
 
 _log = logging.getLogger(__name__)
@@ -282,6 +283,13 @@ def _requested_sizes(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: size for name, size in wanted.items() if size is not None}
 
 
+@patches(
+    "HookedTransformerConfig",
+    "__post_init__",
+    takes="self",
+    why="n_devices counts devices of the config's own type",
+    until="3.9",
+)
 def config_post_init(original: Any, self: Any) -> None:
     """`HookedTransformerConfig.__post_init__`, which counts CUDA devices whatever the device is.
 

@@ -42,6 +42,7 @@ from tl_devicefix.hooked_transformer.tokenizing import warn_without_tokenizer
 from tl_devicefix.hooked_transformer.units import fill, installed_conventions
 from tl_devicefix.misspelt import refuse_misspelt
 from tl_devicefix.monkeypatch.applying import original
+from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
 from tl_devicefix.placement.devices import default_device, resolve
 from tl_devicefix.placement.in_use import other_hosts
@@ -53,6 +54,12 @@ from tl_devicefix.weight_processing import Steps
 _log = logging.getLogger(__name__)
 
 
+@patches(
+    "HookedTransformer",
+    takes="cls model_name fold_ln hf_model device n_devices dtype",
+    why="load one component at a time, to its planned device, folded in float32; device_map and "
+    "max_memory",
+)
 def from_pretrained(
     cls: Any,
     *args: Any,

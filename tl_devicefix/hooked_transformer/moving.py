@@ -15,6 +15,7 @@ from transformer_lens.train import train as transformer_lens_train
 from tl_devicefix.hooked_transformer.alignment import align, remember_placement, unalign
 from tl_devicefix.hooked_transformer.components import component_sizes
 from tl_devicefix.hooked_transformer.layout import Convert, ConvertedOnce, share_buffers
+from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.offload.visiting import pin
 from tl_devicefix.placement.deciding import decide_fitting
 from tl_devicefix.placement.devices import HOST, resolve, resolve_to_move
@@ -106,6 +107,11 @@ def check_placed(model: Any) -> None:
                 )
 
 
+@patches(
+    "HookedTransformer",
+    takes="self device_or_dtype",
+    why="keep the device's index; a dtype keeps the placement",
+)
 def to(
     self: Any, device_or_dtype: torch.device | str | torch.dtype | int, print_details: bool = True
 ) -> Any:
@@ -133,6 +139,7 @@ def to(
     return self
 
 
+@patches("HookedTransformer", takes="self fn", why="inputs follow the weights when they move")
 def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
     """Follow the weights when they are moved, also by a module that holds this one.
 
@@ -165,6 +172,11 @@ def _devices(model: nn.Module) -> set[torch.device]:
     return {parameter.device for parameter in model.parameters()}
 
 
+@patches(
+    "HookedTransformer",
+    takes="self",
+    why="place by the plan, not by whichever device has most free memory",
+)
 def move_model_modules_to_device(original: Any, self: Any) -> None:
     """Place the model by its config's `device` and `n_devices`."""
     placement: Placement | None = getattr(self, "placement", None)
@@ -187,6 +199,7 @@ def _is_spread_by(placement: Placement, cfg: Any) -> bool:
     return cfg.n_devices == len(placement.devices) and len(placement.memories) > 1
 
 
+@patches("HookedTransformer", takes="self state", why="copies keep the placement")
 def __setstate__(self: Any, state: dict[str, Any]) -> None:
     """Restore a copied or unpickled model, whose config is a new object.
 
@@ -204,6 +217,9 @@ def __setstate__(self: Any, state: dict[str, Any]) -> None:
         pin(self, placement)
 
 
+@patches(
+    None, takes="model config dataset", why="a spread model is trained where it lies", until="3.9"
+)
 def train(model: Any, config: Any, dataset: Any) -> Any:
     """See `transformer_lens.train.train`. A spread model is trained where it lies.
 

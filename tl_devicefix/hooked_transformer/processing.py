@@ -28,6 +28,7 @@ from tl_devicefix.hooked_transformer.units import (
     load_component,
     storage_of_unit,
 )
+from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.fitting import naming_full_devices
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.placement.workers import each_on_its_device
@@ -49,9 +50,11 @@ from tl_devicefix.weight_processing.steps import (
 
 _log = logging.getLogger(__name__)
 
+_FOLDS = "each component on its own device, in float32 or wider, rounded once"
 NORM_SUFFIXES = (".ln1.w", ".ln2.w", "ln_final.w")
 
 
+@patches("HookedTransformer", takes="self state_dict fold_biases", why=_FOLDS)
 def fold_layer_norm(
     self: Any,
     state_dict: Mapping[str, torch.Tensor],
@@ -86,6 +89,7 @@ def fold_layer_norm(
     return _on_each_component(self, state_dict, fold)
 
 
+@patches("HookedTransformer", takes="self state_dict", why=_FOLDS)
 def center_writing_weights(self: Any, state_dict: Mapping[str, torch.Tensor]) -> Weights:
     """Centre what writes to the residual stream; see `HookedTransformer.center_writing_weights`.
 
@@ -102,6 +106,7 @@ def center_writing_weights(self: Any, state_dict: Mapping[str, torch.Tensor]) ->
     return _on_each_component(self, state_dict, center)
 
 
+@patches("HookedTransformer", takes="self state_dict", why=_FOLDS)
 def center_unembed(self: Any, state_dict: Mapping[str, torch.Tensor]) -> Weights:
     """Centre the unembedding over the vocabulary; see `HookedTransformer.center_unembed`.
 
@@ -111,6 +116,7 @@ def center_unembed(self: Any, state_dict: Mapping[str, torch.Tensor]) -> Weights
     return _on_each_component(self, state_dict, lambda _, weights: center_unembed_weights(weights))
 
 
+@patches("HookedTransformer", takes="self state_dict", why=_FOLDS)
 def fold_value_biases(self: Any, state_dict: Mapping[str, torch.Tensor]) -> Weights:
     """Fold the value biases into b_O; see `HookedTransformer.fold_value_biases`.
 
@@ -125,6 +131,7 @@ def fold_value_biases(self: Any, state_dict: Mapping[str, torch.Tensor]) -> Weig
     return _on_each_component(self, state_dict, fold)
 
 
+@patches("HookedTransformer", takes="self state_dict", why=_FOLDS)
 def refactor_factored_attn_matrices(self: Any, state_dict: Mapping[str, torch.Tensor]) -> Weights:
     """Even out the factors of QK and OV.
 
@@ -145,6 +152,7 @@ def refactor_factored_attn_matrices(self: Any, state_dict: Mapping[str, torch.Te
     return _on_each_component(self, state_dict, refactor)
 
 
+@patches("HookedTransformer", takes="self state_dict", why="never fill in garbage")
 def fill_missing_keys(self: Any, state_dict: Mapping[str, torch.Tensor]) -> Weights:
     """Add to a state dict what the model has and it has not, from the model itself.
 
@@ -161,6 +169,7 @@ def fill_missing_keys(self: Any, state_dict: Mapping[str, torch.Tensor]) -> Weig
     return filled
 
 
+@patches("HookedTransformer", takes="self state_dict", why=_FOLDS)
 def load_and_process_state_dict(
     self: Any,
     state_dict: Mapping[str, torch.Tensor],
@@ -225,6 +234,7 @@ def _refuse_incomplete(model: Any, state_dict: Mapping[str, torch.Tensor]) -> No
         )
 
 
+@patches("HookedTransformer", takes="self fold_ln", why=_FOLDS)
 def process_weights_(
     self: Any,
     fold_ln: bool = True,

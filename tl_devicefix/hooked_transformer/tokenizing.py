@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import functools
 import logging
-from collections.abc import Callable
 from typing import Any
 
 from tl_devicefix.checkpoints.hub import TOKENIZER_FILES
 from tl_devicefix.dispatch.scheduler import current_run, reading_text, take_own_tokenizer
 from tl_devicefix.hooked_transformer.alignment import placement_of, remember_placement
+from tl_devicefix.monkeypatch.patch import patches
 
 _logger = logging.getLogger("tl_devicefix")
+_ONE_AT_A_TIME = "runs in flight call the tokenizer one at a time"
 
 
 def warn_without_tokenizer(model: Any, model_name: str) -> None:
@@ -33,30 +32,21 @@ def warn_without_tokenizer(model: Any, model_name: str) -> None:
         )
 
 
-@functools.cache
-def asking_for_tokenizer(name: str) -> Callable[..., Any]:
-    """A method of HookedTransformer that needs a tokenizer for text, and says so without one."""
-
-    def method(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            with reading_text() if name in _READING else contextlib.nullcontext():
-                return original(self, *args, **kwargs)
-        except AssertionError as error:
-            if self.tokenizer is not None or _REMEDY in str(error):
-                raise
-            says = f"{error}: " if str(error) else ""
-            raise AssertionError(f"{says}{_REMEDY}") from error
-
-    return method
+@patches("HookedTransformer", "to_tokens", "to_str_tokens", takes="self input", why=_ONE_AT_A_TIME)
+@patches("HookedTransformer", "to_string", takes="self tokens", why=_ONE_AT_A_TIME)
+def reading(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A method of a HookedTransformer that calls the tokenizer."""
+    with reading_text():
+        return original(self, *args, **kwargs)
 
 
-_READING = ("to_tokens", "to_str_tokens", "to_string")
-_REMEDY = (
-    "this model has no tokenizer, so it takes and gives tokens and no text; call "
-    "model.set_tokenizer(AutoTokenizer.from_pretrained(...)), or load it with tokenizer=..."
+@patches(
+    "LocallyOverridenDefaults",
+    "__enter__",
+    takes="self",
+    why="runs in flight do not change what others read",
+    until="3.9",
 )
-
-
 def override_defaults(original: Any, self: Any) -> Any:
     """`LocallyOverridenDefaults.__enter__`, which changes the config and the tokenizer of a model.
 

@@ -1,5 +1,5 @@
 """Replacing parts of the installed TransformerLens, and putting back the very objects there were.
 
-It knows no table: what is replaced is in the `patches.py` of each room, and put together in
-`tl_devicefix.patches`.
+A function that replaces another is decorated by `patch.patches`; `tl_devicefix.patches` imports all
+of them, and applies the table.
 """

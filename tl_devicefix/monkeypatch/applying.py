@@ -68,8 +68,6 @@ def _replace(table: Sequence[Patch]) -> None:
     imported = modules()
     wanted = []
     for patch in table:
-        if patch.replacement is None:
-            continue
         for owner in owners(patch, imported):
             there = vars(owner).get(patch.name, _MISSING)
             wanted.append(_Replacement(owner, patch.name, there, _as_found(patch, owner, there)))
@@ -162,7 +160,6 @@ def _find_original(cls: type, name: str) -> Any:
 
 def _as_found(patch: Patch, owner: Any, there: Any) -> Any:
     """The replacement in the form of what it replaces: a classmethod stays one."""
-    assert patch.replacement is not None
     if isinstance(there, classmethod):
         return _classmethod_like(there, patch.replacement)
     if isinstance(there, property):

@@ -8,7 +8,9 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+from packaging.version import Version
 
 from tl_devicefix.monkeypatch.versions import (
     SUPPORTED,
@@ -20,30 +22,83 @@ from tl_devicefix.monkeypatch.versions import (
 
 @dataclass(frozen=True)
 class Patch:
-    """One thing that is replaced."""
+    """One function, method or property of TransformerLens that is replaced."""
 
     name: str
     """The attribute of `owner`, or the function."""
-    replacement: Callable[..., Any] | None
-    """What takes its place; None if it is only called, and has to be there.
+    replacement: Callable[..., Any]
+    """What takes its place.
 
-    If its first parameter is `original`, it is called with what is installed first, and then with
-    the arguments; else with the arguments alone. A classmethod's gets the class.
+    If its first parameter is `original`, it is called with the installed function first, and then
+    with the arguments; else with the arguments alone. A classmethod's gets the class.
     """
     parameters: tuple[str, ...]
     """Parameters that the installed target must have, in this order, for the patch to be right."""
     why: str
-    owner: str | None = "HookedTransformer"
+    owner: str | None
     """The class it is an attribute of; None for a function that several modules import."""
-    since: str = "2.16.1"
+    since: str
     """The first TransformerLens version that has it."""
-    until: str = "3.9"
-    """The last one."""
+    until: str
+    """The last one that has it, as far as is known: of a later one with the same first number, the
+    target is looked for."""
 
     @property
     def target(self) -> str:
         """What is replaced, as a person would write it."""
         return f"{self.owner}.{self.name}" if self.owner else self.name
+
+    @property
+    def is_of_installed(self) -> bool:
+        """Whether the installed TransformerLens has it, by its version."""
+        return Version(self.since) <= installed() and installed().major <= Version(self.until).major
+
+
+_VERSIONS = {"HookedTransformer": ("2.16.1", "3.9"), "TransformerBridge": ("3.9", "4")}
+"""Class of models -> the first and the last TransformerLens version that has it."""
+_patches: dict[str, Patch] = {}
+
+Replacement = TypeVar("Replacement", bound=Callable[..., Any])
+
+
+def patches(
+    owner: str | None,
+    *names: str,
+    takes: str = "",
+    why: str,
+    since: str | None = None,
+    until: str | None = None,
+) -> Callable[[Replacement], Replacement]:
+    """Put the decorated function in the table of patches, which `enable()` applies.
+
+        @patches("HookedTransformer", takes="self state_dict", why="folded where they lie")
+        def fold_value_biases(original, self, state_dict): ...
+
+    Args:
+        owner: the class whose attribute is replaced; None for a function of a module.
+        names: the attributes that it replaces; by default the one with the function's own name.
+        takes: the parameters that the installed function must have for this one to be right.
+        why: a few words for `tl_devicefix.report()`.
+        since: the first TransformerLens version that has it; by default, the first with `owner`.
+        until: the last one that has it.
+    """
+    first, last = _VERSIONS.get(owner or "", ("2.16.1", "4"))
+
+    def register(replacement: Replacement) -> Replacement:
+        for name in names or (replacement.__name__,):
+            parameters = tuple(takes.split())
+            versions = since or first, until or last
+            patch = Patch(name, replacement, parameters, why, owner, *versions)
+            _patches[patch.target] = patch
+        return replacement
+
+    return register
+
+
+def registered() -> tuple[Patch, ...]:
+    """The patches of all imported modules for the installed version, by class and name."""
+    of_installed = (patch for patch in _patches.values() if patch.is_of_installed)
+    return tuple(sorted(of_installed, key=lambda patch: (patch.owner or "~", patch.name)))
 
 
 def owners(patch: Patch, imported: Sequence[Any]) -> list[Any]:

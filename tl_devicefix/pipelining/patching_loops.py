@@ -17,7 +17,7 @@ import torch
 from transformer_lens import patching
 from transformer_lens.patching import utils
 
-from tl_devicefix.monkeypatch.patch import Patch
+from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.monkeypatch.versions import is_bridge, is_hooked_transformer
 from tl_devicefix.pipelining.sweep import Hooks, is_sequential, sweep
 
@@ -26,6 +26,12 @@ transformer_lens_patch = patching.generic_activation_patch
 _KNOWS_GROUPS = "n_key_value_heads" in transformer_lens_patch.__code__.co_names
 
 
+_TAKES = "model corrupted_tokens clean_cache patching_metric"
+_OPTIONS = "patch_setter activation_name index_axis_names index_df"
+_WHY = "each run starts at the block that it patches; several are under way on several devices"
+
+
+@patches(None, takes=f"{_TAKES} {_OPTIONS}", why=_WHY)
 @functools.wraps(transformer_lens_patch)
 def generic_activation_patch(
     model: Any,
@@ -119,23 +125,11 @@ class _Swept:
         self._results.close()
 
 
-PARTIALS = {
-    name: functools.partial(generic_activation_patch, *partial.args, **partial.keywords)
-    for name, partial in vars(patching).items()
-    if isinstance(partial, functools.partial) and partial.func is transformer_lens_patch
-}
-"""The `get_act_patch_*` that TransformerLens makes of `generic_activation_patch`."""
-for _name, _partial in PARTIALS.items():
-    _partial.__doc__ = getattr(patching, _name).__doc__  # type: ignore[misc]
-
-_TAKES = ("model", "corrupted_tokens", "clean_cache", "patching_metric")
-_OPTIONS = ("patch_setter", "activation_name", "index_axis_names", "index_df")
-_WHY = "each run starts at the block that it patches; several are under way on several devices"
-PATCHES = (
-    Patch(
-        *("generic_activation_patch", generic_activation_patch, (*_TAKES, *_OPTIONS), _WHY),
-        owner=None,
-        until="4",
-    ),
-    *(Patch(*item, _TAKES, _WHY, owner=None, until="4") for item in PARTIALS.items()),
-)
+# The `get_act_patch_*` that TransformerLens makes of `generic_activation_patch`.
+for _name, _installed in vars(patching).items():
+    if isinstance(_installed, functools.partial) and _installed.func is transformer_lens_patch:
+        _partial = functools.partial(
+            generic_activation_patch, *_installed.args, **_installed.keywords
+        )
+        _partial.__doc__ = _installed.__doc__  # type: ignore[misc]
+        patches(None, _name, takes=_TAKES, why=_WHY)(_partial)

@@ -17,6 +17,7 @@ from tl_devicefix.dispatch import views
 from tl_devicefix.dispatch.forward import align
 from tl_devicefix.dispatch.views import Twins
 from tl_devicefix.gathering.gathering import home_of
+from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.devices import HOST, resolve_to_move, with_index
 from tl_devicefix.placement.in_use import use
 from tl_devicefix.placement.placement import ComponentSize, PlacedComponent, Placement
@@ -82,6 +83,7 @@ def register_hooks(bridge: Any) -> None:
     bridge._register_all_aliases_recursive()
 
 
+@patches("TransformerBridge", takes="self", why="a dtype keeps the placement")
 def to(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """See `TransformerBridge.to`. A dtype keeps the placement, which weighs what it then does.
 

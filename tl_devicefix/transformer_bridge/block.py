@@ -8,6 +8,7 @@ only, to the residual stream, the block's own code runs around the layer.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from operator import itemgetter
@@ -29,6 +30,7 @@ from transformer_lens.model_bridge.generalized_components import (
 
 from tl_devicefix.attention.implementation import HOOKS, WHY_NOT, is_sdpa, looks_away
 from tl_devicefix.monkeypatch.applying import is_enabled
+from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.transformer_bridge.attention import (
     ThisForward,
@@ -52,8 +54,21 @@ from tl_devicefix.transformer_bridge.unwrapping import (
 
 _PLAIN = "_tl_devicefix_plain"
 _SDPA_CONFIG = "_tl_devicefix_sdpa_config"
+_patches_block = functools.partial(
+    patches,
+    takes="self",
+    why="transformers' own layer where nobody listens in a block",
+    since="4.0",
+)
 
 
+@patches(
+    "GeneralizedComponent",
+    "__call__",
+    takes="self",
+    why="what a wrapper stands for, where nobody listens to anything of it",
+    since="4.0",
+)
 def call(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """A wrapper's `__call__`: at best, what it stands for is called and nothing else."""
     unit: PlainUnit | None = self.__dict__.get(_PLAIN)
@@ -64,6 +79,10 @@ def call(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     return original(self, *args, **kwargs)
 
 
+@_patches_block("BlockBridge")
+@_patches_block("BloomBlockBridge")
+@_patches_block("OpaqueBlockBridge")
+@_patches_block("AltUpBlockBridge")
 def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """A block's forward, around transformers' own layer where nobody listens in it."""
     unit, now = _unit_of(self), this_forward.get()

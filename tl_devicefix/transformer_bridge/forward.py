@@ -10,6 +10,7 @@ import torch
 from tl_devicefix.attention.implementation import is_sdpa
 from tl_devicefix.dispatch import forward as running
 from tl_devicefix.dispatch.scheduler import reading_text, take_own_tokenizer
+from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.devices import has_values
 from tl_devicefix.transformer_bridge.attention import (
     ThisForward,
@@ -19,6 +20,7 @@ from tl_devicefix.transformer_bridge.attention import (
 from tl_devicefix.transformer_bridge.block import prepare
 
 
+@patches("TransformerBridge", takes="self input return_type", why="what leaves it is at home")
 def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """`TransformerBridge.forward`, whose results are at home.
 
@@ -56,12 +58,21 @@ def _leaves_out(mask: Any) -> bool:
     return mask is not None
 
 
+@patches(
+    "TransformerBridge",
+    *("generate", "generate_stream"),
+    takes="self input",
+    why="runs in flight do not change what others read",
+)
 def with_own_tokenizer(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """A method of a Bridge that changes the tokenizer's padding side while it runs."""
     take_own_tokenizer(self)
     return original(self, *args, **kwargs)
 
 
+@patches(
+    "TransformerBridge", "to_tokens", "to_str_tokens", takes="self input", why="one run at a time"
+)
 def reading(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """A method of a Bridge that calls the tokenizer."""
     with reading_text():

@@ -14,11 +14,18 @@ from transformer_lens import ActivationCache
 from tl_devicefix.dispatch.carrying import bring_home, is_output_read, move
 from tl_devicefix.gathering.caches import CacheAtHome
 from tl_devicefix.gathering.gathering import gathering_device, stack_on
+from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.devices import with_index
 
+_STACKS = "stack weights of any devices in one copy"
 _Reshape = Callable[[torch.Tensor], torch.Tensor]
 
 
+@patches(
+    "TransformerBridge",
+    takes="self input return_cache_object remove_batch_dim",
+    why="cached activations are read at home",
+)
 def run_with_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """See TransformerLens's. Activations stay where they are computed, and are read at home.
 
@@ -40,6 +47,11 @@ def run_with_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     return bring_home(output, placement.home) if is_output_read() else output, cache
 
 
+@patches(
+    "TransformerBridge",
+    takes="self",
+    why="weights of several devices are read at home, or on the device of `gather_on`",
+)
 def get_params(original: Any, self: Any) -> dict[str, torch.Tensor]:
     """`TransformerBridge.get_params`: a dict whose weights are read together when asked for."""
     device = gathering_device(self)
@@ -47,13 +59,15 @@ def get_params(original: Any, self: Any) -> dict[str, torch.Tensor]:
     return weights if device is None else CacheAtHome(device).of(weights)
 
 
-def stack_block_params(
+@patches("TransformerBridge", takes="self attr_path reshape_fn", why=_STACKS)
+def _stack_block_params(
     original: Any, self: Any, attr_path: str, reshape_fn: _Reshape | None = None
 ) -> Any:
     """`TransformerBridge._stack_block_params`, of blocks on any devices, in one copy."""
     return _stacked(self, attr_path, reshape_fn, partial(original, self, attr_path))
 
 
+@patches("TransformerBridge", takes="self submodule attr_path reshape_fn", why=_STACKS)
 def stack_params_for(
     original: Any, self: Any, submodule: str, attr_path: str, reshape_fn: _Reshape | None = None
 ) -> Any:
@@ -83,6 +97,12 @@ def _stacked(bridge: Any, path: str, reshape: _Reshape | None, stack: Callable[[
     return (result[0], stacked) if isinstance(result, tuple) else stacked  # with their indices
 
 
+@patches(
+    None,
+    takes="model corrupted_tokens clean_cache corrupted_cache patching_metric src_layer",
+    why="the source head's activations meet its weights on its own device",
+    since="3.9",
+)
 def get_act_patch_direct_path(
     original: Any,
     model: Any,
@@ -112,6 +132,12 @@ def _with_source_in_place(cache: Any, model: Any, layer: int) -> Mapping[str, to
     return {**stored, name: move(stored[name], model.blocks[layer].attn.W_O.device)}
 
 
+@patches(
+    None,
+    takes="model tokens metric_fn names_filter",
+    why="cached activations and gradients are read at home",
+    since="3.9",
+)
 def cache_activation_and_gradient(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """See TransformerLens's. Activations and gradients are read at home, as cached ones are."""
     cache: Any = original(model, *args, **kwargs)

@@ -19,6 +19,7 @@ from tl_devicefix.attention.implementation import (
 from tl_devicefix.checkpoints.configs import read_config, torch_dtype
 from tl_devicefix.checkpoints.hub import is_checkpoint_directory
 from tl_devicefix.misspelt import refuse_unknown
+from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.deciding import decide
 from tl_devicefix.placement.devices import simulated_device
 from tl_devicefix.placement.fitting import check_fit
@@ -40,6 +41,11 @@ from tl_devicefix.transformer_bridge.components import (
 )
 
 
+@patches(
+    "TransformerBridge",
+    takes="model_name device dtype hf_model device_map n_devices max_memory",
+    why="place by the plan: embed, final norm and unembed together; n_devices of any type",
+)
 def boot_transformers(
     original: Any, *args: Any, attn_implementation: str | None = None, **kwargs: Any
 ) -> Any:

@@ -28,6 +28,7 @@ from transformer_lens.utilities.quantization import require_readable_weight
 from transformer_lens.weight_processing import ProcessWeights
 
 from tl_devicefix.dispatch.forward import changing_weights, refuse_unfinished
+from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.offload.visiting import pin
 from tl_devicefix.placement.devices import HOST
@@ -52,8 +53,14 @@ from tl_devicefix.weight_processing.steps import (
 )
 
 _log = logging.getLogger(__name__)
+_FLAGS = "fold_ln center_writing_weights center_unembed fold_value_biases"
 
 
+@patches(
+    "TransformerBridge",
+    takes=f"self disable_warnings no_processing {_FLAGS}",
+    why="what cannot be processed is refused before anything is changed",
+)
 def enable_compatibility_mode(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """See TransformerLens's. What cannot be processed is refused before anything is changed.
 
@@ -70,6 +77,11 @@ def enable_compatibility_mode(original: Any, self: Any, *args: Any, **kwargs: An
     original(self, *args, **kwargs)
 
 
+@patches(
+    "TransformerBridge",
+    takes=f"self verbose {_FLAGS}",
+    why="each component where it lies, in float32 or wider, rounded once",
+)
 def process_weights(
     self: Any,
     verbose: bool = False,
@@ -268,7 +280,15 @@ class Processing:
         self._preprocess(weights)
         if steps.fold_ln:
             centers, kv_prefix = uses_layer_norm(cfg), "" if cfg.n_key_value_heads is None else "_"
-            ProcessWeights._fold_layer(weights, cfg, 0, centers, centers, adapter, kv_prefix)
+            ProcessWeights._fold_layer(
+                weights,
+                cfg,
+                layer_idx=0,
+                fold_biases=centers,
+                center_weights=centers,
+                adapter=adapter,
+                gqa=kv_prefix,
+            )
         if steps.center_writing_weights:
             _center_writing_weights(weights, cfg, adapter)
         if steps.fold_value_biases and f"{_BLOCK}attn.v.bias" in weights:
