@@ -1,25 +1,18 @@
-"""What must be as it was after a refusal, and checkpoints that are damaged in some way."""
+"""What must be as it was after a refusal."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformer_lens import HookedTransformer
-from transformers import PreTrainedModel
 
 from tl_devicefix.simulation.machine import Machine
-
-Tensors = dict[str, torch.Tensor]
-
 
 class Snapshot:
     """A Hugging Face model as it is now: its modules, tensors and config."""
@@ -105,55 +98,3 @@ def refused(machine: Machine) -> Callable[..., Any]:
             before.assert_unchanged()
 
     return refused
-
-
-@pytest.fixture
-def write_checkpoint(tmp_path: Path) -> Callable[..., Path]:
-    """`write_checkpoint(hf_model, tensors, n_files=2)`: as transformers saves it, but any tensors.
-
-    `listed` are the tensors that the index of a sharded checkpoint lists: by default those there.
-    """
-
-    def write(
-        hf_model: PreTrainedModel,
-        tensors: Tensors,
-        n_files: int = 1,
-        listed: list[str] | None = None,
-    ) -> Path:
-        hf_model.config.save_pretrained(tmp_path)
-        if n_files == 1:
-            save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-            return tmp_path
-        names = sorted({*tensors, *(listed or ())})
-        weight_map = {
-            name: f"model-{1 + i * n_files // len(names):05}-of-{n_files:05}.safetensors"
-            for i, name in enumerate(names)
-        }
-        for file in set(weight_map.values()):
-            here = {name: tensors[name] for name in tensors if weight_map[name] == file}
-            save_file(here, tmp_path / file, metadata={"format": "pt"})
-        index = {"metadata": {}, "weight_map": weight_map}
-        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-        return tmp_path
-
-    return write
-
-
-def file_of(checkpoint: Path, tensor: str) -> str:
-    """The name of the file in which a checkpoint has, or should have, a tensor."""
-    index = checkpoint / "model.safetensors.index.json"
-    if not index.is_file():
-        return "model.safetensors"
-    return str(json.loads(index.read_text())["weight_map"][tensor])
-
-
-@pytest.fixture(name="file_of")
-def file_of_fixture() -> Callable[[Path, str], str]:
-    return file_of
-
-
-@pytest.fixture
-def tensors(hf_models: Any) -> Tensors:
-    """The tensors of a tiny Qwen2, to be damaged and written to a checkpoint."""
-    state_dict = hf_models("qwen2").state_dict()
-    return {name: tensor.detach().clone() for name, tensor in state_dict.items()}

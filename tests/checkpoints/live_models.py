@@ -1,0 +1,420 @@
+"""Live Hugging Face models: adapted, quantised or offloaded, and the plain model that each is.
+
+`CASES` says of each how it is made of a plain model, and what it then computes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import bitsandbytes
+import peft
+import torch
+import transformers
+from accelerate.hooks import ModelHook, add_hook_to_module
+from architectures import ALL_ARCHITECTURES, Architecture
+from hf_models import D_VOCAB, N_CTX
+from packaging.version import Version
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+CPU = torch.device("cpu")
+TOKENS = torch.tensor([[3, 5, 7, 9]])
+
+_SIZES = {"vocab_size": D_VOCAB, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+
+
+def _mistral() -> transformers.PretrainedConfig:
+    return transformers.MistralConfig(
+        **_SIZES, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=N_CTX, sliding_window=4,
+    )  # fmt: skip
+
+
+def _gpt2() -> transformers.PretrainedConfig:
+    sizes = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": N_CTX, "n_ctx": N_CTX}
+    return transformers.GPT2Config(**_SIZES, **sizes)
+
+
+MISTRAL, GPT2 = "wide mistral", "wide gpt2"
+WIDE = {
+    MISTRAL: Architecture(MISTRAL, "mistralai/Mistral-7B-v0.1", _mistral, {"n_ctx": N_CTX}),
+    GPT2: Architecture(GPT2, "gpt2", _gpt2),
+}
+"""Models that bitsandbytes can run: its kernel for CPUs takes multiples of 64. Mistral's layers are
+Linear, GPT-2's are Conv1D, so transposed."""
+
+# --------------------------------------------------------------------------------------------
+# Adapters as training leaves them: with values of their own, the same each time
+
+Adapt = Callable[[PreTrainedModel], Any]
+"""Puts adapters on a model, which is changed by it."""
+
+IN_LLAMA = ("q_proj", "v_proj", "down_proj")
+IN_GPT2 = ("c_attn", "c_proj", "c_fc")
+CONV = {"fan_in_fan_out": True}
+CAUSAL = {"task_type": "CAUSAL_LM"}
+
+
+def config(*targets: str, **options: Any) -> Any:
+    return peft.LoraConfig(target_modules=list(targets), **{"r": 4, **CAUSAL, **options})
+
+
+def lora(*targets: str, **options: Any) -> Adapt:
+    """`lora("q_proj")(model)` is that model with LoRA on its q_projs."""
+    return adapter(config(*targets, **options))
+
+
+def adapter(*configs: Any, active: Iterable[str] = ("0",)) -> Adapt:
+    """`adapter(one, two, active=["0", "1"])(model)`: the adapters are called "0", "1", ..."""
+
+    def adapt(model: PreTrainedModel) -> Any:
+        own = set(model.parameters())
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            adapted = peft.get_peft_model(model, configs[0], adapter_name="0")
+            for i, config in enumerate(configs[1:], start=1):
+                adapted.add_adapter(str(i), config)
+            train(p for p in adapted.parameters() if p not in own or p.requires_grad)
+        adapted.base_model.set_adapter(list(active))
+        return adapted.eval()
+
+    return adapt
+
+
+@torch.no_grad()
+def train(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """As if they had been trained: no parameter has its initial value, be it zero or one."""
+    for parameter in parameters:
+        if parameter.is_floating_point():  # or it is one of bitsandbytes', wrapped anew
+            parameter.add_(torch.randn(parameter.shape, dtype=torch.float32), alpha=0.2)
+
+
+def added_by_transformers(model: PreTrainedModel) -> PreTrainedModel:
+    """With the adapter of `lora(*IN_LLAMA)`, but without a PeftModel around it."""
+    adapted = lora(*IN_LLAMA)(copy.deepcopy(model))
+    trained = peft.get_peft_model_state_dict(adapted, adapter_name="0")
+    model.add_adapter(config(*IN_LLAMA), adapter_name="0")
+    names = {f"base_model.model.{name}": p for name, p in model.named_parameters()}
+    with torch.no_grad():
+        for name, value in trained.items():
+            names[name.replace(".weight", ".0.weight")].copy_(value)
+    return model.eval()
+
+
+def merged_by_its_user(model: PreTrainedModel) -> Any:
+    adapted = lora(*IN_LLAMA)(model)
+    adapted.merge_adapter()
+    return adapted
+
+
+def mixed(model: PreTrainedModel) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        adapted = peft.get_peft_model(model, config("q_proj", task_type=None), "0", mixed=True)
+        adapted.add_adapter("1", peft.LoHaConfig(r=4, target_modules=["q_proj", "up_proj"]))
+        train(p for name, p in adapted.named_parameters() if "lora_" in name or "hada_" in name)
+    adapted.set_adapter(["0", "1"])
+    return adapted.eval()
+
+
+def disabled(adapt: Adapt) -> Adapt:
+    def switched_off(model: PreTrainedModel) -> Any:
+        adapted: Any = adapt(model)
+        if isinstance(adapted, PreTrainedModel):
+            adapted.disable_adapters()
+        else:
+            adapted.base_model.disable_adapter_layers()
+        return adapted
+
+    return switched_off
+
+
+IA3 = adapter(
+    peft.IA3Config(
+        target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], **CAUSAL
+    )
+)
+EXPERTS_ARE_PARAMETERS = Version(transformers.__version__) >= Version("5")
+NOT_AS_MERGED: dict[str, tuple[str, Adapt]] = {
+    "LoRA on an embedding that is tied": ("gpt2", lora("wte")),
+    "LoRA and LoHa": ("llama", mixed),
+    "LoRA on experts": (
+        "mixtral",
+        lora("q_proj", target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+        if EXPERTS_ARE_PARAMETERS
+        else lora("q_proj", "w1", "w2", "w3"),
+    ),
+}
+"""What PEFT's own merge_and_unload would make another model of, or refuse."""
+
+# --------------------------------------------------------------------------------------------
+# Quantised by bitsandbytes
+
+KINDS: dict[str, dict[str, Any]] = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "nf4, scales quantised too": {
+        **{"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+        "bnb_4bit_use_double_quant": True,
+    },
+    "int8": {"load_in_8bit": True},
+}
+
+
+def quantise(checkpoint: Path, kind: str) -> PreTrainedModel:
+    """Load a checkpoint as transformers quantises it, on the CPU."""
+    return AutoModelForCausalLM.from_pretrained(
+        checkpoint,
+        torch_dtype=torch.float32,
+        device_map="cpu",
+        quantization_config=BitsAndBytesConfig(**KINDS[kind]),
+    ).eval()
+
+
+@torch.no_grad()
+def dequantised(
+    hf_model: torch.nn.Module, plain: PreTrainedModel, was_run: bool = False
+) -> PreTrainedModel:
+    """`plain`, which is changed, with the values that the quantised model's weights have.
+
+    A forward on a CPU with AVX512-BF16 packs 4-bit weights anew and rounds their scales.
+
+    Args:
+        hf_model: of which no forward has been run.
+        plain: the model that was quantised.
+        was_run: whether the values are those that the model has after a forward.
+    """
+    rounded = False
+    if was_run:
+        other = copy.deepcopy(hf_model)
+        other(TOKENS)
+        states = (getattr(p, "quant_state", None) for p in other.parameters())
+        rounded = any(getattr(state, "packing_format_for_cpu", False) for state in states)
+    for name, module in hf_model.named_modules():
+        if type(module).__module__.startswith("bitsandbytes"):
+            layer = plain.get_submodule(name)
+            weight = values(module.weight, rounded)
+            layer.weight.copy_(weight.T if isinstance(layer, Conv1D) else weight)
+    return plain
+
+
+def values(weight: Any, rounded: bool) -> torch.Tensor:
+    """What a quantised weight stands for, by bitsandbytes' own functions."""
+    functional = bitsandbytes.functional
+    if isinstance(weight, bitsandbytes.nn.Int8Params):
+        return functional.int8_vectorwise_dequant(weight.data, weight.SCB)
+    state = copy.deepcopy(weight.quant_state)
+    if rounded:
+        if state.nested:
+            state.absmax = functional.dequantize_blockwise(state.absmax, state.state2)
+            state.absmax, state.nested = state.absmax + state.offset, False
+        state.absmax = state.absmax.bfloat16().float()
+    return functional.dequantize_4bit(weight.data, state)
+
+
+# --------------------------------------------------------------------------------------------
+# Offloaded by accelerate
+
+PARTS = {
+    "llama": (
+        ["model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"],
+        [f"model.layers.{i}" for i in range(5)],
+    ),
+    "gpt2": (
+        ["transformer.wte", "transformer.wpe", "transformer.ln_f", "lm_head"],
+        [f"transformer.h.{i}" for i in range(5)],
+    ),
+}
+"""What a device_map of transformers names: all that is outside the blocks, and the blocks."""
+
+
+def device_map(name: str, outside: str, first: str, others: str) -> dict[str, str]:
+    rest, blocks = PARTS[name]
+    return {**dict.fromkeys(rest, outside), **dict.fromkeys(blocks, others), blocks[0]: first}
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a live model is made of."""
+
+    name: str
+    """Its architecture's."""
+    model: PreTrainedModel
+    """A plain model, which may be changed."""
+    checkpoint: Path
+    """The same, as transformers saved it."""
+    folder: Path
+    """To offload to."""
+
+
+Make = Callable[[Given], Any]
+
+
+def from_pretrained(outside: str, first: str, others: str, **options: Any) -> Make:
+    return lambda given: AutoModelForCausalLM.from_pretrained(
+        given.checkpoint,
+        device_map=device_map(given.name, outside, first, others),
+        offload_folder=given.folder,
+        **options,
+    ).eval()
+
+
+def from_an_empty_model(given: Given) -> Any:
+    with accelerate.init_empty_weights():
+        empty = AutoModelForCausalLM.from_config(ALL_ARCHITECTURES[given.name].hf_config())
+    empty.tie_weights()
+    places = device_map(given.name, "cpu", "cpu", "disk")
+    return accelerate.load_checkpoint_and_dispatch(
+        empty, given.checkpoint, places, offload_folder=given.folder
+    ).eval()
+
+
+def with_two_hooks(given: Given) -> Any:
+    hf_model = on_cpu()(given)
+    for module in (hf_model.lm_head, hf_model.get_input_embeddings()):
+        add_hook_to_module(module, ModelHook(), append=True)
+    return hf_model
+
+
+def on_cpu(of: Make = lambda given: given.model, **options: Any) -> Make:
+    return lambda given: accelerate.cpu_offload(of(given), CPU, **options)
+
+
+def on_disk(of: Make = lambda given: given.model, **options: Any) -> Make:
+    return lambda given: accelerate.disk_offload(of(given), given.folder, CPU, **options)
+
+
+OFFLOADED: dict[str, tuple[str, Make]] = {
+    "transformers, blocks on disk": ("gpt2", from_pretrained("cpu", "cpu", "disk")),
+    "transformers, a block on disk": ("llama", from_pretrained("cpu", "disk", "cpu")),
+    # GPT-2's embedding and unembedding are one tensor, which may be stored under either name.
+    "transformers, embeddings on disk": ("gpt2", from_pretrained("disk", "cpu", "disk")),
+    "transformers, buffers too": (
+        "llama",
+        from_pretrained("cpu", "cpu", "disk", offload_buffers=True),
+    ),
+    "cpu_offload": ("gpt2", on_cpu()),
+    "disk_offload, buffers too": ("llama", on_disk(offload_buffers=True)),
+    "cpu_offload, several modules at once": (
+        "gpt2",
+        on_cpu(preload_module_classes=["GPT2Block"]),
+    ),
+    "dispatch_model": (
+        "llama",
+        lambda given: accelerate.dispatch_model(
+            given.model, device_map("llama", "cpu", "cpu", "disk"), offload_dir=given.folder
+        ),
+    ),
+    "load_checkpoint_and_dispatch": ("gpt2", from_an_empty_model),
+    "cpu_offload and another hook": ("gpt2", with_two_hooks),
+}
+
+# --------------------------------------------------------------------------------------------
+# All of them
+
+
+@dataclass(frozen=True)
+class Case:
+    """A live model, and the plain model that it stands for."""
+
+    architecture: str
+    live: Make
+    plain: Callable[[Given], PreTrainedModel] = lambda given: given.model
+
+
+def adapted(architecture: str, adapt: Adapt, merge: Adapt | None = None) -> Case:
+    """By `adapt`; if PEFT cannot merge it, `merge` makes the PeftModel that it is the same as."""
+    return Case(
+        architecture,
+        lambda given: adapt(given.model),
+        lambda given: (merge or adapt)(given.model).merge_and_unload(),
+    )
+
+
+def quantised(
+    name: str, kind: str, adapt: Adapt | None = None, merge: Adapt | None = None, was_run=False
+) -> Case:
+    """In a way of `KINDS`, then adapted, if it is, and run, if it was."""
+
+    def live(given: Given) -> Any:
+        hf_model = quantise(given.checkpoint, kind)
+        hf_model = adapt(hf_model) if adapt else hf_model
+        if was_run:
+            with torch.no_grad():
+                hf_model(TOKENS)
+        return hf_model
+
+    def plain(given: Given) -> PreTrainedModel:
+        plain = dequantised(quantise(given.checkpoint, kind), given.model, was_run)
+        merged = merge or adapt
+        return merged(plain).merge_and_unload() if merged else plain
+
+    return Case(name, live, plain)
+
+
+_TWO = (config(*IN_LLAMA), config("q_proj", "o_proj"))
+_DORA_ON_CONV = lora(*IN_GPT2, use_dora=True, **CONV, modules_to_save=["ln_f"])
+_INT8 = quantised(MISTRAL, "int8")
+
+CASES: dict[str, Case] = {
+    "LoRA": adapted("llama", lora(*IN_LLAMA)),
+    "LoRA on Conv1D, with all biases trained": adapted("gpt2", lora(*IN_GPT2, **CONV, bias="all")),
+    "LoRA on the embedding and the unembedding": adapted("llama", lora("embed_tokens", "lm_head")),
+    "LoRA with biases of its own": adapted("qwen2", lora("q_proj", lora_bias=True)),
+    "DoRA": adapted("llama", lora(*IN_LLAMA, use_dora=True)),
+    "DoRA on Conv1D": adapted("gpt2", lora(*IN_GPT2, use_dora=True, **CONV)),
+    "IA3": adapted("llama", IA3),
+    "norms": adapted("llama", adapter(peft.LNTuningConfig(target_modules=["norm"], **CAUSAL))),
+    "modules to save": adapted("llama", lora("q_proj", modules_to_save=["lm_head", "norm", "mlp"])),
+    "trainable tokens": adapted(
+        "llama", lora(*IN_LLAMA, trainable_token_indices={"embed_tokens": [5]})
+    ),
+    "two adapters at once": adapted("llama", adapter(*_TWO, active=["0", "1"])),
+    "the second of two adapters": adapted("llama", adapter(*_TWO, active=["1"])),
+    "a tuner out of its PeftModel": adapted(
+        "llama", lambda model: lora(*IN_LLAMA)(model).base_model, lora(*IN_LLAMA)
+    ),
+    "a model out of its PeftModel": adapted(
+        "llama", lambda model: lora(*IN_LLAMA)(model).get_base_model(), lora(*IN_LLAMA)
+    ),
+    "an adapter that transformers added": adapted("llama", added_by_transformers, lora(*IN_LLAMA)),
+    "an adapter that its user merged": adapted("llama", merged_by_its_user, lora(*IN_LLAMA)),
+    **{
+        f"disabled: {name}": Case("llama", lambda given, adapt=adapt: disabled(adapt)(given.model))
+        for name, adapt in {
+            "modules to save": lora(*IN_LLAMA, modules_to_save=["lm_head", "norm"]),
+            "merged": merged_by_its_user,
+            "added by transformers": added_by_transformers,
+        }.items()
+    },
+    **{f"{kind} mistral": quantised(MISTRAL, kind) for kind in KINDS},
+    **{f"{kind} mistral, run": quantised(MISTRAL, kind, was_run=True) for kind in KINDS},
+    "nf4 gpt2": quantised(GPT2, "nf4"),
+    "int8 gpt2, run": quantised(GPT2, "int8", was_run=True),
+    "LoRA on nf4": quantised(MISTRAL, "nf4", lora(*IN_LLAMA)),
+    "LoRA on nf4, run": quantised(MISTRAL, "nf4", lora(*IN_LLAMA), was_run=True),
+    "DoRA on int8": quantised(MISTRAL, "int8", lora(*IN_LLAMA, use_dora=True)),
+    "LoRA on int8 Conv1D": quantised(GPT2, "int8", lora(*IN_GPT2), lora(*IN_GPT2, **CONV)),
+    "DoRA on nf4 Conv1D": quantised(
+        GPT2, "nf4", lora(*IN_GPT2, use_dora=True), lora(*IN_GPT2, **CONV, use_dora=True)
+    ),
+    "IA3 on nf4": quantised(MISTRAL, "nf4", IA3),
+    "IA3 on int8": quantised(MISTRAL, "int8", IA3),
+    "VeRA on int8": quantised(
+        MISTRAL,
+        "int8",
+        adapter(peft.VeraConfig(r=4, target_modules=["q_proj", "o_proj"], **CAUSAL)),
+    ),
+    **{name: Case(architecture, make) for name, (architecture, make) in OFFLOADED.items()},
+    "an adapted model on the CPU": Case(
+        "gpt2",
+        on_cpu(lambda given: _DORA_ON_CONV(given.model)),
+        lambda given: _DORA_ON_CONV(given.model).merge_and_unload(),
+    ),
+    "int8 on the CPU": Case(MISTRAL, on_cpu(_INT8.live), _INT8.plain),
+}

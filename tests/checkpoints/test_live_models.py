@@ -1,0 +1,458 @@
+"""A live model, adapted, quantised or offloaded, loads as the plain model that it stands for."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import bitsandbytes
+import peft
+import pytest
+import torch
+from architectures import ALL_ARCHITECTURES, NO_PROCESSING, load_hooked
+from comparison import assert_same_logits, assert_same_model, log_probs
+from hf_models import make_hf_model, save_checkpoint
+from live_models import (
+    CASES,
+    CAUSAL,
+    CONV,
+    CPU,
+    IN_GPT2,
+    IN_LLAMA,
+    MISTRAL,
+    NOT_AS_MERGED,
+    WIDE,
+    Given,
+    Make,
+    device_map,
+    lora,
+    on_cpu,
+    on_disk,
+)
+from torch import nn
+from transformer_lens import HookedTransformer
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import tl_devicefix
+
+ARCHITECTURES = {**ALL_ARCHITECTURES, **WIDE}
+
+
+@pytest.fixture
+def load(machine: Any, tokenizer: Any) -> Callable[..., HookedTransformer]:
+    """`load("gpt2", hf_model)`: over the first three devices, unless options say otherwise."""
+
+    def load(name: str, hf_model: nn.Module, **options: Any) -> HookedTransformer:
+        options = {"n_devices": min(3, len(machine.devices)), **options}
+        return load_hooked(ARCHITECTURES[name], hf_model, tokenizer, **options)  # type: ignore[arg-type]
+
+    return load
+
+
+@pytest.fixture
+def reference_of(tokenizer: Any) -> Callable[..., HookedTransformer]:
+    """`reference_of("gpt2", plain_model)`: as unpatched TransformerLens loads it on one CPU."""
+
+    def reference_of(name: str, hf_model: Any, **options: Any) -> HookedTransformer:
+        with tl_devicefix.disabled():
+            return load_hooked(ARCHITECTURES[name], hf_model, tokenizer, device="cpu", **options)
+
+    return reference_of
+
+
+@pytest.fixture(scope="session")
+def wide(tokenizer: Any, tmp_path_factory: Any) -> Callable[[str], tuple[PreTrainedModel, Path]]:
+    """`wide("wide gpt2")`: a model of `WIDE`, not to be changed, and its checkpoint."""
+
+    @functools.cache
+    def wide(name: str) -> tuple[PreTrainedModel, Path]:
+        hf_model = make_hf_model(WIDE[name].hf_config())
+        directory = tmp_path_factory.mktemp("checkpoint")
+        return hf_model, save_checkpoint(hf_model, tokenizer, directory)
+
+    return wide
+
+
+@pytest.fixture
+def given(
+    hf_models: Any, checkpoints: Any, wide: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Given]:
+    """`given("gpt2")`: what a live model is made of, anew each time."""
+
+    def given(name: str, *dtypes: torch.dtype) -> Given:
+        plain, checkpoint = (
+            wide(name) if name in WIDE else (hf_models(name, *dtypes), checkpoints(name))
+        )
+        folder = tmp_path_factory.mktemp("offloaded")
+        return Given(name, copy.deepcopy(plain), checkpoint, folder)
+
+    return given
+
+
+@torch.no_grad()
+def predictions(hf_model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """What a Hugging Face model predicts, by its own forward, as `comparison.log_probs`."""
+    return hf_model(tokens).logits.log_softmax(dim=-1)
+
+
+@pytest.mark.cover
+@pytest.mark.fails_unpatched
+@pytest.mark.parametrize("processing", [{}, NO_PROCESSING], ids=["folded", "unfolded"])
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_the_plain_model_and_goes_on_as_before(
+    name: str,
+    processing: dict[str, bool],
+    given: Any,
+    load: Any,
+    reference_of: Any,
+    snapshot: Any,
+    tokens: torch.Tensor,
+) -> None:
+    case = CASES[name]
+    hf_model, another = case.live(given(case.architecture)), case.live(given(case.architecture))
+    reference = reference_of(case.architecture, case.plain(given(case.architecture)), **processing)
+    before = snapshot(hf_model)
+
+    model = load(case.architecture, hf_model, **processing)
+
+    assert_same_model(model, reference, tokens)
+    before.assert_unchanged()
+    try:
+        expected = predictions(another, tokens)
+    except (KeyError, NotImplementedError):  # it cannot run: transformers 4 loses embeddings that
+        # are tied and on disk, and PEFT does not run an offloaded DoRA
+        return
+    assert torch.equal(predictions(hf_model, tokens), expected)
+
+
+@pytest.mark.parametrize("case", NOT_AS_MERGED)
+def test_adapters_that_peft_itself_does_not_merge(
+    case: str, given: Any, load: Any, references: Any, tokens: torch.Tensor
+) -> None:
+    name, adapt = NOT_AS_MERGED[case]
+    references(name)  # skips where TransformerLens itself cannot read it
+    hf_model = adapt(given(name).model)
+    unfolded = {"fold_ln": False} if name == "mixtral" else {}  # TransformerLens 2 drops its norms
+
+    model = load(name, hf_model, n_devices=1, **unfolded)
+
+    expected = predictions(hf_model, tokens)
+    torch.testing.assert_close(log_probs(model, tokens), expected, rtol=0, atol=1e-4)
+
+
+def test_the_adapted_model_can_be_trained_on(given: Any, load: Any, tokens: torch.Tensor) -> None:
+    hf_model = lora(*IN_GPT2, use_dora=True, **CONV)(given("gpt2").model)
+
+    load("gpt2", hf_model)
+
+    assert not any(getattr(module, "merged", False) for module in hf_model.modules())
+    hf_model(tokens, labels=tokens).loss.backward()
+    trainable = [p for p in hf_model.parameters() if p.requires_grad]
+    assert trainable
+    assert all(p.grad is not None and p.grad.any() for p in trainable)
+
+
+def test_an_adapted_model_may_lie_on_a_device_of_its_own(
+    given: Any, load: Any, machine: Any, snapshot: Any, reference_of: Any, tokens: torch.Tensor
+) -> None:
+    hf_model = lora(*IN_LLAMA, use_dora=True)(given("llama").model)
+    merged = copy.deepcopy(hf_model).merge_and_unload()
+    hf_model.to("sim:3")
+    before, held = snapshot(hf_model), machine.memory_allocated("sim:3")
+    machine.reset_peak_memory_stats("sim:3")
+
+    model = load("llama", hf_model)
+
+    before.assert_unchanged()
+    # Its adapters are merged where the new model lies; here, there are only missing biases.
+    assert machine.max_memory_allocated("sim:3") - held < 0.02 * held
+    assert_same_model(model, reference_of("llama", merged), tokens)
+
+
+@pytest.mark.parametrize(
+    ("name", "adapt"),
+    [("llama", lora(*IN_LLAMA)), ("gpt2", lora(*IN_GPT2, use_dora=True, **CONV))],
+    ids=["LoRA", "DoRA"],
+)
+def test_adapters_of_a_bfloat16_model_are_merged_in_float32(
+    name: str, adapt: Any, given: Any, load: Any, reference_of: Any
+) -> None:
+    """As if all had been float64; PEFT would merge in bfloat16, and round what it merges."""
+    hf_model = adapt(given(name, torch.bfloat16).model)
+    in_float64 = adapt(given(name, torch.bfloat16, torch.float64).model)
+    in_float64.load_state_dict(hf_model.state_dict())
+    options = {"dtype": torch.float32, "fold_ln": False}
+    exact = dict(reference_of(name, in_float64.merge_and_unload(), **options).named_parameters())
+
+    model = load(name, hf_model, **options)
+
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.cpu(), exact[key], rtol=0, atol=1e-6)
+
+
+@pytest.mark.fails_unpatched
+def test_a_model_that_is_loaded_where_the_adapted_one_lies_shares_nothing_with_it(
+    given: Any, load: Any, snapshot: Any
+) -> None:
+    hf_model = lora(*IN_GPT2, **CONV)(given("gpt2").model)
+    before = snapshot(hf_model)
+
+    model = load("gpt2", hf_model, n_devices=1, device="cpu", **NO_PROCESSING)
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    before.assert_unchanged()
+
+
+@pytest.mark.fails_unpatched
+def test_a_model_that_is_spread_over_devices_cpu_and_disk(
+    given: Any, load: Any, references: Any, snapshot: Any, tmp_path: Path, tokens: torch.Tensor
+) -> None:
+    places = {**device_map("llama", "sim:0", "sim:2", "disk"), "model.layers.1": "cpu"}
+    hf_model = accelerate.dispatch_model(
+        given("llama").model, places, main_device="sim:0", offload_dir=tmp_path
+    )
+    before = snapshot(hf_model)
+
+    model = load("llama", hf_model)
+
+    before.assert_unchanged()
+    assert_same_model(model, references("llama"), tokens)
+
+
+def new_layer(like: nn.Linear) -> nn.Linear:
+    layer = nn.Linear(like.in_features, like.out_features, bias=False)
+    nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(2))
+    return layer
+
+
+@pytest.mark.fails_unpatched
+@pytest.mark.parametrize(("model_is_on", "layer_is_on"), [("sim:1", "cpu"), ("disk", "sim:2")])
+def test_a_layer_that_was_put_in_afterwards_is_read_from_where_it_is(
+    model_is_on: str,
+    layer_is_on: str,
+    given: Any,
+    load: Any,
+    reference_of: Any,
+    tokens: torch.Tensor,
+) -> None:
+    plain = given("llama").model
+    hf_model = on_disk()(given("llama")) if model_is_on == "disk" else given("llama").model
+    if model_is_on != "disk":
+        hf_model.to(model_is_on)
+    for model, device in ((hf_model, layer_is_on), (plain, "cpu")):
+        model.lm_head = new_layer(model.lm_head).to(device)
+        mlp = model.model.layers[2].mlp
+        mlp.up_proj = new_layer(mlp.up_proj).to(device)
+
+    model = load("llama", hf_model)
+
+    assert_same_model(model, reference_of("llama", plain), tokens)
+
+
+@pytest.mark.parametrize("kind", ["nf4, scales quantised too", "int8"])
+def test_a_quantised_checkpoint_is_loaded_by_its_path(
+    kind: str, given: Any, load: Any, tokenizer: Any, tmp_path: Path, tokens: torch.Tensor
+) -> None:
+    hf_model = CASES[f"{kind} mistral"].live(given(MISTRAL))
+    hf_model.save_pretrained(tmp_path)
+    expected = log_probs(load(MISTRAL, hf_model), tokens)
+
+    model = HookedTransformer.from_pretrained(str(tmp_path), n_devices=3)
+
+    assert len(model.placement.devices) == 3
+    torch.testing.assert_close(log_probs(model, tokens), expected, rtol=0, atol=1e-5)
+
+
+TAKES_A_BLOCK: dict[str, Make] = {
+    "LoRA": lambda given: lora(*IN_LLAMA)(given.model),
+    "DoRA": lambda given: lora(*IN_LLAMA, use_dora=True)(given.model),
+    "nf4": CASES["nf4 mistral"].live,
+    "int8": CASES["int8 mistral"].live,
+    "LoRA on nf4": CASES["LoRA on nf4"].live,
+    "disk": on_disk(),
+}
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("how", TAKES_A_BLOCK)
+def test_computing_weights_takes_about_a_block_of_memory_and_only_while_loading(
+    how: str, dtype: torch.dtype, given: Any, load: Any, machine: Any
+) -> None:
+    """Beyond what loading a plain model takes: the block in float32, and for DoRA a layer of it."""
+
+    def load_on(device: str, hf_model: Any) -> HookedTransformer:
+        return load(MISTRAL, hf_model, n_devices=1, device=device, dtype=dtype)
+
+    model = load_on("sim:0", given(MISTRAL).model)
+    same_model = load_on("sim:1", TAKES_A_BLOCK[how](given(MISTRAL)))
+    gc.collect()
+
+    block = max(c.weights for c in model.placement.components) * 4 // dtype.itemsize
+    extra = machine.max_memory_allocated("sim:1") - machine.max_memory_allocated("sim:0")
+    assert extra <= 1.4 * block
+    share = same_model.placement.bytes_on(torch.device("sim:1"))
+    assert machine.memory_allocated("sim:1") == share == machine.memory_allocated("sim:0")
+
+
+# --------------------------------------------------------------------------------------------
+# Refusals
+
+
+def with_prompts(config: Any) -> Make:
+    return lambda given: peft.get_peft_model(given.model, config)
+
+
+def with_lora(*targets: str, **options: Any) -> Make:
+    return lambda given: lora(*targets, **options)(given.model)
+
+
+def without_values(_: Given) -> Any:
+    with accelerate.init_empty_weights():
+        hf_model = AutoModelForCausalLM.from_config(ALL_ARCHITECTURES["llama"].hf_config())
+    hf_model.config.architectures = ["LlamaForCausalLM"]
+    return hf_model
+
+
+def without_scales(given: Given) -> Any:
+    hf_model = CASES["int8 mistral"].live(given)
+    layer = hf_model.model.layers[1].mlp.up_proj
+    layer.weight.SCB = layer.state.SCB = None
+    return hf_model
+
+
+def quantised_by(method: str) -> Make:
+    def make(given: Given) -> Any:
+        given.model.config.quantization_config = {"quant_method": method, "bits": 4}
+        return given.model
+
+    return make
+
+
+def by_torch(given: Given) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it moves to torchao
+        return torch.ao.quantization.quantize_dynamic(given.model, {nn.Linear})
+
+
+def of_a_byte(dtype: torch.dtype) -> Make:
+    def make(given: Given) -> Any:
+        layer = given.model.model.layers[3].mlp.up_proj
+        layer.weight = nn.Parameter(layer.weight.detach().to(dtype), requires_grad=False)
+        return given.model
+
+    return make
+
+
+def packed_embedding(given: Given) -> Any:
+    embedding = bitsandbytes.nn.EmbeddingNF4(40, 16)
+    embedding.weight = bitsandbytes.nn.Params4bit(
+        given.model.model.embed_tokens.weight.detach(), quant_type="nf4", requires_grad=False
+    )
+    given.model.model.embed_tokens = embedding.to("cpu")
+    return given.model
+
+
+ADAPTION = peft.AdaptionPromptConfig(adapter_len=2, adapter_layers=1, **CAUSAL)
+UNMERGEABLE = ("cannot be merged", "pass the base model")
+QUANTISED = ("quantised", "cannot be undone here")
+REFUSED: dict[str, tuple[str, Make, tuple[str, ...]]] = {
+    "prompt tuning": (
+        "llama",
+        with_prompts(peft.PromptTuningConfig(num_virtual_tokens=2, **CAUSAL)),
+        ("PROMPT_TUNING", *UNMERGEABLE),
+    ),
+    "prompts within attention": (
+        "llama",
+        with_prompts(ADAPTION),
+        ("ADAPTION_PROMPT", *UNMERGEABLE),
+    ),
+    "prompts within a base model's attention": (
+        "llama",
+        lambda given: with_prompts(ADAPTION)(given).get_base_model(),
+        ("AdaptedAttention", *UNMERGEABLE),
+    ),
+    "LoRA that starts at certain tokens": (
+        "llama",
+        with_lora(*IN_LLAMA, alora_invocation_tokens=[3]),
+        ("aLoRA", *UNMERGEABLE),
+    ),
+    "a bias where the model has no place for one": (
+        "llama",
+        with_lora("q_proj", lora_bias=True),
+        ("no bias", *UNMERGEABLE),
+    ),
+    "4 bits, offloaded": (
+        MISTRAL,
+        on_cpu(CASES["nf4 mistral"].live),
+        ("scales are lost", "without offloading"),
+    ),
+    "8 bits without scales": (MISTRAL, without_scales, ("scales are lost", "load it again")),
+    "no values anywhere": (
+        "llama",
+        without_values,
+        ("embed.W_E", "meta device", "load the model with its weights"),
+    ),
+    "an adapter on an offloaded model": (  # which PEFT makes on the meta device, as the weight is
+        "llama",
+        lambda given: lora("q_proj")(on_cpu()(given)),
+        ("blocks.0: attn.W_Q", "meta device"),
+    ),
+    "gptq": ("qwen2", quantised_by("gptq"), ("gptq", *QUANTISED)),
+    "mxfp4": ("qwen2", quantised_by("mxfp4"), ("mxfp4", *QUANTISED)),
+    "by torch": ("qwen2", by_torch, ("torch.ao", *QUANTISED)),
+    "int8 without a scale": ("qwen2", of_a_byte(torch.int8), ("torch.int8", *QUANTISED)),
+    "float8": ("qwen2", of_a_byte(torch.float8_e4m3fn), ("torch.float8_e4m3fn", *QUANTISED)),
+    "an embedding": ("qwen2", packed_embedding, ("uint8", *QUANTISED)),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_has_no_plain_weights_is_refused(
+    case: str, given: Any, load: Any, refused: Any
+) -> None:
+    name, make, says = REFUSED[case]
+    hf_model = make(given(name))
+    with refused(*says, hf_model=hf_model):
+        load(name, hf_model)
+
+
+@pytest.fixture
+def without_library(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """`without_library("peft")`: as if it were not installed; what is in use of it goes on."""
+
+    def without_library(name: str) -> None:
+        for module in [loaded for loaded in sys.modules if loaded.split(".")[0] == name]:
+            monkeypatch.delitem(sys.modules, module)
+        monkeypatch.setitem(sys.modules, name, None)
+
+    return without_library
+
+
+@pytest.mark.parametrize(("library", "case"), [("peft", "LoRA"), ("bitsandbytes", "nf4 mistral")])
+def test_without_its_library_the_refusal_says_what_to_install(
+    library: str, case: str, given: Any, load: Any, without_library: Any, refused: Any
+) -> None:
+    name = CASES[case].architecture
+    hf_model = CASES[case].live(given(name))
+    without_library(library)
+    says = f"uses {library}, which cannot be imported", "pip install"
+    with refused(*says, error=ImportError, hf_model=hf_model):
+        load(name, hf_model)
+
+
+def test_a_plain_model_needs_no_optional_library(
+    hf_models: Any, load: Any, references: Any, without_library: Any, tokens: torch.Tensor
+) -> None:
+    for library in ("peft", "bitsandbytes"):
+        without_library(library)
+    assert_same_logits(load("llama", hf_models("llama")), references("llama"), tokens)
