@@ -14,6 +14,7 @@ from transformer_lens import HookedTransformer
 
 from tl_devicefix.simulation.machine import Machine
 
+
 class Snapshot:
     """A Hugging Face model as it is now: its modules, tensors and config."""
 
@@ -80,11 +81,11 @@ def refused(machine: Machine) -> Callable[..., Any]:
     @contextlib.contextmanager
     def refused(
         *says: str, error: Any = ValueError, hf_model: torch.nn.Module | None = None
-    ) -> Iterator[None]:
+    ) -> Iterator[pytest.ExceptionInfo[BaseException]]:
         memory, patched = in_use(machine), dict(vars(HookedTransformer))
         before = None if hf_model is None else Snapshot(hf_model)
         with pytest.raises(error) as caught:
-            yield
+            yield caught
         message = str(caught.value)
         forget_locals(caught.value)
 

@@ -159,7 +159,8 @@ NOT_AS_MERGED: dict[str, tuple[str, Adapt]] = {
 KINDS: dict[str, dict[str, Any]] = {
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     "nf4, scales quantised too": {
-        **{"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
         "bnb_4bit_use_double_quant": True,
     },
     "int8": {"load_in_8bit": True},

@@ -23,7 +23,6 @@ from live_models import (
     CASES,
     CAUSAL,
     CONV,
-    CPU,
     IN_GPT2,
     IN_LLAMA,
     MISTRAL,

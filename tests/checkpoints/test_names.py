@@ -1,0 +1,468 @@
+"""A checkpoint is loaded by its name on the hub or its directory, whatever it is called.
+
+What is fetched is laid out in the hub's cache beforehand; there is no network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformer_lens.loading_from_pretrained as tl_loading
+import transformers.dynamic_module_utils
+import transformers.utils.hub
+from architectures import ALL_ARCHITECTURES
+from comparison import assert_same_model, assert_same_weights
+from hf_models import make_tokenizer, randomize
+from hub_cache import HubCache, commit_of
+from transformer_lens import HookedTransformer
+
+import tl_devicefix
+from tl_devicefix import plan
+
+FINE_TUNE = "someone/not-a-gemma-2-nor-llama"
+"""The name of a tiny Qwen2 that TransformerLens does not list, and would misread if it did."""
+
+
+@pytest.fixture
+def fine_tune(hub: HubCache, hf_models: Any, tokenizer: Any) -> str:
+    hub.add(FINE_TUNE, hf_models("qwen2"), tokenizer)
+    return FINE_TUNE
+
+
+@pytest.fixture
+def directory(tmp_path: Path, checkpoints: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`directory("bert-like")`: the tiny Qwen2, in the current directory, under this name."""
+    monkeypatch.chdir(tmp_path)
+    return lambda name: Path(shutil.copytree(checkpoints("qwen2"), tmp_path / name))
+
+
+def load_unprocessed(name: Any, **options: Any) -> HookedTransformer:
+    return HookedTransformer.from_pretrained_no_processing(name, n_devices=2, **options)
+
+
+def assert_embeds_as(model: HookedTransformer, hf_model: Any) -> None:
+    """Without processing, W_E is the checkpoint's own."""
+    embedding = hf_model.get_input_embeddings().weight.detach()
+    assert torch.equal(model.W_E.detach().cpu(), embedding)
+
+
+# --------------------------------------------------------------------------------------------
+# Names and paths
+
+
+@pytest.mark.fails_unpatched
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt2"])
+def test_a_listed_name_is_the_model_that_transformer_lens_loads_by_it(
+    architecture: str, hub: HubCache, hf_models: Any, tokenizer: Any, machine: Any, tokens: Any
+) -> None:
+    name = ALL_ARCHITECTURES[architecture].official_name
+    hub.add(name, hf_models(architecture), tokenizer)
+    with tl_devicefix.disabled():
+        reference = HookedTransformer.from_pretrained(name, device="cpu")
+
+    model = HookedTransformer.from_pretrained(name, n_devices=3)
+
+    assert_same_model(model, reference, tokens)
+    assert model.cfg.model_name == reference.cfg.model_name
+    assert model.to_tokens("w5 w7").tolist() == reference.to_tokens("w5 w7").tolist()
+
+
+@pytest.mark.fails_unpatched
+@pytest.mark.parametrize(
+    ("architecture", "n_devices"),
+    [
+        *(("qwen2", 1), ("qwen2", 3), ("gpt2", 2), ("gemma-2", 2), ("gemma-3", 2), ("pythia", 2)),
+        *(("phi", 2), ("qwen3", 2), ("olmo", 2), ("olmo-2", 2)),
+    ],
+)
+def test_a_fine_tune_is_loaded_by_its_own_name(
+    architecture: str,
+    n_devices: int,
+    hub: HubCache,
+    hf_models: Any,
+    tokenizer: Any,
+    references: Any,
+    machine: Any,
+    tokens: Any,
+) -> None:
+    reference = references(architecture)
+    hub.add(FINE_TUNE, hf_models(architecture), tokenizer)
+
+    model = HookedTransformer.from_pretrained(FINE_TUNE, n_devices=n_devices)
+
+    assert_same_model(model, reference, tokens)
+    assert model.cfg.original_architecture == hf_models(architecture).config.architectures[0]
+    assert model.cfg.model_name == "not-a-gemma-2-nor-llama"
+    assert model.cfg.tokenizer_name == model.tokenizer.name_or_path == FINE_TUNE
+    if architecture == "pythia":  # of the others, transformers 5 makes tokenizers of their classes
+        assert model.to_tokens("w5 w7")[0, -2:].tolist() == [5, 7]
+
+
+@pytest.mark.parametrize(
+    "name", ["someone/t5-like", "bert/mine", "someone/dolphin.7b_v2", "NeelNanda/of-mine"]
+)
+def test_any_name_on_the_hub_will_do(
+    name: str, hub: HubCache, hf_models: Any, tokenizer: Any, machine: Any
+) -> None:
+    hub.add(name, hf_models("qwen2"), tokenizer)
+    model = load_unprocessed(name)
+    assert_embeds_as(model, hf_models("qwen2"))
+    assert model.tokenizer is not None
+
+
+def absolute(path: Path) -> str:
+    return str(path)
+
+
+def relative(path: Path) -> str:
+    return path.name
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        *[(name, absolute) for name in ("llama-2-7b", "bert-like", "t5-ish", "gpt2")],
+        *[(name, relative) for name in ("gemma-2-2b", "NeelNanda-of-mine", "stanford-crfm")],
+        *[("mistral.v0.1", relative), ("with spaces", lambda path: path)],
+        *[("a", lambda path: f"{path}/"), ("a", lambda path: f"./{path.name}")],
+    ],
+)
+def test_any_path_will_do(
+    name: str, how: Callable[[Path], Any], directory: Any, hf_models: Any, machine: Any
+) -> None:
+    path = directory(name)
+    model = load_unprocessed(how(path))
+    assert model.cfg.original_architecture == "Qwen2ForCausalLM"
+    assert_embeds_as(model, hf_models("qwen2"))
+    assert Path(model.tokenizer.name_or_path).resolve() == path
+
+
+def test_a_directory_of_results_does_not_hide_the_model_it_is_named_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = plan("Llama-2-7b", dtype="bfloat16")
+    monkeypatch.chdir(tmp_path)
+    Path("Llama-2-7b").mkdir()
+    assert plan("Llama-2-7b", dtype="bfloat16") == elsewhere
+
+
+def test_the_text_model_of_a_multimodal_fine_tune(
+    hub: HubCache, tokenizer: Any, machine: Any, tokens: Any
+) -> None:
+    name = "google/gemma-3-4b-it"
+    if name not in tl_loading.OFFICIAL_MODEL_NAMES:
+        pytest.skip(f"the installed TransformerLens has no {name}")
+    text = ALL_ARCHITECTURES["gemma-3"].hf_config()
+    vision = {
+        "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "image_size": 16,
+        "patch_size": 8, "num_hidden_layers": text.num_hidden_layers,
+    }  # fmt: skip
+    config = transformers.Gemma3Config(
+        text_config=text.to_dict(), vision_config=vision, mm_tokens_per_image=4
+    )
+    hf_model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    randomize(hf_model)
+    hf_model.config.architectures = ["Gemma3ForConditionalGeneration"]
+    hub.add("someone/sees", hf_model, tokenizer)
+
+    model = HookedTransformer.from_pretrained("someone/sees", n_devices=2)
+
+    actual, expected = model(tokens).cpu().log_softmax(-1), hf_model(tokens).logits.log_softmax(-1)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_weights_are_needed_neither_beside_the_model_itself_nor_for_a_plan(
+    hub: HubCache, hf_models: Any, references: Any, machine: Any
+) -> None:
+    for file in hub.add(FINE_TUNE, hf_models("qwen2")).glob("*.safetensors"):
+        file.unlink()
+    assert len(plan(FINE_TUNE, n_devices=4).devices) == 4
+    model = HookedTransformer.from_pretrained(FINE_TUNE, hf_model=hf_models("qwen2"), n_devices=3)
+    assert_same_weights(model, references("qwen2"))
+
+
+@pytest.mark.parametrize("options", [{"n_devices": 3}, {"device_map": "sequential"}], ids=str)
+def test_the_plan_by_a_name_is_where_it_is_then_loaded(
+    options: dict[str, Any], fine_tune: str, machine: Any
+) -> None:
+    planned = plan(fine_tune, dtype="bfloat16", **options)
+    model = HookedTransformer.from_pretrained(fine_tune, dtype="bfloat16", **options)
+    assert model.placement.device_map == planned.device_map
+
+
+# --------------------------------------------------------------------------------------------
+# Tokenizers
+
+
+@pytest.mark.fails_unpatched
+@pytest.mark.parametrize("where", ["hub", "directory"])
+def test_without_a_tokenizer_there_the_model_has_none(
+    where: str, hub: HubCache, hf_models: Any, machine: Any, tmp_path: Path, tokens: Any
+) -> None:
+    hub.add(FINE_TUNE, hf_models("qwen2"))
+    hf_models("qwen2").save_pretrained(tmp_path / "model")
+    name = FINE_TUNE if where == "hub" else tmp_path / "model"
+
+    model = HookedTransformer.from_pretrained(name, n_devices=2)
+
+    assert model.tokenizer is None
+    assert model(tokens).shape[:2] == tokens.shape
+
+
+def test_your_own_tokenizer_is_used_instead(directory: Any, tokenizer: Any, machine: Any) -> None:
+    model = HookedTransformer.from_pretrained(directory("model"), tokenizer=tokenizer)
+    assert model.tokenizer.name_or_path == tokenizer.name_or_path
+
+
+# --------------------------------------------------------------------------------------------
+# How it is fetched: config, weights and tokenizer in the same way
+
+
+@pytest.fixture(params=[False, True], ids=["not listed", "listed"])
+def name_of(request: pytest.FixtureRequest) -> Callable[[str], str]:
+    """`name_of("qwen2")`: the name that a checkpoint is put on the hub by."""
+    return lambda name: ALL_ARCHITECTURES[name].official_name if request.param else FINE_TUNE
+
+
+@pytest.mark.cover
+@pytest.mark.fails_unpatched
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
+def test_revision(
+    architecture: str,
+    name_of: Any,
+    hub: HubCache,
+    hf_models: Any,
+    tokenizer: Any,
+    machine: Any,
+    tmp_path: Path,
+) -> None:
+    name, main = name_of(architecture), hf_models(architecture)
+    v2 = copy.deepcopy(main)
+    with torch.no_grad():
+        v2.get_input_embeddings().weight.mul_(0.5)
+    v2.config.rms_norm_eps = 0.001
+    later_tokenizer = make_tokenizer(tmp_path / "tokenizer")
+    later_tokenizer.add_tokens(["later"])
+    hub.add(name, main, tokenizer)
+    hub.add(name, v2, later_tokenizer, revision="v2")
+
+    asked = ({}, {"revision": "main"}, {"revision": "v2"}, {"revision": commit_of(name, "v2")})
+    for options, hf_model in zip(asked, (main, main, v2, v2)):
+        model = load_unprocessed(name, **options)
+        assert_embeds_as(model, hf_model)
+        assert model.cfg.eps == hf_model.config.rms_norm_eps
+        assert ("later" in model.tokenizer.get_vocab()) == (hf_model is v2)
+
+
+@pytest.mark.cover
+@pytest.mark.fails_unpatched
+@pytest.mark.parametrize("architecture", ["llama", "phi", "qwen3"])
+def test_cache_dir(
+    architecture: str,
+    name_of: Any,
+    hub: HubCache,
+    hf_models: Any,
+    tokenizer: Any,
+    machine: Any,
+    tmp_path: Path,
+) -> None:
+    name, elsewhere = name_of(architecture), tmp_path / "elsewhere"
+    HubCache(elsewhere).add(name, hf_models(architecture), tokenizer)
+
+    model = load_unprocessed(name, cache_dir=elsewhere)
+
+    assert_embeds_as(model, hf_models(architecture))
+    assert model.tokenizer.get_vocab() == tokenizer.get_vocab()
+    assert not hub.directory.exists()
+
+
+@pytest.mark.cover
+@pytest.mark.fails_unpatched
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_token(
+    architecture: str,
+    name_of: Any,
+    hub: HubCache,
+    hf_models: Any,
+    tokenizer: Any,
+    machine: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """TransformerLens gives transformers one from HF_TOKEN, and a second is an error."""
+    monkeypatch.setenv("HF_TOKEN", "hf_of_the_environment")
+    hub.add(name_of(architecture), hf_models(architecture), tokenizer)
+    tokens_of: dict[str, set[str]] = {}
+    for name in ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer"):
+        kind = getattr(transformers, name)
+
+        def fetched(*args: Any, name: str = name, fetch=kind.from_pretrained, **kwargs: Any) -> Any:
+            tokens_of.setdefault(name, set()).add(kwargs.get("token"))
+            return fetch(*args, **kwargs)
+
+        monkeypatch.setattr(kind, "from_pretrained", fetched)
+
+    HookedTransformer.from_pretrained(name_of(architecture), n_devices=2, token="hf_given")
+
+    if name_of(architecture) == FINE_TUNE:  # its config is read from the folder that was fetched
+        tokens_of.pop("AutoConfig", None)
+    assert {"AutoModelForCausalLM", "AutoTokenizer"} <= tokens_of.keys()
+    assert all(used == {"hf_given"} for used in tokens_of.values())
+
+
+def test_local_files_only(
+    name_of: Any, hub: HubCache, hf_models: Any, tokenizer: Any, machine: Any
+) -> None:
+    hub.add(name_of("qwen2"), hf_models("qwen2"), tokenizer)
+    model = load_unprocessed(name_of("qwen2"), local_files_only=True)
+    assert_embeds_as(model, hf_models("qwen2"))
+    assert model.tokenizer is not None
+
+
+def test_subfolder(hub: HubCache, hf_models: Any, tokenizer: Any, machine: Any) -> None:
+    snapshot = hub.add("someone/collection", hf_models("gpt2"))
+    hf_models("qwen2").save_pretrained(snapshot / "small")
+    tokenizer.save_pretrained(snapshot / "small")
+
+    model = load_unprocessed("someone/collection", subfolder="small")
+
+    assert_embeds_as(model, hf_models("qwen2"))
+    assert model.tokenizer.get_vocab() == tokenizer.get_vocab()
+
+
+# --------------------------------------------------------------------------------------------
+# Refusals, each in one sentence
+
+NOT_CACHED = "couldn't find them in the cached files"
+REFUSED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "gpt2-smal": (("did you mean", "'gpt2-small'"), {}),
+    "Qwen2-0.5": (("did you mean", "'qwen2-0.5b'"), {}),
+    "xyzzy": (("organisation/model",), {}),
+    "someone/unknown": ((NOT_CACHED,), {}),
+    "Qwen/Qwen2-0.5B": ((NOT_CACHED,), {"local_files_only": True}),
+    **{
+        path: (("no model that TransformerLens lists", "directory"), {})
+        for path in ("./llama", "../llama", "/llama", "~/llama")
+    },
+}
+"""A name -> what its refusal says, and options."""
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_name_that_is_no_checkpoint(name: str, hub: HubCache, refused: Any) -> None:
+    says, options = REFUSED[name]
+    with refused(repr(name), *says) as caught:
+        HookedTransformer.from_pretrained(name, **options)
+    assert name != "xyzzy" or "did you mean" not in str(caught.value)
+
+
+def test_a_training_checkpoint_of_a_fine_tune(fine_tune: str, refused: Any) -> None:
+    with refused("checkpoint_index", "leave them out"):
+        HookedTransformer.from_pretrained(fine_tune, checkpoint_index=3)
+
+
+def test_a_directory_with_an_adapter_only(tmp_path: Path, refused: Any) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with refused(str(tmp_path), "PEFT adapter", "hf_model"):
+        HookedTransformer.from_pretrained(str(tmp_path))
+
+
+@pytest.mark.parametrize("use", [HookedTransformer.from_pretrained, plan])
+def test_an_architecture_that_is_not_supported_is_named_with_those_that_are(
+    use: Any, hub: HubCache, refused: Any
+) -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9}
+    falcon = transformers.FalconForCausalLM(transformers.FalconConfig(**sizes))
+    hub.add("someone/falcon", falcon)
+    with refused("'someone/falcon' holds a FalconForCausalLM") as caught:
+        use("someone/falcon")
+    supported = set(re.findall(r"\w+", str(caught.value).partition("supports")[2]))
+    assert {"LlamaForCausalLM", "Qwen2ForCausalLM", "GPT2LMHeadModel"} <= supported
+    assert not {"FalconForCausalLM", "T5ForConditionalGeneration"} & supported
+
+
+# --------------------------------------------------------------------------------------------
+# Code that comes with a checkpoint
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where transformers copies such code to, to import it."""
+    for module in (transformers.utils.hub, transformers.dynamic_module_utils):
+        if hasattr(module, "HF_MODULES_CACHE"):
+            monkeypatch.setattr(module, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "modules")])
+
+
+def change_json(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+OWN_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_a_checkpoint_with_code_of_its_own_is_loaded_if_that_is_trusted(
+    hub: HubCache, modules: None, hf_models: Any, references: Any, machine: Any, tokens: Any
+) -> None:
+    folder = hub.add("someone/own", hf_models("llama"))
+    (folder / "own.py").write_text(OWN_CODE)
+    classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    change_json(folder / "config.json", model_type="own", auto_map=classes)
+
+    model = HookedTransformer.from_pretrained("someone/own", n_devices=2, trust_remote_code=True)
+
+    assert_same_model(model, references("llama"), tokens)
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        HookedTransformer.from_pretrained("someone/own", trust_remote_code=False)
+
+
+@pytest.fixture
+def with_code(directory: Any, modules: None, hf_models: Any, tmp_path: Path) -> Path:
+    """A tiny Qwen3 in a directory called as models are whose code TransformerLens runs."""
+    path = directory("Qwen/Qwen3-mine")
+    hf_models("qwen3").save_pretrained(path)
+    (path / "own.py").write_text(f"open({str(tmp_path / 'it ran')!r}, 'w')\nclass Own: ...\n")
+    classes = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}
+    change_json(path / "config.json", auto_map=classes)
+    change_json(path / "tokenizer_config.json", auto_map={"AutoTokenizer": ["own.Own", "own.Own"]})
+    return path.relative_to(tmp_path)
+
+
+@pytest.mark.parametrize("how", [str, os.path.abspath], ids=["relative", "absolute"])
+def test_code_in_a_directory_does_not_run_whatever_it_is_called(
+    how: Callable[[Path], str], with_code: Path, machine: Any, tmp_path: Path
+) -> None:
+    model = HookedTransformer.from_pretrained(how(with_code), n_devices=2, fold_ln=False)
+    assert not model.cfg.trust_remote_code
+    assert not (tmp_path / "it ran").exists()
+    with contextlib.suppress(Exception):  # what it holds is no model
+        HookedTransformer.from_pretrained(how(with_code), trust_remote_code=True)
+    assert (tmp_path / "it ran").exists()
+
+
+def test_nor_does_that_of_a_name_that_transformer_lens_does_not_list(
+    with_code: Path, hub: HubCache, hf_models: Any, machine: Any, tmp_path: Path
+) -> None:
+    folder = hub.add("Qwen/Qwen3-tuned", hf_models("qwen3"))
+    shutil.copytree(with_code, folder, dirs_exist_ok=True)
+    model = HookedTransformer.from_pretrained("Qwen/Qwen3-tuned", n_devices=2)
+    assert model.tokenizer is not None
+    assert not (tmp_path / "it ran").exists()
