@@ -394,17 +394,14 @@ CASES: dict[str, Case] = {
         }.items()
     },
     **{f"{kind} mistral": quantised(MISTRAL, kind) for kind in KINDS},
-    **{f"{kind} mistral, run": quantised(MISTRAL, kind, was_run=True) for kind in KINDS},
-    "nf4 gpt2": quantised(GPT2, "nf4"),
+    "nf4, scales quantised too, run": quantised(MISTRAL, "nf4, scales quantised too", was_run=True),
     "int8 gpt2, run": quantised(GPT2, "int8", was_run=True),
     "LoRA on nf4": quantised(MISTRAL, "nf4", lora(*IN_LLAMA)),
-    "LoRA on nf4, run": quantised(MISTRAL, "nf4", lora(*IN_LLAMA), was_run=True),
     "DoRA on int8": quantised(MISTRAL, "int8", lora(*IN_LLAMA, use_dora=True)),
     "LoRA on int8 Conv1D": quantised(GPT2, "int8", lora(*IN_GPT2), lora(*IN_GPT2, **CONV)),
     "DoRA on nf4 Conv1D": quantised(
         GPT2, "nf4", lora(*IN_GPT2, use_dora=True), lora(*IN_GPT2, **CONV, use_dora=True)
     ),
-    "IA3 on nf4": quantised(MISTRAL, "nf4", IA3),
     "IA3 on int8": quantised(MISTRAL, "int8", IA3),
     "VeRA on int8": quantised(
         MISTRAL,
