@@ -44,7 +44,7 @@ SHARED_ROOMS = (
 OF_EITHER = (
     *("test_misspelt_arguments", "test_within_simulate", "test_logging"),
     "test_gathering_of_either_class",
-    *("test_hooks_of_either_class", "test_mixing_of_either_class", "test_put_in_by_hand"),
+    *("test_mixing_of_either_class", "test_put_in_by_hand"),
     *("test_check_of_either_class", "test_estimate_of_either_class"),
     "test_attention_of_either_class",
     *("test_dry_run_of_either_class", "test_offload_of_either_class"),

@@ -112,25 +112,10 @@ def test_it_follows_a_model_that_is_gathered_on_one_device(
     target: str, attached: Any, tokens: torch.Tensor
 ) -> None:
     model, reference = attached
-
     model.to(target)
 
     assert_agrees(model(tokens), reference(tokens), torch.device(target))
     assert all("forward" not in vars(module) for module in model.modules())
-
-
-def test_it_may_be_attached_before_the_model_is_spread(
-    load: Any, reference: Any, tokens: torch.Tensor
-) -> None:
-    model, reference = load("llama", 1), copy.deepcopy(reference)
-    for each in (model, reference):
-        own_module(each)
-        each.setup()
-    model.cfg.n_devices = 4
-
-    model.move_model_modules_to_device()
-
-    assert_agrees(model(tokens), reference(tokens), home_of(model))
 
 
 def test_a_forward_of_its_own_comes_back_when_it_is_removed(
@@ -152,9 +137,3 @@ def test_a_forward_of_its_own_comes_back_when_it_is_removed(
 
     assert probe.forward is double
     assert not torch.allclose(model(tokens), changed)
-
-
-def test_torch_s_modules_of_transformer_lens_itself_are_left_alone(model: Any) -> None:
-    model = copy.deepcopy(model)
-    model.setup()
-    assert all("forward" not in vars(module) for module in model.modules())

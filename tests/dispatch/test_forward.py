@@ -1,98 +1,149 @@
-"""`model(...)` over several devices returns what it does on one, at home."""
+"""A model over several devices gives what it gives on one, at home: forwards, text, gradients.
+
+All public methods of a few models are in tests/surface; here are all kinds of models, everywhere.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from comparison import assert_agrees
 from hf_models import N_LAYERS
-from kinds import KINDS, every_kind, everywhere, home_of, new_kv_cache
+from kinds import KINDS, every_kind, everywhere, home_of, new_kv_cache, on_one_device
+from transformer_lens import HookedTransformer
 
+Call = Callable[[Any, torch.Tensor], Any]
 SENTENCES = ["w5 w6 w7", "w8 w9 w10 w11 w12 w13"]
+GREEDY = {"do_sample": False, "stop_at_eos": False, "max_new_tokens": 3, "verbose": False}
+RESIDUALS = [f"blocks.{i}.hook_resid_post" for i in range(N_LAYERS)]
 
 
-@pytest.mark.cover(("kind", "fails_unpatched"))
+def at_home(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    return tokens.to(home_of(model))
+
+
+def masked(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """A mask, with three pads on the left of the first sequence."""
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    return at_home(model, mask)
+
+
+def from_layer_to_layer(model: Any, tokens: torch.Tensor) -> Any:
+    mask = masked(model, tokens)
+    residual = model(tokens, attention_mask=mask, stop_at_layer=1)
+    return residual, model(residual, attention_mask=mask, start_at_layer=1, stop_at_layer=-1)
+
+
+def in_pieces(model: Any, tokens: torch.Tensor) -> Any:
+    """A prompt in pieces; then continuations of its frozen prefix."""
+    cache, frozen = (new_kv_cache(model, len(tokens)) for _ in range(2))
+    pieces = [model(piece, past_kv_cache=cache) for piece in tokens.split([4, 1, 4], dim=1)]
+    model(tokens[:, :5], past_kv_cache=frozen)
+    frozen.freeze()
+    return pieces, [model(tokens[:, 5:] + i, past_kv_cache=frozen) for i in range(2)]
+
+
+def left_padded_in_pieces(model: Any, tokens: torch.Tensor) -> Any:
+    cache = new_kv_cache(model, batch_size=2)
+    first = model(SENTENCES, padding_side="left", past_kv_cache=cache)
+    return first, model(tokens[:, :2], past_kv_cache=cache)
+
+
+def generated(model: Any, tokens: torch.Tensor) -> Any:
+    torch.manual_seed(0)
+    sampling = {"do_sample": True, "top_k": 5, "temperature": 0.5, "freq_penalty": 2.0}
+    tokens = at_home(model, tokens)
+    return [
+        model.generate(tokens, **GREEDY),
+        model.generate(tokens, use_past_kv_cache=False, **GREEDY),
+        model.generate(SENTENCES, padding_side="left", **GREEDY),
+        model.generate(tokens, **{**GREEDY, **sampling}),
+    ]
+
+
+def streamed(model: Any, tokens: torch.Tensor) -> Any:
+    options = {**GREEDY, "max_new_tokens": 5, "max_tokens_per_yield": 2}
+    parts = list(model.generate_stream(tokens, **options))
+    assert len(parts) > 1
+    return parts
+
+
+def hooked(model: Any, tokens: torch.Tensor) -> Any:
+    """A hook on each block; an ablated head; what another run has cached."""
+
+    def ablate_head(value: torch.Tensor, hook: Any) -> torch.Tensor:
+        value[:, :, 2] = 0
+        return value
+
+    def patch(value: torch.Tensor, hook: Any) -> torch.Tensor:
+        value[:, -1] = clean[hook.name][:, -1]  # in place: torch copies from any device
+        return value
+
+    _, clean = model.run_with_cache(tokens.flip(1))
+    runs = (
+        [(name, lambda value, hook: value * 2) for name in RESIDUALS],
+        [("blocks.3.attn.hook_z", ablate_head), ("hook_embed", lambda value, hook: value * 2)],
+        [(RESIDUALS[4], patch)],
+        [(RESIDUALS[1], lambda value, hook: clean[hook.name])],
+    )
+    return [model.run_with_hooks(tokens, fwd_hooks=hooks) for hooks in runs]
+
+
+CALLS: dict[str, Call] = {
+    "logits and loss": lambda model, tokens: model(tokens, return_type="both"),
+    "a mask": lambda model, tokens: model(tokens, attention_mask=masked(model, tokens)),
+    **{
+        f"text padded on the {side}": partial(
+            lambda model, tokens, side: model(SENTENCES, return_type="both", padding_side=side),
+            side=side,
+        )
+        for side in ("left", "right")
+    },
+    **{
+        call.__name__.replace("_", " "): call
+        for call in (from_layer_to_layer, in_pieces, left_padded_in_pieces, generated, hooked)
+    },
+}
+if hasattr(HookedTransformer, "generate_stream"):
+    CALLS["streamed"] = streamed
+
+
+@pytest.mark.cover(("kind", "call"), ("call", "spread"), ("call", "fails_unpatched"))
 @everywhere
-def test_logits_and_loss(model: Any, reference: Any, tokens: torch.Tensor) -> None:
-    expected = reference(tokens, return_type="both")
-
-    actual = model(tokens, return_type="both")
-
-    assert type(actual) is type(expected)  # an Output, with .logits and .loss
-    assert_agrees(actual, expected, home_of(model))
-
-
-@pytest.mark.cover
-@pytest.mark.fails_unpatched
-@pytest.mark.parametrize("loss_per_token", [False, True])
-@pytest.mark.parametrize("return_type", ["logits", "loss", "both", None])
-def test_every_return_type(
-    return_type: str | None, loss_per_token: bool, model: Any, reference: Any, tokens: torch.Tensor
+@pytest.mark.parametrize("call", CALLS)
+def test_it_is_as_on_one_device_and_at_home(
+    call: str, model: Any, reference: Any, tokens: torch.Tensor
 ) -> None:
-    options = {"return_type": return_type, "loss_per_token": loss_per_token}
+    expected = on_one_device(CALLS[call], reference, tokens)
 
-    assert_agrees(model(tokens, **options), reference(tokens, **options), home_of(model))
+    assert_agrees(CALLS[call](model, tokens), expected, home_of(model))
 
 
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("where", ["cpu", "sim:0", "sim:3"])
-@pytest.mark.parametrize("shape", ["batch", "one-dimensional"])
-def test_tokens_may_come_from_any_device(
-    shape: str, where: str, model: Any, reference: Any, tokens: torch.Tensor
-) -> None:
-    tokens = tokens if shape == "batch" else tokens[0]
-
-    actual = model(tokens.to(where), return_type="both")
-
-    assert_agrees(actual, reference(tokens, return_type="both"), home_of(model))
-
-
-@pytest.mark.fails_unpatched
-@pytest.mark.parametrize("prepend_bos", [True, False])
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_string(prepend_bos: bool, model: Any, reference: Any) -> None:
-    options = {"return_type": "both", "prepend_bos": prepend_bos}
-
-    actual = model(SENTENCES[0], **options)
-
-    assert_agrees(actual, reference(SENTENCES[0], **options), home_of(model))
-
-
-@pytest.mark.cover
-@pytest.mark.fails_unpatched
-@pytest.mark.parametrize("padding_side", ["left", "right"])
-@every_kind
-def test_strings_are_padded_on_either_side(padding_side: str, model: Any, reference: Any) -> None:
-    options = {"return_type": "both", "padding_side": padding_side}
-
-    actual = model(SENTENCES, **options)
-
-    assert_agrees(actual, reference(SENTENCES, **options), home_of(model))
-
-
-@pytest.mark.cover
-@everywhere
-def test_an_attention_mask(
-    model: Any, reference: Any, tokens: torch.Tensor, mask: torch.Tensor
-) -> None:
-    expected = reference(tokens, attention_mask=mask, return_type="both")
-
-    actual = model(tokens, attention_mask=mask, return_type="both")
-
-    assert_agrees(actual, expected, home_of(model))
-
-
-@pytest.mark.parametrize("where", ["sim:0", "sim:3"])
-def test_an_attention_mask_may_come_from_any_device(
+def test_what_a_model_takes_may_come_from_any_device(
     where: str, model: Any, reference: Any, tokens: torch.Tensor, mask: torch.Tensor
 ) -> None:
-    expected = reference(tokens, attention_mask=mask, return_type="both")
+    def run(model: Any, where: Any) -> list[Any]:
+        there, residual = tokens.to(where), reference(tokens, stop_at_layer=3).to(where)
+        layers = {"start_at_layer": 3, "return_type": "both"}
+        return [
+            model(there, return_type="both"),
+            model(there[0], return_type="both"),
+            model(there, attention_mask=mask.to(where)),
+            model(residual, tokens=there, **layers),
+            model.loss_fn(model(there), there, per_token=True),
+            model.generate(there, freq_penalty=1.0, **GREEDY),
+        ]
 
-    actual = model(tokens, attention_mask=mask.to(where), return_type="both")
+    expected = on_one_device(run, reference, "cpu")
 
-    assert_agrees(actual, expected, home_of(model))
+    assert_agrees(run(model, where), expected, home_of(model))
 
 
 @pytest.mark.parametrize("spread", [2])
@@ -105,68 +156,11 @@ def test_a_mask_that_a_hook_edits_between_blocks(
         def pad(value: torch.Tensor, hook: Any) -> None:
             mask[0, :2] = 0
 
-        name = f"blocks.{N_LAYERS - 2}.hook_resid_post"
-        logits: torch.Tensor = model.run_with_hooks(
-            tokens, attention_mask=mask, fwd_hooks=[(name, pad)]
-        )
+        hooks = [(RESIDUALS[N_LAYERS - 2], pad)]
+        logits: torch.Tensor = model.run_with_hooks(tokens, attention_mask=mask, fwd_hooks=hooks)
         return logits
 
     assert_agrees(run(model), run(reference), home_of(model))
-
-
-@pytest.mark.cover
-@pytest.mark.parametrize("layer", [0, 1, 3, N_LAYERS, -1])
-@pytest.mark.parametrize(("kind", "spread"), [("gpt2", 4), ("bloom", "scattered")])
-def test_stopping_at_a_layer_returns_the_residual_stream_at_home(
-    layer: int, model: Any, reference: Any, tokens: torch.Tensor
-) -> None:
-    expected = reference(tokens, stop_at_layer=layer)
-
-    assert_agrees(model(tokens, stop_at_layer=layer), expected, home_of(model))
-
-
-@pytest.mark.cover
-@pytest.mark.fails_unpatched
-@pytest.mark.parametrize("where", ["cpu", "sim:0", "sim:3"])
-@pytest.mark.parametrize("layer", [0, 1, 3, -1])
-def test_starting_at_a_layer_takes_a_residual_stream_from_any_device(
-    layer: int, where: str, model: Any, reference: Any, tokens: torch.Tensor
-) -> None:
-    residual = reference(tokens, stop_at_layer=layer)
-    options = {"start_at_layer": layer, "return_type": "both"}
-    expected = reference(residual, tokens=tokens, **options)
-
-    actual = model(residual.to(where), tokens=tokens.to(where), **options)
-
-    assert_agrees(actual, expected, home_of(model))
-
-
-@pytest.mark.cover
-@everywhere
-def test_running_from_one_layer_to_another_with_a_mask(
-    model: Any, reference: Any, tokens: torch.Tensor, mask: torch.Tensor
-) -> None:
-    residual = reference(tokens, attention_mask=mask, stop_at_layer=1)
-    layers = {"start_at_layer": 1, "stop_at_layer": 4}
-    expected = reference(residual, attention_mask=mask, **layers)
-    home = home_of(model)
-
-    actual = model(residual, attention_mask=mask.to(home), **layers)
-
-    assert_agrees(actual, expected, home)
-
-
-@pytest.mark.cover
-@everywhere
-def test_a_prompt_in_pieces_with_a_kv_cache(
-    model: Any, reference: Any, tokens: torch.Tensor
-) -> None:
-    expected = reference(tokens)
-
-    kv_cache = new_kv_cache(model, batch_size=len(tokens))
-    pieces = [model(piece, past_kv_cache=kv_cache) for piece in tokens.split([4, 1, 4], dim=1)]
-
-    assert_agrees(torch.cat(pieces, dim=1), expected, home_of(model))
 
 
 def test_keys_and_values_are_kept_where_their_block_is(model: Any, tokens: torch.Tensor) -> None:
@@ -178,35 +172,6 @@ def test_keys_and_values_are_kept_where_their_block_is(model: Any, tokens: torch
     filled = [(entry.past_keys.device, entry.past_values.device) for entry in kv_cache.entries]
     planned = [model.placement.device_of(f"blocks.{i}") for i in range(N_LAYERS)]
     assert empty == filled == [(device, device) for device in planned]
-
-
-@pytest.mark.fails_unpatched
-@every_kind
-def test_a_left_padded_prompt_in_pieces_with_a_kv_cache(model: Any, reference: Any) -> None:
-    def run(model: Any) -> torch.Tensor:
-        kv_cache = new_kv_cache(model, batch_size=2)
-        first = model(SENTENCES, padding_side="left", past_kv_cache=kv_cache)
-        then = torch.tensor([[20, 21], [22, 23]])
-        return torch.cat([first, model(then, past_kv_cache=kv_cache)], dim=1)
-
-    assert_agrees(run(model), run(reference), home_of(model))
-
-
-@pytest.mark.fails_unpatched
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "bloom"])
-def test_a_frozen_kv_cache_serves_many_continuations_of_one_prefix(
-    model: Any, reference: Any, tokens: torch.Tensor, other_tokens: torch.Tensor
-) -> None:
-    prefix, *continuations = tokens[:, :5], tokens[:, 5:], other_tokens[:, 5:]
-    expected = [reference(torch.cat([prefix, more], dim=1))[:, 5:] for more in continuations]
-
-    kv_cache = new_kv_cache(model, batch_size=len(tokens))
-    model(prefix, past_kv_cache=kv_cache)
-    kv_cache.freeze()
-    actual = [model(more, past_kv_cache=kv_cache) for more in continuations]
-
-    assert kv_cache[3].past_keys.shape[1] == prefix.shape[1]
-    assert_agrees(actual, expected, home_of(model))
 
 
 @every_kind
@@ -226,12 +191,52 @@ def test_bfloat16(
     assert_agrees(logits, reference(tokens), home_of(model))
 
 
-@pytest.mark.parametrize("per_token", [False, True])
-def test_loss_fn_takes_the_tokens_from_any_device(
-    per_token: bool, model: Any, reference: Any, tokens: torch.Tensor
-) -> None:
-    expected = reference.loss_fn(reference(tokens), tokens, per_token=per_token)
+# --------------------------------------------------------------------------------------------
+# Gradients
 
-    actual = model.loss_fn(model(tokens), tokens, per_token=per_token)
 
-    assert_agrees(actual, expected, home_of(model))
+@pytest.mark.cover(("kind", "fails_unpatched"))
+@everywhere
+def test_every_gradient(model: Any, reference: Any, tokens: torch.Tensor) -> None:
+    for each in (model, reference):
+        each(tokens, return_type="loss").backward()
+
+    for name, parameter in model.named_parameters():
+        expected = reference.get_parameter(name).grad
+        assert (parameter.grad is None) == (expected is None), name
+        if expected is not None:
+            assert_agrees(parameter.grad, expected, parameter.device)
+
+
+@pytest.mark.fails_unpatched
+def test_optimiser_steps(load: Any, toys: Any, tokens: torch.Tensor) -> None:
+    def losses(model: Any) -> list[torch.Tensor]:
+        optimiser, history = torch.optim.AdamW(model.parameters(), lr=0.01), []
+        for _ in range(3):
+            history.append(model(tokens, return_type="loss"))
+            history[-1].backward()
+            optimiser.step()
+            optimiser.zero_grad()
+        return history
+
+    assert_agrees(losses(load("attention-only")), losses(toys("cpu", 1)), tolerance=1e-4)
+
+
+@pytest.mark.fails_unpatched
+def test_backward_hooks(model: Any, reference: Any, tokens: torch.Tensor) -> None:
+    def gradients(model: Any) -> dict[str, torch.Tensor]:
+        kept: dict[str, torch.Tensor] = {}
+
+        def keep(gradient: torch.Tensor, hook: Any) -> None:
+            kept[hook.name] = gradient.clone()
+
+        with model.hooks(bwd_hooks=[(name, keep) for name in RESIDUALS]):
+            logits = model(tokens)
+            (logits[:, -1, 5] - logits[:, -1, 7]).sum().backward()
+        return kept
+
+    actual = gradients(model)
+
+    assert_agrees(actual, gradients(reference))
+    devices = {name: gradient.device for name, gradient in actual.items()}
+    assert devices == {name: model.placement.device_of(name) for name in reversed(RESIDUALS)}

@@ -1,8 +1,14 @@
-"""`mix_devices`: scripts that were written for one device run over four, and give the same."""
+"""docs/single_device_code.md: what fails over several devices, within `mix_devices`, and instead.
+
+Scripts that were written for one device run over four within it, and give the same.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +18,12 @@ from torch import nn
 from transformer_lens import ActivationCache
 
 import tl_devicefix
+from tl_devicefix.tracebacks import ON_MIXED_DEVICES
 
-LAYERS = range(5)
+LAST = "blocks.4.hook_resid_post"
+PAGE = "docs/single_device_code.md"
+HAS_NOTES = sys.version_info >= (3, 11)
+Script = Callable[[Any, torch.Tensor], Any]
 
 
 def kept(model: Any, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -23,56 +33,126 @@ def kept(model: Any, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     def keep(name: str) -> Any:
         return name, lambda activation, hook: here.update({name: activation})
 
-    hooks = [keep(f"blocks.{layer}.hook_resid_post") for layer in LAYERS]
-    model.run_with_hooks(tokens, fwd_hooks=hooks)
-    return here
+    names = [f"blocks.{layer}.hook_resid_post" for layer in range(model.cfg.n_layers)]
+    model.run_with_hooks(tokens, fwd_hooks=list(map(keep, names)))
+    return {name: here[name] for name in names}
 
 
 def residuals(model: Any, tokens: torch.Tensor) -> list[torch.Tensor]:
-    here = kept(model, tokens)
-    return [here[f"blocks.{i}.hook_resid_post"] for i in LAYERS]
+    return list(kept(model, tokens).values())
 
 
-def at_home(model: Any, like: torch.Tensor) -> torch.Tensor:
-    values = torch.linspace(-1, 1, like.numel()).view(like.shape)
-    return values.to(model.cfg.device)
+def cached(model: Any, tokens: torch.Tensor, name: str) -> torch.Tensor:
+    return model.run_with_cache(tokens)[1][name]
 
 
-def stacked(model: Any, tokens: torch.Tensor) -> Any:
-    return torch.stack(residuals(model, tokens))
+def values_at_home(model: Any, like: torch.Tensor) -> torch.Tensor:
+    return home(model, torch.linspace(-1, 1, like.numel()).view(like.shape))
 
 
-def a_weight_and_a_cached_activation(model: Any, tokens: torch.Tensor) -> Any:
-    cache = model.run_with_cache(tokens)[1]
-    return cache["blocks.4.attn.hook_z"][..., 0, :] @ model.blocks[4].attn.W_O[0]
+def home(model: Any, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(model.cfg.device)
 
 
-def a_bias_and_what_is_gathered(model: Any, tokens: torch.Tensor) -> Any:
-    return model.accumulated_bias(3) + model.blocks[4].attn.b_O
+def with_pytorch_hook(change: Callable[[torch.Tensor, torch.Tensor], Any], method: str) -> Script:
+    def run(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+        vector = torch.ones(model.cfg.d_model, device=model.cfg.device)
+
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            if isinstance(output, torch.Tensor):
+                return change(output, vector)
+            return (change(output[0], vector), *output[1:])
+
+        handle = model.blocks[4].mlp.register_forward_hook(hook)
+        options = {"max_new_tokens": 1, "do_sample": False, "verbose": False}
+        try:
+            return getattr(model, method)(tokens, **options if method == "generate" else {})
+        finally:
+            handle.remove()
+
+    return run
 
 
-def weights_of_two_blocks(model: Any, tokens: torch.Tensor) -> Any:
-    return torch.einsum("hde,hef->hdf", model.blocks[4].attn.W_Q, model.blocks[0].attn.W_O)
+ROWS: dict[str, tuple[Script, Script]] = {
+    "a block's weight and a cached activation": (
+        lambda model, tokens: (
+            cached(model, tokens, "blocks.4.attn.hook_z")[..., 0, :] @ model.blocks[4].attn.W_O[0]
+        ),
+        lambda model, tokens: (
+            cached(model, tokens, "blocks.4.attn.hook_z")[..., 0, :]
+            @ home(model, model.blocks[4].attn.W_O[0])
+        ),
+    ),
+    "a block's bias and what is gathered": (
+        lambda model, tokens: model.accumulated_bias(3) + model.blocks[4].attn.b_O,
+        lambda model, tokens: model.accumulated_bias(3) + home(model, model.blocks[4].attn.b_O),
+    ),
+    "weights of two blocks": (
+        lambda model, tokens: model.blocks[4].attn.W_Q @ model.blocks[0].attn.W_O,
+        lambda model, tokens: home(model, model.blocks[4].attn.W_Q) @ model.blocks[0].attn.W_O,
+    ),
+    "all parameters": (
+        lambda model, tokens: sum((p**2).sum() for p in model.parameters()),
+        lambda model, tokens: sum(home(model, (p**2).sum()) for p in model.parameters()),
+    ),
+    "what hooks kept": (
+        lambda model, tokens: torch.stack(residuals(model, tokens)),
+        lambda model, tokens: torch.stack([home(model, x) for x in residuals(model, tokens)]),
+    ),
+    "what hooks kept in a dict": (
+        lambda model, tokens: torch.stack(residuals(model, tokens)),
+        lambda model, tokens: torch.stack([*ActivationCache(kept(model, tokens), model).values()]),
+    ),
+    "modules called by hand": (
+        lambda model, tokens: [
+            model.blocks[4].mlp(cached(model, tokens, "blocks.4.hook_resid_pre")),
+            model.blocks[4].ln1(cached(model, tokens, "blocks.4.hook_resid_pre")),
+        ],
+        lambda model, tokens: [
+            module(cached(model, tokens, "blocks.4.hook_resid_pre").to(device_of(module, model)))
+            for module in (model.blocks[4].mlp, model.blocks[4].ln1)
+        ],
+    ),
+    **{
+        f"a PyTorch hook of a {method}": (
+            with_pytorch_hook(lambda output, vector: output + vector, method),
+            with_pytorch_hook(lambda output, vector: output + vector.to(output.device), method),
+        )
+        for method in ("forward", "generate")
+    },
+}
+MAY_WORK = ("modules called by hand",)
+"""What works where accelerate brings arguments to a Bridge's modules."""
 
 
-def all_parameters(model: Any, tokens: torch.Tensor) -> Any:
-    return sum((p**2).sum() for p in model.parameters())
+def device_of(module: nn.Module, model: Any) -> torch.device:
+    return model.placement.device_of("blocks.4")
 
 
-def a_cache_of_kept_activations(model: Any, tokens: torch.Tensor) -> Any:
-    cache = ActivationCache(kept(model, tokens), model)
-    return cache["blocks.4.hook_resid_post"] @ model.W_U
+@pytest.mark.fails_unpatched
+@pytest.mark.parametrize("row", ROWS)
+def test_what_fails_works_within_mix_devices_and_what_to_write_instead(
+    row: str, over_devices: Any, on_one: Any, tokens: torch.Tensor
+) -> None:
+    on_one_device, instead = ROWS[row]
+    model, reference, at_home = over_devices("gpt2"), on_one("gpt2"), tokens.to("sim:0")
+    if row not in MAY_WORK or not hasattr(model, "original_model"):
+        with pytest.raises(RuntimeError, match="same device") as caught:
+            on_one_device(model, at_home)
+        shown = "".join(traceback.format_exception(caught.value))
+        assert shown.count(PAGE) == (1 if HAS_NOTES else 0)
+    expected = on_one_device(reference, tokens)
+    with tl_devicefix.mix_devices():
+        assert_agrees(on_one_device(model, at_home), expected)
+    assert_agrees(instead(model, at_home), expected)
 
 
-def modules_called_by_hand(model: Any, tokens: torch.Tensor) -> Any:
-    # On a tensor at home, as one read from a cache is.
-    cache = model.run_with_cache(tokens)[1]
-    block, stream = model.blocks[4], cache["blocks.4.hook_resid_pre"]
-    return [block.mlp(stream), block.ln1(stream)]
+# --------------------------------------------------------------------------------------------
+# More that works within it
 
 
 def gradients_of_several_blocks(model: Any, tokens: torch.Tensor) -> Any:
-    loss = model(tokens, return_type="loss") + 1e-3 * all_parameters(model, tokens)
+    loss = model(tokens, return_type="loss") + 1e-3 * sum((p**2).sum() for p in model.parameters())
     (loss + torch.stack(residuals(model, tokens)).square().mean()).backward()
     parameters = [p for p in model.parameters() if p.grad is not None]
     norm = torch.nn.utils.clip_grad_norm_(parameters, 0.1)
@@ -85,77 +165,48 @@ def assert_close(model: Any, tokens: torch.Tensor) -> Any:
         torch.testing.assert_close(activation, activation.to(model.cfg.device))
         torch.testing.assert_close([activation], [activation.to(model.cfg.device)])
 
-    return model.run_with_hooks(tokens, fwd_hooks=[("blocks.4.hook_resid_post", compare)])
-
-
-def pytorch_s_hooks(model: Any, tokens: torch.Tensor) -> Any:
-    like = residuals(model, tokens)[0]
-    whole = at_home(model, like)
-
-    def change(module: nn.Module, args: Any, output: Any) -> Any:
-        return output + whole if isinstance(output, torch.Tensor) else (output[0] + whole,)
-
-    handle = model.blocks[4].mlp.register_forward_hook(change)
-    logits = model(tokens)
-    handle.remove()
-    return logits
+    return model.run_with_hooks(tokens, fwd_hooks=[(LAST, compare)])
 
 
 def pytorch_s_hooks_of_gradients(model: Any, tokens: torch.Tensor) -> Any:
-    whole = at_home(model, residuals(model, tokens)[0])
+    whole = values_at_home(model, residuals(model, tokens)[0])
     mlp, weight = model.blocks[4].mlp, next(model.blocks[3].mlp.parameters())
-    of_weight = at_home(model, weight)
+    of_weight = values_at_home(model, weight)
     mlp.register_full_backward_hook(lambda m, grad_in, grad_out: (grad_in[0] * whole + whole,))
     mlp.register_full_backward_pre_hook(lambda m, grad_out: (whole.clone(),))
     weight.register_hook(lambda gradient: gradient * of_weight)
-    loss = model(tokens, return_type="loss")
-    loss.backward()
+    model(tokens, return_type="loss").backward()
     return [weight.grad, *(p.grad for p in mlp.parameters())]
 
 
 def in_place_and_out(model: Any, tokens: torch.Tensor) -> Any:
-    streams = [each.detach().clone() for each in residuals(model, tokens)]
-    vector, where = at_home(model, streams[0][0, 0]), torch.tensor([0, 2], device=model.cfg.device)
-    devices = [each.device for each in streams]
+    streams = [stream.detach().clone() for stream in residuals(model, tokens)]
+    vector = values_at_home(model, streams[0][0, 0])
+    index = torch.tensor([0, 2], device=model.cfg.device)
+    devices = [stream.device for stream in streams]
     streams[1].add_(vector)
-    streams[2][:, where] = streams[4][:, where]
+    streams[2][:, index] = streams[4][:, index]
     streams[3].copy_(vector)
     torch.add(streams[0], streams[4], out=streams[2])
     torch._foreach_add_(streams, [streams[1].clone() for _ in streams])
-    assert [each.device for each in streams] == devices
-    return [*streams, streams[4][streams[0] > 0], streams[4].index_select(1, where)]
+    assert [stream.device for stream in streams] == devices
+    return [*streams, streams[4][streams[0] > 0], streams[4].index_select(1, index)]
 
 
 SCRIPTS = (
-    *(stacked, a_weight_and_a_cached_activation, a_bias_and_what_is_gathered),
-    *(weights_of_two_blocks, all_parameters, a_cache_of_kept_activations),
-    *(modules_called_by_hand, gradients_of_several_blocks, assert_close),
-    *(pytorch_s_hooks, pytorch_s_hooks_of_gradients, in_place_and_out),
+    *(gradients_of_several_blocks, assert_close, pytorch_s_hooks_of_gradients),
+    in_place_and_out,
 )
 
 
-@pytest.fixture(autouse=True)
-def mixing(machine: Any) -> Iterator[Any]:
-    with tl_devicefix.mix_devices() as mixing:
-        yield mixing
-
-
-NOT_BY_A_PATCH = (weights_of_two_blocks, a_weight_and_a_cached_activation, modules_called_by_hand)
-"""Those that may work without patches: unpatched, tensors may lie together by chance."""
-
-
-def marked(script: Callable[..., Any]) -> Any:
-    marks = () if script in NOT_BY_A_PATCH else pytest.mark.fails_unpatched
-    return pytest.param(script, marks=marks, id=script.__name__)
-
-
-@pytest.mark.parametrize("script", [marked(script) for script in SCRIPTS])
+@pytest.mark.fails_unpatched
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_for_one_device(
-    script: Callable[..., Any], over_devices: Any, on_one: Any, tokens: torch.Tensor
+    script: Script, over_devices: Any, on_one: Any, tokens: torch.Tensor
 ) -> None:
-    kind = "gpt2" if script is a_bias_and_what_is_gathered else "llama"  # which has biases
-    reference = on_one(kind)
-    expected = script(reference, tokens)
+    reference = on_one("llama")
+    with tl_devicefix.mix_devices():
+        expected = script(reference, tokens)
     for module in reference.modules():  # which other tests use too
         module._backward_hooks.clear()
         module._backward_pre_hooks.clear()
@@ -163,4 +214,77 @@ def test_a_script_for_one_device(
         parameter._backward_hooks = parameter._post_accumulate_grad_hooks = None
     reference.zero_grad()
 
-    assert_agrees(script(over_devices(kind), tokens.to("sim:0")), expected, tolerance=1e-4)
+    with tl_devicefix.mix_devices():
+        actual = script(over_devices("llama"), tokens.to("sim:0"))
+    assert_agrees(actual, expected, tolerance=1e-4)
+
+
+# --------------------------------------------------------------------------------------------
+# Notes on errors, and changes that get lost
+
+
+@pytest.mark.skipif(not HAS_NOTES, reason="notes came with Python 3.11")
+def test_torchs_own_error_gets_a_note_in_what_passes_through_here(
+    over_devices: Any, machine: Any, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of real devices, whose errors are torch's and come without a note."""
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Expected all tensors to be on the same device, but mat2 is on cuda:1")
+
+    model, at_home = over_devices("llama"), tokens.to("sim:0")
+    _, cache = model.run_with_cache(at_home)
+    handle = model.blocks[2].mlp.register_forward_pre_hook(fails)
+    runs: list[Callable[[], Any]] = [
+        lambda: model(at_home),
+        lambda: model.run_with_cache(at_home),
+        lambda: model.generate(at_home, max_new_tokens=1, verbose=False),
+        cache.accumulated_resid,
+        cache.decompose_resid,
+    ]
+    for number, run in enumerate(runs):
+        if number == 3:
+            handle.remove()
+            monkeypatch.setattr(torch, "stack", fails)
+        with pytest.raises(RuntimeError, match="mat2 is on cuda:1") as caught:
+            run()
+        assert caught.value.__notes__ == [ON_MIXED_DEVICES]
+
+
+def on_the_cpu(activation: torch.Tensor, hook: Any) -> torch.Tensor:
+    return activation + torch.ones(activation.shape[-1])
+
+
+def of_another_shape(activation: torch.Tensor, hook: Any) -> torch.Tensor:
+    return activation[..., :3]
+
+
+@pytest.mark.parametrize(
+    ("n_devices", "hook"), [(4, on_the_cpu), (1, on_the_cpu), (4, of_another_shape)]
+)
+def test_errors_that_mix_devices_would_not_mend_have_no_note(
+    n_devices: int, hook: Any, folded: Any, machine: Any, tokens: torch.Tensor
+) -> None:
+    model = folded("llama", n_devices)
+    with pytest.raises(RuntimeError) as caught:
+        model.run_with_hooks(tokens.to("sim:0"), fwd_hooks=[(LAST, hook)])
+    assert PAGE not in "".join(traceback.format_exception(caught.value))
+
+
+def test_the_note_names_a_page_that_is_there() -> None:
+    assert PAGE in ON_MIXED_DEVICES
+    assert ".to(model.cfg.device)" in ON_MIXED_DEVICES
+    assert "same device" in (Path(__file__).parents[2] / PAGE).read_text()
+
+
+def test_changing_what_is_read_from_a_cache_changes_a_copy_and_what_to_write(
+    over_devices: Any, machine: Any, tokens: torch.Tensor
+) -> None:
+    cache = over_devices("llama").run_with_cache(tokens.to("sim:0"))[1]
+
+    cache["resid_post", 4][:] = 0
+    assert cache["resid_post", 4].count_nonzero() > 0
+
+    name = next(name for name in cache.cache_dict if name.startswith("blocks.4") and "pre" in name)
+    cache.cache_dict[name] = torch.zeros_like(cache[name])
+    assert cache[name].count_nonzero() == 0

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -66,6 +67,15 @@ SHARED = (a_module_that_two_blocks_share, a_parameter_that_two_blocks_share)
 OF_HOOKED_TRANSFORMER = (masks, rotary_tables, a_module, a_module_that_two_blocks_share)
 """A Bridge has masks and rotary tables at home, and accelerate's hooks go with its modules, to the
 device that these come from."""
+
+
+@contextlib.contextmanager
+def no_warning() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*(put in from another device|is shared)")
+        yield
+
+
 by_name: dict[str, Any] = {"ids": lambda put: put.__name__}
 
 
@@ -84,7 +94,7 @@ def test_it_runs_as_on_one_device(
 ) -> None:
     if cls == BRIDGE and put in OF_HOOKED_TRANSFORMER:
         pytest.skip("a HookedTransformer's")
-    model, reference = over_devices("llama"), copy.deepcopy(on_one("llama"))
+    model, reference = copy.deepcopy(over_devices("llama")), copy.deepcopy(on_one("llama"))
     put(model)
     put(reference)
     expected = logits_and_gradients(reference, tokens)
@@ -95,13 +105,12 @@ def test_it_runs_as_on_one_device(
 
     assert len([each for each in warned if how in str(each.message)]) == 1
     assert_agrees(actual, expected)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*(put in from another device|is shared)")
+    with no_warning():
         assert_agrees(logits_and_gradients(model, tokens.to("sim:0")), expected)
 
 
 @pytest.mark.parametrize("put", [a_parameter, data], **by_name)
-def test_a_parameter_stays_the_same_object_with_its_gradient(
+def test_a_parameter_stays_the_same_object_with_its_gradient_and_check_finds_it_until_then(
     put: Put, over_devices: Any, machine: Any, tokens: torch.Tensor
 ) -> None:
     model = over_devices("llama")
@@ -110,6 +119,7 @@ def test_a_parameter_stays_the_same_object_with_its_gradient(
     parameter = module._parameters[name]
     assert parameter is not None
     parameter.grad = torch.ones_like(parameter)
+    assert "device" in {finding.kind for finding in check(model).findings}
 
     with pytest.warns(UserWarning, match="put in from another device"):
         model(tokens.to("sim:0"))
@@ -117,6 +127,7 @@ def test_a_parameter_stays_the_same_object_with_its_gradient(
     assert module._parameters[name] is parameter
     assert parameter.device == parameter.grad.device == machine.devices[3]
     assert parameter.grad.sum() == parameter.numel()
+    assert "device" not in {finding.kind for finding in check(model).findings}
 
 
 @pytest.mark.parametrize("put", [a_parameter, data, masks], **by_name)
@@ -137,8 +148,7 @@ def test_the_line_that_the_warning_says_does_without_it(
     value = of_one.blocks[0].attn.mask if put is masks else 2 * own._parameters[name].detach()
     exec(line, {"model": model, "value": value})
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*(put in from another device|is shared)")
+    with no_warning():
         actual = model(tokens.to("sim:0"))
     reference = copy.deepcopy(of_one)
     put(reference)
@@ -164,21 +174,6 @@ def test_a_copy_of_a_module_that_was_shared_is_brought_too(
     assert {each.device for each in model.blocks[4].parameters()} == {machine.devices[3]}
 
 
-@pytest.mark.parametrize("put", [a_parameter, data], **by_name)
-def test_check_finds_it_until_then(
-    put: Put, over_devices: Any, machine: Any, tokens: torch.Tensor
-) -> None:
-    model = over_devices("llama")
-    put(model)
-    kinds = {finding.kind for finding in check(model).findings}
-    assert "device" in kinds
-
-    with pytest.warns(UserWarning, match="put in from another device"):
-        model(tokens.to("sim:0"))
-
-    assert "device" not in {finding.kind for finding in check(model).findings}
-
-
 @pytest.mark.skipif(not has_hooked_transformer(), reason="of a HookedTransformer")
 def test_what_is_put_into_an_offloaded_block_goes_to_the_host(
     machine: Any, request: pytest.FixtureRequest, tokens: torch.Tensor
@@ -200,23 +195,11 @@ def test_what_is_put_into_an_offloaded_block_goes_to_the_host(
     assert {str(each.device) for each in model.blocks[4].parameters()} == {"sim:3"}
 
 
-def test_copies_of_a_model_see_to_it_too(
-    over_devices: Any, on_one: Any, machine: Any, tokens: torch.Tensor
-) -> None:
-    model, reference = copy.deepcopy(over_devices("llama")), copy.deepcopy(on_one("llama"))
-    for each in (model, reference):
-        data(each)
-    with pytest.warns(UserWarning, match="put in from another device"):
-        actual = model(tokens.to("sim:0"))
-    assert_agrees(actual, reference(tokens))
-
-
 def test_what_is_left_alone_warns_of_nothing(
     over_devices: Any, machine: Any, tokens: torch.Tensor
 ) -> None:
     model = over_devices("llama")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*(put in from another device|is shared)")
+    with no_warning():
         model(tokens.to("sim:0"))
         copy.deepcopy(model)(tokens.to("sim:0"))
     assert pickle.dumps(model.blocks[4]._forward_pre_hooks)

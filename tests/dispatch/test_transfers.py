@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -241,19 +240,6 @@ def test_cached_activations_that_are_gathered_are_copied_once_and_no_weights_are
     assert sum(t.bytes for t in copied) == cached_elsewhere(model, cache, *names)
 
 
-@pytest.mark.parametrize("kind", ["gpt2"])
-def test_neuron_results_copy_the_block_s_W_out_and_activations(
-    model: Any, at_home: torch.Tensor, transfers_of: Any
-) -> None:
-    """All of them, also for a few neurons: less than the results, unless those are very few."""
-    _, cache = model.run_with_cache(at_home)
-
-    copied = transfers_of(cache.get_neuron_results, 4)
-
-    of_results = cache["post", 4].nbytes + model.blocks[4].mlp.W_out.nbytes
-    assert sum(t.bytes for t in copied) == of_results
-
-
 def test_removing_the_batch_dimension_copies_nothing(
     model: Any, at_home: torch.Tensor, transfers_of: Any
 ) -> None:
@@ -308,27 +294,3 @@ def test_a_hook_that_looks_up_in_a_table_at_home_copies_the_rows(
 
     extra = [t for t in copied if t not in plain]
     assert sorted(t.shape for t in extra) == [at_home.shape, (*at_home.shape, model.cfg.d_model)]
-
-
-def set_position(activation: Any, hook: Any, clean: Any, position: int) -> Any:
-    activation[:, position] = clean[hook.name][:, position]
-    return activation
-
-
-@pytest.mark.parametrize("kind", ["gpt2"])
-def test_patching_copies_what_a_run_does_and_the_patched_activation(
-    model: Any, at_home: torch.Tensor, transfers_of: Any
-) -> None:
-    """It is read at home, and its part goes back to where it lies: two copies a run."""
-    _, clean = model.run_with_cache(at_home)
-    plain = transfers_of(model, at_home)
-    runs = at_home.shape[1]
-
-    def patch(model: Any, tokens: torch.Tensor) -> None:
-        for position in range(runs):
-            hook = partial(set_position, clean=clean, position=position)
-            model.run_with_hooks(tokens, fwd_hooks=[("blocks.4.hook_resid_pre", hook)])
-
-    copied = transfers_of(patch, model, at_home)
-
-    assert len(copied) == runs * (len(plain) + 2)

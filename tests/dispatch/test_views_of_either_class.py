@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -113,64 +112,6 @@ def test_so_do_other_architectures(
     assert_equal(results(view_of(model), tokens), results(model, tokens))
 
 
-def gradients(model: Any, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """Of the residual streams."""
-    found: list[torch.Tensor] = []
-
-    def keep(gradient: torch.Tensor, hook: Any) -> None:
-        found.append(gradient.clone())
-
-    with model.hooks(bwd_hooks=[(lambda name: name.endswith("resid_post"), keep)]):
-        model(tokens.to(model.cfg.device), return_type="loss").backward()
-    return found
-
-
-@everywhere
-def test_its_gradients_land_on_the_model_s_own_parameters(
-    model: Any, view_of: Any, tokens: torch.Tensor
-) -> None:
-    expected = gradients(model, tokens)
-    of_parameters = [p.grad for p in model.parameters()]
-    assert any(gradient is not None for gradient in of_parameters)
-    model.zero_grad(set_to_none=True)
-
-    actual = gradients(view_of(model), tokens)
-
-    assert_equal(actual, expected)
-    assert_equal([p.grad for p in model.parameters()], of_parameters)
-
-
-@everywhere
-def test_two_views_run_at_once(model: Any, view_of: Any, tokens: torch.Tensor) -> None:
-    def run(model: Any, factor: float) -> list[Any]:
-        def scale(activation: torch.Tensor, hook: Any) -> torch.Tensor:
-            hook.ctx["factor"] = factor
-            return activation * factor
-
-        with model.hooks(fwd_hooks=[(RESIDUAL, scale)]):
-            found = gradients(model, tokens)
-        name = "blocks.4.hook_resid_post"
-        logits, cache = model.run_with_cache(tokens.to(model.cfg.device), names_filter=name)
-        return [found, logits, cache[name]]
-
-    factors = [0.5, 2.0]
-    expected = [run(model, factor) for factor in factors]
-    actual: dict[float, Any] = {}
-
-    def run_in_view(factor: float) -> None:
-        # As in the thread that simulates devices.
-        with torch.autograd.set_multithreading_enabled(False):
-            actual[factor] = run(view_of(model), factor)
-
-    threads = [threading.Thread(target=run_in_view, args=(factor,)) for factor in factors]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-    assert_equal([actual[factor] for factor in factors], expected)
-
-
 # --------------------------------------------------------------------------------------------
 # The same weights, and nothing else of the model
 
@@ -245,28 +186,6 @@ def test_it_is_gone_when_it_is_dropped(model: Any, view_of: Any, tokens: torch.T
         gc.enable()
     gc.collect()  # accelerate's and the offloaded blocks' forwards hold their modules
     assert gone[1]() is None
-
-
-@pytest.mark.full("of a Bridge of TransformerLens 3, which the default run leaves out")
-def test_transformer_lens_3_forgets_its_attention_layers_with_it(
-    model: Any, view_of: Any, tokens: torch.Tensor
-) -> None:
-    wrapping = pytest.importorskip(
-        "transformer_lens.model_bridge.generalized_components.position_embeddings_attention"
-    )
-    registry = getattr(wrapping, "_ATTENTION_BRIDGE_REGISTRY", None)
-    if registry is None or not hasattr(model, "original_model"):
-        pytest.skip("it has no registry of them")
-    gc.collect()
-    before = dict(registry)
-
-    view = view_of(model)
-    view(tokens.to(model.cfg.device))
-    assert len(registry) > len(before)
-    del view
-    gc.collect()
-
-    assert dict(registry) == before
 
 
 def test_what_a_user_s_class_adds_is_the_model_s(
@@ -514,11 +433,6 @@ def test_hooks_that_the_model_had_are_back_when_it_is_restored(
     assert len(model.hook_dict[RESIDUAL]._forward_hooks) == 5
 
 
-def test_restoring_what_is_no_view_is_refused(model: Any) -> None:
-    with pytest.raises(ValueError, match="no view"):
-        restore(model)
-
-
 def test_a_view_of_a_view_and_a_copy_of_one(model: Any, view_of: Any, tokens: torch.Tensor) -> None:
     at_home = tokens.to(model.cfg.device)
     view = view_of(model)
@@ -531,38 +445,6 @@ def test_a_view_of_a_view_and_a_copy_of_one(model: Any, view_of: Any, tokens: to
     halved = model.run_with_hooks(at_home, fwd_hooks=[(RESIDUAL, halve)])
     assert_equal([view(at_home), second(at_home)], [expected, halved])
     assert_equal(copied(at_home), halved)
-    with pytest.raises(ValueError, match="no view"):
-        restore(copied)
-
-
-# --------------------------------------------------------------------------------------------
-# On several devices
-
-
-def test_what_is_put_in_by_hand_is_brought_to_its_block(
-    over_devices: Any, machine: Any, view_of: Any, tokens: torch.Tensor
-) -> None:
-    model = over_devices("llama")
-    at_home = tokens.to(model.cfg.device)
-    expected = model(at_home)
-    view = view_of(model)
-
-    def put_in(model: Any) -> nn.Module:
-        module = next(m for m in model.blocks[4].mlp.modules() if m._parameters)
-        name = next(iter(module._parameters))
-        value = module._parameters[name].detach()
-        module._parameters[name] = nn.Parameter((2 * value).to(model.cfg.device))
-        return module
-
-    module = put_in(view)
-    with pytest.warns(UserWarning, match="put in from another device"):
-        doubled = view(at_home)
-
-    assert {p.device for p in module.parameters()} == {model.placement.device_of("blocks.4")}
-    assert not torch.equal(doubled.cpu(), expected.cpu())
-    assert_equal(model(at_home), expected)
-    restore(view)
-    assert_equal(view(at_home), expected)
 
 
 @pytest.mark.parametrize("where", ["with offloaded blocks"])

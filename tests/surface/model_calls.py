@@ -259,6 +259,16 @@ def hooks_in_a_context(run: Run) -> Any:
     return [inside, run.model(run.tokens)]
 
 
+@call("model.generate", "under_a_hook")
+def generate_under_a_hook(run: Run) -> Any:
+    options = {"max_new_tokens": 3, "do_sample": False, "stop_at_eos": False, "verbose": False}
+    with run.model.hooks(fwd_hooks=[(RESID, steer(run))]):
+        return [
+            run.model.generate(run.tokens_at_home, use_past_kv_cache=use, **options)
+            for use in (True, False)
+        ]
+
+
 @call("model.reset_hooks")
 def reset(run: Run) -> Any:
     model = run.changeable()

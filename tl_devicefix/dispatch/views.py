@@ -48,21 +48,11 @@ def view_of(model: Any, twins: Twins | None = None) -> Any:
     return view
 
 
-def is_view(model: Any) -> bool:
-    """Whether the model is a view of another."""
-    return vars(model).get(_AS_MADE) is not None  # it is None in a copy
-
-
 def restore(view: Any) -> None:
     """Bring a view back to what it was when it was made: modules, hooks, contexts, attributes.
 
     Values of weights, the config and what else it shares with the model are left as they are.
-
-    Raises:
-        ValueError: if it is no view.
     """
-    if not is_view(view):
-        raise ValueError(f"a {type(view).__name__} that is no view cannot be restored: give a view")
     vars(view)[_AS_MADE].restore(view)
     RemovableHandle.next_id += 1  # as if the hooks that are back had been registered
 
@@ -79,7 +69,7 @@ class _AsMade:
         self._of_view = dict(vars(view))
         held = [vars(holder) for holder in twins.holders if holder is not view]
         self._held = [(attributes, dict(attributes)) for attributes in held]
-        self._filled = [(each, contents_of(each)) for each in twins.containers]
+        self._filled = [(held, contents_of(held)) for held in twins.containers]
 
     def restore(self, view: Any) -> None:
         """Bring it back."""
@@ -94,13 +84,8 @@ class _AsMade:
                 for name in held.keys() - as_made.keys() - {_AS_MADE}:
                     del held[name]
 
-    # A copy of a view, and a view of one, has nothing to be restored to.
-
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
-
-    def __reduce__(self) -> Any:
-        return type(None), ()
+        """A copy of a view, and a view of one, has nothing to be restored to."""
 
 
 _PLAIN = frozenset(
@@ -267,7 +252,7 @@ class Twins:
             return value
         self._twins[id(value)] = value  # a function that calls itself
         cells = tuple(map(self._cell, value.__closure__ or ()))
-        held = {name: self._in_function(each) for name, each in vars(value).items()}
+        held = {name: self._in_function(part) for name, part in vars(value).items()}
         unchanged = all(map(is_, cells, value.__closure__ or ()))
         if unchanged and all(map(is_, held.values(), vars(value).values())):
             return value
@@ -304,7 +289,7 @@ class Twins:
             return value
         n = 1 + len(value.args)
         twin = type(value)(*twins[:n], **dict(zip(value.keywords, twins[n:])))
-        vars(twin).update((name, self._in_function(each)) for name, each in vars(value).items())
+        vars(twin).update((name, self._in_function(part)) for name, part in vars(value).items())
         return twin
 
     def _handle(self, value: RemovableHandle) -> RemovableHandle:
@@ -315,14 +300,8 @@ class Twins:
     def _state(self, handle: RemovableHandle) -> Any:
         """A handle's state, as torch has it pickled, of the twin's hooks."""
         hooks, number, *others = handle.__getstate__()
-        extra = tuple(self.known(each) for each in others[0]) if others else ()
+        extra = tuple(map(self.known, others[0])) if others else ()
         return self.known(hooks), number, extra
-
-    def _reference(self, value: Any) -> Any:
-        held = value()
-        if not isinstance(held, nn.Module):
-            return value
-        return weakref.ref(self(held))
 
     def _proxy(self, value: Any) -> Any:
         held = value.__repr__.__self__  # a proxy hands this on to what it stands for
@@ -375,7 +354,6 @@ _RULES: dict[type, Callable[[Twins, Any], Any]] = {
     types.MethodType: Twins._method,
     functools.partial: Twins._partial,
     RemovableHandle: Twins._handle,
-    weakref.ref: Twins._reference,
     weakref.ProxyType: Twins._proxy,
     weakref.CallableProxyType: Twins._proxy,
     ForwardWithVisitors: Twins._visit,
