@@ -7,7 +7,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from tl_devicefix.placement.memory import format_table
 from tl_devicefix.placement.sites import DEVICE_TYPE, Site
 from tl_devicefix.simulation.asynchronous import AsynchronousExecutor
 from tl_devicefix.simulation.backward import raise_or_keep
@@ -114,18 +115,10 @@ class Transfers(list[Transfer]):
         return Moved(sum(moved.count for moved in sums), sum(moved.bytes for moved in sums))
 
     def __repr__(self) -> str:
-        pairs = self.by_pair()
-        rows = [
-            (f"{source} -> {target}", str(moved.count), readable(moved.bytes))
-            for (source, target), moved in pairs.items()
-        ]
-        together = self.together()
-        rows.append(("all", str(together.count), readable(together.bytes)))
-        widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        return "\n".join(
-            f"{pair:<{widths[0]}}  {count:>{widths[1]}}  {size:>{widths[2]}}"
-            for pair, count, size in rows
-        )
+        rows = [(f"{one} -> {other}", sums) for (one, other), sums in self.by_pair().items()]
+        rows.append(("all", self.together()))
+        cells = [(name, str(sums.count), readable(sums.bytes)) for name, sums in rows]
+        return format_table(cells, "<>>")
 
 
 def readable(nbytes: int) -> str:
@@ -169,7 +162,6 @@ class Machine:
             the last 10 000 at least, and the sums are those of all.
         timeline: what took time on asynchronous devices, and when; empty if nothing was to.
         is_open: False once the ``with`` block is left.
-        is_aside: True while another machine is entered instead of this one.
         executor: runs operations on its devices.
         on_peak: called with a device's index whenever more is allocated there than ever before.
     """
@@ -188,7 +180,6 @@ class Machine:
         self.timeline = Timeline()
         self._current = threading.local()
         self.is_open = True
-        self.is_aside = False
         self._capacities = list(capacities)
         self._allocated = [0] * len(capacities)
         self._peak = [0] * len(capacities)
@@ -264,20 +255,6 @@ class Machine:
     def reset_transfers(self) -> None:
         """Forget the recorded transfers."""
         self.transfers.clear()
-
-    @contextmanager
-    def set_aside(self) -> Iterator[None]:
-        """Within it, another machine is entered; transfers and peaks meanwhile are forgotten."""
-        transfers, peak, current = self.transfers, list(self._peak), self.current_index
-        self.transfers = Transfers()
-        self.is_aside = True
-        try:
-            yield
-        finally:
-            self.is_aside = False
-            self.transfers, self.current_index = transfers, current
-            self.settle()
-            self._peak = [max(pair) for pair in zip(peak, self._allocated)]
 
     def index_of(self, device: int | str | torch.device | None) -> int:
         """Return the index of ``device``; a device without index is the current one.
@@ -432,9 +409,15 @@ def set_aside() -> Iterator[bool]:
     """
     global _active
     outer = _active
-    with nullcontext() if outer is None else outer.set_aside():
-        _active = None
-        try:
-            yield outer is not None
-        finally:
-            _active = outer
+    if outer is None:
+        yield False
+        return
+    transfers, peak, current = outer.transfers, list(outer._peak), outer.current_index
+    outer.transfers, _active = Transfers(), None
+    try:
+        yield True
+    finally:
+        _active = outer
+        outer.transfers, outer.current_index = transfers, current
+        outer.settle()
+        outer._peak = [max(pair) for pair in zip(peak, outer._allocated)]

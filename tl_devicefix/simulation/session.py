@@ -201,8 +201,7 @@ def simulate_apart(
 ) -> Iterator[Machine]:
     """`simulate(..., values=False)`, also inside another `simulate`, which is set aside meanwhile.
 
-    Afterwards the outer machine is as it was: its devices, tensors, transfers and peaks. A tensor
-    of its that meets one of this machine is brought here, as one from the CPU.
+    Afterwards the outer machine is as it was: its devices, tensors, transfers and peaks.
 
     Args:
         n_devices: as for `simulate`.

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from tl_devicefix.placement.sites import DEVICE_TYPE, Site
 from tl_devicefix.simulation.backward import raise_or_keep
@@ -305,10 +304,7 @@ def run_on_one_device(func: Operation, args: tuple[Any, ...], kwargs: dict[str, 
     others: list[torch.Tensor] = []
     cpu_args = [_unwrap(arg, simulated, others) for arg in args]
     cpu_kwargs = {name: _unwrap(arg, simulated, others) for name, arg in kwargs.items()}
-    try:
-        machine, device = common_device(simulated, needs_machine=not _only_reads(func))
-    except _OfTwoMachines:
-        return run(func, *_brought_together(args, kwargs, simulated))
+    machine, device = common_device(simulated, needs_machine=not _only_reads(func))
     if others:
         _check_cpu_operands(func, args[0], others, device, machine)
     target = cpu_kwargs.pop("device", None)
@@ -351,32 +347,13 @@ def common_device(
         if needs_machine and not other.machine.is_open:
             raise left_error(other.device)
         if other.machine is not machine:
-            raise _OfTwoMachines
+            raise RuntimeError(
+                f"a tensor on {device} is of another simulated machine than one on {other.device}, "
+                "as of the `simulate` around a dry run: bring it there by .cpu() before"
+            )
         if other.device is not device and other.device != device:
             raise_or_keep(_mixed_error(device, other.device))
     return machine, device
-
-
-class _OfTwoMachines(Exception):
-    """Operands are on the machine that is entered, and on one that is set aside for it."""
-
-
-def _brought_together(
-    args: tuple[Any, ...], kwargs: dict[str, Any], simulated: list[SimTensor]
-) -> Any:
-    """Arguments with what is on a machine that is set aside brought to the one that is entered."""
-    machines = (tensor._allocation.machine for tensor in simulated)
-    entered = next(machine for machine in machines if not machine.is_aside)
-
-    def bring(arg: Any) -> Any:
-        if type(arg) is not SimTensor or arg._allocation.machine is entered:
-            return arg
-        device = entered.devices[entered.index_of(arg.device)]
-        copied = wrap(arg._cpu.detach().to(entered.executor.place), entered, device)
-        entered.record_transfer(torch.device("cpu"), device, copied)
-        return copied
-
-    return tree_map(bring, (args, kwargs))
 
 
 def _check_cpu_operands(
