@@ -27,6 +27,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -266,7 +267,8 @@ def random_activations(to: Path) -> Any:
         start, name = number * n_examples, shard_name(number)
         stop = start + n_examples
         written = write_shard(to / name, {each: [rows[each]] for each in rows}, start, stop)
-        index = index.with_shard(Shard(name, start, stop, n_examples * POSITIONS, *written))
+        shard = Shard(name, start, stop, n_examples * POSITIONS, *written)
+        index = replace(index, shards=(*index.shards, shard))
     write_index(to, index)
     return tl_devicefix.load_activations(to)
 

@@ -151,14 +151,15 @@ def test_texts_are_tokenised_padded_and_stored_with_their_masks(
     folded_on_one: Any, run: Any
 ) -> None:
     model, texts = folded_on_one("llama"), ["w4 w5 w6", "w7"]
-    _, cache = model.run_with_cache(texts, names_filter=RESID, prepend_bos=True)
+    _, cache = model.run_with_cache(texts, names_filter=RESID)
 
-    found = run(model, [texts, texts], RESID, prepend_bos=True)
+    found = run(model, [texts, texts], RESID)
 
-    tokens = model.to_tokens(texts, prepend_bos=True).cpu()
+    tokens = model.to_tokens(texts).cpu()
+    mask = tokens != model.tokenizer.pad_token_id
     assert torch.equal(found.tokens[:2], tokens)
-    assert torch.equal(found.masks[:2], tokens != model.tokenizer.pad_token_id)
-    assert_agrees(found[RESID][2:], cache[RESID].cpu())
+    assert torch.equal(found.masks[:2], mask)
+    assert_agrees(found[RESID][2:][mask], cache[RESID].cpu()[mask])
 
 
 SOURCES: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -248,7 +249,7 @@ def test_token_mask_leaves_tokens_out(folded_on_one: Any, batches: Any, run: Any
     assert_agrees(picked, torch.cat([expected[i][wanted[i]] for i in (5, 1)]))
     rows = torch.cat(list(found.activations(RESID, 5, shuffle=False)))
     assert_agrees(rows, expected[wanted])
-    with pytest.raises(ValueError, match=r"token_mask has left some out.*read h\[name\]"):
+    with pytest.raises(ValueError, match=r"token_mask left some out: read saved\[name\]"):
         found.cache(0)
 
 

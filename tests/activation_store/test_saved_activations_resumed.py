@@ -137,22 +137,22 @@ def test_only_batches_that_are_not_on_disk_are_run(
 
 
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "filter": ({"names_filter": NAMES[:1]}, r"they have blocks.3\S*, which names_filter leaves"),
+    "filter": ({"names_filter": NAMES[:1]}, r"blocks.3\S* is .* on disk, but not saved in this"),
     "larger filter": (
         {"names_filter": [*NAMES, "blocks.2.hook_resid_post"]},
-        r"they have no blocks.2\.",
+        r"blocks.2\S* is not saved on disk, but float32",
     ),
-    "dtype": ({"dtype": torch.float16}, "dtype of blocks.1.* is 'float32' on disk, not 'float16'"),
-    "transform": (
-        {"transform": lambda a: a[:, :, :3]},
-        r"shape of blocks.1.* is \(9, 16\) on disk",
-    ),
+    "dtype": ({"dtype": torch.float16}, "blocks.1.* is float32 .* on disk, but float16"),
+    "transform": ({"transform": lambda a: a[:, :, :3]}, r"blocks.1.* is float32 \[9, 16\] by ex"),
     "transform of the same shape": (
         {"transform": lambda a: a + 1},
         "the model computes another blocks.1.* of the first batch now, so its weights",
     ),
-    "token_mask": ({"token_mask": lambda tokens: tokens > 5}, "were saved without token_mask"),
-    "size of shards": ({"shard_size": 20000}, "by shard_size, is 9 on disk, not 16"),
+    "token_mask": (
+        {"token_mask": lambda tokens: tokens > 5},
+        r"by example on disk, but .* by token",
+    ),
+    "size of shards": ({"shard_size": 20000}, "by shard_size, is 9 on disk, but 16 in this call"),
 }
 
 
@@ -173,7 +173,7 @@ def test_to_go_on_with_another_model_or_version_is_refused_naming_it(
         start(resume=True, model=folded_on_one("gpt2"))
     index = read_index(begun)
     write_index(begun, replace(index, made_by={**index.made_by, "torch": "1.0"}))
-    with pytest.raises(ValueError, match=r"the version of torch is '1.0' on disk"):
+    with pytest.raises(ValueError, match=r"the version of torch is 1.0 on disk"):
         start(resume=True)
 
 
@@ -182,9 +182,9 @@ def test_to_go_on_with_other_data_is_refused_naming_it(
 ) -> None:
     saved = len(load_activations(begun))
     other = [*batches[:3], batches[3].flip(1), *batches[4:]]
-    with pytest.raises(ValueError, match="from example 12 on, batches has other tokens"):
+    with pytest.raises(ValueError, match="from example 12 on, batches has other values of tokens"):
         start(other, resume=True)
-    with pytest.raises(ValueError, match="from example 0 on, batches has other tokens"):
+    with pytest.raises(ValueError, match="from example 0 on, batches has other values of tokens"):
         start(batches[1:], resume=True)
     with pytest.raises(ValueError, match=f"they have {saved} examples, but batches has 8"):
         start(batches[:2], resume=True)
@@ -196,7 +196,9 @@ def test_to_go_on_with_other_data_is_refused_naming_it(
 def test_tokens_that_were_saved_are_compared(start: Start, batches: Any) -> None:
     start(batches[:6], token_mask=lambda tokens: tokens > 5)
     calls = iter(range(6))
-    with pytest.raises(ValueError, match="from example 12 on, batches has another token_mask"):
+    with pytest.raises(
+        ValueError, match="from example 12 on, batches has other values of token_mask"
+    ):
         start(token_mask=lambda tokens: tokens > (5 if next(calls) != 3 else 6), resume=True)
 
 
@@ -310,7 +312,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
 ) -> None:
     usage = resume.shutil.disk_usage(tmp_path)._replace(free=2**16)
     monkeypatch.setattr(resume.shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(OSError, match=r"activations take .* more, but the disk of .* 64.0 KiB"):
+    with pytest.raises(OSError, match=r"activations need .*, but the disk of .* only 64.0 KiB"):
         start()
     assert not (tmp_path / "out").exists()
 
@@ -318,7 +320,9 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
 def test_a_batch_of_another_width_leaves_complete_shards(
     start: Start, batches: Any, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match="batch 12 has 8 tokens in a row, but those before it 9"):
+    with pytest.raises(
+        ValueError, match="batch 12 has 8 tokens in a row, but those before it have 9"
+    ):
         start([*batches[:12], batches[12][:, 1:]])
     assert len(load_activations(tmp_path / "out")) > 0
     assert start(resume=True).is_complete
@@ -331,7 +335,7 @@ def test_a_shard_that_is_damaged_is_mended_by_taking_it_away(
     index, before = start(batches[:6]).index, files(tmp_path / "out")
     damaged = tmp_path / "out" / index.shards[2].file
     damaged.write_bytes(before[damaged.name][:-1] + b"\0")  # in a mask
-    with pytest.raises(ValueError, match=r"attention_mask.*, unless a shard is damaged: see"):
+    with pytest.raises(ValueError, match=r"attention_mask.*, or a shard is damaged"):
         start(batches[:6], resume=True)
     for shard in index.shards[2:]:
         (tmp_path / "out" / shard.file).unlink()
@@ -345,9 +349,9 @@ PLUS_ONE = OTHERS["transform of the same shape"][0]
 @pytest.mark.parametrize(
     ("missing", "data", "options", "instead"),
     [
-        ([0], slice(6), PLUS_ONE, "it back, or save to another"),
-        (range(6), slice(6), PLUS_ONE, "it back, or save to another"),
-        ([1], slice(3), {}, "it back, delete those after shard-00001.safetensors too, or save"),
+        ([0], slice(6), PLUS_ONE, "it back, or give another"),
+        (range(6), slice(6), PLUS_ONE, "it back, or give another"),
+        ([1], slice(3), {}, "it back, or delete those after shard-00001.safetensors too, or give"),
     ],
 )
 def test_shards_that_others_follow_are_not_computed_again(
@@ -357,7 +361,9 @@ def test_shards_that_others_follow_are_not_computed_again(
     for number in missing:
         (begun / shard_name(number)).unlink(missing_ok=True)
     before = files(begun)
-    with pytest.raises(FileNotFoundError, match=rf"-0000\d.safetensors is missing: put {instead}"):
+    with pytest.raises(
+        FileNotFoundError, match=rf"-0000\d.safetensors is missing, .*: put {instead}"
+    ):
         start(batches[data], resume=True, **options)
     assert files(begun) == before
 

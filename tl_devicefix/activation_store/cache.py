@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -45,13 +46,13 @@ class CacheOnDisk(CacheAtHome):
 
 
 def cache_of(
-    stored: Mapping[str, Stored], which: int | slice | list[int], model: Any
+    stored: Mapping[str, Stored], examples: int | slice | list[int], model: Any
 ) -> ActivationCache:
     """An ActivationCache of activations on disk, none of which is read yet.
 
     Args:
         stored: by name.
-        which: an example's number, for a cache without a batch axis, or several.
+        examples: an example's number, for a cache without a batch axis, or several.
         model: at whose home they are read; None for the CPU.
     """
     placement = getattr(model, "placement", None)
@@ -61,11 +62,6 @@ def cache_of(
         home = HOST if model is None else next(model.parameters()).device
     cache = CacheOnDisk(home)
     for name, activation in stored.items():
-        cache[name] = _not_read(activation, which)  # type: ignore[assignment]
-    return ActivationCache(cache, model, has_batch_dim=not isinstance(which, int))
-
-
-def _not_read(stored: Stored, which: int | slice | list[int]) -> NotRead:
-    if stored.entry.axis == "shared":
-        return NotRead(lambda: stored.of_shard(0))
-    return NotRead(lambda: stored[which])
+        not_read: Any = NotRead(partial(activation.__getitem__, examples))
+        cache[name] = not_read
+    return ActivationCache(cache, model, has_batch_dim=not isinstance(examples, int))

@@ -15,9 +15,8 @@ from tl_devicefix.activation_store.format import (
     TOKEN_MASK,
     TOKENS,
     Index,
-    damaged,
     read_index,
-    resized,
+    shard_faults,
 )
 from tl_devicefix.activation_store.shards import Shards, Stored
 from tl_devicefix.activation_store.token_batches import Shuffle, TokenBatches
@@ -48,7 +47,7 @@ def load_activations(directory: str | os.PathLike[str]) -> SavedActivations:
 class SavedActivations:
     """Activations on disk.
 
-    `h["blocks.20.hook_resid_post"][3:7]` is a tensor of the fourth to the seventh example's;
+    `saved["blocks.20.hook_resid_post"][3:7]` is a tensor of the fourth to the seventh example's;
     see `Stored`.
 
     Args:
@@ -57,6 +56,8 @@ class SavedActivations:
 
     Attributes:
         directory: where they are.
+        index: of them.
+        stored: tokens, masks and activations, by name.
         names: of the activations, in a cache's order.
         model: the name, class and shapes of the model that computed them.
         is_complete: whether all examples are there that were to be saved.
@@ -65,8 +66,8 @@ class SavedActivations:
     def __init__(self, directory: Path, index: Index) -> None:
         self.directory, self.index = directory, index
         shards = Shards(directory, index)
-        self._stored = {entry.name: Stored(shards, entry) for entry in index.entries}
-        self.names = [name for name in self._stored if name not in (TOKENS, MASK, TOKEN_MASK)]
+        self.stored = {entry.name: Stored(shards, entry) for entry in index.entries}
+        self.names = [name for name in self.stored if name not in (TOKENS, MASK, TOKEN_MASK)]
         self.model = index.model
         self.is_complete = index.is_complete
 
@@ -77,43 +78,40 @@ class SavedActivations:
     def __contains__(self, name: object) -> bool:
         return name in self.names
 
-    def __iter__(self) -> Any:
-        raise TypeError("go through h.names, or through the examples of h[name]")
-
     def __getitem__(self, name: str | tuple[Any, ...]) -> Stored:
-        if isinstance(name, tuple):  # as a cache is indexed: h["resid_post", 2]
+        if isinstance(name, tuple):  # as a cache is indexed: saved["resid_post", 2]
             name = _act_name(*name)
         if not isinstance(name, str):
             raise TypeError(
-                f"give the name of one activation, and not a {type(name).__name__}: h[name][3] is "
-                "an example's, and h.cache(3) has all"
+                f"saved activations are indexed by one name, not by {type(name).__name__}: "
+                "saved[name][3] is an example's activation, saved.cache(3) has all of them"
             )
         if name not in self.names:
             raise KeyError(f"{name} was not saved{did_you_mean(name, self.names)}")
-        return self._stored[name]
+        return self.stored[name]
 
     @property
     def tokens(self) -> Stored:
-        """The tokens, `[examples, pos]`: `h.tokens[:]`."""
-        return self._stored[TOKENS]
+        """The tokens, `[examples, pos]`: `saved.tokens[:]`."""
+        return self.stored[TOKENS]
 
     @property
     def masks(self) -> Stored:
         """The attention masks, `[examples, pos]`: False is padding."""
-        return self._stored[MASK]
+        return self.stored[MASK]
 
     @property
     def token_mask(self) -> Stored | None:
         """Which tokens' activations were saved, `[examples, pos]`; None if all were."""
-        return self._stored.get(TOKEN_MASK)
+        return self.stored.get(TOKEN_MASK)
 
-    def cache(self, which: int | slice | list[int], model: Any = None) -> ActivationCache:
+    def cache(self, examples: int | slice | list[int], model: Any = None) -> ActivationCache:
         """An ActivationCache of an example (without a batch axis), or of several.
 
         An entry is read each time that you ask for it; methods that need several read all of them.
 
         Args:
-            which: an example's number, a slice, or a list of numbers.
+            examples: an example's number, a slice, or a list of numbers.
             model: for methods that need one, such as `accumulated_resid`. Activations are
                 read at its home; without a model, on the CPU.
 
@@ -124,22 +122,23 @@ class SavedActivations:
         Raises:
             ValueError: if `token_mask` has left tokens out, or the model has other shapes.
             IndexError: if there is no such example.
-            TypeError: if `which` is no number, slice or list of numbers.
+            TypeError: if `examples` is no number, slice or list of numbers.
         """
         from tl_devicefix.activation_store.cache import cache_of
 
         if self.token_mask is not None:
             raise ValueError(
-                "a cache has all tokens, but token_mask has left some out here: read h[name]"
+                "an ActivationCache needs all tokens, but token_mask left some out: read "
+                "saved[name] instead"
             )
         for name in ("n_layers", "d_model") if model is not None else ():
-            if (ours := getattr(model.cfg, name)) != (theirs := self.model[name]):
+            if (own := getattr(model.cfg, name)) != self.model[name]:
                 raise ValueError(
-                    f"these are activations of a model with {name}={theirs}, but the model has "
-                    f"{ours}"
+                    f"the activations are of a model with {name}={self.model[name]}, but the "
+                    f"model that you pass has {name}={own}"
                 )
-        self.tokens.numbers(which)  # refuses what is none
-        return cache_of({name: self._stored[name] for name in self.names}, which, model)
+        self.tokens.numbers(examples)  # refuses other indices
+        return cache_of({name: self.stored[name] for name in self.names}, examples, model)
 
     def activations(
         self,
@@ -181,7 +180,7 @@ class SavedActivations:
 
     def missing(self) -> list[str]:
         """A sentence for each shard whose file is missing or of another size; reads none."""
-        return list(resized(self.directory, self.index))
+        return list(shard_faults(self.directory, self.index, checksums=False))
 
     def verify(self) -> list[str]:
         """Read all shards, and compare them with their checksums.
@@ -191,17 +190,17 @@ class SavedActivations:
         Returns:
             A sentence for each shard that is not as it was written; empty if all are.
         """
-        return list(damaged(self.directory, self.index))
+        return list(shard_faults(self.directory, self.index, checksums=True))
 
     def __repr__(self) -> str:
         index = self.index
-        state = "complete" if self.is_complete else "not complete: go on with resume=True"
+        state = "complete" if self.is_complete else "not complete: save the rest with resume=True"
         versions = ", ".join(f"{name} {version}" for name, version in index.made_by.items())
         shards = f"{len(index.shards)} shards" if len(index.shards) != 1 else "1 shard"
         lines = [
             f"{len(self)} examples of {self.model['name']} ({self.model['class']}), {state}",
             f"{gib(index.n_bytes)} in {shards}, by {versions}",
-            *(f"  {stored!r}" for stored in self._stored.values()),
+            *(f"  {stored!r}" for stored in self.stored.values()),
             *self.missing(),
         ]
         return "\n".join(lines)

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import fcntl
 import importlib.metadata
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -19,13 +18,12 @@ from tl_devicefix.activation_store.format import (
     INDEX,
     SHARDS,
     TEMPORARY,
-    TOKEN_MASK,
     Index,
     read_index,
     same_bytes,
     shard_name,
 )
-from tl_devicefix.activation_store.shards import Shards, Stored
+from tl_devicefix.activation_store.reader import SavedActivations
 from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.placement.memory import gib
 
@@ -38,21 +36,13 @@ _SHAPES = ("n_layers", "d_model", "n_heads", "n_key_value_heads", "d_head", "d_m
 def locked(directory: Path) -> Iterator[None]:
     """Within it, no other process saves to a directory, which is made.
 
-    Nothing is left of a new directory if no index was written.
-
     Raises:
-        NotADirectoryError: if it is a file.
         RuntimeError: if another process saves to it.
     """
-    if directory.is_file():
-        raise NotADirectoryError(f"{directory} is a file: give a directory")
-    is_new = not directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
     with open(directory / LOCK, "ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.fstat(file.fileno()).st_nlink:  # another one ended just now, and removed it
-                raise BlockingIOError
         except BlockingIOError:
             raise RuntimeError(
                 f"another process is saving activations to {directory}: wait until it has ended, "
@@ -61,10 +51,6 @@ def locked(directory: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            if is_new and not (directory / INDEX).exists():
-                (directory / LOCK).unlink(missing_ok=True)
-                with contextlib.suppress(OSError):  # somebody has put something there
-                    directory.rmdir()
             # Not by closing: a DataLoader's worker may have the file open for longer.
             fcntl.flock(file, fcntl.LOCK_UN)
 
@@ -73,14 +59,17 @@ def saved_index(directory: Path, resume: bool) -> Index | None:
     """The index of activations that were saved before, if any, without last shards that are gone.
 
     Raises:
+        NotADirectoryError: if it is a file.
         FileExistsError: if there are some, and `resume` is False.
         FileNotFoundError: if others than the last shards are gone, or all are.
     """
+    if directory.is_file():
+        raise NotADirectoryError(f"{directory} is a file: give a directory")
     if not (directory / INDEX).exists():
-        if (directory / shard_name(0)).exists() and not resume:
+        if (directory / shard_name(0)).exists():
             raise FileExistsError(
-                f"{directory} has a {shard_name(0)} and no {INDEX}: give another directory, or "
-                "resume=True to write over it"
+                f"{directory} has a {shard_name(0)}, but no {INDEX}: put the {INDEX} back, or give "
+                "another directory"
             )
         return None
     index = read_index(directory)
@@ -89,17 +78,18 @@ def saved_index(directory: Path, resume: bool) -> Index | None:
     if not resume:
         raise FileExistsError(
             f"{directory} has activations of {index.n_examples} examples already, of "
-            f"{index.model.get('name')}: pass resume=True to go on, or give another directory"
+            f"{index.model.get('name')}: pass resume=True to save the rest, or give another "
+            "directory"
         )
     exists = [(directory / shard.file).is_file() for shard in index.shards]
     if all(exists):
         return index
     first = exists.index(False)
     if not first or any(exists[first:]):  # later shards would be written over, or be lost
-        more = f", delete those after {index.shards[first].file} too" if first else ""
+        more = f", or delete those after {index.shards[first].file} too" if first else ""
         raise FileNotFoundError(
-            f"{directory / index.shards[first].file} is missing: put it back{more}, or save to "
-            "another directory; resume=True computes the last shards again, not those before others"
+            f"{directory / index.shards[first].file} is missing, and resume=True computes only the "
+            f"last shards again: put it back{more}, or give another directory"
         )
     return replace(index, shards=index.shards[:first], is_complete=False)
 
@@ -117,12 +107,13 @@ def check_disk(directory: Path, needed: int) -> None:
     Raises:
         OSError: if it does not.
     """
-    free = shutil.disk_usage(directory).free
+    above = (path for path in (directory, *directory.absolute().parents) if path.exists())
+    free = shutil.disk_usage(next(above)).free
     if needed > free:
         raise OSError(
             errno.ENOSPC,
-            f"the activations take {gib(needed)} more, but the disk of {directory} has {gib(free)} "
-            "free: save fewer names or tokens, give a transform, or a directory on another disk",
+            f"the activations need {gib(needed)}, but the disk of {directory} has only {gib(free)} "
+            "free: save fewer names or tokens, give a transform, or use another disk",
         )
 
 
@@ -141,7 +132,7 @@ def versions() -> dict[str, str]:
     """The versions of the packages that compute and write."""
     try:
         own = importlib.metadata.version("tl_devicefix")
-    except importlib.metadata.PackageNotFoundError:  # imported from where its source lies
+    except importlib.metadata.PackageNotFoundError:  # imported from its source
         own = "not installed"
     return {
         "tl_devicefix": own,
@@ -160,8 +151,7 @@ class Saved:
 
     def __init__(self, directory: Path, index: Index) -> None:
         self._directory, self._index = directory, index
-        shards = Shards(directory, index)
-        self._stored = {entry.name: Stored(shards, entry) for entry in index.entries}
+        self._stored = SavedActivations(directory, index).stored
 
     def compare_index(self, index: Index) -> None:
         """Compare the index with the one that would be written now.
@@ -169,9 +159,13 @@ class Saved:
         Raises:
             ValueError: naming what differs first.
         """
-        difference = next(_differences(self._index, index), None)
-        if difference is not None:
-            raise self._other(f"{difference}; go on as they were begun")
+        before, now = _fields(self._index), _fields(index)
+        for field in sorted({**before, **now}, key=_PER_SHARD.__eq__):  # it follows from the others
+            if before.get(field) != now.get(field):
+                raise self._other(
+                    f"{field} is {before.get(field, 'not saved')} on disk, but "
+                    f"{now.get(field, 'not saved')} in this call; repeat the arguments of the first"
+                )
 
     def compare_activations(self, activations: Mapping[str, torch.Tensor]) -> None:
         """Compare the first batch's activations with those that the model computes now.
@@ -181,10 +175,8 @@ class Saved:
         """
         for name, computed in activations.items():
             stored = self._stored[name].of_shard(0)
-            if self._stored[name].entry.axis != "shared":
-                n_rows = min(len(stored), len(computed))
-                stored, computed = stored[:n_rows], computed[:n_rows]
-            if not same_bytes(stored, computed.cpu()):
+            n_rows = min(len(stored), len(computed))
+            if not same_bytes(stored[:n_rows], computed[:n_rows].cpu()):
                 raise self._other(
                     f"the model computes another {name} of the first batch now, so its weights, "
                     f"hooks, devices or transform have changed, or {self._damaged}"
@@ -201,42 +193,27 @@ class Saved:
         Raises:
             ValueError: naming those that differ.
         """
-        for name, rows in beside.items():
-            stored = self._stored[name][start : start + count] if count else rows[:0]
-            if not torch.equal(stored, rows[:count]):
-                other = "another token_mask" if name == TOKEN_MASK else f"other {name}"
+        for name, rows in beside.items() if count else ():
+            if not torch.equal(self._stored[name][start : start + count], rows[:count]):
                 raise self.other_data(
-                    f"from example {start} on, batches has {other}, unless {self._damaged}"
+                    f"from example {start} on, batches has other values of {name}, or "
+                    f"{self._damaged}"
                 )
 
     @property
     def _damaged(self) -> str:
         command = f"python -m tl_devicefix activations verify {self._directory}"
-        return f"a shard is damaged: see `{command}`"
+        return f"a shard is damaged (`{command}` finds it)"
 
     def other_data(self, difference: str) -> ValueError:
         """The error for batches that are not those that saving was begun with."""
-        return self._other(f"{difference}; give the batches that saving was begun with")
+        return self._other(f"{difference}; give the same batches as the first call")
 
     def _other(self, difference: str) -> ValueError:
         return ValueError(
             f"the activations in {self._directory} are not those of this call: {difference}, or "
             "give another directory"
         )
-
-
-def _differences(stored: Index, index: Index) -> Iterator[str]:
-    old, new = ({entry.name: entry for entry in each.entries} for each in (stored, index))
-    if (TOKEN_MASK in old) != (TOKEN_MASK in new):
-        yield f"they were saved with{'' if TOKEN_MASK in old else 'out'} token_mask"
-    theirs, ours = _fields(stored), _fields(index)
-    for field in theirs:
-        if field != _PER_SHARD and theirs[field] != ours.get(field, theirs[field]):
-            yield f"{field} is {theirs[field]!r} on disk, not {ours[field]!r}"
-    yield from (f"they have {n}, which names_filter leaves out" for n in old if n not in new)
-    yield from (f"they have no {n}" for n in new if n not in old)
-    if theirs[_PER_SHARD] != ours[_PER_SHARD]:
-        yield f"{_PER_SHARD} is {theirs[_PER_SHARD]} on disk, not {ours[_PER_SHARD]}"
 
 
 _PER_SHARD = "the number of examples in a shard, by shard_size,"
@@ -248,9 +225,9 @@ def _fields(index: Index) -> dict[str, Any]:
         **{f"the model's {name}": value for name, value in index.model.items()},
         **{f"the version of {name}": value for name, value in index.made_by.items()},
         **{
-            f"the {field} of {entry.name}": getattr(entry, field)
-            for entry in index.entries
-            for field in ("dtype", "shape", "axis", "same_as")
+            e.name: f"{e.dtype} {list(e.shape)} by {e.axis}"
+            + (f" in {e.same_as}" * bool(e.same_as))
+            for e in index.entries
         },
         _PER_SHARD: index.examples_per_shard,
     }

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from inspect import signature
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from tl_devicefix.activation_store.format import (
     TOKENS,
     Entry,
     Index,
+    dtype_name,
     write_index,
 )
 from tl_devicefix.activation_store.reader import SavedActivations, load_activations
@@ -48,7 +50,6 @@ def save_activations(
     *,
     directory: str | os.PathLike[str],
     batch_size: int = 8,
-    prepend_bos: bool | None = None,
     dtype: torch.dtype | str | None = None,
     transform: Transform | Mapping[str, Transform] | None = None,
     token_mask: TokenMask | None = None,
@@ -62,8 +63,9 @@ def save_activations(
 
     Activations are copied to host memory on a stream of their own, and written by a thread. When
     the disk is slower than the devices, the devices wait: host memory holds two shards and some
-    batches, however many there are. Over several devices, several batches are run at once
-    (`pipeline_map`).
+    batches, however many there are. Over several devices, several batches run at once
+    (`pipeline_map`). An activation that all examples share, such as rotary tables, is stored for
+    each of them.
 
     However a call ends, the shards that its index lists are complete. The same call with
     ``resume=True`` goes on, and ends with the same bytes. It runs the first batch again, and then
@@ -78,7 +80,6 @@ def save_activations(
         names_filter: which activations: a name, names, or a function of a name. By default all.
         directory: is made if it does not exist. After `init_hosts`, rank 0 writes all.
         batch_size: how many examples make a batch.
-        prepend_bos: for texts, as the model's forward takes it.
         dtype: to which activations are converted on their device. By default as they are computed,
             bit for bit.
         transform: a function of an activation, called on its device: its result, `[batch, ...]`,
@@ -106,42 +107,39 @@ def save_activations(
         OSError: if the disk is too small, before anything is written; or is full.
         HostLost: if another host is lost. Shards that the index lists are complete.
     """
-    for name, instead in _INSTEAD.items():
-        if name in arguments:
-            raise TypeError(f"save_activations() takes no {name}: {instead}")
+    for name in _INSTEAD.keys() & arguments.keys():
+        raise TypeError(f"save_activations() has no argument {name!r}: {_INSTEAD[name]}")
     viewing(model)  # refuses what is no model
     functions = (save_activations, model.forward)
     refuse_misspelt(
         "save_activations()", arguments, [n for f in functions for n in signature(f).parameters]
     )
     directory = Path(directory)
-    source = Batches(batches, model, batch_size, prepend_bos)
+    source = Batches(batches, model, batch_size)
     dtype = None if dtype is None else torch_dtype(dtype)
     selection = Selection(checked_names(names_filter, model), dtype, transform, token_mask)
     shard_bytes = bytes_of(shard_size, "shard_size")
     if shard_bytes < 1:
         raise ValueError(f"shard_size must be 1 byte or more, but is {shard_size!r}")
-    if not resume:
-        on_disk.saved_index(directory, resume)  # before a directory is made
-    with on_disk.locked(directory), torch.no_grad():
-        saved = on_disk.saved_index(directory, resume)
-        on_disk.remove_temporary(directory)
-        saving = _Saving(model, selection, arguments, max_in_flight, directory)
-        saving.begin(source, saved, shard_bytes)
-        saving.run(progress)
+    saved = on_disk.saved_index(directory, resume)
+    with torch.no_grad():
+        saving = _Saving(model, source, selection, arguments, max_in_flight, directory)
+        saving.run_first(saved)
+        with on_disk.locked(directory):
+            saving.begin(on_disk.saved_index(directory, resume), shard_bytes)
+            saving.run(progress)
     return load_activations(directory)
 
 
 _INSTEAD = {
-    "remove_batch_dim": "save with it, and read h[name][3], or h.cache(3)",
-    "stop_at": "give stop_at_layer",
     "attention_mask": "give batches that are dicts with one",
-    "fwd_hooks": "add hooks to the model before",
-    "return_cache_object": "no cache is returned",
     "incl_bwd": "gradients are not saved",
     "padding_side": "set model.tokenizer.padding_side before",
     "pos_slice": "give a transform, such as lambda activation: activation[:, -1]",
+    "prepend_bos": "give tokens, such as model.to_tokens(texts, prepend_bos=False)",
+    "remove_batch_dim": "read saved[name][3], or saved.cache(3)",
 }
+"""Arguments of `run_with_cache` that would change what a run leaves behind, and what to do."""
 
 
 class _Item(NamedTuple):
@@ -164,6 +162,7 @@ class _Saving:
     def __init__(
         self,
         model: Any,
+        source: Batches,
         selection: Selection,
         arguments: dict[str, Any],
         max_in_flight: int | None,
@@ -174,59 +173,74 @@ class _Saving:
             n_devices + (n_devices > 1) if max_in_flight is None else max_in_flight
         )
         self._model, self._selection, self._directory = model, selection, directory
+        self._source, self._batches = source, iter(source)
         self._arguments, self._points = arguments, dict(model.hook_dict)
 
-    def begin(self, source: Batches, saved: Index | None, shard_bytes: int) -> None:
-        """Run the first batch, which says what is written, and write an index of no shards.
-
-        Nothing is written if it cannot be run.
+    def run_first(self, saved: Index | None) -> None:
+        """Run the first batch, which says what is written; nothing is, if it cannot be.
 
         Args:
-            source: the batches.
             saved: of activations to go on with, if there are any.
-            shard_bytes: of a shard, at most.
 
         Raises:
-            ValueError: if there is no batch, it cannot be stored, or others are on disk.
+            ValueError: if there is no batch, or it cannot be stored.
             OSError: if the disk is too small.
         """
-        self._batches = iter(source)
         batch = next(self._batches, None)
         if batch is None:
             raise ValueError("batches has no batch: give at least one")
         n_examples, self._width = batch.tokens.shape
-        first = _Item(batch, self._selection.saved_tokens(batch.tokens, batch.mask))
-        (selected,) = pipeline_map(self._model, self._forward, [first], max_in_flight=1)
+        self._first = self._item(batch)
+        (selected,) = pipeline_map(self._model, self._forward, [self._first], max_in_flight=1)
         self._selected: Selected | None = selected
-        self._first, self._names = first, selected.names
-        n_rows = n_examples if first.saved is None else int(first.saved.sum())
+        self._names, beside = selected.names, _beside(self._first)
+        n_rows = n_examples if self._first.saved is None else int(self._first.saved.sum())
         stop = self._arguments.get("stop_at_layer")
         entries = entries_of(self._selection, selected, n_rows, stop)
-        self._entries = {entry.name: entry for entry in entries if entry.same_as is None}
-        beside = _beside(first)
+        self._entries = (
+            *(Entry(n, dtype_name(t.dtype), tuple(t.shape[1:])) for n, t in beside.items()),
+            *entries,
+        )
         if not any(name.startswith("unembed") for name in self._names):  # logits are not needed
             self._arguments = {"return_type": None, **self._arguments}
-        entries = [*(_entry(name, rows) for name, rows in beside.items()), *entries]
-        per_shard = max(1, shard_bytes // max(1, _bytes_of_example(entries, self._width)))
-        model_fields, versions = on_disk.model_fields(self._model), on_disk.versions()
-        index = Index(model_fields, versions, tuple(entries), per_shard)
-        self._index = index if saved is None else saved
-        self._saved = on_disk.Saved(self._directory, self._index)
-        if saved is not None:
-            self._saved.compare_index(index)
-            self._saved.compare_tokens(beside, 0, min(n_examples, saved.n_examples))
-            self._saved.compare_activations(selected.tensors)
-            if saved.n_examples >= n_examples:
-                self._selected = None  # it is not saved again
-        self._total, self._n_bytes = source.most_examples(n_examples), None
-        if self._index.is_complete:
-            self._total, self._n_bytes = self._index.n_examples, self._index.n_bytes
+        self._total, self._n_bytes = self._source.most_examples(n_examples), None
+        if saved is not None and saved.is_complete:
+            self._total, self._n_bytes = saved.n_examples, saved.n_bytes
         elif self._total is not None:
             of_first = sum(t.nbytes for t in (*beside.values(), *selected.tensors.values()))
             self._n_bytes = of_first * self._total // n_examples
-            on_disk.check_disk(self._directory, self._n_bytes - self._index.n_bytes)
+            written = 0 if saved is None else saved.n_bytes
+            on_disk.check_disk(self._directory, self._n_bytes - written)
+
+    def begin(self, saved: Index | None, shard_bytes: int) -> None:
+        """Write an index of no shards, or compare with what is on disk.
+
+        Args:
+            saved: of activations to go on with, if there are any.
+            shard_bytes: of a shard, at most.
+
+        Raises:
+            ValueError: if others are on disk.
+        """
+        on_disk.remove_temporary(self._directory)
+        rows = {"example": 1, "token": self._width}  # at most: fewer tokens may be saved
+        of_example = sum(e.row_bytes * rows[e.axis] for e in self._entries if e.same_as is None)
+        per_shard = max(1, shard_bytes // of_example)
+        index = Index(
+            on_disk.model_fields(self._model), on_disk.versions(), self._entries, per_shard
+        )
+        self._index = index if saved is None else saved
+        self._saved = on_disk.Saved(self._directory, self._index)
         if saved is None:
             write_index(self._directory, index)
+            return
+        assert self._selected is not None
+        n_examples = len(self._first.batch.tokens)
+        self._saved.compare_index(index)
+        self._saved.compare_tokens(_beside(self._first), 0, min(n_examples, saved.n_examples))
+        self._saved.compare_activations(self._selected.tensors)
+        if saved.n_examples >= n_examples:
+            self._selected = None  # it is not saved again
 
     def run(self, progress: bool) -> None:
         """Save the batches that are not on disk yet."""
@@ -248,7 +262,9 @@ class _Saving:
                 bar.total = bar.n  # the last batch may have had fewer examples
                 bar.refresh()
             if not n_saved:
-                raise ValueError("token_mask has left out every token: nothing is saved")
+                raise ValueError(
+                    "token_mask leaves out every token: let it return True for those to save"
+                )
             is_complete = not self._index.is_complete
         finally:
             writer.close(is_complete)
@@ -273,6 +289,9 @@ class _Saving:
             if len(arriving) > 1:
                 arriving.popleft().wait()
 
+    def _item(self, batch: Batch) -> _Item:
+        return _Item(batch, self._selection.saved_tokens(batch.tokens, batch.mask))
+
     def _items(self, writer: Writer) -> Iterator[_Item]:
         """The batches that are not on disk yet. Compares those that are.
 
@@ -280,17 +299,15 @@ class _Saving:
             ValueError: if they are others, or of another width.
         """
         seen, on_disk_already = 0, self._index.n_examples
-        for number, batch in enumerate(self._all_batches()):
-            n_examples, width = batch.tokens.shape
+        items = chain([self._first], map(self._item, self._batches))
+        for number, item in enumerate(items):
+            n_examples, width = item.batch.tokens.shape
             if width != self._width:
                 raise ValueError(
-                    f"batch {number} has {width} tokens in a row, but those before it "
-                    f"{self._width}: pad or cut it (texts by model.to_tokens of all of them), or "
-                    "save it to another directory"
+                    f"batch {number} has {width} tokens in a row, but those before it have "
+                    f"{self._width}: pad all to one width (texts by model.to_tokens of all of "
+                    "them), or save it to another directory"
                 )
-            item = self._first
-            if number:
-                item = _Item(batch, self._selection.saved_tokens(batch.tokens, batch.mask))
             skip = min(max(on_disk_already - seen, 0), n_examples)
             self._saved.compare_tokens(_beside(item), seen, skip)
             seen += n_examples
@@ -307,26 +324,31 @@ class _Saving:
                 f"they have {on_disk_already} examples, but batches has {seen}"
             )
 
-    def _all_batches(self) -> Iterator[Batch]:
-        yield self._first.batch
-        yield from self._batches
-
     def _run(self, view: Any, item: _Item) -> Copied:
         """Run a batch, and start to copy what is saved of it."""
         selected: Selected | None = None
-        if item.batch is self._first.batch:  # which `begin` has run
+        if item.batch is self._first.batch:  # which `run_first` has run
             selected, self._selected = self._selected, None
         if selected is None:
             selected = self._forward(view, item)
         if selected.names != self._names:
             name = min({*selected.names.items()} ^ {*self._names.items()})[0]
             raise ValueError(
-                f"this batch gives other activations than the first one, such as {name}: leave "
-                "it out of names_filter, or save such batches to another directory"
+                f"this batch gives other activations than the first one, such as {name}: remove "
+                "it from names_filter, or save such batches to another directory"
             )
         n_examples, width = item.batch.tokens.shape
         counts = [width] * n_examples if item.saved is None else item.saved.sum(1).tolist()
-        self._check_shapes(selected.tensors, n_examples if item.saved is None else sum(counts))
+        rows = {"example": n_examples, "token": sum(counts)}
+        for e in self._entries:
+            tensor = selected.tensors.get(e.name)
+            expected = torch.Size((rows[e.axis], *e.shape))
+            if tensor is not None and (tensor.shape, tensor.dtype) != (expected, e.torch_dtype):
+                raise ValueError(
+                    f"{e.name} is {tensor.dtype} {list(tensor.shape)} in this batch, but would be "
+                    f"{e.torch_dtype} {list(expected)} as in the first one: save such batches to "
+                    "another directory"
+                )
         copies, arrivals = start_copies(selected.tensors)
         return Copied({**_beside(item), **copies}, counts, item.skip, arrivals)
 
@@ -338,30 +360,11 @@ class _Saving:
                 return_cache_object=False,
                 **{**self._arguments, **item.batch.arguments},
             )
-        return self._selection.of(cache, item.saved, self._points)
-
-    def _check_shapes(self, tensors: Mapping[str, torch.Tensor], n_rows: int) -> None:
-        for name, entry in self._entries.items():
-            shape = entry.shape if entry.axis == "shared" else (n_rows, *entry.shape)
-            tensor = tensors[name]
-            if tuple(tensor.shape) != shape or tensor.dtype != entry.torch_dtype:
-                raise ValueError(
-                    f"{name} is {tensor.dtype} {list(tensor.shape)}, but by the first batch it "
-                    f"would be {entry.torch_dtype} {list(shape)}"
-                )
+        tokens = item.batch.tokens
+        return self._selection.of(cache, tokens, item.saved, self._points)
 
 
 def _beside(item: _Item) -> dict[str, torch.Tensor]:
     """Tokens and masks, which are stored beside a batch's activations."""
     beside = {TOKENS: item.batch.tokens, MASK: item.batch.mask}
     return beside if item.saved is None else {**beside, TOKEN_MASK: item.saved}
-
-
-def _entry(name: str, rows: torch.Tensor) -> Entry:
-    return Entry(name, str(rows.dtype).removeprefix("torch."), tuple(rows.shape[1:]))
-
-
-def _bytes_of_example(entries: Iterable[Entry], width: int) -> int:
-    """At most; fewer tokens may be saved."""
-    rows = {"example": 1, "token": width, "shared": 0}
-    return sum(entry.row_bytes * rows[entry.axis] for entry in entries if entry.same_as is None)

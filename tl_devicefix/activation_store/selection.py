@@ -8,7 +8,13 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from tl_devicefix.activation_store.format import NOT_BY_TOKEN, Axis, Entry, can_be_stored
+from tl_devicefix.activation_store.format import (
+    NOT_BY_TOKEN,
+    Axis,
+    Entry,
+    can_be_stored,
+    dtype_name,
+)
 from tl_devicefix.gathering.caches import CacheAtHome
 from tl_devicefix.misspelt import did_you_mean
 
@@ -47,8 +53,8 @@ class Selection:
         for transform in by_name.values():
             if transform is not None and not callable(transform):
                 raise TypeError(
-                    "transform must be a function of an activation, or a dict from names to such, "
-                    f"but has {transform!r}: give lambda activation: activation.mean(1), say"
+                    "transform must be a function of an activation, or a dict from names to such "
+                    f"functions, but has {transform!r}: try lambda activation: activation.mean(1)"
                 )
 
     def saved_tokens(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
@@ -67,25 +73,28 @@ class Selection:
                 f"{self.token_mask!r}"
             )
         saved = self.token_mask(tokens)
-        is_tensor = isinstance(saved, torch.Tensor)
-        if not is_tensor or saved.shape != tokens.shape or saved.dtype != torch.bool:
-            returned = (
-                f"{saved.dtype} of {list(saved.shape)}" if is_tensor else type(saved).__name__
-            )
+        shape = saved.shape if isinstance(saved, torch.Tensor) else None
+        if shape != tokens.shape or saved.dtype != torch.bool:
+            returned = type(saved).__name__ if shape is None else f"{saved.dtype} {list(shape)}"
             raise ValueError(
-                f"token_mask must return a tensor of booleans of the tokens' shape "
-                f"{list(tokens.shape)}, but returned {returned}"
+                f"token_mask must return a tensor of booleans {list(tokens.shape)}, as the tokens, "
+                f"but returned {returned}"
             )
         return saved.to("cpu", copy=True)  # it is written later, and may be a buffer used again
 
     def of(
-        self, cache: Mapping[str, Any], saved: torch.Tensor | None, points: Mapping[str, Any]
+        self,
+        cache: Mapping[str, Any],
+        tokens: torch.Tensor,
+        saved: torch.Tensor | None,
+        points: Mapping[str, Any],
     ) -> Selected:
         """What is saved of a forward's cache.
 
         Args:
             cache: of the forward.
-            saved: which tokens are, `[batch, pos]` on the CPU.
+            tokens: of the forward, `[batch, pos]`.
+            saved: which of them are, `[batch, pos]` on the CPU.
             points: by name, hook points. A Bridge has one tensor twice where two names have one.
 
         Raises:
@@ -94,8 +103,8 @@ class Selection:
                 activation without an axis for them.
         """
         activations = cache.stored() if isinstance(cache, CacheAtHome) else cache
-        by_name = self.transform if isinstance(self.transform, Mapping) else {}
-        if unknown := by_name.keys() - activations.keys():
+        by_name = self.transform if isinstance(self.transform, Mapping) else None
+        if unknown := (by_name or {}).keys() - activations.keys():
             name = min(unknown)
             raise ValueError(
                 f"transform has {name}, which is not saved{did_you_mean(name, list(activations))}"
@@ -105,24 +114,27 @@ class Selection:
         names: dict[str, str] = {}
         for name, activation in activations.items():
             if isinstance(activation, torch.Tensor):
-                same = points.get(name, name), self._transform_of(name)
-                names[name] = first_names.setdefault(same, name)
+                transform: Any = self.transform if by_name is None else by_name.get(name)
+                names[name] = first_names.setdefault((points.get(name, name), transform), name)
                 if names[name] == name:
-                    tensors[name] = self._selected(name, activation.detach(), saved)
+                    activation = activation.detach()
+                    if activation.shape[:1] == (1,):  # such as a Bridge's rotary tables
+                        activation = activation.expand(len(tokens), *activation.shape[1:])
+                    tensors[name] = self._selected(name, activation, transform, saved)
         return Selected(tensors, names)
 
-    def _transform_of(self, name: str) -> Transform | None:
-        return self.transform.get(name) if isinstance(self.transform, Mapping) else self.transform
-
     def _selected(
-        self, name: str, activation: torch.Tensor, saved: torch.Tensor | None
+        self,
+        name: str,
+        activation: torch.Tensor,
+        transform: Transform | None,
+        saved: torch.Tensor | None,
     ) -> torch.Tensor:
-        transform = self._transform_of(name)
         if transform is not None:
             activation = transform(activation)
         if not isinstance(activation, torch.Tensor):
             raise TypeError(
-                f"transform must return a tensor of {name}, but returned a "
+                f"transform must return a tensor, but for {name} it returned a "
                 f"{type(activation).__name__}"
             )
         if self.dtype is not None and activation.is_floating_point():
@@ -131,8 +143,8 @@ class Selection:
             return activation
         if activation.shape[:2] != saved.shape or name.endswith(NOT_BY_TOKEN):
             raise ValueError(
-                f"token_mask cannot leave tokens out of {name}, as that is "
-                f"{list(activation.shape)} and not [batch, pos, ...]: leave it out of "
+                f"token_mask cannot leave tokens out of {name}, which is "
+                f"{list(activation.shape)} and not [batch, pos, ...]: remove it from "
                 "names_filter, or save it without token_mask"
             )
         rows = saved.flatten().nonzero().flatten().to(activation.device)
@@ -155,12 +167,12 @@ def checked_names(names_filter: Any, model: Any) -> Any:
         )
     names = [names_filter] if isinstance(names_filter, str) else list(names_filter)
     if not names:
-        raise ValueError("names_filter has no names: give some, or None for all of the model's")
+        raise ValueError("names_filter is empty: name some hook points, or pass None for all")
     for name in names:
         if name not in model.hook_dict:
             raise ValueError(
                 f"names_filter has {name!r}, which is no hook point of this model"
-                f"{did_you_mean(name, model.hook_dict, 0.5)}: give names of model.hook_dict, or a "
+                f"{did_you_mean(name, model.hook_dict, 0.5)}: use names of model.hook_dict, or a "
                 'function such as lambda name: name.endswith("hook_resid_post")'
             )
     return names
@@ -178,29 +190,32 @@ def entries_of(
         stop_at_layer: where the forward stopped.
 
     Raises:
-        ValueError: for names that the forward did not give, none at all, or a dtype that
-            safetensors does not have.
+        ValueError: for names that the forward did not give, none at all, a dtype that safetensors
+            does not have, or a tensor without a row for each example.
     """
     asked = selection.names_filter if isinstance(selection.names_filter, list) else []
     if missing := [name for name in asked if name not in selected.names]:
-        otherwise = "switch it on (set_use_attn_result for hook_result)"
+        instead = "switch it on (model.set_use_attn_result(True) for hook_result)"
         if stop_at_layer is not None:
-            otherwise = f"stop later than at stop_at_layer={stop_at_layer}"
+            instead = f"raise stop_at_layer={stop_at_layer}"
         raise ValueError(
-            f"the forward gives no tensor at {missing[0]}: leave it out of names_filter, or "
-            f"{otherwise}"
+            f"the forward gives no tensor at {missing[0]}: remove it from names_filter, or "
+            f"{instead}"
         )
     if not selected.names:
         raise ValueError("names_filter selects no activation of this model: see model.hook_dict")
-    row: Axis = "example" if selection.token_mask is None else "token"
+    axis: Axis = "example" if selection.token_mask is None else "token"
     entries = []
     for name, stored_as in selected.names.items():
         tensor = selected.tensors[stored_as]
         if not can_be_stored(tensor.dtype):
-            raise ValueError(f"{name} is {tensor.dtype}, which safetensors cannot hold: give dtype")
-        has_rows = tensor.dim() > 0 and len(tensor) == n_rows
-        shape = tuple(tensor.shape[1:] if has_rows else tensor.shape)
-        dtype = str(tensor.dtype).removeprefix("torch.")
+            raise ValueError(f"{name} is {tensor.dtype}, which safetensors cannot hold: pass dtype")
+        if tensor.shape[:1] != (n_rows,):
+            raise ValueError(
+                f"{name} is {list(tensor.shape)}, which has no row for each of {n_rows} "
+                f"{axis}s: remove it from names_filter, or have transform return [batch, ...]"
+            )
         same_as = None if stored_as == name else stored_as
-        entries.append(Entry(name, dtype, shape, row if has_rows else "shared", same_as))
+        shape = tuple(tensor.shape[1:])
+        entries.append(Entry(name, dtype_name(tensor.dtype), shape, axis, same_as))
     return entries

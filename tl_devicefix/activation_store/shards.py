@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ class Shards:
 
     def __init__(self, directory: Path, index: Index) -> None:
         self._directory, self.index = directory, index
+        self.starts = [shard.start for shard in index.shards]
         self._compared: set[int] = set()
 
     def mapped(self, number: int, name: str) -> torch.Tensor:
@@ -32,17 +33,14 @@ class Shards:
         shard = self.index.shards[number]
         path = self._directory / shard.file
         verify = f"`python -m tl_devicefix activations verify {self._directory}` checks all shards"
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} is missing: {verify}")
-        if number not in self._compared:
-            if not has_its_header(path, self.index, shard):
-                raise ValueError(
-                    f"{path} is damaged (it does not begin as it was written): {verify}"
-                )
-            self._compared.add(number)
         try:
+            if number not in self._compared and not has_its_header(path, self.index, shard):
+                raise SafetensorError("it does not begin as it was written")
+            self._compared.add(number)
             with safe_open(str(path), framework="pt", device="cpu") as file:
                 return file.get_tensor(name)
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{path} is missing: {verify}") from None
         except SafetensorError as error:
             raise ValueError(f"{path} is damaged ({error}): {verify}") from error
 
@@ -57,7 +55,6 @@ class Stored:
 
     def __init__(self, shards: Shards, entry: Entry) -> None:
         self._shards, self._index, self.entry = shards, shards.index, entry
-        self._starts = [shard.start for shard in self._index.shards]
         self._ends: dict[int, list[int]] = {}
 
     @property
@@ -68,8 +65,6 @@ class Stored:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of `stored[:]`."""
-        if self.entry.axis == "shared":
-            return self.entry.shape
         return (sum(self.rows_of_shards()), *self.entry.shape)
 
     def __len__(self) -> int:
@@ -78,41 +73,36 @@ class Stored:
     def __repr__(self) -> str:
         return f"{self.entry.name}: {self.entry.dtype} {list(self.shape)}"
 
-    def __getitem__(self, which: Any) -> torch.Tensor:
-        if self.entry.axis == "shared":
-            raise TypeError(
-                f"{self.entry.name} has no rows of examples: it is one tensor for all of them, "
-                "which h.cache has"
-            )
-        numbers = self.numbers(which)
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        numbers = self.numbers(index)
         if isinstance(numbers, int):
-            rows = self._range(numbers, numbers + 1)
+            (rows,) = self._pieces([numbers])
             return rows if self.entry.axis == "token" else rows[0]
-        if isinstance(numbers, range) and numbers.step == 1:
-            return self._range(numbers.start, max(numbers.start, numbers.stop))
-        return torch.cat([self._empty(), *self._rows_of_each(numbers)])
+        pieces = self._pieces(numbers)
+        empty = torch.empty((0, *self.entry.shape), dtype=self.dtype, device="cpu")
+        return pieces[0] if len(pieces) == 1 else torch.cat([empty, *pieces])
 
-    def numbers(self, which: Any) -> int | Sequence[int]:
+    def numbers(self, index: Any) -> int | Sequence[int]:
         """The number of an example from 0 on, or those of several.
 
         Raises:
-            TypeError: if `which` is no number, slice or list of numbers.
+            TypeError: if `index` is no number, slice or list of numbers.
             IndexError: if there is no such example.
         """
-        if hasattr(which, "tolist"):
-            which = which.tolist()
+        if hasattr(index, "tolist"):
+            index = index.tolist()
         examples = range(len(self))
-        if isinstance(which, slice):
-            return examples[which]
-        for number in which if isinstance(which, list) else [which]:
+        if isinstance(index, slice):
+            return examples[index]
+        for number in index if isinstance(index, list) else [index]:
             if isinstance(number, bool) or not isinstance(number, int):
                 raise TypeError(
                     f"{self.entry.name} is indexed by examples only, which are numbers, slices "
-                    f"and lists of numbers, not by {type(number).__name__}: h[name][3:7][:, 0]"
+                    f"and lists of numbers, not by {type(number).__name__}: saved[name][3:7][:, 0]"
                 )
             if not -len(self) <= number < len(self):
                 raise IndexError(f"there is no example {number} among {len(self)}")
-        return [examples[n] for n in which] if isinstance(which, list) else examples[which]
+        return [examples[n] for n in index] if isinstance(index, list) else examples[index]
 
     def of_shard(self, number: int) -> torch.Tensor:
         """All rows that a shard has, mapped."""
@@ -123,32 +113,29 @@ class Stored:
         by_token = self.entry.axis == "token"
         return [s.tokens if by_token else s.stop - s.start for s in self._index.shards]
 
+    def _pieces(self, numbers: Sequence[int]) -> list[torch.Tensor]:
+        """The rows of some examples, in order; of examples that follow each other, at once."""
+        pieces: list[torch.Tensor] = []
+        mapped: dict[int, torch.Tensor] = {}
+        at = 0
+        while at < len(numbers):
+            start = numbers[at]
+            number = bisect.bisect_right(self._shards.starts, start) - 1
+            shard, count = self._index.shards[number], 1
+            while at + count < len(numbers) and numbers[at + count] == start + count < shard.stop:
+                count += 1
+            if number not in mapped:
+                mapped[number] = self.of_shard(number)
+            first = start - shard.start
+            pieces.append(mapped[number][self._rows(number, first, first + count)])
+            at += count
+        return pieces
+
     def _rows(self, shard: int, start: int, stop: int) -> slice:
         """The rows that a shard has of some of its examples."""
-        first = self._starts[shard]
-        if self.entry.axis != "token":
-            return slice(start - first, stop - first)
+        if self.entry.axis == "example":
+            return slice(start, stop)
         if shard not in self._ends:
             saved = self._shards.mapped(shard, TOKEN_MASK)
             self._ends[shard] = [0, *saved.sum(1).cumsum(0).tolist()]
-        return slice(self._ends[shard][start - first], self._ends[shard][stop - first])
-
-    def _range(self, start: int, stop: int) -> torch.Tensor:
-        parts = []
-        while start < stop:
-            shard = bisect.bisect_right(self._starts, start) - 1
-            end = min(stop, self._index.shards[shard].stop)
-            parts.append(self.of_shard(shard)[self._rows(shard, start, end)])
-            start = end
-        return parts[0] if len(parts) == 1 else torch.cat([self._empty(), *parts])
-
-    def _rows_of_each(self, numbers: Sequence[int]) -> Iterator[torch.Tensor]:
-        mapped: dict[int, torch.Tensor] = {}
-        for number in numbers:
-            shard = bisect.bisect_right(self._starts, number) - 1
-            if shard not in mapped:
-                mapped[shard] = self.of_shard(shard)
-            yield mapped[shard][self._rows(shard, number, number + 1)]
-
-    def _empty(self) -> torch.Tensor:
-        return torch.empty((0, *self.entry.shape), dtype=self.dtype, device="cpu")
+        return slice(self._ends[shard][start], self._ends[shard][stop])

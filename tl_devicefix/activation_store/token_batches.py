@@ -8,13 +8,11 @@ and each row is copied once.
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import os
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import numpy as np
@@ -76,14 +74,7 @@ class TokenBatches(Iterator[torch.Tensor]):
         self._shuffle, self._device = shuffle, device
         self._group_rows = max(1, group_bytes // self._rows.bytes)
         self._handed_out = 0
-        self._begin_reading()
-
-    def _begin_reading(self) -> None:
-        """Forget what was read."""
-        self._reader: ThreadPoolExecutor | None = None
-        self._ahead: Future[Any] = Future()
-        self._group: torch.Tensor | None = None
-        self._at, self._process = 0, os.getpid()
+        self._running: Generator[torch.Tensor, None, None] | None = None
 
     def __len__(self) -> int:
         """Batches of all epochs.
@@ -100,19 +91,13 @@ class TokenBatches(Iterator[torch.Tensor]):
         return -(-self._rows.count // self._batch_size)
 
     def __next__(self) -> torch.Tensor:
-        if self._process != os.getpid():  # it was forked, without the thread that reads
-            self._begin_reading()
         if not self._rows.count or (self._epochs is not None and self._handed_out >= len(self)):
             self.close()
             raise StopIteration
-        number = self._handed_out % self._batches_of_epoch
-        size = min(self._batch_size, self._rows.count - number * self._batch_size)
-        parts: list[torch.Tensor] = []
         try:
-            while size:
-                parts.append(self._take(size))
-                size -= len(parts[-1])
-            batch = parts[0] if len(parts) == 1 else torch.cat(parts)
+            if self._running is None:
+                self._running = self._from_here()
+            batch = next(self._running)
             batch = batch if self._device is None else batch.to(self._device)
         except BaseException:
             self.close()  # so that the next try reads this batch again, from its first row
@@ -120,29 +105,15 @@ class TokenBatches(Iterator[torch.Tensor]):
         self._handed_out += 1
         return batch
 
-    def _take(self, most: int) -> torch.Tensor:
-        """The next rows of the group that was read."""
-        if self._group is None:
-            reader = self._reader or self._start_thread()
-            self._group = self._ahead.result()
-            self._ahead = reader.submit(self._read)
-        taken = self._group[self._at : self._at + most]
-        self._at += len(taken)
-        if self._at >= len(self._group):
-            self._group, self._at = None, 0
-        return taken
-
-    def _start_thread(self) -> ThreadPoolExecutor:
-        """Read from the next batch on, one group ahead of the one that is handed out."""
+    def _from_here(self) -> Generator[torch.Tensor, None, None]:
         epoch, batch = divmod(self._handed_out, self._batches_of_epoch)
         block_rows = 1 if self._shuffle == "exact" else max(1, BYTES_OF_BLOCK // self._rows.bytes)
         groups = _Groups(self._rows, block_rows, self._group_rows, bool(self._shuffle), self._seed)
-        first, self._at = groups.find(epoch, batch * self._batch_size)
+        row = batch * self._batch_size
+        number, skip = groups.find(epoch, row)
         # Not a method of this object, so that dropping it ends the thread.
-        self._read = functools.partial(next, groups.read(epoch, first, self._epochs), None)
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="activations reader")
-        self._ahead = self._reader.submit(self._read)
-        return self._reader
+        read = _ahead(groups.read(epoch, number, self._epochs))
+        return _batches(read, skip, self._batch_size, self._rows.count - row, self._rows.count)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -163,12 +134,12 @@ class TokenBatches(Iterator[torch.Tensor]):
             Plain numbers and texts, which you can save beside a training run.
         """
         return {
-            "batches": self._handed_out,
-            "of": self._rows.name,
-            "rows": self._rows.count,
-            "shuffle": self._shuffle,
-            "seed": self._seed,
             "batch_size": self._batch_size,
+            "name": self._rows.name,
+            "rows": self._rows.count,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "batches": self._handed_out,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -180,26 +151,57 @@ class TokenBatches(Iterator[torch.Tensor]):
         Raises:
             ValueError: if those were of another activation, or in another order.
         """
-        if missing := self.state_dict().keys() - state.keys():
-            raise ValueError(f"the state has no {min(missing)}: give what state_dict() returned")
         for name, own in self.state_dict().items():
-            if name != "batches" and state[name] != own:
+            if name != "batches" and state.get(name) != own:
                 raise ValueError(
-                    f"the state is of batches with {name}={state[name]}, but these have {own}: "
-                    f"make them with the arguments that the state's were made with"
+                    f"the state has {name}={state.get(name)!r}, but these batches have {own!r}: "
+                    "make them with the arguments of those whose state_dict() this is"
                 )
         self.close()
         self._handed_out = state["batches"]
 
     def close(self) -> None:
         """End the thread that reads, and let go of what it has read."""
-        if self._reader is not None:
-            self._reader.shutdown(cancel_futures=True)
-        self._begin_reading()
+        if self._running is not None:
+            self._running.close()
+            self._running = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Of process 0, so that it begins to read anew.
-        return {**vars(self), "_reader": None, "_ahead": None, "_read": None, "_process": 0}
+
+def _ahead(groups: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The same; a thread reads one while the one before it is used."""
+    with ThreadPoolExecutor(1, thread_name_prefix="activations reader") as reader:
+        future = reader.submit(next, groups, None)
+        while (group := future.result()) is not None:
+            future = reader.submit(next, groups, None)
+            yield group
+
+
+def _batches(
+    groups: Iterator[torch.Tensor], skip: int, batch_size: int, left: int, of_epoch: int
+) -> Generator[torch.Tensor, None, None]:
+    """The rows of groups as batches.
+
+    Args:
+        groups: the rows.
+        skip: how many rows of the first group are left out.
+        batch_size: rows in a batch, but in an epoch's last one.
+        left: rows of the first epoch that are to come.
+        of_epoch: rows of each further one.
+    """
+    parts: list[torch.Tensor] = []
+    missing = min(batch_size, left)
+    for group in groups:
+        rows, skip = group[skip:], 0
+        while len(rows):
+            parts.append(rows[:missing])
+            rows = rows[missing:]
+            missing, left = missing - len(parts[-1]), left - len(parts[-1])
+            if not missing:
+                yield parts[0] if len(parts) == 1 else torch.cat(parts)
+                parts.clear()
+                left = left or of_epoch
+                missing = min(batch_size, left)
+        del group, rows  # before the next one is read, so that its memory is used again
 
 
 class _Rows:
@@ -207,8 +209,6 @@ class _Rows:
 
     def __init__(self, stored: Stored, by_token: bool) -> None:
         entry = stored.entry
-        if entry.axis == "shared":
-            raise ValueError(f"{entry.name} is one tensor for all examples: it has no tokens")
         self._stored, self.name, self.dtype = stored, entry.name, stored.dtype
         self._is_flat = by_token and entry.axis == "example"
         n_tokens = entry.shape[0] if self._is_flat else 1

@@ -18,7 +18,6 @@ import torch
 from tl_devicefix.activation_store.format import (
     Index,
     Shard,
-    same_bytes,
     shard_name,
     write_index,
     write_shard,
@@ -95,7 +94,6 @@ class Writer:
         self.index = index
         self._directory, self._n_batches = directory, n_batches
         self._axes = {e.name: e.axis for e in index.entries if e.same_as is None}
-        self._shared: dict[str, torch.Tensor] = {}
         self._begin_shard()
         self._largest = self._in_memory = 0
         self._changed = threading.Condition()
@@ -152,12 +150,11 @@ class Writer:
             while not isinstance(copied := self._queue.get(), bool):
                 copied.wait()
                 self._add(copied)
-            if copied:
-                if self._n_examples:
-                    self._write_shard(is_last=True)
-                else:
-                    self.index = replace(self.index, is_complete=True)
-                    write_index(self._directory, self.index)
+            if copied and self._n_examples:
+                self._write_shard(is_last=True)
+            elif copied:
+                self.index = replace(self.index, is_complete=True)
+                write_index(self._directory, self.index)
         except BaseException as error:  # noqa: BLE001  # raised by make_room and close
             with self._changed:
                 self._error = self._explained(error)
@@ -180,45 +177,27 @@ class Writer:
 
     def _add(self, copied: Copied) -> None:
         """Add a batch's examples to the shards where they belong."""
-        self._check_shared(copied.rows)
         ends = [0, *accumulate(copied.tokens)]
         start, count = copied.skip, len(copied.tokens)
         while start < count:
             stop = min(count, start + self.index.examples_per_shard - self._n_examples)
             for name, axis in self._axes.items():
-                if axis != "shared":
-                    rows = slice(ends[start], ends[stop]) if axis == "token" else slice(start, stop)
-                    self._pieces[name].append(copied.rows[name][rows])
+                rows = slice(ends[start], ends[stop]) if axis == "token" else slice(start, stop)
+                self._pieces[name].append(copied.rows[name][rows])
             self._n_examples += stop - start
             self._n_tokens += ends[stop] - ends[start]
             start = stop
             if self._n_examples == self.index.examples_per_shard:
                 self._write_shard()
 
-    def _check_shared(self, rows: Mapping[str, torch.Tensor]) -> None:
-        for name, axis in self._axes.items():
-            if axis == "shared":
-                first = self._shared.setdefault(name, rows[name])
-                if not same_bytes(first, rows[name]):
-                    raise ValueError(
-                        f"{name} is {list(first.shape)}, which is no row for each example, and is "
-                        "not the same in each batch: leave it out of names_filter, or have "
-                        "transform return [batch, ...]"
-                    )
-
     def _write_shard(self, is_last: bool = False) -> None:
         if self._interrupted:
             raise InterruptedError
         file, start = shard_name(len(self.index.shards)), self.index.n_examples
         stop = start + self._n_examples
-        pieces = {
-            name: [self._shared[name]] if axis == "shared" else self._pieces[name]
-            for name, axis in self._axes.items()
-        }
-        size, checksum = write_shard(self._directory / file, pieces, start, stop)
+        size, checksum = write_shard(self._directory / file, self._pieces, start, stop)
         shard = Shard(file, start, stop, self._n_tokens, size, checksum)
-        # In one index: what comes behind a short shard would be taken for damage.
-        self.index = replace(self.index.with_shard(shard), is_complete=is_last)
+        self.index = replace(self.index, shards=(*self.index.shards, shard), is_complete=is_last)
         write_index(self._directory, self.index)
         self._begin_shard()
         with self._changed:
