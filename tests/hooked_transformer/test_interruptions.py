@@ -155,7 +155,6 @@ STAGES: dict[str, tuple[str, int]] = {
     "writing the thirtieth weight": ("tl_devicefix.hooked_transformer.units.write", 30),
     "placing the buffers": ("tl_devicefix.hooked_transformer.layout.Counter", 2),
     "aligning the model": ("tl_devicefix.hooked_transformer.moving.settle", 1),
-    "the last check": ("tl_devicefix.hooked_transformer.loading.check_placed", 1),
 }
 """What to interrupt: a function, and which of its calls."""
 

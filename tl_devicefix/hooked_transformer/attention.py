@@ -16,14 +16,13 @@ from tl_devicefix.attention.one_forward import known, made_once
 from tl_devicefix.hooked_transformer.far_blocks import attention_whole
 from tl_devicefix.hooked_transformer.hook_points import at
 from tl_devicefix.hooked_transformer.known_blocks import IS_2, why_attention_as_installed
-from tl_devicefix.hooked_transformer.norms import number, run_norm
+from tl_devicefix.hooked_transformer.norms import PRECISE, number, run_norm
 from tl_devicefix.placement.devices import has_values
 
 Residual = Float[torch.Tensor, "batch pos d_model"]
 Heads = Float[torch.Tensor, "batch pos head_index d_head"]
 Padding = Int[torch.Tensor, "batch key_pos"]
 
-_PRECISE = (torch.float32, torch.float64)
 _WHOLE_VECTOR_NORMS = ("OlmoeForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM")
 """Architectures that normalise queries and keys before these are split into heads."""
 
@@ -94,9 +93,6 @@ def run_attention(
             k = _rotated(attn, k, 0, attention_mask, tables.of_keys)
         if heard:
             k = at(modules, "hook_rot_k", k)
-    if by_sdpa and heard and not _takes_sdpa(attn, q, k):
-        by_sdpa = False
-        tables = _tables(attn, q.size(1), offset, attention_mask, q.device, by_sdpa)
     if by_sdpa:
         z = _mixed_by_sdpa(attn, q, k, v, tables.seen)
         if heard and z.requires_grad:
@@ -125,7 +121,7 @@ def _mixed(
 ) -> Heads:
     """Values mixed by a pattern of all queries and keys."""
     cfg, modules = attn.cfg, attn._modules
-    if IS_2 and cfg.dtype not in _PRECISE:
+    if IS_2 and cfg.dtype not in PRECISE:
         q, k = q.to(torch.float32), k.to(torch.float32)
     grouped = type(attn) is GroupedQueryAttention and not cfg.ungroup_grouped_query_attention
     if grouped:
@@ -185,13 +181,6 @@ def why_eager(attn: Any, heard: bool = True) -> str | None:
         if listens(attn._modules[name]):
             return f"{name} has hooks"
     return _why_always_eager(attn) or sdpa.why_not_here()
-
-
-def _takes_sdpa(attn: Any, q: Heads, k: Heads) -> bool:
-    """Whether SDPA is right after hooks, which may have added others, or given other heads."""
-    grouped = type(attn) is GroupedQueryAttention and not attn.cfg.ungroup_grouped_query_attention
-    n_heads = k.shape[2] * (attn.repeat_kv_heads if grouped else 1)
-    return why_eager(attn) is None and q.shape[2] == n_heads
 
 
 def _why_always_eager(attn: Any) -> str | None:

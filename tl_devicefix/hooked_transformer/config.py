@@ -7,7 +7,6 @@ config.json decides.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import inspect
@@ -16,7 +15,6 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -124,7 +122,6 @@ def _config_by_name(name: str, known: Any = None, token: Any = None, **kwargs: A
     try:
         with (
             _reading,
-            _no_new_root_handler(),
             mock.patch.object(tl_loading, "AutoConfig", readable),
         ):
             return tl_loading.get_pretrained_model_config(name, **kwargs)
@@ -134,23 +131,6 @@ def _config_by_name(name: str, known: Any = None, token: Any = None, **kwargs: A
             f"the config of {name!r} must be fetched, or be given as a local directory with its "
             f"config.json, and cannot be fetched: {reason}"
         ) from error
-
-
-@contextlib.contextmanager
-def _no_new_root_handler() -> Iterator[None]:
-    """Keep TransformerLens's `logging.info(...)` from installing a handler for the whole process.
-
-    logging does so where the root logger has none; meanwhile it has logging's own last resort.
-    """
-    root, last_resort = logging.getLogger(), logging.lastResort
-    if root.handlers or last_resort is None:
-        yield
-        return
-    root.addHandler(last_resort)
-    try:
-        yield
-    finally:
-        root.removeHandler(last_resort)
 
 
 # TransformerLens's name for AutoConfig is replaced for a moment; one thread at a time.

@@ -37,7 +37,7 @@ from tl_devicefix.hooked_transformer.config import (
     official_name,
 )
 from tl_devicefix.hooked_transformer.layout import give_buffers
-from tl_devicefix.hooked_transformer.moving import check_placed, place
+from tl_devicefix.hooked_transformer.moving import place
 from tl_devicefix.hooked_transformer.tokenizing import warn_without_tokenizer
 from tl_devicefix.hooked_transformer.units import fill, installed_conventions
 from tl_devicefix.misspelt import refuse_misspelt
@@ -139,7 +139,6 @@ def _load(
     wanted["model_name"] = os.fspath(wanted["model_name"])
     model_name = official_name(wanted["model_name"])
     _refuse_unsupported(model_name, wanted, hf_kwargs)
-    _refuse_dtype_on_cpu(dtype, wanted["device"])
 
     cfg = _load_config(model_name, wanted, hf_kwargs, dtype)
     steps = _steps(cfg, wanted)
@@ -152,7 +151,6 @@ def _load(
             model = empty_model(cls, cfg, wanted["tokenizer"], wanted["default_padding_side"])
     fill(model, source, placement, steps)
     place(model, placement)  # the weights are there already; the buffers are not
-    check_placed(model)
     if (hosts := other_hosts()) is not None:
         hosts.wait_for(placement)
     if not wanted["move_to_device"]:
@@ -208,11 +206,6 @@ def _refuse_unsupported(name: str, wanted: dict[str, Any], hf_kwargs: dict[str, 
             f"hf_model is a {type(hf_model).__name__} without a config: pass the model itself, as "
             "AutoModelForCausalLM.from_pretrained(...) gives it"
         )
-
-
-def _refuse_dtype_on_cpu(dtype: torch.dtype, device: Any) -> None:
-    if dtype == torch.float16 and device in ("cpu", None):
-        _log.warning("float16 models may not work on CPU. Consider using a GPU or bfloat16.")
 
 
 def _load_config(

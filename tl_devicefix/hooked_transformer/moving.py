@@ -91,22 +91,6 @@ def _bring_rest_home(model: Any, placement: Placement) -> None:
             module._buffers[name] = buffer.to(placement.home)
 
 
-def check_placed(model: Any) -> None:
-    """Check that every parameter and buffer is on its planned device, with values.
-
-    Raises:
-        RuntimeError: naming the first that is not.
-    """
-    for kind, of_weights in ((model.named_parameters, True), (model.named_buffers, False)):
-        for name, tensor in kind():
-            planned = model.placement.device_for(name, of_weights)
-            if tensor.is_meta or tensor.device != planned:
-                raise RuntimeError(
-                    f"{name} is on {tensor.device} after loading, but the placement puts it on "
-                    f"{planned}; report this with the model's name and the arguments"
-                )
-
-
 @patches(
     "HookedTransformer",
     takes="self device_or_dtype",

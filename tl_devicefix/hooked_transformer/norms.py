@@ -12,7 +12,7 @@ from tl_devicefix.hooked_transformer.far_blocks import component_whole
 from tl_devicefix.hooked_transformer.hook_points import NORMS, at, is_heard
 from tl_devicefix.hooked_transformer.known_blocks import IS_2
 
-_PRECISE = (torch.float32, torch.float64)
+PRECISE = (torch.float32, torch.float64)
 _N_WEIGHTS = {LayerNorm: 2, RMSNorm: 1, LayerNormPre: 0, RMSNormPre: 0}
 """How many parameters each has; where there are fewer, something else is in place of one."""
 
@@ -32,7 +32,7 @@ def run_norm(norm: Any, x: torch.Tensor, heard: bool = True) -> torch.Tensor:
     if type(x) is not torch.Tensor and (made := component_whole(norm, x, is_norm=True)) is not None:
         return made
     dtype = norm.cfg.dtype
-    if dtype not in _PRECISE:
+    if dtype not in PRECISE:
         x = x.to(torch.float32)
     if cls is LayerNormPre or cls is LayerNorm:
         x = x - x.mean(-1, keepdim=True)
@@ -57,7 +57,7 @@ def run_norm(norm: Any, x: torch.Tensor, heard: bool = True) -> torch.Tensor:
 
 def number(value: Any, like: torch.Tensor) -> Any:
     """A number as torch rounds it in operations with a tensor, which spares it making a tensor."""
-    if type(like) is torch.Tensor and like.dtype in _PRECISE and type(value) is float:
+    if type(like) is torch.Tensor and like.dtype in PRECISE and type(value) is float:
         return _as_tensor(value, like.dtype)
     return value
 

@@ -5,7 +5,7 @@ take the place of the old ones. If that fails on the way, the Bridge is refused 
 
 A block is processed by the static methods of the installed `ProcessWeights`, which know every
 architecture, given that block alone. The embeddings and the unembedding, whose size is that of the
-vocabulary, are processed in slices by `tl_devicefix.weight_processing`.
+vocabulary, are processed in place by `tl_devicefix.weight_processing`, with no further copy.
 """
 
 from __future__ import annotations
@@ -44,12 +44,10 @@ from tl_devicefix.weight_processing import (
     uses_layer_norm,
     working_dtype,
 )
-from tl_devicefix.weight_processing import slices as slicing
 from tl_devicefix.weight_processing.steps import (
     center_embedding,
     center_unembed_weights,
     fold_layer_norm_into_unembed,
-    vocabulary_means,
 )
 
 _log = logging.getLogger(__name__)
@@ -303,57 +301,34 @@ class Processing:
         named = {"embed.W_E": "embed.weight"}
         if self.cfg.positional_embedding_type not in ("rotary", "alibi", "none"):
             named["pos_embed.W_pos"] = "pos_embed.weight"
-        present = {name: weights[key] for name, key in named.items() if key in weights}
         is_post_norm = getattr(self.cfg, "original_architecture", None) in POST_NORM_ARCHITECTURES
         if self.steps.center_writing_weights and not is_post_norm:
-            for part in slicing.slices(present, slicing.ELEMENTS_ON_DEVICE):
-                center_embedding(part.of(present, {}))
+            center_embedding({name: weights[key] for name, key in named.items() if key in weights})
 
     def of_unembed(self, weights: Weights) -> None:
         """Process "unembed.weight" [d_vocab, d_model] and its bias with ln_final, in place."""
         self._preprocess(weights)
         if "unembed.weight" not in weights:
             return
+        folds_bias = uses_layer_norm(self.cfg) and not getattr(self.cfg, "final_rms", False)
+        # Views, which the steps change in place.
         head = {"unembed.W_U": weights["unembed.weight"].T}
         if "unembed.bias" in weights:
             head["unembed.b_U"] = weights["unembed.bias"]
-        folds = self.steps.fold_ln and "ln_final.weight" in weights
-        if folds:
-            head["ln_final.w"] = weights["ln_final.weight"] + float(_has_offset(self.cfg))
+        if self.steps.center_unembed:
+            center_unembed_weights(head)
+        if self.steps.fold_ln and "ln_final.weight" in weights:
+            offset = float(_has_offset(self.cfg))
+            head["ln_final.w"] = weights["ln_final.weight"] + offset
             if "ln_final.bias" in weights:
                 head["ln_final.b"] = weights["ln_final.bias"]
-        self._process_head(head)
-        if folds:
-            identity = 0.0 if _has_offset(self.cfg) else 1.0
-            weights["ln_final.weight"].fill_(identity)
-            if "ln_final.b" in head and "unembed.b_U" in head and self._folds_final_bias:
+            fold_layer_norm_into_unembed(
+                head, fold_biases=folds_bias, center_weights=folds_bias, keep_norms=True
+            )
+            weights["ln_final.weight"].fill_(1.0 - offset)
+            if "ln_final.b" in head and "unembed.b_U" in head and folds_bias:
+                weights["unembed.bias"] = head["unembed.b_U"]
                 weights["ln_final.bias"].zero_()
-
-    @property
-    def _folds_final_bias(self) -> bool:
-        return uses_layer_norm(self.cfg) and not getattr(self.cfg, "final_rms", False)
-
-    def _process_head(self, head: Weights) -> None:
-        device, dtype = head["unembed.W_U"].device, head["unembed.W_U"].dtype
-        elements = slicing.ELEMENTS_ON_DEVICE
-        means = None
-        if self.steps.center_unembed:
-            means = vocabulary_means(head, dtype, device, elements // self.cfg.d_model + 1)
-        for part in slicing.slices(head, elements):
-            views = part.of(head, {})
-            given = dict(views)
-            if means is not None:
-                center_unembed_weights(views, means)
-            if "ln_final.w" in views:
-                fold_layer_norm_into_unembed(
-                    views,
-                    fold_biases=self._folds_final_bias,
-                    center_weights=self._folds_final_bias,
-                    keep_norms=True,
-                )
-            for name in part.cut:
-                if views[name] is not given[name]:  # a step has replaced it
-                    given[name].copy_(views[name])
 
     def _preprocess(self, weights: Weights) -> None:
         self.adapter._fold_ln_requested = self.asked.fold_ln  # as some fold all by themselves
