@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from tl_devicefix.dispatch import forward as running
+from tl_devicefix.dispatch.carrying import first_block
 from tl_devicefix.dispatch.forward import is_aligned
 from tl_devicefix.dispatch.scheduler import device_of_turn
-from tl_devicefix.dispatch.skipping import first_block
 from tl_devicefix.hooked_transformer.components import is_own
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.placement import Placement

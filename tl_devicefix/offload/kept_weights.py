@@ -28,8 +28,16 @@ def keeping_on_host(
     if not torch.is_grad_enabled():
         return contextlib.nullcontext()
     # No copies in here: a graph also keeps the hooks that it was made with.
-    hosts = {_storage(there): (host, there.dtype) for there, host in weights}
-    return torch.autograd.graph.saved_tensors_hooks(_Keep(hosts, device), _restore)
+    hosts = {_storage(copy): (host, copy.dtype) for copy, host in weights}
+
+    def keep(tensor: torch.Tensor) -> _Kept | _KeptWeight:
+        host, dtype = hosts.get(_storage(tensor), (None, None))
+        if host is None or tensor.dtype != dtype:
+            return _Kept(tensor.detach(), tensor._version)
+        part = (tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+        return _KeptWeight(host, host._version, device, part)
+
+    return torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept.restore())
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -37,48 +45,32 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-class _Keep:
-    """Called with each tensor that autograd wants to keep.
-
-    Args:
-        hosts: storage of a copy -> the host's parameter, and its dtype.
-        device: where the copies are.
-    """
-
-    def __init__(
-        self, hosts: dict[int, tuple[torch.Tensor, torch.dtype]], device: torch.device
-    ) -> None:
-        self._hosts = hosts
-        self._device = device
-
-    def __call__(self, tensor: torch.Tensor) -> _Kept | _KeptWeight:
-        """What to keep."""
-        host, dtype = self._hosts.get(_storage(tensor), (None, None))
-        if host is None or tensor.dtype != dtype:
-            return _Kept(tensor.detach(), tensor._version)
-        part = (tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
-        return _KeptWeight(host, host._version, self._device, part)
-
-
 @dataclass(frozen=True)
 class _Kept:
-    """A tensor that is none of the weights. With hooks, torch leaves it to them to check it."""
+    """A tensor that is none of the weights, or the host's parameter of one."""
 
     tensor: torch.Tensor
     version: int
 
     def restore(self) -> torch.Tensor:
-        """The tensor, if it has not been changed."""
-        _check(self.tensor, self.version)
+        """The tensor. With hooks, torch leaves it to them to refuse one that was changed.
+
+        Raises:
+            RuntimeError: in torch's words, if it was.
+        """
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: {tuple(self.tensor.shape)} on {self.tensor.device} is at "
+                f"version {self.tensor._version}; expected version {self.version} instead"
+            )
         return self.tensor
 
 
 @dataclass(frozen=True)
-class _KeptWeight:
+class _KeptWeight(_Kept):
     """A weight, or a view of one, that lives on the host."""
 
-    host: torch.Tensor
-    version: int
     device: torch.device
     part: tuple[tuple[int, ...], tuple[int, ...], int]
     """Shape, strides and offset, within a copy."""
@@ -86,25 +78,7 @@ class _KeptWeight:
     @torch.no_grad()
     def restore(self) -> torch.Tensor:
         """A copy on the device, if the weight has not been changed."""
-        _check(self.host, self.version)
-        there = torch.empty_like(self.host, device=self.device, requires_grad=False)
+        host = super().restore()
+        copy = torch.empty_like(host, device=self.device, requires_grad=False)
         # Not non_blocking: the weight may be changed as soon as backward has returned.
-        return there.copy_(self.host).as_strided(*self.part)
-
-
-def _restore(kept: _Kept | _KeptWeight) -> torch.Tensor:
-    return kept.restore()
-
-
-def _check(tensor: torch.Tensor, version: int) -> None:
-    """Refuse what has been changed in place, as torch does.
-
-    Raises:
-        RuntimeError: in torch's words.
-    """
-    if tensor._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: {tuple(tensor.shape)} on {tensor.device} is at version {tensor._version}; "
-            f"expected version {version} instead"
-        )
+        return copy.copy_(host).as_strided(*self.part)

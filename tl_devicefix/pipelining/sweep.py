@@ -18,8 +18,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.attention.implementation import HOOKS
-from tl_devicefix.dispatch.carrying import move
-from tl_devicefix.dispatch.skipping import output_of, skipping
+from tl_devicefix.dispatch.carrying import move, output_of, skipping
 from tl_devicefix.monkeypatch.versions import is_bridge, is_hooked_transformer
 from tl_devicefix.pipelining.pipeline_map import pipeline_map
 
