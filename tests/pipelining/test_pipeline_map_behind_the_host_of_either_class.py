@@ -8,14 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs_of_users import (
-    Run,
-    a_number_that_is_waited_for,
-    assert_bit_equal,
-    gradients_of_activations,
-    some_of_the_cache,
-    with_a_mask,
-)
+from runs_of_users import Run, a_number_that_is_waited_for, assert_bit_equal, some_of_the_cache
 
 import tl_devicefix
 from tl_devicefix import pipeline_map
@@ -24,20 +17,6 @@ from tl_devicefix.dispatch.scheduler import Streams
 from tl_devicefix.pipelining.report import PipelineReport, WatchedTurns
 from tl_devicefix.simulation.machine import Machine
 from tl_devicefix.simulation.streams import Event
-
-OTHERS = pytest.mark.full(
-    "tests/dispatch/test_behind_the_host.py has them one at a time by default"
-)
-RUNS = [
-    *(
-        pytest.param(run, id=run.__name__)
-        for run in (a_number_that_is_waited_for, some_of_the_cache)
-    ),
-    *(
-        pytest.param(run, id=run.__name__, marks=OTHERS)
-        for run in (gradients_of_activations, with_a_mask)
-    ),
-]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +28,7 @@ def machine() -> Iterator[Machine]:
 
 @pytest.mark.cover
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", [a_number_that_is_waited_for, some_of_the_cache])
 def test_on_devices_that_run_behind_the_host(
     machine: Any, folded: Any, tokens: torch.Tensor, dtype: torch.dtype, run: Run
 ) -> None:

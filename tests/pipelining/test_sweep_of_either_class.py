@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -263,15 +262,6 @@ def test_a_bridge_starts_at_the_first_block(
     assert count.blocks == N_LAYERS
 
 
-def test_gradients_reach_every_parameter(on_one: Any, tokens: torch.Tensor) -> None:
-    model = on_one("llama")
-    with torch.enable_grad():
-        (loss,) = tl_devicefix.sweep(model, tokens, [at(4)], return_type="loss")
-        loss.backward()
-    assert model.embed.W_E.grad.abs().sum() > 0
-    model.zero_grad()
-
-
 def test_an_error_in_a_hook_leaves_nothing_behind(on_one: Any, tokens: torch.Tensor) -> None:
     def fail(activation: torch.Tensor, hook: Any) -> None:
         raise ValueError("in the hook")
@@ -284,23 +274,6 @@ def test_an_error_in_a_hook_leaves_nothing_behind(on_one: Any, tokens: torch.Ten
         next(results)
     assert traces(model) == []
     assert_same(model(tokens), before)
-
-
-def test_runs_are_read_as_they_are_needed(on_one: Any, tokens: torch.Tensor) -> None:
-    model = on_one("llama")
-    read: list[int] = []
-
-    def endless() -> Iterator[Run]:
-        for number in itertools.count():
-            read.append(number)
-            yield at(number % N_LAYERS)
-
-    results = tl_devicefix.sweep(model, tokens, endless())
-    assert read == []
-    next(results)
-    results.close()
-    assert len(read) < 10
-    assert traces(model) == []
 
 
 @pytest.mark.parametrize("name", ["fwd_hooks", "bwd_hooks", "reset_hooks_end"])
