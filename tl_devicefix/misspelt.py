@@ -9,34 +9,34 @@ _NEAR = 0.85
 """How alike a name must be to be taken for a misspelt one; "device_mesh" is no "device_map"."""
 
 
-def did_you_mean(given: object, known: Iterable[str], at_least: float = 0.6) -> str:
+def did_you_mean(name: object, names: Iterable[str], at_least: float = 0.6) -> str:
     """The end of a sentence that names what is nearest: "; did you mean 'balanced'?", or nothing.
 
     Args:
-        given: what was given.
-        known: what there is.
+        name: which does not exist.
+        names: those that do.
         at_least: how alike they must be, from 0 to 1.
     """
-    close = difflib.get_close_matches(str(given), list(known), n=1, cutoff=at_least)
+    close = difflib.get_close_matches(str(name), list(names), n=1, cutoff=at_least)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def refuse_misspelt(function: str, given: Iterable[str], known: Iterable[str]) -> None:
+def refuse_misspelt(function: str, arguments: Iterable[str], parameters: Iterable[str]) -> None:
     """Refuse near misses of arguments that exist; what is like none of them may pass through.
 
     TransformerLens passes unknown arguments on to transformers, which swallows them.
 
     Args:
-        function: what was called.
-        given: the names that it does not have itself.
-        known: the names that it has.
+        function: its name.
+        arguments: the names that it does not have itself.
+        parameters: the names that it has.
 
     Raises:
         TypeError: naming the first of them, and what may be meant.
     """
-    known = list(known)
-    for name in given:
-        meant = did_you_mean(name, known, _NEAR) if name not in known else ""
+    parameters = list(parameters)
+    for name in arguments:
+        meant = did_you_mean(name, parameters, _NEAR) if name not in parameters else ""
         if meant:
             raise TypeError(
                 f"{function} has no argument {name!r}{meant} "
@@ -45,22 +45,22 @@ def refuse_misspelt(function: str, given: Iterable[str], known: Iterable[str]) -
 
 
 def refuse_unknown(
-    function: str, given: Iterable[str], known: Iterable[str], where: str = ""
+    function: str, arguments: Iterable[str], parameters: Iterable[str], where: str = ""
 ) -> None:
     """Refuse every argument that does not exist.
 
     Args:
-        function: what was called.
-        given: the names of its arguments.
-        known: the names that it has.
-        where: what is to be said after the name, of when it has no such argument.
+        function: its name.
+        arguments: the names that it was called with.
+        parameters: the names that it has.
+        where: added after the name, such as " for a directory".
 
     Raises:
         TypeError: naming the first of them, and what may be meant.
     """
-    known = list(known)
-    for name in given:
-        if name not in known:
+    parameters = list(parameters)
+    for name in arguments:
+        if name not in parameters:
             raise TypeError(
-                f"{function} has no argument {name!r}{where}{did_you_mean(name, known)}"
+                f"{function} has no argument {name!r}{where}{did_you_mean(name, parameters)}"
             )

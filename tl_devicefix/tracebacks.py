@@ -22,20 +22,19 @@ def let_go(error: BaseException, but_not: Collection[int] = ()) -> None:
     seen = set(but_not)
     errors: list[BaseException | None] = [error]
     while errors:
-        if (each := errors.pop()) is not None and id(each) not in seen:
-            seen.add(id(each))
-            traceback.clear_frames(each.__traceback__)
-            errors += [each.__cause__, each.__context__]
+        if (raised := errors.pop()) is not None and id(raised) not in seen:
+            seen.add(id(raised))
+            traceback.clear_frames(raised.__traceback__)
+            errors += [raised.__cause__, raised.__context__]
     gc.collect()
 
 
 ON_MIXED_DEVICES = (
-    "The model is on several devices, and tensors of two of them met: work within "
+    "The model is on several devices, and this operation has tensors of two of them: run it within "
     "`with tl_devicefix.mix_devices():`, which brings them together; or write "
-    ".to(model.cfg.device) on a block's weight, or on what a hook kept, to bring it home, or "
-    ".to(x.device) to bring it to x. "
-    'Every such case, and what to write: "Run single-device code", '
-    "docs/single_device_code.md"
+    ".to(model.cfg.device) on a block's weight, or on a tensor that a hook stored, to bring it "
+    "home, or .to(x.device) to bring it to x. "
+    'The page "Run single-device code" of the documentation has every such case.'
 )
 
 
@@ -59,11 +58,11 @@ def note(error: BaseException, text: str) -> None:
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """An error, and what its traceback shows that it came from."""
     seen = set()
-    each: BaseException | None = error
-    while each is not None and id(each) not in seen:
-        seen.add(id(each))
-        yield each
-        each = each.__cause__ or each.__context__
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or link.__context__
 
 
 @contextlib.contextmanager
@@ -89,5 +88,5 @@ def note_mixed_devices(error: RuntimeError) -> None:
 def _is_noted(error: BaseException) -> bool:
     """Whether an error's traceback shows the note already, if with what it came from."""
     return any(
-        ON_MIXED_DEVICES in (*getattr(each, "__notes__", ()), *each.args) for each in _chain(error)
+        ON_MIXED_DEVICES in (*getattr(link, "__notes__", ()), *link.args) for link in _chain(error)
     )

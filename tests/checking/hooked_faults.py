@@ -43,10 +43,6 @@ def tied(model: Any) -> None:
 
 
 def hook_left(model: Any) -> None:
-    model.blocks[2].hook_resid_post.add_hook(identity)
-
-
-def backward_hook_left(model: Any) -> None:
     model.blocks[2].hook_resid_post.add_hook(identity, dir="bwd")
 
 
@@ -88,16 +84,12 @@ FAULTS = {
     "a hook": Fault(
         hook_left, "hooks", "blocks.2.hook_resid_post", ("identity",), "model.reset_hooks()"
     ),
-    "a backward hook": Fault(
-        backward_hook_left, "hooks", "blocks.2.hook_resid_post", ("identity",),
-        "model.reset_hooks()",
-    ),
     "a config of unfolded norms": Fault(
-        config_says_otherwise, "norms", "cfg.normalization_type", ("'RMS'", "those of 'RMSPre'"),
-        'model.cfg.normalization_type = "RMSPre"',
+        config_says_otherwise, "norms", "blocks.0.ln1",
+        ("cannot be RMSNormPre where cfg.normalization_type is 'RMS'", "correct the config"), None,
     ),
     "a norm of another class": Fault(
-        a_norm_is_another, "norms", "blocks.2.ln2", ("is a LayerNormPre", "'RMSPre'"), None
+        a_norm_is_another, "norms", "blocks.2.ln2", ("LayerNormPre", "'RMSPre'"), None
     ),
 }  # fmt: skip
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from tl_devicefix.checking.places import (
+    attached_notes,
     config_findings,
     count_parameters,
     device_findings,
@@ -70,6 +71,7 @@ def check(model: Any, repair: bool = False) -> Report:
         kind.put_right(model)
         findings = _repairable(model, kind)
         repaired = [finding for finding in before if finding not in findings]
+    attached = kind.attached(model)
     interrupted = [Finding("processing", "model", WHY_REFUSED)] if is_unfinished(model) else []
     return Report(
         findings=(
@@ -77,12 +79,12 @@ def check(model: Any, repair: bool = False) -> Report:
             *findings,
             *host_findings(model),
             *value_findings(model),
-            *storage_findings(model, kind.attached(model), kind.are_tied),
+            *storage_findings(model, attached, kind.are_tied),
             *kind.norm_findings(model),
             *hook_findings(model),
         ),
         repaired=tuple(repaired),
-        notes=(*kind.attached_notes(model), *host_notes(model), *hook_notes(model)),
+        notes=(*attached_notes(model, attached), *host_notes(model), *hook_notes(model)),
         n_parameters=count_parameters(model),
         memory=memory(model),
     )

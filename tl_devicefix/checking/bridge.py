@@ -34,11 +34,6 @@ def attached(bridge: Any) -> dict[nn.Module, str]:
     return {}
 
 
-def attached_notes(bridge: Any) -> Iterator[Finding]:
-    """None, as `attached`."""
-    yield from ()
-
-
 def hint(bridge: Any, path: str) -> str:
     """What else may be done about a misplaced module: nothing."""
     return ""

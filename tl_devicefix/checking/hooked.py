@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,13 +16,11 @@ from tl_devicefix.checking.report import Finding
 from tl_devicefix.dispatch.naming import listed
 from tl_devicefix.dispatch.user_modules import (
     attached_modules,
-    device_of_weights,
     runs_where_it_is,
 )
 from tl_devicefix.hooked_transformer.components import is_own
 from tl_devicefix.hooked_transformer.layout import ConvertedOnce, share_buffers
 from tl_devicefix.hooked_transformer.moving import settle
-from tl_devicefix.placement.devices import printed
 from tl_devicefix.placement.fitting import naming_full_devices
 from tl_devicefix.placement.placement import component_of
 
@@ -49,19 +45,6 @@ def attached(model: Any) -> dict[nn.Module, str]:
     return {module: path for path, root in roots.items() for module in root.modules()}
 
 
-def attached_notes(model: Any) -> Iterator[Finding]:
-    """Attached modules that run on a device of their own."""
-    placement = placement_of(model)
-    roots = {path: module for module, path in reversed(attached(model).items())}
-    for path, module in roots.items() if placement is not None else ():
-        assert placement is not None
-        planned, device = placement.device_for(path), device_of_weights(module)
-        if device is not None and device != planned:
-            kind, on = type(module).__name__, printed(device)
-            message = f"{path} ({kind}) is on {on}, and its block on {printed(planned)}: "
-            yield Finding("attached", path, message + "it runs where it is")
-
-
 def hint(model: Any, path: str) -> str:
     """What else may be done about a misplaced module, if it is one that was put in."""
     placement = placement_of(model)
@@ -80,27 +63,18 @@ def hint(model: Any, path: str) -> str:
 
 def norm_findings(model: Any) -> Iterator[Finding]:
     """Norms of another class than TransformerLens builds by this config."""
-    cfg = model.cfg
-    says = f"cfg.normalization_type is {cfg.normalization_type!r}"
-    wrong = _wrong_norms(model, cfg)
-    if not wrong:
-        return
-    for other in ("LN", "LNPre", "RMS", "RMSPre"):
-        other_cfg = copy.copy(cfg)
-        other_cfg.normalization_type = other
-        if not _wrong_norms(model, other_cfg):
-            message = f"{says}, but the norms ({listed(list(wrong))}) are those of {other!r}"
-            fix = f'model.cfg.normalization_type = "{other}"'
-            yield Finding("norms", "cfg.normalization_type", message, fix)
-            return
-    for path, kind in wrong.items():
-        message = f"{path} is a {kind.__name__}, but {says}: load the model again, as its weights "
-        yield Finding("norms", path, message + "are folded in part only")
+    if wrong := _wrong_norms(model):
+        kinds = listed(sorted({kind.__name__ for kind in wrong.values()}))
+        message = (
+            f"{listed(list(wrong))} cannot be {kinds} where cfg.normalization_type is "
+            f"{model.cfg.normalization_type!r}: correct the config, or load the model again if its "
+            "weights are folded in part only"
+        )
+        yield Finding("norms", next(iter(wrong)), message)
 
 
-def _wrong_norms(model: Any, cfg: Any) -> dict[str, type[nn.Module]]:
-    """The norms whose class is not the one by this config."""
-    by_config = SimpleNamespace(cfg=cfg)
+def _wrong_norms(model: Any) -> dict[str, type[nn.Module]]:
+    """The norms whose class is not the one by the config."""
     is_right: dict[tuple[str, type[nn.Module]], bool] = {}
     wrong: dict[str, type[nn.Module]] = {}
     for path, module in model.named_modules():
@@ -108,7 +82,7 @@ def _wrong_norms(model: Any, cfg: Any) -> dict[str, type[nn.Module]]:
             # Blocks have the same norms, and to build one takes a while.
             key = path.split(".", 2)[-1], type(module)
             if key not in is_right:
-                is_right[key] = is_own(by_config, path, module)
+                is_right[key] = is_own(model, path, module)
             if not is_right[key]:
                 wrong[path] = type(module)
     return wrong
@@ -130,7 +104,7 @@ def put_right(model: Any) -> None:
             by_device[tensor.planned].append(tensor)
     for device, misplaced in by_device.items():
         # The other tensors of their modules stay: an offloaded block's buffers are not on the host.
-        ids = {id(each) for t in misplaced for each in (t.value, t.value.grad)}
+        ids = {id(value) for t in misplaced for value in (t.value, t.value.grad)}
         move = ConvertedOnce(model, partial(moved, device=device, ids=ids))
         for tensor in misplaced:
             component = component_of(tensor.full_name)

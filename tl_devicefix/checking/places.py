@@ -14,6 +14,7 @@ from transformer_lens.hook_points import HookPoint
 from tl_devicefix.checking.report import Finding, Memory
 from tl_devicefix.dispatch.carrying import not_carried_to
 from tl_devicefix.dispatch.naming import WRAPPED, expression, joined, listed, named_modules
+from tl_devicefix.dispatch.user_modules import device_of_weights
 from tl_devicefix.monkeypatch.versions import is_bridge
 from tl_devicefix.placement.devices import HOST, printed, resolve, site_of, with_index
 from tl_devicefix.placement.memory import gib
@@ -139,7 +140,7 @@ def memory(model: Any) -> tuple[Memory, ...]:
     else:
         planned = {planned_by(model)("model", True): sum(held.values())}
     devices = dict.fromkeys((*planned, *sorted(held, key=str)))
-    return tuple(Memory(each, planned.get(each, 0), held.get(each, 0)) for each in devices)
+    return tuple(Memory(d, planned.get(d, 0), held.get(d, 0)) for d in devices)
 
 
 def device_findings(
@@ -155,16 +156,16 @@ def device_findings(
     if is_unspread(model):
         return
     own = list(tensors(model, attached))
-    whole = _wholly_misplaced(own, apart=attached.values())
+    modules = _misplaced_modules(own, apart=attached.values())
     groups: dict[str, list[Tensor]] = defaultdict(list)
     for tensor in own:
         if tensor.is_misplaced:
-            path = next((p for p in _enclosing(tensor.path) if p in whole), tensor.path)
+            path = next((p for p in _enclosing(tensor.path) if p in modules), tensor.path)
             groups[path].append(tensor)
     for path, misplaced in groups.items():
         names = [tensor.name for tensor in misplaced]
         name = path or "model"
-        if path not in whole:
+        if path not in modules:
             name = joined(path, names[0]) if len(names) == 1 else f"{listed(names)} of {name}"
         size = gib(sum({id(t.value): t.value.nbytes for t in misplaced}.values()))
         devices = listed(sorted({printed(tensor.value.device) for tensor in misplaced}))
@@ -178,7 +179,7 @@ def device_findings(
         yield Finding("device", name, message + hint(model, path), fix)
 
 
-def _wholly_misplaced(own: list[Tensor], apart: Any) -> set[str]:
+def _misplaced_modules(own: list[Tensor], apart: Any) -> set[str]:
     """The modules all of whose tensors are on one device and belong on one other.
 
     None that holds a module apart: to move the one would move the other.
@@ -203,6 +204,21 @@ def _enclosing(path: str) -> Iterator[str]:
     parts = path.split(".") if path else []
     for end in range(len(parts)):
         yield ".".join(parts[: end + 1])
+
+
+def attached_notes(model: Any, attached: dict[nn.Module, str]) -> Iterator[Finding]:
+    """Attached modules that run on a device of their own."""
+    placement = placement_of(model)
+    roots = {path: module for module, path in reversed(attached.items())}
+    for path, module in roots.items():
+        device = device_of_weights(module)
+        if placement is not None and device not in (None, placement.device_for(path)):
+            planned, kind = placement.device_for(path), type(module).__name__
+            message = (
+                f"{path} ({kind}) is on {printed(device)}, and its block on {printed(planned)}: "
+                "it runs where it is"
+            )
+            yield Finding("attached", path, message)
 
 
 # --------------------------------------------------------------------------------------------

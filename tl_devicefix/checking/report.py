@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -117,14 +117,13 @@ _MOST_OF_A_KIND = 8
 
 def _listed(lines: Sequence[str], findings: Sequence[Finding]) -> Iterator[str]:
     """A line for each, but not hundreds of one kind."""
-    counts = Counter(each.kind for each in findings)
-    shown: Counter[str] = Counter()
+    by_kind: dict[str, list[str]] = defaultdict(list)
     for line, finding in zip(lines, findings):
-        shown[finding.kind] += 1
-        if shown[finding.kind] <= _MOST_OF_A_KIND:
-            yield f"- {line}"
-        elif shown[finding.kind] == counts[finding.kind]:
-            yield f"- and {counts[finding.kind] - _MOST_OF_A_KIND} more of this kind"
+        by_kind[finding.kind].append(f"- {line}")
+    for of_kind in by_kind.values():
+        yield from of_kind[:_MOST_OF_A_KIND]
+        if len(of_kind) > _MOST_OF_A_KIND:
+            yield f"- and {len(of_kind) - _MOST_OF_A_KIND} more of this kind"
 
 
 def _table(memory: Sequence[Memory]) -> str:

@@ -13,8 +13,6 @@ from transformer_lens.hook_points import HookPoint
 from tl_devicefix.checking.places import tensors
 from tl_devicefix.checking.report import Finding
 from tl_devicefix.dispatch.naming import expression, named_modules
-from tl_devicefix.multihost.peers import HostLost
-from tl_devicefix.placement.devices import printed, site_of
 
 _INFINITE_BY_DESIGN = "IGNORE"
 """The buffer that attention scores are masked with."""
@@ -37,47 +35,23 @@ def value_findings(model: Any) -> Iterator[Finding]:
             continue  # float8 has no extremes in torch
         elif leaf != _INFINITE_BY_DESIGN and not is_unread:
             finite[name] = value
-    for name, is_finite in _are_finite(finite).items():
+    for name in _not_finite(finite):
         value = finite[name]
-        if is_finite is None:
-            why = f"was never computed on {printed(value.device)}, where something failed"
-            yield Finding("values", name, f"{name} {why}", _load(name, assign=True))
-        elif not is_finite:
-            counts = {"NaN": int(value.isnan().sum()), "infinite": int(value.isinf().sum())}
-            bad = " and ".join(f"{count} {kind}" for kind, count in counts.items() if count)
-            message = f"{name} {list(value.shape)} has {bad} of {value.numel()} values"
-            yield Finding("values", name, message, _load(name))
+        counts = {"NaN": int(value.isnan().sum()), "infinite": int(value.isinf().sum())}
+        bad = " and ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+        message = f"{name} {list(value.shape)} has {bad} of {value.numel()} values"
+        yield Finding("values", name, message, _load(name))
 
 
-def _are_finite(named: dict[str, torch.Tensor]) -> dict[str, bool | None]:
-    """Whether each is finite; None for one that another host never computed.
-
-    Each device looks at its own, without a copy, and answers once.
-    """
+def _not_finite(named: dict[str, torch.Tensor]) -> Iterator[str]:
+    """The names of those with NaN or infinite values. A device looks at its own, in one answer."""
     answers: dict[torch.device, dict[str, torch.Tensor]] = defaultdict(dict)
     for name, tensor in named.items():
         # The extremes of a tensor with NaN are NaN.
         answers[tensor.device][name] = torch.stack(tensor.aminmax()).isfinite().all()
-    finite: dict[str, bool | None] = {}
-    for device, on_device in answers.items():
-        try:
-            finite |= zip(on_device, torch.stack(list(on_device.values())).tolist())
-        except HostLost:
-            raise
-        except Exception:  # whatever failed on another host is raised here
-            if site_of(device) is None:
-                raise
-            finite |= {name: _read(answer) for name, answer in on_device.items()}
-    return finite
-
-
-def _read(answer: torch.Tensor) -> bool | None:
-    try:
-        return bool(answer)
-    except HostLost:
-        raise
-    except RuntimeError:  # as something failed that it depends on
-        return None
+    for on_device in answers.values():
+        are_finite = torch.stack(list(on_device.values())).tolist()
+        yield from (name for name, is_finite in zip(on_device, are_finite) if not is_finite)
 
 
 def _load(name: str, assign: bool = False) -> str:
