@@ -84,11 +84,11 @@ NONSENSE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "max_memory that is no whole number": (
         {"n_devices": 2, "max_memory": {0: 1e9}},
-        ("max_memory[0]=1000000000.0", "'20GiB'"),
+        ("max_memory[0] must be", "but is 1000000000.0", "'20GiB'"),
     ),
     "max_memory that is nothing": (
         {"n_devices": 2, "max_memory": {0: None}},
-        ("max_memory[0]=None", "'20GiB'"),
+        ("max_memory[0] must be", "but is None", "'20GiB'"),
     ),
     "max_memory of a device that does not exist": (
         {"device_map": "auto", "max_memory": {9: "1GiB"}},

@@ -95,12 +95,6 @@ def test_with_fewer_layers_than_devices_each_layer_has_its_own(config: Any) -> N
     assert placement.devices == tuple(sim(0, 1))
 
 
-def test_on_one_device_everything_is_there(config: Any) -> None:
-    with tl_devicefix.simulate(4):
-        assert set(plan(config()).device_map.values()) == set(sim(0))
-        assert set(plan(config(), n_devices=1, device="sim:3").device_map.values()) == set(sim(3))
-
-
 def test_a_device_and_a_number_mean_that_device_and_those_after_it(config: Any) -> None:
     with tl_devicefix.simulate(4):
         for device in ("sim:2", torch.device("sim", 2), 2):

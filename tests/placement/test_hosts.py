@@ -72,10 +72,10 @@ def test_simulated_ones_are_of_any_type(name: str) -> None:
     [
         (5, 2, "n_devices=5 cannot be divided evenly over hosts=2"),
         (2, 4, "n_devices=2 cannot be divided evenly over hosts=4"),
-        (4, 0, "hosts=0 is no number of hosts"),
-        (4, "2", "hosts='2' is no number of hosts"),
+        (4, 0, "hosts must be an int of 1 or more, .* but is 0"),
+        (4, "2", "hosts must be an int of 1 or more, .* but is '2'"),
         (4, [2, 1], r"n_devices=4, but hosts=\[2, 1\] have 3"),
-        (4, [5, -1], r"hosts=\[5, -1\]: give how many devices each has"),
+        (4, [5, -1], r"1 device or more, but hosts is \[5, -1\]"),
     ],
 )
 def test_hosts_have_as_many_devices_each(n_devices: int, hosts: Any, message: str) -> None:

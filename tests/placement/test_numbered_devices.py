@@ -73,14 +73,6 @@ def test_a_limit_by_number_holds(load: Load, caplog: Any) -> None:
         load(device="sim:0", n_devices=1, max_memory={0: weights - 1})
 
 
-def test_a_placement_is_asked_by_number(load: Load) -> None:
-    placement = load(device="sim:0", n_devices=2).placement
-    assert placement.bytes_on(1) == placement.bytes_on("sim:1") > 0
-    assert placement.bytes_on(3) == 0
-    with pytest.raises(ValueError, match="device '4' does not exist"):
-        placement.bytes_on(4)
-
-
 def test_what_is_gathered_on_a_number(load: Load, tokens: torch.Tensor) -> None:
     model = load(device="sim:0", n_devices=2)
     _, cache = model.run_with_cache(tokens.to("sim:0"))

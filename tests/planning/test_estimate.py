@@ -73,11 +73,6 @@ def test_it_says_what_to_leave_uncached() -> None:
     assert estimate("gpt2", cache="resid_post", **options).fits
 
 
-def test_where_no_single_change_would_do_it_says_so() -> None:
-    found = estimate("gpt2", n_devices=16, dtype="bfloat16", max_memory="1MiB", seq_len=8)
-    assert found.advice.startswith("No single change would do")
-
-
 def test_printing_shows_a_table_and_the_verdict() -> None:
     lines = repr(estimate("gpt2", 2, cache="resid_post", max_memory="24GiB")).splitlines()
     assert lines[0] == "gpt2, float32: batch 1, 1024 tokens, caching resid_post"
@@ -96,9 +91,10 @@ def test_printing_shows_a_table_and_the_verdict() -> None:
         ({"cache": ["z"]}, "cache must be 'all' or names"),
         ({"gather": 1}, "gather must be 'cpu' or a device's index below 1, but is 1"),
         ({"gather": "sim:7"}, "gather must be 'cpu'"),
-        ({"max_memory": "much"}, "'much' is no size"),
-        ({"max_memory": {0: "9" * 400 + "GiB"}}, r"max_memory\[0\]='999\S*GiB' is no size"),
-        ({"memory": "1e999GiB"}, "'1e999GiB' is no size"),
+        ({"max_memory": "much"}, "but is 'much'"),
+        ({"max_memory": {0: "9" * 400 + "GiB"}}, r"max_memory\[0\] must be .* but is '999\S*GiB'"),
+        ({"attn_implementation": "spda"}, "no attn_implementation 'spda': did you mean 'sdpa'"),
+        ({"memory": "1e999GiB"}, "but is '1e999GiB'"),
         ({"n_devices": 10**9}, "n_devices must be from 1 to 64, but is 1000000000"),
         ({"device_map": {"": 10**9}}, "n_devices must be from 1 to 64"),
         ({"hosts": [10**9]}, "n_devices must be from 1 to 64"),
@@ -116,9 +112,8 @@ def test_what_is_no_model(function: Any, model: Any) -> None:
         function(model)
 
 
-@pytest.mark.parametrize("cache", ["resid_post,z", " resid_post , hook_z"])
-def test_cached_names_are_whole_and_may_have_spaces_between(cache: str) -> None:
-    both = estimate("gpt2", cache=cache, seq_len=8).devices[0].cached
+def test_cached_names_are_whole_and_may_have_spaces_between() -> None:
+    both = estimate("gpt2", cache=" resid_post , hook_z", seq_len=8).devices[0].cached
     assert both == 2 * 12 * 8 * 768 * 4
 
 
@@ -154,20 +149,8 @@ def test_the_command_fails_if_it_does_not_fit(capsys: Any) -> None:
 
 
 def test_the_command_gives_json(capsys: Any) -> None:
-    device_map = '{"": 0, "blocks.3": 1}'
-    main(
-        [
-            "estimate",
-            "gpt2",
-            "--n-devices",
-            "2",
-            "--device-map",
-            device_map,
-            "--json",
-            "--seq-len",
-            "8",
-        ]
-    )
+    command = ["estimate", "gpt2", "--n-devices", "2", "--json", "--seq-len", "8"]
+    main([*command, "--device-map", '{"": 0, "blocks.3": 1}'])
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] is True
     assert [each["components"] for each in found["devices"]][1] == "blocks.3"

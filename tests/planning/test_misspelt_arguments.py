@@ -38,13 +38,6 @@ def test_a_near_miss_is_named(call: str) -> None:
 
 @pytest.mark.parametrize("call", CALLS)
 @hooked
-def test_what_the_config_depends_on_is_named(call: str) -> None:
-    with pytest.raises(TypeError, match="'first_n_layer'; did you mean 'first_n_layers'"):
-        CALLS[call]("gpt2", first_n_layer=4)
-
-
-@pytest.mark.parametrize("call", CALLS)
-@hooked
 def test_a_config_says_all(call: str) -> None:
     from transformer_lens import HookedTransformerConfig
 

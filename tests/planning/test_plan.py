@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, TOYS
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformer_lens import HookedTransformer
 
 import tl_devicefix
@@ -124,11 +123,6 @@ def test_the_plan_of_a_checkpoint_is_where_it_is_then_loaded(
     assert model.placement.device_map == planned.device_map
 
 
-def test_a_checkpoint_may_be_given_as_a_path_as_for_from_pretrained(checkpoints: Any) -> None:
-    path: Path = checkpoints("gpt2")
-    assert plan(path) == plan(str(path))
-
-
 @pytest.mark.usefixtures("no_network")
 def test_a_model_that_transformer_lens_knows_by_name_needs_no_network() -> None:
     with tl_devicefix.simulate(4, memory="80GiB") as machine:
@@ -153,35 +147,11 @@ def test_dtypes_may_be_named_as_transformer_lens_names_them() -> None:
     assert 2 * placements[0].components[0].weights == in_float32.components[0].weights
 
 
-class NoTensorsWithValues(TorchDispatchMode):
-    """Within it, every tensor that is made is on the meta device, or a mere number."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (list, tuple)) else [result]:
-            if isinstance(tensor, torch.Tensor):
-                assert tensor.is_meta or tensor.numel() <= 1, f"{func} made {tuple(tensor.shape)}"
-        return result
-
-
-@pytest.mark.parametrize("options", [{}, {"positional_embedding_type": "rotary", "rotary_dim": 4}])
-def test_planning_allocates_nothing_not_even_on_the_cpu(
-    options: dict[str, Any], config: Any, machine: Any
-) -> None:
-    with NoTensorsWithValues():
-        plan(config(n_layers=7, **options), n_devices=4)
-
-
 def test_a_placement_cannot_be_changed(config: Any) -> None:
     placement = plan(config())
-    component = placement.components[0]
-
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        placement.components = ()  # type: ignore[misc]
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        component.device = torch.device("meta")  # type: ignore[misc]
-    with pytest.raises((AttributeError, dataclasses.FrozenInstanceError)):
-        placement.home = torch.device("meta")  # type: ignore[misc]
+    for frozen, name in ((placement, "components"), (placement.components[0], "device")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(frozen, name, None)
     placement.device_map["embed"] = torch.device("meta")
     assert placement.device_map["embed"] == placement.home
 

@@ -71,15 +71,6 @@ def test_what_depends_on_values_waits_for_them(machine: Machine, sim: Any, opera
     assert sim.current_stream("sim:0").query()
 
 
-def test_attention_draws_no_random_numbers_and_is_not_waited_for(
-    machine: Machine, sim: Any
-) -> None:
-    q = torch.ones(1, 2, 6, 4, device="sim:0")
-    machine.keep_busy(0, LONG)
-    torch.nn.functional.scaled_dot_product_attention(q, q, q)
-    assert not sim.current_stream().query()
-
-
 def train(device: str, other: str) -> list[torch.Tensor]:
     torch.manual_seed(0)
     layers = torch.nn.Sequential(
@@ -167,17 +158,6 @@ def test_an_event_orders_what_was_before_it_only(sim: Any) -> None:
     side.synchronize()
     assert z.cpu().tolist() == [3, 3, 3]
     assert event.query()
-
-
-def test_reading_what_another_stream_writes_is_refused(sim: Any) -> None:
-    side = sim.Stream("sim:0")
-    x = torch.ones(3, device="sim:0")
-    side.wait_stream(sim.current_stream("sim:0"))
-    with sim.stream(side):
-        x.mul_(2)
-    with pytest.raises(RaceError, match=r"copy_ on stream 0 .* reads memory that aten\.mul_"):
-        x.cpu()
-    sim.synchronize("sim:0")
 
 
 def test_a_race_in_a_backward_is_raised(sim: Any) -> None:
@@ -308,7 +288,7 @@ def test_a_copy_whose_source_changed_meanwhile_may_be_dropped_but_not_read(sim: 
     )
     host.mul_(2)
     del dropped
-    with pytest.raises(RaceError, match=r"reads what is wrong: aten\.mul_.* copy_ on stream 0"):
+    with pytest.raises(RaceError, match=r"a copy that is wrong: aten\.mul_.* copy_ on stream 0"):
         copied + 1
     assert (copied.copy_(host) == 2).all()
 
@@ -323,15 +303,6 @@ def test_values_come_to_pinned_memory_when_the_host_waits(machine: Machine, sim:
     assert numpy.isnan(host.numpy()).all()  # behind torch's back
     sim.synchronize("sim:0")
     assert (host == 1).all()
-
-
-def test_errors_are_raised_at_once(machine: Machine) -> None:
-    with pytest.raises(RuntimeError, match="size of tensor a"):
-        torch.ones(2, device="sim:0") + torch.ones(3, device="sim:0")
-    with pytest.raises(IndexError, match="out of range"):
-        torch.nn.functional.embedding(
-            torch.tensor([5], device="sim:1"), torch.ones(3, 2, device="sim:1")
-        )
 
 
 def test_forward_mode_differentiation_starts_from_zeros(machine: Machine) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -136,16 +135,3 @@ def test_what_several_threads_run_at_once_is_what_they_give_one_by_one(
             assert torch.equal(tensor, other)
     gc.collect()
     assert [machine.memory_allocated(device) for device in machine.devices] == before
-
-
-def test_threads_that_wait_for_devices_go_on_each_when_its_own_is_done() -> None:
-    with simulate(2, asynchronous=True) as machine:
-
-        def wait(device: int) -> float:
-            machine.keep_busy(device, 0.5 if device else 0.01)
-            torch.get_device_module("sim").synchronize(device)
-            return time.monotonic()
-
-        with ThreadPoolExecutor(2) as pool:
-            long, short = pool.submit(wait, 1), pool.submit(wait, 0)
-            assert short.result() < long.result()

@@ -85,8 +85,8 @@ def bytes_of(size: int | str, called: str = "memory") -> int:
             n_bytes = -1  # bits to accelerate, and bytes to who writes it
     if not 0 <= n_bytes <= _MOST:
         raise ValueError(
-            f"{called}={reprlib.repr(size)} is no size: give bytes as an int, or a text such as "
-            "'20GiB' or '500MB', with a capital B"
+            f"{called} must be bytes as an int, or a text such as '20GiB' or '500MB' with a "
+            f"capital B, but is {reprlib.repr(size)}"
         )
     return int(n_bytes)
 

@@ -83,7 +83,7 @@ def _on_each(n_devices: int | None, hosts: Hosts) -> Sequence[int]:
     """How many devices each host has."""
     if isinstance(hosts, list | tuple):
         if not hosts or any(type(each) is not int or each < 1 for each in hosts):
-            raise ValueError(f"hosts={hosts!r}: give how many devices each has, at least 1")
+            raise ValueError(f"each host must have 1 device or more, but hosts is {hosts!r}")
         if n_devices not in (None, sum(hosts)):
             raise ValueError(
                 f"n_devices={n_devices}, but hosts={hosts!r} have {sum(hosts)}: give that, or none"
@@ -92,8 +92,8 @@ def _on_each(n_devices: int | None, hosts: Hosts) -> Sequence[int]:
         return hosts
     if type(hosts) is not int or hosts < 1:
         raise ValueError(
-            f"hosts={hosts!r} is no number of hosts: give an int, at least 1, or a list of how "
-            "many devices each has"
+            f"hosts must be an int of 1 or more, or a list of how many devices each has, but is "
+            f"{hosts!r}"
         )
     if not n_devices or n_devices % hosts:
         raise ValueError(
@@ -111,7 +111,7 @@ def check_number(n_devices: object) -> None:
         ValueError: if not.
     """
     if type(n_devices) is not int or not 1 <= n_devices <= _MOST_DEVICES:
-        raise ValueError(f"n_devices must be from 1 to {_MOST_DEVICES}, but is {n_devices!r}.")
+        raise ValueError(f"n_devices must be from 1 to {_MOST_DEVICES}, but is {n_devices!r}")
 
 
 _MOST_DEVICES = 64

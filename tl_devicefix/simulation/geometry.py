@@ -36,7 +36,9 @@ def geometry_of(tensor: torch.Tensor) -> Geometry:
         NotImplementedError: if it is sparse.
     """
     if tensor.layout is not torch.strided:
-        raise NotImplementedError("there are no sparse tensors here: bring them to the CPU first")
+        raise NotImplementedError(
+            f"a tensor of layout {tensor.layout} cannot be used here: call to_dense() first"
+        )
     return Geometry(tensor.shape, tensor.stride(), tensor.dtype)
 
 

@@ -266,13 +266,13 @@ class Machine:
             device = torch.device(device)
         if isinstance(device, torch.device):
             if device.type != DEVICE_TYPE:
-                raise RuntimeError(f"Expected a {DEVICE_TYPE} device, but got {device}.")
+                raise RuntimeError(f"device must be a {DEVICE_TYPE} device, but is {device}")
             device = device.index
         index = self.current_index if device is None else device
         if not 0 <= index < len(self.devices):
             raise RuntimeError(
-                f"Invalid device {DEVICE_TYPE}:{index}: the simulated machine has"
-                f" {len(self.devices)} device(s), {DEVICE_TYPE}:0 to {self.devices[-1]}."
+                f"device {DEVICE_TYPE}:{index} does not exist: the simulated machine has"
+                f" {len(self.devices)} device(s), {DEVICE_TYPE}:0 to {self.devices[-1]}"
             )
         return index
 

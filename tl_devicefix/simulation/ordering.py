@@ -136,7 +136,7 @@ class Memory:
         if other is not None:
             raise_or_keep(_race(operation, writes, other, wrote=other is self.written))
         if self.torn and not writes:
-            raise_or_keep(RaceError(f"{operation} reads what is wrong: {self.torn}"))
+            raise_or_keep(RaceError(f"{operation} reads a copy that is wrong: {self.torn}"))
 
     def tear(self, operation: Operation, clock: Clock) -> bool:
         """Whether a write of the host changes only what is being copied to where none reads it yet.

@@ -113,15 +113,17 @@ def simulate(
     _check_torch()
     backend.register()
     if asynchronous and not values:
-        raise ValueError("asynchronous devices compute values: give values=False to others only.")
+        raise ValueError(
+            "asynchronous devices compute values: leave out values=False, or asynchronous=True"
+        )
     speed = Speed(flops_per_second, bytes_per_second)
     for name, value in zip(("flops_per_second", "bytes_per_second"), speed):
         if value is not None and not value > 0:
-            raise ValueError(f"{name} must be above 0, but is {value!r}.")
+            raise ValueError(f"{name} must be above 0, but is {value!r}")
     if speed != Speed() and not asynchronous:
         raise ValueError(
-            "flops_per_second and bytes_per_second are for devices that run behind the host: give "
-            "asynchronous=True too."
+            "flops_per_second and bytes_per_second need devices that run behind the host: give "
+            "asynchronous=True too"
         )
     sites = sites_on(n_devices, hosts)
     executor: Executor = CPUExecutor() if values else MetaExecutor()
@@ -234,9 +236,14 @@ def _capacities(n_devices: int, memory: int | str | Sequence[int | str]) -> list
     if isinstance(memory, (int, str)):
         return [bytes_of(memory)] * n_devices
     if not isinstance(memory, (list, tuple)):
-        raise ValueError(f"memory={memory!r} is no size, and no list of one for each device.")
+        raise ValueError(
+            f"memory must be a size such as '24GiB', or a list of one for each device, but is "
+            f"{memory!r}"
+        )
     if len(memory) != n_devices:
-        raise ValueError(f"memory has {len(memory)} sizes for {n_devices} devices.")
+        raise ValueError(
+            f"memory must have one size for each of {n_devices} devices, but has {len(memory)}"
+        )
     return [bytes_of(size) for size in memory]
 
 
@@ -244,13 +251,12 @@ def _check_torch() -> None:
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if not _OLDEST_TORCH <= version <= _NEWEST_TORCH:
         raise RuntimeError(
-            f"`simulate` uses private parts of torch and knows those of torch {_TESTED_TORCH}, but"
-            f" this is torch {torch.__version__}:"
-            " install a torch that it knows, or run on real devices."
+            f"simulate needs torch {_TESTED_TORCH}, whose private parts it uses, but this is torch"
+            f" {torch.__version__}: install one of those, or use real devices"
         )
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
-            "`simulate` cannot be entered inside torch.inference_mode: enter it outside."
+            "simulate cannot be entered inside torch.inference_mode: enter it outside"
         )
 
 

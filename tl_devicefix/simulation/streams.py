@@ -119,8 +119,8 @@ class Event:
         for event in (self, end_event):
             if not event._enable_timing or event._recorded is None or not event.query():
                 raise RuntimeError(
-                    "Both events must be made with Event(enable_timing=True), be recorded, and be "
-                    "reached before elapsed_time: synchronize them."
+                    "both events must be made with Event(enable_timing=True), be recorded, and be "
+                    "reached before elapsed_time: synchronize them"
                 )
         assert self._recorded is not None
         assert end_event._recorded is not None

@@ -437,6 +437,6 @@ def _mixed_error(
 def left_error(device: torch.device) -> RuntimeError:
     """What is raised where a tensor is computed with after its machine was left."""
     return RuntimeError(
-        f"This tensor was on {device} of a simulated machine that has been left, so it can be read"
-        " but not computed with: compute with a copy, .cpu(), or inside `with simulate(...)`."
+        f"this tensor was on {device} of a simulated machine that has been left, so it can be read"
+        " but not computed with: compute with its .cpu(), or inside `with simulate(...)`"
     )

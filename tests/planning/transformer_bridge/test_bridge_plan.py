@@ -76,20 +76,6 @@ def test_attention_in_a_window_caches_the_window() -> None:
     )
 
 
-def test_what_it_says_would_fit_does() -> None:
-    config = known_config("EleutherAI/pythia-1.4b")
-    options: Any = {
-        "seq_len": 16,
-        "max_memory": "1GiB",
-        "hf_config_overrides": {"num_hidden_layers": 3},
-    }
-    found = estimate(config, **options)
-    assert not found.fits
-    assert "dtype=bfloat16" in found.advice
-
-    assert estimate(config, dtype="bfloat16", **options).fits
-
-
 def test_an_argument_of_hooked_transformer_s_is_refused() -> None:
     with pytest.raises(TypeError, match="no argument 'first_n_layers'"):
         estimate(known_config("gpt2"), first_n_layers=2)
