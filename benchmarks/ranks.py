@@ -80,7 +80,7 @@ def lend(arguments: argparse.Namespace) -> tuple[str, float]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         master = f"127.0.0.1:{free.getsockname()[1]}"
-    told = ["lend", "--master", master, "--rank", "1", "--world-size", "2"]
+    told = ["worker", "--master", master, "--rank", "1", "--world-size", "2"]
     start(["-m", "tl_devicefix", *told], arguments, stdout=subprocess.DEVNULL)
     return master, time.perf_counter()
 

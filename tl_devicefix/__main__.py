@@ -207,7 +207,7 @@ def _run_demo(chosen: argparse.Namespace) -> bool:
 def _run_selfcheck(chosen: argparse.Namespace) -> bool:
     from tl_devicefix.demo.selfcheck import run_selfcheck
     from tl_devicefix.multihost.init_hosts import init_hosts
-    from tl_devicefix.multihost.peers import HostLost
+    from tl_devicefix.multihost.transport import HostLost
 
     try:
         init_hosts()  # under a launcher, where it returns on rank 0 only

@@ -108,18 +108,15 @@ def test_a_machine_that_stands_still_and_goes_on(launch: Launch) -> None:
     assert launched.ends() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["ends", "is cut off"])
-def test_a_launcher_whose_store(number: signal.Signals, launch: Launch) -> None:
+def test_a_launcher_whose_store_ends_once_all_have_met(launch: Launch) -> None:
     store = store_of_a_launcher(launch)
-    launched = launch("for_ever", port=store.port, environment=OF_LAUNCHER)
+    launched = launch("in_forward", port=store.port, environment=OF_LAUNCHER)
     launched.until_ready()
 
-    error = launched.error(since=store.signal(0, number))
+    store.signal(0, signal.SIGKILL)
 
-    at = f"the store at 127.0.0.1:{store.port}, where they met,"
-    how = r"(cannot be reached|has not answered for 3 s)"
-    assert re.fullmatch(f"HostLost: all ranks are lost: {at} {how}", error)
-    assert launched.ends() == [3, 1, 1]
+    launched.go_on()
+    assert launched.ends() == [0, 0, 0]
 
 
 def test_an_interrupt_of_all(launch: Launch) -> None:

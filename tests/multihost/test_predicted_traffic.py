@@ -23,13 +23,13 @@ THERE, BACK = ("host0", "host1"), ("host1", "host0")
 
 
 class Wire:
-    """What is given to gloo here, and taken from it: values that commands say, and all bytes."""
+    """What is sent from here, and comes: values that commands say, and all bytes."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.values: dict[tuple[str, str], int] = defaultdict(int)
         self.bytes: dict[tuple[str, str], int] = defaultdict(int)
         self.commands = 0
-        tell, give, get = Outbox.tell, Connection.give, Connection.get
+        tell, send, receive = Outbox.tell, Connection._send, Connection._receive_into
 
         def and_note(outbox: Outbox, told: Told) -> None:
             self.commands += 1
@@ -40,16 +40,17 @@ class Wire:
                 self.values[BACK] += prod(command.source.shape) * command.source.dtype.itemsize
             tell(outbox, told)
 
-        def and_count(pair: tuple[str, str], move: Callable[..., None]) -> Callable[..., None]:
-            def moved(by: Connection, values: torch.Tensor, rank: int, tag: int) -> None:
-                self.bytes[pair] += values.nbytes
-                move(by, values, rank, tag)
+        def and_count_sent(connection: Connection, data: Any, **options: Any) -> None:
+            self.bytes[THERE] += len(data)
+            send(connection, data, **options)
 
-            return moved
+        def and_count_received(connection: Connection, data: memoryview) -> None:
+            self.bytes[BACK] += len(data)
+            receive(connection, data)
 
         patch.setattr(Outbox, "tell", and_note)
-        patch.setattr(Connection, "give", and_count(THERE, give))
-        patch.setattr(Connection, "get", and_count(BACK, get))
+        patch.setattr(Connection, "_send", and_count_sent)
+        patch.setattr(Connection, "_receive_into", and_count_received)
 
     def during(self, run: Callable[[], Any]) -> dict[tuple[str, str], int]:
         """Bytes of values that went over it meanwhile; all else were commands of some bytes."""

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import free_port
 
-from tl_devicefix.multihost import rendezvous, transport
-from tl_devicefix.multihost.rendezvous import Watch
-from tl_devicefix.multihost.transport import Connection, Queue, Signer, WronglySigned, signer
+from tl_devicefix.multihost.rendezvous import Rendezvous
+from tl_devicefix.multihost.signing import SIGNATURE, Signer, WronglySigned, signer
+from tl_devicefix.multihost.transport import Connection
 
 SESSION = [{"session": "of rank 0"}, {"session": "of rank 1"}]
 RAN: list[str] = []
@@ -25,133 +25,119 @@ RAN: list[str] = []
 class Malicious:
     """A pickle that runs code where it is read."""
 
-    def __init__(self, size: int = 0) -> None:
-        self._size = size
-
     def __reduce__(self) -> Any:
-        return RAN.append, ("x" * self._size,)
+        return RAN.append, ("",)
 
 
-class Loop:
-    """What is sent by gloo comes back."""
-
-    def __init__(self) -> None:
-        self.sent: list[torch.Tensor] = []
-
-    def send(self, values: list[torch.Tensor], rank: int, tag: int) -> Loop:
-        self.sent.append(values[0].clone())
-        return self
-
-    def recv(self, values: list[torch.Tensor], rank: int, tag: int) -> Loop:
-        values[0].copy_(self.sent.pop(0))
-        return self
-
-    def wait(self, timeout: Any) -> None:
-        pass
-
-
-Ends = tuple[Any, Any]
+Ends = tuple[Connection, Connection]
 
 
 @pytest.fixture
-def ends() -> Callable[..., Ends]:
-    """The two ends of a queue, by a store and connections of their own."""
+def ends() -> Iterator[Callable[..., Ends]]:
+    """The two ends of a connection: the first one's key, or session, may be another."""
     RAN.clear()
-    store = dist.HashStore()
-    loop = Loop()
+    sockets: list[socket.socket] = []
 
     def of(key: bytes = b"shared", session: Any = SESSION) -> Ends:
-        by = Connection(store, loop, Signer(key, "").of_session(session))
-        return Queue(by, 1, 1, 0), Queue(by, 1, 0, 0)
+        sockets.extend(socket.socketpair())
+        ours, others = (
+            Signer(key, "").of_session(session),
+            Signer(b"shared", "").of_session(SESSION),
+        )
+        return Connection(sockets[-2], ours, "0 1", "1 0"), Connection(
+            sockets[-1], others, "1 0", "0 1"
+        )
 
-    return of
+    yield of
+    for each in sockets:
+        each.close()
 
 
-SIZES = pytest.mark.parametrize("size", [0, 2 * transport._SMALL], ids=["by the store", "by gloo"])
-
-
-@SIZES
+@pytest.mark.parametrize("size", [1, 100_000])
 def test_a_message_arrives(ends: Callable[..., Ends], size: int) -> None:
     giving, taking = ends()
 
-    for each in ("first" * size, ["second"]):
-        giving.push(each)
-        assert taking.pop() == each
+    for message in ("first" * size, ["second"]):
+        giving.send(message)
+        assert taking.receive() == message
 
 
-@SIZES
-def test_what_another_token_signed_is_not_unpickled(ends: Callable[..., Ends], size: int) -> None:
-    ends(b"another")[0].push(Malicious(size))
+@pytest.mark.parametrize("other", [{"key": b"another"}, {"session": [*SESSION, SESSION[0]]}])
+def test_what_another_token_or_session_signed_is_not_unpickled(
+    other: dict[str, Any], ends: Callable[..., Ends]
+) -> None:
+    giving, taking = ends(**other)
+    giving.send(Malicious())
 
     with pytest.raises(WronglySigned, match=r"is not signed with the token of this rank"):
-        ends()[1].pop()
+        taking.receive()
 
     assert RAN == []
 
 
-def test_what_nobody_signed_is_not_unpickled(ends: Callable[..., Ends]) -> None:
+def sent_by(giving: Connection, taking: Connection, *messages: Any) -> bytes:
+    """The bytes of what one end sends, which the other one does not get."""
+    for message in messages:
+        giving.send(message)
+    return taking.sock.recv(1 << 16)
+
+
+def forged(sent: bytes) -> bytes:
+    """Another message in the place of the one that was signed."""
+    message = pickle.dumps(Malicious())
+    return len(message).to_bytes(8, "big") + sent[8 : 8 + SIGNATURE] + message
+
+
+@pytest.mark.parametrize("change", [forged, lambda sent: sent + sent], ids=["forged", "again"])
+def test_what_somebody_changes_on_its_way_is_not_unpickled(
+    change: Callable[[bytes], bytes], ends: Callable[..., Ends]
+) -> None:
     giving, taking = ends()
-    giving._store.queue_push(giving._name, pickle.dumps(Malicious()))
+    giving.sock.sendall(change(sent_by(giving, taking, "once")))
 
     with pytest.raises(WronglySigned):
-        taking.pop()
+        for _ in range(2):
+            assert taking.receive() == "once"
 
     assert RAN == []
 
 
-def test_large_bytes_that_were_exchanged_are_not_unpickled(ends: Callable[..., Ends]) -> None:
+def test_small_values_are_signed(ends: Callable[..., Ends]) -> None:
     giving, taking = ends()
-    giving.push("x" * 2 * transport._SMALL)
-    (sent,) = giving._by.group.sent
-    forged = torch.frombuffer(bytearray(pickle.dumps(Malicious())), dtype=torch.uint8)
-    sent[-len(forged) :] = forged
+    giving.send_values(torch.arange(3))
+    sent = bytearray(taking.sock.recv(1 << 16))
+    sent[-1] += 1
+    giving.sock.sendall(sent)
 
     with pytest.raises(WronglySigned):
-        taking.pop()
-
-
-def test_a_message_that_comes_again_is_refused(ends: Callable[..., Ends]) -> None:
-    giving, taking = ends()
-    giving.push("once")
-    signed = giving._store.queue_pop(giving._name)
-    for _ in range(2):
-        giving._store.queue_push(giving._name, signed)
-
-    assert taking.pop() == "once"
-    with pytest.raises(WronglySigned):
-        taking.pop()
-
-
-def test_a_message_of_another_session_is_refused(ends: Callable[..., Ends]) -> None:
-    ends(session=[SESSION[0], {"session": "of another one"}])[0].push("then")
-
-    with pytest.raises(WronglySigned):
-        ends()[1].pop()
+        taking.receive_values((3,), torch.int64)
 
 
 @pytest.fixture
-def met(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], list[str]]:
+def met() -> Callable[[list[str]], list[str]]:
     """What ranks say that meet with these tokens."""
-    monkeypatch.setattr(rendezvous, "_why_not_reached", lambda *of: None)  # tests have no network
 
-    def meet(watch: Watch, rank: int) -> str:
+    def meet(master: str, rank: int, tokens: list[str]) -> str:
+        by = Signer(tokens[rank].encode(), f"rank {rank}'s file")
         try:
-            return str(watch.meet({"rank": rank}))
+            rendezvous = Rendezvous(master, rank, len(tokens), 20, len, by)
+            said = rendezvous.meet({"rank": rank})
+            return str([each["rank"] for each in said])
         except RuntimeError as error:
             return str(error)
 
     def met(tokens: list[str]) -> list[str]:
-        master, ranks = f"127.0.0.1:{free_port()}", range(len(tokens))
-        signers = [Signer(each.encode(), f"rank {rank}'s file") for rank, each in enumerate(tokens)]
-        watches = [Watch(master, rank, len(tokens), 20, len, signers[rank]) for rank in ranks]
-        with ThreadPoolExecutor(len(tokens)) as threads:
-            return list(threads.map(meet, watches, ranks))
+        master, world_size = f"127.0.0.1:{free_port()}", len(tokens)
+        with ThreadPoolExecutor(world_size) as threads:
+            return list(
+                threads.map(meet, [master] * world_size, range(world_size), [tokens] * world_size)
+            )
 
     return met
 
 
 def test_ranks_with_one_token_meet(met: Any) -> None:
-    assert met(["one", "one"]) == ["[{'rank': 0}, {'rank': 1}]"] * 2
+    assert met(["one", "one"]) == ["[0, 1]"] * 2
 
 
 def test_each_rank_refuses_where_one_has_another_token(met: Any) -> None:
@@ -174,7 +160,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def says(of: Signer) -> bytes:
-    return of.signed(b"message", "where")
+    return of.signature(b"message", "where")
 
 
 def test_the_first_rank_makes_a_token_and_others_have_it(home: Path) -> None:

@@ -177,6 +177,13 @@ class End(NamedTuple):
     """End the process."""
 
 
+class Values(NamedTuple):
+    """An answer: values, which come next."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class Given(NamedTuple):
     """Of what an operation gave: one of the tensors that it was given."""
 

@@ -18,13 +18,8 @@ from tl_devicefix.multihost import commands, models
 from tl_devicefix.multihost.checkpoint_files import File, checksums_of, in_file, known
 from tl_devicefix.multihost.commands import Failed, Given, New, Stored, exchanged, tensors_in
 from tl_devicefix.multihost.handshake import Place
-from tl_devicefix.multihost.peers import (
-    Answer,
-    HostLost,
-    Owner,
-    Peer,
-    tell_both,
-)
+from tl_devicefix.multihost.peers import Answer, Owner, Peer, tell_both
+from tl_devicefix.multihost.transport import HostLost
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.simulation.backward import raise_or_keep
 from tl_devicefix.simulation.executor import Executor

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import functools
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -16,9 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
-import psutil
 import torch
-import torch.distributed as dist
 
 from tl_devicefix.multihost.blocks import run_by_command
 from tl_devicefix.multihost.far_devices import FarDevices
@@ -35,16 +31,19 @@ from tl_devicefix.multihost.handshake import (
     visible_devices,
 )
 from tl_devicefix.multihost.models import held_by
-from tl_devicefix.multihost.peers import HostLost, Peer, Wire
-from tl_devicefix.multihost.rendezvous import SHORTEST_TIMEOUT, Watch, within
+from tl_devicefix.multihost.peers import Peer
+from tl_devicefix.multihost.rendezvous import Rendezvous
 from tl_devicefix.multihost.rpc_worker import Lender
-from tl_devicefix.multihost.transport import Connection, said_by_gloo, signer
+from tl_devicefix.multihost.signing import signer
+from tl_devicefix.multihost.transport import HostLost, Transport
 from tl_devicefix.simulation.machine import Machine
 from tl_devicefix.simulation.session import devices_of
 
 _log = logging.getLogger(__name__)
 _ENDING = 8.0
-"""Seconds that rank 0 waits at its end, for what is on its way to the others."""
+"""Seconds that rank 0 waits at its end, until the others have ended."""
+_SHORTEST_TIMEOUT = 2.0
+"""Seconds; a busy machine may have no time for a sign of life for one."""
 _joined: Ranks | None = None
 _for_good = ExitStack()
 
@@ -121,20 +120,17 @@ class Ranks:
         peers: the other ones.
     """
 
-    def __init__(self, everyone: list[dict[str, Any]], watch: Watch, by: Connection) -> None:
-        self.places = places(everyone)
-        self._watch, self._losing = watch, threading.Lock()
-        self._timeout = everyone[0]["timeout"]
+    def __init__(self, hellos: list[dict[str, Any]], transport: Transport, store: Any) -> None:
+        self.places = places(hellos)
+        self._transport, self._losing = transport, threading.Lock()
+        self._store = store  # lives on, as others may still read it
         self.peers = {
-            rank: Peer(rank, called(everyone, rank), by, functools.partial(self.lose, rank))
-            for rank in range(1, len(everyone))
+            rank: Peer(rank, called(hellos, rank), transport, self.lose)
+            for rank in range(1, len(hellos))
         }
-
-    def begin(self) -> None:
-        """Speak with them, and watch over them, from now on."""
         for peer in self.peers.values():
             peer.begin()
-        self._watch.begin(list(self.peers), self.lose, self._timeout)
+        transport.watch(self.lose, hellos[0]["timeout"])
         atexit.register(self._leave)
         os.register_at_fork(after_in_child=self._be_forked)
 
@@ -161,22 +157,20 @@ class Ranks:
 
     def lose(self, rank: int | None, why: str) -> None:
         """Give up: whoever waits for any rank is told which one is lost, and all others end."""
-        assert rank is not None  # rank 0 says itself when it is over
-        if rank and not self._watch.has_store():  # without it, the others have ended
-            rank, why = 0, self._watch.no_store
-        if not self._losing.acquire(blocking=False):
+        assert rank is not None  # rank 0 says itself which one is lost
+        if self._transport.has_ended or not self._losing.acquire(blocking=False):
             return  # others end by this, and are not what is lost
-        who = f"{self.peers[rank].name}{held_by(rank)} is" if rank else "all ranks are"
-        error = HostLost(f"{who} lost: {why}", rank)
-        self._watch.tell_all(str(error))
-        for peer in self.peers.values():  # first, as who is told may end this process at once
+        error = HostLost(f"{self.peers[rank].name}{held_by(rank)} is lost: {why}", rank)
+        for peer in self.peers.values():
             peer.lost = error
+        self._transport.tell_loss(str(error))
         for peer in self.peers.values():
             peer.give_up()
 
     def _be_forked(self) -> None:
         """In a process that was forked: connections and threads are its parent's."""
         atexit.unregister(self._leave)
+        self._transport.close()
         for peer in self.peers.values():
             peer.lost = peer.lost or HostLost(
                 f"this process was forked from rank 0, and has no connection to {peer.name}: start "
@@ -185,13 +179,12 @@ class Ranks:
             )
 
     def _leave(self) -> None:
-        self._watch.end()
+        self._transport.has_ended = True
         for peer in self.peers.values():
             peer.end()
         until = time.monotonic() + _ENDING
         for peer in self.peers.values():
             peer.rest(until)
-        self._watch.rest()
 
 
 def meet(
@@ -212,49 +205,43 @@ def meet(
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is none of {world_size} ranks: they are numbered from 0 on")
-    if timeout < SHORTEST_TIMEOUT:
-        raise ValueError(f"timeout={timeout:g}: give {SHORTEST_TIMEOUT:g} seconds or more")
-    said = hello(visible_devices(n_devices), n_devices, memory, timeout)
-    watch = Watch(master, rank, world_size, wait, tell, signer())
+    if timeout < _SHORTEST_TIMEOUT:
+        raise ValueError(f"timeout={timeout:g}: give {_SHORTEST_TIMEOUT:g} seconds or more")
+    own = hello(visible_devices(n_devices), n_devices, memory, timeout)
+    rendezvous = Rendezvous(master, rank, world_size, wait, tell, signer())
     try:
-        watch.agree()
-        everyone = watch.meet(said)
+        hellos = rendezvous.meet(own)
         if rank and not ignore_interrupts:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-        devices = _share(everyone, rank, watch)
-        with _by_interface_to(master):
-            group = _connect(watch, rank, world_size)
-        by = Connection(watch.store, group, watch.signer.of_session(everyone))
-        speaks = watch.asked(lambda: Wire(rank, by) if rank else Ranks(everyone, watch, by))
-        watch.wait_until_connected()
+        devices = _share(hellos, rank, rendezvous)
+        transport = rendezvous.connect(hellos)
     except BaseException:  # an interrupt too
-        watch.leave()
+        rendezvous.leave()
         raise
-    if isinstance(speaks, Ranks):
-        speaks.begin()
-        return speaks
+    if not rank:
+        return Ranks(hellos, transport, rendezvous.store)
     if ignore_interrupts:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    tell(lending(everyone, rank))
-    _lend(speaks, called(everyone, rank), devices, watch, everyone[0]["timeout"], tell)
+    tell(lending(hellos, rank))
+    _lend(called(hellos, rank), devices, transport, hellos[0]["timeout"], tell)
 
 
-def _share(everyone: list[dict[str, Any]], rank: int, watch: Watch) -> list[torch.device]:
-    """Find out which devices this rank has, and tell everyone's what they may hold."""
-    wrong = other_versions(everyone)
+def _share(hellos: list[dict[str, Any]], rank: int, rendezvous: Rendezvous) -> list[torch.device]:
+    """Find out which devices this rank has, and tell hellos's what they may hold."""
+    wrong = other_versions(hellos)
     if wrong is not None:
-        watch.refuse(RuntimeError(wrong))
+        rendezvous.refuse(RuntimeError(wrong))
     try:
-        names = shared(everyone)
+        names = shared(hellos)
     except ValueError as error:
-        watch.refuse(error)
+        rendezvous.refuse(error)
     devices = [torch.device(name) for name in names[rank]]
-    memory = watch.gathered("memory", _free(devices, everyone, rank))
+    memory = rendezvous.gathered("memory", _free(devices, hellos, rank))
     for other, found in enumerate(memory):
         if isinstance(found, str):
-            who = f"rank {other} ({everyone[other]['host']})"
-            watch.refuse(RuntimeError(f"{who} cannot tell how much memory is free: {found}"))
-    for each, *its in zip(everyone, names, memory):
+            who = f"rank {other} ({hellos[other]['host']})"
+            rendezvous.refuse(RuntimeError(f"{who} cannot tell how much memory is free: {found}"))
+    for each, *its in zip(hellos, names, memory):
         each["devices"] = list(zip(*its))
     return devices
 
@@ -269,91 +256,33 @@ def _free(
         return str(error).split("\n")[0]
 
 
-def _connect(watch: Watch, rank: int, world_size: int) -> dist.ProcessGroupGloo:
-    """Have gloo connect each rank with each, in a group beside torch's default one."""
-    store = dist.PrefixStore("gloo", watch.store)
-    try:
-        group = within(watch.patience, dist.ProcessGroupGloo, store, rank, world_size, watch.wait)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"not every rank can reach each other one ({said_by_gloo(error)}): see that no "
-            "firewall is between their hosts, and that GLOO_SOCKET_IFNAME, if it is set, is the "
-            "network that they have in common"
-        ) from None
-    # Python must not take it down as it ends: threads that wait within would abort the process.
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-    return group
-
-
-@contextmanager
-def _by_interface_to(master: str) -> Iterator[None]:
-    """Have gloo use the network by which rank 0 is reached; by itself, it asks for the hostname."""
-    name = "GLOO_SOCKET_IFNAME"
-    found = None if name in os.environ else _interface_to(master)
-    if found is not None:
-        os.environ[name] = found
-    try:
-        yield
-    finally:
-        if found is not None:
-            del os.environ[name]  # processes that are started later may be of other ranks
-
-
-def _interface_to(master: str) -> str | None:
-    address, _, port = master.rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        try:
-            asked.connect((address, int(port)))  # sends nothing
-        except OSError:  # no IPv4
-            return None
-        own = asked.getsockname()[0]
-    return next(
-        (
-            name
-            for name, addresses in psutil.net_if_addrs().items()
-            if any(each.address == own for each in addresses)
-        ),
-        None,
-    )
-
-
 def _lend(
-    wire: Wire,
     name: str,
     devices: list[torch.device],
-    watch: Watch,
+    transport: Transport,
     timeout: float,
     tell: Callable[[str], None],
 ) -> NoReturn:
-    """Lend devices until rank 0 ends, and end then: with 1 if that was no good end."""
+    """Lend devices until rank 0 ends, and end then: with 1 if rank 0 was lost, or lost a rank."""
 
-    def lose(other: int | None, why: str) -> None:
-        lost = "" if other is None else f"rank {other} is lost: "
+    def lose(rank: int | None, why: str) -> None:
+        lost = "" if rank is None else f"rank {rank} is lost: "
         print(f"{name} ends: {lost}{why}", file=sys.stderr)
         _end(1)
 
-    watch.begin([0], lose, timeout)
-    wire.begin(functools.partial(lose, 0))
+    transport.watch(lose, timeout)
     try:
-        Lender(name, devices, wire).lend()
+        Lender(name, devices, transport).lend()
     except HostLost as error:
-        time.sleep(timeout)  # rank 0 is to name that rank, and not this one: it ends this
-        lose(None, str(error))
-    except Exception as error:  # noqa: BLE001  # gloo's, mostly; rank 0 sees the connection closed
-        watch.end()
-        lose(0, said_by_gloo(error))
-    watch.end()
+        time.sleep(timeout)  # this process ends meanwhile, as rank 0 names the rank, or is lost
+        lose(error.rank, str(error))
+    transport.has_ended = True
     tell(f"{name} ends: rank 0 is done")
     _end(0)
 
 
 def _end(status: int) -> NoReturn:
-    """End the process, whatever its other threads wait for.
-
-    Only `os._exit` does so: threads that wait within gloo, or the store, of a host that is cut off
-    hear of no exception, and Python's own end would wait for them, or abort in their C++. What is
-    to be written by then is flushed here.
-    """
+    """End the process, whatever its main thread computes; what is to be written is flushed."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -20,10 +20,12 @@ from tl_devicefix.multihost.commands import (
     operation_named,
     tensors_in,
 )
-from tl_devicefix.multihost.peers import HostLost
+from tl_devicefix.multihost.transport import HostLost, Transport
 from tl_devicefix.simulation.geometry import Geometry, geometry_of
 
 _NEVER = "what it needs was never computed, as something failed before"
+
+_ANSWERED = commands.Ask, commands.Read, commands.Compare, commands.Synchronize
 
 
 class _NeverComputed(RuntimeError):
@@ -33,8 +35,8 @@ class _NeverComputed(RuntimeError):
 class Lender:
     """The tensors of a rank, and what is done to them."""
 
-    def __init__(self, name: str, devices: list[torch.device], wire: Any) -> None:
-        self._name, self._devices, self._wire = name, devices, wire
+    def __init__(self, name: str, devices: list[torch.device], transport: Transport) -> None:
+        self._name, self._devices, self._transport = name, devices, transport
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._built: dict[int, Built] = {}
         self._graphs: dict[int, Graph] = {}
@@ -44,21 +46,31 @@ class Lender:
     def lend(self) -> None:
         """Do what rank 0 says, until it says to end."""
         while True:
-            told, values = self._wire.receive_commands()
-            for command in told:
+            for command in self._transport.receive(0):
                 if isinstance(command, commands.End):
                     return
-                self._do(command, values)
+                answer = self._try(command, getattr(self, f"_{type(command).__name__.lower()}"))
+                if isinstance(command, _ANSWERED):
+                    self._answer(answer)
 
-    def _do(self, command: Any, values: Callable[[torch.Size, torch.dtype], torch.Tensor]) -> None:
-        kind = type(command).__name__.lower()
-        if kind in ("put", "receive", "send", "read", "ask", "compare", "synchronize"):
-            getattr(self, f"_{kind}")(command, values)
+    def _answer(self, answer: Any) -> None:
+        """Send rank 0 an answer, or what failed since the last one."""
+        if self._failed is not None:
+            answer, self._failed = self._failed, None
+        if not isinstance(answer, torch.Tensor):
+            self._transport.send(0, answer)
             return
+        self._transport.send(0, commands.Values(tuple(answer.shape), answer.dtype))
+        self._transport.send_values(0, answer)
+
+    def _try(self, command: Any, do: Callable[[Any], Any]) -> Any:
         try:
-            getattr(self, f"_{kind}")(command)
+            return do(command)
+        except HostLost:
+            raise
         except Exception as error:  # noqa: BLE001  # it is raised where rank 0 waits
             self._fail(error, command)
+            return None
 
     def _fail(self, error: Exception, command: Any) -> None:
         if self._failed is None:  # the first; others are of what it did not give
@@ -121,25 +133,22 @@ class Lender:
             made = there.copy_(made) if made.numel() else there
         self._storages[number] = made.untyped_storage()
 
-    def _ask(self, command: commands.Ask, values: Any) -> None:
-        def run() -> Any:
-            args, kwargs = self._given(command)
-            tensors = list(tensors_in((args, list(kwargs.values()))))
-            result = operation_named(command.operation)(*args, **kwargs)
-            numbers = iter(command.numbers)
+    def _ask(self, command: commands.Ask) -> Any:
+        args, kwargs = self._given(command)
+        tensors = list(tensors_in((args, list(kwargs.values()))))
+        result = operation_named(command.operation)(*args, **kwargs)
+        numbers = iter(command.numbers)
 
-            def tell(made: torch.Tensor) -> Any:
-                number = next(numbers)
-                for index, each in enumerate(tensors):
-                    if each is made:
-                        return Given(index)
-                made = made.resolve_conj().resolve_neg().clone()
-                self._storages[number] = made.untyped_storage()
-                return New(number, geometry_of(made))
+        def tell(made: torch.Tensor) -> Any:
+            number = next(numbers)
+            for index, tensor in enumerate(tensors):
+                if tensor is made:
+                    return Given(index)
+            made = made.resolve_conj().resolve_neg().clone()
+            self._storages[number] = made.untyped_storage()
+            return New(number, geometry_of(made))
 
-            return exchanged(result, tell)
-
-        self._answer(command, run)
+        return exchanged(result, tell)
 
     def _make(self, command: commands.Make) -> None:
         nbytes, device = command.geometry.nbytes, self._devices[command.device]
@@ -154,13 +163,9 @@ class Lender:
             for held in (self._storages, self._built, self._graphs):
                 held.pop(number, None)  # type: ignore[attr-defined]
 
-    def _put(self, command: commands.Put, values: Any) -> None:
-        try:
-            there = values(command.shape, command.dtype)  # comes in any case
-        except MemoryError as error:
-            self._fail(error, command)
-            return
-        self._try(command, lambda: self._tensor(command.target).copy_(there))
+    def _put(self, command: commands.Put) -> None:
+        values = self._transport.receive_values(0, command.shape, command.dtype)
+        self._tensor(command.target).copy_(values)
 
     def _load(self, command: commands.Load) -> None:
         values = read(command.where, command.shape, command.stride, command.dtype)
@@ -169,47 +174,28 @@ class Lender:
     def _copy(self, command: commands.Copy) -> None:
         self._tensor(command.target).copy_(self._tensor(command.source))
 
-    def _read(self, command: commands.Read, values: Any) -> None:
-        self._answer(command, lambda: self._on_cpu(command.source))
+    def _read(self, command: commands.Read) -> torch.Tensor:
+        return self._on_cpu(command.source)
 
-    def _send(self, command: commands.Send, values: Any) -> None:
-        there = self._try(command, lambda: self._on_cpu(command.source))
-        self._wire.send_values(there, command.rank)
+    def _send(self, command: commands.Send) -> None:
+        values = self._try(command, lambda command: self._on_cpu(command.source))
+        self._transport.send(command.rank, values is not None)
+        if values is not None:
+            self._transport.send_values(command.rank, values)
 
-    def _receive(self, command: commands.Receive, values: Any) -> None:
-        def write() -> None:
-            there = self._wire.receive_values(command.shape, command.dtype, command.rank)
-            if there is None:
-                raise _NeverComputed(f"rank {command.rank} had nothing to send")
-            self._tensor(command.target).copy_(there)
+    def _receive(self, command: commands.Receive) -> None:
+        if not self._transport.receive(command.rank):
+            raise _NeverComputed(f"rank {command.rank} had nothing to send")
+        values = self._transport.receive_values(command.rank, command.shape, command.dtype)
+        self._tensor(command.target).copy_(values)
 
-        self._try(command, write)
+    def _compare(self, command: commands.Compare) -> dict[str, str]:
+        return differences(command.files, command.checksums)
 
-    def _compare(self, command: commands.Compare, values: Any) -> None:
-        self._answer(command, lambda: differences(command.files, command.checksums))
-
-    def _synchronize(self, command: commands.Synchronize, values: Any) -> None:
-        def wait() -> None:
-            for device in self._devices:
-                if device.type != "cpu":
-                    torch.get_device_module(device.type).synchronize(device)
-
-        self._answer(command, wait)
-
-    def _answer(self, command: Any, find: Callable[[], Any]) -> None:
-        """Send rank 0 an answer, or what failed since the last one."""
-        found = self._try(command, find)
-        failed, self._failed = self._failed, None
-        self._wire.answer(found if failed is None else failed)
-
-    def _try(self, command: Any, do: Callable[[], Any]) -> Any:
-        try:
-            return do()
-        except HostLost:
-            raise
-        except Exception as error:  # noqa: BLE001  # it is raised where rank 0 waits
-            self._fail(error, command)
-            return None
+    def _synchronize(self, command: commands.Synchronize) -> None:
+        for device in self._devices:
+            if device.type != "cpu":
+                torch.get_device_module(device.type).synchronize(device)
 
     # Tensors
 

@@ -1,256 +1,240 @@
-"""How commands and values get from one rank to another: what is small by queues of the store where
-they met, what is large by gloo's point-to-point. All that is sent is bytes: gloo knows few dtypes.
+"""How commands and values get from one rank to another: by TCP, a connection for each two ranks.
 
-A message is a pickle, which runs what its sender wants: so it is only read once its signature is
-right. The signature is an HMAC of the message, of the queue that it is in, and of its number there;
-its key is made anew for each `init_hosts`, of the ranks' token and something random that each rank
-says. The bytes of large values, which nobody unpickles, are not signed.
+All that is sent is a frame: its length, a signature, and bytes. A message is a pickle, and signed.
+Values come as a frame of their own behind a message that tells their shape; large ones, which
+nobody unpickles, are signed by their length only. Rank 0 has a second connection to each other
+rank, for signs of life.
+
+Another way for values, as NCCL, overrides `Transport.send_values` and `receive_values`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import itertools
 import math
-import os
 import pickle
-import re
-import secrets
-import stat
-import uuid
-from collections.abc import Callable, Sequence
-from datetime import timedelta
-from pathlib import Path
-from typing import Any, NamedTuple
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
-VARIABLE = "TL_DEVICEFIX_TOKEN"
-_FILE = Path("~/.cache/tl_devicefix/token")
-_SHORTEST = 16
-"""Bytes of a token; who can guess it can sign."""
-SAME_TOKEN = f"set {VARIABLE} to the same on all ranks, as `openssl rand -hex 32` gives it"
-SIGNATURE = hashlib.sha256().digest_size
-"""Bytes by which a signed message is longer."""
+from tl_devicefix.multihost.signing import SIGNATURE, Signer, WronglySigned
+
+_HEADER = struct.Struct(f">Q{SIGNATURE}s")
+_SIGNED = 1 << 16
+"""Bytes of values up to which these are signed."""
+_PART = 1 << 20
+"""Bytes in which values are dropped for which there is no memory."""
+EVERY = 0.5
+"""Seconds between two signs of life."""
+Lose = Callable[["int | None", str], None]
+"""Is told which rank is lost, and why; or, without a rank, which one rank 0 has lost."""
 
 
-class WronglySigned(RuntimeError):
-    """Who sent a message has not this rank's token, or the message is another one's."""
+class HostLost(RuntimeError):
+    """A rank is lost, and with it the part of a model that its devices held.
+
+    Attributes:
+        rank: which one.
+    """
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
-class Signer:
-    """Signs messages, and checks those that others have signed."""
+class Connection:
+    """One socket to another rank.
 
-    def __init__(self, key: bytes, source: str) -> None:
-        self._key, self.source = key, source
+    Args:
+        sock: the socket.
+        signer: of this session.
+        own: what messages of this end are called in signatures.
+        other: what those of the other end are called.
+    """
 
-    def of_session(self, everyone: Sequence[Any]) -> Signer:
-        """Who signs from now on: a message of another session is wrongly signed in this one."""
-        said = "\n".join(each["session"] for each in everyone)
-        return Signer(self._signature(said.encode(), "session"), self.source)
+    def __init__(self, sock: socket.socket, signer: Signer, own: str, other: str) -> None:
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.settimeout(None)  # nobody knows how long a rank computes: the watch notices a loss
+        self.sock, self._signer, self._sending = sock, signer, threading.Lock()
+        self._places = map(f"{own} {{}}".format, itertools.count())
+        self._other_places = map(f"{other} {{}}".format, itertools.count())
 
-    def signed(self, message: bytes, where: str) -> bytes:
-        """A message with its signature before it."""
-        return self._signature(message, where) + message
+    def send(self, message: Any) -> None:
+        """Send an object."""
+        self._send(pickle.dumps(message, protocol=5))
 
-    def checked(self, found: bytes, where: str) -> bytes:
-        """The message, whose signature is right."""
-        signature, message = found[:SIGNATURE], found[SIGNATURE:]
-        if not hmac.compare_digest(signature, self._signature(message, where)):
-            raise WronglySigned(
-                f"a message ({where}) is not signed with the token of this rank: who sent it has "
-                "another one, or sent it before"
-            )
-        return message
+    def receive(self) -> Any:
+        """Wait for the next object."""
+        nbytes, signature, place = self._next_header()
+        message = bytearray(nbytes)
+        self._receive_into(memoryview(message))
+        self._signer.check(signature, message, place)
+        return pickle.loads(message)  # a rank's, whose code runs here
 
-    def _signature(self, message: bytes, where: str) -> bytes:
-        of = hmac.new(self._key, f"{where}\n".encode(), "sha256")
-        of.update(message)
-        return of.digest()
+    def send_values(self, values: torch.Tensor) -> None:
+        """Send the values of a CPU tensor."""
+        self._send(_bytes_of(values), all_signed=values.nbytes <= _SIGNED)
 
+    def receive_values(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Wait for values.
 
-def signer() -> Signer:
-    """Who signs with the token of this rank: that of the environment, or of the user's file."""
-    token, source = os.fsencode(os.environ.get(VARIABLE, "")).strip(), VARIABLE
-    if not token:
+        Raises:
+            MemoryError: if there is no room for them; they are dropped.
+        """
+        nbytes, signature, place = self._next_header()
+        if nbytes != math.prod(shape) * dtype.itemsize:
+            raise ConnectionError(f"{nbytes} bytes came instead of a {tuple(shape)}")
         try:
-            path = _FILE.expanduser()
-        except RuntimeError:
-            raise RuntimeError(
-                f"this rank has no home directory, where {_FILE} would be: {SAME_TOKEN}"
-            ) from None
-        try:
-            token, source = _token_in(path), str(path)
-        except OSError as error:
-            why = error.strerror or str(error)
-            raise RuntimeError(f"this rank cannot have {path} ({why}): {SAME_TOKEN}") from None
-    if len(token) < _SHORTEST:
-        raise RuntimeError(
-            f"the token of {source} has {len(token)} characters, and may be guessed: {SAME_TOKEN}"
-        )
-    return Signer(token, source)
+            values = torch.empty(tuple(shape), dtype=dtype)
+        except RuntimeError as error:
+            for start in range(0, nbytes, _PART):
+                self._receive_into(memoryview(bytearray(min(_PART, nbytes - start))))
+            raise MemoryError(str(error)) from error
+        received = _bytes_of(values)
+        self._receive_into(received)
+        self._signer.check(signature, received if nbytes <= _SIGNED else _signed(nbytes), place)
+        return values
+
+    def is_readable(self) -> bool:
+        """Whether something has come."""
+        poll = select.poll()
+        poll.register(self.sock, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def close(self) -> None:
+        """Let the other rank notice that this one has ended."""
+        self.sock.close()
+
+    def _send(self, data: Any, all_signed: bool = True) -> None:
+        nbytes = len(data)
+        signed = data if all_signed else _signed(nbytes)
+        with self._sending:
+            header = _HEADER.pack(nbytes, self._signer.signature(signed, next(self._places)))
+            if nbytes <= _SIGNED:
+                self.sock.sendall(header + data)
+            else:
+                self.sock.sendall(header)
+                self.sock.sendall(data)
+
+    def _next_header(self) -> tuple[int, bytes, str]:
+        header = bytearray(_HEADER.size)
+        self._receive_into(memoryview(header))
+        return *_HEADER.unpack(header), next(self._other_places)
+
+    def _receive_into(self, data: memoryview) -> None:
+        while data:
+            received = self.sock.recv_into(data)
+            if not received:
+                raise ConnectionError("its connection was closed")
+            data = data[received:]
 
 
-def _token_in(path: Path) -> bytes:
-    """The token in a file, which is made if it is not there."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not os.path.lexists(path):
-        _make(path)
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as there:
-        found = os.fstat(there.fileno())
-        if not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077 or found.st_uid != os.geteuid():
-            raise RuntimeError(
-                f"{path} is to have the token of all ranks, but other users may open it: "
-                f"remove it, and a new one is made, or {SAME_TOKEN}"
-            )
-        return there.read().strip()
+def _signed(nbytes: int) -> bytes:
+    return f"{nbytes} bytes".encode()
 
 
-def _make(path: Path) -> None:
-    """Make a file with a new token, which has its name once it is written."""
-    part = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
-    try:
-        made = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(made, "w") as file:
-            file.write(secrets.token_hex(32))
-        with contextlib.suppress(FileExistsError):  # one gives it, of ranks that come at once
-            os.link(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-COMMANDS, ANSWERS, PROGRESS, VALUES, _NEVER_SENT = range(5)
-"""Tags."""
-_FOREVER = timedelta(days=365)
-"""Nobody knows how long a rank computes, so no operation times out by itself. A wait ends with its
-rank: gloo raises when a connection closes; where a host is cut off and none does, `Watch` notices
-within `init_hosts(timeout=...)`, whereupon rank 0 pushes what wakes its threads, and a lender, of
-which nothing could wake a thread within gloo, ends its process."""
-_PART = 1 << 24
-"""Bytes that are sent at once."""
-_SMALL = 1 << 20
-"""Bytes that a queue takes at once; the store's limit is 8 MiB."""
-_LOOK = b""
-"""What wakes who waits, to look whether a rank is lost."""
-
-
-def said_by_gloo(error: Exception) -> str:
-    """What gloo says of a connection, without where in its source, and advice."""
-    found = re.search(r"(Connection|Timed out|Broken)[^.\[]*[a-z]", str(error))
-    return found[0] if found else f"{type(error).__name__}: {error}"
-
-
-def as_bytes(values: torch.Tensor) -> torch.Tensor:
+def _bytes_of(values: torch.Tensor) -> memoryview:
     """The bytes of a CPU tensor."""
     flat = values.contiguous().view(-1)
     # Of a single value, torch lets any stride pass for contiguous, but not for another dtype.
-    return flat.as_strided(flat.shape, (1,), flat.storage_offset()).view(torch.uint8)
+    flat = flat.as_strided(flat.shape, (1,), flat.storage_offset()).view(torch.uint8)
+    array: Any = flat.numpy()
+    return memoryview(array)
 
 
-class Connection(NamedTuple):
-    """All other ranks, as this one reaches them.
+class Transport:
+    """All other ranks, as this one reaches them; if it does not, a `HostLost` is raised.
 
     Attributes:
-        store: where they met.
-        group: this package's own of gloo, beside which the user may have any.
-        signer: signs what is unpickled.
+        rank: of this process.
+        has_ended: whether all ranks are about to end, and none is lost.
     """
 
-    store: Any
-    group: Any
-    signer: Signer
-
-    def give(self, values: torch.Tensor, rank: int, tag: int) -> None:
-        """Send bytes."""
-        self.group.send([values], rank, tag).wait(_FOREVER)
-
-    def get(self, values: torch.Tensor, rank: int, tag: int) -> None:
-        """Receive bytes, as many as there are values."""
-        self.group.recv([values], rank, tag).wait(_FOREVER)
-
-    def send(self, values: torch.Tensor, rank: int, tag: int) -> None:
-        """Send values."""
-        for part in as_bytes(values).split(_PART) if values.numel() else ():
-            self.give(part, rank, tag)
-
-    def receive(
-        self, shape: Sequence[int], dtype: torch.dtype, rank: int, tag: int
-    ) -> torch.Tensor:
-        """Receive values."""
-        try:
-            values = torch.empty(tuple(shape), dtype=dtype)
-            into = values.view(-1).view(torch.uint8)
-        except RuntimeError as error:
-            nbytes = math.prod(shape) * dtype.itemsize
-            into = torch.empty(min(nbytes, _PART), dtype=torch.uint8)
-            for start in range(0, nbytes, _PART):
-                self.get(into[: min(_PART, nbytes - start)], rank, tag)
-            raise MemoryError(str(error)) from error
-        for part in into.split(_PART) if values.numel() else ():
-            self.get(part, rank, tag)
-        return values
-
-    def wait_for_loss(self, rank: int) -> None:
-        """Wait for what a rank never sends."""
-        self.get(torch.empty(1, dtype=torch.uint8), rank, _NEVER_SENT)
-
-
-class Queue:
-    """What one rank says to another: pickled objects, in order, each signed with its number."""
-
     def __init__(
-        self,
-        by: Connection,
-        lender: int,
-        other: int,
-        tag: int,
-        look: Callable[[], None] = lambda: None,
+        self, rank: int, data: dict[int, Connection], signs_of_life: dict[int, Connection]
     ) -> None:
-        self._by, self._store, self._other, self._tag = by, by.store.clone(), other, tag
-        self._name = f"said {tag} {lender}"
-        self._numbers = itertools.count()
-        self._store.set_timeout(_FOREVER)
-        self._look = look
+        self.rank, self._data, self._signs_of_life = rank, data, signs_of_life
+        self.has_ended = False
 
-    def push(self, found: Any) -> None:
-        """Say something."""
-        told = pickle.dumps(found, protocol=5)
-        if len(told) <= _SMALL:
-            self._store.queue_push(self._name, self._signed(told))
-            return
-        self.push(_Large((len(told),)))
-        large = torch.frombuffer(bytearray(self._signed(told)), dtype=torch.uint8)
-        self._by.give(large, self._other, self._tag)
+    def send(self, rank: int, message: Any) -> None:
+        """Send an object to a rank."""
+        with _losing(rank):
+            self._data[rank].send(message)
 
-    def pop(self) -> Any:
-        """Wait for what the other rank says."""
-        found = self._unpickled(self._popped())
-        if isinstance(found, _Large):
-            told = torch.empty(found[0] + SIGNATURE, dtype=torch.uint8)
-            self._by.get(told, self._other, self._tag)
-            found = self._unpickled(bytes(told.numpy()))
-        return found
+    def receive(self, rank: int) -> Any:
+        """Wait for the next object of a rank."""
+        with _losing(rank):
+            return self._data[rank].receive()
 
-    def _signed(self, told: bytes) -> bytes:
-        return self._by.signer.signed(told, f"{self._name} {next(self._numbers)}")
+    def send_values(self, rank: int, values: torch.Tensor) -> None:
+        """Send the values of a CPU tensor to a rank."""
+        with _losing(rank):
+            self._data[rank].send_values(values)
 
-    def _unpickled(self, told: bytes) -> Any:
-        where = f"{self._name} {next(self._numbers)}"
-        return pickle.loads(self._by.signer.checked(told, where))  # a rank's, whose code runs here
+    def receive_values(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Wait for values of a rank; it raises a MemoryError if there is no room for them."""
+        with _losing(rank):
+            return self._data[rank].receive_values(shape, dtype)
 
-    def _popped(self) -> bytes:
+    def watch(self, lose: Lose, timeout: float) -> None:
+        """From now on, show signs of life, and tell it when a rank shows none, or has ended."""
+        threading.Thread(
+            target=self._watch, args=(lose, timeout), daemon=True, name="watch"
+        ).start()
+
+    def tell_loss(self, why: str) -> None:
+        """On rank 0: tell all other ranks that one is lost."""
+        for connection in self._signs_of_life.values():
+            with contextlib.suppress(OSError):
+                connection.send(why)
+
+    def close(self) -> None:
+        """Close this process's connections, as in one that was forked from a rank."""
+        for connection in (*self._data.values(), *self._signs_of_life.values()):
+            connection.close()
+
+    def _watch(self, lose: Lose, timeout: float) -> None:
+        # It was last heard up to a beat before it was lost, and is looked for once a beat.
+        limit = timeout - 2 * EVERY
+        # Beats, not seconds: while this process stands still, so may the other ranks.
+        silent = dict.fromkeys(self._signs_of_life, 0)
         while True:
-            told: bytes = self._store.queue_pop(self._name)
-            if told != _LOOK:
-                return told
-            self._look()
+            for rank, connection in self._signs_of_life.items():
+                silent[rank] += 1
+                try:
+                    connection.send(None)
+                    while connection.is_readable():
+                        silent[rank] = 0
+                        if (lost := connection.receive()) is not None:
+                            return self._tell(lose, None, lost)
+                except (OSError, WronglySigned) as error:
+                    return self._tell(lose, rank, said_by(error))
+                if silent[rank] * EVERY > limit:
+                    why = f"it gave no sign of life for {limit:g} s"
+                    return self._tell(lose, rank, why)
+            time.sleep(EVERY)
 
-    def wake(self, other: Queue) -> None:
-        """Have who waits for another queue look, whose connection is not free."""
-        self._store.queue_push(other._name, _LOOK)
+    def _tell(self, lose: Lose, rank: int | None, why: str) -> None:
+        if not self.has_ended:
+            lose(rank, why)
 
 
-class _Large(tuple[int]):
-    """Bytes of what comes next by gloo."""
+@contextlib.contextmanager
+def _losing(rank: int) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, WronglySigned) as error:
+        raise HostLost(said_by(error), rank) from error
+
+
+def said_by(error: Exception) -> str:
+    """Why a connection failed, as a clause."""
+    return getattr(error, "strerror", None) or str(error)
