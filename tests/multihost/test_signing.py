@@ -40,20 +40,16 @@ def ends() -> Iterator[Callable[..., Ends]]:
 
     def of(key: bytes = b"shared", session: Any = SESSION) -> Ends:
         sockets.extend(socket.socketpair())
-        ours, others = (
-            Signer(key, "").of_session(session),
-            Signer(b"shared", "").of_session(SESSION),
-        )
-        return Connection(sockets[-2], ours, "0 1", "1 0"), Connection(
-            sockets[-1], others, "1 0", "0 1"
-        )
+        signers = Signer(key, "").of_session(session), Signer(b"shared", "").of_session(SESSION)
+        first, second = map(Connection, sockets[-2:], signers, ("0 1", "1 0"), ("1 0", "0 1"))
+        return first, second
 
     yield of
     for each in sockets:
         each.close()
 
 
-@pytest.mark.parametrize("size", [1, 100_000])
+@pytest.mark.parametrize("size", [1, 20_000])
 def test_a_message_arrives(ends: Callable[..., Ends], size: int) -> None:
     giving, taking = ends()
 
@@ -95,9 +91,12 @@ def test_what_somebody_changes_on_its_way_is_not_unpickled(
     giving, taking = ends()
     giving.sock.sendall(change(sent_by(giving, taking, "once")))
 
-    with pytest.raises(WronglySigned):
+    def receive_twice() -> None:
         for _ in range(2):
             assert taking.receive() == "once"
+
+    with pytest.raises(WronglySigned):
+        receive_twice()
 
     assert RAN == []
 
@@ -114,8 +113,9 @@ def test_small_values_are_signed(ends: Callable[..., Ends]) -> None:
 
 
 @pytest.fixture
-def met() -> Callable[[list[str]], list[str]]:
+def met(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], list[str]]:
     """What ranks say that meet with these tokens."""
+    monkeypatch.setattr(Rendezvous, "_address_for_master", lambda _: "")  # tests have no network
 
     def meet(master: str, rank: int, tokens: list[str]) -> str:
         by = Signer(tokens[rank].encode(), f"rank {rank}'s file")
