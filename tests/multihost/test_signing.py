@@ -117,10 +117,13 @@ def met(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], list[str]]:
     """What ranks say that meet with these tokens."""
     monkeypatch.setattr(Rendezvous, "_address_for_master", lambda _: "")  # tests have no network
 
+    kept: list[Rendezvous] = []
+
     def meet(master: str, rank: int, tokens: list[str]) -> str:
         by = Signer(tokens[rank].encode(), f"rank {rank}'s file")
         try:
             rendezvous = Rendezvous(master, rank, len(tokens), 20, len, by)
+            kept.append(rendezvous)  # others may still read rank 0's store
             said = rendezvous.meet({"rank": rank})
             return str([each["rank"] for each in said])
         except RuntimeError as error:
