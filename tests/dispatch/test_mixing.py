@@ -14,7 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import tl_devicefix
-from tl_devicefix.dispatch.joining import JoinedAt
+from tl_devicefix.dispatch.mixing import JoinedAt
 from tl_devicefix.placement import in_use
 
 

@@ -72,7 +72,7 @@ device that these come from."""
 @contextlib.contextmanager
 def no_warning() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*(put in from another device|is shared)")
+        warnings.filterwarnings("error", message=".*(put in from another device|are shared)")
         yield
 
 
@@ -98,7 +98,7 @@ def test_it_runs_as_on_one_device(
     put(model)
     put(reference)
     expected = logits_and_gradients(reference, tokens)
-    how = "is shared" if put in SHARED else "was put in from another device"
+    how = "are shared" if put in SHARED else "put in from another device"
 
     with pytest.warns(UserWarning, match=how) as warned:
         actual = logits_and_gradients(model, tokens.to("sim:0"))
@@ -138,12 +138,12 @@ def test_the_line_that_the_warning_says_does_without_it(
         pytest.skip("a HookedTransformer's")
     model, (own, name) = over_devices("llama"), weight(on_one("llama"), 0)
     put(model)
-    with pytest.warns(UserWarning, match="put in one that is there") as warned:
+    with pytest.warns(UserWarning, match="to do without the copy") as warned:
         model(tokens.to("sim:0"))
-    told = next(each for each in warned if "one that is there" in str(each.message))
+    told = next(each for each in warned if "without the copy" in str(each.message))
     assert told.filename == __file__
 
-    line = str(told.message).partition("one that is there, ")[2]
+    line = str(told.message).partition("the copy, write ")[2]
     of_one = on_one("llama")
     value = of_one.blocks[0].attn.mask if put is masks else 2 * own._parameters[name].detach()
     exec(line, {"model": model, "value": value})
@@ -162,12 +162,12 @@ def test_a_copy_of_a_module_that_was_shared_is_brought_too(
     from_pretrained, on_cpu = map(request.getfixturevalue, ("from_pretrained", "on_cpu"))
     model, reference = from_pretrained("llama", n_devices=4), copy.deepcopy(on_cpu("llama"))
     a_module_that_two_blocks_share(model)
-    with pytest.warns(UserWarning, match="is shared"):
+    with pytest.warns(UserWarning, match="are shared"):
         model(tokens)
     a_module(model)
     a_module(reference)
 
-    with pytest.warns(UserWarning, match="was put in from another device"):
+    with pytest.warns(UserWarning, match="put in from another device"):
         actual = model(tokens)
 
     assert_agrees(actual, reference(tokens))

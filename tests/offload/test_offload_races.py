@@ -24,7 +24,7 @@ DEVICE = "sim:0"
 
 @pytest.fixture(scope="module")
 def machine(simulated: Any) -> Iterator[Machine]:
-    with simulated(4, asynchronous=True, seed=5) as machine:
+    with simulated(4, asynchronous=True, seed=5, bytes_per_second=1e12) as machine:
         yield machine
 
 
@@ -134,6 +134,24 @@ def test_a_copy_waits_for_what_another_thread_has_queued_since_the_last(machine:
     copies.wait()
 
     assert_agrees([each + 1 for each in there], [weight + 1 for weight in weights])
+
+
+def test_weights_are_copied_on_a_stream_of_their_own(
+    model: Any, machine: Machine, tokens: torch.Tensor
+) -> None:
+    at_home = tokens.to(DEVICE)
+    sim = torch.get_device_module("sim")
+    sim.synchronize(DEVICE)
+    machine.timeline.clear()
+
+    with torch.no_grad():
+        model(at_home)
+    sim.synchronize(DEVICE)
+
+    streams = [busy.stream for busy in machine.timeline if busy.is_copy]
+    assert len(streams) == len(list(model.blocks.parameters()))
+    assert len(set(streams)) == 1
+    assert 0 not in streams
 
 
 def test_several_threads_may_run_one_model_each_on_a_stream_of_its_own(

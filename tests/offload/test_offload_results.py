@@ -59,28 +59,19 @@ def test_generating_is_the_same(
 
 
 @every_offload
-def test_a_forward_may_start_and_stop_at_layers(
+def test_a_forward_may_start_and_stop_at_layers_and_one_block_be_run_by_itself(
     offload: str, model: Any, reference: Any, tokens: torch.Tensor
 ) -> None:
-    residual = reference(tokens, stop_at_layer=2)
+    def run(model: Any) -> list[torch.Tensor]:
+        residual = reference(tokens, stop_at_layer=2)
+        parts = [{"start_at_layer": 2}, {"start_at_layer": 2, "stop_at_layer": -1}]
+        return [model(tokens, stop_at_layer=2), *(model(residual, **part) for part in parts)]
 
-    assert_agrees(model(tokens, stop_at_layer=2), residual, home_of(model))
-    assert_agrees(
-        model(residual, start_at_layer=2), reference(residual, start_at_layer=2), home_of(model)
-    )
-    assert_agrees(
-        model(residual, start_at_layer=2, stop_at_layer=-1),
-        reference(residual, start_at_layer=2, stop_at_layer=-1),
-        home_of(model),
-    )
-
-
-def test_one_block_may_be_run_by_itself(model: Any, reference: Any, tokens: torch.Tensor) -> None:
     residual = reference(tokens, stop_at_layer=1)
 
-    there = model.blocks[1](residual.to(model.placement.device_of("blocks.1")))
-
-    assert_agrees(there, reference.blocks[1](residual), home_of(model))
+    assert_agrees(run(model), run(reference), home_of(model))
+    of_block = model.blocks[1](residual.to(model.placement.device_of("blocks.1")))
+    assert_agrees(of_block, reference.blocks[1](residual))
     assert_at_rest(model)
 
 
@@ -185,6 +176,9 @@ def test_what_a_hook_changes_in_its_block_s_weights_stays_changed(
     model, reference = load("llama", "all of one device"), copy.deepcopy(reference)
 
     for each in (model, reference):
+        with torch.no_grad():  # before a forward
+            each.blocks[1].attn.W_O[:, :, 3] += 1
+        each.blocks[2].attn.W_V.data *= 2
 
         @torch.no_grad()
         def halve(activation: torch.Tensor, hook: Any, each: Any = each) -> None:
@@ -198,18 +192,4 @@ def test_what_a_hook_changes_in_its_block_s_weights_stays_changed(
 
     assert_at_rest(model)
     assert_same_weights(model, reference)
-    assert_agrees(model(tokens), reference(tokens))
-
-
-@every_kind
-def test_a_forward_sees_what_was_changed_in_place_before(
-    load: Any, kind: str, reference: Any, tokens: torch.Tensor
-) -> None:
-    model, reference = load(kind, "some of one device"), copy.deepcopy(reference)
-
-    for each in (model, reference):
-        with torch.no_grad():
-            each.blocks[1].attn.W_O[:, :, 3] += 1
-        each.blocks[2].attn.W_V.data *= 2
-
     assert_agrees(model(tokens), reference(tokens))

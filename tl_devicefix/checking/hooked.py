@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from transformer_lens.components import LayerNorm, LayerNormPre, RMSNorm, RMSNormPre
 
-from tl_devicefix.checking.places import Tensor, is_unspread, moved, placement_of, tensors
+from tl_devicefix.checking.places import is_unspread, moved, placement_of, tensors
 from tl_devicefix.checking.report import Finding
 from tl_devicefix.dispatch.naming import listed
 from tl_devicefix.dispatch.user_modules import (
+    PlacedTensor,
     attached_modules,
     runs_where_it_is,
 )
@@ -98,7 +99,7 @@ def put_right(model: Any) -> None:
     if is_unspread(model):
         model.move_model_modules_to_device()
         return
-    by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+    by_device: dict[torch.device, list[PlacedTensor]] = defaultdict(list)
     for tensor in tensors(model, attached(model)):
         if tensor.is_misplaced:
             by_device[tensor.planned].append(tensor)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,46 +13,22 @@ from transformer_lens.hook_points import HookPoint
 from tl_devicefix.checking.report import Finding, Memory
 from tl_devicefix.dispatch.carrying import not_carried_to
 from tl_devicefix.dispatch.naming import WRAPPED, expression, joined, listed, named_modules
-from tl_devicefix.dispatch.user_modules import device_of_weights
+from tl_devicefix.dispatch.user_modules import PlacedTensor, device_of_weights, held_tensors
 from tl_devicefix.monkeypatch.versions import is_bridge
 from tl_devicefix.placement.devices import HOST, printed, resolve, site_of, with_index
 from tl_devicefix.placement.memory import gib
 from tl_devicefix.placement.placement import Placement, by_hosts, in_short, in_words
 
 
-@dataclass(frozen=True)
-class Tensor:
-    """A parameter or buffer of a model, and where it belongs."""
-
-    path: str
-    """The name of the module that holds it."""
-    name: str
-    """Its name there."""
-    module: nn.Module
-    value: torch.Tensor
-    planned: torch.device
-
-    @property
-    def full_name(self) -> str:
-        """Its name in the model."""
-        return joined(self.path, self.name)
-
-    @property
-    def is_misplaced(self) -> bool:
-        """Whether it is elsewhere; on meta there are no values to be anywhere."""
-        return not self.value.is_meta and self.value.device != self.planned
-
-
-def tensors(model: Any, attached: Container[nn.Module] = ()) -> Iterator[Tensor]:
+def tensors(model: Any, attached: Container[nn.Module] = ()) -> Iterator[PlacedTensor]:
     """The tensors of a model, but those of attached modules, whose place is their owner's."""
     planned = planned_by(model)
     for path, module in named_modules(model):
         if module in attached:
             continue
-        for held, of_weights in ((module._parameters, True), (module._buffers, False)):
-            for name, value in held.items():
-                if value is not None:
-                    yield Tensor(path, name, module, value, planned(joined(path, name), of_weights))
+        for name, value, is_weight in held_tensors(module):
+            device = planned(joined(path, name), is_weight)
+            yield PlacedTensor(path, name, module, value, is_weight, device)
 
 
 def placement_of(model: Any) -> Placement | None:
@@ -157,7 +132,7 @@ def device_findings(
         return
     own = list(tensors(model, attached))
     modules = _misplaced_modules(own, apart=attached.values())
-    groups: dict[str, list[Tensor]] = defaultdict(list)
+    groups: dict[str, list[PlacedTensor]] = defaultdict(list)
     for tensor in own:
         if tensor.is_misplaced:
             path = next((p for p in _enclosing(tensor.path) if p in modules), tensor.path)
@@ -179,7 +154,7 @@ def device_findings(
         yield Finding("device", name, message + hint(model, path), fix)
 
 
-def _misplaced_modules(own: list[Tensor], apart: Any) -> set[str]:
+def _misplaced_modules(own: list[PlacedTensor], apart: Any) -> set[str]:
     """The modules all of whose tensors are on one device and belong on one other.
 
     None that holds a module apart: to move the one would move the other.

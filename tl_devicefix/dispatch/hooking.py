@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformer_lens.hook_points import HookPoint
 
-from tl_devicefix.dispatch.joining import JoinedAt
+from tl_devicefix.dispatch.mixing import JoinedAt
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.devices import printed
 from tl_devicefix.placement.in_use import chosen_device

@@ -1,18 +1,317 @@
-"""`mix_devices`: torch functions that mix the devices in use, for a whole script."""
+"""Torch functions that mix devices: their arguments are brought together, in hooks or a script.
+
+What torch does with several devices itself (`copy_`, `view_as`, indexing by a number) stays as
+torch does it. Where torch refuses, the function is called again with its arguments on one device,
+and what it changed there is written back.
+"""
 
 from __future__ import annotations
 
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from tl_devicefix.dispatch.joining import Joining, bytes_of
 from tl_devicefix.dispatch.naming import line_of_user
 from tl_devicefix.placement.devices import HOST
 from tl_devicefix.placement.in_use import device_of_result, devices_in_use
 from tl_devicefix.placement.memory import gib
+
+Copies = dict[int, tuple[torch.Tensor, torch.Tensor, int | None]]
+"""By the `id` of a tensor: it, its copy, and how often one of them had been changed."""
+
+
+class OutsideBlocks:
+    """Of a mode for torch functions: it changes nothing that is computed within a block.
+
+    Whatever else it does there, it need not: other hosts run a block by one command within it.
+    """
+
+
+class Joining(OutsideBlocks, TorchFunctionMode):
+    """Within it, torch functions that mix devices bring their arguments together.
+
+    What is changed in place, or by `out=`, stays where it is, and what is indexed does too: the
+    others come to it. Where to otherwise, and which devices, is a subclass's to say.
+    """
+
+    _kept: Copies | None = None
+    """Copies that earlier calls have made, if they are kept."""
+
+    def devices(self) -> frozenset[torch.device]:
+        """Those that may be mixed; a tensor of another is left alone, and torch says so."""
+        raise NotImplementedError
+
+    def target(self, tensors: list[torch.Tensor], devices: frozenset[torch.device]) -> torch.device:
+        """Where to bring tensors of these devices, if none is changed in place or indexed."""
+        raise NotImplementedError
+
+    def count(self, nbytes: int) -> None:
+        """Be told what a call has copied."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _OF_AUTOGRAD:
+            return self._run_backward(func, types, args, kwargs)
+        if not on_several_devices(args, kwargs) or _thread.trying:
+            return func(*args, **kwargs)
+        tensors = list(tensors_in((args, kwargs)))
+        devices = self.devices() & {tensor.device for tensor in tensors}
+        if len(devices) < 2:
+            return func(*args, **kwargs)
+        versions = [_version(tensor) for tensor in tensors]
+        changed = list(_changed_in_place(func, args, kwargs))
+        try:
+            _thread.trying = True
+            return func(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            uncounted = len(changed) > 1 and None in versions
+            if uncounted or versions != [_version(tensor) for tensor in tensors]:
+                raise  # it may have changed something already, and would change it twice
+        finally:
+            _thread.trying = False
+        stays = changed or list(_indexed(func, args, kwargs))
+        target = stays[0].device if stays else self.target(tensors, devices)
+        return self._join(func, args, kwargs, target, changed)
+
+    def _join(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: dict[str, Any],
+        target: torch.device,
+        changed: list[torch.Tensor],
+    ) -> Any:
+        """Call a function with its arguments on a device, and write back what it changed in copies.
+
+        That is `out=` on several devices, lists of `torch._foreach_*_`, running statistics.
+        """
+        others, copies, nbytes = self.devices() - {target}, Copies(), 0
+        kept = {} if self._kept is None else self._kept
+
+        def joined(value: Any) -> Any:
+            nonlocal nbytes
+            if not isinstance(value, torch.Tensor) or value.device not in others:
+                return mapped(value, joined)
+            if id(value) not in copies:
+                copy = _kept_copy(kept, value, target)
+                if copy is None:
+                    copy = value.to(target)
+                    nbytes += bytes_of(copy)
+                    if bytes_of(copy) <= _SMALL:
+                        kept[id(value)] = value, copy, _version(value)
+                copies[id(value)] = value, copy, _version(copy)
+            return copies[id(value)][1]
+
+        result = func(*joined(args), **joined(kwargs))
+        originals = {}
+        for original, copy, version in copies.values():
+            if _version(copy) != version or any(original is tensor for tensor in changed):
+                original.copy_(copy)
+                nbytes += bytes_of(copy)
+                kept.pop(id(original), None)
+            originals[id(copy)] = original
+        self.count(nbytes)
+        return originals.get(id(result), result)
+
+    def _run_backward(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """One of autograd's, whose given gradients go to their outputs.
+
+        What it runs in this thread mixes too: a block's recomputation, a `Function.backward`.
+        """
+        kwargs = dict(kwargs)
+        name = _OF_AUTOGRAD[func]
+        kwargs[name] = self._at_outputs(args[0], kwargs.get(name))
+        if redispatch is None:
+            return func(*args, **kwargs)
+        with self:
+            return redispatch(func, types, args, kwargs)
+
+    def _at_outputs(self, outputs: Any, gradients: Any) -> Any:
+        """Gradients, each on the device of its output."""
+        if isinstance(gradients, tuple | list):
+            several = outputs if isinstance(outputs, tuple | list) else (outputs,)
+            if len(gradients) != len(several):
+                return gradients  # which torch refuses
+            return tuple(map(self._at_outputs, several, gradients))
+        if isinstance(outputs, tuple | list) and len(outputs) == 1:
+            outputs = outputs[0]
+        if not isinstance(outputs, torch.Tensor) or not isinstance(gradients, torch.Tensor):
+            return gradients
+        if gradients.device == outputs.device:
+            return gradients
+        if not {gradients.device, outputs.device} <= self.devices():
+            return gradients
+        self.count(bytes_of(gradients))
+        return gradients.to(outputs.device)
+
+
+class _Thread(threading.local):
+    trying = False
+    """Whether torch is tried first, by the innermost mode: it is for that one to join."""
+
+
+_thread = _Thread()
+
+_OF_AUTOGRAD = {
+    torch.Tensor.backward: "gradient",
+    torch.autograd.backward: "grad_tensors",
+    torch.autograd.grad: "grad_outputs",
+}
+"""They take tensors of several devices, and copies of these would not be in the graph.
+
+With what they call the gradients of their outputs.
+"""
+
+# Calls a function within a mode that it has just left; not every supported torch has it.
+redispatch = getattr(torch.overrides, "redispatch_function", None)
+
+
+class JoinedAt(Joining):
+    """Within it, torch functions that mix the model's devices are called with all on one device.
+
+    A tensor is copied once, however often it is mixed in unchanged.
+
+    Args:
+        device: where to, if nothing is changed in place or indexed.
+        devices: the model's; a tensor of another device is left alone, and torch says so.
+    """
+
+    def __init__(self, device: torch.device, devices: frozenset[torch.device]) -> None:
+        super().__init__()
+        self._device = device
+        self._devices = devices
+        self._kept = {}
+
+    def devices(self) -> frozenset[torch.device]:
+        """The model's."""
+        return self._devices
+
+    def target(self, tensors: list[torch.Tensor], devices: frozenset[torch.device]) -> torch.device:
+        """The one device."""
+        return self._device
+
+
+def _kept_copy(kept: Copies, tensor: torch.Tensor, device: torch.device) -> torch.Tensor | None:
+    """An earlier copy of a tensor that has not changed since, and that is in the graph if it is."""
+    original, copy, version = kept.get(id(tensor), (None, tensor, None))
+    graph = torch.is_grad_enabled() and tensor.requires_grad
+    same = original is tensor and version == _version(tensor) and version is not None
+    if not same or copy.device != device or graph != copy.requires_grad:
+        return None
+    return copy
+
+
+_SMALL = 2**24
+"""Bytes of a copy that is kept for the next call: a steering vector, not an embedding."""
+
+
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Plain tuples, lists and dicts, and named tuples, with each entry changed."""
+    if type(value) in (tuple, list):
+        return type(value)(change(entry) for entry in value)
+    if type(value) is dict:
+        return {key: change(entry) for key, entry in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(change, value))
+    return value
+
+
+def on_several_devices(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether there are tensors of several devices in arguments; quick, as it is always asked."""
+    first = None
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, torch.Tensor):
+            if first is None:
+                first = value.device
+            elif value.device != first:
+                return True
+        elif isinstance(value, (tuple, list, dict)):
+            for tensor in tensors_in(value):
+                if first is None:
+                    first = tensor.device
+                elif tensor.device != first:
+                    return True
+    return False
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    """What a tensor holds, also if it is sparse, of which torch does not say it."""
+    if tensor.layout is torch.strided:
+        return tensor.nbytes
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    return tensor.values().nbytes
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested arguments."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from tensors_in(part)
+    elif isinstance(value, dict):
+        yield from tensors_in(tuple(value.values()))
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """How often a tensor has been changed; torch does not count it under `inference_mode`."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _changed_in_place(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[torch.Tensor]:
+    """The tensors that a torch function changes, as far as its name and arguments tell."""
+    name = getattr(func, "__name__", "")
+    if "out" in kwargs:
+        return tensors_in(kwargs["out"])
+    if name in _WITH_STATISTICS:
+        training = _argument(args, kwargs, 5, _WITH_STATISTICS[name])
+        statistics = [_argument(args, kwargs, i, f"running_{s}") for i, s in _STATISTICS]
+        return tensors_in(statistics if training else [])
+    if name.startswith("__"):  # __set__ is that of an attribute, such as `grad`
+        in_place = name in ("__setitem__", "__set__") or name.startswith("__i")
+    else:
+        in_place = name.endswith("_")
+    first = args[0] if args else kwargs.get("input", kwargs.get("self"))
+    return tensors_in(first if in_place else [])
+
+
+_WITH_STATISTICS = {"batch_norm": "training", "instance_norm": "use_input_stats"}
+_STATISTICS = ((1, "mean"), (2, "var"))
+
+
+def _indexed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """What a torch function looks up in: often a whole W_E, of which a few rows are wanted."""
+    position = _TABLES.get(getattr(func, "__name__", ""))
+    if position is None:
+        return iter(())
+    return tensors_in(_argument(args, kwargs, *position))
+
+
+_TABLES = {
+    **dict.fromkeys(
+        ("__getitem__", "index_select", "gather", "take", "take_along_dim"), (0, "input")
+    ),
+    "embedding": (1, "weight"),
+}
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> Any:
+    return args[position] if len(args) > position else kwargs.get(name)
+
+
+# --------------------------------------------------------------------------------------------
+# For a whole script
 
 
 class Copied(NamedTuple):

@@ -14,14 +14,15 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.dispatch.carrying import bring_home
-from tl_devicefix.dispatch.joining import JoinedAt, bytes_of, tensors_in
+from tl_devicefix.dispatch.mixing import JoinedAt, bytes_of, tensors_in
 from tl_devicefix.dispatch.naming import expression, joined, listed, stacklevel_of_user
 from tl_devicefix.monkeypatch.replacing import AroundForward
 from tl_devicefix.offload.visiting import pin
@@ -171,13 +172,7 @@ class Watch:
     def _now(self) -> tuple[list[int], list[torch.device]]:
         modules = [module for reference in self._modules if (module := reference()) is not None]
         children = [id(child) for module in modules for child in module._modules.values()]
-        devices = [
-            value.device
-            for module in modules
-            for held in (module._parameters, module._buffers)
-            for value in held.values()
-            if value is not None
-        ]
+        devices = [value.device for module in modules for _, value, _ in held_tensors(module)]
         return children, devices
 
     def bring_in(self, model: Any, placement: Placement) -> None:
@@ -196,17 +191,16 @@ class Watch:
                     continue
                 moved.append(tensor)
                 if tensor.is_weight:
-                    _move(tensor.value, tensor.belongs)
+                    _move(tensor.value, tensor.planned)
                 else:  # another block may have it too, rightly
-                    key = id(tensor.value), tensor.belongs
+                    key = id(tensor.value), tensor.planned
                     if key not in copies:
-                        copies[key] = tensor.value.to(tensor.belongs)
+                        copies[key] = tensor.value.to(tensor.planned)
                     tensor.module._buffers[tensor.name] = copies[key]
             if moved:
                 pin(model, placement)
-            components = (module for _, module in _components(model, placement))
-            inside = (each for module in components for each in _own_modules(module))
-            self._modules = list(map(weakref.ref, inside))
+            roots = [root for _, root in _components(model, placement)]
+            self._modules = [weakref.ref(module) for root in roots for module in _own_modules(root)]
             self._seen = self._now()
         _warn(moved, [tensor for tensor in left if tensor.full_name not in self._told])
         self._told |= {tensor.full_name for tensor in left}
@@ -223,25 +217,36 @@ class Watch:
                 _run_where_it_is(model, placement, module)
 
 
-class _Elsewhere(NamedTuple):
-    """A tensor that is not where its component's belong."""
+@dataclass(frozen=True)
+class PlacedTensor:
+    """A parameter or buffer of a model, and where it belongs."""
 
     path: str
+    """The name of the module that holds it."""
     name: str
+    """Its name there."""
     module: nn.Module
     value: torch.Tensor
     is_weight: bool
-    belongs: torch.device
+    planned: torch.device
 
     @property
     def full_name(self) -> str:
+        """Its name in the model."""
         return joined(self.path, self.name)
 
     @property
-    def line(self) -> str:
-        """The line that puts in one that is where it belongs."""
-        put = ".data" if self.is_weight else ""  # torch takes no tensor for a parameter
-        return f'{expression(self.full_name)}{put} = value.to("{self.belongs}")'
+    def is_misplaced(self) -> bool:
+        """Whether it is elsewhere; on meta there are no values to be anywhere."""
+        return not self.value.is_meta and self.value.device != self.planned
+
+
+def held_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """A module's own parameters and buffers: name, tensor, and whether it is a weight."""
+    for held, is_weight in ((module._parameters, True), (module._buffers, False)):
+        for name, value in held.items():
+            if value is not None:
+                yield name, value, is_weight
 
 
 def _components(model: Any, placement: Placement) -> Iterator[tuple[PlacedComponent, nn.Module]]:
@@ -251,36 +256,34 @@ def _components(model: Any, placement: Placement) -> Iterator[tuple[PlacedCompon
             yield component, modules[component.name]
 
 
-def _elsewhere(model: Any, placement: Placement) -> Iterator[_Elsewhere]:
+def _elsewhere(model: Any, placement: Placement) -> Iterator[PlacedTensor]:
     """What is elsewhere; not what has no values, and nothing in modules that run where they are."""
-    for component, whole in _components(model, placement):
-        names = {id(module): path for path, module in whole.named_modules(prefix=component.name)}
-        for module in _own_modules(whole):
-            for held, is_weight in ((module._parameters, True), (module._buffers, False)):
-                places = [component.device]
-                if is_weight and component.offloaded:  # while it runs, they are on the device
-                    places.insert(0, component.stored_on)
-                for name, value in held.items():
-                    if value is not None and value.device not in places and not value.is_meta:
-                        path = names[id(module)]
-                        yield _Elsewhere(path, name, module, value, is_weight, places[0])
+    for component, root in _components(model, placement):
+        names = {id(module): path for path, module in root.named_modules(prefix=component.name)}
+        for module in _own_modules(root):
+            for name, value, is_weight in held_tensors(module):
+                # While an offloaded block runs, its weights are on the device.
+                planned = component.stored_on if is_weight else component.device
+                tensor = PlacedTensor(names[id(module)], name, module, value, is_weight, planned)
+                if tensor.is_misplaced and not (is_weight and value.device == component.device):
+                    yield tensor
 
 
 def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
     """A module and those in it, but for hook points, and for what runs where it is."""
     inside: set[nn.Module] = set()
-    for each in module.modules():
-        if runs_where_it_is(each):
-            inside.update(each.modules())
-        elif each not in inside and not isinstance(each, HookPoint):
-            yield each
+    for part in module.modules():
+        if runs_where_it_is(part):
+            inside.update(part.modules())
+        elif part not in inside and not isinstance(part, HookPoint):
+            yield part
 
 
 def _shared(model: Any, placement: Placement) -> Callable[[Any], bool]:
     """Whether components on several devices have a module or a parameter together."""
     places: dict[int, set[torch.device]] = defaultdict(set)
-    for component, whole in _components(model, placement):
-        for module in whole.modules():
+    for component, root in _components(model, placement):
+        for module in root.modules():
             for held in (module, *module._parameters.values()):
                 places[id(held)].add(component.stored_on)
     return lambda held: len(places[id(held)]) > 1
@@ -295,23 +298,26 @@ def _move(parameter: torch.Tensor, device: torch.device) -> None:
         parameter.grad = gradient.to(device)
 
 
-def _warn(moved: list[_Elsewhere], left: list[_Elsewhere]) -> None:
+def _warn(moved: list[PlacedTensor], left: list[PlacedTensor]) -> None:
     """One warning for all."""
-    said = []
+    sentences = []
     if moved:
-        said.append(
-            "what was put in from another device is brought to its component's, "
-            f"{_named(moved)}: put in one that is there, {moved[0].line}"
+        first = moved[0]
+        put = ".data" if first.is_weight else ""  # torch takes no tensor for a parameter
+        sentences.append(
+            "tensors were put in from another device, and are moved to their component's: "
+            f"{_named(moved)}; to do without the copy, write "
+            f'{expression(first.full_name)}{put} = value.to("{first.planned}")'
         )
     if left:
-        said.append(
-            "what is shared by components on several devices is copied at each run, "
-            f"{_named(left)}: if they need not share it, put a copy in each"
+        sentences.append(
+            "tensors are shared by components on several devices, and copied in each run: "
+            f"{_named(left)}; if they need not be shared, put a copy into each component"
         )
-    if said:
-        warnings.warn("; ".join(said), stacklevel=stacklevel_of_user(sys._getframe()))
+    if sentences:
+        warnings.warn("; ".join(sentences), stacklevel=stacklevel_of_user(sys._getframe()))
 
 
-def _named(tensors: list[_Elsewhere]) -> str:
+def _named(tensors: list[PlacedTensor]) -> str:
     size = sum({id(tensor.value): bytes_of(tensor.value) for tensor in tensors}.values())
     return f"{listed([tensor.full_name for tensor in tensors])} ({gib(size)})"

@@ -264,8 +264,9 @@ def _devices_of(cache_dict: Mapping[str, Any]) -> dict[str, torch.device]:
 
 
 def _is_spread(model: Any) -> bool:
+    """Whether a model's weights lie in several memories, one of which may be the host's."""
     placement: Placement | None = getattr(model, "placement", None)
-    return placement is not None and len(placement.devices) > 1
+    return placement is not None and len(placement.memories) > 1
 
 
 def _in_place(cache: Any) -> Any:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.attention.implementation import HOOKS
-from tl_devicefix.dispatch.joining import OutsideBlocks
+from tl_devicefix.dispatch.mixing import OutsideBlocks
 from tl_devicefix.multihost import commands
 from tl_devicefix.multihost.far_devices import FarDevices
 from tl_devicefix.multihost.peers import Owner

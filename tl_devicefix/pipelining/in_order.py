@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tl_devicefix.dispatch.joining import OutsideBlocks, redispatch
+from tl_devicefix.dispatch.mixing import OutsideBlocks, redispatch
 from tl_devicefix.dispatch.scheduler import Run, current_run
 from tl_devicefix.monkeypatch.replacing import Replacing
 

@@ -278,9 +278,8 @@ class _Weights:
         for name, weight, state in self._states:
             if _state(weight) != state:
                 raise RuntimeError(
-                    f"{name} was changed while the run of item {number} was under way, and others "
-                    "with it, which use it too: change a copy of it in a hook, or give "
-                    "max_in_flight=1"
+                    f"{name} was changed while the run of item {number} and others used it: change "
+                    "a copy of it in a hook, or pass max_in_flight=1"
                 )
 
 
