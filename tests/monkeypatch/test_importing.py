@@ -47,26 +47,6 @@ TRANSFORMER_LENS_FIRST = """
     assert left == set(), left
 """
 
-DEVICEFIX_FIRST = """
-    import sys
-
-    import tl_devicefix
-
-    assert not {"torch", "transformers", "transformer_lens"} & sys.modules.keys()
-    from tl_parts import ours, parts_of_transformer_lens
-
-    replaced = {path.partition(":")[2] for path in ours(parts_of_transformer_lens())}
-    assert {"HookedTransformer.from_pretrained", "get_device_for_block_index"} <= replaced
-    import inspect
-    from transformer_lens import HookedTransformer
-
-    assert "device_map" in inspect.signature(HookedTransformer.from_pretrained).parameters
-    tl_devicefix.disable()
-    assert "device_map" not in inspect.signature(HookedTransformer.from_pretrained).parameters
-    left = ours(parts_of_transformer_lens())
-    assert left == set(), left
-"""
-
 BRIDGE_FIRST = """
     from tl_parts import changed, changed_in_modules_of, parts_of_transformer_lens
     from transformer_lens.model_bridge import TransformerBridge
@@ -81,35 +61,12 @@ BRIDGE_FIRST = """
     assert left == set(), left
 """
 
-DEVICEFIX_BEFORE_BRIDGE = """
+REFUSED_AND_THEN_NOT = """
     import sys
 
     import tl_devicefix
 
     assert not {"torch", "transformers", "transformer_lens"} & sys.modules.keys()
-    from tl_parts import ours, parts_of_transformer_lens
-
-    replaced = {path.partition(":")[2] for path in ours(parts_of_transformer_lens())}
-    assert "TransformerBridge.process_weights" in replaced
-    tl_devicefix.disable()
-    left = ours(parts_of_transformer_lens())
-    assert left == set(), left
-"""
-
-ONE_OF_OURS_FIRST = """
-    import sys
-
-    import tl_devicefix
-    from tl_devicefix.dispatch import hooking  # which imports TransformerLens
-
-    assert tl_devicefix.patches.is_enabled()
-    assert sys.modules["tl_devicefix.dispatch.hooking"] is hooking
-"""
-
-REFUSED_AND_THEN_NOT = """
-    import sys
-
-    import tl_devicefix
     from tl_devicefix.monkeypatch import applying
     from tl_devicefix.monkeypatch.versions import UnsupportedTransformerLens
 
@@ -130,6 +87,15 @@ REFUSED_AND_THEN_NOT = """
     import transformer_lens
 
     assert tl_devicefix.patches.is_enabled()
+    from tl_parts import MODEL_CLASS, ours, parts_of_transformer_lens
+
+    replaced = {path.partition(":")[2] for path in ours(parts_of_transformer_lens())}
+    hooked = {"HookedTransformer.from_pretrained", "get_device_for_block_index"}
+    bridge = {"TransformerBridge.process_weights"}
+    assert (hooked if MODEL_CLASS.__name__ == "HookedTransformer" else bridge) <= replaced
+    tl_devicefix.disable()
+    left = ours(parts_of_transformer_lens())
+    assert left == set(), left
 """
 
 TWO_THREADS = """
@@ -199,16 +165,10 @@ def start(script: str, disable: str | None) -> subprocess.Popen[str]:
 
 
 def test_importing_first_or_last_or_disabled() -> None:
-    hooked = has_hooked_transformer()
+    first = TRANSFORMER_LENS_FIRST if has_hooked_transformer() else BRIDGE_FIRST
     interpreters = {
-        "TransformerLens first": start(
-            TRANSFORMER_LENS_FIRST if hooked else BRIDGE_FIRST, disable=None
-        ),
-        "tl_devicefix first": start(
-            DEVICEFIX_FIRST if hooked else DEVICEFIX_BEFORE_BRIDGE, disable="0"
-        ),
-        "a module of tl_devicefix first": start(ONE_OF_OURS_FIRST, disable=None),
-        "refused, and then not": start(REFUSED_AND_THEN_NOT, disable=None),
+        "TransformerLens first": start(first, disable=None),
+        "tl_devicefix first, refused, and then not": start(REFUSED_AND_THEN_NOT, disable="0"),
         "two threads": start(TWO_THREADS, disable=None),
         "disabled": start(DISABLED, disable="1"),
     }

@@ -64,13 +64,19 @@ def refuses() -> Callable[..., Any]:
     return refuses
 
 
-@pytest.mark.parametrize("version", ["5.0.0", "5.0.0.dev3", "5.1b1", "6.2"])
-def test_a_version_that_is_too_new_is_not_patched(
-    version: str, pretend: Callable[[str], None], refuses: Any
+TOO_NEW, TOO_OLD = ("transformer_lens<5",), ("2.16.1 <= transformer_lens < 5", "upgrade")
+
+
+@pytest.mark.parametrize(
+    ("version", "says"),
+    [("5.0.0", TOO_NEW), ("5.0.0.dev3", TOO_NEW), ("6.2", TOO_NEW), ("2.15.4", TOO_OLD)],
+)
+def test_a_version_that_is_too_new_or_too_old_is_not_patched(
+    version: str, says: tuple[str, ...], pretend: Callable[[str], None], refuses: Any
 ) -> None:
     pretend(version)
     for do in (tl_devicefix.enable, tl_devicefix.enabled().__enter__, tl_devicefix.report):
-        with refuses(version, "transformer_lens<5"):
+        with refuses(version, *says):
             do()
 
 
@@ -79,21 +85,20 @@ def test_importing_beside_such_a_version_says_the_same(
 ) -> None:
     pretend("5.0.0")
     monkeypatch_unpatched.delenv("TL_DEVICEFIX_DISABLE", raising=False)
-    with refuses("5.0.0", "transformer_lens<5"):
+    with refuses("5.0.0", *TOO_NEW):
         importlib.reload(tl_devicefix)
     monkeypatch_unpatched.setenv("TL_DEVICEFIX_DISABLE", "1")
     importlib.reload(tl_devicefix)
 
 
-def test_a_version_that_is_too_old_is_to_be_upgraded(
-    pretend: Callable[[str], None], refuses: Any
-) -> None:
-    pretend("2.15.4")
-    with refuses("2.15.4", "2.16.1 <= transformer_lens < 5", "upgrade"):
-        tl_devicefix.enable()
+def places_of(name: str) -> list[Any]:
+    """Modules and classes of TransformerLens that have something of a name."""
+    places = [owner for owner in MODEL_CLASS.__mro__ if name in vars(owner)]
+    modules = (path.partition(":") for path in parts_of_transformer_lens())
+    return places or [importlib.import_module(module) for module, _, its in modules if its == name]
 
 
-OF_HOOKED_TRANSFORMER = ["fold_value_biases", "from_pretrained", "get_caching_hooks"]
+OF_HOOKED_TRANSFORMER = ["fold_value_biases", "from_pretrained", "get_device_for_block_index"]
 OF_BRIDGE = ["process_weights", "boot_transformers", "get_caching_hooks"]
 
 
@@ -101,22 +106,9 @@ OF_BRIDGE = ["process_weights", "boot_transformers", "get_caching_hooks"]
 def test_a_target_that_is_missing_is_named(
     name: str, monkeypatch_unpatched: pytest.MonkeyPatch, refuses: Any
 ) -> None:
-    for owner in MODEL_CLASS.__mro__:
-        if name in vars(owner):
-            monkeypatch_unpatched.delattr(owner, name)
-    with refuses(f"{MODEL_CLASS.__name__}.{name}", VERSION, "left as it was"):
-        tl_devicefix.enable()
-
-
-@of_hooked_transformer
-def test_a_function_that_is_missing_is_named(
-    monkeypatch_unpatched: pytest.MonkeyPatch, refuses: Any
-) -> None:
-    for path in parts_of_transformer_lens():
-        module, _, name = path.partition(":")
-        if name == "get_device_for_block_index":
-            monkeypatch_unpatched.delattr(importlib.import_module(module), name)
-    with refuses("get_device_for_block_index", VERSION, "left as it was"):
+    for place in places_of(name):
+        monkeypatch_unpatched.delattr(place, name)
+    with refuses(name, VERSION, "left as it was"):
         tl_devicefix.enable()
 
 
@@ -134,25 +126,15 @@ def get_device_for_block_index(cfg: Any, index: int) -> None: ...
     ("changed_to", "takes"),
     [
         (center_unembed, "(self, weights, twice)"),
-        (from_pretrained, "(cls, name)"),
+        (classmethod(from_pretrained), "(cls, name)"),
         (get_device_for_block_index, "(cfg, index)"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_target_with_an_unknown_signature_is_named(
-    changed_to: Any,
-    takes: str,
-    monkeypatch_unpatched: pytest.MonkeyPatch,
-    refuses: Any,
+    changed_to: Any, takes: str, monkeypatch_unpatched: pytest.MonkeyPatch, refuses: Any
 ) -> None:
-    name = changed_to.__name__
-    if hasattr(MODEL_CLASS, name):
-        value = classmethod(changed_to) if takes.startswith("(cls") else changed_to
-        monkeypatch_unpatched.setattr(MODEL_CLASS, name, value)
-    else:
-        for path in parts_of_transformer_lens():
-            if path.endswith(f":{name}"):
-                module = importlib.import_module(path.partition(":")[0])
-                monkeypatch_unpatched.setattr(module, name, changed_to)
-    with refuses(name, takes, VERSION, "left as it was"):
+    for place in places_of(changed_to.__name__):
+        monkeypatch_unpatched.setattr(place, changed_to.__name__, changed_to)
+    with refuses(changed_to.__name__, takes, VERSION, "left as it was"):
         tl_devicefix.enable()
