@@ -91,12 +91,13 @@ def test_any_dtype_is_loaded_in_any_other_and_loses_nothing(
     in_float64 = hf_models(name, stored, torch.float64)
     exact = load_hooked(architecture, in_float64, tokenizer, dtype=torch.float64, device="cpu")
 
-    options = {"dtype": loaded, "n_devices": 3}
+    options = {"dtype": str(loaded)[6:] if form == "checkpoint" else loaded, "n_devices": 3}
     if form == "checkpoint":
         model = HookedTransformer.from_pretrained(checkpoints(name, stored), **options)
     else:
         model = load_hooked(architecture, hf_models(name, stored), tokenizer, **options)
 
+    assert model.cfg.dtype == loaded
     last_place = torch.finfo(loaded).eps
     expected = dict(exact.named_parameters())
     for key, parameter in model.named_parameters():

@@ -10,38 +10,28 @@ import model_calls
 import module_calls
 import result_calls
 import torch
-from model_calls import hooked, moved, with_more_hooks
-from registry import RESID, Calls, Run, steer
+from registry import Calls, Run, left_out
 
 CALLS = Calls()
 for _module in (model_calls, result_calls, module_calls):
     CALLS.add(_module.CALLS, "HookedTransformer")
-CALLS.calls(
+CALLS.expressions(
     "HookedTransformer",
-    {
-        "get_residual": lambda run: list(
-            run.model.get_residual(run.model.embed(run.tokens_at_home), 0)
-        ),
-        "check_hooks_to_add": lambda run: run.model.check_hooks_to_add(
-            run.model.hook_dict[RESID], RESID, steer(run)
-        ),
-        "get_pos_offset": lambda run: run.model.get_pos_offset(None, 2),
-        "move_model_modules_to_device": moved(lambda model: model.move_model_modules_to_device()),
-        "setup": moved(lambda model: model.setup()),
-        "set_tokenizer": moved(lambda model: model.set_tokenizer(model.tokenizer)),
-        "set_ungroup_grouped_query_attention": with_more_hooks(
-            "set_ungroup_grouped_query_attention", "blocks.4.attn.hook_v"
-        ),
-    },
+    """
+get_residual: list(model.get_residual(model.embed(tokens_at_home), 0))
+check_hooks_to_add: model.check_hooks_to_add(model.hook_dict[RESID], RESID, steer(run))
+check_and_add_hook: hooked(run, lambda model: model.check_and_add_hook(model.hook_dict[RESID],
+    RESID, steer(run)))
+get_pos_offset: model.get_pos_offset(None, 2)
+move_model_modules_to_device: moved(run, lambda model: model.move_model_modules_to_device())
+setup: moved(run, lambda model: model.setup())
+set_tokenizer: moved(run, lambda model: model.set_tokenizer(model.tokenizer))
+set_ungroup_grouped_query_attention: with_more_hooks(run, "set_ungroup_grouped_query_attention",
+    "blocks.4.attn.hook_v")
+""",
+    globals(),
+    vars(model_calls),
 )
-
-
-@CALLS.call("HookedTransformer.check_and_add_hook")
-def check_and_add(run: Run) -> Any:
-    return hooked(
-        run,
-        lambda model: model.check_and_add_hook(model.hook_dict[RESID], RESID, steer(run)),
-    )
 
 
 @CALLS.call("train.train")
@@ -62,39 +52,24 @@ def train(run: Run) -> Any:
 
 
 LEFT_OUT: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            f"HookedTransformer.{name}"
-            for name in ("from_pretrained", "from_pretrained_no_processing")
-        ),
-        "tests/parity/test_from_pretrained.py",
-    ),
-    **dict.fromkeys(
-        (
-            f"HookedTransformer.{name}"
-            for name in (
-                *("load_and_process_state_dict", "process_weights_", "fill_missing_keys"),
-                *("fold_layer_norm", "fold_value_biases", "center_unembed"),
-                *("center_writing_weights", "refactor_factored_attn_matrices"),
-            )
-        ),
-        "tests/parity/test_weight_processing.py",
-    ),
-    "HookedTransformer.init_weights": "draws anew, so there is nothing to compare with",
-    "HookedTransformer.cuda": "needs CUDA devices",
-    "HookedTransformer.mps": "needs Apple's devices",
-    "HookedTransformer.load_sample_training_dataset": "fetches a data set",
-    "HookedTransformer.sample_datapoint": "fetches a data set",
-    "HookPoint.enable_reshape": "TransformerBridge's: it converts what hooks see there",
-    **dict.fromkeys(
-        (
-            f"ActivationCache.{name}"
-            for name in ("ssm_layers", "compute_ssm_state", "compute_ssm_effective_attention")
-        ),
-        "TransformerBridge's: HookedTransformer has no state-space layers",
-    ),
     **module_calls.LEFT_OUT,
-    "train.HookedTransformerTrainConfig": "a config; used by train",
+    **left_out(
+        """
+HookedTransformer.from_pretrained from_pretrained_no_processing:
+    tests/parity/test_from_pretrained.py
+HookedTransformer.load_and_process_state_dict process_weights_ fill_missing_keys fold_layer_norm
+    fold_value_biases center_unembed center_writing_weights refactor_factored_attn_matrices:
+    tests/parity/test_weight_processing.py
+HookedTransformer.init_weights: draws anew, so there is nothing to compare with
+HookedTransformer.cuda: needs CUDA devices
+HookedTransformer.mps: needs Apple's devices
+HookedTransformer.load_sample_training_dataset sample_datapoint: fetches a data set
+HookPoint.enable_reshape: TransformerBridge's: it converts what hooks see there
+ActivationCache.ssm_layers compute_ssm_state compute_ssm_effective_attention:
+    TransformerBridge's: HookedTransformer has no state-space layers
+train.HookedTransformerTrainConfig: a config; used by train
+"""
+    ),
 }
 """What the sweep does not call, and why."""
 

@@ -3,136 +3,96 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from registry import OTHER_TEXT, RESID, TEXT, Call, Calls, Run, gradients_of, results, steer
+from registry import RESID, Calls, Run, gradients_of, steer
 from transformer_lens import FactoredMatrix
 
 CALLS = Calls()
-call, calls = CALLS.call, CALLS.calls
+call = CALLS.call
 
 # --------------------------------------------------------------------------------------------
 # The model: weights
 
-for _name in (
+GATHERED = (
     *("W_E", "W_pos", "W_E_pos", "W_U", "b_U", "QK", "OV"),
     *("W_Q", "W_K", "W_V", "W_O", "W_in", "W_gate", "W_out"),
     *("b_Q", "b_K", "b_V", "b_O", "b_in", "b_out"),
-):
-    call(f"model.{_name}")(lambda run, name=_name: results(getattr(run.model, name)))  # type: ignore[misc]
-    call(f"model.{_name}", "gradient")(
-        lambda run, name=_name: gradients_of(  # type: ignore[misc]
-            run, lambda model: weight_sum(model, name)
-        )
-    )
+)
+for _name in GATHERED:
+    CALLS.expressions("model", f"{_name}: results(model.{_name})", globals())
+for _name in ("W_E", "W_K", "W_in", "b_V", "OV"):
+    CALLS.expressions("model", f"{_name} gradient: weight_gradients(run, {_name!r})", globals())
 
 
-def weight_sum(model: Any, name: str) -> torch.Tensor:
-    value = getattr(model, name)
-    return (value.AB if isinstance(value, FactoredMatrix) else value).pow(2).sum()
+def weight_gradients(run: Run, name: str) -> dict[str, Any]:
+    def weight_sum(model: Any) -> torch.Tensor:
+        value = getattr(model, name)
+        return (value.AB if isinstance(value, FactoredMatrix) else value).pow(2).sum()
+
+    return gradients_of(run, weight_sum)
 
 
-calls(
+CALLS.expressions(
     "model",
-    {
-        "accumulated_bias": lambda run: [run.model.accumulated_bias(i) for i in range(6)],
-        "accumulated_bias mlp_input": lambda run: run.model.accumulated_bias(3, mlp_input=True),
-        "accumulated_bias without_mlps": lambda run: run.model.accumulated_bias(
-            5, include_mlp_biases=False
-        ),
-        "all_composition_scores Q": lambda run: run.model.all_composition_scores("Q"),
-        "all_composition_scores K": lambda run: run.model.all_composition_scores("K"),
-        "all_composition_scores V": lambda run: run.model.all_composition_scores("V"),
-        "all_head_labels": lambda run: list(
-            run.model.all_head_labels
-            if isinstance(run.model.all_head_labels, list)
-            else run.model.all_head_labels()
-        ),
-        "n_params_total": lambda run: run.model.n_params_total,
-        "tokens_to_residual_directions text": lambda run: run.model.tokens_to_residual_directions(
-            "w5"
-        ),
-        "tokens_to_residual_directions int": lambda run: run.model.tokens_to_residual_directions(5),
-        "tokens_to_residual_directions batch": lambda run: run.model.tokens_to_residual_directions(
-            run.tokens_at_home
-        ),
-    },
+    """
+accumulated_bias: [model.accumulated_bias(i) for i in range(6)]
+accumulated_bias mlp_input: model.accumulated_bias(3, mlp_input=True)
+accumulated_bias without_mlps: model.accumulated_bias(5, include_mlp_biases=False)
+all_composition_scores Q: model.all_composition_scores("Q")
+all_composition_scores K: model.all_composition_scores("K")
+all_composition_scores V: model.all_composition_scores("V")
+all_head_labels: list(model.all_head_labels if isinstance(model.all_head_labels, list) else
+    model.all_head_labels())
+n_params_total: model.n_params_total
+tokens_to_residual_directions text: model.tokens_to_residual_directions("w5")
+tokens_to_residual_directions int: model.tokens_to_residual_directions(5)
+tokens_to_residual_directions batch: model.tokens_to_residual_directions(tokens_at_home)
+""",
+    globals(),
 )
 
 # --------------------------------------------------------------------------------------------
 # The model: running
 
-calls(
+CALLS.expressions(
     "model",
-    {
-        "forward": lambda run: run.model(run.tokens),
-        "forward text": lambda run: run.model(TEXT),
-        "forward both": lambda run: list(run.model(run.tokens, return_type="both")),
-        "forward stop_at_layer": lambda run: run.model(run.tokens, stop_at_layer=3),
-        "forward start_at_layer": lambda run: run.model(
-            run.model(run.tokens, stop_at_layer=3), start_at_layer=3
-        ),
-        "forward loss_per_token": lambda run: run.model(
-            run.tokens, return_type="loss", loss_per_token=True
-        ),
-        "loss_fn": lambda run: run.model.loss_fn(run.model(run.tokens), run.tokens_at_home),
-        "generate": lambda run: run.model.generate(
-            run.tokens_at_home, max_new_tokens=3, do_sample=False, stop_at_eos=False, verbose=False
-        ),
-        "generate without_kv_cache": lambda run: run.model.generate(
-            run.tokens_at_home,
-            max_new_tokens=3,
-            do_sample=False,
-            stop_at_eos=False,
-            use_past_kv_cache=False,
-            verbose=False,
-        ),
-        "generate text": lambda run: run.model.generate(
-            TEXT, max_new_tokens=3, do_sample=False, verbose=False
-        ),
-        "generate_stream": lambda run: list(
-            run.model.generate_stream(
-                run.tokens_at_home,
-                max_new_tokens=3,
-                max_tokens_per_yield=1,
-                do_sample=False,
-                stop_at_eos=False,
-                verbose=False,
-            )
-        ),
-        "input_to_embed": lambda run: list(run.model.input_to_embed(run.tokens)),
-        "run_with_cache": lambda run: [
-            run.model.run_with_cache(run.tokens)[0],
-            dict(run.model.run_with_cache(run.tokens)[1].items()),
-        ],
-        "run_with_cache names": lambda run: dict(
-            run.model.run_with_cache(
-                run.tokens, names_filter=lambda name: name.endswith("resid_post")
-            )[1].items()
-        ),
-        "run_with_cache to_the_CPU": lambda run: {
-            name: value.cpu()
-            for name, value in run.model.run_with_cache(run.tokens, device="cpu")[1].items()
-        },
-        "run_with_cache as_a_dict": lambda run: dict(
-            run.model.run_with_cache(run.tokens, return_cache_object=False)[1]
-        ),
-        "run_with_cache remove_batch_dim": lambda run: run.model.run_with_cache(
-            run.tokens[:1], remove_batch_dim=True
-        )[1].stack_head_results(apply_ln=True),
-    },
+    """
+forward: model(tokens)
+forward text: model(TEXT)
+forward both: list(model(tokens, return_type="both"))
+forward stop_at_layer: model(tokens, stop_at_layer=3)
+forward start_at_layer: model(model(tokens, stop_at_layer=3), start_at_layer=3)
+forward loss_per_token: model(tokens, return_type="loss", loss_per_token=True)
+loss_fn: model.loss_fn(model(tokens), tokens_at_home)
+generate: model.generate(tokens_at_home, max_new_tokens=3, do_sample=False, stop_at_eos=False,
+    verbose=False)
+generate without_kv_cache: model.generate(tokens_at_home, max_new_tokens=3, do_sample=False,
+    stop_at_eos=False, use_past_kv_cache=False, verbose=False)
+generate text: model.generate(TEXT, max_new_tokens=3, do_sample=False, verbose=False)
+generate_stream: list(model.generate_stream(tokens_at_home, max_new_tokens=3,
+    max_tokens_per_yield=1, do_sample=False, stop_at_eos=False, verbose=False))
+input_to_embed: list(model.input_to_embed(tokens))
+run_with_cache: [model.run_with_cache(tokens)[0], dict(model.run_with_cache(tokens)[1].items())]
+run_with_cache names: dict(model.run_with_cache(tokens, names_filter=lambda name:
+    name.endswith("resid_post"))[1].items())
+run_with_cache to_the_CPU: {name: value.cpu() for name, value in model.run_with_cache(tokens,
+    device="cpu")[1].items()}
+run_with_cache as_a_dict: dict(model.run_with_cache(tokens, return_cache_object=False)[1])
+run_with_cache remove_batch_dim: model.run_with_cache(tokens[:1],
+    remove_batch_dim=True)[1].stack_head_results(apply_ln=True)
+""",
+    globals(),
 )
 
 
 @call("model.run_with_cache", "incl_bwd")
 def run_with_gradients(run: Run) -> Any:
     model = run.changeable()
-    cache = model.run_with_cache(run.tokens, return_type="loss", incl_bwd=True)[1]
-    return dict(cache.items())
+    return dict(model.run_with_cache(run.tokens, return_type="loss", incl_bwd=True)[1].items())
 
 
 @call("model.run_with_cache", "one_optimiser_step")
@@ -147,94 +107,15 @@ def train_one_step(run: Run) -> Any:
 # --------------------------------------------------------------------------------------------
 # The model: hooks. What a hook takes from elsewhere is at home, as people have it.
 
-HOOKS: dict[str, Callable[[Run, torch.Tensor], Any]] = {
-    "add": lambda run, a: a + run.direction,
-    "add_from_the_left": lambda run, a: run.direction + a,
-    "add_in_place": lambda run, a: a.add_(run.direction),
-    "index_fill": lambda run, a: a.index_fill(
-        1, torch.tensor([1], device=run.model.cfg.device), 0.5
-    ),
-    "mask": lambda run, a: torch.where(run.direction > 0, a, run.direction),
-    "project": lambda run, a: a - (a @ run.direction)[..., None] * run.direction,
-    "einsum": lambda run, a: torch.einsum(
-        "bpd,de->bpe", a, run.model.W_E[:16] @ run.model.W_E.T[:, :16]
-    ),
-    "stack": lambda run, a: torch.stack([a, run.direction.expand_as(a)]).mean(0),
-    "matmul_with_W_U": lambda run, a: a + (a @ run.model.W_U) @ run.model.W_U.T,
-    "scale_by_a_number": lambda run, a: a * run.direction.sum(),
-    "replace": lambda run, a: run.direction.expand_as(a),
-    "replace_at_positions": lambda run, a: torch.index_put(
-        a, (torch.tensor([0], device=run.model.cfg.device),), run.direction
-    ),
-    "layer_norm": lambda run, a: torch.nn.functional.layer_norm(
-        a, run.direction.shape, weight=run.direction
-    ),
-}
-for _name, _hook in HOOKS.items():
-    call("model.run_with_hooks", _name)(
-        lambda run, hook=_hook: run.model.run_with_hooks(  # type: ignore[misc]
-            run.tokens, fwd_hooks=[(RESID, functools.partial(_call_hook, run=run, change=hook))]
-        )
-    )
-
-
-def _call_hook(activation: torch.Tensor, hook: Any, *, run: Run, change: Any) -> Any:
-    return change(run, activation)
-
 
 @call("model.run_with_hooks", "patch_from_a_cache")
 def patch_from_cache(run: Run) -> Any:
     clean = run.model.run_with_cache(run.other_tokens)[1]
-    names = [f"blocks.{layer}.hook_resid_mid" for layer in range(5)]
-    if run.model.cfg.parallel_attn_mlp:
-        names = [f"blocks.{layer}.hook_resid_post" for layer in range(5)]
-    return [
-        run.model.run_with_hooks(run.tokens, fwd_hooks=[(name, lambda a, hook: clean[hook.name])])
-        for name in names
+    kind = "resid_post" if run.model.cfg.parallel_attn_mlp else "resid_mid"
+    hooks = [
+        (f"blocks.{layer}.hook_{kind}", lambda a, hook: clean[hook.name]) for layer in range(5)
     ]
-
-
-@call("model.run_with_hooks", "collect_at_home")
-def collect(run: Run) -> Any:
-    """A buffer at home gets something of every block."""
-    norms = torch.zeros(5, *run.tokens.shape, device=run.model.cfg.device)
-
-    def keep(activation: torch.Tensor, hook: Any) -> None:
-        norms[hook.layer()] = activation.norm(dim=-1)
-
-    def add(activation: torch.Tensor, hook: Any) -> None:
-        norms[0] += activation.norm(dim=-1)
-
-    run.model.run_with_hooks(
-        run.tokens,
-        fwd_hooks=[(lambda name: name.endswith("resid_post"), keep), (RESID, add)],
-    )
-    return norms
-
-
-@call("model.run_with_hooks", "activation_of_an_earlier_block")
-def use_earlier_block(run: Run) -> Any:
-    seen: dict[str, torch.Tensor] = {}
-
-    def keep(activation: torch.Tensor, hook: Any) -> None:
-        seen["earlier"] = activation
-
-    return run.model.run_with_hooks(
-        run.tokens,
-        fwd_hooks=[
-            ("blocks.1.hook_resid_post", keep),
-            (RESID, lambda a, hook: a + seen["earlier"]),
-        ],
-    )
-
-
-@call("model.run_with_hooks", "gradient_to_a_vector_at_home")
-def learn_steering_vector(run: Run) -> Any:
-    vector = run.direction.clone().requires_grad_()
-    loss = run.model.run_with_hooks(
-        run.tokens, return_type="loss", fwd_hooks=[(RESID, lambda a, hook: a + vector)]
-    )
-    return torch.autograd.grad(loss, vector)[0]
+    return [run.model.run_with_hooks(run.tokens, fwd_hooks=[hook]) for hook in hooks]
 
 
 @call("model.run_with_hooks", "backward_hook")
@@ -246,9 +127,10 @@ def change_gradients(run: Run) -> Any:
     return gradients_of(run, loss)
 
 
-def hooked(run: Run, add: Callable[[Any], None]) -> Any:
+def hooked(run: Run, *changes: Callable[[Any], Any]) -> Any:
     model = run.changeable()
-    add(model)
+    for change in changes:
+        change(model)
     return [model(run.tokens), model(run.tokens)]
 
 
@@ -269,47 +151,12 @@ def generate_under_a_hook(run: Run) -> Any:
         ]
 
 
-@call("model.reset_hooks")
-def reset(run: Run) -> Any:
-    model = run.changeable()
-    model.add_hook(RESID, steer(run))
-    model.reset_hooks()
-    return model(run.tokens)
-
-
-@call("model.remove_all_hook_fns")
-def remove_all(run: Run) -> Any:
-    model = run.changeable()
-    model.add_hook(RESID, steer(run))
-    model.remove_all_hook_fns()
-    return model(run.tokens)
-
-
-calls(
-    "model",
-    {
-        "add_hook": lambda run: hooked(run, lambda model: model.add_hook(RESID, steer(run))),
-        "add_perma_hook": lambda run: hooked(
-            run, lambda model: model.add_perma_hook(RESID, steer(run))
-        ),
-        "clear_contexts": lambda run: run.model.clear_contexts(),
-        "hook_points": lambda run: [point.name for point in run.model.hook_points()],
-        "list_hooks": lambda run: list(run.model.list_hooks()),
-    },
-)
-
-
-def cached_by(add: str, *args: Any, **options: Any) -> Call:
-    def run_cached(run: Run) -> Any:
-        model = run.changeable()
-        cache = getattr(model, add)(*args, **options)
-        model(run.tokens)
-        return dict(cache.items())
-
-    return run_cached
-
-
-call("model.add_caching_hooks")(cached_by("add_caching_hooks"))
+def cached(run: Run, add: Callable[[Any, dict[str, torch.Tensor]], Any]) -> Any:
+    """What hooks that fill a dict, or a cache of their own, have cached after a forward."""
+    model, activations = run.changeable(), {}
+    activations = add(model, activations) or activations
+    model(run.tokens)
+    return {name: value.cpu() for name, value in activations.items()}
 
 
 @call("model.get_caching_hooks")
@@ -319,70 +166,62 @@ def caching_hooks(run: Run) -> Any:
     return dict(cache.items())
 
 
-@call("model.cache_all")
-def cache_all(run: Run) -> Any:
-    model = run.changeable()
-    cache: dict[str, torch.Tensor] = {}
-    model.cache_all(cache)
-    model(run.tokens)
-    return {name: value.cpu() for name, value in cache.items()}
-
-
-@call("model.cache_some")
-def cache_some(run: Run) -> Any:
-    model = run.changeable()
-    cache: dict[str, torch.Tensor] = {}
-    model.cache_some(cache, lambda name: "resid" in name)
-    model(run.tokens)
-    return {name: value.cpu() for name, value in cache.items()}
-
-
-def with_more_hooks(name: str, hook_name: str) -> Call:
+def with_more_hooks(run: Run, setting: str, hook_name: str) -> Any:
     """A setting that adds hook points, with a hook on one of them."""
-
-    def use_more_hooks(run: Run) -> Any:
-        model = run.changeable()
-        getattr(model, name)(True)
-        logits = model.run_with_hooks(run.tokens, fwd_hooks=[(hook_name, lambda a, hook: a * 2)])
-        return [logits, dict(model.run_with_cache(run.tokens)[1].items())]
-
-    return use_more_hooks
+    model = run.changeable()
+    getattr(model, setting)(True)
+    logits = model.run_with_hooks(run.tokens, fwd_hooks=[(hook_name, lambda a, hook: a * 2)])
+    return [logits, dict(model.run_with_cache(run.tokens)[1].items())]
 
 
-for _name, _hook_name in {
-    "set_use_attn_result": "blocks.4.attn.hook_result",
-    "set_use_split_qkv_input": "blocks.4.hook_q_input",
-    "set_use_hook_mlp_in": "blocks.4.hook_mlp_in",
-    "set_use_attn_in": "blocks.4.hook_attn_in",
-}.items():
-    call(f"model.{_name}")(with_more_hooks(_name, _hook_name))
+CALLS.expressions(
+    "model",
+    """
+run_with_hooks add: model.run_with_hooks(tokens, fwd_hooks=[(RESID, steer(run))])
+add_hook: hooked(run, lambda model: model.add_hook(RESID, steer(run)))
+add_perma_hook: hooked(run, lambda model: model.add_perma_hook(RESID, steer(run)))
+reset_hooks: hooked(run, lambda model: model.add_hook(RESID, steer(run)),
+    lambda model: model.reset_hooks())
+remove_all_hook_fns: hooked(run, lambda model: model.add_hook(RESID, steer(run)),
+    lambda model: model.remove_all_hook_fns())
+clear_contexts: model.clear_contexts()
+hook_points: [point.name for point in model.hook_points()]
+list_hooks: list(model.list_hooks())
+add_caching_hooks: cached(run, lambda model, _: model.add_caching_hooks())
+cache_all: cached(run, lambda model, cache: model.cache_all(cache))
+cache_some: cached(run, lambda model, cache: model.cache_some(cache, lambda name: "resid" in name))
+set_use_attn_result: with_more_hooks(run, "set_use_attn_result", "blocks.4.attn.hook_result")
+set_use_split_qkv_input: with_more_hooks(run, "set_use_split_qkv_input", "blocks.4.hook_q_input")
+set_use_hook_mlp_in: with_more_hooks(run, "set_use_hook_mlp_in", "blocks.4.hook_mlp_in")
+set_use_attn_in: with_more_hooks(run, "set_use_attn_in", "blocks.4.hook_attn_in")
+""",
+    globals(),
+)
 
 # --------------------------------------------------------------------------------------------
 # The model: moving, and the tokenizer
 
 
-def moved(move: Callable[[Any], Any]) -> Call:
-    def run_moved(run: Run) -> Any:
-        model = run.changeable()
-        with contextlib.redirect_stdout(io.StringIO()):
-            move(model)
-        return model(run.tokens.to(model.cfg.device)).cpu()
-
-    return run_moved
+def moved(run: Run, move: Callable[[Any], Any]) -> Any:
+    model = run.changeable()
+    with contextlib.redirect_stdout(io.StringIO()):
+        move(model)
+    return model(run.tokens.to(model.cfg.device)).cpu()
 
 
-calls(
+CALLS.expressions(
     "model",
-    {
-        "to device": moved(lambda model: model.to(model.cfg.device)),
-        "to dtype": moved(lambda model: model.to(torch.float64)),
-        "cpu": moved(lambda model: model.cpu()),
-        "load_state_dict": moved(lambda model: model.load_state_dict(model.state_dict())),
-        "to_tokens": lambda run: run.model.to_tokens([TEXT, OTHER_TEXT]),
-        "to_string": lambda run: run.model.to_string(run.tokens_at_home),
-        "to_str_tokens": lambda run: run.model.to_str_tokens(run.tokens_at_home[0]),
-        "to_single_token": lambda run: run.model.to_single_token("w5"),
-        "to_single_str_token": lambda run: run.model.to_single_str_token(5),
-        "get_token_position": lambda run: run.model.get_token_position("w7", TEXT),
-    },
+    """
+to device: moved(run, lambda model: model.to(model.cfg.device))
+to dtype: moved(run, lambda model: model.to(torch.float64))
+cpu: moved(run, lambda model: model.cpu())
+load_state_dict: moved(run, lambda model: model.load_state_dict(model.state_dict()))
+to_tokens: model.to_tokens([TEXT, OTHER_TEXT])
+to_string: model.to_string(tokens_at_home)
+to_str_tokens: model.to_str_tokens(tokens_at_home[0])
+to_single_token: model.to_single_token("w5")
+to_single_str_token: model.to_single_str_token(5)
+get_token_position: model.get_token_position("w7", TEXT)
+""",
+    globals(),
 )

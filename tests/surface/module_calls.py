@@ -10,7 +10,7 @@ import torch
 import transformer_lens.evals as evals
 import transformer_lens.head_detector as head_detector
 import transformer_lens.patching as patching
-from registry import LAST, TEXT, Call, Calls, Run
+from registry import TEXT, Call, Calls, Run, left_out
 from torch.utils.data import DataLoader
 
 CALLS = Calls()
@@ -68,6 +68,22 @@ def detect(pattern: Any, **options: Any) -> Call:
     )
 
 
+CALLS.expressions(
+    "head_detector",
+    """
+compute_head_attention_similarity_score:
+    head_detector.compute_head_attention_similarity_score(cache["pattern", LAST][0, 1],
+    torch.tril(torch.ones(9, 9, device=model.cfg.device)), exclude_bos=False,
+    exclude_current_token=False, error_measure="abs")
+get_previous_token_head_detection_pattern:
+    head_detector.get_previous_token_head_detection_pattern(tokens[:1].cpu()).cpu()
+get_duplicate_token_head_detection_pattern:
+    head_detector.get_duplicate_token_head_detection_pattern(tokens[:1].cpu()).cpu()
+get_induction_head_detection_pattern:
+    head_detector.get_induction_head_detection_pattern(tokens[:1].cpu()).cpu()
+""",
+    globals(),
+)
 calls(
     "head_detector",
     {
@@ -76,24 +92,6 @@ calls(
         "detect_head duplicate": detect("duplicate_token_head", exclude_bos=True),
         "detect_head pattern": detect(
             lambda run: torch.tril(torch.ones(7, 7, device=run.model.cfg.device))
-        ),
-        "compute_head_attention_similarity_score": lambda run: (
-            head_detector.compute_head_attention_similarity_score(
-                run.cache["pattern", LAST][0, 1],
-                torch.tril(torch.ones(9, 9, device=run.model.cfg.device)),
-                exclude_bos=False,
-                exclude_current_token=False,
-                error_measure="abs",
-            )
-        ),
-        "get_previous_token_head_detection_pattern": lambda run: (
-            head_detector.get_previous_token_head_detection_pattern(run.tokens[:1].cpu()).cpu()
-        ),
-        "get_duplicate_token_head_detection_pattern": lambda run: (
-            head_detector.get_duplicate_token_head_detection_pattern(run.tokens[:1].cpu()).cpu()
-        ),
-        "get_induction_head_detection_pattern": lambda run: (
-            head_detector.get_induction_head_detection_pattern(run.tokens[:1].cpu()).cpu()
         ),
     },
 )
@@ -129,34 +127,16 @@ def ioi_eval(run: Run) -> Any:
     return evals.ioi_eval(run.model, dataset=dataset, batch_size=2)
 
 
-LEFT_OUT: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            f"patching.{name}"
-            for name in (
-                "layer_pos_patch_setter",
-                "layer_pos_head_vector_patch_setter",
-                "layer_head_vector_patch_setter",
-                "layer_head_pattern_patch_setter",
-                "layer_head_pos_pattern_patch_setter",
-                "layer_head_dest_src_pos_pattern_patch_setter",
-            )
-        ),
-        "called by the get_act_patch functions",
-    ),
-    "patching.make_df_from_ranges": "no tensors",
-    "head_detector.get_supported_heads": "no tensors",
-    **dict.fromkeys(
-        (
-            f"evals.{name}"
-            for name in (
-                *("make_wiki_data_loader", "make_owt_data_loader", "make_pile_data_loader"),
-                *("make_code_data_loader", "make_mmlu_data_loader", "mmlu_eval", "evaluate"),
-                "sanity_check",
-            )
-        ),
-        "fetches a data set",
-    ),
-    "evals.IOIDataset": "no model; used by ioi_eval",
-}
+LEFT_OUT = left_out(
+    """
+patching.layer_pos_patch_setter layer_pos_head_vector_patch_setter layer_head_vector_patch_setter
+    layer_head_pattern_patch_setter layer_head_pos_pattern_patch_setter
+    layer_head_dest_src_pos_pattern_patch_setter: called by the get_act_patch functions
+patching.make_df_from_ranges: no tensors
+head_detector.get_supported_heads: no tensors
+evals.make_wiki_data_loader make_owt_data_loader make_pile_data_loader make_code_data_loader
+    make_mmlu_data_loader mmlu_eval evaluate sanity_check: fetches a data set
+evals.IOIDataset: no model; used by ioi_eval
+"""
+)
 """What is not called of these modules, and why."""

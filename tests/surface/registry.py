@@ -7,6 +7,7 @@ anything made of them.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -79,10 +80,15 @@ class Calls(dict[str, dict[str, Call]]):
             name, _, case = key.partition(" ")
             self.call(f"{prefix}.{name}", case)(function)
 
-    def calls_of(self, name: str, functions: dict[str, Call]) -> None:
-        """Register several cases of one name."""
-        for case, function in functions.items():
-            self.call(name, case)(function)
+    def expressions(self, prefix: str, lines: str, *scopes: dict[str, Any]) -> None:
+        """Register calls that are written in a line each: "name case: expression".
+
+        An expression names what a `Run` has, `run` itself, and what is in this module or in a
+        scope; a line that begins with a space goes on with the one before.
+        """
+        for line in re.sub(r"\n +", " ", lines.strip()).splitlines():
+            key, _, expression = line.partition(": ")
+            self.calls(prefix, {key: _written(expression, *scopes)})
 
     def add(self, others: Calls, prefix: str | None = None) -> None:
         """Register the calls of others, too; those of "model" by the name of its class."""
@@ -90,6 +96,32 @@ class Calls(dict[str, dict[str, Call]]):
             first, _, rest = name.partition(".")
             name = f"{prefix}.{rest}" if prefix and first == "model" else name
             self.setdefault(name, {}).update(cases)
+
+
+def left_out(lines: str) -> dict[str, str]:
+    """Names that are not called, by reason: "patching.one two: why"; a line may go on indented."""
+    reasons: dict[str, str] = {}
+    for line in re.sub(r"\n +", " ", lines.strip()).splitlines():
+        names, _, reason = line.partition(": ")
+        prefix, _, names = names.partition(".")
+        reasons |= {f"{prefix}.{name}": reason for name in names.split()}
+    return reasons
+
+
+OF_RUN = ("model", "tokens", "tokens_at_home", "other_tokens", "cache", "direction", "matrix")
+
+
+def _written(expression: str, *scopes: dict[str, Any]) -> Call:
+    code = compile(expression, expression, "eval")
+    used = [name for name in OF_RUN if re.search(rf"\b{name}\b", expression)]
+
+    def call(run: Run) -> Any:
+        names = {"run": run, **{name: getattr(run, name) for name in used}}
+        for scope in (*scopes, globals()):
+            names = {**scope, **names}
+        return eval(code, names)
+
+    return call
 
 
 def results(value: Any) -> Any:

@@ -6,116 +6,66 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from registry import LAST, RESID, Call, Calls, Run, results, steer
+from registry import LAST, RESID, Call, Calls, Run, steer
 from transformer_lens import ActivationCache, SVDInterpreter
 
 CALLS = Calls()
-call, calls, calls_of = CALLS.call, CALLS.calls, CALLS.calls_of
+call, calls = CALLS.call, CALLS.calls
 
 # --------------------------------------------------------------------------------------------
 # ActivationCache
 
 
-def cases(cached: Callable[[Run], ActivationCache], word: str) -> dict[str, Call]:
-    """The same calls on a cache, and on one that was moved to the CPU."""
-
-    def per(function: Callable[[ActivationCache, Run], Any]) -> Call:
-        return lambda run: function(cached(run), run)
-
-    return {
-        f"accumulated_resid {word}": per(
-            lambda cache, run: cache.accumulated_resid(incl_mid=True, apply_ln=True)
-        ),
-        f"accumulated_resid layer_{word}": per(
-            lambda cache, run: cache.accumulated_resid(3, mlp_input=True, pos_slice=-1)
-        ),
-        f"decompose_resid {word}": per(lambda cache, run: cache.decompose_resid(apply_ln=True)),
-        f"decompose_resid attention_{word}": per(
-            lambda cache, run: cache.decompose_resid(4, mode="attn", return_labels=True)
-        ),
-        f"compute_head_results {word}": per(
-            lambda cache, run: [cache.compute_head_results(), cache["result", LAST]][1]
-        ),
-        f"stack_head_results {word}": per(
-            lambda cache, run: cache.stack_head_results(apply_ln=True, incl_remainder=True)
-        ),
-        f"stack_head_results part_{word}": per(
-            lambda cache, run: cache.stack_head_results(3, pos_slice=-1, return_labels=True)
-        ),
-        f"get_neuron_results {word}": per(
-            lambda cache, run: cache.get_neuron_results(LAST, neuron_slice=(0, 3), pos_slice=-1)
-        ),
-        f"stack_neuron_results {word}": per(
-            lambda cache, run: cache.stack_neuron_results(
-                -1, pos_slice=-1, neuron_slice=(0, 3), apply_ln=True, incl_remainder=True
-            )
-        ),
-        f"get_full_resid_decomposition {word}": per(
-            lambda cache, run: cache.get_full_resid_decomposition(
-                apply_ln=True, pos_slice=-1, return_labels=True
-            )
-        ),
-        f"get_full_resid_decomposition heads_{word}": per(
-            lambda cache, run: cache.get_full_resid_decomposition(3, expand_neurons=False)
-        ),
-        f"stack_activation {word}": per(lambda cache, run: cache.stack_activation("pattern")),
-        f"apply_ln_to_stack {word}": per(
-            lambda cache, run: cache.apply_ln_to_stack(cache.decompose_resid(), layer=-1)
-        ),
-        f"apply_ln_to_stack layer_{word}": per(
-            lambda cache, run: cache.apply_ln_to_stack(
-                cache.decompose_resid(3, pos_slice=-1), layer=3, pos_slice=-1
-            )
-        ),
-        f"logit_attrs {word}": per(
-            lambda cache, run: cache.logit_attrs(
-                cache.accumulated_resid(apply_ln=False, pos_slice=-1),
-                "w5",
-                incorrect_tokens="w7",
-                pos_slice=-1,
-            )
-        ),
-        f"logit_attrs batch_{word}": per(
-            lambda cache, run: cache.logit_attrs(
-                cache.decompose_resid(pos_slice=-1), run.tokens_at_home[:, -1], pos_slice=-1
-            )
-        ),
-        f"apply_slice_to_batch_dim {word}": per(
-            lambda cache, run: cache.apply_slice_to_batch_dim(1).accumulated_resid()
-        ),
-        f"__getitem__ {word}": per(lambda cache, run: [cache["resid_post", -1], cache["z", 3]]),
-        f"items {word}": per(lambda cache, run: dict(cache.items())),
-        f"values {word}": per(lambda cache, run: list(cache.values())),
-        f"keys {word}": per(lambda cache, run: list(cache.keys())),
-        f"__iter__ {word}": per(lambda cache, run: list(cache)),
-        f"__len__ {word}": per(lambda cache, run: len(cache)),
-    }
-
-
-calls("ActivationCache", cases(lambda run: run.cache, ""))
-calls("ActivationCache", cases(lambda run: run.cache.to("cpu"), "moved_to_the_CPU"))
-
-
-@call("ActivationCache.to")
-def move_cache(run: Run) -> Any:
-    cache = run.cache.to("cpu")
-    return dict(cache.items())
+CALLS.expressions(
+    "ActivationCache",
+    """
+accumulated_resid: cache.accumulated_resid(incl_mid=True, apply_ln=True)
+accumulated_resid layer: cache.accumulated_resid(3, mlp_input=True, pos_slice=-1)
+decompose_resid: cache.decompose_resid(apply_ln=True)
+decompose_resid attention: cache.decompose_resid(4, mode="attn", return_labels=True)
+compute_head_results: [cache.compute_head_results(), cache["result", LAST]][1]
+stack_head_results: cache.stack_head_results(apply_ln=True, incl_remainder=True)
+stack_head_results part: cache.stack_head_results(3, pos_slice=-1, return_labels=True)
+get_neuron_results: cache.get_neuron_results(LAST, neuron_slice=(0, 3), pos_slice=-1)
+stack_neuron_results: cache.stack_neuron_results(-1, pos_slice=-1, neuron_slice=(0, 3),
+    apply_ln=True, incl_remainder=True)
+get_full_resid_decomposition: cache.get_full_resid_decomposition(apply_ln=True, pos_slice=-1,
+    return_labels=True)
+get_full_resid_decomposition heads: cache.get_full_resid_decomposition(3, expand_neurons=False)
+stack_activation: cache.stack_activation("pattern")
+apply_ln_to_stack: cache.apply_ln_to_stack(cache.decompose_resid(), layer=-1)
+apply_ln_to_stack layer: cache.apply_ln_to_stack(cache.decompose_resid(3, pos_slice=-1), layer=3,
+    pos_slice=-1)
+logit_attrs: cache.logit_attrs(cache.accumulated_resid(apply_ln=False, pos_slice=-1), "w5",
+    incorrect_tokens="w7", pos_slice=-1)
+logit_attrs batch: cache.logit_attrs(cache.decompose_resid(pos_slice=-1), tokens_at_home[:, -1],
+    pos_slice=-1)
+apply_slice_to_batch_dim: cache.apply_slice_to_batch_dim(1).accumulated_resid()
+__getitem__: [cache["resid_post", -1], cache["z", 3]]
+items: dict(cache.items())
+values: list(cache.values())
+keys: list(cache.keys())
+__iter__: list(cache)
+__len__: len(cache)
+accumulated_resid moved_to_the_CPU: cache.to("cpu").accumulated_resid(incl_mid=True, apply_ln=True)
+stack_head_results moved_to_the_CPU: cache.to("cpu").stack_head_results(apply_ln=True)
+stack_neuron_results moved_to_the_CPU: cache.to("cpu").stack_neuron_results(
+    -1, pos_slice=-1, neuron_slice=(0, 3), apply_ln=True, incl_remainder=True)
+__getitem__ moved_to_the_CPU: [cache.to("cpu")["resid_post", -1], cache.to("cpu")["z", 3]]
+items moved_to_the_CPU: dict(cache.to("cpu").items())
+to: dict(cache.to("cpu").items())
+remove_batch_dim: without_batch_dim(model.run_with_cache(tokens[:1])[1])
+accumulated_resid with_no_other_names_cached: only(run, "resid_pre", "resid_post",
+    "ln_final.hook_scale").accumulated_resid(apply_ln=True)
+accumulated_resid with_a_name_missing: only(run, "resid_pre").accumulated_resid()
+""",
+    globals(),
+)
 
 
 def without_batch_dim(cache: ActivationCache) -> Any:
     cache.remove_batch_dim()
     return [cache.accumulated_resid(), cache.stack_head_results(), cache["resid_post", 3]]
-
-
-calls_of(
-    "ActivationCache.remove_batch_dim",
-    {
-        "": lambda run: without_batch_dim(run.model.run_with_cache(run.tokens[:1])[1]),
-        "moved_to_the_CPU": lambda run: without_batch_dim(
-            run.model.run_with_cache(run.tokens[:1])[1].to("cpu")
-        ),
-    },
-)
 
 
 @call("ActivationCache.toggle_autodiff")
@@ -132,17 +82,6 @@ def only(run: Run, *names: str) -> ActivationCache:
     return run.model.run_with_cache(run.tokens, names_filter=lambda name: name.endswith(names))[1]
 
 
-calls_of(
-    "ActivationCache.accumulated_resid",
-    {
-        "with_no_other_names_cached": lambda run: only(
-            run, "resid_pre", "resid_post", "ln_final.hook_scale"
-        ).accumulated_resid(apply_ln=True),
-        "with_a_name_missing": lambda run: only(run, "resid_pre").accumulated_resid(),
-    },
-)
-
-
 @call("ActivationCache.stack_activation", "model_gone")
 def model_gone(run: Run) -> Any:
     cache = run.cache
@@ -153,35 +92,36 @@ def model_gone(run: Run) -> Any:
 # --------------------------------------------------------------------------------------------
 # FactoredMatrix and SVDInterpreter: what the model returns
 
-calls(
+CALLS.expressions(
     "FactoredMatrix",
-    {
-        "AB": lambda run: run.matrix.AB,
-        "BA": lambda run: run.matrix.BA,
-        "S": lambda run: run.matrix.S,
-        "T": lambda run: results(run.matrix.T),
-        "U": lambda run: run.matrix.U.abs(),
-        "Vh": lambda run: run.matrix.Vh.abs(),
-        "V": lambda run: run.matrix.V.abs(),
-        "svd": lambda run: run.matrix.svd()[1],
-        "eigenvalues": lambda run: run.matrix.eigenvalues.abs().sort().values,
-        "norm": lambda run: run.matrix.norm(),
-        "__getitem__": lambda run: results(run.matrix[2, 1]),
-        "collapse_l": lambda run: run.matrix.collapse_l().abs(),
-        "collapse_r": lambda run: run.matrix.collapse_r().abs(),
-        "get_corner": lambda run: run.matrix[0, 0].get_corner(),
-        "make_even": lambda run: results(run.matrix.make_even())[0].abs(),
-        "ndim": lambda run: run.matrix.ndim,
-        "pair": lambda run: run.matrix.pair,
-        "unsqueeze": lambda run: results(run.matrix.unsqueeze(0)),
-        "__getitem__ QK": lambda run: results(run.model.QK[2, 1]),
-        "AB QK": lambda run: run.model.QK.AB,
-        "svd QK": lambda run: run.model.QK.svd()[1],
-        "__matmul__": lambda run: (run.matrix[LAST] @ run.model.W_U).AB,
-        "__rmatmul__": lambda run: (run.model.W_E @ run.model.QK[LAST] @ run.model.W_E.T).AB,
-        "__mul__": lambda run: (run.matrix * run.direction.sum()).AB,
-        "__rmul__": lambda run: (run.direction.sum() * run.matrix).AB,
-    },
+    """
+AB: matrix.AB
+BA: matrix.BA
+S: matrix.S
+T: results(matrix.T)
+U: matrix.U.abs()
+Vh: matrix.Vh.abs()
+V: matrix.V.abs()
+svd: matrix.svd()[1]
+eigenvalues: matrix.eigenvalues.abs().sort().values
+norm: matrix.norm()
+__getitem__: results(matrix[2, 1])
+collapse_l: matrix.collapse_l().abs()
+collapse_r: matrix.collapse_r().abs()
+get_corner: matrix[0, 0].get_corner()
+make_even: results(matrix.make_even())[0].abs()
+ndim: matrix.ndim
+pair: matrix.pair
+unsqueeze: results(matrix.unsqueeze(0))
+__getitem__ QK: results(model.QK[2, 1])
+AB QK: model.QK.AB
+svd QK: model.QK.svd()[1]
+__matmul__: (matrix[LAST] @ model.W_U).AB
+__rmatmul__: (model.W_E @ model.QK[LAST] @ model.W_E.T).AB
+__mul__: (matrix * direction.sum()).AB
+__rmul__: (direction.sum() * matrix).AB
+""",
+    globals(),
 )
 
 for _kind, _head in (("OV", 1), ("w_in", None), ("w_out", None)):
@@ -206,6 +146,15 @@ def at_hook_point(use: Callable[[Any, Run], Any]) -> Call:
     return run_it
 
 
+CALLS.expressions(
+    "HookPoint",
+    """
+has_hooks: model.hook_dict[RESID].has_hooks()
+layer: model.hook_dict[RESID].layer()
+forward: model.hook_dict["hook_embed"](direction)
+""",
+    globals(),
+)
 calls(
     "HookPoint",
     {
@@ -220,9 +169,6 @@ calls(
         "remove_hooks": at_hook_point(
             lambda point, run: [point.add_hook(steer(run)), point.remove_hooks()]
         ),
-        "has_hooks": lambda run: run.model.hook_dict[RESID].has_hooks(),
-        "layer": lambda run: run.model.hook_dict[RESID].layer(),
         "clear_context": at_hook_point(lambda point, run: point.clear_context()),
-        "forward": lambda run: run.model.hook_dict["hook_embed"](run.direction),
     },
 )

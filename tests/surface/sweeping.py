@@ -88,7 +88,7 @@ class Sweep:
                     attending.enter_context(tl_devicefix.set_attn_implementation(model, "sdpa"))
             self.check(name, case, kind, run)
 
-    def check_in_flight(self, name: str, case: str, run: Run) -> None:
+    def check_in_flight(self, name: str, case: str, kind: str, run: Run) -> None:
         """Check that runs of a call in flight give what they give in a loop, bit for bit."""
 
         def call(model: Any, number: int) -> Any:

@@ -137,57 +137,24 @@ def test_it_is_as_on_one_device(
     sweep.check(name, case, kind, runs(kind, n_devices))
 
 
-BY_DEFAULT = (
-    ("TransformerBridge.hf_generate", ""),
-    ("TransformerBridge.run_with_cache", "stop_at_layer"),
-    ("TransformerBridge.run_with_hooks", "block_input"),
-    ("analysis.direct_logit_attribution", ""),
-    ("JacobianLens.readout", ""),
-)
-"""What the default run has in flight, on TransformerLens 4."""
 SETS_THE_CONFIG = ("analysis.get_act_patch_direct_path",)
 """What changes the config while it runs, which views share: docs/many_inputs.md says so."""
 
 
-def every_call_in_flight() -> Iterator[Any]:
-    """A parameter for each call, on a Bridge in compatibility mode if it takes one."""
-    others = pytest.mark.full("four runs of each; in the default run, some, and tests/pipelining")
-    for name, case, kind, n in (call.values for call in EVERY_CALL):
-        is_chosen = (kind, n) == PATCHED or name.startswith("JacobianLens.")
-        if is_chosen and not name.startswith("patching.") and name not in SETS_THE_CONFIG:
-            is_default = (name, case) in BY_DEFAULT
-            yield pytest.param(name, case, kind, n, marks=[] if is_default else others)
-
-
-@pytest.mark.parametrize(("name", "case", "kind", "n_devices"), list(every_call_in_flight()))
-def test_in_flight_it_is_as_in_a_loop(
-    name: str, case: str, kind: str, n_devices: int, runs: Any, sweep: Sweep
-) -> None:
-    sweep.check_in_flight(name, case, runs(kind, n_devices))
-
-
-WITH_SDPA = (
-    ("TransformerBridge.forward", "both"),
-    ("TransformerBridge.hf_generate", ""),
-    ("TransformerBridge.run_with_cache", "names"),
-    ("TransformerBridge.run_with_hooks", "patch_from_a_cache"),
-    ("analysis.direct_logit_attribution", ""),
+@pytest.mark.full("in the default run: tests/pipelining, tests/attention")
+@pytest.mark.parametrize("how", ["check_in_flight", "check_with_sdpa"])
+@pytest.mark.parametrize(
+    ("name", "case", "kind", "n_devices"),
+    [
+        call
+        for call in EVERY_CALL  # on a Bridge in compatibility mode if it takes one
+        if (call.values[2:] == PATCHED or call.values[0].startswith("JacobianLens."))
+        and not call.values[0].startswith("patching.")
+    ],
 )
-"""What the default run does without a pattern, on TransformerLens 4."""
-
-
-def every_call_with_sdpa() -> Iterator[Any]:
-    """A parameter for each call, on a Bridge in compatibility mode if it takes one."""
-    others = pytest.mark.full("in the default run, some, and tests/attention")
-    for name, case, kind, n in (call.values for call in EVERY_CALL):
-        is_chosen = (kind, n) == PATCHED or name.startswith("JacobianLens.")
-        if is_chosen and not has_hooked_transformer():
-            marks = [] if (name, case) in WITH_SDPA else [others]
-            yield pytest.param(name, case, kind, n, marks=marks)
-
-
-@pytest.mark.parametrize(("name", "case", "kind", "n_devices"), list(every_call_with_sdpa()))
-def test_with_sdpa_it_is_as_on_one_device(
-    name: str, case: str, kind: str, n_devices: int, runs: Any, sweep: Sweep
+def test_in_flight_and_with_sdpa_it_is_the_same(
+    name: str, case: str, kind: str, n_devices: int, how: str, runs: Any, sweep: Sweep
 ) -> None:
-    sweep.check_with_sdpa(name, case, kind, runs(kind, n_devices))
+    if how == "check_in_flight" and name in SETS_THE_CONFIG:
+        pytest.skip("runs in flight share the config")
+    getattr(sweep, how)(name, case, kind, runs(kind, n_devices))

@@ -146,38 +146,13 @@ def test_patching_is_as_on_one_device(
     sweep.check(name, case, kind, run)
 
 
-@pytest.mark.full("four runs of each; in the default run, those of tests/pipelining")
+@pytest.mark.full("in the default run: tests/pipelining, tests/attention")
+@pytest.mark.parametrize("how", ["check_in_flight", "check_with_sdpa"])
 @pytest.mark.parametrize(
     ("name", "case", "kind", "n_devices"),
     [call for call in EVERY_CALL if not is_patching(call) and call.values[2:] == ("llama", 4)],
 )
-def test_in_flight_it_is_as_in_a_loop(
-    name: str, case: str, kind: str, n_devices: int, run: Run, sweep: Sweep
+def test_in_flight_and_with_sdpa_it_is_the_same(
+    name: str, case: str, kind: str, n_devices: int, how: str, run: Run, sweep: Sweep
 ) -> None:
-    sweep.check_in_flight(name, case, run)
-
-
-WITH_SDPA = (
-    ("HookedTransformer.forward", "both"),
-    ("HookedTransformer.generate", "text"),
-    ("HookedTransformer.run_with_cache", "names"),
-    ("HookedTransformer.run_with_hooks", "patch_from_a_cache"),
-    ("train.train", ""),
-)
-"""What the default run does without a pattern."""
-
-
-def every_call_with_sdpa() -> Iterator[Any]:
-    """A parameter for each call of the kind that has most of what attention has."""
-    others = pytest.mark.full("in the default run, some, and tests/attention")
-    for name, case, kind, n in (call.values for call in EVERY_CALL):
-        if (kind, n) == ("llama", 4):
-            marks = [] if (name, case) in WITH_SDPA else [others]
-            yield pytest.param(name, case, kind, n, marks=marks)
-
-
-@pytest.mark.parametrize(("name", "case", "kind", "n_devices"), list(every_call_with_sdpa()))
-def test_with_sdpa_it_is_as_on_one_device(
-    name: str, case: str, kind: str, n_devices: int, run: Run, sweep: Sweep
-) -> None:
-    sweep.check_with_sdpa(name, case, kind, run)
+    getattr(sweep, how)(name, case, kind, run)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -148,21 +146,6 @@ def test_what_is_stored_in_float32_is_not_rounded_before_it_is_folded(
     assert_rounded_once(model, exact)
 
 
-@pytest.mark.parametrize("form", ["hf_model", "checkpoint"])
-@pytest.mark.parametrize("name", ["pythia", "gemma-2"])
-def test_nor_is_what_is_given_in_float32(
-    name: str, form: str, load: Any, checkpoints: Any, machine: Any
-) -> None:
-    exact = load(name, torch.float64, torch.float32, device="cpu")
-
-    if form == "hf_model":
-        model = load(name, torch.bfloat16, torch.float32, n_devices=3)
-    else:
-        model = HookedTransformer.from_pretrained(checkpoints(name), dtype="bf16", n_devices=3)
-
-    assert_rounded_once(model, exact)
-
-
 # --------------------------------------------------------------------------------------------
 # Laid out as stored
 
@@ -206,50 +189,3 @@ def test_no_parameter_holds_more_memory_than_it_needs(name: str, load: Any, mach
 
     for key, parameter in model.named_parameters():
         assert parameter.untyped_storage().nbytes() == parameter.nbytes, key
-
-
-# What may be done to a model, and what it must not change.
-DONE: dict[str, Callable[[HookedTransformer], HookedTransformer]] = {
-    "deepcopy": copy.deepcopy,
-    "to a device": lambda model: model.to("sim:1"),
-    "to the CPU": lambda model: model.cpu(),
-    "to float64 and back": lambda model: model.to(torch.float64).to(torch.float32),
-    "saved and loaded": lambda model: reloaded(model),
-    "pickled": lambda model: unpickled(model),
-}
-
-
-def reloaded(model: HookedTransformer) -> HookedTransformer:
-    file = io.BytesIO()
-    torch.save({name: tensor.cpu() for name, tensor in model.state_dict().items()}, file)
-    file.seek(0)
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.zero_()
-    other.load_state_dict(torch.load(file))
-    return other
-
-
-def unpickled(model: HookedTransformer) -> HookedTransformer:
-    file = io.BytesIO()
-    torch.save(model.cpu(), file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.cover
-@pytest.mark.parametrize("done", DONE)
-@pytest.mark.parametrize("name", ["gpt2", "qwen2"])
-def test_values_survive_whatever_is_done_to_the_model(
-    name: str, done: str, load: Any, machine: Any, tokens: torch.Tensor
-) -> None:
-    model = load(name, torch.float32, n_devices=3)
-    before = {key: p.detach().cpu().clone() for key, p in model.named_parameters()}
-    logits = model(tokens).detach().cpu()
-
-    after = DONE[done](model)
-
-    for key, parameter in after.named_parameters():
-        assert torch.equal(parameter.detach().cpu(), before[key]), key
-    torch.testing.assert_close(after(tokens).detach().cpu(), logits, rtol=1e-5, atol=1e-5)

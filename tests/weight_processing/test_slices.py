@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from architectures import (
     load_hooked,
 )
 from comparison import assert_same_tensors
-from hf_models import N_HEADS, N_KEY_VALUE_HEADS, N_LAYERS
+from hf_models import N_LAYERS
 from transformer_lens import HookedTransformer
 
 from tl_devicefix.hooked_transformer.units import (
@@ -26,7 +26,7 @@ from tl_devicefix.hooked_transformer.units import (
 )
 from tl_devicefix.weight_processing import Steps, Weights, WorkingCopies, process_component
 from tl_devicefix.weight_processing import slices as slices_module
-from tl_devicefix.weight_processing.slices import Slice, slices
+from tl_devicefix.weight_processing.slices import slices
 from tl_devicefix.weight_processing.steps import center_writing_weights_of_block
 
 pytestmark = pytest.mark.usefixtures("hub")  # so that nothing is fetched
@@ -48,10 +48,6 @@ def components(unprocessed: Any) -> Callable[[str], dict[str, Weights]]:
     return components
 
 
-def cut_elements(part: Slice, weights: Mapping[str, torch.Tensor]) -> int:
-    return sum(weights[name][index].numel() for name, index in part.cut.items())
-
-
 # --------------------------------------------------------------------------------------------
 # What a slice has
 
@@ -71,45 +67,6 @@ def test_every_weight_is_cut_into_slices_that_make_it_up_once_or_is_whole(
             whole |= set(part.whole)
         for key, here in times.items():
             assert (here == (key not in whole)).all(), (unit, key)
-
-
-@pytest.mark.cover
-@pytest.mark.parametrize("elements", [100, 500])
-@pytest.mark.parametrize("name", MODELS)
-def test_a_slice_is_no_larger_than_asked_for_unless_it_cannot_be_cut_further(
-    name: str, elements: int, components: Any
-) -> None:
-    for unit, weights in components(name).items():
-        for part, smallest in zip_by_first(slices(weights, elements), slices(weights, 1)):
-            assert cut_elements(part, weights) <= max(elements, cut_elements(smallest, weights)), (
-                unit
-            )
-
-
-def zip_by_first(parts: Any, others: Any) -> list[tuple[Slice, Slice]]:
-    """Each slice with the first of the other slices that has parts of the same weights."""
-    by_weights: dict[frozenset[str], Slice] = {}
-    for other in others:
-        by_weights.setdefault(frozenset(other.cut), other)
-    return [(part, by_weights[frozenset(part.cut)]) for part in parts]
-
-
-def test_a_component_that_is_small_enough_is_one_slice_of_each_layer(components: Any) -> None:
-    weights = components("qwen2")["blocks.0"]
-    parts = list(slices(weights, EVERYTHING))
-    assert [{key.split(".")[0] for key in part.cut} for part in parts] == [{"attn"}, {"mlp"}]
-
-
-def test_heads_that_share_a_key_and_value_head_stay_together(components: Any) -> None:
-    weights = components("qwen2")["blocks.0"]
-    parts = [part for part in slices(weights, 1) if "attn.W_Q" in part.cut]
-    assert len(parts) == N_KEY_VALUE_HEADS
-    for i, part in enumerate(parts):
-        taken = part.of(weights, {})
-        each = N_HEADS // N_KEY_VALUE_HEADS
-        assert torch.equal(taken["attn._W_K"], weights["attn._W_K"][i : i + 1])
-        assert torch.equal(taken["attn.W_Q"], weights["attn.W_Q"][each * i : each * (i + 1)])
-        assert torch.equal(taken["attn.W_O"], weights["attn.W_O"][each * i : each * (i + 1)])
 
 
 def test_a_mixture_of_experts_is_cut_into_experts(components: Any) -> None:
@@ -240,34 +197,6 @@ def test_slices_with_a_step_left_out(name: str, left_out: str, load_in_slices: A
     assert_same_tensors(in_slices, whole, tolerance=1e-12)
 
 
-def test_the_output_bias_is_the_sum_over_the_heads_of_all_slices(
-    load_in_slices: Any, unprocessed: Any
-) -> None:
-    model = unprocessed("gpt2")
-    options = {**NO_PROCESSING, "fold_value_biases": True}
-
-    folded = load_in_slices("gpt2", 1, **options)
-
-    for layer, block in enumerate(model.blocks):
-        expected = block.attn.b_O.double() + torch.einsum(
-            "hd,hdm->m", block.attn.b_V.double(), block.attn.W_O.double()
-        )
-        b_O = folded[f"blocks.{layer}.attn.b_O"]
-        torch.testing.assert_close(b_O, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_the_unembedding_is_centred_over_the_whole_vocabulary(
-    load_in_slices: Any, unprocessed: Any
-) -> None:
-    W_U = unprocessed("gpt2").W_U.detach().double()
-    options = {**NO_PROCESSING, "center_unembed": True}
-
-    centred = load_in_slices("gpt2", 1, **options)["unembed.W_U"]
-
-    expected = W_U - W_U.mean(dim=-1, keepdim=True)
-    torch.testing.assert_close(centred, expected, rtol=1e-12, atol=1e-12)
-
-
 def test_slices_on_devices(load_in_slices: Any, unprocessed: Any, machine: Any) -> None:
     on_cpu = load_in_slices("qwen2", 37)
     weights = unprocessed("qwen2").state_dict()
@@ -283,45 +212,6 @@ def test_slices_on_devices(load_in_slices: Any, unprocessed: Any, machine: Any) 
 
 # --------------------------------------------------------------------------------------------
 # What is copied
-
-
-@pytest.fixture
-def given() -> Weights:
-    return {
-        "matrix": torch.arange(6.0).reshape(2, 3).T,
-        "other": torch.ones(4, dtype=torch.bfloat16),
-        "table": torch.arange(3),
-    }
-
-
-def test_a_weight_is_copied_when_it_is_read_and_not_before(given: Weights) -> None:
-    copies = WorkingCopies(given, torch.device("cpu"), torch.float64)
-    assert copies.get("no such") is None
-    assert [tensor for _, tensor in copies.items()] == list(given.values())
-
-    read = copies["other"]
-
-    assert read.dtype == torch.float64
-    assert copies["other"] is copies.get("other") is read
-    assert copies.as_given == {"matrix", "table"}
-    assert dict(copies.items())["matrix"] is given["matrix"]
-
-
-def test_what_a_step_does_to_a_copy_does_not_reach_what_was_given(given: Weights) -> None:
-    before = {name: tensor.clone() for name, tensor in given.items()}
-    for dtype in (torch.float32, torch.float64):
-        copies = WorkingCopies(given, torch.device("cpu"), dtype)
-        for name in given:
-            copies[name].zero_()
-        copies["matrix"] = torch.ones(1)
-        del copies["other"]
-        assert_same_tensors(given, before, tolerance=0)
-
-
-def test_a_copy_lies_as_the_weight_does_and_integers_stay_integers(given: Weights) -> None:
-    copies = WorkingCopies(given, torch.device("cpu"), torch.float64)
-    assert copies["matrix"].stride() == given["matrix"].stride() == (1, 3)
-    assert copies["table"].dtype == torch.int64
 
 
 READ_BY: dict[str, tuple[str, set[str]]] = {
@@ -345,14 +235,6 @@ def test_a_step_copies_only_what_it_reads(step: str, components: Any, unprocesse
     )
 
     assert copies.as_given == weights.keys() - read
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_without_steps_nothing_is_copied(name: str, components: Any, unprocessed: Any) -> None:
-    for unit, weights in components(name).items():
-        copies = WorkingCopies(weights, torch.device("cpu"), torch.float32)
-        process_component(unit, copies, unprocessed(name).cfg, Steps(), installed_conventions())
-        assert copies.as_given == weights.keys()
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen2", "opt"])
