@@ -21,7 +21,7 @@ import tl_devicefix
 from tl_devicefix.tracebacks import ON_MIXED_DEVICES
 
 LAST = "blocks.4.hook_resid_post"
-PAGE = "docs/single_device_code.md"
+PAGE = "Run single-device code"
 HAS_NOTES = sys.version_info >= (3, 11)
 Script = Callable[[Any, torch.Tensor], Any]
 
@@ -244,7 +244,9 @@ def test_errors_that_mix_devices_would_not_mend_have_no_note(
 def test_the_note_names_a_page_that_is_there() -> None:
     assert PAGE in ON_MIXED_DEVICES
     assert ".to(model.cfg.device)" in ON_MIXED_DEVICES
-    assert "same device" in (Path(__file__).parents[2] / PAGE).read_text()
+    page = (Path(__file__).parents[2] / "docs" / "single_device_code.md").read_text()
+    assert page.startswith(f"# {PAGE}\n")
+    assert "same device" in page
 
 
 def test_changing_what_is_read_from_a_cache_changes_a_copy_and_what_to_write(
