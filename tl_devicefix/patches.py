@@ -18,12 +18,7 @@ from tl_devicefix.monkeypatch.applying import State, disable, disabled, is_enabl
 from tl_devicefix.monkeypatch.patch import Patch, registered
 from tl_devicefix.monkeypatch.versions import (
     check_version,
-    class_names,
-    has_bridge,
-    has_hooked_transformer,
     installed,
-    is_bridge,
-    is_hooked_transformer,
 )
 
 __all__ = [
@@ -48,22 +43,12 @@ def table() -> tuple[Patch, ...]:
     """
     check_version()
     # Imported here, as they import what only a TransformerLens that is known has.
-    packages = {
-        "dispatch": "hooking",
-        "gathering": "caches",
-        "pipelining": "patching_loops",
-        **({"hooked_transformer": _OF_HOOKED_TRANSFORMER} if has_hooked_transformer() else {}),
-        **({"transformer_bridge": _OF_BRIDGE} if has_bridge() else {}),
-    }
-    for package, modules in packages.items():
-        for module in modules.split():
-            importlib.import_module(f"tl_devicefix.{package}.{module}")
+    for module in ("dispatch.hooking", "gathering.caches", "pipelining.patching_loops"):
+        importlib.import_module(f"tl_devicefix.{module}")
+    from tl_devicefix.adapters import adapters
+
+    adapters()
     return registered()
-
-
-_OF_HOOKED_TRANSFORMER = "alignment block config hook_points loading moving processing tokenizing"
-_OF_BRIDGE = "alignment block forward gathering loading processing"
-"""Modules that patch TransformerLens: importing them fills the table."""
 
 
 def enable() -> None:
@@ -178,22 +163,20 @@ def _report_of_patches() -> PatchReport:
 
 def _report_of_model(model: Any) -> ModelReport:
     # Imported here for the same reason as in `table`.
+    from tl_devicefix.adapters import adapter_of, class_names
     from tl_devicefix.attention.implementation import attention_of_each
     from tl_devicefix.placement.memory import format_table
     from tl_devicefix.placement.placement import in_short
 
-    if is_hooked_transformer(model):
-        from tl_devicefix.hooked_transformer.known_blocks import forward_of_each
-    elif is_bridge(model):
-        from tl_devicefix.transformer_bridge.block import forward_of_each
-    else:
+    adapter = adapter_of(model)
+    if adapter is None:
         raise TypeError(
             f"report looks through a {class_names()}, but this is a {type(model).__name__}: give "
             "the model itself, or nothing to see what is replaced in TransformerLens"
         )
     attends = attention_of_each(model)
     told = ModelReport()
-    for name, forward in forward_of_each(model).items():
+    for name, forward in adapter.forward_of_each(model).items():
         own = [said for attention, said in attends.items() if attention.startswith(f"{name}.")]
         told[name] = BlockReport(forward, "; ".join(dict.fromkeys(own)) or "none")
     kind = type(model).__name__

@@ -11,7 +11,6 @@ import transformers
 
 import tl_devicefix
 from tl_devicefix import plan
-from tl_devicefix.demo import CHECKPOINT
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
 CONFIG = transformers.GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=11, n_positions=16)
@@ -32,13 +31,6 @@ def test_the_root_logger_gets_no_handler(
     assert logging.getLogger().handlers == []
     assert "max_memory names disk" in caplog.text
     assert {record.name for record in caplog.records} == {"tl_devicefix.placement.deciding"}
-
-
-@pytest.mark.skipif(not has_hooked_transformer(), reason="a Bridge's config is transformers' own")
-def test_nor_by_what_transformer_lens_says_of_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    plan(str(CHECKPOINT))
-    assert logging.getLogger().handlers == []
 
 
 def test_nothing_in_the_package_uses_the_root_logger() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tl_devicefix.adapters import adapter_of, class_names
 from tl_devicefix.checking.places import (
     attached_notes,
     config_findings,
@@ -25,7 +26,6 @@ from tl_devicefix.checking.values import (
     value_findings,
 )
 from tl_devicefix.dispatch.forward import WHY_REFUSED, is_unfinished
-from tl_devicefix.monkeypatch.versions import class_names, is_bridge, is_hooked_transformer
 
 __all__ = ["Finding", "Report", "check"]
 
@@ -58,18 +58,19 @@ def check(model: Any, repair: bool = False) -> Report:
 
     >>> assert check(model)  # doctest: +SKIP
     """
-    if not is_hooked_transformer(model) and not is_bridge(model):
+    adapter = adapter_of(model)
+    if adapter is None:
         raise TypeError(
             f"check looks through a {class_names()}, but this is a {type(model).__name__}: give "
             "the model itself"
         )
-    kind = _of_class(model)
-    findings = _repairable(model, kind)
+    kind = _of_class(adapter.NAME)
+    findings = _repairable(model, kind, adapter.SETUP)
     repaired: list[Finding] = []
     if repair and findings:
         before = findings
         kind.put_right(model)
-        findings = _repairable(model, kind)
+        findings = _repairable(model, kind, adapter.SETUP)
         repaired = [finding for finding in before if finding not in findings]
     attached = kind.attached(model)
     interrupted = [Finding("processing", "model", WHY_REFUSED)] if is_unfinished(model) else []
@@ -90,10 +91,10 @@ def check(model: Any, repair: bool = False) -> Report:
     )
 
 
-def _of_class(model: Any) -> Any:
-    """The module that answers for a model: `hooked`, or `bridge` by the same names."""
+def _of_class(name: str) -> Any:
+    """The module that answers for a class of models: `hooked`, or `bridge` by the same names."""
     # Imported here, as TransformerLens may lack the one class or the other.
-    if is_bridge(model):
+    if name == "TransformerBridge":
         from tl_devicefix.checking import bridge
 
         return bridge
@@ -102,10 +103,10 @@ def _of_class(model: Any) -> Any:
     return hooked
 
 
-def _repairable(model: Any, kind: Any) -> list[Finding]:
+def _repairable(model: Any, kind: Any, setup: tuple[str, str]) -> list[Finding]:
     """What `repair` mends."""
     return [
         *config_findings(model),
         *device_findings(model, kind.attached(model), kind.hint),
-        *setup_findings(model),
+        *setup_findings(model, setup),
     ]

@@ -14,7 +14,6 @@ from tl_devicefix.checking.report import Finding, Memory
 from tl_devicefix.dispatch.carrying import not_carried_to
 from tl_devicefix.dispatch.naming import WRAPPED, expression, joined, listed, named_modules
 from tl_devicefix.dispatch.user_modules import PlacedTensor, device_of_weights, held_tensors
-from tl_devicefix.monkeypatch.versions import is_bridge
 from tl_devicefix.placement.devices import HOST, printed, resolve, site_of, with_index
 from tl_devicefix.placement.memory import gib
 from tl_devicefix.placement.placement import Placement, by_hosts, in_short, in_words
@@ -39,7 +38,8 @@ def placement_of(model: Any) -> Placement | None:
 def is_unspread(model: Any) -> bool:
     """Whether it is built for several devices, and not on them yet (`move_to_device=False`)."""
     # A Bridge is booted where it stays.
-    return not is_bridge(model) and placement_of(model) is None and model.cfg.n_devices > 1
+    is_built_first = hasattr(model, "move_model_modules_to_device")
+    return is_built_first and placement_of(model) is None and model.cfg.n_devices > 1
 
 
 def planned_by(model: Any) -> Callable[[str, bool], torch.device]:
@@ -236,11 +236,9 @@ def host_notes(model: Any) -> Iterator[Finding]:
 # Modules that have changed
 
 
-def setup_findings(model: Any) -> Iterator[Finding]:
+def setup_findings(model: Any, setup: tuple[str, str]) -> Iterator[Finding]:
     """Modules whose hook points the model does not know, or that no input is brought to."""
-    when, fix = "the model was set up", "model.setup()"
-    if is_bridge(model):
-        when, fix = "the Bridge was booted", "tl_devicefix.check(model, repair=True)"
+    when, fix = setup
     placement, registered = placement_of(model), set(model.hook_dict.values())
     paths = [] if placement is None else not_carried_to(model, placement)
     for path, module in named_modules(model):

@@ -9,8 +9,6 @@ from typing import Any
 
 from torch import nn
 
-from tl_devicefix.monkeypatch.versions import is_bridge
-
 WRAPPED = "_original_component"
 """A Bridge's component holds the Hugging Face module that it wraps by this name."""
 
@@ -54,7 +52,7 @@ def named_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
     their own names ("blocks.3.attn.q"), and what a component wraps goes by the component's. What
     of the Hugging Face model is in no component is at the end ("original_model.model").
     """
-    if not is_bridge(model):
+    if not hasattr(model, "original_model"):
         yield from model.named_modules()
         return
     paths: dict[nn.Module, str] = {}

@@ -17,8 +17,8 @@ import torch
 from transformer_lens import patching
 from transformer_lens.patching import utils
 
+from tl_devicefix.adapters import adapter_of
 from tl_devicefix.monkeypatch.patch import patches
-from tl_devicefix.monkeypatch.versions import is_bridge, is_hooked_transformer
 from tl_devicefix.pipelining.sweep import Hooks, is_sequential, sweep
 
 transformer_lens_patch = patching.generic_activation_patch
@@ -56,7 +56,7 @@ def generic_activation_patch(
         return_index_df=return_index_df,
         **others,
     )
-    if is_sequential() or not (is_hooked_transformer(model) or is_bridge(model)):
+    if is_sequential() or adapter_of(model) is None:
         return call(model, corrupted_tokens, clean_cache)
 
     def runs() -> Iterator[Hooks]:

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import torch
 import transformers.utils.logging as hf_logging
 
+from tl_devicefix.adapters import adapter_of, class_names
 from tl_devicefix.dispatch.scheduler import Run, Streams, Turns, running
-from tl_devicefix.dispatch.views import restore, view_of
-from tl_devicefix.monkeypatch.versions import class_names, is_bridge, is_hooked_transformer
+from tl_devicefix.dispatch.views import restore
 from tl_devicefix.pipelining.in_order import InOrder, seeding_in_order
 from tl_devicefix.pipelining.report import WatchedTurns
 from tl_devicefix.placement.workers import CallersState, threads
@@ -250,13 +250,9 @@ def viewing(model: Any) -> Callable[[], Any]:
     Raises:
         TypeError: if the model is of neither class.
     """
-    if is_bridge(model):
-        # Imported here, as this TransformerLens may have no Bridge.
-        from tl_devicefix.transformer_bridge.alignment import view_of as view_of_bridge
-
-        return functools.partial(view_of_bridge, model)
-    if is_hooked_transformer(model):
-        return functools.partial(view_of, model)
+    adapter = adapter_of(model)
+    if adapter is not None:
+        return functools.partial(adapter.view_of, model)
     raise TypeError(f"the model must be a {class_names()}, but is a {type(model).__name__}")
 
 

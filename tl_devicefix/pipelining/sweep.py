@@ -17,9 +17,9 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 from transformer_lens.hook_points import HookPoint
 
+from tl_devicefix.adapters import Adapter, adapter_of
 from tl_devicefix.attention.implementation import HOOKS
 from tl_devicefix.dispatch.carrying import move, output_of, skipping
-from tl_devicefix.monkeypatch.versions import is_bridge, is_hooked_transformer
 from tl_devicefix.pipelining.pipeline_map import pipeline_map
 
 Hooks = Sequence[tuple[Any, Any]]
@@ -127,16 +127,6 @@ _KNOWN = {
 }
 """Arguments with which a run may start at any block: none of them is changed by a run."""
 
-# Bridges of these hand the residual stream alone from one block to the next. What other blocks
-# share (keys and values, states, an embedding for each layer) would be missing.
-_RESIDUAL_STREAM_ALONE = {
-    *("ApertusForCausalLM", "BloomForCausalLM", "GPT2LMHeadModel", "GPTJForCausalLM"),
-    *("GPTNeoForCausalLM", "GPTNeoXForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"),
-    *("GemmaForCausalLM", "GptOssForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"),
-    *("MixtralForCausalLM", "OPTForCausalLM", "Olmo2ForCausalLM", "OlmoForCausalLM"),
-    *("OlmoeForCausalLM", "Phi3ForCausalLM", "PhiForCausalLM", "Qwen2ForCausalLM"),
-    "Qwen3ForCausalLM",
-}
 # Their modules do the same in each run, but for `_UNSTEADY`. A Bridge's layers are transformers'.
 _LIBRARIES = {"bitsandbytes", "peft", "torch", "transformer_lens", "transformers"}
 _UNSTEADY = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm, nn.RReLU)
@@ -155,8 +145,8 @@ class _FirstBlock:
     def __init__(self, model: Any, tokens: Any, arguments: dict[str, Any]) -> None:
         self._model = model
         self._inputs = (tokens, *arguments.values())
-        self._is_bridge = is_bridge(model)
-        self.is_known = _is_known(model, self._is_bridge)
+        self._adapter = adapter_of(model)
+        self.is_known = _is_known(model, self._adapter)
         self._n_steady: dict[bool, int] = {}
         self._last = 0
         if set(arguments) <= _KNOWN and self.is_known:
@@ -197,8 +187,8 @@ class _FirstBlock:
         by_library = _package(type(forward)) == "tl_devicefix" or "_hf_hook" in attributes
         if forward is not None and not by_library:
             return True
-        # A HookedTransformer is in training mode from the start, and has nothing that minds it.
-        return module.training and (self._is_bridge or isinstance(module, _UNSTEADY))
+        minds = self._adapter is None or self._adapter.MINDS_TRAINING
+        return module.training and (minds or isinstance(module, _UNSTEADY))
 
 
 def _package(item: Any) -> str:
@@ -210,22 +200,14 @@ def _needs_gradient(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled()
 
 
-def _is_known(model: Any, is_a_bridge: bool) -> bool:
+def _is_known(model: Any, adapter: Adapter | None) -> bool:
     """Whether it runs its blocks as TransformerLens has it, and these pass on nothing else."""
-    names = ["forward", "run_with_hooks"]
-    if is_a_bridge:
-        if model.cfg.architecture not in _RESIDUAL_STREAM_ALONE:
-            return False
-        if getattr(model, "_capture_hf_cache", False):  # within `generate`
-            return False
-    elif is_hooked_transformer(model):
-        names.append("input_to_embed")
-    else:
+    if adapter is None or not adapter.passes_stream_alone(model):
         return False
     base = next(cls for cls in type(model).__mro__ if _package(cls) == "transformer_lens")
     return not any(
         name in vars(model) or getattr(type(model), name) is not getattr(base, name)
-        for name in names
+        for name in adapter.RUNS
     )
 
 

@@ -6,13 +6,13 @@ Each class has its own: `hooked_transformer/blueprint.py`, `transformer_bridge/b
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
 
+from tl_devicefix.adapters import Adapter, adapters
 from tl_devicefix.misspelt import refuse_unknown
-from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
 from tl_devicefix.placement.placement import ComponentSize, Placement
 
 
@@ -90,13 +90,9 @@ def blueprint(
 def _read(
     config_or_model_name: Any, dtype: torch.dtype | str | None, options: dict[str, Any], cls: Any
 ) -> Blueprint:
-    if is_of_bridge(config_or_model_name, cls):
-        from tl_devicefix.transformer_bridge.blueprint import BridgeBlueprint
-
-        return BridgeBlueprint.read(config_or_model_name, dtype, options)
-    from tl_devicefix.hooked_transformer.blueprint import HookedBlueprint
-
-    return HookedBlueprint.read(config_or_model_name, dtype, options, cls)
+    adapter = adapter_to_load(config_or_model_name, cls)
+    blueprint: Blueprint = adapter.read_blueprint(config_or_model_name, dtype, options, cls)
+    return blueprint
 
 
 def check_options(
@@ -117,27 +113,21 @@ def check_options(
         TypeError: naming the first that does not exist, and what may be meant.
         ValueError: if the class is no class of models.
     """
-    of_bridge = is_of_bridge(config_or_model_name, cls)
-    known = _option_names(config_or_model_name, of_bridge)
+    adapter = adapter_to_load(config_or_model_name, cls)
+    known = adapter.option_names(config_or_model_name)
     own = [name for name in inspect.signature(function).parameters if name != "options"]
     where = "" if known else " beside a config, which says all"
-    where = " for a TransformerBridge" if of_bridge else where
+    where = " for a TransformerBridge" if adapter.NAME == "TransformerBridge" else where
     refuse_unknown(function.__name__, options, [*own, *known], where)
 
 
-def _option_names(config_or_model_name: Any, of_bridge: bool) -> Sequence[str]:
-    """What `options` may name."""
-    if of_bridge:
-        from tl_devicefix.transformer_bridge.blueprint import OPTIONS
-
-        return OPTIONS
-    from tl_devicefix.hooked_transformer.blueprint import option_names
-
-    return option_names(config_or_model_name)
-
-
 def is_of_bridge(config_or_model_name: Any, cls: Any = None) -> bool:
-    """Whether a model is a TransformerBridge's.
+    """Whether a model is a TransformerBridge's; for the arguments see `adapter_to_load`."""
+    return adapter_to_load(config_or_model_name, cls).NAME == "TransformerBridge"
+
+
+def adapter_to_load(config_or_model_name: Any, cls: Any = None) -> Adapter:
+    """The adapter of the class that a model would be of.
 
     Args:
         config_or_model_name: as for `plan`.
@@ -146,19 +136,16 @@ def is_of_bridge(config_or_model_name: Any, cls: Any = None) -> bool:
     Raises:
         ValueError: if the class is no class of models.
     """
+    hooked, bridge = map(adapters().get, ("HookedTransformer", "TransformerBridge"))
     if cls is None:
-        return not has_hooked_transformer() or hasattr(config_or_model_name, "model_type")
-    if has_bridge():
-        from transformer_lens.model_bridge import TransformerBridge
-
-        if cls is TransformerBridge:
-            return True
-    if has_hooked_transformer():
-        from transformer_lens import HookedTransformer
-
-        if isinstance(cls, type) and issubclass(cls, HookedTransformer):
-            return False
-    classes = (["HookedTransformer or a subclass of it"] if has_hooked_transformer() else []) + (
-        ["TransformerBridge"] if has_bridge() else []
-    )
-    raise ValueError(f"cls={cls!r} is not a class of models here: give {', or '.join(classes)}")
+        is_of_transformers = hasattr(config_or_model_name, "model_type")
+        chosen = bridge if hooked is None or (bridge and is_of_transformers) else hooked
+    elif hooked is not None and isinstance(cls, type) and issubclass(cls, hooked.model_class):
+        chosen = hooked
+    else:
+        chosen = bridge if bridge is not None and cls is bridge.model_class else None
+    if chosen is None:
+        classes = ["HookedTransformer or a subclass of it"] if hooked is not None else []
+        classes += ["TransformerBridge"] if bridge is not None else []
+        raise ValueError(f"cls={cls!r} is not a class of models here: give {', '.join(classes)}")
+    return chosen

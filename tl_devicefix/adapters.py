@@ -1,0 +1,70 @@
+"""The two classes of models, and what differs between them: one adapter a class.
+
+An adapter is a module, `hooked_transformer/adapter.py` or `transformer_bridge/adapter.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, Protocol, cast
+
+from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
+
+
+class Adapter(Protocol):
+    """What is asked of a class of models."""
+
+    NAME: str
+    """Of the class, for sentences."""
+    model_class: type
+    RUNS: tuple[str, ...]
+    """Methods that run a model: where a subclass has its own, its blocks may run otherwise."""
+    SETUP: tuple[str, str]
+    """When its hook points were registered, and what registers them again."""
+    MINDS_TRAINING: bool
+    """Whether its modules do something else in training mode."""
+
+    def view_of(self, model: Any) -> Any:
+        """A view of a model: modules and hooks of its own, the same weights."""
+
+    def forward_of_each(self, model: Any) -> dict[str, str]:
+        """Name of each block -> which forward it would run, and why."""
+
+    def passes_stream_alone(self, model: Any) -> bool:
+        """Whether blocks hand on the residual stream and nothing else."""
+
+    def option_names(self, config_or_model_name: Any) -> Sequence[str]:
+        """What the config depends on, as loading takes it."""
+
+    def read_blueprint(
+        self, config_or_model_name: Any, dtype: Any, options: dict[str, Any], cls: Any = None
+    ) -> Any:
+        """The model that would be loaded: a `planning.blueprints.Blueprint`."""
+
+
+@cache
+def adapters() -> dict[str, Adapter]:
+    """Those of the installed TransformerLens: name of the class -> its adapter."""
+    # Imported here, as TransformerLens may lack the one class or the other.
+    installed: list[Any] = []
+    if has_hooked_transformer():
+        from tl_devicefix.hooked_transformer import adapter as of_hooked_transformer
+
+        installed.append(of_hooked_transformer)
+    if has_bridge():
+        from tl_devicefix.transformer_bridge import adapter as of_bridge
+
+        installed.append(of_bridge)
+    return {adapter.NAME: cast(Adapter, adapter) for adapter in installed}
+
+
+def adapter_of(model: Any) -> Adapter | None:
+    """The adapter of a model's class; None if it is of neither."""
+    of_class = (each for each in adapters().values() if isinstance(model, each.model_class))
+    return next(of_class, None)
+
+
+def class_names() -> str:
+    """The classes that models may be of, for a sentence."""
+    return " or a ".join(adapters())

@@ -1,0 +1,43 @@
+"""What others ask of a HookedTransformer: see `tl_devicefix.adapters`.
+
+Importing it registers the patches of its package.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformer_lens import HookedTransformer as model_class
+
+from tl_devicefix.dispatch.views import view_of
+from tl_devicefix.hooked_transformer import (  # noqa: F401  # which have patches
+    alignment,
+    block,
+    config,
+    hook_points,
+    loading,
+    moving,
+    processing,
+    tokenizing,
+)
+from tl_devicefix.hooked_transformer.blueprint import HookedBlueprint, option_names
+from tl_devicefix.hooked_transformer.known_blocks import forward_of_each
+
+__all__ = ["forward_of_each", "model_class", "option_names", "view_of"]
+
+NAME = "HookedTransformer"
+RUNS = ("forward", "run_with_hooks", "input_to_embed")
+SETUP = "the model was set up", "model.setup()"
+MINDS_TRAINING = False  # it is in training mode from the start, and has nothing that minds it
+
+
+def passes_stream_alone(model: Any) -> bool:
+    """Its blocks do."""
+    return True
+
+
+def read_blueprint(
+    config_or_model_name: Any, dtype: Any, options: dict[str, Any], cls: Any = None
+) -> HookedBlueprint:
+    """See `HookedBlueprint.read`."""
+    return HookedBlueprint.read(config_or_model_name, dtype, options, cls)

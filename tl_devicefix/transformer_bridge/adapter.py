@@ -1,0 +1,58 @@
+"""What others ask of a TransformerBridge: see `tl_devicefix.adapters`.
+
+Importing it registers the patches of its package.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformer_lens.model_bridge import TransformerBridge as model_class
+
+from tl_devicefix.transformer_bridge import (  # noqa: F401  # which have patches
+    alignment,
+    block,
+    forward,
+    gathering,
+    loading,
+    processing,
+)
+from tl_devicefix.transformer_bridge.alignment import view_of
+from tl_devicefix.transformer_bridge.block import forward_of_each
+from tl_devicefix.transformer_bridge.blueprint import OPTIONS, BridgeBlueprint
+
+__all__ = ["forward_of_each", "model_class", "view_of"]
+
+NAME = "TransformerBridge"
+RUNS = ("forward", "run_with_hooks")
+SETUP = "the Bridge was booted", "tl_devicefix.check(model, repair=True)"
+MINDS_TRAINING = True
+
+# Bridges of these hand the residual stream alone from one block to the next. What other blocks
+# share (keys and values, states, an embedding for each layer) would be missing.
+_RESIDUAL_STREAM_ALONE = {
+    *("ApertusForCausalLM", "BloomForCausalLM", "GPT2LMHeadModel", "GPTJForCausalLM"),
+    *("GPTNeoForCausalLM", "GPTNeoXForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"),
+    *("GemmaForCausalLM", "GptOssForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"),
+    *("MixtralForCausalLM", "OPTForCausalLM", "Olmo2ForCausalLM", "OlmoForCausalLM"),
+    *("OlmoeForCausalLM", "Phi3ForCausalLM", "PhiForCausalLM", "Qwen2ForCausalLM"),
+    "Qwen3ForCausalLM",
+}
+
+
+def passes_stream_alone(model: Any) -> bool:
+    """Whether its blocks do, in this very call."""
+    is_generating = getattr(model, "_capture_hf_cache", False)
+    return model.cfg.architecture in _RESIDUAL_STREAM_ALONE and not is_generating
+
+
+def option_names(config_or_model_name: Any) -> tuple[str, ...]:
+    """What its config depends on, as `boot_transformers` takes it."""
+    return OPTIONS
+
+
+def read_blueprint(
+    config_or_model_name: Any, dtype: Any, options: dict[str, Any], cls: Any = None
+) -> BridgeBlueprint:
+    """See `BridgeBlueprint.read`."""
+    return BridgeBlueprint.read(config_or_model_name, dtype, options)
