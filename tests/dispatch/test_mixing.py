@@ -70,6 +70,24 @@ def test_it_holds_in_the_thread_that_entered_it_only(model: Any) -> None:
     assert seen == [False, True]
 
 
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_of_a_gradient_mixes_in_any_thread(model: Any, register: str) -> None:
+    def hook(gradient: torch.Tensor) -> None:
+        seen.append((gradient * at_home).device)
+
+    seen: list[torch.device] = []
+    at_home = torch.ones(2, device="sim:0")
+    weight = torch.nn.Parameter(torch.ones(2, device="sim:2"))
+    with tl_devicefix.mix_devices():
+        getattr(weight, register)(hook)
+    hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
+    (registered,) = hooks.values()
+    thread = threading.Thread(target=registered, args=(weight.detach(),))
+    thread.start()  # as autograd runs it for a CUDA device
+    thread.join()
+    assert seen == [weight.device]
+
+
 # --------------------------------------------------------------------------------------------
 # Where results lie
 

@@ -7,6 +7,7 @@ and what it changed there is written back.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -335,9 +336,10 @@ class mix_devices(Joining):
     left alone, and torch says so. A gradient given to `backward` or `torch.autograd.grad` goes to
     its output's device.
 
-    It holds in this thread: enter it in each thread that mixes. Autograd runs PyTorch's hooks on
-    gradients in other threads, for CUDA devices. Code that torch compiles is left as it is. While
-    it is on, torch calls Python at each of its functions.
+    It holds in this thread: enter it in each thread that mixes. For CUDA devices, autograd runs
+    hooks on gradients in threads of its own: those that you register by `Tensor.register_hook`
+    within it mix there too, those of modules (`register_full_backward_hook`) do not. Code that
+    torch compiles is left as it is. While it is on, torch calls Python at each of its functions.
 
     Args:
         report: print what was copied, and for which lines, at the end of the `with`.
@@ -375,6 +377,14 @@ class mix_devices(Joining):
         rows = [f"{gib(c.nbytes):>12} {c.times:>7} x  {c.line}" for c in (everything, *lines)]
         return "\n".join(["mix_devices copied", *rows])
 
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in _REGISTERING:
+            tensor, hook = args
+            return func(tensor, _in_any_thread(hook))
+        return super().__torch_function__(func, types, args, kwargs)
+
     def devices(self) -> frozenset[torch.device]:
         """Those in use; none in code that torch compiles."""
         return frozenset() if torch.compiler.is_compiling() else devices_in_use()
@@ -400,3 +410,19 @@ class mix_devices(Joining):
 def _mixing_here() -> list[mix_devices]:
     """Those that are on in this thread."""
     return [mode for mode in _get_current_function_mode_stack() if isinstance(mode, mix_devices)]
+
+
+_REGISTERING = ("register_hook", "register_post_accumulate_grad_hook")
+
+
+def _in_any_thread(hook: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    """A user's hook of a tensor's gradient, which mixes devices in whichever thread it runs."""
+
+    @functools.wraps(hook, updated=())
+    def mixing(gradient: torch.Tensor) -> Any:
+        with JoinedAt(gradient.device, devices_in_use()):
+            result = hook(gradient)
+        is_elsewhere = isinstance(result, torch.Tensor) and result.device in devices_in_use()
+        return result.to(gradient.device) if is_elsewhere else result
+
+    return mixing

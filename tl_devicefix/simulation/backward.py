@@ -129,6 +129,7 @@ class KeptErrors:
 def registering(register: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `Tensor.register_hook` and its like, so that the hook's errors are kept."""
 
+    @functools.wraps(register)
     def register_kept(self: Any, hook: Any, *args: Any, **kwargs: Any) -> Any:
         return register(self, KeptErrors(hook), *args, **kwargs)
 
