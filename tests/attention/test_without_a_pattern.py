@@ -212,19 +212,6 @@ def test_whoever_listens_sees_what_was_installed(
     assert_same_bits(actual, installed(model, run))
 
 
-def test_a_hook_that_patches_a_pattern(sdpa: Any, tokens: torch.Tensor) -> None:
-    model = sdpa("llama")
-
-    def uniform(pattern: torch.Tensor, hook: Any) -> torch.Tensor:
-        return torch.ones_like(pattern) / pattern.shape[-1]
-
-    def run(model: Any) -> Any:
-        hooks = [("blocks.0.attn.hook_pattern", uniform)]
-        return model.run_with_hooks(tokens, fwd_hooks=hooks)
-
-    assert_agrees(run(model), installed(model, run))
-
-
 @pytest.mark.parametrize("option", ["result", "split_qkv_input", "attn_in", "ungrouped"])
 def test_options_of_a_model(
     option: str, sdpa: Any, tokens: torch.Tensor, fused_blocks: list[int]
@@ -240,23 +227,6 @@ def test_options_of_a_model(
 
     assert_agrees(run(model), installed(model, run))
     assert len(fused_blocks) == (N_LAYERS if option == "ungrouped" else 0)
-
-
-@contextmanager
-def own_scores(attention: Any) -> Iterator[None]:
-    """A user's own class, which does to scores what is not known."""
-    kind = type(attention)
-
-    class Sharpened(kind):  # type: ignore[misc, valid-type]
-        def calculate_attention_scores(self, q: Any, k: Any) -> Any:
-            return super().calculate_attention_scores(q, k) * 2
-
-        def calculate_z_scores(self, v: Any, pattern: Any) -> Any:
-            return super().calculate_z_scores(v, pattern[..., :] ** 2)
-
-    attention.__class__ = Sharpened
-    yield
-    attention.__class__ = kind
 
 
 @contextmanager
@@ -295,7 +265,7 @@ def another_point(attention: Any) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     "change",
-    [own_scores, edited_mask, another_minus_infinity, a_scale_of_each_head, another_point],
+    [edited_mask, another_minus_infinity, a_scale_of_each_head, another_point],
 )
 def test_what_is_changed_by_hand(change: Any, sdpa: Any, tokens: torch.Tensor) -> None:
     model = sdpa("llama")
@@ -505,17 +475,6 @@ def test_a_run_in_flight_attends_as_its_own_view_does(
     assert set(tl_devicefix.set_attn_implementation(model).blocks.values()) == {"sdpa"}
 
 
-def test_without_the_patches_a_model_attends_as_installed(
-    sdpa: Any, tokens: torch.Tensor, fused_blocks: list[int]
-) -> None:
-    model = sdpa("gpt2")
-
-    with tl_devicefix.disabled():
-        model(tokens)
-
-    assert not fused_blocks
-
-
 def test_it_says_which_block_goes_which_way(sdpa: Any) -> None:
     model = sdpa("gpt2")
     model.add_hook("blocks.1.attn.hook_pattern", lambda value, hook: None)
@@ -549,13 +508,17 @@ def test_a_while_may_be_entered_again(
         assert len(fused_blocks) == model.cfg.n_layers
 
 
-def test_what_is_in_the_way_is_said(on_cpu: Any) -> None:
+def test_what_is_in_the_way_is_said(
+    on_cpu: Any, tokens: torch.Tensor, fused_blocks: list[int]
+) -> None:
     model = copy.deepcopy(on_cpu("llama"))
     model.blocks[1].attn.IGNORE = torch.tensor(-1e5)
     said = tl_devicefix.set_attn_implementation(model, "sdpa")
     assert said.blocks["blocks.1.attn"] == "eager: its IGNORE is not minus infinity"
     assert said.blocks["blocks.2.attn"] == "sdpa"
     with tl_devicefix.disabled():
+        model(tokens)
+        assert not fused_blocks
         assert said.blocks["blocks.2.attn"] == "eager: TransformerLens is unpatched"
         with pytest.raises(RuntimeError, match=r"call tl_devicefix\.enable"):
             tl_devicefix.set_attn_implementation(model, "sdpa")
