@@ -87,3 +87,11 @@ def test_what_backward_needs_may_not_be_changed_before(changed: str) -> None:
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         result.sum().backward()
+
+
+def test_a_view_of_other_numbers_than_the_weight_s_is_kept_as_it_is() -> None:
+    weight = torch.arange(4.0).to(torch.complex64).requires_grad_()
+    copy_there = weight * 1
+    with keeping_on_host([(copy_there, weight)], HOST):
+        result = torch.view_as_real(copy_there).square().sum()
+    assert_agrees(torch.autograd.grad(result, weight), [2 * weight])
