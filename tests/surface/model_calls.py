@@ -118,6 +118,11 @@ def patch_from_cache(run: Run) -> Any:
     return [run.model.run_with_hooks(run.tokens, fwd_hooks=[hook]) for hook in hooks]
 
 
+def changed(run: Run, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    hooks = [(RESID, lambda activation, hook: change(activation))]
+    return run.model.run_with_hooks(run.tokens, fwd_hooks=hooks)
+
+
 @call("model.run_with_hooks", "backward_hook")
 def change_gradients(run: Run) -> Any:
     def loss(model: Any) -> torch.Tensor:
@@ -178,6 +183,15 @@ CALLS.expressions(
     "model",
     """
 run_with_hooks add: model.run_with_hooks(tokens, fwd_hooks=[(RESID, steer(run))])
+run_with_hooks add_in_place: changed(run, lambda a: a.add_(direction))
+run_with_hooks einsum: changed(run, lambda a: torch.einsum("bpd,de->bpe", a,
+    model.W_E[:16] @ model.W_E.T[:, :16]))
+run_with_hooks stack: changed(run, lambda a: torch.stack([a, direction.expand_as(a)]).mean(0))
+run_with_hooks matmul_with_W_U: changed(run, lambda a: a + (a @ model.W_U) @ model.W_U.T)
+run_with_hooks replace_at_positions: changed(run, lambda a: torch.index_put(a,
+    (torch.tensor([0], device=model.cfg.device),), direction))
+run_with_hooks layer_norm: changed(run, lambda a: torch.nn.functional.layer_norm(a,
+    direction.shape, weight=direction))
 add_hook: hooked(run, lambda model: model.add_hook(RESID, steer(run)))
 add_perma_hook: hooked(run, lambda model: model.add_perma_hook(RESID, steer(run)))
 reset_hooks: hooked(run, lambda model: model.add_hook(RESID, steer(run)),
