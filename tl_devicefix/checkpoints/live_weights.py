@@ -169,12 +169,12 @@ def _offloaded(model: nn.Module) -> dict[nn.Module, tuple[Mapping[str, Any], str
     """Where accelerate holds a module's tensors, and what precedes their names there."""
     stored: dict[nn.Module, tuple[Mapping[str, Any], str]] = {}
     for module in model.modules():
-        hook: Any = getattr(module, "_hf_hook", None)
-        for each in getattr(hook, "hooks", [hook]):
-            if getattr(each, "offload", False) and each.weights_map is not None:
-                owners = module.named_modules() if each.place_submodules else [("", module)]
+        outer: Any = getattr(module, "_hf_hook", None)
+        for hook in getattr(outer, "hooks", [outer]):
+            if getattr(hook, "offload", False) and hook.weights_map is not None:
+                owners = module.named_modules() if hook.place_submodules else [("", module)]
                 for name, owner in owners:
-                    stored[owner] = each.weights_map, f"{name}." if name else ""
+                    stored[owner] = hook.weights_map, f"{name}." if name else ""
     return stored
 
 

@@ -84,16 +84,16 @@ def devices_for(n_devices: int) -> Iterator[str]:
         A sentence that says which.
     """
     accelerator = default_device()
-    there = device_count(accelerator.type)
+    n_real = device_count(accelerator.type)
     is_simulated = accelerator.type == DEVICE_TYPE  # already, or of ranks: loading says if too few
-    if n_devices == 1 or is_simulated or (accelerator.type != "cpu" and there >= n_devices):
+    if n_devices == 1 or is_simulated or (accelerator.type != "cpu" and n_real >= n_devices):
         yield f"Using {n_devices} {accelerator.type} device(s)."
         return
     with simulate(n_devices):
-        found = f"{there} {accelerator.type} device(s)" if accelerator.type != "cpu" else "none"
+        machine = f"{n_real} {accelerator.type}" if accelerator.type != "cpu" else "no accelerator"
         yield (
-            f"{n_devices} accelerators are wanted and {found} found: using {n_devices} simulated "
-            "devices on the CPU (exact numbers, real placement)."
+            f"The demo needs {n_devices} devices and this machine has {machine}: using {n_devices} "
+            "simulated devices on the CPU (exact numbers, real placement)."
         )
 
 
