@@ -377,6 +377,10 @@ CASES: dict[str, Case] = {
     ),
     "two adapters at once": adapted("llama", adapter(*_TWO, active=["0", "1"])),
     "the second of two adapters": adapted("llama", adapter(*_TWO, active=["1"])),
+    "a module to save of an adapter that is not active": adapted(
+        "llama",
+        adapter(config(*IN_LLAMA, modules_to_save=["lm_head"]), config("q_proj"), active=["1"]),
+    ),
     "a tuner out of its PeftModel": adapted(
         "llama", lambda model: lora(*IN_LLAMA)(model).base_model, lora(*IN_LLAMA)
     ),

@@ -436,8 +436,8 @@ def test_a_checkpoint_with_code_of_its_own_is_loaded_if_that_is_trusted(
 
 @pytest.fixture
 def with_code(directory: Any, modules: None, hf_models: Any, tmp_path: Path) -> Path:
-    """A tiny Qwen3 in a directory called as models are whose code TransformerLens runs."""
-    path = directory("Qwen/Qwen3-mine")
+    """A tiny Qwen3 in a directory called as a model is whose code TransformerLens runs."""
+    path = directory("Qwen/Qwen3-0.6B")
     hf_models("qwen3").save_pretrained(path)
     (path / "own.py").write_text(f"open({str(tmp_path / 'it ran')!r}, 'w')\nclass Own: ...\n")
     classes = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}
