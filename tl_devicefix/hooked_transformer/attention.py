@@ -93,6 +93,9 @@ def run_attention(
             k = _rotated(attn, k, 0, attention_mask, tables.of_keys)
         if heard:
             k = at(modules, "hook_rot_k", k)
+    if by_sdpa and heard and not _takes_sdpa(attn, q, k):
+        by_sdpa = False
+        tables = _tables(attn, q.size(1), offset, attention_mask, q.device, by_sdpa)
     if by_sdpa:
         z = _mixed_by_sdpa(attn, q, k, v, tables.seen)
         if heard and z.requires_grad:
@@ -181,6 +184,13 @@ def why_eager(attn: Any, heard: bool = True) -> str | None:
         if listens(attn._modules[name]):
             return f"{name} has hooks"
     return _why_always_eager(attn) or sdpa.why_not_here()
+
+
+def _takes_sdpa(attn: Any, q: Heads, k: Heads) -> bool:
+    """Whether SDPA is right after hooks, which may have added others, or changed how many heads."""
+    grouped = type(attn) is GroupedQueryAttention and not attn.cfg.ungroup_grouped_query_attention
+    n_heads = k.shape[2] * (attn.repeat_kv_heads if grouped else 1)
+    return why_eager(attn) is None and q.shape[2] == n_heads
 
 
 def _why_always_eager(attn: Any) -> str | None:
