@@ -81,6 +81,20 @@ def test_max_memory_bounds_what_a_device_holds(limit: int | str, config: Any, ma
     assert placement.devices == devices(0, 1, 2, 3)
 
 
+def test_max_memory_may_name_devices_as_torch_does(config: Any, machine: Any) -> None:
+    by_index = plan(config(), device_map="auto", max_memory={1: "1MiB", 2: "1GiB"})
+    assert by_index == plan(config(), device_map="auto", max_memory={"sim:1": "1MiB", 2: "1GiB"})
+    sim_1 = torch.device("sim", 1)
+    assert by_index == plan(config(), device_map="auto", max_memory={sim_1: 2**20, 2: 2**30})
+
+
+def test_with_max_memory_a_strategy_uses_only_the_devices_that_are_named(
+    config: Any, machine: Any
+) -> None:
+    room = {1: "1GiB", 3: "1GiB", "cpu": "64GiB"}
+    assert plan(config(), device_map="balanced", max_memory=room).devices == devices(1, 3)
+
+
 @pytest.mark.parametrize("strategy", ["balanced", "sequential"])
 def test_a_device_that_is_allowed_nothing_holds_nothing(
     strategy: str, config: Any, machine: Any

@@ -56,6 +56,13 @@ def test_blocks_on_the_cpu_run_where_the_block_before_them_does(config: Any, mac
     assert placement.stored_on("blocks.4.attn.W_Q") == sim(2)
 
 
+def test_where_no_block_is_on_a_device_they_run_at_home(config: Any, machine: Any) -> None:
+    placement = plan(config(), device_map={"": 2, "blocks": "cpu"})
+
+    assert offloaded(placement) == [0, 1, 2, 3, 4, 5]
+    assert placement.devices == (sim(2),)
+
+
 def test_a_model_whose_home_is_the_cpu_offloads_nothing(config: Any, machine: Any) -> None:
     placement = plan(config(), device_map={"": "cpu", "blocks.3": 1})
 
