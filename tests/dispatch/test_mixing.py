@@ -246,8 +246,8 @@ def test_with_a_default_device(model: Any) -> None:
         torch.set_default_device(None)
 
 
-def test_a_compiled_function_is_left_as_it_is(model: Any, machine: Any) -> None:
-    if getattr(machine, "asynchronous", None) is not None:
+def test_a_compiled_function_is_left_as_it_is(model: Any, request: Any) -> None:
+    if request.config.getoption("--asynchronous") is not None:
         pytest.skip("what watches the host's memory for asynchronous devices is not compiled")
     compiled = torch.compile(lambda x: (x @ x).relu() + 1, backend="eager", fullgraph=True)
     x = torch.ones(2, 2)
