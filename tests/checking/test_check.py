@@ -177,7 +177,7 @@ def test_torch_s_modules_of_a_block_that_was_moved_are_not_taken_for_attached(lo
     model.blocks[2].to("sim:0")
     assert found(model) == [("device", "blocks.2")]
 
-    with pytest.warns(UserWarning, match="brought to its component"):
+    with pytest.warns(UserWarning, match="moved to their component"):
         model.setup()
 
     assert check(model)
