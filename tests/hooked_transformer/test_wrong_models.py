@@ -30,8 +30,8 @@ def test_both_architectures_are_named(
 ) -> None:
     model = hf_models(given)
     names = [type(hf_models(each)).__name__ for each in (given, named)]
-    sentence = f"hf_model is a {names[0]}, which cannot be read as the {names[1]} that is named "
-    remedy = "; pass the model that belongs to the name, of AutoModelForCausalLM"
+    sentence = f"hf_model is a {names[0]}, but the name belongs to a {names[1]} "
+    remedy = "; pass the model of that name, as AutoModelForCausalLM loads it"
     with pytest.raises(ValueError, match=re.escape(f"{sentence}({reason}){remedy}")):
         load_hooked(ALL_ARCHITECTURES[named], model, tokenizer, device="cpu")
 

@@ -55,7 +55,7 @@ def test_a_host_s_own_name_goes_before_a_number() -> None:
 
 @pytest.mark.parametrize("name", ["node-c/xpu:0", "node-b/xpu:2", "head/cpu:0", "/", "head/"])
 def test_a_name_that_is_not_there_gets_those_that_are(name: str) -> None:
-    with pytest.raises(ValueError, match=f"^there is no device {name!r}: there are") as found:
+    with pytest.raises(ValueError, match=f"^device {name!r} does not exist: name one of") as found:
         site_named(name, JOINED)
 
     said = "head/xpu:0 to xpu:1 (host0), node-b/xpu:0 to xpu:1 (host1)"
@@ -74,7 +74,7 @@ def test_simulated_ones_are_of_any_type(name: str) -> None:
         (2, 4, "n_devices=2 cannot be divided evenly over hosts=4"),
         (4, 0, "hosts must be an int of 1 or more, .* but is 0"),
         (4, "2", "hosts must be an int of 1 or more, .* but is '2'"),
-        (4, [2, 1], r"n_devices=4, but hosts=\[2, 1\] have 3"),
+        (4, [2, 1], r"n_devices is 4, but hosts=\[2, 1\] have 3"),
         (4, [5, -1], r"1 device or more, but hosts is \[5, -1\]"),
     ],
 )
@@ -108,7 +108,9 @@ def test_device_map_max_memory_and_device_take_such_names(config: Any, two_hosts
 def test_wherever_a_name_is_given_it_has_to_be_there(
     options: Any, config: Any, two_hosts: Machine
 ) -> None:
-    with pytest.raises(ValueError, match="there is no device 'host2/0': there are host0/0 to 1, "):
+    with pytest.raises(
+        ValueError, match="device 'host2/0' does not exist: name one of host0/0 to 1, "
+    ):
         plan(config(), **options)
 
 

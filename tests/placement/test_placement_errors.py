@@ -76,7 +76,7 @@ def test_bytes_on_the_devices_of_a_machine_that_was_left(config: Any) -> None:
         ({"": 0, "blcks": 1}, "device_map names 'blcks', but this model has no such component"),
         (
             {"embed": 0, "blocks": 1},
-            "device_map says nothing of pos_embed, ln_final, unembed: give each",
+            "device_map leaves out pos_embed, ln_final, unembed: give each",
         ),
         ("balance", "device_map='balance' is neither .*; did you mean 'balanced'?"),
         (3.5, "device_map=3.5 is neither a device nor one of 'auto', 'balanced', 'sequential', "),

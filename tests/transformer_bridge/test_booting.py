@@ -173,7 +173,7 @@ def test_one_device_is_left_to_transformer_lens(machine: Any, boot: Any) -> None
         ({"n_devices": 5}, "needs 5 devices"),
         ({"n_devices": 2, "device_map": "auto"}, "leave n_devices out"),
         ({"n_devices": 2, "max_memory": {0: "1KiB", 1: "1KiB"}}, "do not fit"),
-        ({"device_map": {"embed": 0}}, "says nothing of"),
+        ({"device_map": {"embed": 0}}, "leaves out"),
         ({"device_map": {"": 0, "blocks.9": 1}}, "no such component"),
         ({"device_map": "balance"}, "neither a device"),
     ],

@@ -136,7 +136,9 @@ def _name(hook: Any) -> str:
     """The name of a hook or a handle's; not the repr of a partial, which may show a whole cache."""
     if hasattr(hook, "is_permanent"):
         # TransformerLens 2.x keeps no user_hook, but its repr as the name of what it registers.
-        registered = (hook.hook.hooks_dict_ref() or {}).get(hook.hook.id)
-        hook = getattr(hook, "user_hook", None) or registered
+        if (own := getattr(hook, "user_hook", None)) is None:
+            registered = (hook.hook.hooks_dict_ref() or {}).get(hook.hook.id)
+            return str(getattr(registered, "__name__", "unknown"))[:80]
+        hook = own
     hook = getattr(hook, "func", hook)
     return (getattr(hook, "__qualname__", None) or type(hook).__name__)[:80]

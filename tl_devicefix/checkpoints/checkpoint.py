@@ -185,7 +185,7 @@ def _naming(file: Path) -> Iterator[None]:
             ) from error
         state = "is missing"
         if file.is_file():
-            state = f"is damaged, perhaps as it is cut short at {file.stat().st_size} bytes"
+            state = f"is damaged or incomplete, with {file.stat().st_size} bytes"
         raise ValueError(f"{file} {state} ({reason}); fetch it again") from error
 
 

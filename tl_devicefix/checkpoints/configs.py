@@ -43,7 +43,7 @@ def read_config(name: str, directory: str | Path, **kwargs: Any) -> Any:
             fields = json.loads(file.read_text())
             _check_counts(fields)
             if not isinstance(architectures := fields.get("architectures") or [], list):
-                raise ValueError(f"architectures={architectures!r} must be a list of names")
+                raise ValueError(f"architectures must be a list of names, but is {architectures!r}")
         return AutoConfig.from_pretrained(name, **kwargs)
 
 

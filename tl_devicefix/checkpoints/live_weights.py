@@ -203,7 +203,7 @@ def _refuse_packed(model: nn.Module) -> None:
     if kinds:
         raise ValueError(
             f"hf_model is quantised ({', '.join(sorted(kinds))}) in a way that cannot be undone "
-            "here; pass it as it was before, or dequantised if its method can do that"
+            "here; pass the unquantised model, or dequantise it first"
         )
 
 

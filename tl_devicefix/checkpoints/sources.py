@@ -134,15 +134,14 @@ class HuggingFaceSource:
                 raise
             if named == own:
                 raise ValueError(
-                    f"hf_model is a {own}, which this transformers lays out otherwise than this "
-                    f"TransformerLens reads ({error}); install versions of the two that were "
-                    "released together"
+                    f"TransformerLens cannot read a {own} of this transformers ({error}); install "
+                    "versions of the two that were released together"
                 ) from error
             # einops is given None for a weight that is missing.
             reason = f"a weight of a {named} is missing" if "einops" in str(error) else error
             raise ValueError(
-                f"hf_model is a {own}, which cannot be read as the {named} that is named "
-                f"({reason}); pass the model that belongs to the name, of AutoModelForCausalLM"
+                f"hf_model is a {own}, but the name belongs to a {named} ({reason}); pass the "
+                "model of that name, as AutoModelForCausalLM loads it"
             ) from error
 
     def _embeddings_not_of(self, unit: str) -> set[nn.Module]:
@@ -178,7 +177,7 @@ def _find_blocks(hf_model: nn.Module, cfg: Any) -> nn.ModuleList:
     if cfg.n_layers > n_blocks:
         raise ValueError(
             f"{cfg.n_layers} layers are asked for, but hf_model has {n_blocks}; check "
-            "first_n_layers, and that hf_model is the model that is named"
+            "first_n_layers, and that hf_model is the model of that name"
         )
     return lists[0]
 

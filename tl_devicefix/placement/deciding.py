@@ -163,7 +163,7 @@ def tell_of_unused(unused: Collection[str], used: Sequence[str]) -> None:
     """Warn that `max_memory` names devices where nothing is placed, if it does."""
     if unused:
         _log.warning(
-            "max_memory names %s, where nothing is placed: only %s may be used.",
+            "nothing is placed on %s of max_memory: the model uses %s only",
             ", ".join(sorted(unused)),
             ", ".join(used),
         )
@@ -208,7 +208,7 @@ def _from_dict(
         placed.append(placed_as(size, device))
     if missing:
         raise ValueError(
-            f"device_map says nothing of {in_short(missing)}: give each component a device, or "
+            f"device_map leaves out {in_short(missing)}: give each component a device, or "
             "use device_map='balanced'"
         )
     placement = Placement(_run_where_others_do(placed))

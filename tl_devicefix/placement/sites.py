@@ -86,7 +86,8 @@ def _on_each(n_devices: int | None, hosts: Hosts) -> Sequence[int]:
             raise ValueError(f"each host must have 1 device or more, but hosts is {hosts!r}")
         if n_devices not in (None, sum(hosts)):
             raise ValueError(
-                f"n_devices={n_devices}, but hosts={hosts!r} have {sum(hosts)}: give that, or none"
+                f"n_devices is {n_devices}, but hosts={hosts!r} have {sum(hosts)}: leave "
+                "n_devices out"
             )
         check_number(sum(hosts))
         return hosts
@@ -140,10 +141,10 @@ def site_named(name: str, sites: Sequence[Site]) -> Site:
             return each
     if not sites:
         raise ValueError(
-            f"device {name!r} names a host, but there is this one only: call "
+            f"device {name!r} names a host, but no other host has joined: call "
             "tl_devicefix.init_hosts() first, or leave the host out"
         )
-    raise ValueError(f"there is no device {name!r}: there are {listed(sites)}")
+    raise ValueError(f"device {name!r} does not exist: name one of {listed(sites)}")
 
 
 def listed(sites: Sequence[Site]) -> str:

@@ -81,8 +81,8 @@ def blueprint(
         own = _read(config_or_model_name, dtype, {**options, "n_ctx": None}, cls).n_ctx
         if n_ctx != own:
             raise ValueError(
-                f"n_ctx={n_ctx} cannot be loaded: this model has learnt its positions, which are "
-                f"{own}; leave n_ctx out"
+                f"n_ctx is {n_ctx}, but this model has {own} learnt position embeddings: leave "
+                "n_ctx out"
             )
     return model
 
@@ -147,5 +147,5 @@ def adapter_to_load(config_or_model_name: Any, cls: Any = None) -> Adapter:
     if chosen is None:
         classes = ["HookedTransformer or a subclass of it"] if hooked is not None else []
         classes += ["TransformerBridge"] if bridge is not None else []
-        raise ValueError(f"cls={cls!r} is not a class of models here: give {', '.join(classes)}")
+        raise ValueError(f"cls must be {' or '.join(classes)}, but is {cls!r}")
     return chosen
