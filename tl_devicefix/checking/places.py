@@ -107,15 +107,15 @@ def memory(model: Any) -> tuple[Memory, ...]:
         if not tensor.value.is_meta:
             storage = tensor.value.untyped_storage()
             storages[storage._cdata] = tensor.value.device, storage.nbytes()
-    held: dict[torch.device, int] = defaultdict(int)
+    nbytes_on: dict[torch.device, int] = defaultdict(int)
     for device, nbytes in storages.values():
-        held[device] += nbytes
+        nbytes_on[device] += nbytes
     if placement is not None:
         planned = {device: placement.bytes_on(device) for device in placement.memories}
     else:
-        planned = {planned_by(model)("model", True): sum(held.values())}
-    devices = dict.fromkeys((*planned, *sorted(held, key=str)))
-    return tuple(Memory(d, planned.get(d, 0), held.get(d, 0)) for d in devices)
+        planned = {planned_by(model)("model", True): sum(nbytes_on.values())}
+    devices = dict.fromkeys((*planned, *sorted(nbytes_on, key=str)))
+    return tuple(Memory(d, planned.get(d, 0), nbytes_on.get(d, 0)) for d in devices)
 
 
 def device_findings(

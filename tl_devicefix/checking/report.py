@@ -94,21 +94,23 @@ class Report:
     def _lines(self) -> Iterator[str]:
         if self.repaired:
             yield f"repaired ({len(self.repaired)}):"
-            yield from _listed([each.message for each in self.repaired], self.repaired)
+            yield from _listed([repair.message for repair in self.repaired], self.repaired)
         if self.well:
-            held = [each for each in self.memory if each.held]
+            held = [memory for memory in self.memory if memory.held]
             on = f"on {held[0].device}" if len(held) == 1 else f"on {len(held)} devices"
-            hosts = {site.hostname for each in held if (site := site_of(each.device)) is not None}
+            hosts = {
+                site.hostname for memory in held if (site := site_of(memory.device)) is not None
+            }
             on += f" of {len(hosts)} hosts ({', '.join(sorted(hosts))})" if len(hosts) > 1 else ""
-            size = gib(sum(each.held for each in held))
+            size = gib(sum(memory.held for memory in held))
             yield f"all is well: {self.n_parameters:,} parameters ({size} with buffers) {on}"
         else:
             yield f"wrong ({len(self.findings)}):"
-            yield from _listed([str(each) for each in self.findings], self.findings)
+            yield from _listed([str(finding) for finding in self.findings], self.findings)
         if self.notes:
             yield f"not wrong, but to know ({len(self.notes)}):"
-            yield from _listed([str(each) for each in self.notes], self.notes)
-        if any(each.kind == "device" for each in self.findings):
+            yield from _listed([str(note) for note in self.notes], self.notes)
+        if any(finding.kind == "device" for finding in self.findings):
             yield _table(self.memory)
 
 
@@ -126,7 +128,7 @@ def _listed(lines: Sequence[str], findings: Sequence[Finding]) -> Iterator[str]:
             yield f"- and {len(of_kind) - _MOST_OF_A_KIND} more of this kind"
 
 
-def _table(memory: Sequence[Memory]) -> str:
+def _table(memories: Sequence[Memory]) -> str:
     rows = [("device", "planned", "really there")]
-    rows += [(printed(each.device), gib(each.planned), gib(each.held)) for each in memory]
+    rows += [(printed(memory.device), gib(memory.planned), gib(memory.held)) for memory in memories]
     return format_table(rows, "<>>")

@@ -79,15 +79,15 @@ class CarryTo:
             if residual is not None:
                 vars(module)["_start_residual"] = move(residual, self.device)
             if args:
-                args = (move(args[0], self.device), *map(self._here, args[1:]))
+                args = (move(args[0], self.device), *map(self._on_device, args[1:]))
             carried = {
-                name: move(value, self.device) if name in _STREAM else self._here(value)
+                name: move(value, self.device) if name in _STREAM else self._on_device(value)
                 for name, value in kwargs.items()
                 if value is not None
             }
             return args, {**kwargs, **carried}
 
-    def _here(self, value: Any) -> Any:
+    def _on_device(self, value: Any) -> Any:
         if value is None:
             return None
         if isinstance(value, torch.Tensor):
@@ -96,7 +96,7 @@ class CarryTo:
             value.past_keys = move(value.past_keys, self.device)
             value.past_values = move(value.past_values, self.device)
             return value
-        return mapped(value, self._here)
+        return mapped(value, self._on_device)
 
     def _copied_once(self, tensor: torch.Tensor) -> torch.Tensor:
         changes = None if tensor.is_inference() else tensor._version  # hooks may change it

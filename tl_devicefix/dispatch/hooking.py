@@ -78,35 +78,35 @@ class HookAcrossDevices:
         point = vars(hook).get("_target", hook)  # of a Bridge's hook point by another name
         devices: frozenset[torch.device] = vars(point).get(_DEVICES, frozenset())
         # A Bridge's hook points may hand out tuples, or None.
-        here = getattr(activation, "device", None)
-        chosen = chosen_device(here)
-        if chosen is not None and here is not None:
-            devices |= {here, chosen}
-        if not devices or here is None:
+        device = getattr(activation, "device", None)
+        chosen = chosen_device(device)
+        if chosen is not None and device is not None:
+            devices |= {device, chosen}
+        if not devices or device is None:
             return self.__wrapped__(activation, hook=hook)
         try:
-            with JoinedAt(here, devices):
+            with JoinedAt(device, devices):
                 result = self.__wrapped__(activation, hook=hook)
         except RuntimeError as error:
             if "same device" not in str(error):
                 raise
-            said = str(error).partition(AFTER_JOIN)[0]
+            message = str(error).partition(AFTER_JOIN)[0]
             raise RuntimeError(
-                f"the hook on {hook.name} mixes devices: its activation is on {printed(here)}, so "
-                f"bring other tensors there with .to(activation.device) ({said})"
+                f"the hook on {hook.name} mixes devices: its activation is on {printed(device)}, "
+                f"so bring other tensors there with .to(activation.device) ({message})"
             ) from error
-        return _at(result, here, devices, hook.name)
+        return _at(result, device, devices, hook.name)
 
 
-def _at(result: Any, here: torch.device, devices: frozenset[torch.device], name: str) -> Any:
+def _at(result: Any, device: torch.device, devices: frozenset[torch.device], name: str) -> Any:
     """What a hook returned, on its activation's device."""
     if isinstance(result, tuple) and len(result) == 1:  # backward hooks may return (gradient,)
-        return (_at(result[0], here, devices, name),)
-    if not isinstance(result, torch.Tensor) or result.device == here:
+        return (_at(result[0], device, devices, name),)
+    if not isinstance(result, torch.Tensor) or result.device == device:
         return result
     if result.device not in devices:
         raise RuntimeError(
             f"the hook on {name} returned a tensor on {printed(result.device)}, but its activation "
-            f"is on {printed(here)}: return it with .to(activation.device)"
+            f"is on {printed(device)}: return it with .to(activation.device)"
         )
-    return result.to(here)
+    return result.to(device)

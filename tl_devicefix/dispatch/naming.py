@@ -57,8 +57,8 @@ def named_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
         return
     paths: dict[nn.Module, str] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        known = paths.setdefault(module, path)
-        if _depth(path) < _depth(known):
+        shortest = paths.setdefault(module, path)
+        if _depth(path) < _depth(shortest):
             paths[module] = path
     modules = {path: module for module, path in paths.items()}
     for module, path in paths.items():
@@ -82,8 +82,8 @@ def _depth(path: str) -> tuple[int, int]:
 def line_of_user(frame: FrameType | None) -> str:
     """The innermost line that is not of these libraries: "script.py:12"."""
     frames = _frames_to_user(frame)
-    found = frames[-1] if frames else frame
-    return "?" if found is None else f"{found.f_code.co_filename}:{found.f_lineno}"
+    innermost = frames[-1] if frames else frame
+    return "?" if innermost is None else f"{innermost.f_code.co_filename}:{innermost.f_lineno}"
 
 
 def stacklevel_of_user(frame: FrameType) -> int:

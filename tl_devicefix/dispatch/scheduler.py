@@ -42,13 +42,13 @@ class Turns:
         self._changed = threading.Condition()
         self._holders: dict[torch.device, Run] = {}
         self._asking: dict[torch.device, list[_Asking]] = defaultdict(list)
-        self._wanted = -1
+        self._awaited = -1
         self._is_over = False
 
     def want(self, number: int) -> None:
         """Say that the result of a run is waited for, as those before it have been fetched."""
         with self._changed:
-            self._wanted = number
+            self._awaited = number
             self._changed.notify_all()
 
     def end(self) -> None:
@@ -118,14 +118,14 @@ class Turns:
     def _grant(self, device: torch.device) -> None:
         """Give a free device's turn to the first that asks for it."""
         asking = self._asking[device]
-        here = [each for each in asking if each.is_here]
-        if device in self._holders or not here:
+        present = [request for request in asking if request.is_here]
+        if device in self._holders or not present:
             return
 
-        def rank(each: _Asking) -> tuple[int, int]:
-            return self.visits.rank(device, each.weights), each.run.number
+        def rank(request: _Asking) -> tuple[int, int]:
+            return self.visits.rank(device, request.weights), request.run.number
 
-        first = min(here, key=rank)
+        first = min(present, key=rank)
         if rank(first)[0] == NOT_THERE > min(map(rank, asking))[0]:
             return  # before the block leaves, it serves the run that is about to be here
         asking.remove(first)
@@ -139,7 +139,7 @@ class Turns:
             Abandoned: if nobody waits for it any more.
         """
         with self._changed:
-            while self._wanted < number:
+            while self._awaited < number:
                 self.check()
                 self._changed.wait()
 
@@ -260,9 +260,9 @@ class Run:
         """
         if tensor.is_inference():  # whose changes are not counted
             return False
-        known = self._computed.get(tensor) == tensor._version
+        is_computed = self._computed.get(tensor) == tensor._version
         self._computed[tensor] = tensor._version
-        return known
+        return is_computed
 
     def rest(self) -> None:
         """Give the turn back, if it holds one."""

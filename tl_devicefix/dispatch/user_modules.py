@@ -64,8 +64,8 @@ class ForwardWhereItIs(AroundForward):
 
 def device_of_weights(module: nn.Module) -> torch.device | None:
     """Where a module's weights are; SAELens's wrapper holds the SAE aside of its submodules."""
-    held = [value for value in vars(module).values() if isinstance(value, nn.Module)]
-    tensors = (t for m in (module, *held) for t in (*m.parameters(), *m.buffers()))
+    modules = [value for value in vars(module).values() if isinstance(value, nn.Module)]
+    tensors = (t for m in (module, *modules) for t in (*m.parameters(), *m.buffers()))
     return next((tensor.device for tensor in tensors), None)
 
 
@@ -83,8 +83,8 @@ def attached_modules(
     if someone moved them, which `is_own` knows.
     """
     inside: set[nn.Module] = set()
-    for name, here in placement.device_map.items():
-        own = (None, here, placement.stored_on(name))
+    for name, device in placement.device_map.items():
+        own = (None, device, placement.stored_on(name))
         for path, module in model.get_submodule(name).named_modules(prefix=name):
             package = _package(module)
             if module in inside or package == "transformer_lens":
@@ -153,13 +153,13 @@ class Watch:
     def __init__(self, is_own: IsOwn | None) -> None:
         self._is_own = is_own
         self._lock = threading.Lock()
-        self._told: set[str] = set()
+        self._warned_of: set[str] = set()
         self._modules: list[weakref.ref[nn.Module]] = []
         self._seen: Any = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Watch:
         copied = Watch(self._is_own)
-        copied._told |= self._told
+        copied._warned_of |= self._warned_of
         return copied
 
     def __reduce__(self) -> Any:
@@ -202,8 +202,8 @@ class Watch:
             roots = [root for _, root in _components(model, placement)]
             self._modules = [weakref.ref(module) for root in roots for module in _own_modules(root)]
             self._seen = self._now()
-        _warn(moved, [tensor for tensor in left if tensor.full_name not in self._told])
-        self._told |= {tensor.full_name for tensor in left}
+        _warn(moved, [tensor for tensor in left if tensor.full_name not in self._warned_of])
+        self._warned_of |= {tensor.full_name for tensor in left}
 
     def _attach(self, model: Any, placement: Placement) -> None:
         """Let modules of others run where they are, and copies of TransformerLens's not."""
@@ -243,8 +243,8 @@ class PlacedTensor:
 
 def held_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """A module's own parameters and buffers: name, tensor, and whether it is a weight."""
-    for held, is_weight in ((module._parameters, True), (module._buffers, False)):
-        for name, value in held.items():
+    for tensors, is_weight in ((module._parameters, True), (module._buffers, False)):
+        for name, value in tensors.items():
             if value is not None:
                 yield name, value, is_weight
 
@@ -284,9 +284,9 @@ def _shared(model: Any, placement: Placement) -> Callable[[Any], bool]:
     places: dict[int, set[torch.device]] = defaultdict(set)
     for component, root in _components(model, placement):
         for module in root.modules():
-            for held in (module, *module._parameters.values()):
-                places[id(held)].add(component.stored_on)
-    return lambda held: len(places[id(held)]) > 1
+            for owned in (module, *module._parameters.values()):
+                places[id(owned)].add(component.stored_on)
+    return lambda owned: len(places[id(owned)]) > 1
 
 
 def _move(parameter: torch.Tensor, device: torch.device) -> None:

@@ -67,9 +67,9 @@ class _AsMade:
 
     def __init__(self, view: Any, twins: Twins) -> None:
         self._of_view = dict(vars(view))
-        held = [vars(holder) for holder in twins.holders if holder is not view]
-        self._held = [(attributes, dict(attributes)) for attributes in held]
-        self._filled = [(held, contents_of(held)) for held in twins.containers]
+        others = [vars(holder) for holder in twins.holders if holder is not view]
+        self._others = [(attributes, dict(attributes)) for attributes in others]
+        self._filled = [(container, contents_of(container)) for container in twins.containers]
 
     def restore(self, view: Any) -> None:
         """Bring it back."""
@@ -78,11 +78,11 @@ class _AsMade:
                 now = contents_of(container)
                 if len(now) != len(contents) or not all(map(is_, now, contents)):
                     refill(container, contents)
-        for held, as_made in [(vars(view), self._of_view), *self._held]:
-            held.update(as_made)
-            if len(held) > len(as_made):
-                for name in held.keys() - as_made.keys() - {_AS_MADE}:
-                    del held[name]
+        for attributes, as_made in [(vars(view), self._of_view), *self._others]:
+            attributes.update(as_made)
+            if len(attributes) > len(as_made):
+                for name in attributes.keys() - as_made.keys() - {_AS_MADE}:
+                    del attributes[name]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of a view, and a view of one, has nothing to be restored to."""
@@ -148,8 +148,8 @@ class Twins:
             if self._holders:
                 self._fill(*self._holders.pop())
             elif self._callables:
-                held, name, value = self._callables.pop()
-                held[name] = self(value)
+                attributes, name, value = self._callables.pop()
+                attributes[name] = self(value)
             else:
                 self._fill_container(*self._contents.pop())
         for handle, its_twin in self._handles:
@@ -158,7 +158,7 @@ class Twins:
             visits.leave_to(in_view)
         return twin
 
-    def known(self, value: Any) -> Any:
+    def twin_of(self, value: Any) -> Any:
         """The twin of a value that has one; the value if it has none."""
         return self._twins.get(id(value), value)
 
@@ -182,32 +182,32 @@ class Twins:
     def _holder(self, value: Any) -> Any:
         kind = type(value)
         twin = self._twins[id(value)] = object.__new__(kind)
-        held = dict(vars(value))
-        object.__setattr__(twin, "__dict__", held)
-        self._holders.append((kind, held))
+        attributes = dict(vars(value))
+        object.__setattr__(twin, "__dict__", attributes)
+        self._holders.append((kind, attributes))
         self.holders.append(twin)
         return twin
 
-    def _fill(self, kind: type, held: dict[str, Any]) -> None:
+    def _fill(self, kind: type, attributes: dict[str, Any]) -> None:
         """Exchange what a twin holds."""
-        for name, value in held.items():
+        for name, value in attributes.items():
             its_kind = type(value)
             if its_kind in _PLAIN:
                 continue
             if its_kind in _CONTAINERS and _is_own(kind, name):
                 if value or name not in _OF_ANY:
-                    held[name] = self._own(value)
+                    attributes[name] = self._own(value)
                 else:  # as most are, and there are many
-                    held[name] = twin = its_kind()
+                    attributes[name] = twin = its_kind()
                     self.containers.append(twin)
                 if name == "_modules" and value:
                     self._fill_container(*self._contents.pop())
             elif its_kind in _CALLABLES:
-                self._callables.append((held, name, value))
+                self._callables.append((attributes, name, value))
             elif kind in _OF_USERS or getattr(kind, "holds_users_hook", False):
-                held[name] = self._in_function(value)
+                attributes[name] = self._in_function(value)
             else:
-                held[name] = self(value)
+                attributes[name] = self(value)
 
     def _own(self, value: Any) -> Any:
         """A container that the twin has its own of, whatever is in it."""
@@ -244,7 +244,7 @@ class Twins:
             return value
         kind = type(value)
         if issubclass(kind, nn.Module):
-            return self.known(value)
+            return self.twin_of(value)
         return self(value)
 
     def _function(self, value: Any) -> Any:
@@ -252,9 +252,9 @@ class Twins:
             return value
         self._twins[id(value)] = value  # a function that calls itself
         cells = tuple(map(self._cell, value.__closure__ or ()))
-        held = {name: self._in_function(part) for name, part in vars(value).items()}
+        attributes = {name: self._in_function(part) for name, part in vars(value).items()}
         unchanged = all(map(is_, cells, value.__closure__ or ()))
-        if unchanged and all(map(is_, held.values(), vars(value).values())):
+        if unchanged and all(map(is_, attributes.values(), vars(value).values())):
             return value
         twin = types.FunctionType(
             value.__code__, value.__globals__, value.__name__, value.__defaults__, cells
@@ -263,7 +263,7 @@ class Twins:
         twin.__annotations__ = value.__annotations__
         twin.__qualname__, twin.__doc__ = value.__qualname__, value.__doc__
         twin.__module__ = value.__module__
-        vars(twin).update(held)
+        vars(twin).update(attributes)
         self._twins[id(value)] = twin
         return twin
 
@@ -279,7 +279,7 @@ class Twins:
     def _method(self, value: Any) -> Any:
         owner = value.__self__
         is_users = isinstance(owner, nn.Module) and not _is_of(type(owner), _LIBRARIES)
-        its_twin = self.known(owner) if is_users else self(owner)
+        its_twin = self.twin_of(owner) if is_users else self(owner)
         return value if its_twin is owner else types.MethodType(value.__func__, its_twin)
 
     def _partial(self, value: Any) -> Any:
@@ -300,12 +300,12 @@ class Twins:
     def _state(self, handle: RemovableHandle) -> Any:
         """A handle's state, as torch has it pickled, of the twin's hooks."""
         hooks, number, *others = handle.__getstate__()
-        extra = tuple(map(self.known, others[0])) if others else ()
-        return self.known(hooks), number, extra
+        extra = tuple(map(self.twin_of, others[0])) if others else ()
+        return self.twin_of(hooks), number, extra
 
     def _proxy(self, value: Any) -> Any:
-        held = value.__repr__.__self__  # a proxy hands this on to what it stands for
-        return weakref.proxy(self(held)) if isinstance(held, nn.Module) else value
+        referent = value.__repr__.__self__  # a proxy hands this on to what it stands for
+        return weakref.proxy(self(referent)) if isinstance(referent, nn.Module) else value
 
     def _visit(self, value: ForwardWithVisitors) -> ForwardWithVisitors:
         twin: ForwardWithVisitors = self._holder(value)

@@ -86,16 +86,16 @@ class Copies:
             stream.wait_event(self._done)
             self._waiting.append(stream)
 
-    def share(self, there: Iterable[torch.Tensor]) -> None:
+    def share(self, copied: Iterable[torch.Tensor]) -> None:
         """Have what this thread computes use copies that another thread has waited for.
 
         Args:
-            there: the copies, whose memory is kept until that has been computed.
+            copied: the copies, whose memory is kept until that has been computed.
         """
         if self._streams is not None:
             self.wait()
             stream = self._streams.current_stream(self._device)
-            for copy in there if stream != self._taken_on else ():
+            for copy in copied if stream != self._taken_on else ():
                 copy.record_stream(stream)
 
     def _on_copy_stream(self) -> contextlib.AbstractContextManager[Any]:
@@ -134,10 +134,10 @@ class Sent:
 
     def __init__(self, hosts: Iterable[torch.Tensor], device: torch.device) -> None:
         self._hosts = list(hosts)
-        self._there: list[torch.Tensor] = []  # still held when an error has been waited for
+        self._copied: list[torch.Tensor] = []  # still held when an error has been waited for
         with Copies(device) as self._copies:
             for host in self._hosts:
-                self._there.append(self._copies.start(host))
+                self._copied.append(self._copies.start(host))
         self._values = [values_of(host) for host in self._hosts]
         self._for_inference = torch.is_inference_mode_enabled()
 
@@ -156,11 +156,11 @@ class Sent:
             places: a module, the name of its parameter, and that, in the order that was given.
         """
         self._copies.wait()
-        return [Visitor(*place, copy) for place, copy in zip(places, self._there)]
+        return [Visitor(*place, copy) for place, copy in zip(places, self._copied)]
 
     def share(self) -> None:
         """Have them stay for what this thread computes too, on whichever stream."""
-        self._copies.share(self._there)
+        self._copies.share(self._copied)
 
     def let_go(self) -> None:
         """To be called before they are dropped.
@@ -191,21 +191,21 @@ class Visitor:
         self.host = host
         self._module, self._name = module, name
         with torch.enable_grad():  # as a parameter requires its gradient under no_grad too
-            self.there: torch.Tensor = _Visit.apply(host, copy)
-        self._values = values_of(self.there)
+            self.weight: torch.Tensor = _Visit.apply(host, copy)
+        self._values = values_of(self.weight)
 
     def move_in(self) -> None:
         """Take the parameter's place in its module."""
-        self._module._parameters[self._name] = self.there  # type: ignore[assignment]
+        self._module._parameters[self._name] = self.weight  # type: ignore[assignment]
 
     def move_out(self) -> None:
         """Give the place back, unless a hook has filled it; what one has changed goes back too."""
-        if self._module._parameters.get(self._name) is not self.there:
+        if self._module._parameters.get(self._name) is not self.weight:
             return
         self._module._parameters[self._name] = self.host  # type: ignore[assignment]
-        if values_of(self.there) != self._values:
+        if values_of(self.weight) != self._values:
             with torch.no_grad():
-                self.host.copy_(self.there)
+                self.host.copy_(self.weight)
 
 
 class _Visit(torch.autograd.Function):

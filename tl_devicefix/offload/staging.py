@@ -53,31 +53,31 @@ class Staging:
         """As `tensor.to(device)`, of a tensor without gradient."""
         if not self._is_staged(tensor):
             return tensor.to(self._device)
-        there = torch.empty_like(tensor, device=self._device)
-        self.copy(there, tensor)
-        return there
+        target = torch.empty_like(tensor, device=self._device)
+        self.copy(target, tensor)
+        return target
 
-    def copy(self, there: torch.Tensor, tensor: torch.Tensor) -> None:
-        """As `there.copy_(tensor)`, where `there` is on the device.
+    def copy(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
+        """As `target.copy_(tensor)`, where `target` is on the device.
 
         Args:
-            there: has no gradient; rounded to its dtype on the host, as torch does.
+            target: has no gradient; rounded to its dtype on the host, as torch does.
             tensor: of the same shape, anywhere.
         """
-        if not self._is_staged(tensor) or there.device != self._device:
-            there.copy_(tensor)
-        elif tensor.numel() * there.itemsize <= BYTES_AT_ONCE:
+        if not self._is_staged(tensor) or target.device != self._device:
+            target.copy_(tensor)
+        elif tensor.numel() * target.itemsize <= BYTES_AT_ONCE:
             buffer = self._buffers.pop(0)
             self._buffers.append(buffer)
-            there.copy_(buffer.filled(tensor, there.dtype), non_blocking=True)
+            target.copy_(buffer.filled(tensor, target.dtype), non_blocking=True)
             buffer.read.record(self._module.current_stream(self._device))
         else:
             # Along the axis that is outermost in memory, so that chunks are contiguous.
             axes = [axis for axis in range(tensor.dim()) if tensor.shape[axis] > 1]
             axis = max(axes, key=tensor.stride)
-            bytes_of_row = tensor.numel() // tensor.shape[axis] * there.itemsize
+            bytes_of_row = tensor.numel() // tensor.shape[axis] * target.itemsize
             rows = max(BYTES_AT_ONCE // bytes_of_row, 1)
-            for to, of in zip(there.split(rows, axis), tensor.split(rows, axis)):
+            for to, of in zip(target.split(rows, axis), tensor.split(rows, axis)):
                 self.copy(to, of)
 
     def _is_staged(self, tensor: torch.Tensor) -> bool:

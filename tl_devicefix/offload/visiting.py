@@ -89,7 +89,7 @@ class ForwardWithVisitors(AroundForward):
             return self.run(*args, **kwargs)
 
     def _keeping_on_host(self) -> contextlib.AbstractContextManager[Any]:
-        weights = [(visitor.there, visitor.host) for visitor in self._visitors]
+        weights = [(visitor.weight, visitor.host) for visitor in self._visitors]
         return keeping_on_host(weights, self.device)
 
     def send(self) -> Sent:
@@ -112,7 +112,7 @@ class ForwardWithVisitors(AroundForward):
 
     def _on_host(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
         """Each parameter that lives on the host, also while the block runs for someone else."""
-        visited = {id(visitor.there): visitor.host for visitor in self._visitors}
+        visited = {id(visitor.weight): visitor.host for visitor in self._visitors}
         for module in self.module.modules():
             for name, parameter in module._parameters.items():
                 host = visited.get(id(parameter), parameter)

@@ -127,8 +127,8 @@ def sizes_now(bridge: Any, placement: Placement) -> list[ComponentSize]:
         module = modules.get(component.name)
         weights, buffers = component.weights, component.buffers
         if module is not None:
-            weights = sum(each.nbytes for each in module.parameters())
-            buffers = sum(each.nbytes for each in module.buffers())
+            weights = sum(parameter.nbytes for parameter in module.parameters())
+            buffers = sum(buffer.nbytes for buffer in module.buffers())
         sizes.append(ComponentSize(component.name, weights, buffers, gives=component.gives))
     return sizes
 
@@ -157,15 +157,15 @@ def _move(
     module: torch.nn.Module, device: torch.device, stored_on: torch.device, placed: set[int]
 ) -> None:
     """Move what is in a module, and was not moved before, in place."""
-    for each in module.modules():
-        for parameter in each.parameters(recurse=False):
+    for submodule in module.modules():
+        for parameter in submodule.parameters(recurse=False):
             if id(parameter) not in placed and parameter.device != stored_on:
                 parameter.data = parameter.data.to(stored_on)
             placed.add(id(parameter))
-        for name, buffer in each.named_buffers(recurse=False):
+        for name, buffer in submodule.named_buffers(recurse=False):
             if id(buffer) not in placed:
-                each._buffers[name] = buffer.to(device)
-                placed.add(id(each._buffers[name]))
+                submodule._buffers[name] = buffer.to(device)
+                placed.add(id(submodule._buffers[name]))
 
 
 def placement_as_it_lies(bridge: Any) -> Placement | None:
@@ -182,8 +182,8 @@ def placement_as_it_lies(bridge: Any) -> Placement | None:
                     name, sum(tensor.nbytes for tensor in tensors), device=devices.pop()
                 )
             )
-    embed = [each for each in placed if each.name == "embed"]
-    placed = embed + [each for each in placed if each.name != "embed"]
+    embed = [component for component in placed if component.name == "embed"]
+    placed = embed + [component for component in placed if component.name != "embed"]
     return Placement(tuple(placed)) if placed else None
 
 
@@ -223,4 +223,4 @@ def _register_attention(bridge: Any, twins: Twins) -> None:
     for module in bridge.modules():
         component = registry.get(id(module))
         if component is not None:
-            registry[id(twins.known(module))] = twins.known(component)
+            registry[id(twins.twin_of(module))] = twins.twin_of(component)

@@ -100,14 +100,14 @@ _made_of = WeakIdKeyDictionary()
 def _once(mask: torch.Tensor, make: Callable[..., Any], *args: Any) -> Any:
     """What is made of a mask, once for all blocks."""
     state = None if mask.is_inference() else mask._version
-    known, made = _made_of.get(mask, (None, {}))
-    if known != state:
+    cached_state, made = _made_of.get(mask, (None, {}))
+    if cached_state != state:
         made = {}
-    what = make, args
-    if what not in made:
-        made[what] = make(mask, *args)
+    key = make, args
+    if key not in made:
+        made[key] = make(mask, *args)
         _made_of[mask] = state, made
-    return made[what]
+    return made[key]
 
 
 def built(mask: Any, residual: torch.Tensor) -> Any:

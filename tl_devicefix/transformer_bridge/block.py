@@ -120,13 +120,13 @@ def forward_of_each(model: Any) -> dict[str, str]:
 
 def prepare(bridge: Any) -> Any:
     """Let a Bridge's outermost wrappers be units; returns the config of masks made for SDPA."""
-    held = vars(bridge)
-    if _SDPA_CONFIG not in held:
+    attributes = vars(bridge)
+    if _SDPA_CONFIG not in attributes:
         for wrapper in _outermost_wrappers(bridge.original_model):
             _unit_of(wrapper)
         first = next(iter(getattr(bridge, "blocks", ())), None)
-        held[_SDPA_CONFIG] = None if first is None else config_of_sdpa(first)
-    return held[_SDPA_CONFIG]
+        attributes[_SDPA_CONFIG] = None if first is None else config_of_sdpa(first)
+    return attributes[_SDPA_CONFIG]
 
 
 def forget(bridge: Any) -> None:
@@ -185,12 +185,12 @@ class PlainUnit:
 
     def instead_of(self, wrapper: Any, now: ThisForward) -> Any:
         """What may be called instead of the wrapper in this very forward, if anything."""
-        held = wrapper.__dict__
+        attributes = wrapper.__dict__
         if (
             (self._seen is not None and self._seen.is_heard_around())
-            or "forward" in held
-            or held.get("_start_at_layer_idx") is not None
-            or held.get("_stop_at_layer_idx") is not None
+            or "forward" in attributes
+            or attributes.get("_start_at_layer_idx") is not None
+            or attributes.get("_stop_at_layer_idx") is not None
             or not self.is_unheard(wrapper)
             or not self._is_all
             or (self._seen is not None and self._seen.is_heard_around())  # as it is seen now
@@ -351,31 +351,31 @@ class _Seen:
         around = [unit, unit._modules.get("hook_in"), unit._modules.get("hook_out")]
         inside = [module for module in unit.modules() if module not in around]
         self._around = [
-            hooks for each in around if each is not None for hooks in _hooks_of(vars(each))
+            hooks for module in around if module is not None for hooks in _hooks_of(vars(module))
         ]
-        self._inside = [hooks for each in inside for hooks in _hooks_of(vars(each))]
+        self._inside = [hooks for module in inside for hooks in _hooks_of(vars(module))]
         self._unheard_around_since = self._unheard_since = -1
         # A list that grows when the block's own forward runs first.
         self._wired = vars(unit).get("_capture_hook_handles", ())
-        self._harmless = {number for each in inside for number in _relays(each)}
-        parents = [each for each in inside if each._modules]
+        self._harmless = {number for module in inside for number in _relays(module)}
+        parents = [module for module in inside if module._modules]
         # Of which any may get a forward of its own.
-        self._held = list(map(vars, parents))
-        self._lengths = list(map(len, self._held))
-        self._children_now = [each._modules for each in (unit, *parents)]
+        self._attributes_of_parents = list(map(vars, parents))
+        self._lengths = list(map(len, self._attributes_of_parents))
+        self._children_now = [module._modules for module in (unit, *parents)]
         self._children = list(map(dict, self._children_now))
         self._attributes = [(itemgetter("training"), vars(unit))]
         # Those of transformers', of which the plain layer may have copies.
-        self._attributes += [_getter(each) for each in parents if not is_wrapper(each)]
-        self._values = [get(held) for get, held in self._attributes]
+        self._attributes += [_getter(module) for module in parents if not is_wrapper(module)]
+        self._values = [get(attributes) for get, attributes in self._attributes]
 
     def is_as_seen(self) -> bool:
         """Whether modules, and attributes of transformers', are the same."""
         try:
             return (
-                self._lengths == list(map(len, self._held))
+                self._lengths == list(map(len, self._attributes_of_parents))
                 and self._children == self._children_now
-                and self._values == [get(held) for get, held in self._attributes]
+                and self._values == [get(attributes) for get, attributes in self._attributes]
             )
         except (RuntimeError, ValueError, KeyError):  # tensors among attributes, and others now
             return False
@@ -405,9 +405,9 @@ class _Seen:
 
 def _getter(module: nn.Module) -> tuple[Any, dict[str, Any]]:
     """What reads the attributes of a module that its forward may read."""
-    held = vars(module)
-    names = [name for name in held if name == "training" or name not in _OF_ANY_MODULE]
-    return itemgetter(*names), held
+    attributes = vars(module)
+    names = [name for name in attributes if name == "training" or name not in _OF_ANY_MODULE]
+    return itemgetter(*names), attributes
 
 
 _OF_ANY_MODULE = frozenset(vars(nn.Module()))

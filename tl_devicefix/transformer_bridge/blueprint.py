@@ -79,11 +79,11 @@ class BridgeBlueprint:
     def _empty(self) -> tuple[Any, Layout]:
         """The Hugging Face model on meta, and which of it is which component."""
         adapter = adapter_for(self._config, self.name, self.dtype)
-        wanted = getattr(adapter.cfg, "attn_implementation", None) or "eager"
+        implementation = getattr(adapter.cfg, "attn_implementation", None) or "eager"
         arguments = {
             "config": copy.deepcopy(self._config),
             "torch_dtype": self.dtype,
-            "attn_implementation": wanted,
+            "attn_implementation": implementation,
         }
         adapter.prepare_loading(self.name, arguments)
         hf_model: Any = empty_hf_model(
@@ -141,9 +141,9 @@ def _hf_config(config_or_model_name: Any) -> Any:
             "directory, nor a transformers config"
         )
     name = os.fspath(config_or_model_name)
-    known = known_config(name)
-    if known is not None:
-        return known
+    config = known_config(name)
+    if config is not None:
+        return config
     return read_config(name, name)
 
 
@@ -227,14 +227,14 @@ class BridgeGeneration:
         for layer in layers:
             if getattr(layer, "keys", None) is None:
                 continue  # the state of a state space model, which does not grow
-            held = length
+            n_kept = length
             if getattr(layer, "is_sliding", False):  # which keeps the last tokens only
-                held = min(length, layer.sliding_window - 1)
+                n_kept = min(length, layer.sliding_window - 1)
                 layer.cumulative_length = length
             for name in ("keys", "values"):
                 tensor = getattr(layer, name)
                 batch, heads, _, width = tensor.shape
-                setattr(layer, name, tensor.new_empty(batch, heads, held, width))
+                setattr(layer, name, tensor.new_empty(batch, heads, n_kept, width))
         self._length = length
 
     def last_token(self) -> None:

@@ -227,8 +227,8 @@ def bridge_components(bridge: Any) -> Iterator[tuple[str, nn.Module]]:
     """A Bridge's components by their names: "embed", "blocks.3", "unembed"."""
     for name, (_, component) in bridge.real_components.items():
         if isinstance(component, list):
-            for index, each in enumerate(component):
-                yield f"{name}.{index}", each
+            for index, block in enumerate(component):
+                yield f"{name}.{index}", block
         else:
             yield name, component
 
@@ -243,7 +243,7 @@ def _in_bridge(name: str, bridge: Any) -> str:
 
 def device_of(weights: Mapping[str, torch.Tensor]) -> torch.device | None:
     """Where most of some weights lie, in bytes; None if there are none."""
-    held: dict[torch.device, int] = {}
+    nbytes_on: dict[torch.device, int] = {}
     for tensor in weights.values():
-        held[tensor.device] = held.get(tensor.device, 0) + tensor.nbytes
-    return max(held, key=lambda device: held[device]) if held else None
+        nbytes_on[tensor.device] = nbytes_on.get(tensor.device, 0) + tensor.nbytes
+    return max(nbytes_on, key=lambda device: nbytes_on[device]) if nbytes_on else None

@@ -119,8 +119,8 @@ def get_act_patch_direct_path(
     if placement is not None and len(placement.memories) > 1:
         clean_cache = _with_source_in_place(clean_cache, model, src_layer)
         corrupted_cache = _with_source_in_place(corrupted_cache, model, src_layer)
-    given = corrupted_tokens, clean_cache, corrupted_cache, patching_metric, src_layer
-    return original(model, *given, *args, **kwargs)
+    arguments = corrupted_tokens, clean_cache, corrupted_cache, patching_metric, src_layer
+    return original(model, *arguments, *args, **kwargs)
 
 
 def _with_source_in_place(cache: Any, model: Any, layer: int) -> Mapping[str, torch.Tensor]:

@@ -78,26 +78,26 @@ def _boot(boot: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Boot a model by the arguments of the installed `boot_transformers`."""
     takes = inspect.signature(boot)
     refuse_unknown("boot_transformers", kwargs, [*takes.parameters, "attn_implementation"])
-    given = takes.bind(*args, **kwargs)
-    wanted = given.arguments
-    if isinstance(wanted.get("dtype"), str):  # as HookedTransformer takes it
-        wanted["dtype"] = torch_dtype(wanted["dtype"])
-    if wanted.get("hf_model") is not None or not _spreads(wanted):
-        if wanted.get("hf_model") is None and wanted.get("device") is None:
-            wanted["device"] = simulated_device()
-        bridge = boot(*given.args, **given.kwargs)
+    bound = takes.bind(*args, **kwargs)
+    options = bound.arguments
+    if isinstance(options.get("dtype"), str):  # as HookedTransformer takes it
+        options["dtype"] = torch_dtype(options["dtype"])
+    if options.get("hf_model") is not None or not _spreads(options):
+        if options.get("hf_model") is None and options.get("device") is None:
+            options["device"] = simulated_device()
+        bridge = boot(*bound.args, **bound.kwargs)
         _settle_where_it_is(bridge)
         return bridge
     with _booting:
-        return _boot_over_devices(boot, wanted)
+        return _boot_over_devices(boot, options)
 
 
-def _spreads(wanted: Mapping[str, Any]) -> bool:
+def _spreads(options: Mapping[str, Any]) -> bool:
     """Whether several devices, or host memory, are asked for."""
-    if not wanted.get("load_weights", True):
+    if not options.get("load_weights", True):
         return False
-    n_devices = wanted.get("n_devices")
-    limited = wanted.get("device_map") is not None or wanted.get("max_memory") is not None
+    n_devices = options.get("n_devices")
+    limited = options.get("device_map") is not None or options.get("max_memory") is not None
     return limited or (n_devices is not None and n_devices != 1)
 
 
@@ -105,13 +105,13 @@ def _spreads(wanted: Mapping[str, Any]) -> bool:
 _booting = threading.RLock()
 
 
-def _boot_over_devices(boot: Any, wanted: dict[str, Any]) -> Any:
-    name = str(wanted["model_name"])
+def _boot_over_devices(boot: Any, options: dict[str, Any]) -> Any:
+    name = str(options["model_name"])
     if is_checkpoint_directory(name):  # before TransformerLens reads it, whatever is in it
-        trusted = wanted.get("trust_remote_code", False)
+        trusted = options.get("trust_remote_code", False)
         read_config(name, name, trust_remote_code=trusted)
-    planned = _PlannedClass(wanted)
-    arguments = dict(wanted)
+    planned = _PlannedClass(options)
+    arguments = dict(options)
     for name in ("device", "n_devices", "max_memory"):
         arguments.pop(name, None)
     # TransformerLens lets transformers place the model if there is a map; the plan's is put in
@@ -138,8 +138,8 @@ class _PlannedClass:
         wanted: the arguments of `boot_transformers`.
     """
 
-    def __init__(self, wanted: Mapping[str, Any]) -> None:
-        self._wanted = wanted
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = options
         self._adapter: Any = None
         self._is_stateful = False
         self.placement: Placement | None = None
@@ -154,10 +154,10 @@ class _PlannedClass:
 
     def watching_for_adapter(self) -> Any:
         """Within it, the adapter that TransformerLens selects is noted."""
-        there = ArchitectureAdapterFactory.select_architecture_adapter
+        select_adapter = ArchitectureAdapterFactory.select_architecture_adapter
 
         def select(cfg: Any) -> Any:
-            self._adapter = there(cfg)
+            self._adapter = select_adapter(cfg)
             # TransformerLens refuses state space models over several devices. Their caches hold
             # what each block makes where it made it, so it is told only afterwards that it is one.
             self._is_stateful, cfg.is_stateful = cfg.is_stateful, False
@@ -168,14 +168,14 @@ class _PlannedClass:
     def from_pretrained(self, model_name: Any, **kwargs: Any) -> Any:
         """The model, loaded where the plan puts it."""
         self._adapter.cfg.is_stateful = self._is_stateful
-        real = self._wanted.get("model_class") or hf_model_class(self._adapter)
+        real = self._options.get("model_class") or hf_model_class(self._adapter)
         if isinstance(real, type) and issubclass(real, PreTrainedModel):
             kwargs.pop("code_revision", None)  # which only the Auto classes take
         kwargs["device_map"], self.placement = self._plan(real, kwargs)
         if self.offloads:
             kwargs["device_map"] = {"": "cpu"}
-        if self._wanted.get("max_memory") is not None and self.placement is None:
-            kwargs["max_memory"] = self._wanted["max_memory"]
+        if self._options.get("max_memory") is not None and self.placement is None:
+            kwargs["max_memory"] = self._options["max_memory"]
         if self.placement is not None and (hosts := other_hosts()) is not None:
             hosts.check_checkpoint(str(model_name), self.placement, **kwargs)
         hf_model = real.from_pretrained(model_name, **kwargs)
@@ -185,21 +185,21 @@ class _PlannedClass:
 
     def _plan(self, real: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Placement | None]:
         """transformers' `device_map`, and the plan that it is of, if it is not the user's own."""
-        wanted, device_map = self._wanted, self._wanted.get("device_map")
+        options, device_map = self._options, self._options.get("device_map")
         trusted = {name: kwargs[name] for name in ("trust_remote_code",) if name in kwargs}
         empty = empty_hf_model(real, kwargs["config"], kwargs["torch_dtype"], **trusted)
         device_map = _by_component(device_map, empty, self._adapter)
         if device_map is NotImplemented:
-            return wanted["device_map"], None
+            return options["device_map"], None
         layout = layout_of(empty, self._adapter)
         placement = decide(
             layout.sizes(empty),
-            wanted.get("n_devices"),
-            wanted.get("device"),
+            options.get("n_devices"),
+            options.get("device"),
             device_map,
-            wanted.get("max_memory"),
+            options.get("max_memory"),
         )
-        check_fit(placement, wanted.get("max_memory"), kwargs["torch_dtype"])
+        check_fit(placement, options.get("max_memory"), kwargs["torch_dtype"])
         return layout.device_map(empty, placement), placement
 
 

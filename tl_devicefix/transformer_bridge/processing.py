@@ -67,10 +67,10 @@ def enable_compatibility_mode(original: Any, self: Any, *args: Any, **kwargs: An
         NotImplementedError: if weights are packed (quantised), or have no values.
         RuntimeError: if weights are only partly processed, as an earlier call failed.
     """
-    given = inspect.signature(original).bind(self, *args, **kwargs)
-    given.apply_defaults()
-    if not given.arguments["no_processing"] and not self._weights_processed:
-        _check_processable(self, given.arguments["refactor_factored_attn_matrices"])
+    bound = inspect.signature(original).bind(self, *args, **kwargs)
+    bound.apply_defaults()
+    if not bound.arguments["no_processing"] and not self._weights_processed:
+        _check_processable(self, bound.arguments["refactor_factored_attn_matrices"])
     forget(self)  # some modules compute in other steps in compatibility mode
     original(self, *args, **kwargs)
 
@@ -180,14 +180,14 @@ def _naming(unit: str) -> Iterator[None]:
 
 
 def _process_unit(bridge: Any, unit: Unit, processing: Processing) -> None:
-    given, device = unit.weights, _device_of_unit(bridge, unit)
+    originals, device = unit.weights, _device_of_unit(bridge, unit)
     unit.weights = {}
-    if not given:
+    if not originals:
         return
     block = _BLOCK if unit.name.startswith("blocks.") else f"{unit.name}."
     with torch.no_grad():
         # A block's are named as if it were the first.
-        named = {name.replace(f"{unit.name}.", block, 1): given[name] for name in given}
+        named = {name.replace(f"{unit.name}.", block, 1): originals[name] for name in originals}
         processed = WorkingCopies(named, device, working_dtype(named, torch.float32))
         if unit.name in ("embed", "pos_embed"):
             processing.of_embedding(processed)
@@ -195,7 +195,7 @@ def _process_unit(bridge: Any, unit: Unit, processing: Processing) -> None:
             processing.of_unembed(processed)
         elif unit.name.startswith("blocks."):
             processing.of_block(processed)
-        _replace(unit, given, processed)
+        _replace(unit, originals, processed)
         mlp = getattr(unit.components.get(unit.name), "mlp", None)
         if isinstance(mlp, MoEBridge) and has_batched_experts(mlp) and processing.asked.fold_ln:
             _fold_into_batched_experts(bridge, unit)
@@ -210,20 +210,20 @@ def _device_of_unit(bridge: Any, unit: Unit) -> torch.device:
     return placement.device_for(unit.name)
 
 
-def _replace(unit: Unit, given: Weights, processed: WorkingCopies) -> None:
+def _replace(unit: Unit, originals: Weights, processed: WorkingCopies) -> None:
     """Give the Bridge's components their processed weights, rounded, where the old ones were."""
     by_component: dict[str, Weights] = {name: {} for name in unit.components}
     for named, tensor in _popped(processed):
         name = named
         if unit.name.startswith("blocks."):
             name = named.replace(_BLOCK, f"{unit.name}.", 1)
-        if name not in given:  # a bias that folding has made is like its weight
+        if name not in originals:  # a bias that folding has made is like its weight
             weight = f"{name.rpartition('.')[0]}.weight"
             component, within = unit.places[weight]
             unit.places[name] = component, f"{within.rpartition('.')[0]}.bias".lstrip(".")
-            given[name] = given[weight]
+            originals[name] = originals[weight]
         component, within = unit.places[name]
-        like = given[name]
+        like = originals[name]
         by_component[component][within] = tensor.to(like.device, like.dtype)
         del tensor
     for component, weights in by_component.items():

@@ -83,18 +83,18 @@ class Unwrapped:
         if name := replaced_in(module):
             raise NotPlain(f"{name} of a {kind.__name__} in it is not its class's")
         twin = object.__new__(kind)
-        held = vars(twin)
-        held.update(vars(module))
-        held.update((name, OrderedDict()) for name in _HOOKS)
+        attributes = vars(twin)
+        attributes.update(vars(module))
+        attributes.update((name, OrderedDict()) for name in _HOOKS)
         if is_accelerated:  # the block's inputs are brought to its device
             for name in ("forward", "_hf_hook", "_old_forward"):
-                held.pop(name, None)
-        held["_modules"] = {
+                attributes.pop(name, None)
+        attributes["_modules"] = {
             name: None if child is None else self._of(child)
             for name, child in module._modules.items()
         }
         if id(module) in self._by_sdpa:
-            held["config"] = config = copy.copy(module.config)
+            attributes["config"] = config = copy.copy(module.config)
             vars(config)["_attn_implementation_internal"] = "sdpa"
         return twin
 
