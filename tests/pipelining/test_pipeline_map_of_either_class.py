@@ -209,7 +209,7 @@ def test_a_hook_that_draws_in_a_thread_of_autograds_is_refused(
             return torch.autograd.grad(view(batch).square().mean(), start)
 
     assert_bit_equal(next(pipeline_map(model, run, batches, 1)), run(model, batches[0]))
-    with pytest.raises(RuntimeError, match=r"a hook of a backward may not draw.*max_in_flight=1"):
+    with pytest.raises(RuntimeError, match=r"a backward hook may not draw.*max_in_flight=1"):
         next(pipeline_map(model, run, batches))
     assert_nothing_is_left(model)
 

@@ -280,7 +280,7 @@ def test_dropout_in_training(boot: Any, tokens: torch.Tensor) -> None:
         return bridge(tokens)
 
     assert_as_unpatched(bridge, run)
-    assert ways(bridge) == ["it drops out in training"] * N_LAYERS
+    assert ways(bridge) == ["it applies dropout in training"] * N_LAYERS
     bridge.eval()
     assert ways(bridge) == [None] * N_LAYERS
 
@@ -291,7 +291,7 @@ def test_a_bridge_around_a_model_that_attends_by_sdpa(boot: Any, tokens: torch.T
     bridge.original_model.config._attn_implementation = "sdpa"
 
     assert_as_unpatched(bridge, of_tokens(tokens))
-    assert all("has attention be 'sdpa'" in str(why) for why in ways(bridge))
+    assert all("asks for 'sdpa'" in str(why) for why in ways(bridge))
 
 
 @torch.no_grad()

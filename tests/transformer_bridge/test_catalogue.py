@@ -26,8 +26,8 @@ pytestmark = [
 ]
 AS_INSTALLED = {
     ("BitNetForCausalLM", True): "leaves out a norm",
-    ("FalconForCausalLM", False): "is not its class's",
-    ("FalconForCausalLM", True): "is not its class's",
+    ("FalconForCausalLM", False): "with a forward of its own",
+    ("FalconForCausalLM", True): "with a forward of its own",
 }
 NOT_COMPATIBLE = ("FalconH1ForCausalLM", "PhiForCausalLM", "VaultGemmaForCausalLM")
 """What TransformerLens does not process in these sizes, or at all."""

@@ -208,8 +208,8 @@ def host_findings(model: Any) -> Iterator[Finding]:
         planned = site_of(device, placement.sites)
         if planned is not None and site_of(device) != planned:
             names = in_short([c.name for c in placement.components if c.device == device])
-            message = f"{names}: on {device} ({planned.name}), which is no device here any more"
-            yield Finding("hosts", names, message, "load the model again, over hosts that are here")
+            message = f"{names}: {device} ({planned.name}) is not among the joined devices any more"
+            yield Finding("hosts", names, message, "load the model again, over joined hosts")
 
 
 def host_notes(model: Any) -> Iterator[Finding]:

@@ -108,7 +108,7 @@ class Report:
             yield f"wrong ({len(self.findings)}):"
             yield from _listed([str(finding) for finding in self.findings], self.findings)
         if self.notes:
-            yield f"not wrong, but to know ({len(self.notes)}):"
+            yield f"not wrong, but worth knowing ({len(self.notes)}):"
             yield from _listed([str(note) for note in self.notes], self.notes)
         if any(finding.kind == "device" for finding in self.findings):
             yield _table(self.memory)

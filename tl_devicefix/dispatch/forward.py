@@ -24,7 +24,7 @@ _HANDLES = "_tl_devicefix_handles"
 _UNFINISHED = "_tl_devicefix_unfinished"
 
 WHY_REFUSED = (
-    "this model's weights are only partly processed, as that was interrupted: load the model "
+    "this model's weights are only partly processed, because that was interrupted: load the model "
     "again (or give a HookedTransformer's load_and_process_state_dict all unprocessed weights)"
 )
 

@@ -286,9 +286,9 @@ class Run:
         """
         if threading.get_ident() != self._thread:
             raise RuntimeError(
-                "in a run in flight, a hook of a backward may not draw random numbers or go "
-                "backward itself, as autograd calls it in a thread that all runs share: do it "
-                "before, or pass max_in_flight=1"
+                "a backward hook may not draw random numbers or call backward() in a run in "
+                "flight, because autograd calls it in a thread that all runs share: do so before "
+                "the backward, or pass max_in_flight=1"
             )
         at = self.at
         self.rest()

@@ -155,10 +155,10 @@ def _run_on(view: Any, run: Callable[[Any, Any], Result], number: int, item: Any
     except StopIteration as error:  # which no generator can raise
         raise RuntimeError(
             f"pipeline_map: the run of item {number} raised StopIteration: catch it there, and "
-            "return a value that tells the end"
+            "return a value that marks the end"
         ) from error
     except Exception as error:
-        note(error, f"pipeline_map: this is of the run of item {number}")
+        note(error, f"pipeline_map: this error is from the run of item {number}")
         raise
     finally:
         restore(view)

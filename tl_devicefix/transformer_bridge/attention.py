@@ -42,7 +42,7 @@ def why_not_eager(attention: Any) -> str | None:
     how = getattr(getattr(attention, "config", None), "_attn_implementation", None) or "eager"
     if how == "eager" or not _looks_up(attention):
         return None
-    return f"its config in transformers has attention be {how!r}, and the Bridge's is eager"
+    return f"its transformers config asks for {how!r}, but the Bridge's attention is eager"
 
 
 def why_no_sdpa(attention: Any) -> str | None:

@@ -59,7 +59,7 @@ class Unwrapped:
             if own is None or module is block or id(own) in self._split:
                 continue
             if any(id(parameter) not in used for parameter in own.parameters(recurse=False)):
-                raise NotPlain(f"a {type(module).__name__} has weights that its layer has not")
+                raise NotPlain(f"a {type(module).__name__} has weights that its layer lacks")
 
     def _of(self, module: Any) -> nn.Module:
         while is_wrapper(module):
@@ -68,7 +68,7 @@ class Unwrapped:
                 return norm
             self._note_parts(module)
             if module.original_component is None:
-                raise NotPlain(f"a {type(module).__name__} in it stands for no module")
+                raise NotPlain(f"it contains a {type(module).__name__} that wraps no module")
             module = module.original_component
         if id(module) not in self._made:
             self._made[id(module)] = self._copy(module)
@@ -79,9 +79,9 @@ class Unwrapped:
         if not (is_accelerated or any(map(is_wrapper, module.modules()))):
             return module
         if kind.__module__.partition(".")[0] not in _LIBRARIES:  # a user's may keep what it sees
-            raise NotPlain(f"a {kind.__name__} in it is not known")
+            raise NotPlain(f"it contains a {kind.__name__}, which is not known")
         if name := replaced_in(module):
-            raise NotPlain(f"{name} of a {kind.__name__} in it is not its class's")
+            raise NotPlain(f"it contains a {kind.__name__} with a {name} of its own")
         twin = object.__new__(kind)
         attributes = vars(twin)
         attributes.update(vars(module))
@@ -115,7 +115,7 @@ class Unwrapped:
         while is_wrapper(joint):
             joint = joint.original_component
         if joint is None or not set(names) <= wrapper._modules.keys():
-            raise NotPlain(f"a {type(wrapper).__name__} has no projection that is known")
+            raise NotPlain(f"a {type(wrapper).__name__} has no known projection")
         parts = [self._of(wrapper._modules[part]) for part in names]
         self._made[id(joint)] = _Joined(parts, _order(split, owner, name, joint))
         self._split.add(id(joint))
@@ -149,16 +149,16 @@ def _check_wrapper(wrapper: Any, is_block: bool) -> None:
     """Check that what a wrapper stands for computes the same; a block's own methods are run."""
     kind = type(wrapper)
     if not is_block and (name := replaced_in(wrapper)):
-        raise NotPlain(f"{name} of a {kind.__name__} in it is not its class's")
+        raise NotPlain(f"it contains a {kind.__name__} with a {name} of its own")
     if kind.__module__.partition(".")[0] != "transformer_lens":
-        raise NotPlain(f"a {kind.__name__} in it is not TransformerLens's")
+        raise NotPlain(f"it contains a {kind.__name__}, which is not TransformerLens's")
     for name, child in wrapper._modules.items():
         if name in wrapper._hook_registry and type(child) is not HookPoint:
-            raise NotPlain(f"a {type(child).__name__} is its {name}")
+            raise NotPlain(f"its {name} is a {type(child).__name__}, not a HookPoint")
     if getattr(wrapper, "_use_processed_weights", False):
         parts = (part for part in wrapper.original_component.children() if not is_wrapper(part))
         if any(list(part.parameters()) and not isinstance(part, nn.Linear) for part in parts):
-            raise NotPlain(f"a {kind.__name__} leaves out a norm, with weights that are processed")
+            raise NotPlain(f"a {kind.__name__} with processed weights leaves out a norm")
 
 
 def _check_dropout(module: nn.Module) -> None:
@@ -169,7 +169,7 @@ def _check_dropout(module: nn.Module) -> None:
     if isinstance(module, nn.modules.dropout._DropoutNd):
         rates.append(module.p)
     if any(isinstance(rate, (int, float)) and rate > 0 for rate in rates):
-        raise NotPlain("it drops out in training")
+        raise NotPlain("it applies dropout in training")
 
 
 class _Norm(nn.Module):
@@ -221,7 +221,7 @@ def _order(split: Any, owner: Any, name: str, joint: Any) -> torch.Tensor | None
     """`_Joined`'s order, as TransformerLens splits a projection whose outputs are numbered."""
     is_in_out = type(joint).__name__ == "Conv1D"
     if not is_in_out and not isinstance(joint, nn.Linear):
-        raise NotPlain(f"a {type(joint).__name__} is split in it")
+        raise NotPlain(f"it splits a {type(joint).__name__}, which is not a linear layer")
     n_out, n_in = joint.weight.shape[::-1] if is_in_out else joint.weight.shape
     key = type(owner), name, n_out, n_in, getattr(split, "__qualname__", None)
     if key not in _orders:
@@ -237,7 +237,7 @@ def _order(split: Any, owner: Any, name: str, joint: Any) -> torch.Tensor | None
             vars(holder)["_modules"] = {**owner._modules, name: numbered}
             split_numbers = torch.cat([part.weight[:, 0] for part in split(holder)]).long()
         if not torch.equal(split_numbers.sort().values, torch.arange(n_out)):
-            raise NotPlain(f"how a {type(owner).__name__} is split in it is not known")
+            raise NotPlain(f"it splits a {type(owner).__name__} in an unknown way")
         order = split_numbers.argsort()
         _orders[key] = None if torch.equal(order, torch.arange(n_out)) else order
     return _orders[key]
