@@ -92,7 +92,7 @@ def check(model: Any, repair: bool = False) -> Report:
 
 
 def _of_class(name: str) -> Any:
-    """The module that answers for a class of models: `hooked`, or `bridge` by the same names."""
+    """The module with the checks of a model's class: `hooked`, or `bridge` with the same names."""
     # Imported here, as TransformerLens may lack the one class or the other.
     if name == "TransformerBridge":
         from tl_devicefix.checking import bridge

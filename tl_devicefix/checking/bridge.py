@@ -1,4 +1,4 @@
-"""What is asked of a TransformerBridge otherwise than of a HookedTransformer."""
+"""The checks of a TransformerBridge that differ from those of a HookedTransformer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def attached(bridge: Any) -> dict[nn.Module, str]:
 
 
 def hint(bridge: Any, path: str) -> str:
-    """What else may be done about a misplaced module: nothing."""
+    """Suggest nothing more for a misplaced module."""
     return ""
 
 

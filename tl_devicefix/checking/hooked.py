@@ -1,4 +1,4 @@
-"""What is asked of a HookedTransformer otherwise than of a TransformerBridge."""
+"""The checks of a HookedTransformer that differ from those of a TransformerBridge."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def attached(model: Any) -> dict[nn.Module, str]:
 
 
 def hint(model: Any, path: str) -> str:
-    """What else may be done about a misplaced module, if it is one that was put in."""
+    """Suggest `model.setup()` for a misplaced module that a user has attached."""
     placement = placement_of(model)
     if placement is None or len(placement.devices) == 1:
         return ""

@@ -58,7 +58,7 @@ def planned_by(model: Any) -> Callable[[str, bool], torch.device]:
 
 
 def moved(tensor: torch.Tensor, device: torch.device, ids: Container[int]) -> torch.Tensor:
-    """For `nn.Module._apply`: the tensor on a device if its id is among these, or as it is."""
+    """For `nn.Module._apply`: move the tensor to a device if its id is among these."""
     return tensor.to(device) if id(tensor) in ids else tensor
 
 
@@ -89,7 +89,7 @@ def config_findings(model: Any) -> Iterator[Finding]:
 
 
 def count_parameters(model: Any) -> int:
-    """How many numbers the parameters are; those of views, and of tied ones, count once."""
+    """Count the elements of all parameters; views and tied parameters count once."""
     counts: dict[int, int] = {}
     for tensor in tensors(model):
         if isinstance(tensor.value, nn.Parameter):
@@ -100,7 +100,7 @@ def count_parameters(model: Any) -> int:
 
 
 def memory(model: Any) -> tuple[Memory, ...]:
-    """What each device holds of the model, and is planned to; shared memory counts once."""
+    """Bytes held and planned on each device; shared memory counts once."""
     placement = placement_of(model)
     storages = {}
     for tensor in tensors(model):
@@ -213,7 +213,7 @@ def host_findings(model: Any) -> Iterator[Finding]:
 
 
 def host_notes(model: Any) -> Iterator[Finding]:
-    """That the residual stream goes between hosts more often than it has to, or weights do."""
+    """Notes on a residual stream or weights that go between hosts more often than they must."""
     placement = placement_of(model)
     if placement is None:
         return

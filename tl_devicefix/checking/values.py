@@ -44,7 +44,7 @@ def value_findings(model: Any) -> Iterator[Finding]:
 
 
 def _not_finite(named: dict[str, torch.Tensor]) -> Iterator[str]:
-    """The names of those with NaN or infinite values. A device looks at its own, in one answer."""
+    """Names of tensors with NaN or infinite values; each device answers once for its own."""
     answers: dict[torch.device, dict[str, torch.Tensor]] = defaultdict(dict)
     for name, tensor in named.items():
         # The extremes of a tensor with NaN are NaN.

@@ -204,7 +204,7 @@ def output_of(block: nn.Module, run: Callable[[], Any]) -> Any:
 
 
 class _Reached(Exception):
-    """A forward has come as far as it was wanted."""
+    """Ends a forward at the block whose output was asked for."""
 
 
 class _Kept(AroundForward):

@@ -43,7 +43,7 @@ class Joining(OutsideBlocks, TorchFunctionMode):
     """Copies that earlier calls have made, if they are kept."""
 
     def devices(self) -> frozenset[torch.device]:
-        """Those that may be mixed; a tensor of another is left alone, and torch says so."""
+        """The devices that may be mixed; torch refuses tensors of any other."""
         raise NotImplementedError
 
     def target(self, tensors: list[torch.Tensor], devices: frozenset[torch.device]) -> torch.device:
@@ -51,7 +51,7 @@ class Joining(OutsideBlocks, TorchFunctionMode):
         raise NotImplementedError
 
     def count(self, nbytes: int) -> None:
-        """Be told what a call has copied."""
+        """Count the bytes that a call has copied."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -123,7 +123,7 @@ class Joining(OutsideBlocks, TorchFunctionMode):
         return originals.get(id(result), result)
 
     def _run_backward(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """One of autograd's, whose given gradients go to their outputs.
+        """Call a function of autograd; the gradients passed to it go to their outputs' devices.
 
         What it runs in this thread mixes too: a block's recomputation, a `Function.backward`.
         """
@@ -244,7 +244,7 @@ def on_several_devices(args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
-    """What a tensor holds, also if it is sparse, of which torch does not say it."""
+    """Bytes of a tensor, also of a sparse one, for which torch does not report them."""
     if tensor.layout is torch.strided:
         return tensor.nbytes
     if tensor.layout is torch.sparse_coo:
@@ -292,7 +292,7 @@ _STATISTICS = ((1, "mean"), (2, "var"))
 
 
 def _indexed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """What a torch function looks up in: often a whole W_E, of which a few rows are wanted."""
+    """The tensor that a torch function indexes: often a whole W_E, for a few of its rows."""
     position = _TABLES.get(getattr(func, "__name__", ""))
     if position is None:
         return iter(())
@@ -386,7 +386,7 @@ class mix_devices(Joining):
         return super().__torch_function__(func, types, args, kwargs)
 
     def devices(self) -> frozenset[torch.device]:
-        """Those in use; none in code that torch compiles."""
+        """The devices in use; none in code that torch compiles."""
         return frozenset() if torch.compiler.is_compiling() else devices_in_use()
 
     def target(self, tensors: list[torch.Tensor], devices: frozenset[torch.device]) -> torch.device:
@@ -399,7 +399,7 @@ class mix_devices(Joining):
         return home
 
     def count(self, nbytes: int) -> None:
-        """Count it for the line that mixes, here and in those around this one."""
+        """Count the bytes for the line that mixes, here and in the modes around this one."""
         line = line_of_user(sys._getframe(1))
         for mixing in {self, *_mixing_here()}:
             counts = mixing._lines.setdefault(line, [0, 0])
@@ -408,7 +408,7 @@ class mix_devices(Joining):
 
 
 def _mixing_here() -> list[mix_devices]:
-    """Those that are on in this thread."""
+    """The `mix_devices` modes that are on in this thread."""
     return [mode for mode in _get_current_function_mode_stack() if isinstance(mode, mix_devices)]
 
 
@@ -416,7 +416,7 @@ _REGISTERING = ("register_hook", "register_post_accumulate_grad_hook")
 
 
 def _in_any_thread(hook: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-    """A user's hook of a tensor's gradient, which mixes devices in whichever thread it runs."""
+    """Let a user's gradient hook mix devices in whichever thread it runs."""
 
     @functools.wraps(hook, updated=())
     def mixing(gradient: torch.Tensor) -> Any:

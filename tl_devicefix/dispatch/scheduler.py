@@ -151,7 +151,7 @@ class _Asking:
     run: Run
     weights: object | None
     is_here: bool
-    """Whether all that it takes along is."""
+    """Whether all tensors that the run takes along are on the device."""
 
 
 class Streams:
@@ -161,14 +161,14 @@ class Streams:
         self._streams: dict[torch.device, Any] = {}
 
     def of(self, device: torch.device) -> Any:
-        """The one of a device."""
+        """The stream of a device."""
         if device not in self._streams:
             self._streams[device] = torch.get_device_module(device.type).Stream(device)
         return self._streams[device]
 
 
 class Run:
-    """One run of an `pipeline_map`, in the thread that runs it.
+    """One run of a `pipeline_map`, in the thread that runs it.
 
     Args:
         number: how many came before it.
@@ -301,7 +301,7 @@ _run: ContextVar[Run | None] = ContextVar("run", default=None)
 
 
 def current_run() -> Run | None:
-    """The run in flight that this thread is, if it is one."""
+    """This thread's run in flight; None outside of one."""
     return _run.get()
 
 

@@ -159,11 +159,11 @@ class Sent:
         return [Visitor(*place, copy) for place, copy in zip(places, self._copied)]
 
     def share(self) -> None:
-        """Have them stay for what this thread computes too, on whichever stream."""
+        """Keep the copies for what this thread computes too, on whichever stream."""
         self._copies.share(self._copied)
 
     def let_go(self) -> None:
-        """To be called before they are dropped.
+        """Call this before dropping the weights.
 
         Those that no one wants have to arrive too, before their memory is used for something else.
         """
@@ -171,7 +171,7 @@ class Sent:
 
 
 def values_of(tensor: torch.Tensor) -> tuple[int, int | None]:
-    """What is another if the tensor was changed in place, or by `W.data = ...`, and lives."""
+    """A fingerprint of a live tensor: a change in place, or by `W.data = ...`, changes it."""
     return tensor.data_ptr(), None if tensor.is_inference() else tensor._version
 
 

@@ -41,7 +41,7 @@ def keeping_on_host(
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """What tells storages apart while they exist; views share it."""
+    """An identifier of a tensor's live storage, which views share."""
     return tensor.untyped_storage()._cdata
 
 

@@ -178,13 +178,13 @@ class Visits:
         return AT_HAND if self._last.get(device) is weights else THERE
 
     def begin(self, tour: Tour) -> None:
-        """Count with what a tour needs."""
+        """Add a tour, whose blocks are needed from now on."""
         self._tours.append(tour)
         for device in tour.devices:
             self.send_ahead(device)
 
     def end(self, tour: Tour) -> None:
-        """Count with a tour no more, and drop what no other needs soon."""
+        """Remove a tour, and drop weights that no other tour needs soon."""
         self._tours.remove(tour)
         for device in list(self._visiting):
             self._drop_unneeded(device)
@@ -243,11 +243,11 @@ class Visits:
             self._drop(device, min(idle, key=lambda weights: weights in of_next))
 
     def _next(self, device: torch.device, count: int = 1) -> set[object]:
-        """The blocks of which each is among the next of some run, so many of each."""
+        """The next `count` blocks of every run."""
         return {block.weights for tour in self._tours for block in tour.coming_to(device)[:count]}
 
     def _unneeded(self, device: torch.device, needed: set[object]) -> list[object]:
-        """The blocks there that neither run nor are needed."""
+        """Blocks on the device that neither run nor are needed."""
         visiting = self._visiting[device]
         return [
             weights for weights in visiting if weights not in needed and not self._running[weights]
@@ -328,7 +328,7 @@ _in_common: ContextVar[Visits | None] = ContextVar("visits", default=None)
 
 @contextlib.contextmanager
 def visiting_in_common(visits: Visits) -> Iterator[None]:
-    """Within it, blocks of this thread's forwards use what others have sent, and they its."""
+    """Within it, this thread's forwards share the visiting weights of `visits`."""
     tokens = _in_common.set(visits), _tour.set(None)
     try:
         yield
@@ -338,14 +338,14 @@ def visiting_in_common(visits: Visits) -> Iterator[None]:
 
 
 def visiting_weights(block: nn.Module) -> object | None:
-    """What stands for the weights of an offloaded block; None for any other module."""
+    """The key of an offloaded block's weights; None for any other module."""
     visits = ForwardWithVisitors.of(block)
     return None if visits is None else visits.weights
 
 
 @contextlib.contextmanager
 def touring(model: Any, start_at_layer: int | None, stop_at_layer: int | None) -> Iterator[None]:
-    """Within it, a forward runs these blocks, the offloaded ones of which are sent for in time."""
+    """Within it, a forward runs these blocks; the offloaded ones are sent ahead."""
     blocks = list(getattr(model, "blocks", ()))[start_at_layer:stop_at_layer]
     with _touring(filter(None, map(ForwardWithVisitors.of, blocks))):
         yield
@@ -353,7 +353,7 @@ def touring(model: Any, start_at_layer: int | None, stop_at_layer: int | None) -
 
 @contextlib.contextmanager
 def _tour_of(block: ForwardWithVisitors) -> Iterator[Tour]:
-    """That of the forward that this thread runs; for a block by itself, one of its own."""
+    """The tour of this thread's forward; a block called by itself gets one of its own."""
     tour = _tour.get()
     with contextlib.nullcontext(tour) if tour is not None else _touring([block]) as tour:
         yield tour

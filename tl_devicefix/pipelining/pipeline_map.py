@@ -133,7 +133,7 @@ def _pipelined(
 
 
 def _starting(workers: _Workers, items: Iterable[Any]) -> Iterator[Future[Any]]:
-    """Start a run for each item that is asked for. An error of the items is a failed run's."""
+    """Start a run for each item that is asked for; an error of `items` is a failed run's."""
     numbered = enumerate(items)
     while True:
         try:
@@ -217,7 +217,7 @@ class _Workers:
             self._weights.check(number)
 
     def print_report(self) -> None:
-        """Print where the time went, if that was watched."""
+        """Print where the time went, if a report was asked for."""
         if isinstance(self._turns, WatchedTurns):
             print(self._turns.report())
 
@@ -266,7 +266,7 @@ class _Weights:
         self._states = [(name, weight, _state(weight)) for name, weight in model.named_parameters()]
 
     def check(self, number: int) -> None:
-        """Check that they are as they were.
+        """Check that the weights are unchanged.
 
         Raises:
             RuntimeError: naming one that is not.
@@ -280,6 +280,6 @@ class _Weights:
 
 
 def _state(weight: torch.Tensor) -> tuple[int, int, bool]:
-    """What tells that a weight was changed."""
+    """A fingerprint of a weight, which a change of the weight changes."""
     version = 0 if weight.is_inference() else weight._version
     return version, weight.data_ptr(), weight.requires_grad

@@ -102,7 +102,7 @@ class WatchedTurns(Turns):
         self._busy[device] = self._busy.get(device, 0.0) + seconds
 
     def report(self) -> PipelineReport:
-        """All of it, up to now."""
+        """The report up to now."""
         for device, marks in self._marks.items():
             if (module := module_with_streams(device)) is not None:
                 module.synchronize(device)

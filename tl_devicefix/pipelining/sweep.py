@@ -46,7 +46,7 @@ def sequential() -> Iterator[None]:
 
 
 def is_sequential() -> bool:
-    """Whether sweeps are to be nothing but loops."""
+    """Whether sweeps run as plain loops."""
     return _is_sequential.get() or os.environ.get("TL_DEVICEFIX_SEQUENTIAL", "0") not in ("", "0")
 
 
@@ -201,7 +201,7 @@ def _needs_gradient(value: Any) -> bool:
 
 
 def _is_known(model: Any, adapter: Adapter | None) -> bool:
-    """Whether it runs its blocks as TransformerLens has it, and these pass on nothing else."""
+    """Whether a model runs its blocks as TransformerLens does, passing on the stream alone."""
     if adapter is None or not adapter.passes_stream_alone(model):
         return False
     base = next(cls for cls in type(model).__mro__ if _package(cls) == "transformer_lens")

@@ -98,7 +98,7 @@ _made_of = WeakIdKeyDictionary()
 
 
 def _once(mask: torch.Tensor, make: Callable[..., Any], *args: Any) -> Any:
-    """What is made of a mask, once for all blocks."""
+    """Call `make` on a mask, once for all blocks."""
     state = None if mask.is_inference() else mask._version
     cached_state, made = _made_of.get(mask, (None, {}))
     if cached_state != state:

@@ -217,7 +217,7 @@ class PlainUnit:
         )
 
     def why(self, wrapper: Any) -> str:
-        """Why it may not."""
+        """Why transformers' own layer may not run."""
         if self._why is not None:
             return self._why
         assert self._seen is not None
@@ -232,7 +232,7 @@ class PlainUnit:
         return "torch has hooks for every module, or is tracing"
 
     def minds_padding(self, block: Any) -> bool:
-        """Whether the Bridge may make other things of padding."""
+        """Whether the Bridge may treat padding in another way."""
         return bool(block.compatibility_mode or self._is_causal_itself)
 
     def _look_through(self, wrapper: Any) -> _Seen:
@@ -313,7 +313,7 @@ _PARTS = (
 
 
 def _nothing() -> None:
-    """Instead of what the plain layer needs not."""
+    """Stands in for calls that the plain layer does not need."""
 
 
 def _filter_for(layer: Any) -> Callable[..., dict[str, Any]]:
@@ -404,7 +404,7 @@ class _Seen:
 
 
 def _getter(module: nn.Module) -> tuple[Any, dict[str, Any]]:
-    """What reads the attributes of a module that its forward may read."""
+    """A getter of the attributes of a module that its forward may read."""
     attributes = vars(module)
     names = [name for name in attributes if name == "training" or name not in _OF_ANY_MODULE]
     return itemgetter(*names), attributes

@@ -156,7 +156,7 @@ _N_CTX_FIELDS = (
 def _overrides(
     config: Any, n_ctx: int | None = None, hf_config_overrides: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The fields of a config that are to be others, as `boot_transformers` finds them."""
+    """The config fields to override, as `boot_transformers` finds them."""
     overrides = dict(hf_config_overrides or {})
     if n_ctx is not None:
         overrides[next(field for field in _N_CTX_FIELDS if hasattr(config, field))] = n_ctx

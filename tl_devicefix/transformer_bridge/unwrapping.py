@@ -29,7 +29,7 @@ class NotPlain(Exception):
 
 
 def is_wrapper(module: Any) -> bool:
-    """Whether it is one of the Bridge's."""
+    """Whether a module is one of the Bridge's wrappers."""
     return isinstance(module, GeneralizedComponent)
 
 
@@ -205,7 +205,7 @@ class _Joined(nn.Module):
         self._order = order
 
     def forward(self, residual: torch.Tensor) -> torch.Tensor:
-        """What the projection gives."""
+        """Return the projection's output."""
         together = torch.cat([part(residual) for part in self.parts], dim=-1)
         if self._order is None:
             return together
