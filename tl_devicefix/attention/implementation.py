@@ -144,7 +144,9 @@ class AttnImplementation:
     def __repr__(self) -> str:
         blocks = self.blocks
         width = max(map(len, blocks))
-        return "\n".join(f"{name:<{width}}  {said}" for name, said in blocks.items())
+        return "\n".join(
+            f"{name:<{width}}  {implementation}" for name, implementation in blocks.items()
+        )
 
 
 def attention_of_each(model: Any, attentions: dict[str, Any] | None = None) -> dict[str, str]:
@@ -155,7 +157,9 @@ def attention_of_each(model: Any, attentions: dict[str, Any] | None = None) -> d
         attentions: those of the model, by name, if they were looked for before.
     """
     attentions = _all_that_attend(model) if attentions is None else attentions
-    return {name: _said(model, name, attention) for name, attention in attentions.items()}
+    return {
+        name: _implementation_of(model, name, attention) for name, attention in attentions.items()
+    }
 
 
 def check_attn_implementation(attn_implementation: str | None) -> None:
@@ -195,14 +199,14 @@ def _set(module: Any, attn_implementation: str | None) -> None:
         vars(module).pop(_IMPLEMENTATION, None)
 
 
-def _said(model: Any, name: str, module: Any) -> str:
+def _implementation_of(model: Any, name: str, module: Any) -> str:
     if not is_sdpa(module):
         return EAGER
     if not is_enabled():
         return "eager: TransformerLens is unpatched"
-    said = (why(model, name, module) for why in WHY_NOT)
+    reasons = (why(model, name, module) for why in WHY_NOT)
     why = next(
-        (each for each in said if each is not NotImplemented),
+        (reason for reason in reasons if reason is not NotImplemented),
         f"a {type(module).__name__} attends in its own way",
     )
     return SDPA if why is None else f"eager: {why}"

@@ -141,9 +141,9 @@ class _Grown:
 
 
 def _with_room(start: torch.Tensor, room: int) -> torch.Tensor:
-    whole = _room(start, room)
-    whole[:, : start.shape[1]] = start
-    return whole
+    tensor = _room(start, room)
+    tensor[:, : start.shape[1]] = start
+    return tensor
 
 
 def _room(like: torch.Tensor, room: int) -> torch.Tensor:

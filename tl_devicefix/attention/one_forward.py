@@ -49,7 +49,9 @@ def made_once(
     return made
 
 
-def known(tensor: torch.Tensor, what: Hashable, find_out: Callable[[torch.Tensor], bool]) -> bool:
+def cached_fact(
+    tensor: torch.Tensor, what: Hashable, find_out: Callable[[torch.Tensor], bool]
+) -> bool:
     """A fact about a tensor's values, asked of its device once for as long as it is not changed.
 
     Args:

@@ -70,7 +70,7 @@ def attend(
         if choice != SDPBackend.MATH.value:
             options["enable_gqa"] = True
         else:
-            k, v = (each.repeat_interleave(groups, dim=1) for each in (k, v))
+            k, v = (tensor.repeat_interleave(groups, dim=1) for tensor in (k, v))
     z = F.scaled_dot_product_attention(q, k, v, **options)
     if seen is not None and seen.blind is not None:
         z = z.masked_fill(seen.blind, 0.0)
