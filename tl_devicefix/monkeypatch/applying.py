@@ -66,12 +66,14 @@ def _replace(table: Sequence[Patch]) -> None:
     global _applied, _originals, _replaced
     # Looked for once: it takes longer than all else.
     imported = modules()
-    wanted = []
+    replacements = []
     for patch in table:
         for owner in owners(patch, imported):
-            there = vars(owner).get(patch.name, _MISSING)
-            wanted.append(_Replacement(owner, patch.name, there, _as_found(patch, owner, there)))
-    _applied, _replaced, _originals = table, tuple(wanted), {}
+            before = vars(owner).get(patch.name, _MISSING)
+            replacements.append(
+                _Replacement(owner, patch.name, before, _like_installed(patch, owner, before))
+            )
+    _applied, _replaced, _originals = table, tuple(replacements), {}
     for owner, name, _, after in _replaced:
         setattr(owner, name, after)
 
@@ -85,14 +87,14 @@ def disable() -> None:
     """
     global _originals, _replaced
     with _switching:
-        there_now = modules() if _replaced else []
+        imported = modules() if _replaced else []
         for owner, name, before, after in _replaced:
             if before is not _MISSING:
                 setattr(owner, name, before)
             elif name in vars(owner):
                 delattr(owner, name)
             if inspect.ismodule(owner):
-                for module in there_now:  # also those that were imported since
+                for module in imported:  # also those that were imported since
                     if vars(module).get(name) is after:
                         setattr(module, name, before)
         _replaced, _originals = (), {}
@@ -123,7 +125,7 @@ def is_enabled() -> bool:
 
 def state() -> State:
     """What is in place now; "partly enabled" where `enable` or `disable` was interrupted."""
-    in_place = [each.is_in_place for each in _replaced]
+    in_place = [replacement.is_in_place for replacement in _replaced]
     if not any(in_place):
         return "disabled"
     return "enabled" if all(in_place) else "partly enabled"
@@ -135,10 +137,10 @@ def original(cls: type, name: str) -> Any:
     Raises:
         AttributeError: if TransformerLens has no such attribute.
     """
-    known = _originals
-    if (cls, name) not in known:
-        known[cls, name] = _find_original(cls, name)
-    return known[cls, name]
+    cached = _originals
+    if (cls, name) not in cached:
+        cached[cls, name] = _find_original(cls, name)
+    return cached[cls, name]
 
 
 # Looked up at every forward, so kept; another one when the patches change, so that what a thread
@@ -151,21 +153,25 @@ def _find_original(cls: type, name: str) -> Any:
         # A subclass's own from_pretrained is not TransformerLens's: look further up.
         if base.__module__.partition(".")[0] not in ("transformer_lens", "torch"):
             continue
-        replaced = {each.name: each.before for each in _replaced if each.owner is base}
-        found = replaced.get(name, vars(base).get(name, _MISSING))
-        if found is not _MISSING:
-            return found
+        replaced = {
+            replacement.name: replacement.before
+            for replacement in _replaced
+            if replacement.owner is base
+        }
+        attribute = replaced.get(name, vars(base).get(name, _MISSING))
+        if attribute is not _MISSING:
+            return attribute
     raise AttributeError(f"{cls.__name__} has no {name}")
 
 
-def _as_found(patch: Patch, owner: Any, there: Any) -> Any:
+def _like_installed(patch: Patch, owner: Any, installed: Any) -> Any:
     """The replacement in the form of what it replaces: a classmethod stays one."""
-    if isinstance(there, classmethod):
-        return _classmethod_like(there, patch.replacement)
-    if isinstance(there, property):
-        return _property_like(there, patch.replacement)
-    if isinstance(there, staticmethod):
-        return _staticmethod_like(there, patch.replacement)
+    if isinstance(installed, classmethod):
+        return _classmethod_like(installed, patch.replacement)
+    if isinstance(installed, property):
+        return _property_like(installed, patch.replacement)
+    if isinstance(installed, staticmethod):
+        return _staticmethod_like(installed, patch.replacement)
     if takes_original(patch.replacement):
         return _around(getattr(owner, patch.name), patch.replacement)
     return patch.replacement
@@ -196,22 +202,22 @@ def _around(original: Callable[..., Any], replacement: Callable[..., Any]) -> Ca
 
 
 @cache
-def _staticmethod_like(there: Any, replacement: Callable[..., Any]) -> Any:
-    return staticmethod(_around(there.__func__, replacement))
+def _staticmethod_like(installed: Any, replacement: Callable[..., Any]) -> Any:
+    return staticmethod(_around(installed.__func__, replacement))
 
 
 @cache
-def _property_like(there: property, replacement: Callable[..., Any]) -> property:
+def _property_like(installed: property, replacement: Callable[..., Any]) -> property:
     """The replacement, a getter, with the docstring of what it replaces."""
     if takes_original(replacement):
-        assert there.fget is not None
-        replacement = _around(there.fget, replacement)
-    return property(replacement, doc=there.__doc__)
+        assert installed.fget is not None
+        replacement = _around(installed.fget, replacement)
+    return property(replacement, doc=installed.__doc__)
 
 
 @cache
-def _classmethod_like(there: Any, replacement: Callable[..., Any]) -> Any:
-    target = there.__func__
+def _classmethod_like(installed: Any, replacement: Callable[..., Any]) -> Any:
+    target = installed.__func__
     new = [
         parameter
         for parameter in inspect.signature(replacement).parameters.values()

@@ -81,17 +81,19 @@ def _is_ours(value: Any, name: str) -> bool:
 def _namespaces() -> list[ModuleType | type]:
     """Where blocks find functions: torch, einops, their own modules, and those of their helpers."""
     own = [m for name, m in sys.modules.items() if name.startswith("transformer_lens.components")]
-    functions = (it for m in own for it in vars(m).values() if isinstance(it, FunctionType))
+    functions = (
+        value for m in own for value in vars(m).values() if isinstance(value, FunctionType)
+    )
     helpers = {name for name in map(_written_in, functions) if _package(name) == "transformer_lens"}
     own += [sys.modules[name] for name in sorted(helpers - {m.__name__ for m in own})]
     modules = torch, torch.nn.functional, torch.linalg, torch.special, torch.fft, einops
     caches = (m for name, m in sys.modules.items() if name in _KV_CACHES)
-    entries = [it for m in caches for it in vars(m).values() if isinstance(it, type)]
+    entries = [value for m in caches for value in vars(m).values() if isinstance(value, type)]
     return [
         *modules,
         torch.Tensor,
         *own,
-        *(it for it in entries if _package(it.__module__) != "torch"),
+        *(value for value in entries if _package(value.__module__) != "torch"),
     ]
 
 
@@ -106,4 +108,4 @@ _FUNCTIONS = list(map(_Functions, _namespaces()))
 
 def exchanged_functions() -> tuple[str, ...]:
     """Functions that blocks may use and that are not what was imported: "torch.bmm", say."""
-    return tuple(name for each in _FUNCTIONS for name in each.exchanged())
+    return tuple(name for functions in _FUNCTIONS for name in functions.exchanged())

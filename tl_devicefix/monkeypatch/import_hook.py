@@ -77,4 +77,4 @@ def call_now() -> None:
 
 
 def _waiting() -> list[_ImportHook]:
-    return [each for each in sys.meta_path if isinstance(each, _ImportHook) and each.waits]
+    return [finder for finder in sys.meta_path if isinstance(finder, _ImportHook) and finder.waits]

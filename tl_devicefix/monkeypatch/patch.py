@@ -152,9 +152,9 @@ def _first_of(name: str, *modules: str) -> Any:
     for module_name in modules:
         if importlib.util.find_spec(module_name) is not None:
             # TransformerLens 4 raises ImportError at the names that it has dropped.
-            found = vars(importlib.import_module(module_name)).get(name)
-            if found is not None:
-                return found
+            attribute = vars(importlib.import_module(module_name)).get(name)
+            if attribute is not None:
+                return attribute
     return None
 
 
@@ -177,11 +177,11 @@ def check_target(patch: Patch) -> None:
     function: Any = getattr(target, "__func__", target)
     if isinstance(target, property):
         function = target.fget
-    there = list(inspect.signature(inspect.unwrap(function)).parameters)
-    known = [name for name in there if name in patch.parameters]
-    if known != list(patch.parameters):
+    parameters = list(inspect.signature(inspect.unwrap(function)).parameters)
+    required = [name for name in parameters if name in patch.parameters]
+    if required != list(patch.parameters):
         raise UnsupportedTransformerLens(
-            f"{patch.target} of transformer_lens {installed()} takes ({', '.join(there)}), "
+            f"{patch.target} of transformer_lens {installed()} takes ({', '.join(parameters)}), "
             f"not the ({', '.join(patch.parameters)}, ...) that tl_devicefix knows; it is left as "
             f"it was: install a version with {SUPPORTED}"
         )
