@@ -64,7 +64,7 @@ def test_every_weight_is_cut_into_slices_that_make_it_up_once_or_is_whole(
         for part in slices(weights, elements):
             for key, index in part.cut.items():
                 times[key][index] += 1
-            whole |= set(part.whole)
+            whole |= set(part.uncut)
         for key, here in times.items():
             assert (here == (key not in whole)).all(), (unit, key)
 
@@ -72,10 +72,10 @@ def test_every_weight_is_cut_into_slices_that_make_it_up_once_or_is_whole(
 def test_a_mixture_of_experts_is_cut_into_experts(components: Any) -> None:
     weights = components("mixtral")["blocks.0"]
     parts = [part for part in slices(weights, 1) if not part.cut]
-    experts = [{key.split(".")[2] for key in part.whole if ".experts." in key} for part in parts]
+    experts = [{key.split(".")[2] for key in part.uncut if ".experts." in key} for part in parts]
     assert experts == [{"0"}, {"1"}, {"2"}]
-    assert [("mlp.W_gate.weight" in part.whole) for part in parts] == [True, False, False]
-    assert all("ln2.w" in part.whole for part in parts)  # which folds into each
+    assert [("mlp.W_gate.weight" in part.uncut) for part in parts] == [True, False, False]
+    assert all("ln2.w" in part.uncut for part in parts)  # which folds into each
 
 
 def test_experts_are_centred_over_the_residual_stream() -> None:

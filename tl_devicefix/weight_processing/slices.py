@@ -24,7 +24,7 @@ class Slice:
 
     cut: dict[str, tuple[slice, ...]] = field(default_factory=dict)
     """Weights of which it has a part: name -> index of that part."""
-    whole: tuple[str, ...] = ()
+    uncut: tuple[str, ...] = ()
     """Weights that it has whole; other slices may have them too."""
 
     def of(self, weights: Mapping[str, torch.Tensor], carried: Weights) -> Weights:
@@ -33,13 +33,13 @@ class Slice:
         views: Weights = {}
         for name, index in self.cut.items():
             views[name] = weights[name][index]
-        for name in self.whole:
+        for name in self.uncut:
             views[name] = carried.get(name, weights[name])
         return views
 
     def to_carry(self, processed: Weights) -> Weights:
         """What the next slice goes on from."""
-        return {_SUM: processed[_SUM]} if _SUM in self.whole else {}
+        return {_SUM: processed[_SUM]} if _SUM in self.uncut else {}
 
 
 _SUM = "attn.b_O"
@@ -84,7 +84,7 @@ def slices(weights: Mapping[str, torch.Tensor], elements: int) -> Iterator[Slice
     if any(name.startswith("mlp.experts.") for name in left):
         yield from _experts(left)
     elif left:
-        yield Slice(whole=tuple(left))
+        yield Slice(uncut=tuple(left))
 
 
 def _parts(
@@ -117,5 +117,5 @@ def _experts(weights: Mapping[str, torch.Tensor]) -> Iterator[Slice]:
         elif name not in norm:
             first.append(name)
     for names in by_expert.values():
-        yield Slice(whole=(*norm, *first, *names))
+        yield Slice(uncut=(*norm, *first, *names))
         first = []
