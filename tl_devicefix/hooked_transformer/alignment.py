@@ -85,9 +85,11 @@ def get_device_for_block_index(
         return _by_index(index, cfg, torch.device(cfg.device if device is None else device))
     if index == 0 or len(placement.devices) == 1:
         return placement.home
-    here = device_of_turn()
-    if here is not None and index > first_block():
-        return here  # as the block takes it along in its turn, and on streams of the run's own
+    turn_device = device_of_turn()
+    if turn_device is not None and index > first_block():
+        return (
+            turn_device  # as the block takes it along in its turn, and on streams of the run's own
+        )
     index = max(index, min(first_block(), cfg.n_layers - 1))  # none is skipped by way of others
     return placement.device_of(f"blocks.{index}")
 

@@ -12,7 +12,7 @@ from transformer_lens.components import AbstractAttention, GroupedQueryAttention
 
 from tl_devicefix.attention import kv_cache, sdpa
 from tl_devicefix.attention.implementation import WHY_NOT, is_sdpa, listens
-from tl_devicefix.attention.one_forward import known, made_once
+from tl_devicefix.attention.one_forward import cached_fact, made_once
 from tl_devicefix.hooked_transformer.far_blocks import attention_whole
 from tl_devicefix.hooked_transformer.hook_points import at
 from tl_devicefix.hooked_transformer.known_blocks import IS_2, why_attention_as_installed
@@ -71,7 +71,7 @@ def run_attention(
         q = run_norm(modules["q_norm"], q.flatten(2), heard).reshape(q.shape)
         k = run_norm(modules["k_norm"], k.flatten(2), heard).reshape(k.shape)
     if not IS_2 and cfg.clip_qkv is not None:
-        q, k, v = (each.clamp(min=-cfg.clip_qkv, max=cfg.clip_qkv) for each in (q, k, v))
+        q, k, v = (tensor.clamp(min=-cfg.clip_qkv, max=cfg.clip_qkv) for tensor in (q, k, v))
     by_sdpa = is_sdpa(attn) and why_eager(attn, heard) is None
     offset = 0
     if entry is not None:
@@ -85,7 +85,7 @@ def run_attention(
         if by_sdpa and entry is not None:
 
             def rotate(some: Heads, start: int) -> Heads:
-                of_some = tuple(each[:, start:] for each in tables.of_keys)
+                of_some = tuple(table[:, start:] for table in tables.of_keys)
                 return _rotated(attn, some, start, attention_mask, of_some)
 
             k = kv_cache.rotated_keys(entry, k, tables.names, rotate)
@@ -208,7 +208,7 @@ def _why_always_eager(attn: Any) -> str | None:
 
 
 def _is_minus_infinity(ignore: torch.Tensor) -> bool:
-    return known(ignore, "minus infinity", lambda each: bool(each.isneginf()))
+    return cached_fact(ignore, "minus infinity", lambda tensor: bool(tensor.isneginf()))
 
 
 def _why_not_sdpa(model: Any, name: str, attn: Any) -> Any:
@@ -287,16 +287,16 @@ class _Beginning:
 
     def __init__(self, padding: Padding) -> None:
         self._padding = padding.clone()
-        self._known: tuple[Any, bool] = None, False  # asked of the device once
+        self._compared: tuple[Any, bool] = None, False  # asked of the device once
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Beginning):
             return False
-        if self._known[0] is not other:
+        if self._compared[0] is not other:
             n = min(self._padding.shape[1], other._padding.shape[1])
             same = torch.equal(self._padding[:, :n], other._padding[:, :n])
-            self._known = other, same
-        return self._known[1]
+            self._compared = other, same
+        return self._compared[1]
 
     __hash__ = object.__hash__
 
@@ -363,7 +363,9 @@ def _seen_by_sdpa(
 ) -> sdpa.Seen:
     """Likewise for SDPA: no mask where all keys up to a query's own are seen."""
     window = attn.cfg.window_size if attn.attn_type == "local" else None
-    edited = IS_2 and not known(attn.mask, ("causal", window), lambda m: _is_causal(m, window))
+    edited = IS_2 and not cached_fact(
+        attn.mask, ("causal", window), lambda m: _is_causal(m, window)
+    )
     sees_all = window is None or n + offset <= window
     if not edited and padding is None and sees_all and (n == 1 or offset == 0):
         return sdpa.Seen(None, None)

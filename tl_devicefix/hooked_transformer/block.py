@@ -73,18 +73,18 @@ def block_forward(
     # A tool such as nnsight puts a copy of its own in the place of what is installed.
     as_known = original is installed(TransformerBlock, "forward")
     if as_known and (look := unheard_look(self)) is not None and type(resid_pre) is torch.Tensor:
-        given = resid_pre, shortformer_pos_embed, past_kv_cache_entry, attention_mask
-        return run_block(self, *given, look, heard=False)
+        inputs = resid_pre, shortformer_pos_embed, past_kv_cache_entry, attention_mask
+        return run_block(self, *inputs, look, heard=False)
     look = look_at(self)
     is_run = as_known and why_as_installed(self, look) is None
-    given = resid_pre, shortformer_pos_embed, past_kv_cache_entry, attention_mask
+    inputs = resid_pre, shortformer_pos_embed, past_kv_cache_entry, attention_mask
     if type(resid_pre) is not torch.Tensor and is_run:
-        output = block_whole(self, *given, look)
+        output = block_whole(self, *inputs, look)
         if output is not None:
             return output
     if is_run:
-        return run_block(self, *given, look)
-    return original(self, *given)  # type: ignore[no-any-return]
+        return run_block(self, *inputs, look)
+    return original(self, *inputs)  # type: ignore[no-any-return]
 
 
 @patches(

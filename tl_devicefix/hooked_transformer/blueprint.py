@@ -124,11 +124,11 @@ def _config_at_full_size(
 ) -> Any:
     """The config that `from_pretrained` would make with these options; a copy of a given one."""
     if isinstance(config_or_model_name, str | os.PathLike):
-        wanted = torch.float32 if dtype is None else torch_dtype(dtype)
+        weight_dtype = torch.float32 if dtype is None else torch_dtype(dtype)
         sized = {name: value for name, value in options.items() if name not in _OF_NO_SIZE}
         options = {"fold_ln": True, **sized}
         name = os.fspath(config_or_model_name)
-        return model_config(name, prefer_known=True, dtype=wanted, device="cpu", **options)
+        return model_config(name, prefer_known=True, dtype=weight_dtype, device="cpu", **options)
     if not hasattr(config_or_model_name, "n_layers"):
         raise ValueError(
             f"a {type(config_or_model_name).__name__} is neither a model's name, nor a checkpoint "
@@ -164,9 +164,9 @@ class HookedGeneration:
         """Have the KV cache as long as if this many tokens had been run."""
         for entry in self._kv_cache.entries:
             for name in ("past_keys", "past_values"):
-                held = getattr(entry, name)
-                batch, _, *heads = held.shape
-                setattr(entry, name, held.new_empty(batch, length, *heads))
+                cached = getattr(entry, name)
+                batch, _, *heads = cached.shape
+                setattr(entry, name, cached.new_empty(batch, length, *heads))
             let_go(entry)
         mask = self._kv_cache.previous_attention_mask
         self._kv_cache.previous_attention_mask = mask.new_ones(mask.shape[0], length)

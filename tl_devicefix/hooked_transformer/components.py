@@ -49,9 +49,9 @@ def component_sizes(cfg: Any) -> tuple[ComponentSize, ...]:
             kind = attention_kind(cfg, int(name.split(".")[1]))
             if kind not in block_sizes:
                 block_sizes[kind] = _size_on_meta(name, cfg)
-            known = block_sizes[kind]
+            size = block_sizes[kind]
             shared = f"{kind or 'global'} attention"
-            sizes.append(replace(known, name=name, shared=shared))
+            sizes.append(replace(size, name=name, shared=shared))
         else:
             sizes.append(_size_on_meta(name, cfg))
     return tuple(sizes)

@@ -54,14 +54,14 @@ def model_config(model_name: str, prefer_known: bool = False, **kwargs: Any) -> 
     if is_checkpoint_directory(model_name):
         return _config_of_directory(os.fspath(model_name), kwargs)
     name = official_name(model_name)
-    known = known_config(name) if prefer_known else None
-    if known is not None:
+    hf_config = known_config(name) if prefer_known else None
+    if hf_config is not None:
         _log.info("The sizes of %s are those known to tl_devicefix, not fetched.", name)
     if is_listed(name):
-        return _config_by_name(name, known, **kwargs)
-    if known is not None:  # a model that TransformerLens does not list
+        return _config_by_name(name, hf_config, **kwargs)
+    if hf_config is not None:  # a model that TransformerLens does not list
         with tempfile.TemporaryDirectory() as directory:
-            known.save_pretrained(directory)
+            hf_config.save_pretrained(directory)
             cfg = _config_of_directory(directory, kwargs)
         cfg.model_name, cfg.tokenizer_name = name.rpartition("/")[2], None
         return cfg
@@ -116,9 +116,11 @@ def is_listed(model_name: str) -> bool:
     return model_name.lower() in tl_loading.make_model_alias_map()
 
 
-def _config_by_name(name: str, known: Any = None, token: Any = None, **kwargs: Any) -> Any:
-    """TransformerLens's own; `known` is what transformers would read for this name."""
-    readable = _ReadableAutoConfig(known, token)
+def _config_by_name(
+    name: str, transformers_config: Any = None, token: Any = None, **kwargs: Any
+) -> Any:
+    """TransformerLens's own; `transformers_config` is what transformers would read."""
+    readable = _ReadableAutoConfig(transformers_config, token)
     try:
         with (
             _reading,
@@ -222,9 +224,11 @@ def _config_of_architecture(
 def _supported_architectures() -> list[str]:
     """The architectures that can be configured by config.json, and converted."""
     # TransformerLens has no list of them, but a branch for each.
-    known = set(_CONFIGURED_BY_NAME)
-    known |= _branches(tl_loading.convert_hf_model_config)
-    return sorted(known & _branches(tl_loading.get_pretrained_state_dict) - set(_OTHER_CLASSES))
+    configured = set(_CONFIGURED_BY_NAME)
+    configured |= _branches(tl_loading.convert_hf_model_config)
+    return sorted(
+        configured & _branches(tl_loading.get_pretrained_state_dict) - set(_OTHER_CLASSES)
+    )
 
 
 def _branches(function: Any) -> set[str]:
@@ -235,18 +239,18 @@ class _ReadableAutoConfig:
     """transformers' AutoConfig, whose configs have the names that TransformerLens reads.
 
     Args:
-        known: the config to return, if it has been read.
+        hf_config: the config to return, if it has been read.
         token: the token to use; TransformerLens would take it from the environment.
     """
 
-    def __init__(self, known: Any, token: Any) -> None:
-        self._known = known
+    def __init__(self, hf_config: Any, token: Any) -> None:
+        self._hf_config = hf_config
         self._token = token
 
     def from_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         if self._token is not None:
             kwargs["token"] = self._token
-        hf_config = self._known or AutoConfig.from_pretrained(*args, **kwargs)
+        hf_config = self._hf_config or AutoConfig.from_pretrained(*args, **kwargs)
         # TransformerLens 2.x reads n_ctx of a GPT-2, which transformers no longer saves, and 3.9
         # reads partial_rotary_factor of a Phi, which transformers 5 keeps in rope_parameters.
         if hf_config.model_type == "gpt2" and not hasattr(hf_config, "n_ctx"):
@@ -259,8 +263,8 @@ class _ReadableAutoConfig:
 
 def _requested_sizes(kwargs: dict[str, Any]) -> dict[str, Any]:
     """The sizes that the caller chose: config.json must not undo them."""
-    wanted = {"n_layers": kwargs.get("first_n_layers"), "n_ctx": kwargs.get("n_ctx")}
-    return {name: size for name, size in wanted.items() if size is not None}
+    requested = {"n_layers": kwargs.get("first_n_layers"), "n_ctx": kwargs.get("n_ctx")}
+    return {name: size for name, size in requested.items() if size is not None}
 
 
 @patches(
@@ -381,9 +385,9 @@ def _gemma_rope(hf_config: Any) -> dict[str, Any]:
         "rotary_base": everywhere.get("rope_theta") or getattr(hf_config, "rope_theta", None),
         "rotary_base_local": local or getattr(hf_config, "rope_local_base_freq", None),
     }
-    known = {name: int(value) for name, value in bases.items() if value is not None}
-    known["rotary_scaling_factor"] = everywhere.get("factor", 1.0)
-    return {name: value for name, value in known.items() if name in _config_fields()}
+    settings = {name: int(value) for name, value in bases.items() if value is not None}
+    settings["rotary_scaling_factor"] = everywhere.get("factor", 1.0)
+    return {name: value for name, value in settings.items() if name in _config_fields()}
 
 
 def _rope(hf_config: Any) -> dict[str, Any]:

@@ -27,22 +27,27 @@ OWN = frozenset((*NORMS, *MLPS, Attention, GroupedQueryAttention, HookPoint))
 
 def is_heard(module: Any) -> bool:
     """Whether calling a module does more than its class's forward."""
-    held = module.__dict__
+    attributes = module.__dict__
     return bool(
-        held["_forward_hooks"]
-        or held["_forward_pre_hooks"]
-        or held["_backward_hooks"]
-        or held["_backward_pre_hooks"]
-        or "forward" in held
+        attributes["_forward_hooks"]
+        or attributes["_forward_pre_hooks"]
+        or attributes["_backward_hooks"]
+        or attributes["_backward_pre_hooks"]
+        or "forward" in attributes
     )
 
 
 def sees(module: Any) -> bool:
     """Whether somebody sees what a module, or one in it, is given or gives."""
     modules = (module, *module._modules.values())
-    hooks = (hook for each in modules for name in HOOKS for hook in each.__dict__[name].values())
+    hooks = (
+        hook
+        for submodule in modules
+        for name in HOOKS
+        for hook in submodule.__dict__[name].values()
+    )
     return not all(map(looks_away, hooks)) or any(
-        "forward" in each.__dict__ or type(each) not in OWN for each in modules
+        "forward" in submodule.__dict__ or type(submodule) not in OWN for submodule in modules
     )
 
 
@@ -53,20 +58,20 @@ def at(modules: dict[str, Any], name: str, x: torch.Tensor) -> torch.Tensor:
         return point(x)  # type: ignore[no-any-return]
     if not is_heard(point):
         return x
-    held = point.__dict__
+    attributes = point.__dict__
     if (
-        "forward" in held
-        or held["_forward_pre_hooks"]
-        or held["_backward_hooks"]
-        or held["_backward_pre_hooks"]
-        or held["_forward_hooks_with_kwargs"]
-        or held["_forward_hooks_always_called"]
+        "forward" in attributes
+        or attributes["_forward_pre_hooks"]
+        or attributes["_backward_hooks"]
+        or attributes["_backward_pre_hooks"]
+        or attributes["_forward_hooks_with_kwargs"]
+        or attributes["_forward_hooks_always_called"]
     ):
         return point(x)  # type: ignore[no-any-return]
     # What torch's `Module.__call__` does for these, at a third of its time.
-    given = (x,)
-    for hook in tuple(held["_forward_hooks"].values()):
-        returned = hook(point, given, x)
+    inputs = (x,)
+    for hook in tuple(attributes["_forward_hooks"].values()):
+        returned = hook(point, inputs, x)
         if returned is not None:
             x = returned
     return x

@@ -77,7 +77,7 @@ _CALLED_PAST = (
 )
 """Methods that `block.py` does not call, whatever somebody has put in their place."""
 
-_FOLDERS = {Path(inspect.getfile(each)).parent for each in (HookPoint, original)}
+_FOLDERS = {Path(inspect.getfile(definition)).parent for definition in (HookPoint, original)}
 """Where TransformerLens's methods are defined, and the wrappers that stand in their place here."""
 
 
@@ -97,29 +97,37 @@ class Look:
 
     def look(self, module: Any) -> None:
         """Find it out."""
-        inside = [each for each in module.modules() if each is not module]
-        held = [vars(each) for each in (module, *inside)]
-        self._sized = held + [each["_parameters"] for each in held if each["_parameters"]]
+        submodules = [submodule for submodule in module.modules() if submodule is not module]
+        namespaces = [vars(owner) for owner in (module, *submodules)]
+        self._sized = namespaces + [
+            namespace["_parameters"] for namespace in namespaces if namespace["_parameters"]
+        ]
         self._sizes = list(map(len, self._sized))
-        self._components = [each for each in inside if type(each) is not HookPoint]
+        self._components = [
+            submodule for submodule in submodules if type(submodule) is not HookPoint
+        ]
         self._classes = list(map(type, self._components))
-        self._children = [each["_modules"] for each in held if each["_modules"]]
+        self._children = [
+            namespace["_modules"] for namespace in namespaces if namespace["_modules"]
+        ]
         self._children_seen = list(map(dict, self._children))
-        self._hooks = [each[name] for each in held[1:] for name in HOOKS]
+        self._hooks = [namespace[name] for namespace in namespaces[1:] for name in HOOKS]
         self._hooks_in = {
-            name: [vars(each)[kind] for each in child.modules() for kind in HOOKS]
+            name: [vars(submodule)[kind] for submodule in child.modules() for kind in HOOKS]
             for name, child in module._modules.items()
             if type(child) is not HookPoint
         }
-        self._has_others = any(type(each) not in OWN or "forward" in vars(each) for each in inside)
+        self._has_others = any(
+            type(submodule) not in OWN or "forward" in vars(submodule) for submodule in submodules
+        )
         self.why = _why_as_built(module)
         self.why_attention = (
             _why_as_built(module._modules["attn"]) if "attn" in module._modules else None
         )
 
-    def may_be_of(self, held: dict[str, Any]) -> bool:
+    def may_be_of(self, namespace: dict[str, Any]) -> bool:
         """Whether it was not of something else, as of what a view is of."""
-        return not self._sized or self._sized[0] is held
+        return not self._sized or self._sized[0] is namespace
 
     def holds(self) -> bool:
         """Whether it has the same modules still, and they as many attributes and parameters."""
@@ -146,10 +154,10 @@ class Look:
 
 def look_at(module: Any) -> Look:
     """What is known of a block or its attention, found out anew where something has changed."""
-    held = module.__dict__
-    look: Look | None = held.get(_LOOK)
-    if look is None or not look.may_be_of(held):
-        look = held[_LOOK] = Look()
+    namespace = module.__dict__
+    look: Look | None = namespace.get(_LOOK)
+    if look is None or not look.may_be_of(namespace):
+        look = namespace[_LOOK] = Look()
     if not look.holds():
         look.look(module)
     return look
@@ -170,7 +178,7 @@ class AllBlocks(Look):
         self._cfg = blocks[0].cfg
         self._looks = [look_at(block) for block in blocks]
         for kind in ("_sized", "_sizes", "_children", "_children_seen", "_components", "_classes"):
-            setattr(self, kind, [each for look in self._looks for each in getattr(look, kind)])
+            setattr(self, kind, [entry for look in self._looks for entry in getattr(look, kind)])
         self._hooks = [hooks for look in self._looks for hooks in look._hooks]
         self._around = [vars(block)[name] for block in blocks for name in HOOKS]
         self._plain = all(
@@ -344,7 +352,9 @@ def fits(attn: Any, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], ent
         _extend_rotary(attn, n_keys)
         table = buffers["rotary_cos"]
     tables = (table, buffers["mask"]) if IS_2 else (table,)
-    return all(each is None or (n_keys <= len(each) and each.device == device) for each in tables)
+    return all(
+        buffer is None or (n_keys <= len(buffer) and buffer.device == device) for buffer in tables
+    )
 
 
 def _extend_rotary(attn: Any, n_keys: int) -> None:
@@ -385,7 +395,9 @@ def digest() -> str | None:
     try:
         for cls, methods in _STOOD_FOR.items():
             functions += [original(getattr(components, cls), method) for method in methods]
-        sources = [textwrap.dedent(inspect.getsource(inspect.unwrap(each))) for each in functions]
+        sources = [
+            textwrap.dedent(inspect.getsource(inspect.unwrap(function))) for function in functions
+        ]
     except (AttributeError, OSError, TypeError):
         return None
     return hashlib.sha256("\n".join(sources).encode()).hexdigest()[:16]

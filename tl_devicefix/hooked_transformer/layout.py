@@ -68,21 +68,21 @@ def give_buffers(model: Any) -> None:
 
 def share_buffers(model: nn.Module) -> None:
     """Let the blocks of a model that is constructed already share their buffers."""
-    known: dict[Any, torch.Tensor] = {}
+    shared: dict[Any, torch.Tensor] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            module._buffers[name] = _known_equal(known, module, name, buffer)
+            module._buffers[name] = _shared_equal(shared, module, name, buffer)
 
 
-def _known_equal(
-    known: dict[Any, torch.Tensor], module: nn.Module, name: str, buffer: torch.Tensor | None
+def _shared_equal(
+    shared: dict[Any, torch.Tensor], module: nn.Module, name: str, buffer: torch.Tensor | None
 ) -> torch.Tensor | None:
     """The buffer, or an equal one of another attention layer of the same kind."""
     kind = getattr(module, "attn_type", None)
     if buffer is None or buffer.is_meta or kind is None:
         return buffer
     key = (type(module), kind, name, buffer.shape, buffer.dtype, buffer.device)
-    first = known.setdefault(key, buffer)
+    first = shared.setdefault(key, buffer)
     return first if first is buffer or torch.equal(first, buffer) else buffer
 
 

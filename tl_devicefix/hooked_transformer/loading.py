@@ -128,37 +128,39 @@ def _nothing_left_of_a_failure() -> Iterator[None]:
 
 
 def _load(
-    cls: Any, wanted: dict[str, Any], device_map: DeviceMap | None, max_memory: MaxMemory | None
+    cls: Any, arguments: dict[str, Any], device_map: DeviceMap | None, max_memory: MaxMemory | None
 ) -> Any:
     """Load a model, by all arguments of `from_pretrained`."""
-    hf_kwargs = wanted.pop("from_pretrained_kwargs", {})
+    hf_kwargs = arguments.pop("from_pretrained_kwargs", {})
     refuse_misspelt(
-        "from_pretrained", hf_kwargs, [*wanted, "device_map", "max_memory", "attn_implementation"]
+        "from_pretrained",
+        hf_kwargs,
+        [*arguments, "device_map", "max_memory", "attn_implementation"],
     )
-    dtype = torch_dtype(hf_kwargs.pop("torch_dtype", wanted["dtype"]))
-    wanted["model_name"] = os.fspath(wanted["model_name"])
-    model_name = official_name(wanted["model_name"])
-    _refuse_unsupported(model_name, wanted, hf_kwargs)
+    dtype = torch_dtype(hf_kwargs.pop("torch_dtype", arguments["dtype"]))
+    arguments["model_name"] = os.fspath(arguments["model_name"])
+    model_name = official_name(arguments["model_name"])
+    _refuse_unsupported(model_name, arguments, hf_kwargs)
 
-    cfg = _load_config(model_name, wanted, hf_kwargs, dtype)
-    steps = _steps(cfg, wanted)
-    placement = _place(cfg, wanted, device_map, max_memory)
-    if wanted["hf_model"] is None and (hosts := other_hosts()) is not None:
+    cfg = _load_config(model_name, arguments, hf_kwargs, dtype)
+    steps = _steps(cfg, arguments)
+    placement = _place(cfg, arguments, device_map, max_memory)
+    if arguments["hf_model"] is None and (hosts := other_hosts()) is not None:
         hosts.check_checkpoint(model_name, placement, **hf_kwargs)
     with _construction:
-        source = _open_source(model_name, cfg, wanted["hf_model"], dtype, hf_kwargs)
+        source = _open_source(model_name, cfg, arguments["hf_model"], dtype, hf_kwargs)
         with tokenizers_fetched_with(model_name, hf_kwargs):
-            model = empty_model(cls, cfg, wanted["tokenizer"], wanted["default_padding_side"])
+            model = empty_model(cls, cfg, arguments["tokenizer"], arguments["default_padding_side"])
     fill(model, source, placement, steps)
     place(model, placement)  # the weights are there already; the buffers are not
     if (hosts := other_hosts()) is not None:
         hosts.wait_for(placement)
-    if not wanted["move_to_device"]:
-        device = wanted["device"]
+    if not arguments["move_to_device"]:
+        device = arguments["device"]
         device = resolve(device) if isinstance(device, int) else device or default_device()
         model.cfg.device = str(device)
-    warn_without_tokenizer(model, wanted["model_name"])
-    print(f"Loaded pretrained model {wanted['model_name']} into HookedTransformer")
+    warn_without_tokenizer(model, arguments["model_name"])
+    print(f"Loaded pretrained model {arguments['model_name']} into HookedTransformer")
     return model
 
 
@@ -166,16 +168,16 @@ def _bind(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, 
     """The arguments by name, with the defaults of the installed `from_pretrained`."""
     signature = inspect.signature(original(cls, "from_pretrained").__func__)
     bound = signature.bind(cls, *args, **kwargs)
-    given = set(bound.arguments)
+    passed = set(bound.arguments)
     bound.apply_defaults()
     arguments = dict(bound.arguments)
-    if "n_devices" not in given:
+    if "n_devices" not in passed:
         arguments["n_devices"] = None  # so that max_memory may say which
     arguments.pop("cls")
     return arguments
 
 
-def _refuse_unsupported(name: str, wanted: dict[str, Any], hf_kwargs: dict[str, Any]) -> None:
+def _refuse_unsupported(name: str, arguments: dict[str, Any], hf_kwargs: dict[str, Any]) -> None:
     listed = is_listed(name)
     if listed and name.lower().startswith(("t5", "google-t5")):
         raise RuntimeError(f"{name} is an encoder-decoder: load it with HookedEncoderDecoder")
@@ -186,21 +188,21 @@ def _refuse_unsupported(name: str, wanted: dict[str, Any], hf_kwargs: dict[str, 
             "load_in_4bit and load_in_8bit are not arguments of HookedTransformer: its weights are "
             "folded, in dtype; load the quantised model with transformers and pass it as hf_model"
         )
-    if wanted.get("checkpoint_label") is not None:
-        if wanted["checkpoint_value"] is not None:
+    if arguments.get("checkpoint_label") is not None:
+        if arguments["checkpoint_value"] is not None:
             raise ValueError(
                 "Specify checkpoint_value or checkpoint_label, not both — they are aliases."
             )
-        wanted["checkpoint_value"] = wanted["checkpoint_label"]
+        arguments["checkpoint_value"] = arguments["checkpoint_label"]
     checkpoint_named = any(
-        wanted.get(name) is not None for name in ("checkpoint_index", "checkpoint_value")
+        arguments.get(name) is not None for name in ("checkpoint_index", "checkpoint_value")
     )
     if checkpoint_named and not listed:
         raise ValueError(
             f"{name!r} is one checkpoint: checkpoint_index and checkpoint_value choose among those "
             "of a model on the hub, so leave them out"
         )
-    hf_model = wanted["hf_model"]
+    hf_model = arguments["hf_model"]
     if hf_model is not None and not hasattr(hf_model, "config"):
         raise ValueError(
             f"hf_model is a {type(hf_model).__name__} without a config: pass the model itself, as "
@@ -209,7 +211,7 @@ def _refuse_unsupported(name: str, wanted: dict[str, Any], hf_kwargs: dict[str, 
 
 
 def _load_config(
-    model_name: str, wanted: dict[str, Any], hf_kwargs: dict[str, Any], dtype: torch.dtype
+    model_name: str, arguments: dict[str, Any], hf_kwargs: dict[str, Any], dtype: torch.dtype
 ) -> Any:
     passed_on = (
         "checkpoint_index",
@@ -219,20 +221,20 @@ def _load_config(
         "first_n_layers",
         "n_ctx",
     )
-    options = {name: wanted[name] for name in passed_on if name in wanted}
-    hf_model = wanted["hf_model"]
+    options = {name: arguments[name] for name in passed_on if name in arguments}
+    hf_model = arguments["hf_model"]
     hf_cfg = hf_model.config.to_dict() if hf_model is not None else {}
     hf_cfg.pop("quantization_config", None)  # the weights arrive dequantised
     # The devices are the plan's business: TransformerLens would count CUDA devices here.
     cfg = model_config(model_name, hf_cfg=hf_cfg, dtype=dtype, device="cpu", **options, **hf_kwargs)
     if cfg.n_layers < 1:
-        raise ValueError(f"first_n_layers={wanted['first_n_layers']} leaves no layers to load")
+        raise ValueError(f"first_n_layers={arguments['first_n_layers']} leaves no layers to load")
     return cfg
 
 
-def _steps(cfg: Any, wanted: dict[str, Any]) -> Steps:
+def _steps(cfg: Any, arguments: dict[str, Any]) -> Steps:
     """The processing that is asked for, less what TransformerLens never does to such a model."""
-    steps = {name: wanted[name] for name in Steps.__dataclass_fields__ if name in wanted}
+    steps = {name: arguments[name] for name in Steps.__dataclass_fields__ if name in arguments}
     refused: dict[str, str] = {}
     if cfg.positional_embedding_type == "shortformer":
         for name in ("fold_ln", "center_unembed", "center_writing_weights"):
@@ -259,19 +261,19 @@ def _post_norm_architectures() -> tuple[str, ...]:
 
 def _place(
     cfg: Any,
-    wanted: dict[str, Any],
+    arguments: dict[str, Any],
     device_map: DeviceMap | None,
     max_memory: MaxMemory | None,
 ) -> Placement:
     placement = decide_fitting(
         component_sizes(cfg),
         cfg.dtype,
-        n_devices=wanted["n_devices"],
-        device=wanted["device"],
+        n_devices=arguments["n_devices"],
+        device=arguments["device"],
         device_map=device_map,
         max_memory=max_memory,
     )
-    if wanted["move_to_device"]:
+    if arguments["move_to_device"]:
         return placement
     if len(placement.devices) > 1:
         raise ValueError(
@@ -317,12 +319,12 @@ def _components_without_values() -> Iterator[None]:
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         with torch.device("meta"):
-            there(self, *args, **kwargs)
+            installed_init(self, *args, **kwargs)
         give_buffers(self)
 
-    there = HookedTransformer.__init__
+    installed_init = HookedTransformer.__init__
     HookedTransformer.__init__ = init  # type: ignore[method-assign]
     try:
         yield
     finally:
-        HookedTransformer.__init__ = there  # type: ignore[method-assign]
+        HookedTransformer.__init__ = installed_init  # type: ignore[method-assign]

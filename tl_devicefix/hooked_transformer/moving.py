@@ -77,7 +77,9 @@ def _tell_accelerate(model: Any, placement: Placement) -> None:
     """
     vars(model).pop("hf_device_map", None)
     if len(placement.memories) > 1:
-        model.hf_device_map = {each.name: each.stored_on for each in placement.components}
+        model.hf_device_map = {
+            component.name: component.stored_on for component in placement.components
+        }
 
 
 def _bring_rest_home(model: Any, placement: Placement) -> None:

@@ -64,6 +64,6 @@ def override_defaults(original: Any, self: Any) -> Any:
     return original(self)
 
 
-def _differs(given: Any, default: Any) -> bool:
+def _differs(value: Any, default: Any) -> bool:
     # Without an argument it is None, or in TransformerLens 2 a string that says so.
-    return given in (True, False, "left", "right") and given != default
+    return value in (True, False, "left", "right") and value != default

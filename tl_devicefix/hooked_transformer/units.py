@@ -87,7 +87,7 @@ def load_component(
                 left.pop(name, None)
                 value, path = copies.pop(name), full_name(unit, name)
                 write(model, path, value, weights[name], stored_on, index, copy)
-        for name in part.whole:
+        for name in part.uncut:
             left.pop(name, None)
             if name in copies:  # a folded norm may be gone
                 left[name] = copies.pop(name)
@@ -128,14 +128,14 @@ def check_shapes(model: nn.Module, state_dict: Mapping[str, torch.Tensor]) -> No
             _check_weight(name, state_dict[name], own)
 
 
-def _check_weight(name: str, given: torch.Tensor, own: torch.Tensor) -> None:
+def _check_weight(name: str, weight: torch.Tensor, own: torch.Tensor) -> None:
     # As torch's load_state_dict: one element may fill a scalar (Apertus keeps its alphas so).
-    if given.shape != own.shape and (own.dim() > 0 or given.numel() != 1):
+    if weight.shape != own.shape and (own.dim() > 0 or weight.numel() != 1):
         raise ValueError(
-            f"{name} has shape {tuple(given.shape)}, but this model's config asks for "
+            f"{name} has shape {tuple(weight.shape)}, but this model's config asks for "
             f"{tuple(own.shape)}: the weights and the config are not of the same model"
         )
-    if given.is_meta:
+    if weight.is_meta:
         raise ValueError(
             f"{name} is on the meta device, so it has a shape but no values; load the model that "
             "it comes from with its weights"
@@ -181,10 +181,10 @@ def storage_of_unit(model: Any, unit: str, weights: Mapping[str, torch.Tensor]) 
 
 def _held_on(model: Any, unit: str, weights: Mapping[str, torch.Tensor]) -> torch.device:
     try:
-        held: Iterable[torch.Tensor] = model.get_submodule(unit).parameters()
+        parameters: Iterable[torch.Tensor] = model.get_submodule(unit).parameters()
     except AttributeError:
-        held = ()
-    for parameter in held:
+        parameters = ()
+    for parameter in parameters:
         if not parameter.is_meta:
             return parameter.device
     return next(iter(weights.values())).device
