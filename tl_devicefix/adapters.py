@@ -61,7 +61,9 @@ def adapters() -> dict[str, Adapter]:
 
 def adapter_of(model: Any) -> Adapter | None:
     """The adapter of a model's class; None if it is of neither."""
-    of_class = (each for each in adapters().values() if isinstance(model, each.model_class))
+    of_class = (
+        adapter for adapter in adapters().values() if isinstance(model, adapter.model_class)
+    )
     return next(of_class, None)
 
 

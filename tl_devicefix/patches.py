@@ -61,9 +61,9 @@ def enable() -> None:
     """
     if is_enabled():
         return
-    whole = table()
+    patch_table = table()
     if not is_enabled():  # by the import hook, when TransformerLens was imported for the table
-        applying.enable(whole)
+        applying.enable(patch_table)
 
 
 @contextlib.contextmanager
@@ -153,12 +153,12 @@ def report(model: Any = None) -> PatchReport | ModelReport:
 def _report_of_patches() -> PatchReport:
     from tl_devicefix.placement.memory import format_table
 
-    told = PatchReport(table())
-    told.version, told.state = installed(), state()
-    print(f"tl_devicefix on transformer_lens {told.version}: {told.state}")
-    rows = [(patch.target, f"{patch.since} - {patch.until}", patch.why) for patch in told]
+    patch_report = PatchReport(table())
+    patch_report.version, patch_report.state = installed(), state()
+    print(f"tl_devicefix on transformer_lens {patch_report.version}: {patch_report.state}")
+    rows = [(patch.target, f"{patch.since} - {patch.until}", patch.why) for patch in patch_report]
     print(format_table([("target", "TL versions", "why"), *rows], "<<<"))
-    return told
+    return patch_report
 
 
 def _report_of_model(model: Any) -> ModelReport:
@@ -175,13 +175,17 @@ def _report_of_model(model: Any) -> ModelReport:
             "the model itself, or nothing to see what is replaced in TransformerLens"
         )
     attends = attention_of_each(model)
-    told = ModelReport()
+    model_report = ModelReport()
     for name, forward in adapter.forward_of_each(model).items():
-        own = [said for attention, said in attends.items() if attention.startswith(f"{name}.")]
-        told[name] = BlockReport(forward, "; ".join(dict.fromkeys(own)) or "none")
+        own = [
+            implementation
+            for attention, implementation in attends.items()
+            if attention.startswith(f"{name}.")
+        ]
+        model_report[name] = BlockReport(forward, "; ".join(dict.fromkeys(own)) or "none")
     kind = type(model).__name__
     print(f"{kind}, tl_devicefix on transformer_lens {installed()}: {state()}")
-    groups = itertools.groupby(told, told.__getitem__)
+    groups = itertools.groupby(model_report, model_report.__getitem__)
     rows = [(in_short(list(names)), *block) for block, names in groups]
     print(format_table([("block", "forward", "attention"), *rows], "<<<"))
-    return told
+    return model_report
