@@ -13,7 +13,7 @@ from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
 
 
 class Adapter(Protocol):
-    """What is asked of a class of models."""
+    """The interface to a class of models."""
 
     NAME: str
     """Of the class, for sentences."""
@@ -45,7 +45,7 @@ class Adapter(Protocol):
 
 @cache
 def adapters() -> dict[str, Adapter]:
-    """Those of the installed TransformerLens: name of the class -> its adapter."""
+    """Adapters of the installed TransformerLens: name of the class -> its adapter."""
     # Imported here, as TransformerLens may lack the one class or the other.
     installed: list[Any] = []
     if has_hooked_transformer():

@@ -1,6 +1,6 @@
 """The table of patches, which modules register by `@patches`: apply it, undo it, and show it.
 
-Of a model, what the patches do to it is shown: which forward each block runs.
+For a model, the report shows which forward each block runs.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ def _report_of_model(model: Any) -> ModelReport:
     adapter = adapter_of(model)
     if adapter is None:
         raise TypeError(
-            f"report looks through a {class_names()}, but this is a {type(model).__name__}: give "
-            "the model itself, or nothing to see what is replaced in TransformerLens"
+            f"report takes a {class_names()}, but this is a {type(model).__name__}: give the "
+            "model itself, or no model to see what is replaced in TransformerLens"
         )
     attends = attention_of_each(model)
     model_report = ModelReport()

@@ -127,7 +127,7 @@ def test_an_alias_plans_as_the_name_it_stands_for_and_the_log_tells_of_it(
 ) -> None:
     with caplog.at_level(logging.INFO):
         assert plan("pythia-70m", n_devices=2) == plan("EleutherAI/pythia-70m", n_devices=2)
-    assert "EleutherAI/pythia-70m are those known to tl_devicefix" in caplog.text
+    assert "EleutherAI/pythia-70m are those that tl_devicefix lists" in caplog.text
 
 
 def test_a_checkpoint_that_is_loaded_has_its_own_sizes(
@@ -142,5 +142,5 @@ def test_a_checkpoint_that_is_loaded_has_its_own_sizes(
 @pytest.mark.parametrize("use", [plan, HookedTransformer.from_pretrained])
 def test_an_unknown_config_must_be_fetched_or_handed_over(use: Any, refused: Any) -> None:
     name = "bigscience/bloom-560m"  # which TransformerLens lists and asks the hub for
-    with refused(repr(name), "must be fetched, or be given as a local directory"):
+    with refused(repr(name), "cannot be fetched: check the connection, or give a local directory"):
         use(name, n_devices=2)

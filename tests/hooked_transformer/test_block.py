@@ -736,4 +736,4 @@ def test_blocks_of_an_unknown_transformer_lens_run_as_installed(
         known_blocks._why_functions_unknown.cache_clear()
 
     assert not run_block.called
-    assert all("are not ones that are known" in said for said in blocks.values())
+    assert all("does not know the blocks of" in said for said in blocks.values())

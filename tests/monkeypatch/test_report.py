@@ -72,7 +72,7 @@ def test_blocks_that_go_the_same_way_are_one_row(capsys):
     ("name", "why"),
     [
         ("apply_mlp", "as installed: its apply_mlp is not TransformerLens's"),
-        ("forward", "as installed: something else was put in the place of its forward"),
+        ("forward", "as installed: its forward was replaced"),
     ],
 )
 def test_a_block_says_why_it_runs_as_installed(name, why, capsys):
@@ -139,5 +139,5 @@ def test_a_bridge_older_than_4_runs_as_installed(request):
 
 
 def test_what_is_no_model_is_refused_in_a_sentence():
-    with pytest.raises(TypeError, match=r"report looks through a .* but this is a Linear"):
+    with pytest.raises(TypeError, match=r"report takes a .* but this is a Linear"):
         tl_devicefix.report(torch.nn.Linear(1, 1))

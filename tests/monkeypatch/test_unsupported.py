@@ -108,7 +108,7 @@ def test_a_target_that_is_missing_is_named(
 ) -> None:
     for place in places_of(name):
         monkeypatch_unpatched.delattr(place, name)
-    with refuses(name, VERSION, "left as it was"):
+    with refuses(name, VERSION, "nothing was replaced"):
         tl_devicefix.enable()
 
 
@@ -136,5 +136,5 @@ def test_a_target_with_an_unknown_signature_is_named(
 ) -> None:
     for place in places_of(changed_to.__name__):
         monkeypatch_unpatched.setattr(place, changed_to.__name__, changed_to)
-    with refuses(changed_to.__name__, takes, VERSION, "left as it was"):
+    with refuses(changed_to.__name__, takes, VERSION, "nothing was replaced"):
         tl_devicefix.enable()

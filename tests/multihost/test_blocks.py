@@ -267,7 +267,7 @@ def test_a_function_that_is_exchanged_counts(
         assert "Call" not in names(told)
         (said,) = caplog.messages
         where = "torch.Tensor" if of is torch.Tensor else of.__name__
-        assert said.startswith(f"{where}.{name} was exchanged, of which other ranks know nothing:")
+        assert said.startswith(f"{where}.{name} was replaced on this rank, but not on the others:")
 
         model(tokens)
         assert "Call" in names(told)

@@ -160,7 +160,7 @@ def test_the_command_gives_json(capsys: Any) -> None:
 
 def test_the_command_says_what_is_wrong_in_a_sentence(capsys: Any) -> None:
     assert main(["estimate", "nosuchmodel"]) == 1
-    assert "'nosuchmodel' is no model that TransformerLens lists" in capsys.readouterr().err
+    assert "TransformerLens lists no model 'nosuchmodel'" in capsys.readouterr().err
 
 
 def test_blocks_that_do_not_fit_are_estimated_on_the_host() -> None:

@@ -105,8 +105,8 @@ class AttnImplementation:
             )
         if attn_implementation == SDPA and not is_enabled():
             raise RuntimeError(
-                "TransformerLens is unpatched, so that blocks can only attend as installed: call "
-                "tl_devicefix.enable(), and leave `disabled`, first"
+                "TransformerLens is unpatched, so its blocks attend as installed: leave the "
+                "`disabled()` block, or call tl_devicefix.enable(), first"
             )
         # The model as a whole too, for what a forward makes for all blocks.
         self._set = {"": model, **self._modules}
@@ -176,7 +176,7 @@ def check_attn_implementation(attn_implementation: str | None) -> None:
 
 
 def _all_that_attend(model: Any) -> dict[str, Any]:
-    """Each module that does, by its shortest name: a Bridge's has transformers' names too."""
+    """Attention modules by their shortest name: a Bridge's have transformers' names too."""
     names: dict[Any, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if _attends(module):

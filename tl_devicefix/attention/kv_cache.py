@@ -56,7 +56,7 @@ def rotated_keys(
 
 
 def _fits(entry: Any, new_keys: Heads, new_values: Heads) -> bool:
-    """Whether it can be written behind what is there; in a graph, what is there is needed."""
+    """Whether new keys can be written in place; a graph still needs the old tensors."""
     if torch.is_grad_enabled() or not _is_of_transformer_lens(entry):
         return False
     return all(
@@ -72,7 +72,7 @@ def _is_of_transformer_lens(entry: Any) -> bool:
 
 
 class _Grown:
-    """What an entry's keys and values are the beginning of.
+    """Tensors with room, of which an entry's keys and values are the beginning.
 
     Args:
         entry: TransformerLens's.

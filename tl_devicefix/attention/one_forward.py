@@ -1,4 +1,4 @@
-"""What is found out or made once in a forward, for all of its blocks: masks, positions, ways."""
+"""Values that are computed once in a forward and shared by its blocks: masks, positions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def kept_in_forward() -> dict[Any, Any]:
 def made_once(
     of: tuple[torch.Tensor | None, ...], what: Hashable, make: Callable[[], Made]
 ) -> Made:
-    """What is made of some tensors, once in a forward.
+    """Make something of some tensors, once in a forward.
 
     Args:
         of: the tensors, by identity: kept, so that no others get their ids.
@@ -52,7 +52,7 @@ def made_once(
 def cached_fact(
     tensor: torch.Tensor, what: Hashable, find_out: Callable[[torch.Tensor], bool]
 ) -> bool:
-    """A fact about a tensor's values, asked of its device once for as long as it is not changed.
+    """A fact about a tensor's values, read from its device again only after it has changed.
 
     Args:
         tensor: a buffer of a model; without values, as in a dry run, the fact is taken for true.

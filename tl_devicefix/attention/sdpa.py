@@ -24,7 +24,7 @@ class Seen(NamedTuple):
 
 
 def seen_by(mask: torch.Tensor | None, can_be_blind: bool) -> Seen:
-    """What a mask comes to, for SDPA."""
+    """Convert a mask for SDPA."""
     if mask is None or not can_be_blind:
         return Seen(mask, None)
     blind = ~mask.any(dim=-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""What others ask of a HookedTransformer: see `tl_devicefix.adapters`.
+"""The adapter of HookedTransformer: see `tl_devicefix.adapters`.
 
 Importing it registers the patches of its package.
 """
@@ -32,7 +32,7 @@ MINDS_TRAINING = False  # it is in training mode from the start, and has nothing
 
 
 def passes_stream_alone(model: Any) -> bool:
-    """Its blocks do."""
+    """A HookedTransformer's blocks hand on nothing else."""
     return True
 
 

@@ -34,7 +34,7 @@ def run_attention(
     attention_mask: Padding | None = None,
     heard: bool = True,
 ) -> Residual:
-    """What a block's attention makes of its normalised inputs.
+    """Compute a block's attention from its normalised inputs.
 
     Args:
         attn: an attention for which `why_attention_as_installed` is None.

@@ -221,7 +221,7 @@ def _nobody(component: str) -> bool:
 
 
 def run_mlp(mlp: Any, x: Residual, heard: bool = True) -> Residual:
-    """What a block's MLP makes of its normalised input; a mixture of experts is called.
+    """Compute a block's MLP from its normalised input; a mixture of experts is called.
 
     Args:
         mlp: an MLP or GatedMLP; any other module is called.

@@ -64,7 +64,7 @@ class HookedBlueprint:
         return HookedBlueprint(self.name, cfg, self._cls)
 
     def sizes(self) -> tuple[ComponentSize, ...]:
-        """What its components weigh, in the order they run."""
+        """Sizes of its components, in the order they run."""
         return component_sizes(self._cfg)
 
     def make(self, placement: Placement, tokenizer: Any = None) -> Any:
@@ -103,7 +103,7 @@ class HookedBlueprint:
 
 
 def option_names(config_or_model_name: Any) -> Sequence[str]:
-    """What a config that is named depends on; one that is given says all."""
+    """Options that a named model's config depends on; a given config needs none."""
     if not isinstance(config_or_model_name, str | os.PathLike):
         return ()
     takes = inspect.signature(get_pretrained_model_config).parameters
@@ -116,7 +116,7 @@ _OF_NO_SIZE = (
     *("center_writing_weights", "center_unembed", "fold_value_biases"),
     *("refactor_factored_attn_matrices", "default_padding_side", "checkpoint_label"),
 )
-"""Arguments of `from_pretrained` that may be given as there, and change nothing here."""
+"""Arguments of `from_pretrained` that are accepted and change no size."""
 
 
 def _config_at_full_size(
@@ -161,7 +161,7 @@ class HookedGeneration:
         self._model(self._tokens, past_kv_cache=self._kv_cache, attention_mask=self._mask)
 
     def skip_to(self, length: int) -> None:
-        """Have the KV cache as long as if this many tokens had been run."""
+        """Lengthen the KV cache as if this many tokens had been run."""
         for entry in self._kv_cache.entries:
             for name in ("past_keys", "past_values"):
                 cached = getattr(entry, name)

@@ -1,4 +1,4 @@
-"""The components of a HookedTransformer, and what each weighs."""
+"""The components of a HookedTransformer, and their sizes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def component_names(cfg: Any) -> tuple[str, ...]:
 
 
 def component_sizes(cfg: Any) -> tuple[ComponentSize, ...]:
-    """What each component of a HookedTransformer with this config weighs, in the order they run.
+    """Sizes of the components of a HookedTransformer with this config, in the order they run.
 
     TransformerLens's own modules are built on the meta device, which allocates nothing, so the
     sizes are right for every architecture and version.

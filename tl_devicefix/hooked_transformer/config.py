@@ -56,7 +56,7 @@ def model_config(model_name: str, prefer_known: bool = False, **kwargs: Any) -> 
     name = official_name(model_name)
     hf_config = known_config(name) if prefer_known else None
     if hf_config is not None:
-        _log.info("The sizes of %s are those known to tl_devicefix, not fetched.", name)
+        _log.info("the sizes of %s are those that tl_devicefix lists: nothing was fetched", name)
     if is_listed(name):
         return _config_by_name(name, hf_config, **kwargs)
     if hf_config is not None:  # a model that TransformerLens does not list
@@ -101,9 +101,9 @@ def official_name(model_name: str) -> str:
         return model_name
     close = difflib.get_close_matches(model_name, tl_loading.make_model_alias_map(), n=3)
     raise ValueError(
-        f"{model_name!r} is no model that TransformerLens lists"
-        f"{f' (did you mean {_either(close)}?)' if close else ''}, and neither a local checkpoint "
-        "directory nor a name on the hub (organisation/model)"
+        f"TransformerLens lists no model {model_name!r}"
+        f"{f' (did you mean {_either(close)}?)' if close else ''}, and it is neither a local "
+        "checkpoint directory nor a name on the hub (organisation/model)"
     )
 
 
@@ -130,8 +130,8 @@ def _config_by_name(
     except OSError as error:
         reason = " ".join(str(error).split())
         raise ValueError(
-            f"the config of {name!r} must be fetched, or be given as a local directory with its "
-            f"config.json, and cannot be fetched: {reason}"
+            f"the config of {name!r} cannot be fetched: check the connection, or give a local "
+            f"directory with its config.json: {reason}"
         ) from error
 
 
@@ -175,7 +175,7 @@ _OTHER_CLASSES = {
 
 
 def _config_of_directory(path: str, kwargs: dict[str, Any], on_hub: str | None = None) -> Any:
-    """By its config.json; `on_hub` is its name, if the directory is where the hub keeps it."""
+    """The config of a directory; `on_hub` is its name, if the hub keeps it there."""
     called, fetching = on_hub or path, hub_arguments(kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in fetching}
     # By its name, as code that comes with it is not in the directory yet.
@@ -209,7 +209,7 @@ def _config_of_directory(path: str, kwargs: dict[str, Any], on_hub: str | None =
 def _config_of_architecture(
     architecture: str, hf_config: Any, path: str, kwargs: dict[str, Any]
 ) -> Any:
-    """By what transformers has read."""
+    """The config of an architecture, from the one that transformers has read."""
     if architecture in _CONFIGURED_BY_NAME:
         cfg = _config_by_name(_CONFIGURED_BY_NAME[architecture], hf_config, **kwargs)
         sizes = olmo_sizes if architecture.startswith("Olmo") else gemma_sizes
@@ -292,7 +292,7 @@ def config_post_init(original: Any, self: Any) -> None:
 
 
 def overlooked(architecture: str, hf_config: Any) -> dict[str, Any]:
-    """What some TransformerLens versions do not read from config.json, and take a default for.
+    """Settings in config.json that some TransformerLens versions replace by a default.
 
     Raises:
         ValueError: if the checkpoint has what HookedTransformer has no place for.
@@ -315,7 +315,7 @@ def overlooked(architecture: str, hf_config: Any) -> dict[str, Any]:
 
 
 def olmo_sizes(hf_config: Any) -> dict[str, Any]:
-    """What config.json says of an OLMo or OLMo 2, in TransformerLens's words.
+    """Sizes of an OLMo or OLMo 2 from config.json, by TransformerLens's names.
 
     Raises:
         ValueError: if it has grouped-query attention, which TransformerLens does not read.
@@ -323,8 +323,8 @@ def olmo_sizes(hf_config: Any) -> dict[str, Any]:
     if hf_config.num_key_value_heads not in (None, hf_config.num_attention_heads):
         raise ValueError(
             f"config.json has {hf_config.num_key_value_heads} key and value heads for "
-            f"{hf_config.num_attention_heads} query heads, which TransformerLens does not read of "
-            "an OLMo; it cannot be loaded as a HookedTransformer"
+            f"{hf_config.num_attention_heads} query heads, which TransformerLens does not support "
+            "in an OLMo; it cannot be loaded as a HookedTransformer"
         )
     d_head = hf_config.hidden_size // hf_config.num_attention_heads
     return {
@@ -345,7 +345,7 @@ def olmo_sizes(hf_config: Any) -> dict[str, Any]:
 
 
 def gemma_sizes(hf_config: Any) -> dict[str, Any]:
-    """What config.json says of a Gemma, in TransformerLens's words."""
+    """Sizes of a Gemma from config.json, by TransformerLens's names."""
     sizes = {
         "d_model": hf_config.hidden_size,
         "d_head": hf_config.head_dim,

@@ -22,20 +22,20 @@ _warned_of: set[tuple[str, ...]] = set()
 
 
 def _run(module: Any, inputs: dict[str, Any], entry: Any = None) -> torch.Tensor | None:
-    """What a module gives, by one command; None if it is to be run operation by operation."""
+    """Run a module by one command; None if it has to run operation by operation."""
     hosts = next(iter(inputs.values()))._allocation.machine.executor
     run = getattr(hosts, "run_module", None)
     return None if run is None or _are_functions_exchanged() else run(module, inputs, entry)
 
 
 def _are_functions_exchanged() -> bool:
-    """Whether a block would use functions here that its rank has not, which the user is told."""
+    """Whether a block would use functions that its rank lacks; warns once if so."""
     names = exchanged_functions()
     if names and names not in _warned_of:
         _warned_of.add(names)
         more = f" (and {len(names) - 1} more)" if names[1:] else ""
         _log.warning(
-            f"{names[0]}{more} was exchanged, of which other ranks know nothing: until it is put "
+            f"{names[0]}{more} was replaced on this rank, but not on the others: until it is put "
             "back, blocks run operation by operation, which takes longer"
         )
     return bool(names)
@@ -49,7 +49,7 @@ def block_whole(
     attention_mask: torch.Tensor | None,
     look: Look,
 ) -> torch.Tensor | None:
-    """What a block gives, run by the rank that has it; None if somebody looks into it."""
+    """Run a block on the rank that has it; None if somebody looks into it."""
     if (
         look.is_heard()
         or why_as_installed(block, look) is not None
@@ -80,7 +80,7 @@ def attention_whole(
     entry: Any,
     attention_mask: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """What attention gives, run by the rank that has it; None if somebody looks into it."""
+    """Run attention on the rank that has it; None if somebody looks into it."""
     if not _may_be_whole(attn, inputs, entry):
         return None
     look_at(attn)  # which leaves something in it, as a forward does
@@ -89,7 +89,7 @@ def attention_whole(
 
 
 def component_whole(component: Any, x: torch.Tensor, is_norm: bool = False) -> torch.Tensor | None:
-    """What an MLP or a norm gives, run by the rank that has it; None if somebody looks into it.
+    """Run an MLP or a norm on the rank that has it; None if somebody looks into it.
 
     A norm reads the residual stream several times, as others do beside it. Their gradients are
     added one by one, and rounded each time: so it is not run by one command then.

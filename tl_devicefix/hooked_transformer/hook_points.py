@@ -38,7 +38,7 @@ def is_heard(module: Any) -> bool:
 
 
 def sees(module: Any) -> bool:
-    """Whether somebody sees what a module, or one in it, is given or gives."""
+    """Whether a hook sees the input or output of a module or of its submodules."""
     modules = (module, *module._modules.values())
     hooks = (
         hook

@@ -82,7 +82,7 @@ _FOLDERS = {Path(inspect.getfile(definition)).parent for definition in (HookPoin
 
 
 class Look:
-    """What was found out of a block, or of its attention, and by what a change of it is noticed.
+    """Facts about a block or its attention, and a snapshot by which a change is noticed.
 
     Attributes:
         why: why it runs the installed forward, whatever its config says.
@@ -96,7 +96,7 @@ class Look:
         self._sized: list[dict[str, Any]] = []
 
     def look(self, module: Any) -> None:
-        """Find it out."""
+        """Inspect a module and record the facts."""
         submodules = [submodule for submodule in module.modules() if submodule is not module]
         namespaces = [vars(owner) for owner in (module, *submodules)]
         self._sized = namespaces + [
@@ -126,11 +126,11 @@ class Look:
         )
 
     def may_be_of(self, namespace: dict[str, Any]) -> bool:
-        """Whether it was not of something else, as of what a view is of."""
+        """Whether this look is not of another module, as of the one that a view copies."""
         return not self._sized or self._sized[0] is namespace
 
     def holds(self) -> bool:
-        """Whether it has the same modules still, and they as many attributes and parameters."""
+        """Whether the module still has the same submodules, with as many attributes."""
         return bool(
             self._sized
             and self._sizes == list(map(len, self._sized))
@@ -153,7 +153,7 @@ class Look:
 
 
 def look_at(module: Any) -> Look:
-    """What is known of a block or its attention, found out anew where something has changed."""
+    """The look at a block or its attention, renewed if something has changed."""
     namespace = module.__dict__
     look: Look | None = namespace.get(_LOOK)
     if look is None or not look.may_be_of(namespace):
@@ -265,7 +265,7 @@ def why_attention_as_installed(attn: Any, look: Look | None = None) -> str | Non
     """
     why = look_at(attn).why if look is None else look.why_attention
     if why is None and attn._parameters["b_O"].device.type == "mps":
-        return "it is on an Apple GPU, for which TransformerLens multiplies otherwise"
+        return "it is on an Apple GPU, where TransformerLens multiplies differently"
     return why or _why_by_config(attn.cfg, of_attention=True)
 
 
@@ -277,7 +277,7 @@ def forward_of_each(model: Any) -> dict[str, str]:
 def _forward_of(block: Any) -> str:
     why = why_as_installed(block) if is_enabled() else "TransformerLens is unpatched"
     if "forward" in vars(block):
-        why = "something else was put in the place of its forward"
+        why = "its forward was replaced"
     if why is not None:
         return f"as installed: {why}"
     why = why_attention_as_installed(block.attn)
@@ -327,7 +327,7 @@ def _of_attention(cfg: Any) -> str | None:
 
 
 def fits(attn: Any, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], entry: Any) -> bool:
-    """Whether inputs are as from one residual stream, and the block's tables reach so far.
+    """Whether inputs agree in shape and device, and the block's tables are long enough.
 
     A rotary table that is too short for a text is extended first, as TransformerLens does.
     """
@@ -370,7 +370,7 @@ def _extend_rotary(attn: Any, n_keys: int) -> None:
 
 
 def _why_now() -> str | None:
-    """Why no block can be run otherwise than installed in this forward; None if some can."""
+    """Why all blocks run the installed forward now; None if some need not."""
     if _has_any_global_hook():
         return "torch has hooks for every module"
     if torch.compiler.is_compiling():
@@ -385,7 +385,7 @@ def _why_functions_unknown(now: tuple[Any, ...]) -> str | None:
         if code is not None and _FOLDERS.isdisjoint(Path(code.co_filename).parents):
             return f"{cls.__name__}.{name} is not TransformerLens's"
     if digest() not in KNOWN:
-        return f"the blocks of transformer_lens {installed()} are not ones that are known"
+        return f"tl_devicefix does not know the blocks of transformer_lens {installed()}"
     return None
 
 

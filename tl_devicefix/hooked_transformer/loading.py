@@ -185,8 +185,8 @@ def _refuse_unsupported(name: str, arguments: dict[str, Any], hf_kwargs: dict[st
         raise RuntimeError(f"{name} is an encoder: load it with HookedEncoder")
     if hf_kwargs.get("load_in_8bit") or hf_kwargs.get("load_in_4bit"):
         raise ValueError(
-            "load_in_4bit and load_in_8bit are not arguments of HookedTransformer: its weights are "
-            "folded, in dtype; load the quantised model with transformers and pass it as hf_model"
+            "HookedTransformer takes neither load_in_4bit nor load_in_8bit: load the quantised "
+            "model with transformers and pass it as hf_model"
         )
     if arguments.get("checkpoint_label") is not None:
         if arguments["checkpoint_value"] is not None:
@@ -199,8 +199,8 @@ def _refuse_unsupported(name: str, arguments: dict[str, Any], hf_kwargs: dict[st
     )
     if checkpoint_named and not listed:
         raise ValueError(
-            f"{name!r} is one checkpoint: checkpoint_index and checkpoint_value choose among those "
-            "of a model on the hub, so leave them out"
+            f"{name!r} is a single checkpoint: leave out checkpoint_index and checkpoint_value, "
+            "which choose among the training checkpoints of a model that TransformerLens lists"
         )
     hf_model = arguments["hf_model"]
     if hf_model is not None and not hasattr(hf_model, "config"):
@@ -228,7 +228,9 @@ def _load_config(
     # The devices are the plan's business: TransformerLens would count CUDA devices here.
     cfg = model_config(model_name, hf_cfg=hf_cfg, dtype=dtype, device="cpu", **options, **hf_kwargs)
     if cfg.n_layers < 1:
-        raise ValueError(f"first_n_layers={arguments['first_n_layers']} leaves no layers to load")
+        raise ValueError(
+            f"first_n_layers={arguments['first_n_layers']} leaves no layers to load: give 1 or more"
+        )
     return cfg
 
 
@@ -246,7 +248,7 @@ def _steps(cfg: Any, arguments: dict[str, Any]) -> Steps:
         refused["center_unembed"] = "a model with a logit softcap"
     for name, reason in refused.items():
         if steps[name]:
-            _log.warning("%s=True cannot be done for %s: set to False.", name, reason)
+            _log.warning("%s=True does not apply to %s: set to False", name, reason)
             steps[name] = False
     return Steps(**steps).applicable(cfg, installed_conventions())
 

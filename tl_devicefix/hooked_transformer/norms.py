@@ -18,7 +18,7 @@ _N_WEIGHTS = {LayerNorm: 2, RMSNorm: 1, LayerNormPre: 0, RMSNormPre: 0}
 
 
 def run_norm(norm: Any, x: torch.Tensor, heard: bool = True) -> torch.Tensor:
-    """What a LayerNorm or RMSNorm, folded or not, makes of [..., d_model].
+    """Normalise [..., d_model] by a LayerNorm or RMSNorm, folded or not.
 
     Args:
         norm: the norm; any other module is called.

@@ -154,7 +154,7 @@ def refactor_factored_attn_matrices(self: Any, state_dict: Mapping[str, torch.Te
 
 @patches("HookedTransformer", takes="self state_dict", why="never fill in garbage")
 def fill_missing_keys(self: Any, state_dict: Mapping[str, torch.Tensor]) -> Weights:
-    """Add to a state dict what the model has and it has not, from the model itself.
+    """Add the model's own tensors for the names that a state dict lacks.
 
     Returns:
         A new dict; the tensors are those given, the added ones are the model's own.
@@ -208,7 +208,7 @@ def load_and_process_state_dict(
     placement: Placement | None = getattr(self, "placement", None)
     with changing_weights(self):
         if steps.fold_ln and not any(name.endswith(NORM_SUFFIXES) for name in state_dict):
-            _log.warning("fold_ln=True, but the weights hold no norms: already folded, so skipped.")
+            _log.warning("fold_ln=True, but the weights have no norms (folded already): skipped")
         elif steps.fold_ln:
             fold_norm_modules(self)
             if placement is not None:
@@ -230,7 +230,7 @@ def _refuse_incomplete(model: Any, state_dict: Mapping[str, torch.Tensor]) -> No
     if missing := sorted(set(own) - state_dict.keys()):
         raise ValueError(
             f"the state dict lacks {missing[0]} and {len(missing) - 1} more, but this model's "
-            "weights are only partly processed, so all are needed"
+            "weights are only partly processed: give a state dict with all of them"
         )
 
 

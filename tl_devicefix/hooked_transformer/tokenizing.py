@@ -16,7 +16,7 @@ _ONE_AT_A_TIME = "runs in flight call the tokenizer one at a time"
 
 
 def warn_without_tokenizer(model: Any, model_name: str) -> None:
-    """Say, when a model has been loaded, that it takes no text.
+    """Warn if a loaded model has no tokenizer, so that it takes no text.
 
     Args:
         model: a HookedTransformer.
@@ -24,7 +24,7 @@ def warn_without_tokenizer(model: Any, model_name: str) -> None:
     """
     if model.tokenizer is None:
         _logger.warning(
-            "%r has no tokenizer (none of %s), so the model takes tokens and no text: pass "
+            "%r has no tokenizer (none of %s), so the model takes only tokens: pass "
             "tokenizer=AutoTokenizer.from_pretrained(...) to from_pretrained, or give it to "
             "model.set_tokenizer(...).",
             model_name,

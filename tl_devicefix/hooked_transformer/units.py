@@ -148,7 +148,7 @@ def _default_value(name: str, own: torch.Tensor) -> torch.Tensor:
     is_matrix = "W_" in name
     if not own.is_meta:
         if is_matrix:
-            _log.warning("%s is missing from the state dict: the model's own stays.", name)
+            _log.warning("the state dict has no %s: the model keeps its own value", name)
         return own
     if leaf == "w":
         return torch.ones(own.shape, dtype=own.dtype)

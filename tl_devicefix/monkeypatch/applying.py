@@ -30,7 +30,7 @@ class _Replacement(NamedTuple):
 
     @property
     def is_in_place(self) -> bool:
-        """Whether what was there before is not; another library may have wrapped what came."""
+        """Whether the original is gone; another library may have wrapped the replacement."""
         return vars(self.owner).get(self.name, _MISSING) is not self.before
 
 
@@ -124,7 +124,7 @@ def is_enabled() -> bool:
 
 
 def state() -> State:
-    """What is in place now; "partly enabled" where `enable` or `disable` was interrupted."""
+    """The state of the patches; "partly enabled" where `enable` or `disable` was interrupted."""
     in_place = [replacement.is_in_place for replacement in _replaced]
     if not any(in_place):
         return "disabled"
@@ -132,7 +132,7 @@ def state() -> State:
 
 
 def original(cls: type, name: str) -> Any:
-    """What `cls.name` is without the patches: the raw attribute, as in the class's `__dict__`.
+    """The unpatched `cls.name`: the raw attribute, as in the class's `__dict__`.
 
     Raises:
         AttributeError: if TransformerLens has no such attribute.

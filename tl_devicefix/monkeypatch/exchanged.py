@@ -26,7 +26,7 @@ def _written_in(function: FunctionType) -> str:
 
 
 def _is_of_packages(function: FunctionType) -> bool:
-    """What a function says of itself may be what it wraps."""
+    """Whether a function is of these packages, by its claimed and its real module."""
     return {_package(str(function.__module__)), _package(_written_in(function))} <= _PACKAGES
 
 
@@ -45,7 +45,7 @@ class _Functions:
         self._seen: tuple[Any, list[str]] = None, []
 
     def exchanged(self) -> list[str]:
-        """Names of those that are other ones now."""
+        """Names of functions that have been replaced since."""
         namespace = vars(self._of)
         values = tuple(namespace.values() if self._is_class else map(namespace.get, self._first))
         seen, names = self._seen

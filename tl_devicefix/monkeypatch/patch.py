@@ -148,7 +148,7 @@ def function_named(name: str) -> Any:
 
 
 def _first_of(name: str, *modules: str) -> Any:
-    """What is called so in the first of these modules that is there and has it; None if none."""
+    """The attribute of the first of these modules that has it; None if none has."""
     for module_name in modules:
         if importlib.util.find_spec(module_name) is not None:
             # TransformerLens 4 raises ImportError at the names that it has dropped.
@@ -172,7 +172,7 @@ def check_target(patch: Patch) -> None:
     if target is None:
         raise UnsupportedTransformerLens(
             f"transformer_lens {installed()} has no {patch.target}, which tl_devicefix replaces; "
-            f"it is left as it was: install a version with {SUPPORTED}"
+            f"nothing was replaced: install a version with {SUPPORTED}"
         )
     function: Any = getattr(target, "__func__", target)
     if isinstance(target, property):
@@ -182,6 +182,6 @@ def check_target(patch: Patch) -> None:
     if required != list(patch.parameters):
         raise UnsupportedTransformerLens(
             f"{patch.target} of transformer_lens {installed()} takes ({', '.join(parameters)}), "
-            f"not the ({', '.join(patch.parameters)}, ...) that tl_devicefix knows; it is left as "
-            f"it was: install a version with {SUPPORTED}"
+            f"not the ({', '.join(patch.parameters)}, ...) that tl_devicefix knows; nothing was "
+            f"replaced: install a version with {SUPPORTED}"
         )

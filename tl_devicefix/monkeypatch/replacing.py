@@ -1,4 +1,4 @@
-"""What does something else for a while, and is then as it was: functions, one module's forward."""
+"""Replace attributes, or one module's forward, for a while, and put them back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 Kind = TypeVar("Kind", bound="AroundForward")
 Replacement = tuple[Any, str, Callable[[Any], Any]]
-"""What has an attribute, the attribute's name, and what makes another of its value."""
+"""An owner, the name of its attribute, and a function that makes the new value."""
 
 
 class Replacing:
@@ -24,7 +24,7 @@ class Replacing:
 
     @contextlib.contextmanager
     def __call__(self, replacements: Iterable[Replacement]) -> Iterator[None]:
-        """Within it, these are replaced too.
+        """Replace these too, within a `with` block.
 
         Args:
             replacements: one that is in force already is left as it is.

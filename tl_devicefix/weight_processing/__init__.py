@@ -65,13 +65,15 @@ class Steps:
             recenter_b_O=recenters and self.fold_value_biases and self.center_writing_weights,
         )
         if steps.fold_ln and cfg.normalization_type is None:
-            _log.warning("fold_ln=True, but the model has no norms to fold: skipped.")
+            _log.warning("fold_ln=True, but the model has no norms to fold: skipped")
             steps = replace(steps, fold_ln=False)
         if steps.fold_ln and (cfg.num_experts or 0) > 1 and not conventions.folds_moe:
-            _log.warning("This TransformerLens does not fold the norms of MoE models: skipped.")
+            _log.warning(
+                "fold_ln=True, but this TransformerLens folds no norms of MoE models: skipped"
+            )
             steps = replace(steps, fold_ln=False)
         if steps.center_writing_weights and (not uses_layer_norm(cfg) or cfg.final_rms):
-            _log.info("The model does not use LayerNorm throughout: writing weights stay.")
+            _log.info("center_writing_weights=True, but not all norms are LayerNorm: skipped")
             steps = replace(steps, center_writing_weights=False)
         if steps.refactor_factored_attn_matrices:
             check_refactorable(cfg, is_grouped=cfg.n_key_value_heads is not None)

@@ -38,12 +38,12 @@ class Slice:
         return views
 
     def to_carry(self, processed: Weights) -> Weights:
-        """What the next slice goes on from."""
+        """Weights that the next slice continues from."""
         return {_SUM: processed[_SUM]} if _SUM in self.uncut else {}
 
 
 _SUM = "attn.b_O"
-"""What sums over the heads."""
+"""The weight that sums over the heads."""
 
 
 # Of each kind of layer: each weight's axis of heads, neurons or tokens, and what slices have whole.
