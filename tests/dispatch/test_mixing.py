@@ -23,7 +23,7 @@ def of_this_module_only() -> Iterator[None]:
     """Models of other modules' tests may live on, and their devices be in use."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(in_use, "_placements", {})
-        patch.setattr(in_use, "_found", [])
+        patch.setattr(in_use, "_cached", [])
         yield
 
 

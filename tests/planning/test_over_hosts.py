@@ -97,7 +97,7 @@ def test_each_part_of_a_job_is_told_apart() -> None:
 
 
 def _site(found: Any) -> Any:
-    sites = {site.here: site for site in found.placement.sites}
+    sites = {site.torch_device: site for site in found.placement.sites}
     return lambda component: sites[component.device]
 
 

@@ -96,9 +96,9 @@ def _best_ranges(
         last = n_blocks - at_least * (n_devices - 1 - position)
         for start, (before, counts) in best.items():
             for end in range(min(start + at_least, n_blocks), last + 1):
-                known = reached[end][0] if end in reached else None
-                cost = extend(before, position, start, end, known)
-                if cost is not None and (known is None or cost < known):
+                lowest = reached[end][0] if end in reached else None
+                cost = extend(before, position, start, end, lowest)
+                if cost is not None and (lowest is None or cost < lowest):
                     reached[end] = cost, [*counts, end - start]
         best = reached
     return best[n_blocks][1] if n_blocks in best else None

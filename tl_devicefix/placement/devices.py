@@ -70,8 +70,8 @@ def sites_here() -> tuple[Site, ...]:
 
 def site_of(device: torch.device, sites: Sequence[Site] | None = None) -> Site | None:
     """Where a device is, of these sites, or of those here; None if there is one host."""
-    there = sites_here() if sites is None else sites
-    return next((each for each in there if each.here == device), None)
+    all_sites = sites_here() if sites is None else sites
+    return next((site for site in all_sites if site.torch_device == device), None)
 
 
 def printed(device: torch.device) -> str:
@@ -129,7 +129,7 @@ def resolve(device: DeviceLike, home: torch.device | None = None) -> torch.devic
         numbered = home if home is not None and has_index(home) else default_device()
         return with_index(_existing(torch.device(numbered.type, device), repr(device)))
     if names_host(device):
-        return site_named(str(device), sites_here()).here
+        return site_named(str(device), sites_here()).torch_device
     try:
         return _existing(with_index(torch.device(device)), named=str(device))
     except (RuntimeError, AssertionError) as error:
@@ -197,18 +197,18 @@ def consecutive(first: torch.device, count: int) -> list[torch.device]:
     if count == 1:
         return [first]
     start = first.index or 0
-    there = device_count(first.type)
-    if start + count > there and site_of(first) is not None:
+    available = device_count(first.type)
+    if start + count > available and site_of(first) is not None:
         raise ValueError(
             f"n_devices={count} from {str(first)!r} on needs {count} devices, but the hosts have "
-            f"{there - start} ({listed(sites_here()[start:])}): start more ranks, or lower "
+            f"{available - start} ({listed(sites_here()[start:])}): start more ranks, or lower "
             "n_devices"
         )
-    if first.type == "cpu" or start + count > there:
-        names = ", ".join(str(torch.device(first.type, i)) for i in range(start, there))
+    if first.type == "cpu" or start + count > available:
+        names = ", ".join(str(torch.device(first.type, i)) for i in range(start, available))
         raise ValueError(
             f"n_devices={count} from {str(first)!r} on needs {count} devices of type "
-            f"{first.type!r}, but there are {max(there - start, 0)} "
+            f"{first.type!r}, but there are {max(available - start, 0)} "
             f"({names if first.type != 'cpu' else 'the CPU is one device'}); "
             "lower n_devices, or dry_run on simulated ones: "
             f"`with tl_devicefix.simulate({start + count}):`"

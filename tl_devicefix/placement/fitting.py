@@ -85,8 +85,10 @@ def remedy(
     if limits and all(
         free is not None and size <= free for free, size in zip(free_now, needed.values())
     ):
-        told = ", ".join(f"{named_in_full(d)}: {gib(1.01 * size)}" for d, size in needed.items())
-        return f"more is free: a larger max_memory would fit ({told})"
+        larger_limits = ", ".join(
+            f"{named_in_full(d)}: {gib(1.01 * size)}" for d, size in needed.items()
+        )
+        return f"more is free: a larger max_memory would fit ({larger_limits})"
 
     def room_on(device: torch.device) -> int | None:
         room = capacity(device, limits)

@@ -19,7 +19,7 @@ _chosen: ContextVar[DeviceLike | None] = ContextVar("gather_on", default=None)
 _placements: dict[int, weakref.ref[Placement]] = {}
 # Their devices, and the home of the latest, once asked for. At each change it is a fresh list, as
 # models come and go in any thread: what was found out meanwhile stays in the old one.
-_found: list[tuple[frozenset[torch.device], torch.device | None]] = []
+_cached: list[tuple[frozenset[torch.device], torch.device | None]] = []
 
 
 @contextlib.contextmanager
@@ -76,19 +76,19 @@ def chosen_device(home: torch.device | None) -> torch.device | None:
 
 def use(placement: Placement) -> None:
     """Count a placement's devices as in use, as long as a model (or anyone) holds it."""
-    global _found
+    global _cached
     key = id(placement)
     _placements.pop(key, None)
     _placements[key] = weakref.ref(placement, lambda _: _forget(key))
-    _found = []
+    _cached = []
     if (hosts := other_hosts()) is not None:
         hosts.note_held(placement)
 
 
 def _forget(key: int) -> None:
-    global _found
+    global _cached
     _placements.pop(key, None)
-    _found = []
+    _cached = []
 
 
 def devices_in_use() -> frozenset[torch.device]:
@@ -99,12 +99,12 @@ def devices_in_use() -> frozenset[torch.device]:
 
 
 def _find() -> tuple[frozenset[torch.device], torch.device | None]:
-    found = _found
-    if not found:
+    cached = _cached
+    if not cached:
         placements = _in_use()
-        devices = frozenset(device for each in placements for device in each.memories)
-        found.append((devices, placements[-1].home if placements else None))
-    return found[0]
+        devices = frozenset(device for placement in placements for device in placement.memories)
+        cached.append((devices, placements[-1].home if placements else None))
+    return cached[0]
 
 
 def device_of_result(devices: frozenset[torch.device]) -> torch.device:
@@ -116,10 +116,12 @@ def device_of_result(devices: frozenset[torch.device]) -> torch.device:
     chosen = chosen_device(_find()[1])
     if chosen is not None:
         return chosen
-    latest = [each for each in reversed(_in_use()) if devices & set(each.memories)]
+    latest = [placement for placement in reversed(_in_use()) if devices & set(placement.memories)]
     if not latest:
         return min(devices, key=str)
-    return next((each for each in latest if devices <= set(each.memories)), latest[0]).home
+    return next(
+        (placement for placement in latest if devices <= set(placement.memories)), latest[0]
+    ).home
 
 
 def _in_use() -> list[Placement]:

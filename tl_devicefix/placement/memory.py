@@ -57,8 +57,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     On the CPU, and where host memory cannot be pinned, it is a RuntimeError by its type.
     """
-    said = ("can't allocate memory", "out of memory")
-    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in said)
+    phrases = ("can't allocate memory", "out of memory")
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in phrases)
 
 
 _PREFIXES = " KMGT"

@@ -194,7 +194,7 @@ class Placement:
     def _device(self, named: DeviceLike) -> torch.device:
         """A device in use, also where there is no such device any more, or another that exists."""
         if names_host(named):
-            return site_named(str(named), self.sites).here
+            return site_named(str(named), self.sites).torch_device
         for memory in self.memories:
             if named in (memory, str(memory)) or str(named) == str(memory.index) != "None":
                 return memory
@@ -207,15 +207,17 @@ class Placement:
 
     def gathered_on(self, device: torch.device) -> Placement:
         """The same components, all on one device, none offloaded."""
-        gathered = (replace(each, device=device, offloaded=False) for each in self.components)
+        gathered = (
+            replace(component, device=device, offloaded=False) for component in self.components
+        )
         return Placement(tuple(gathered), self.sites)
 
     def reweighed(self, sizes: Sequence[ComponentSize]) -> Placement:
         """The same devices, with these sizes of the components."""
-        known = {component.name: component for component in self.components}
+        by_name = {component.name: component for component in self.components}
         return Placement(
             tuple(
-                placed_as(size, known[size.name].device, known[size.name].offloaded)
+                placed_as(size, by_name[size.name].device, by_name[size.name].offloaded)
                 for size in sizes
             ),
             self.sites,
@@ -260,12 +262,12 @@ class Placement:
     def label(self, memory: torch.device) -> str:
         """Its name, and what it is: "cuda:0 (home)", "sim:2 (host1/0)", "cpu (offloaded)"."""
         site = site_of(memory, self.sites)
-        said = [] if site is None else [site.name]
+        notes = [] if site is None else [site.name]
         if memory == self.home:
-            said.append("home")
+            notes.append("home")
         elif memory == HOST and any(c.offloaded for c in self.components):
-            said.append("offloaded")
-        return f"{memory} ({', '.join(said)})" if said else str(memory)
+            notes.append("offloaded")
+        return f"{memory} ({', '.join(notes)})" if notes else str(memory)
 
     def _held_in(self, memory: torch.device) -> str:
         """What lives there, and who visits: "blocks.0-2 + 2 visiting", "blocks.3, 5 -> cuda:0"."""
@@ -282,7 +284,9 @@ def placed_as(
     size: ComponentSize, device: torch.device, offloaded: bool = False
 ) -> PlacedComponent:
     """A component of this size, on a device."""
-    sized = {each.name: getattr(size, each.name) for each in fields(ComponentSize)}
+    sized = {
+        size_field.name: getattr(size, size_field.name) for size_field in fields(ComponentSize)
+    }
     return PlacedComponent(**sized, device=device, offloaded=offloaded)
 
 
@@ -314,7 +318,7 @@ def _moves(components: Sequence[PlacedComponent]) -> Iterator[Crossing]:
     The residual stream, once for each boundary and once home; and the weights of offloaded blocks,
     which are in the memory of the script's host.
     """
-    passing_on = [each for each in components if each.gives]
+    passing_on = [component for component in components if component.gives]
     for component, following in zip(passing_on, [*passing_on[1:], *passing_on[:1]]):
         if component.offloaded:
             yield Crossing(HOST, component.device, per_forward=component.weights)
@@ -334,9 +338,9 @@ def by_hosts(moved: Iterable[tuple[Any, int]], sites: Sequence[Site]) -> Between
         sites: of which host each device is.
     """
     sums: BetweenHosts = {}
-    for each, size in moved:
-        if size and _between_two_hosts(each, sites):
-            pair = _host(each.source, sites), _host(each.target, sites)
+    for move, size in moved:
+        if size and _between_two_hosts(move, sites):
+            pair = _host(move.source, sites), _host(move.target, sites)
             sums[pair] = sums.get(pair, 0) + size
     return sums
 

@@ -31,7 +31,7 @@ class Site:
     device: str
 
     @property
-    def here(self) -> torch.device:
+    def torch_device(self) -> torch.device:
         """The device, as torch calls it in this process."""
         return torch.device(DEVICE_TYPE, self.index)
 
@@ -82,7 +82,7 @@ def sites_on(n_devices: int | None, hosts: Hosts | None) -> tuple[Site, ...]:
 def _on_each(n_devices: int | None, hosts: Hosts) -> Sequence[int]:
     """How many devices each host has."""
     if isinstance(hosts, list | tuple):
-        if not hosts or any(type(each) is not int or each < 1 for each in hosts):
+        if not hosts or any(type(count) is not int or count < 1 for count in hosts):
             raise ValueError(f"each host must have 1 device or more, but hosts is {hosts!r}")
         if n_devices not in (None, sum(hosts)):
             raise ValueError(
@@ -134,11 +134,11 @@ def site_named(name: str, sites: Sequence[Site]) -> Site:
         ValueError: if there is none; it lists those that there are.
     """
     host, _, device = name.rpartition("/")
-    on_host = [each for each in sites if each.hostname == host]
-    on_host = on_host or [each for each in sites if f"host{each.host}" == host]
-    for each in on_host:
-        if each.is_called(device):
-            return each
+    on_host = [site for site in sites if site.hostname == host]
+    on_host = on_host or [site for site in sites if f"host{site.host}" == host]
+    for site in on_host:
+        if site.is_called(device):
+            return site
     if not sites:
         raise ValueError(
             f"device {name!r} names a host, but no other host has joined: call "
@@ -150,12 +150,12 @@ def site_named(name: str, sites: Sequence[Site]) -> Site:
 def listed(sites: Sequence[Site]) -> str:
     """Each host and its devices, in short: "node-a/cuda:0 to cuda:7, node-b/cuda:0 to cuda:7"."""
     by_host: dict[int, list[Site]] = {}
-    names = {each.hostname for each in sites}
-    for each in sites:
-        by_host.setdefault(each.host, []).append(each)
-    found = []
+    names = {site.hostname for site in sites}
+    for site in sites:
+        by_host.setdefault(site.host, []).append(site)
+    ranges = []
     for first, *others in by_host.values():
         number = f"host{first.host}"
         also = "" if number in names else f" ({number})"  # of a host that has it, that is the name
-        found.append(first.name + (f" to {others[-1].device}" if others else "") + also)
-    return ", ".join(found)
+        ranges.append(first.name + (f" to {others[-1].device}" if others else "") + also)
+    return ", ".join(ranges)

@@ -52,14 +52,14 @@ def call_without_values(func: torch._ops.OpOverload, args: Any, kwargs: dict[str
     if func._schema.is_mutable or func.is_view:  # these are fast, and their results are not new
         return func(*args, **kwargs)
     key = _key(func, args, kwargs)
-    known = None if key is None else _results.get(key)
-    if known is None:
+    geometries = None if key is None else _results.get(key)
+    if geometries is None:
         result = func(*args, **kwargs)
         _remember(key, args, kwargs, result)
         return result
     made = [
         torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        for shape, stride, dtype in known
+        for shape, stride, dtype in geometries
     ]
     return made[0] if len(func._schema.returns) == 1 else tuple(made)
 

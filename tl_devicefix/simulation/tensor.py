@@ -422,12 +422,12 @@ def _takes_cpu_scalars(func: Operation) -> bool:
 def _mixed_error(
     one: torch.device, other: torch.device, sites: Sequence[Site] = ()
 ) -> RuntimeError:
-    is_a_cpu = any(site.here == one and site.device.startswith("cpu") for site in sites)
-    told = f"{AFTER_JOIN}the CPUs of all hosts are {one.type} devices: bring what is on 'cpu' there"
+    is_a_cpu = any(site.torch_device == one and site.device.startswith("cpu") for site in sites)
+    hint = f"{AFTER_JOIN}the CPUs of all hosts are {one.type} devices: bring what is on 'cpu' there"
     error = RuntimeError(
         "Expected all tensors to be on the same device, but found at least two devices,"
         f" {one} and {other}!"
-        + (f"{told} with .to(activation.device) or .to(model.cfg.device)" if is_a_cpu else "")
+        + (f"{hint} with .to(activation.device) or .to(model.cfg.device)" if is_a_cpu else "")
     )
     if one.type == other.type:  # what is on the CPU is so on one device too
         note_mixed_devices(error)
