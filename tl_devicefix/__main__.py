@@ -193,9 +193,9 @@ def _run_estimate(chosen: argparse.Namespace) -> bool:
     options = {k: v for k, v in vars(chosen).items() if k not in ("command", "model", "json")}
     if chosen.n_ctx is None:  # else the model's config is made with it
         del options["n_ctx"]
-    found = estimate(chosen.model, **options)
-    print(json.dumps(found.to_dict(), indent=2) if chosen.json else found)
-    return found.fits
+    result = estimate(chosen.model, **options)
+    print(json.dumps(result.to_dict(), indent=2) if chosen.json else result)
+    return result.fits
 
 
 def _run_demo(chosen: argparse.Namespace) -> bool:

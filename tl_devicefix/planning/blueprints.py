@@ -114,11 +114,11 @@ def check_options(
         ValueError: if the class is no class of models.
     """
     adapter = adapter_to_load(config_or_model_name, cls)
-    known = adapter.option_names(config_or_model_name)
+    names = adapter.option_names(config_or_model_name)
     own = [name for name in inspect.signature(function).parameters if name != "options"]
-    where = "" if known else " beside a config, which says all"
+    where = "" if names else " beside a config, which says all"
     where = " for a TransformerBridge" if adapter.NAME == "TransformerBridge" else where
-    refuse_unknown(function.__name__, options, [*own, *known], where)
+    refuse_unknown(function.__name__, options, [*own, *names], where)
 
 
 def is_of_bridge(config_or_model_name: Any, cls: Any = None) -> bool:

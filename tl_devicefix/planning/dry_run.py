@@ -168,13 +168,13 @@ def dry_run(
     check_attn_implementation(attn_implementation)
     grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())  # which `run` may set
     sizes = dict(enumerate(memory)) if isinstance(memory, list | tuple) else None
-    there = described(n_devices, hosts, device_map, max_memory, sizes)
-    says_which = there.device_map is not None or there.names_used
-    spread = None if says_which else there.n_devices
-    with enabled(), simulate_apart(there.n_devices, memory, hosts) as machine, grad_mode:
+    request = described(n_devices, hosts, device_map, max_memory, sizes)
+    says_which = request.device_map is not None or request.names_used
+    spread = None if says_which else request.n_devices
+    with enabled(), simulate_apart(request.n_devices, memory, hosts) as machine, grad_mode:
         planned = blueprint(config_or_model_name, dtype, options, cls)
-        placement = decide(planned.sizes(), spread, None, there.device_map, there.max_memory)
-        check_fit(placement, there.max_memory, planned.dtype)
+        placement = decide(planned.sizes(), spread, None, request.device_map, request.max_memory)
+        check_fit(placement, request.max_memory, planned.dtype)
         model = planned.make(placement, tokenizer)
         if attn_implementation is not None:
             set_attn_implementation(model, attn_implementation)
@@ -271,7 +271,11 @@ def _where(error: BaseException, model: Any) -> str:
     frame, number = (lines or frames)[-1]
     line = linecache.getline(frame.f_code.co_filename, number).strip()
     names = {module: name for name, module in named_modules(model) if name}
-    selves = (each.f_locals.get("self") for each, _ in frames)
-    inside = [names[each] for each in selves if isinstance(each, torch.nn.Module) and each in names]
+    selves = (caller.f_locals.get("self") for caller, _ in frames)
+    inside = [
+        names[instance]
+        for instance in selves
+        if isinstance(instance, torch.nn.Module) and instance in names
+    ]
     within = f", within {inside[-1]}" if inside else ""
     return f"{frame.f_code.co_filename}:{number} ({line}){within}"

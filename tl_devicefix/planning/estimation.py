@@ -54,8 +54,8 @@ class Estimate:
             "dtype": self.dtype,
             "job": asdict(self.job),
             "devices": [
-                {**asdict(each), "total": each.total, "headroom": each.headroom}
-                for each in self.devices
+                {**asdict(device), "total": device.total, "headroom": device.headroom}
+                for device in self.devices
             ],
             "between_hosts": {
                 what: {" -> ".join(pair): size for pair, size in sums.items()}
@@ -67,15 +67,15 @@ class Estimate:
 
     def __repr__(self) -> str:
         columns = ["weights", "buffers", "kv_cache", "cached", "gathered", "working", "total"]
-        shown = [name for name in columns if any(getattr(each, name) for each in self.devices)]
-        if any(each.loads_more for each in self.devices):
+        shown = [name for name in columns if any(getattr(device, name) for device in self.devices)]
+        if any(device.loads_more for device in self.devices):
             shown.insert(-1, "loading")
         rows = [("device", "components", *(name.replace("_", " ") for name in shown), "headroom")]
-        for each in self.devices:
-            sizes = (gib(getattr(each, name)) for name in shown)
-            left = "" if each.headroom is None else gib(each.headroom)
-            rows.append((each.device, each.components, *sizes, left))
-        sums = (gib(sum(getattr(each, name) for each in self.devices)) for name in shown)
+        for device in self.devices:
+            sizes = (gib(getattr(device, name)) for name in shown)
+            left = "" if device.headroom is None else gib(device.headroom)
+            rows.append((device.device, device.components, *sizes, left))
+        sums = (gib(sum(getattr(device, name) for device in self.devices)) for name in shown)
         rows.append(("total", "", *sums, ""))
         lines = [f"{self.model}, {self.dtype}: {self.job}", format_table(rows, "<<>")]
         if self.between_hosts:
@@ -84,10 +84,10 @@ class Estimate:
         return "\n".join([*lines, self._verdict()])
 
     def _verdict(self) -> str:
-        over = [each for each in self.devices if not each.fits]
+        over = [device for device in self.devices if not device.fits]
         if not over:
             return "It fits."
-        worst = min(over, key=lambda each: each.headroom or 0)
+        worst = min(over, key=lambda device: device.headroom or 0)
         needs = f"device {worst.device} needs {gib(worst.total)} but has {gib(worst.capacity or 0)}"
         return f"It does not fit: {needs}. {self.advice}"
 
@@ -155,16 +155,18 @@ def estimate(
         job = Job(
             batch_size, seq_len, cache, max_new_tokens, gradients, gather, attn_implementation
         )
-        there = described(n_devices, hosts, device_map, max_memory, memory)
-        _check(job, model, there.n_devices)
-        has = there.max_memory if memory is None else there.memory
+        request = described(n_devices, hosts, device_map, max_memory, memory)
+        _check(job, model, request.n_devices)
+        has = request.max_memory if memory is None else request.memory
         limits = None
-        if there.names_used:
-            limits = there.max_memory
+        if request.names_used:
+            limits = request.max_memory
         elif memory is not None:
-            limits = rooms(there.max_memory, there.n_devices)
-        capacities = rooms(has, there.n_devices)
-        asked = Setting(model, there.n_devices, there.device_map, capacities, job, limits, hosts)
+            limits = rooms(request.max_memory, request.n_devices)
+        capacities = rooms(has, request.n_devices)
+        asked = Setting(
+            model, request.n_devices, request.device_map, capacities, job, limits, hosts
+        )
         devices, placement, between_hosts = asked.measured
         advice = "" if all(device.fits for device in devices) else what_would_fit(asked)
     dtype_name = str(model.dtype).removeprefix("torch.")
@@ -201,10 +203,10 @@ Change = tuple[str, Setting]
 def what_would_fit(asked: Setting) -> str:
     """The least change of each kind with which the job would fit, as a sentence."""
     kinds = _CHANGES if asked.weights_fit() else [k for k in _CHANGES if k not in _OF_THE_JOB]
-    told = [words for words in (_least(list(kind(asked))) for kind in kinds) if words]
-    if not told:
+    suggestions = [words for words in (_least(list(kind(asked))) for kind in kinds) if words]
+    if not suggestions:
         return "No single change would do: combine more devices, a smaller dtype and a smaller job."
-    return f"What would fit: {', or '.join(told)}."
+    return f"What would fit: {', or '.join(suggestions)}."
 
 
 def _least(changes: list[Change]) -> str | None:
@@ -268,12 +270,12 @@ def _offloaded(asked: Setting) -> Iterator[Change]:
         }
         if min(limits.values()) < _MIB:
             return
-        host = asked.memory.get("cpu", sum(each.weights for each in placement.components))
-        told = {index: f"{room // _MIB - 1}MiB" for index, room in limits.items()}
-        told["cpu"] = host if isinstance(host, str) else f"{host // _MIB}MiB"
-        tried = replace(asked, limits={**told, "cpu": host})
+        host = asked.memory.get("cpu", sum(component.weights for component in placement.components))
+        max_memory = {index: f"{room // _MIB - 1}MiB" for index, room in limits.items()}
+        max_memory["cpu"] = host if isinstance(host, str) else f"{host // _MIB}MiB"
+        tried = replace(asked, limits={**max_memory, "cpu": host})
         if _fits(tried):
-            yield f"max_memory={told!r} for the weights", tried
+            yield f"max_memory={max_memory!r} for the weights", tried
             return
 
 

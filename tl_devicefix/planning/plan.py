@@ -150,17 +150,17 @@ def described(
     named = [*(device_map.values() if isinstance(device_map, Mapping) else [device_map])]
     named += [key for sizes in (max_memory, memory) if isinstance(sizes, Mapping) for key in sizes]
     least = 1 + max((index for index in named if type(index) is int), default=0)
-    there: Any = len(sites) or (least if n_devices is None else n_devices)
-    check_number(there)
+    count: Any = len(sites) or (least if n_devices is None else n_devices)
+    check_number(count)
     names_used = False
     if isinstance(max_memory, Mapping):
         numbers = [key for key in max_memory if type(key) is int]
         names_used = bool(numbers) and n_devices is None and not sites
-        used = [*map(_called, range(there)), *(["cpu"] if "cpu" in max_memory else [])]
-        beyond = {index for index in numbers if index >= there}
+        used = [*map(_called, range(count)), *(["cpu"] if "cpu" in max_memory else [])]
+        beyond = {index for index in numbers if index >= count}
         tell_of_unused([*map(_called, beyond)], used)
         max_memory = {key: size for key, size in max_memory.items() if key not in beyond}
-    return Described(there, device_map, max_memory, memory, names_used)
+    return Described(count, device_map, max_memory, memory, names_used)
 
 
 def _called(index: int) -> str:

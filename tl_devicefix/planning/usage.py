@@ -156,7 +156,9 @@ class Setting:
             for memory in placement.memories:
                 room = capacity(memory, rooms)
                 stored = sum(c.weights for c in placement.components if c.stored_on == memory)
-                running = [each for each in placement.components if each.device == memory]
+                running = [
+                    component for component in placement.components if component.device == memory
+                ]
                 if room is not None and stored + shared_once(running) > room:
                     return False
         return True
@@ -177,13 +179,15 @@ class Setting:
                 self._on_device(index, placement, made[index], used)
                 for index in range(self.n_devices)
             ]
-            on_host = [each for each in placement.components if each.stored_on == HOST]
+            on_host = [
+                component for component in placement.components if component.stored_on == HOST
+            ]
             if on_host or self.job.gather == "cpu":
-                weights = sum(each.weights for each in on_host)
+                weights = sum(component.weights for component in on_host)
                 devices.append(
                     OnDevice(
                         device="cpu",
-                        components=in_short([each.name for each in on_host]),
+                        components=in_short([component.name for component in on_host]),
                         weights=weights,
                         working=weights if self.job.gradients else 0,
                         capacity=capacity(HOST, by_device(self.memory, placement.home)),
@@ -196,13 +200,13 @@ class Setting:
 
     def _on_device(self, index: int, placement: Placement, made: int, used: _Usage) -> OnDevice:
         device = torch.device(DEVICE_TYPE, index)
-        runs = [each for each in placement.components if each.device == device]
-        here = [each for each in runs if not each.offloaded]
-        visiting = f" + {len(runs) - len(here)} visiting" if len(runs) > len(here) else ""
-        planned = sum(each.weights for each in here)  # a Bridge may hold some twice
+        runs = [component for component in placement.components if component.device == device]
+        residents = [component for component in runs if not component.offloaded]
+        visiting = f" + {len(runs) - len(residents)} visiting" if len(runs) > len(residents) else ""
+        planned = sum(component.weights for component in residents)  # a Bridge may hold some twice
         return OnDevice(
             device=placement.label(device).removeprefix(f"{DEVICE_TYPE}:"),
-            components=in_short([each.name for each in here]) + visiting,
+            components=in_short([component.name for component in residents]) + visiting,
             weights=max(planned, made - shared_once(runs)),
             buffers=shared_once(runs),
             kv_cache=used.kv_cache[index],
@@ -223,8 +227,8 @@ class Setting:
 def _check_cache(job: Job, model: Any) -> None:
     for part in job.parts if job.cache != "all" else ():
         if not any(part_of(part, name) for name in model.hook_dict):
-            known = {name.rpartition(".")[2].removeprefix("hook_") for name in model.hook_dict}
-            close = difflib.get_close_matches(part, known, n=3) or sorted(known)
+            hook_names = {name.rpartition(".")[2].removeprefix("hook_") for name in model.hook_dict}
+            close = difflib.get_close_matches(part, hook_names, n=3) or sorted(hook_names)
             raise ValueError(
                 f"cache={job.cache!r} names {part!r}, but this model has no such hook: give 'all', "
                 f"or names such as {', '.join(map(repr, close))}"
@@ -263,10 +267,10 @@ class _Usage:
     def _run(self, model: Any, job: Job) -> None:
         """A forward, with what it caches, and a backward."""
         tokens = torch.zeros(job.batch_size, job.seq_len, dtype=torch.long, device=model.cfg.device)
-        wanted: Any = "loss" if job.gradients else "logits"
+        return_type: Any = "loss" if job.gradients else "logits"
         self._start()
         output, kept = model.run_with_cache(
-            tokens, names_filter=job.keeps, return_type=wanted, return_cache_object=False
+            tokens, names_filter=job.keeps, return_type=return_type, return_cache_object=False
         )
         self._note_crossings("a forward")
         if job.cache is not None:
@@ -297,15 +301,17 @@ class _Usage:
     def _note_crossings(self, what: str, moved: Iterable[Any] | None = None) -> None:
         """Note what went from host to host: all since the start, if nothing else is given."""
         if self._placement.sites:
-            there = self._machine.transfers if moved is None else moved
-            sizes = ((each, each.bytes) for each in there)
+            transfers = self._machine.transfers if moved is None else moved
+            sizes = ((transfer, transfer.bytes) for transfer in transfers)
             self.between_hosts[what] = by_hosts(sizes, self._placement.sites)
 
     def _to_home(self, kept: Any) -> Iterator[Transfer]:
         """What reading all that is cached would take."""
-        there = kept.stored() if isinstance(kept, CacheAtHome) else kept
-        for each in there.values():
-            yield Transfer(each.device, self._placement.home, each.nbytes, each.shape)
+        activations = kept.stored() if isinstance(kept, CacheAtHome) else kept
+        for activation in activations.values():
+            yield Transfer(
+                activation.device, self._placement.home, activation.nbytes, activation.shape
+            )
 
     def _start(self) -> None:
         self._machine.reset_transfers()
@@ -322,5 +328,5 @@ class _Usage:
         """Count what was allocated at the peak, beyond what is counted elsewhere."""
         peak = self._peak() if peak is None else peak
         self.working = [
-            max(known, most - other) for known, most, other in zip(self.working, peak, beside)
+            max(previous, most - other) for previous, most, other in zip(self.working, peak, beside)
         ]
