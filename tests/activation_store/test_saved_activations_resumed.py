@@ -146,7 +146,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "transform": ({"transform": lambda a: a[:, :, :3]}, r"blocks.1.* is float32 \[9, 16\] by ex"),
     "transform of the same shape": (
         {"transform": lambda a: a + 1},
-        "the model computes another blocks.1.* of the first batch now, so its weights",
+        "the model now computes another blocks.1.* for the first batch, so its weights",
     ),
     "token_mask": (
         {"token_mask": lambda tokens: tokens > 5},

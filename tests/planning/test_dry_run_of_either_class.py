@@ -164,7 +164,7 @@ def test_devices_that_only_max_memory_names_are_not_used_and_the_log_says_so(
 
     assert dry.placement.device_map == estimated.placement.device_map == planned
     assert said_by_us(caplog) == [told] * 3
-    assert "nothing is placed on sim:2 of max_memory" in told
+    assert "max_memory names sim:2, where nothing is placed" in told
 
 
 def test_what_is_no_function_is_refused() -> None:

@@ -110,7 +110,7 @@ def test_the_same_outside() -> None:
 def test_a_job_is_told_of_tensors_of_the_outer_machine(outer: Machine) -> None:
     vector = torch.ones(1, device="sim:0")
     dry = dry_run(model_name(), lambda model: forward(model) + vector, 2)
-    assert "of another simulated machine" in str(dry.error)
+    assert "belong to different simulated machines" in str(dry.error)
 
 
 def test_entering_simulate_itself_is_refused_still(outer: Machine) -> None:

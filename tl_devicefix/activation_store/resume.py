@@ -178,7 +178,7 @@ class Saved:
             n_rows = min(len(stored), len(computed))
             if not same_bytes(stored[:n_rows], computed[:n_rows].cpu()):
                 raise self._other(
-                    f"the model computes another {name} of the first batch now, so its weights, "
+                    f"the model now computes another {name} for the first batch, so its weights, "
                     f"hooks, devices or transform have changed, or {self._damaged}"
                 )
 

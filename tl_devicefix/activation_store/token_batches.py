@@ -83,7 +83,7 @@ class TokenBatches(Iterator[torch.Tensor]):
             TypeError: if `epochs` is None, so that they do not end.
         """
         if self._epochs is None:
-            raise TypeError("these batches do not end, as epochs is None")
+            raise TypeError("these batches have no length, as they do not end: epochs is None")
         return self._epochs * self._batches_of_epoch
 
     @property

@@ -134,8 +134,8 @@ class HuggingFaceSource:
                 raise
             if named == own:
                 raise ValueError(
-                    f"TransformerLens cannot read a {own} of this transformers ({error}); install "
-                    "versions of the two that were released together"
+                    f"TransformerLens cannot read a {own} of the installed transformers ({error}); "
+                    "install versions of the two that were released together"
                 ) from error
             # einops is given None for a weight that is missing.
             reason = f"a weight of a {named} is missing" if "einops" in str(error) else error

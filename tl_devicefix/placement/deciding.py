@@ -132,7 +132,7 @@ def _devices_to_use(
         return [home]
     if limits is not None:
         raise ValueError(
-            f"max_memory names no {home.type!r} device, but "
+            f"max_memory must name a {home.type!r} device, but names "
             f"{', '.join(map(_shown, limits)) or 'none'}{and_there_are()}"
         )
     return all_from(home)
@@ -145,7 +145,7 @@ def _named(device_type: str, limits: Limits | None) -> list[torch.device]:
 
 
 def _from(home: torch.device, devices: Sequence[torch.device]) -> list[torch.device]:
-    """Home, which the user asks for, the devices after it, and then those before it."""
+    """Order devices from home on: home, the devices after it, and then those before it."""
     others = [device for device in devices if device != home]
     return [home, *sorted(others, key=lambda d: ((d.index or 0) < (home.index or 0), d.index or 0))]
 
@@ -163,7 +163,7 @@ def tell_of_unused(unused: Collection[str], used: Sequence[str]) -> None:
     """Warn that `max_memory` names devices where nothing is placed, if it does."""
     if unused:
         _log.warning(
-            "nothing is placed on %s of max_memory: the model uses %s only",
+            "max_memory names %s, where nothing is placed: the model uses %s only",
             ", ".join(sorted(unused)),
             ", ".join(used),
         )
@@ -243,7 +243,7 @@ def _run_where_others_do(placed: Sequence[PlacedComponent]) -> tuple[PlacedCompo
 def _like_home(
     device_map: Mapping[str, DeviceLike], home: DeviceLike | None
 ) -> torch.device | None:
-    """A device of the type that home will have, of which indices are; None if nothing says so."""
+    """A device of the type that home will have, which indices refer to; None if unknown."""
     if home is not None:
         return resolve(home)
     key = max((key for key in device_map if _is_prefix(key, "embed")), key=len, default=None)
@@ -254,7 +254,7 @@ def _like_home(
 
 
 def _device_for(component: str, named: DeviceLike, home: torch.device | None) -> torch.device:
-    """The device that a map gives for a component, an index being that of home's type."""
+    """The device that a map gives for a component; an index is one of home's type."""
     if not is_device(named) or str(named) == "meta":
         raise ValueError(
             f"device_map puts {component} on {named!r}, but that is not a device for weights: give "
@@ -274,7 +274,7 @@ def _instead(named: object) -> str:
 
 
 def _checked(device_map: DeviceLike) -> DeviceLike:
-    """The device that a `device_map` is, which is neither a strategy nor a dict."""
+    """Check that a `device_map` that is neither a strategy nor a dict is a device."""
     if not is_device(device_map):
         raise ValueError(
             f"device_map={device_map!r} is neither a device nor one of "

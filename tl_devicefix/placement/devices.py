@@ -63,13 +63,13 @@ def has_index(device: torch.device) -> bool:
 
 
 def sites_here() -> tuple[Site, ...]:
-    """Of which host each device is, after `init_hosts`; nothing if there is one host."""
+    """The host of each device, after `init_hosts`; nothing if there is one host."""
     simulated: Any = getattr(torch, "sim", None)
     return simulated.sites() if hasattr(simulated, "sites") else ()
 
 
 def site_of(device: torch.device, sites: Sequence[Site] | None = None) -> Site | None:
-    """Where a device is, of these sites, or of those here; None if there is one host."""
+    """A device's site, by default among those of this process; None if there is one host."""
     all_sites = sites_here() if sites is None else sites
     return next((site for site in all_sites if site.torch_device == device), None)
 
@@ -93,7 +93,7 @@ def and_there_are() -> str:
 
 
 def is_device(named: object) -> bool:
-    """Whether this is an index, or how a device is named, of whichever machine."""
+    """Whether this is an index or the name of a device, on this machine or another."""
     if isinstance(named, int) or names_host(named):
         return True
     try:
@@ -141,7 +141,7 @@ def resolve(device: DeviceLike, home: torch.device | None = None) -> torch.devic
 
 
 def numbered_or_resolved(device: DeviceLike) -> DeviceLike:
-    """A device that exists here, as `resolve` gives it; an index stays one, as home is not known.
+    """Resolve a device, but leave an index as it is, because home is not known yet.
 
     Raises:
         ValueError: as for `resolve`; for an index, if no type of device here has so many.

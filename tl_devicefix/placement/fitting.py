@@ -70,7 +70,7 @@ def remedy(
     headroom: int = 0,
     given_back: Mapping[torch.device, int] | None = None,
 ) -> str:
-    """What would fit, as the end of a sentence: another number of devices, or a smaller dtype.
+    """Name a change that would fit, to end a sentence: more devices, or a smaller dtype.
 
     Args:
         placement: the one that does not fit.
@@ -121,7 +121,7 @@ def remedy(
 
 @contextlib.contextmanager
 def naming_full_devices(model: Any, placement: Placement | None, unit: str) -> Iterator[None]:
-    """Within it, a component is brought to its device: running out of memory there is explained.
+    """Explain running out of memory while a component is brought to its device.
 
     Args:
         model: the model as far as it is there.
@@ -154,7 +154,7 @@ def _out_of_memory(
     return torch.OutOfMemoryError(
         f"{printed(device)} ran out of memory while {unit} was brought there: "
         f"{gib(held[device])} of the {gib(placement.bytes_on(device))} planned for it were there, "
-        f"and there was no room to go on ({reason}); free memory that others hold there, or, as "
-        "things are, "
+        f"and no more would fit ({reason}); free memory that others hold "
+        "there. With what is free now: "
         f"{remedy(placement, None, dtype, working_room(placement, dtype), held)}"
     )

@@ -1,4 +1,4 @@
-"""The devices in use: those of the models that live, that of `gather_on`, and other hosts'."""
+"""The devices in use: those of live models, that of `gather_on`, and those of other hosts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def gather_on(device: DeviceLike) -> Iterator[None]:
 
 
 def gather_nowhere() -> contextlib.AbstractContextManager[None]:
-    """Within it, an outer `gather_on` is not in force."""
+    """Switch an outer `gather_on` off, within a `with` block."""
     return _choosing(None)
 
 
@@ -92,7 +92,7 @@ def _forget(key: int) -> None:
 
 
 def devices_in_use() -> frozenset[torch.device]:
-    """Those of every placed model, the host if blocks are offloaded, and that of `gather_on`."""
+    """All placed models' devices, the host if blocks are offloaded, and that of `gather_on`."""
     devices, latest_home = _find()
     chosen = chosen_device(latest_home)
     return devices if chosen is None else devices | {chosen}
@@ -156,7 +156,7 @@ class OtherHosts(Protocol):
 
 
 def other_hosts() -> OtherHosts | None:
-    """Those whose devices are in use now, if there are any."""
+    """The other hosts whose devices are in use now, if there are any."""
     module = getattr(torch, DEVICE_TYPE, None)  # it exists once such devices were entered
     hosts = None if module is None else module.executor()
     return hosts if isinstance(hosts, OtherHosts) else None

@@ -20,7 +20,7 @@ Limits = Mapping[torch.device | str, int]
 
 
 def by_device(max_memory: MaxMemory | Limits | None, home: torch.device) -> Limits | None:
-    """`max_memory` so that it may be read without a home.
+    """Resolve the devices in `max_memory`, and its sizes to bytes.
 
     Args:
         max_memory: as the user gives it.
@@ -53,7 +53,7 @@ def capacity(device: torch.device, limits: Limits | None) -> int | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed: not everywhere does torch raise an error of a type of its own.
+    """Whether an allocation failed: torch does not always raise an OutOfMemoryError.
 
     On the CPU, and where host memory cannot be pinned, it is a RuntimeError by its type.
     """

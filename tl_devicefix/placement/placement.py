@@ -65,7 +65,7 @@ class PlacedComponent(ComponentSize):
 
 @dataclass(frozen=True)
 class Crossing:
-    """What goes from a device of one host to one of another.
+    """A transfer from a device of one host to one of another.
 
     Attributes:
         source: where from; the CPU is the script's host's.
@@ -133,7 +133,7 @@ class Placement:
         return self._of_component(self._device_by_name, name)
 
     def device_for(self, name: str, of_weights: bool = False) -> torch.device:
-        """Where anything in the model is, by name: what is in no component is at home.
+        """The device of anything in the model, by name: home, if it is in no component.
 
         Args:
             name: of a parameter, a buffer or a module.
@@ -157,7 +157,7 @@ class Placement:
         return self._of_component(self._stored_by_name, name)
 
     def _of_component(self, devices: Mapping[str, torch.device], name: str) -> torch.device:
-        """One of these devices, which are by component, for the name of anything in one."""
+        """Look up the device of a name's component in a dict from components to devices."""
         if name in _HOOKS_AT_HOME:
             return self.home
         component = component_of(name)
@@ -192,7 +192,7 @@ class Placement:
         return stored + sum(self._visiting(device)) + shared_once(running)
 
     def _device(self, named: DeviceLike) -> torch.device:
-        """A device in use, also where there is no such device any more, or another that exists."""
+        """Resolve a device; one in use is found by name even if it no longer exists."""
         if names_host(named):
             return site_named(str(named), self.sites).torch_device
         for memory in self.memories:
@@ -225,7 +225,7 @@ class Placement:
 
     @cached_property
     def crossings(self) -> tuple[Crossing, ...]:
-        """What a forward sends from one host to another, in order; backward it goes back."""
+        """Transfers between hosts in a forward, in order; a backward reverses them."""
         moves = _moves(self.components)
         return tuple(move for move in moves if _between_two_hosts(move, self.sites))
 
@@ -260,7 +260,7 @@ class Placement:
         return "\n".join(lines)
 
     def label(self, memory: torch.device) -> str:
-        """Its name, and what it is: "cuda:0 (home)", "sim:2 (host1/0)", "cpu (offloaded)"."""
+        """A device's name and role: "cuda:0 (home)", "sim:2 (host1/0)", "cpu (offloaded)"."""
         site = site_of(memory, self.sites)
         notes = [] if site is None else [site.name]
         if memory == self.home:
@@ -270,7 +270,7 @@ class Placement:
         return f"{memory} ({', '.join(notes)})" if notes else str(memory)
 
     def _held_in(self, memory: torch.device) -> str:
-        """What lives there, and who visits: "blocks.0-2 + 2 visiting", "blocks.3, 5 -> cuda:0"."""
+        """Components and visitors there: "blocks.0-2 + 2 visiting", "blocks.3, 5 -> cuda:0"."""
         residents = [c.name for c in self.components if not c.offloaded and c.device == memory]
         visiting = len(self._visiting(memory))
         held = [in_short(residents) + (f" + {visiting} visiting" if visiting else "")]
@@ -313,7 +313,7 @@ def _number(block: str) -> int:
 
 
 def _moves(components: Sequence[PlacedComponent]) -> Iterator[Crossing]:
-    """What goes from device to device in a forward.
+    """Transfers from device to device in a forward.
 
     The residual stream, once for each boundary and once home; and the weights of offloaded blocks,
     which are in the memory of the script's host.
@@ -331,7 +331,7 @@ def _between_two_hosts(moved: Any, sites: Sequence[Site]) -> bool:
 
 
 def by_hosts(moved: Iterable[tuple[Any, int]], sites: Sequence[Site]) -> BetweenHosts:
-    """How much goes from each host to each other.
+    """Sum the bytes that go from each host to each other.
 
     Args:
         moved: what goes from `source` to `target`, and its bytes.
@@ -346,7 +346,7 @@ def by_hosts(moved: Iterable[tuple[Any, int]], sites: Sequence[Site]) -> Between
 
 
 def _host(device: torch.device, sites: Sequence[Site]) -> str:
-    """The name of a device's host; of what is no device of one, that is where the script runs."""
+    """The name of a device's host; by default, that of the host where the script runs."""
     site = site_of(device, sites)
     if site is None:
         return sites[0].hostname if sites else ""
@@ -374,7 +374,7 @@ def is_block(name: str) -> bool:
 
 
 def check_count(name: str, count: Any) -> None:
-    """Check that a model may have so many blocks, or experts: nothing is made of each before.
+    """Check a number of blocks or experts, before anything is made for each of them.
 
     Args:
         name: what a config calls them.

@@ -1,4 +1,4 @@
-"""Of which host a device is, and what it is called there."""
+"""The host that a device belongs to, and its name there."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Site:
 
     @property
     def name(self) -> str:
-        """Both: "node-b/cuda:1"."""
+        """Host and device: "node-b/cuda:1"."""
         return f"{self.hostname}/{self.device}"
 
     def is_called(self, device: str) -> bool:
-        """Whether this is meant by "cuda:1" or "1" on its host, or by "cuda", if it is the first.
+        """Whether "cuda:1" or "1" names this device on its host, or "cuda", if it is the first.
 
         A simulated one is of any type.
         """
@@ -71,7 +71,7 @@ def divided(n_devices: int | None, hosts: Hosts) -> tuple[Site, ...]:
 
 
 def sites_on(n_devices: int | None, hosts: Hosts | None) -> tuple[Site, ...]:
-    """The sites of so many devices; none if nothing is said of hosts.
+    """The sites of so many devices; none if `hosts` is None.
 
     Raises:
         ValueError: if they cannot be divided over these.

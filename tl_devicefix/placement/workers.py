@@ -1,4 +1,4 @@
-"""A worker a device: what is done to components on different devices is done at once.
+"""One worker per device: components on different devices are worked on at once.
 
 On each device it is done to one component after the other, in their order.
 """
@@ -63,7 +63,7 @@ def each_on_its_device(
 
 @contextlib.contextmanager
 def threads(count: int, **options: Any) -> Iterator[ThreadPoolExecutor]:
-    """So many threads, none of which is left at the end, also not by an interrupt of the waiting.
+    """A pool of threads, none of which is left at the end, even after an interrupt.
 
     Args:
         count: how many.
@@ -90,7 +90,7 @@ def _raise_first(errors: list[BaseException]) -> None:
 
 
 class _Order:
-    """What several threads do to units, as far as a loop would have got.
+    """Work that several threads do to units, as far as a loop would have got.
 
     Args:
         do: what is done to a unit.
@@ -125,7 +125,7 @@ class _Order:
         self._do(unit)
 
     def stop(self, before: int = 0) -> None:
-        """Have no unit be begun from this one on."""
+        """Begin no unit from this one on."""
         with self._ending:
             self._end = min(self._end, before)
         self._begins.set()
@@ -151,7 +151,7 @@ def sharing_cores(workers: int) -> Iterator[int]:
 
 
 class CallersState:
-    """What torch keeps for each thread, taken from the thread that makes this into others.
+    """Torch's settings of the thread that makes this, to be set in other threads too.
 
     Gradient and inference mode, autocast, the modes of torch functions and operations
     (`torch.set_default_device`, `mix_devices`), hooks of saved tensors, the current devices and

@@ -17,13 +17,13 @@ from tl_devicefix.placement.placement import ComponentSize, Placement
 
 
 class Generation(Protocol):
-    """Generating with a KV cache, of which only the first and the last step are taken."""
+    """Generation with a KV cache; only its first and last steps are run."""
 
     def prompt(self) -> None:
         """Run the prompt, which fills the KV cache."""
 
     def skip_to(self, length: int) -> None:
-        """Have the KV cache as long as if this many tokens had been run."""
+        """Make the KV cache as long as if this many tokens had been run."""
 
     def last_token(self) -> None:
         """Run one token more."""
@@ -41,7 +41,7 @@ class Blueprint(Protocol):
         """The same model with weights of another dtype."""
 
     def sizes(self) -> tuple[ComponentSize, ...]:
-        """What its components weigh, in the order they run."""
+        """The sizes of its components, in the order they run."""
 
     def make(self, placement: Placement, tokenizer: Any = None) -> Any:
         """The model, on the devices of a `simulate(..., values=False)`."""
@@ -101,7 +101,7 @@ def check_options(
     options: Iterable[str],
     cls: Any = None,
 ) -> None:
-    """Check that what a function was called with beside its own arguments is known.
+    """Check the names of the options that a function was called with.
 
     Args:
         function: `estimate` or `dry_run`.

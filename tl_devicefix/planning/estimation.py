@@ -1,4 +1,4 @@
-"""Whether a job fits, before anything is loaded: `estimate(...)`, a table of what it takes.
+"""Whether a job fits, before anything is loaded: `estimate(...)`, a table of its memory.
 
 If it does not fit, changes are tested by a dry run, and those that would fit are told.
 """
@@ -24,7 +24,7 @@ from tl_devicefix.planning.usage import Job, OnDevice, Setting
 
 @dataclass(frozen=True, repr=False)
 class Estimate:
-    """What a job takes. Printing it shows a table, and whether it fits."""
+    """The memory that a job takes. Printing it shows a table, and whether it fits."""
 
     model: str
     """Its name."""
@@ -210,7 +210,7 @@ def what_would_fit(asked: Setting) -> str:
 
 
 def _least(changes: list[Change]) -> str | None:
-    """The words of the first change that fits, of changes of which each frees more than the last.
+    """The words of the first change that fits; each change frees more than the one before.
 
     Tested is only what has room for the weights, and the last one early, as it fits if any does.
     """
@@ -254,7 +254,7 @@ def _smaller_dtype(asked: Setting) -> Iterator[Change]:
 
 
 def _offloaded(asked: Setting) -> Iterator[Change]:
-    """With what the job takes beside the weights left free, and what then does not fit offloaded.
+    """Leave free the memory that the job takes beside weights; offload blocks that do not fit.
 
     That changes which blocks a device runs, and with them what it takes: hence some attempts.
     """

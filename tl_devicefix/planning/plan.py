@@ -89,7 +89,7 @@ def plan(
 
 
 def on_hosts(n_devices: int | None, hosts: Hosts | None) -> tuple[Site, ...]:
-    """Of which host each device would be; nothing if nothing is said of hosts.
+    """The host that each device would belong to; nothing if `hosts` is None.
 
     Raises:
         ValueError: if the devices cannot be divided over these.
@@ -126,7 +126,7 @@ def by_index(named: Any, sites: Sequence[Site] = ()) -> Any:
 
 
 class Described(NamedTuple):
-    """What a user says of devices, by their indices."""
+    """A user's arguments about devices, by their indices."""
 
     n_devices: int
     """How many there must be."""
@@ -140,7 +140,7 @@ class Described(NamedTuple):
 def described(
     n_devices: int | None, hosts: Hosts | None, device_map: Any, max_memory: Any, memory: Any
 ) -> Described:
-    """Read what a user says of devices; the log tells of those that are named and not there.
+    """Read a user's arguments about devices; log a warning of any that do not exist.
 
     Raises:
         ValueError: if that does not fit together, or is more than there may be.

@@ -1,4 +1,4 @@
-"""What a job takes on each device, measured by a dry run at full size.
+"""The memory that a job takes on each device, measured by a dry run at full size.
 
 No formula: it is what the installed TransformerLens allocates, on tensors without values.
 """
@@ -72,7 +72,7 @@ class Job:
 
 
 def part_of(part: str, name: str) -> bool:
-    """Whether a hook point is meant: "z", "hook_z" and "attn.hook_z" by its name."""
+    """Whether `part` names a hook point: "z", "hook_z" and "attn.hook_z" by its name."""
     short = part.removeprefix("hook_")
     return name == part or name.endswith((f".{part}", f".hook_{short}")) or name == f"hook_{short}"
 
@@ -125,7 +125,7 @@ class OnDevice:
 
 
 class Measured(NamedTuple):
-    """What a dry run of a job has shown."""
+    """The results of a dry run of a job."""
 
     devices: tuple[OnDevice, ...]
     placement: Placement
@@ -217,7 +217,7 @@ class Setting:
         )
 
     def _place(self) -> Placement:
-        """Where the components go, on devices that are there."""
+        """Place the components on the devices that are simulated now."""
         limits = self.memory if self.limits is None else self.limits
         leaves_out = any(index not in limits for index in range(self.n_devices))
         spread = None if leaves_out or self.device_map is not None else self.n_devices
@@ -236,7 +236,7 @@ def _check_cache(job: Job, model: Any) -> None:
 
 
 class _Usage:
-    """What a job allocates on each device of a machine, beside what is there now, in bytes.
+    """Bytes that a job allocates on each device of a machine, beyond those allocated now.
 
     Args:
         machine: a simulated one, with a model on it.
@@ -299,14 +299,14 @@ class _Usage:
         self._add_work(beside=self.kv_cache)
 
     def _note_crossings(self, what: str, moved: Iterable[Any] | None = None) -> None:
-        """Note what went from host to host: all since the start, if nothing else is given."""
+        """Note what went from host to host: by default, all transfers since the start."""
         if self._placement.sites:
             transfers = self._machine.transfers if moved is None else moved
             sizes = ((transfer, transfer.bytes) for transfer in transfers)
             self.between_hosts[what] = by_hosts(sizes, self._placement.sites)
 
     def _to_home(self, kept: Any) -> Iterator[Transfer]:
-        """What reading all that is cached would take."""
+        """The transfers of reading the whole cache at home."""
         activations = kept.stored() if isinstance(kept, CacheAtHome) else kept
         for activation in activations.values():
             yield Transfer(

@@ -348,8 +348,8 @@ def common_device(
             raise left_error(other.device)
         if other.machine is not machine:
             raise RuntimeError(
-                f"a tensor on {device} is of another simulated machine than one on {other.device}, "
-                "as of the `simulate` around a dry run: bring it there by .cpu() before"
+                f"tensors on {device} and {other.device} belong to different simulated machines, "
+                "such as a dry run's and that of the `simulate` around it: bring one to 'cpu' first"
             )
         if other.device is not device and other.device != device:
             raise_or_keep(_mixed_error(device, other.device))
