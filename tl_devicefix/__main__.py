@@ -262,7 +262,7 @@ _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], bool], tuple[type[Exce
     "selfcheck": (_run_selfcheck, ()),
     "worker": (_run_worker, (RuntimeError, ValueError)),
 }
-"""What runs each command, and the errors of which the message says all."""
+"""The function of each command, and its errors that are shown without a traceback."""
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ class CacheOnDisk(CacheAtHome):
         return new
 
     def copy(self) -> CacheAtHome:
-        """A shallow copy, of which nothing has been read."""
+        """A shallow copy, which has read nothing yet."""
         return self.of({name: dict.__getitem__(self, name) for name in self})
 
 

@@ -241,7 +241,7 @@ def _in_order(tensors: Tensors) -> list[str]:
 
 
 def _header(tensors: Tensors, start: int, stop: int) -> bytes:
-    """How a safetensors file begins, with some examples."""
+    """The header of a safetensors file with some examples."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", "examples": f"{start}:{stop}"}}
     end = 0
     for name in _in_order(tensors):
@@ -280,7 +280,7 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As torch writes it, without "torch."."""
+    """A dtype's name in torch, without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 

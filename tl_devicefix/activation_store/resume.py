@@ -1,4 +1,4 @@
-"""What is in a directory before anything is written to it, and whether saving may go on with it."""
+"""Check a directory before anything is written, and whether saving may resume there."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SHAPES = ("n_layers", "d_model", "n_heads", "n_key_value_heads", "d_head", "d_m
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Within it, no other process saves to a directory, which is made.
+    """Make a directory, and let no other process save to it, within a `with` block.
 
     Raises:
         RuntimeError: if another process saves to it.
@@ -220,7 +220,7 @@ _PER_SHARD = "the number of examples in a shard, by shard_size,"
 
 
 def _fields(index: Index) -> dict[str, Any]:
-    """What must not change, by what a message calls it."""
+    """The values that must not change, by their names in messages."""
     return {
         **{f"the model's {name}": value for name, value in index.model.items()},
         **{f"the version of {name}": value for name, value in index.made_by.items()},

@@ -37,7 +37,7 @@ class Selected(NamedTuple):
 
 @dataclass(frozen=True)
 class Selection:
-    """What is saved of each forward; see `save_activations`.
+    """The activations to save of each forward; see `save_activations`.
 
     Raises:
         TypeError: if `transform` cannot be called.
@@ -89,7 +89,7 @@ class Selection:
         saved: torch.Tensor | None,
         points: Mapping[str, Any],
     ) -> Selected:
-        """What is saved of a forward's cache.
+        """Select the activations to save from a forward's cache.
 
         Args:
             cache: of the forward.

@@ -117,7 +117,7 @@ class TokenBatches(Iterator[torch.Tensor]):
 
     @property
     def config(self) -> dict[str, Any]:
-        """What these are batches of, as dictionary_learning saves it beside what it trains."""
+        """A description of these batches, which dictionary_learning saves beside its models."""
         return {
             "activation": self._rows.name,
             "d_submodule": self._rows.shape[-1],
@@ -128,7 +128,7 @@ class TokenBatches(Iterator[torch.Tensor]):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """How far it is, for `load_state_dict` of batches with the same arguments.
+        """The position in the batches, for `load_state_dict` of batches with the same arguments.
 
         Returns:
             Plain numbers and texts, which you can save beside a training run.
@@ -231,7 +231,7 @@ def _in_words(rows: torch.Tensor) -> torch.Tensor:
 
 
 class _Groups:
-    """Which blocks are in which group, and in what order a group's rows are handed out."""
+    """The blocks of each group, and the order in which a group's rows are handed out."""
 
     def __init__(
         self, rows: _Rows, block_rows: int, group_rows: int, shuffle: bool, seed: int

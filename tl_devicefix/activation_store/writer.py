@@ -26,7 +26,7 @@ from tl_devicefix.offload.copying import module_with_streams
 
 
 class Copied(NamedTuple):
-    """What is saved of a batch, in host memory.
+    """The saved activations of a batch, in host memory.
 
     Attributes:
         rows: by name; complete after `wait()`.
@@ -120,7 +120,7 @@ class Writer:
             self._in_memory += n_examples
 
     def put(self, copied: Copied) -> None:
-        """Have a batch written, for which `make_room` has made room."""
+        """Queue a batch to be written, for which `make_room` has made room."""
         self._queue.put(copied)
 
     def close(self, is_complete: bool) -> None:

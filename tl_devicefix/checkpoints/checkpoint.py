@@ -171,7 +171,7 @@ def _stored_tensors(model_name: str, kwargs: dict[str, Any]) -> _Stored:
 
 @contextlib.contextmanager
 def _naming(file: Path) -> Iterator[None]:
-    """Within it, a file that cannot be read is named in one sentence."""
+    """Name a file that cannot be read, in one sentence, within a `with` block."""
     try:
         yield
     except _UNREADABLE as error:

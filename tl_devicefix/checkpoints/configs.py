@@ -28,7 +28,7 @@ _COUNTS = (
 
 
 def read_config(name: str, directory: str | Path, **kwargs: Any) -> Any:
-    """What transformers reads of a checkpoint's config.json.
+    """The fields that transformers reads from a checkpoint's config.json.
 
     Args:
         name: a local directory, or the checkpoint's name on the hub.
@@ -82,7 +82,7 @@ def reading_config(name: str, errors: tuple[type[Exception], ...] = (Exception,)
 
 
 def known_config(name: str) -> PretrainedConfig | None:
-    """What transformers would read of a model's config.json.
+    """The fields that transformers would read from a model's config.json.
 
     Args:
         name: the name that TransformerLens lists the model by, or the hub's.

@@ -23,12 +23,12 @@ HUB_ARGUMENTS = (*_OF_REPOSITORY, *_OF_ACCESS)
 
 
 def hub_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Those of `HUB_ARGUMENTS` that are given."""
+    """Select those of `HUB_ARGUMENTS` that are given."""
     return {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
 
 
 def in_one_line(error: BaseException) -> str:
-    """What an error says, with its type where that says more."""
+    """An error's message in one line, with its type where that says more."""
     text = " ".join(str(error).split())
     speaks = isinstance(error, (OSError, RuntimeError, ValueError))
     return text if speaks and text else f"{type(error).__name__}: {text}"

@@ -1,4 +1,4 @@
-"""What weights are read from, one component at a time, in HookedTransformer's format.
+"""Sources of weights, read one component at a time, in HookedTransformer's format.
 
 A Hugging Face model is converted one block at a time, by TransformerLens's own converter. To
 convert one block, it is shown a model that shares the given model's weights but has only that

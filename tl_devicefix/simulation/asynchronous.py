@@ -59,7 +59,7 @@ _WAITING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 
 
 class AsynchronousExecutor(Executor):
-    """Computes on the CPU what is launched on streams of devices, and has it done later.
+    """Computes operations on the CPU, but has them done later, on streams of devices.
 
     Args:
         n_devices: how many devices.

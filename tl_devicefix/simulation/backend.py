@@ -76,12 +76,12 @@ class DeviceModule:
         raise AttributeError(f"simulated devices that are not asynchronous have no {name!r}")
 
     def sites(self) -> tuple[Site, ...]:
-        """Return of which host each device is; nothing if there are no several hosts."""
+        """Return the host of each device; nothing if there is one host."""
         machine = entered_machine()
         return () if machine is None else machine.sites
 
     def executor(self) -> Executor | None:
-        """Return what runs operations on the devices, if a machine is entered."""
+        """Return the executor of the machine that is entered, if one is."""
         machine = entered_machine()
         return None if machine is None else machine.executor
 

@@ -1,4 +1,4 @@
-"""What runs the operations of a machine's devices; the CPU at once, or without values."""
+"""Executors of a machine's operations: on the CPU at once, or without values."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Executor(Protocol):
         """Copy to a device or the host, also to another dtype: ``.to`` with torch's options."""
 
     def memory_of(self, tensor: torch.Tensor, device: int) -> Memory | None:
-        """Return who used the memory of a tensor that is on a device from now on."""
+        """Return the users of the memory of a tensor, which is on a device from now on."""
         return None
 
     def free(self, memory: Memory) -> None:
@@ -157,7 +157,7 @@ class MetaExecutor(CPUExecutor):
     def convert(
         self, source: torch.Tensor, of: int, to: int | None, options: dict[str, Any]
     ) -> torch.Tensor:
-        """Copy the shape; what comes to the host is zeros."""
+        """Copy the shape; the host gets zeros."""
         converted = super().convert(source, of, to, options)
         return zeros_for(converted) if to is None else converted
 

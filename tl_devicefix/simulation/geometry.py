@@ -48,7 +48,7 @@ _MOST = 10_000  # of several models; then they are forgotten
 
 
 def call_without_values(func: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call an operation on meta tensors, or make what it gave when it was called so before."""
+    """Call an operation on meta tensors, or repeat the result of an earlier, equal call."""
     if func._schema.is_mutable or func.is_view:  # these are fast, and their results are not new
         return func(*args, **kwargs)
     key = _key(func, args, kwargs)
@@ -95,7 +95,7 @@ _PLAIN = (int, float, bool, str, torch.dtype, torch.layout, torch.memory_format,
 
 
 def _key(func: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What decides how the results lie; None if an argument decides by its values."""
+    """A key for the results' geometries; None if an argument decides by its values."""
     try:
         return func, _described(args), _described(sorted(kwargs.items()))
     except _DecidesByValues:

@@ -1,4 +1,4 @@
-"""What a simulated machine measures: memory on each device, and transfers between devices."""
+"""Measurements of a simulated machine: memory on each device, and transfers between devices."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Moved:
-    """What went from a device to another: how many copies, and their bytes."""
+    """The copies from one device to another: their number, and their bytes."""
 
     count: int
     """How many copies."""
@@ -50,7 +50,7 @@ class Moved:
 
 
 class Pair(NamedTuple):
-    """Between which devices."""
+    """The two devices of a transfer."""
 
     source: torch.device
     target: torch.device
@@ -85,14 +85,14 @@ class Transfers(list[Transfer]):
     """The sums of those that it has no more."""
 
     def append(self, transfer: Transfer) -> None:
-        """Add one; of too many, the older ones are only summed from then on."""
+        """Add a transfer; if there are too many, only sums are kept of the older ones."""
         super().append(transfer)
         if len(self) >= 2 * _KEPT:
             before = _by_pair(self[:_KEPT], self._before)
             self._before, self[:_KEPT] = before, []
 
     def clear(self) -> None:
-        """Forget all, and the sums."""
+        """Forget all transfers, and their sums."""
         super().clear()
         self._before = {}
 
@@ -106,11 +106,11 @@ class Transfers(list[Transfer]):
         return Transfers(selected) if isinstance(selected, list) else selected
 
     def by_pair(self) -> dict[Pair, Moved]:
-        """What went between each two devices: ``(source, target)`` -> count and bytes, in order."""
+        """Sum the transfers of each pair: ``(source, target)`` -> count and bytes, in order."""
         return _by_pair(self, self._before)
 
     def together(self) -> Moved:
-        """How many there were in all, and their bytes."""
+        """The number of all transfers, and their bytes."""
         sums = self.by_pair().values()
         return Moved(sum(moved.count for moved in sums), sum(moved.bytes for moved in sums))
 
@@ -228,7 +228,7 @@ class Machine:
         self._current.index = index
 
     def keep_busy(self, device: int | str | torch.device | None, seconds: float) -> None:
-        """Give an asynchronous device something that takes so long.
+        """Keep an asynchronous device busy for so long.
 
         It goes to the device's current stream of this thread, so it begins after what that was
         given before, and the host goes on at once. A forward pre-hook on each block gives blocks a
@@ -347,7 +347,7 @@ class Machine:
                     self.on_peak(index)
 
     def settle(self) -> None:
-        """Count no more what has been freed."""
+        """Stop counting memory that has been freed."""
         if not self._freed:
             return
         with self._adding:

@@ -73,7 +73,7 @@ def _read_number(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _choose_kernel(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Which kernel computes attention: the one that the CPU would choose."""
+    """Choose the attention kernel that the CPU would choose."""
     return func(*tree_map(_chosen_for, args), **tree_map(_chosen_for, kwargs))
 
 
@@ -100,7 +100,7 @@ def _equal(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _is_all_true(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """With what torch checks arguments, as of a distribution; without values they are good."""
+    """Check arguments for torch, as of a distribution; without values they pass."""
     return run_on_one_device(func, args, kwargs) if args[0].has_values else torch.tensor(True)
 
 

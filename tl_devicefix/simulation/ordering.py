@@ -81,7 +81,7 @@ class Access(NamedTuple):
     copied_to: Memory | None = None
 
     def is_before(self, clock: Clock) -> bool:
-        """Whether who has this clock is ordered after this."""
+        """Whether the owner of this clock is ordered after this access."""
         return clock.get(self.operation.where, 0) >= self.number
 
 
@@ -380,7 +380,7 @@ class Launcher:
         return start
 
     def arrive_later(self, launched: Access, copy: Callable[[], object]) -> None:
-        """Have the values of a copy to the host arrive when it waits for them, or asks."""
+        """Let the values of a copy to the host arrive when it waits or asks for them."""
         with self.lock:
             self._arriving.append((launched.operation.where, launched.number, copy))
 

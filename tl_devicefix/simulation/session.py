@@ -144,7 +144,7 @@ def simulate(
 def devices_of(
     executor: Executor, memory: Sequence[int], sites: Sequence[Site]
 ) -> Iterator[Machine]:
-    """Have devices whose operations run elsewhere.
+    """Add devices whose operations run elsewhere.
 
     Args:
         executor: runs them.

@@ -332,7 +332,7 @@ def _unwrap(arg: Any, simulated: list[SimTensor], others: list[torch.Tensor]) ->
 
 
 def _only_reads(func: Operation) -> bool:
-    """Whether an operation gives a part or a copy of what there is, and computes nothing."""
+    """Whether an operation gives a part or a copy of a tensor, and computes nothing."""
     return func.is_view or func is aten.clone.default
 
 
@@ -435,7 +435,7 @@ def _mixed_error(
 
 
 def left_error(device: torch.device) -> RuntimeError:
-    """What is raised where a tensor is computed with after its machine was left."""
+    """The error for computing with a tensor after its machine was left."""
     return RuntimeError(
         f"this tensor was on {device} of a simulated machine that has been left, so it can be read"
         " but not computed with: compute with its .cpu(), or inside `with simulate(...)`"

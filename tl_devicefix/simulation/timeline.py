@@ -1,4 +1,4 @@
-"""What simulated devices that take time did, and when: as a list, and as a trace file."""
+"""When simulated devices that take time did which operation: as a list, and as a trace file."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Busy:
 
 
 class Timeline(list[Busy]):
-    """What took time on the devices of a machine, in the order in which it was launched.
+    """Operations and copies that took time on a machine's devices, in launch order.
 
     It is a list, and a slice of it is a `Timeline` too; ``clear()`` forgets what there was.
     """
