@@ -82,7 +82,7 @@ def test_a_file_that_was_written_again_is_read_again(machine: Any, tmp_path: Pat
 
 def known(path: Path) -> tuple[checkpoint_files.File, dict[str, str]]:
     """A file as rank 0 knows it, of which another rank is told."""
-    return checkpoint_files.known(str(path)), checkpoint_files.checksums_of(str(path))
+    return checkpoint_files.current_file(str(path)), checkpoint_files.checksums_of(str(path))
 
 
 def differs(there: tuple[checkpoint_files.File, dict[str, str]]) -> str | None:

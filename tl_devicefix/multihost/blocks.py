@@ -67,10 +67,13 @@ def _recipe(module: Any) -> Recipe | None:
     if not type(module.cfg).__module__.startswith("transformer_lens.") or not _is_plain(config):
         return None
     marks = [
-        {name: mark for name, mark in vars(each).items() if name.startswith(_OURS)}
-        for each in _components(module)
+        {name: mark for name, mark in vars(component).items() if name.startswith(_OURS)}
+        for component in _components(module)
     ]
-    marks = [{name: mark for name, mark in each.items() if type(mark) is str} for each in marks]
+    marks = [
+        {name: mark for name, mark in attributes.items() if type(mark) is str}
+        for attributes in marks
+    ]
     return Recipe(cls, _ARGUMENTS[cls.__name__](module), type(module.cfg), config, marks)
 
 
@@ -85,16 +88,16 @@ def _is_plain(value: Any) -> bool:
 
 def _components(module: nn.Module) -> list[Any]:
     """A module and those in it, but for hook points."""
-    return [each for each in module.modules() if type(each) is not HookPoint]
+    return [submodule for submodule in module.modules() if type(submodule) is not HookPoint]
 
 
 def _tensors_in(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
     """Where a module and those in it have their tensors: dicts and names, in order."""
     return [
-        (held, name)
-        for each in _components(module)
-        for held in (each._parameters, each._buffers)
-        for name, tensor in held.items()
+        (container, name)
+        for component in _components(module)
+        for container in (component._parameters, component._buffers)
+        for name, tensor in container.items()
         if tensor is not None
     ]
 
@@ -113,8 +116,8 @@ class Built:
         with torch.device("meta"):
             module = self._recipe.cls(config, *self._recipe.arguments)
         vars(config)["device"] = str(self._device)
-        for each, marks in zip(_components(module), self._recipe.marks, strict=True):
-            vars(each).update(marks)
+        for component, marks in zip(_components(module), self._recipe.marks, strict=True):
+            vars(component).update(marks)
         return module
 
     def run(
@@ -129,10 +132,10 @@ class Built:
         except IndexError:  # another thread runs it
             module = self.module()
         slots = _tensors_in(module)
-        blanks = [held[name] for held, name in slots]
+        blanks = [container[name] for container, name in slots]
         try:
-            for (held, name), tensor in zip(slots, tensors, strict=True):
-                held[name] = tensor
+            for (container, name), tensor in zip(slots, tensors, strict=True):
+                container[name] = tensor
             if entry is None:
                 return [module(**inputs)]
             cls, keys, values, is_frozen = entry
@@ -140,8 +143,8 @@ class Built:
             output = module(**inputs, past_kv_cache_entry=cache)
             return [output] if is_frozen else [output, cache.past_keys, cache.past_values]
         finally:
-            for (held, name), blank in zip(slots, blanks):
-                held[name] = blank
+            for (container, name), blank in zip(slots, blanks):
+                container[name] = blank
             self._modules.append(module)
 
 
@@ -176,7 +179,7 @@ class Graph:
         self, gradient: torch.Tensor, which: Sequence[int], keeps: bool = False
     ) -> list[torch.Tensor]:
         """Gradients of tensors of some of the keys; it keeps the graph for another backward."""
-        leaves = [self._leaves[each] for each in which]
+        leaves = [self._leaves[index] for index in which]
         return list(
             torch.autograd.grad(
                 self._output, leaves, gradient, retain_graph=keeps, materialize_grads=True
@@ -195,29 +198,35 @@ class _Seen:
     def __init__(self, module: Any) -> None:
         vars(module)[_SEEN] = self  # and not beside it, as garbage is collected together
         own, inside = _components(module), list(module.modules())
-        held = [*map(vars, own), *(each._modules for each in own), vars(module.cfg)]
-        self._held = [(each, tuple(each), tuple(each.values())) for each in held]
-        points = [vars(each) for each in inside if type(each) is HookPoint]
-        self._sized = [(each, len(each)) for each in points]
-        self._of_tensors = [held for each in own for held in (each._parameters, each._buffers)]
+        dicts = [*map(vars, own), *(component._modules for component in own), vars(module.cfg)]
+        self._seen_attributes = [
+            (attributes, tuple(attributes), tuple(attributes.values())) for attributes in dicts
+        ]
+        points = [vars(submodule) for submodule in inside if type(submodule) is HookPoint]
+        self._sized = [(point, len(point)) for point in points]
+        self._of_tensors = [
+            container
+            for component in own
+            for container in (component._parameters, component._buffers)
+        ]
         self._names = list(map(tuple, self._of_tensors))
         self._inside = inside[1:]
         self._classes = list(map(type, self._inside))
-        self._hooks = [vars(each)[name] for each in inside[1:] for name in HOOKS]
-        self._shapes = [_shape(held[name]) for held, name in _tensors_in(module)]
+        self._hooks = [vars(submodule)[name] for submodule in inside[1:] for name in HOOKS]
+        self._shapes = [_shape(container[name]) for container, name in _tensors_in(module)]
         self.names = [name for _, name in _tensors_in(module)]
         self.recipe = _recipe(module)
-        self.told = pickle.dumps(self.recipe, protocol=5)
+        self.pickled_recipe = pickle.dumps(self.recipe, protocol=5)
         if self.recipe is not None and not _is_as_built(module, self.recipe):
             self.recipe = None
 
     def holds(self, module: nn.Module) -> bool:
         """Whether it is of this module, in which nothing but tensors was exchanged since."""
         return (
-            self._held[0][0] is vars(module)
-            and all(map(_is_same, self._held))
+            self._seen_attributes[0][0] is vars(module)
+            and all(map(_is_same, self._seen_attributes))
             and self._names == list(map(tuple, self._of_tensors))
-            and all(len(each) == size for each, size in self._sized)
+            and all(len(point) == size for point, size in self._sized)
             and self._classes == list(map(type, self._inside))
         )
 
@@ -227,8 +236,13 @@ class _Seen:
 
     def tensors(self, device: torch.device) -> list[Any] | None:
         """Its tensors; None if they are not all there, or have other shapes or dtypes now."""
-        tensors = [each for held in self._of_tensors for each in held.values() if each is not None]
-        is_here = all(type(each) is SimTensor and each.device == device for each in tensors)
+        tensors = [
+            tensor
+            for container in self._of_tensors
+            for tensor in container.values()
+            if tensor is not None
+        ]
+        is_here = all(type(tensor) is SimTensor and tensor.device == device for tensor in tensors)
         return tensors if is_here and list(map(_shape, tensors)) == self._shapes else None
 
     # A copy is looked at anew.
@@ -242,8 +256,8 @@ def _shape(tensor: torch.Tensor) -> Any:
 
 
 def _is_same(seen: tuple[dict[str, Any], tuple[str, ...], tuple[Any, ...]]) -> bool:
-    held, names, values = seen
-    return tuple(held) == names and all(map(is_, held.values(), values))
+    attributes, names, values = seen
+    return tuple(attributes) == names and all(map(is_, attributes.values(), values))
 
 
 def _is_as_built(module: Any, recipe: Recipe) -> bool:
@@ -308,17 +322,19 @@ def run_by_command(
     # Of another dtype, or lying otherwise, it would give another one.
     if tensors is None or dtype != module.cfg.dtype or not residual.is_contiguous():
         return None
-    others = [each for each in inputs.values() if isinstance(each, torch.Tensor)]
+    others = [argument for argument in inputs.values() if isinstance(argument, torch.Tensor)]
     if entry is not None:
         others += [entry.past_keys, entry.past_values]
-    if not all(type(each) is SimTensor and each.device == device for each in others):
+    if not all(type(tensor) is SimTensor and tensor.device == device for tensor in others):
         return None
     call = _Call(far, device, seen, tensors, inputs)
     far.wait_for_room(call.rank)
     if torch.is_grad_enabled():
         named: dict[Key, Any] = dict(enumerate(tensors))
         named.update(inputs)
-        keys = tuple(k for k, each in named.items() if each is not None and each.requires_grad)
+        keys = tuple(
+            k for k, tensor in named.items() if tensor is not None and tensor.requires_grad
+        )
         if keys:
             is_seen = entry is not None or torch.is_anomaly_enabled() or _saves_by_hooks()
             return None if is_seen else _Whole.apply(call, keys, *(named[key] for key in keys))  # type: ignore[no-any-return]
@@ -328,7 +344,7 @@ def run_by_command(
             return None
         past = type(entry), entry.past_keys._cpu, entry.past_values._cpu, entry.frozen
         if not entry.frozen:
-            for batch, length, *heads in (each.shape for each in past[1:3]):
+            for batch, length, *heads in (tensor.shape for tensor in past[1:3]):
                 outputs.append(_contiguous((batch, length + residual.shape[1], *heads), dtype))
     output, *cached = call.run(past, outputs)
     if cached:
@@ -366,7 +382,7 @@ class _Call:
         self.tensors, self.inputs = tensors, inputs
         self._machine = next(iter(inputs.values()))._allocation.machine
         self.rank = far.places[device.index].rank
-        key = device.index, seen.told
+        key = device.index, seen.pickled_recipe
         self._runner = far.built.get(key) or far.built.setdefault(key, self._build())
 
     def _build(self) -> Built | Owner:
@@ -375,14 +391,14 @@ class _Call:
             return Built(self.seen.recipe, self.far.places[self._device.index].device)
         owner = self.far.owner(self.rank)
         number = self.far.places[self._device.index].number
-        self.far.tell(self.rank, commands.Hold(owner.number, self.seen.told, number))
+        self.far.tell(self.rank, commands.Hold(owner.number, self.seen.pickled_recipe, number))
         return owner
 
     def _behind(self) -> tuple[list[torch.Tensor], dict[str, Any]]:
         """The module's tensors, and its arguments, as they are behind those of the machine."""
         named = self.inputs.items()
-        inputs = {name: each._cpu if type(each) is SimTensor else each for name, each in named}
-        return [each._cpu for each in self.tensors], inputs
+        inputs = {name: value._cpu if type(value) is SimTensor else value for name, value in named}
+        return [tensor._cpu for tensor in self.tensors], inputs
 
     def wrapped(self, made: torch.Tensor) -> SimTensor:
         """What was computed there, on its device."""
@@ -397,43 +413,43 @@ class _Call:
             if entry is not None:
                 cls, keys, values, is_frozen = entry
                 entry = cls, self.far.stored(keys), self.far.stored(values), is_frozen
-            made = [self.far.promise(each, self.rank) for each in outputs]
-            said, gives = self._said(), self.far.promised(made)
-            self.far.tell(self.rank, commands.Call(self._runner.number, *said, entry, gives))
+            made = [self.far.promise(geometry, self.rank) for geometry in outputs]
+            arguments, gives = self._command_arguments(), self.far.promised(made)
+            self.far.tell(self.rank, commands.Call(self._runner.number, *arguments, entry, gives))
         return list(map(self.wrapped, made))
 
-    def _said(self) -> tuple[tuple[commands.Stored, ...], dict[str, Any]]:
-        """The same as a command says it."""
+    def _command_arguments(self) -> tuple[tuple[commands.Stored, ...], dict[str, Any]]:
+        """The module's tensors and arguments, as a command names them."""
         tensors, inputs = self._behind()
-        return tuple(map(self.far.stored, tensors)), self.far.said([], inputs)[1]
+        return tuple(map(self.far.stored, tensors)), self.far.command_arguments([], inputs)[1]
 
-    def record(self, keys: tuple[Key, ...], wanted: Any) -> tuple[SimTensor, Graph | _FarGraph]:
+    def record(self, keys: tuple[Key, ...], leaves: Any) -> tuple[SimTensor, Graph | _FarGraph]:
         """What it gives, and its graph, for gradients to what is wanted, by keys."""
         if isinstance(self._runner, Built):
             graph = Graph(self._runner, *self._behind(), keys)
             return self.wrapped(graph.output), graph
         output = self.far.promise(_output(next(iter(self.inputs.values()))), self.rank)
-        far_graph = _FarGraph(self.far, self.rank, wanted)
+        far_graph = _FarGraph(self.far, self.rank, leaves)
         numbers, gives = (far_graph.number, self._runner.number), self.far.promised([output])
-        self.far.tell(self.rank, commands.Record(*numbers, *self._said(), keys, gives))
+        self.far.tell(self.rank, commands.Record(*numbers, *self._command_arguments(), keys, gives))
         return self.wrapped(output), far_graph
 
 
 class _FarGraph:
     """A `Graph` that another rank holds, until this is let go."""
 
-    def __init__(self, far: FarDevices, rank: int, wanted: Sequence[SimTensor]) -> None:
+    def __init__(self, far: FarDevices, rank: int, leaves: Sequence[SimTensor]) -> None:
         self._far, self._rank = far, rank
         self._owner: Owner | None = far.owner(rank)
         self.number = self._owner.number
         # As parameters lie: autograd copies a gradient that lies otherwise.
-        self._like = [geometry_of(torch.empty_like(each._cpu)) for each in wanted]
+        self._like = [geometry_of(torch.empty_like(leaf._cpu)) for leaf in leaves]
 
     def backward(
         self, gradient: torch.Tensor, which: tuple[int, ...], keeps: bool
     ) -> list[torch.Tensor]:
         """Gradients of some of the tensors that ask for them, which the rank is told to make."""
-        gives = [self._far.promise(self._like[each], self._rank) for each in which]
+        gives = [self._far.promise(self._like[index], self._rank) for index in which]
         of, made = self._far.stored(gradient), self._far.promised(gives)
         self._far.tell(self._rank, commands.Backward(self.number, of, which, keeps, made))
         if not keeps:
@@ -445,15 +461,17 @@ class _Whole(torch.autograd.Function):
     """A module's forward and backward, each one command."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, keys: tuple[Key, ...], *wanted: Any) -> Any:  # type: ignore[override]
-        output, ctx.graph = call.record(keys, wanted)
+    def forward(ctx: Any, call: _Call, keys: tuple[Key, ...], *leaves: Any) -> Any:  # type: ignore[override]
+        output, ctx.graph = call.record(keys, leaves)
         # Also frozen weights; but a bias may be changed before the backward, as nothing reads it.
         weights = [
             tensor
             for tensor, name in zip(call.tensors, call.seen.names)
             if name.lstrip("_")[0] in "Ww"
         ]
-        inputs = [each for each in call.inputs.values() if isinstance(each, torch.Tensor)]
+        inputs = [
+            argument for argument in call.inputs.values() if isinstance(argument, torch.Tensor)
+        ]
         ctx.save_for_backward(*weights, *inputs)
         ctx.wrapped, call.inputs = call.wrapped, {}
         return output

@@ -49,13 +49,13 @@ def in_file(tensor: torch.Tensor) -> InFile | None:
     """
     if tensor.nbytes < _LEAST or tensor.is_conj() or tensor.is_neg():
         return None
-    found = _mapped_at(tensor.data_ptr())
-    if found is None:
+    mapping = _mapped_at(tensor.data_ptr())
+    if mapping is None:
         return None
-    path, offset = found
+    path, offset = mapping
     if offset % tensor.itemsize or not os.path.exists(path):
         return None
-    return InFile(known(path), offset) if _is_as_in_file(tensor) else None
+    return InFile(current_file(path), offset) if _is_as_in_file(tensor) else None
 
 
 def _mapped_at(address: int) -> tuple[str, int] | None:
@@ -74,9 +74,9 @@ def _mapped_at(address: int) -> tuple[str, int] | None:
     return None
 
 
-def known(path: str) -> File:
+def current_file(path: str) -> File:
     """A file, as it is now."""
-    return _known(path, _state(path))
+    return _file(path, _state(path))
 
 
 def checksums_of(path: str) -> dict[str, str]:
@@ -86,23 +86,23 @@ def checksums_of(path: str) -> dict[str, str]:
 
 def differences(files: tuple[File, ...], checksums: tuple[dict[str, str], ...]) -> dict[str, str]:
     """Which files of another rank are not here, or are others here, by path; and why."""
-    found = {}
-    for file, there in zip(files, checksums, strict=True):
+    reasons = {}
+    for file, theirs in zip(files, checksums, strict=True):
         try:
-            here, own = known(file.path), checksums_of(file.path)
+            own_file, own = current_file(file.path), checksums_of(file.path)
         except OSError as error:
-            found[file.path] = f"cannot read it: {error.strerror}"
+            reasons[file.path] = f"cannot read it: {error.strerror}"
             continue
-        if here != file:
-            sizes = f" ({here.nbytes} bytes, and rank 0's {file.nbytes})"
-            size = " of the same size" if here.nbytes == file.nbytes else sizes
-            found[file.path] = f"has another one{size}{_which(own, there)}"
-    return found
+        if own_file != file:
+            sizes = f" ({own_file.nbytes} bytes, and rank 0's {file.nbytes})"
+            size = " of the same size" if own_file.nbytes == file.nbytes else sizes
+            reasons[file.path] = f"has another one{size}{_which(own, theirs)}"
+    return reasons
 
 
-def _which(own: dict[str, str], there: dict[str, str]) -> str:
+def _which(own: dict[str, str], theirs: dict[str, str]) -> str:
     """Which tensors differ, as a clause, if the files have any."""
-    names = [name for name in {**there, **own} if own.get(name) != there.get(name) and name]
+    names = [name for name in {**theirs, **own} if own.get(name) != theirs.get(name) and name]
     more = f" (and {len(names) - 1} more)" if names[1:] else ""
     return f", of which {names[0]!r}{more} differs" if names else ""
 
@@ -118,8 +118,8 @@ def read(
 
 def _state(path: str) -> tuple[int, ...]:
     """What changes when a file is written again."""
-    found = os.stat(path)
-    return found.st_size, found.st_mtime_ns, found.st_ino
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 def _is_as_in_file(tensor: torch.Tensor) -> bool:
@@ -130,28 +130,28 @@ def _is_as_in_file(tensor: torch.Tensor) -> bool:
     try:
         with open("/proc/self/pagemap", "rb") as pages:
             pages.seek(page * 8)
-            found = bytearray(pages.read((end - page + 1) * 8))
+            raw = bytearray(pages.read((end - page + 1) * 8))
     except OSError:
         return False
-    each = torch.frombuffer(found, dtype=torch.int64)
-    is_present, is_swapped, is_of_file = (each >> bit & 1 for bit in (63, 62, 61))
+    entries = torch.frombuffer(raw, dtype=torch.int64)
+    is_present, is_swapped, is_of_file = (entries >> bit & 1 for bit in (63, 62, 61))
     return not bool((is_swapped | is_present & (1 - is_of_file)).any())
 
 
 @functools.lru_cache(4096)
-def _known(path: str, state: tuple[int, ...]) -> File:
-    found = json.dumps(sorted(_parts(path, state).items()))
-    return File(path, state[0], hashlib.sha256(found.encode()).hexdigest())
+def _file(path: str, state: tuple[int, ...]) -> File:
+    parts = json.dumps(sorted(_parts(path, state).items()))
+    return File(path, state[0], hashlib.sha256(parts.encode()).hexdigest())
 
 
 @functools.lru_cache(4096)
 def _parts(path: str, state: tuple[int, ...]) -> dict[str, str]:
     nbytes, *_ = state
-    found = _tensors_in(path)
+    tensors = _tensors_in(path)
     with Path(path).open("rb") as file:
         return {
             name: f"{first} {end} {kind} {_sampled(file, first, min(end, nbytes))}"
-            for name, (first, end, kind) in (found or {"": (0, nbytes, "")}).items()
+            for name, (first, end, kind) in (tensors or {"": (0, nbytes, "")}).items()
         }
 
 
@@ -171,24 +171,24 @@ def _tensors_in(path: str) -> dict[str, tuple[int, int, str]]:
 
     Those of a `.bin`, which is a zip file, have numbers, and checksums of all that is in them.
     """
-    found = {}
+    tensors = {}
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
-                for each in archive.infolist():
-                    first, end = each.header_offset, each.header_offset + each.file_size
-                    found[each.filename] = first, end, f"{each.CRC:x}"
-            return found
+                for entry in archive.infolist():
+                    first, end = entry.header_offset, entry.header_offset + entry.file_size
+                    tensors[entry.filename] = first, end, f"{entry.CRC:x}"
+            return tensors
         with Path(path).open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length)) if length < os.path.getsize(path) else {}
-        for name, said in header.items():
+        for name, description in header.items():
             if name != "__metadata__":
-                first, end = (8 + length + abs(int(at)) for at in said["data_offsets"])
-                found[name] = first, end, str(said)
+                first, end = (8 + length + abs(int(at)) for at in description["data_offsets"])
+                tensors[name] = first, end, str(description)
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError, zipfile.BadZipFile):
         return {}  # it is neither
-    return found
+    return tensors
 
 
 @functools.lru_cache(4096)

@@ -222,7 +222,7 @@ def exchanged(values: Any, exchange: Callable[[torch.Tensor], Any]) -> Any:
     if type(values) in (list, tuple) or isinstance(values, list):
         if values and type(values[0]) is int:  # a shape
             return list(values)
-        return [exchanged(each, exchange) for each in values]
+        return [exchanged(value, exchange) for value in values]
     return values
 
 
@@ -231,8 +231,8 @@ def tensors_in(values: Any) -> Iterator[torch.Tensor]:
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, (list, tuple)):
-        for each in values:
-            yield from tensors_in(each)
+        for value in values:
+            yield from tensors_in(value)
 
 
 @functools.cache
@@ -296,8 +296,8 @@ def settings() -> list[Any]:
     return [get() for get, _ in _SETTINGS]
 
 
-def set_as(there: list[Any]) -> None:
+def set_as(values: list[Any]) -> None:
     """Set them as they are on rank 0."""
-    for (get, put), value in zip(_SETTINGS, there, strict=True):
+    for (get, put), value in zip(_SETTINGS, values, strict=True):
         if get() != value:
             put(*value) if type(value) is tuple else put(value)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tl_devicefix.multihost import commands, models
-from tl_devicefix.multihost.checkpoint_files import File, checksums_of, in_file, known
+from tl_devicefix.multihost.checkpoint_files import File, checksums_of, current_file, in_file
 from tl_devicefix.multihost.commands import Failed, Given, New, Stored, exchanged, tensors_in
 from tl_devicefix.multihost.handshake import Place
 from tl_devicefix.multihost.peers import Answer, Owner, Peer, tell_both
@@ -69,16 +69,16 @@ class FarDevices(Executor):
         try:
             result = call_without_values(func, *blanks)
         except Exception as error:  # noqa: BLE001  # wrong, or unknown here: its kernel tells
-            found = self._ask(func, args, kwargs, rank)
+            answer = self._ask(func, args, kwargs, rank)
             if not (isinstance(error, NotImplementedError) or "meta" in str(error).lower()):
-                remember(func, *blanks, found)
-            return found
-        gives = tuple(self._given(each, rank) for each in tensors_in(result))
+                remember(func, *blanks, answer)
+            return answer
+        gives = tuple(self._new_storage(tensor, rank) for tensor in tensors_in(result))
         self.wait_for_room(rank)
-        self.tell(rank, commands.Run(func.name(), *self.said(args, kwargs), gives))
+        self.tell(rank, commands.Run(func.name(), *self.command_arguments(args, kwargs), gives))
         return result
 
-    def _given(self, made: torch.Tensor, rank: int) -> tuple[int, Geometry] | None:
+    def _new_storage(self, made: torch.Tensor, rank: int) -> tuple[int, Geometry] | None:
         """Number of the storage of what an operation gives; None if that is known."""
         if _owner_of(made) is not None:
             return None
@@ -98,28 +98,33 @@ class FarDevices(Executor):
         """Have an operation run whose result is not known before, and wait for it."""
         tensors = list(tensors_in((args, list(kwargs.values()))))
         owners = {owner.number: owner for owner in (self.owner(rank) for _ in func._schema.returns)}
-        told = commands.Ask(func.name(), *self.said(args, kwargs), list(owners))
-        found = self._answer(rank, told, lambda: _of_zeros(func, args, kwargs))
+        command = commands.Ask(func.name(), *self.command_arguments(args, kwargs), list(owners))
+        answer = self._answer(rank, command, lambda: _of_zeros(func, args, kwargs))
 
-        def make(each: Any) -> Any:
-            if isinstance(each, Given):
-                return tensors[each.number]
-            if isinstance(each, New):
-                return self.promise(each.geometry, rank, owners[each.storage])
-            if isinstance(each, torch.Tensor):  # of zeros, after an error
-                return self.promise(geometry_of(each), rank)
-            return [make(one) for one in each] if type(each) in (list, tuple) else each
+        def make(part: Any) -> Any:
+            if isinstance(part, Given):
+                return tensors[part.number]
+            if isinstance(part, New):
+                return self.promise(part.geometry, rank, owners[part.storage])
+            if isinstance(part, torch.Tensor):  # of zeros, after an error
+                return self.promise(geometry_of(part), rank)
+            return [make(one) for one in part] if type(part) in (list, tuple) else part
 
-        result = make(found)
+        result = make(answer)
         return tuple(result) if type(result) is list else result
 
     def _at_home(self, func: Any, args: Any, kwargs: dict[str, Any], device: int) -> Any:
         """Draw random numbers here, where they are those of one process."""
-        there = list(tensors_in((args, list(kwargs.values()))))
-        read = {id(each): self.read(each, device) if each.is_meta else each for each in there}
-        here = lambda values: exchanged(values, lambda each: read[id(each)])  # noqa: E731
-        result = func(*here(args), **{name: here(each) for name, each in kwargs.items()})
-        back = {id(read[id(each)]): each for each in there}
+        tensors = list(tensors_in((args, list(kwargs.values()))))
+        read = {
+            id(tensor): self.read(tensor, device) if tensor.is_meta else tensor
+            for tensor in tensors
+        }
+        with_values = lambda values: exchanged(values, lambda tensor: read[id(tensor)])  # noqa: E731
+        result = func(
+            *with_values(args), **{name: with_values(value) for name, value in kwargs.items()}
+        )
+        back = {id(read[id(tensor)]): tensor for tensor in tensors}
 
         def upload(made: torch.Tensor) -> torch.Tensor:
             if id(made) in back:
@@ -128,9 +133,9 @@ class FarDevices(Executor):
             return self.upload(made, device)
 
         written = func._schema.arguments if func._schema.is_mutable else ()
-        for given, each in zip(args, written):
-            if each.alias_info is not None and each.alias_info.is_write:
-                upload(read[id(given)])  # also what it does not give, as RReLU its noise
+        for argument, declared in zip(args, written):
+            if declared.alias_info is not None and declared.alias_info.is_write:
+                upload(read[id(argument)])  # also what it does not give, as RReLU its noise
         result = exchanged(result, upload)
         return tuple(result) if type(result) is list else result
 
@@ -158,7 +163,7 @@ class FarDevices(Executor):
 
     def promised(self, gives: list[torch.Tensor]) -> tuple[tuple[int, Geometry], ...]:
         """What a rank is to make of promised tensors: numbers of storages, and how they lie."""
-        return tuple((self.stored(each).storage, geometry_of(each)) for each in gives)
+        return tuple((self.stored(tensor).storage, geometry_of(tensor)) for tensor in gives)
 
     # Copies
 
@@ -213,8 +218,8 @@ class FarDevices(Executor):
         if values.untyped_storage()._cdata == source.untyped_storage()._cdata:
             values = values.clone()  # as rank 0 goes on, and may change it
         values = values.resolve_conj().resolve_neg()
-        told = commands.Put(self.stored(target), tuple(values.shape), values.dtype)
-        self.tell(rank, told, values)
+        command = commands.Put(self.stored(target), tuple(values.shape), values.dtype)
+        self.tell(rank, command, values)
         if values.nbytes > _LARGE:
             self._peers[rank].outbox.send()
 
@@ -225,13 +230,13 @@ class FarDevices(Executor):
 
     def differences(self, files: list[File], ranks: list[int]) -> dict[int, dict[str, str]]:
         """Which files of rank 0's other ranks have not, or have others of, and why."""
-        told = commands.Compare(tuple(files), tuple(checksums_of(each.path) for each in files))
-        asked = {rank: self._wait_for(rank, told) for rank in ranks}
-        found: dict[int, dict[str, str]] = {}
+        command = commands.Compare(tuple(files), tuple(checksums_of(file.path) for file in files))
+        asked = {rank: self._wait_for(rank, command) for rank in ranks}
+        reasons: dict[int, dict[str, str]] = {}
         for rank, answer in asked.items():
-            found[rank] = self._of(rank, answer)
-            self._same |= {(rank, each): each.path not in found[rank] for each in files}
-        return found
+            reasons[rank] = self._of(rank, answer)
+            self._same |= {(rank, file): file.path not in reasons[rank] for file in files}
+        return reasons
 
     # Models
 
@@ -243,7 +248,7 @@ class FarDevices(Executor):
         """See `OtherHosts`."""
         ranks = models.note_held(placement)
         paths = models.files_of(model_name, kwargs) if ranks else {}
-        for rank, wrong in self.differences([known(path) for path in paths], ranks).items():
+        for rank, wrong in self.differences([current_file(path) for path in paths], ranks).items():
             if wrong:
                 path, why = next(iter(wrong.items()))
                 who = f"{self._peers[rank].name}{models.held_by(rank)}"
@@ -271,7 +276,7 @@ class FarDevices(Executor):
         """``.to``: a copy on another device, or the host (None), also of another dtype."""
         options.pop("non_blocking", None)
         options.pop("pin_memory", None)
-        if any(each is not None for each in options.values()):
+        if any(option is not None for option in options.values()):
             converted = self.run(aten._to_copy.default, [source], options, of)
             if of == to:
                 return converted  # type: ignore[no-any-return]
@@ -279,20 +284,20 @@ class FarDevices(Executor):
         if to is None and self.places[of].rank:
             return self.read(source, of)
         geometry = geometry_of(aten._to_copy.default(source.to("meta")))
-        there = (
+        result = (
             torch.empty_strided(geometry.shape, geometry.stride, dtype=geometry.dtype)
             if to is None
             else self.allocate(geometry, to)
         )
-        self.copy(there, source, to, of)
-        return there
+        self.copy(result, source, to, of)
+        return result
 
     def upload(self, values: torch.Tensor, device: int) -> torch.Tensor:
         """Values that no one else has, put on a device."""
         values = values.resolve_conj().resolve_neg()
-        there = self.allocate(geometry_of(values), device)
-        self.copy(there, values, device, None)
-        return there
+        uploaded = self.allocate(geometry_of(values), device)
+        self.copy(uploaded, values, device, None)
+        return uploaded
 
     def resolve(self, tensor: torch.Tensor, device: int) -> torch.Tensor:
         """A copy of a conjugated or negated view, as values."""
@@ -314,7 +319,7 @@ class FarDevices(Executor):
             return tensor
         shape, stride, dtype = geometry_of(aten._to_copy.default(tensor))
         # Values come in the order of memory, whichever of the dimensions that is.
-        order = sorted(range(tensor.dim()), key=lambda each: -stride[each])
+        order = sorted(range(tensor.dim()), key=lambda dim: -stride[dim])
         values: torch.Tensor = self._answer(
             rank,
             commands.Read(self.stored(tensor.permute(order))),
@@ -355,16 +360,16 @@ class FarDevices(Executor):
     def _wait_for(self, rank: int, command: Any) -> Answer:
         """Send all that was kept, and a command that is answered."""
         answer = self._peers[rank].ask(command)
-        for each in self._peers.values():
-            each.outbox.wait()
+        for peer in self._peers.values():
+            peer.outbox.wait()
         return answer
 
     def _of(self, rank: int, answer: Answer) -> Any:
         """The answer, once it is there."""
-        found = answer.result()
-        if isinstance(found, Failed):
-            raise self._error(rank, found)
-        return found
+        result = answer.result()
+        if isinstance(result, Failed):
+            raise self._error(rank, result)
+        return result
 
     def _error(self, rank: int, failed: Failed) -> Exception:
         """What failed first, which may be another rank's; from here on, all goes on."""
@@ -375,8 +380,10 @@ class FarDevices(Executor):
         }
         failures = {rank: failed}
         failures |= {other: answer.result() for other, answer in asked.items()}
-        told = [(other, each) for other, each in failures.items() if isinstance(each, Failed)]
-        of, first = next((each for each in told if not each[1].follows), told[0])
+        reports = [
+            (other, failure) for other, failure in failures.items() if isinstance(failure, Failed)
+        ]
+        of, first = next((report for report in reports if not report[1].follows), reports[0])
         kind = _ERRORS.get(first.kind, RuntimeError)
         if "can't allocate memory" in first.message:  # the CPU's has no type of its own
             kind = torch.OutOfMemoryError
@@ -401,14 +408,16 @@ class FarDevices(Executor):
         offset = tensor.storage_offset()
         return Stored(owner.number, tuple(tensor.shape), tensor.stride(), int(offset), tensor.dtype)
 
-    def said(self, args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Arguments as a command says them; those of the CPU go with it."""
+    def command_arguments(
+        self, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Arguments as a command names them; CPU tensors are copied into it."""
 
         def say(tensor: torch.Tensor) -> Any:
             return self.stored(tensor) if tensor.is_meta else tensor.detach().clone()
 
-        said = [exchanged(each, say) for each in args]
-        return said, {name: exchanged(each, say) for name, each in kwargs.items()}
+        positional = [exchanged(argument, say) for argument in args]
+        return positional, {name: exchanged(value, say) for name, value in kwargs.items()}
 
 
 def far_devices() -> FarDevices | None:
@@ -421,7 +430,7 @@ def far_devices() -> FarDevices | None:
 _LARGE = 1 << 20
 """Bytes from which values are sent at once."""
 _ERRORS: dict[str, type[Exception]] = {
-    **{each.__name__: each for each in (ValueError, IndexError, TypeError, NotImplementedError)},
+    **{error.__name__: error for error in (ValueError, IndexError, TypeError, NotImplementedError)},
     "OutOfMemoryError": torch.OutOfMemoryError,
     "_LinAlgError": torch.linalg.LinAlgError,
 }
@@ -438,7 +447,7 @@ def draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 def _depends_on_values(func: Any, args: Any) -> bool:
     if func is aten.index.Tensor:
-        return any(each.dtype in (torch.bool, torch.uint8) for each in tensors_in(args[1]))
+        return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(args[1]))
     return func is aten._linalg_check_errors.default or bool(_UNKNOWN & set(func.tags))
 
 
@@ -448,8 +457,8 @@ def _of_zeros(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     def zeros(tensor: torch.Tensor) -> torch.Tensor:
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
-    given = {name: exchanged(each, zeros) for name, each in kwargs.items()}
-    return func(*exchanged(args, zeros), **given)
+    keywords = {name: exchanged(value, zeros) for name, value in kwargs.items()}
+    return func(*exchanged(args, zeros), **keywords)
 
 
 def _blank(tensor: torch.Tensor) -> torch.Tensor:
@@ -458,7 +467,7 @@ def _blank(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _blanks(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {name: exchanged(each, _blank) for name, each in kwargs.items()}
+    return {name: exchanged(value, _blank) for name, value in kwargs.items()}
 
 
 def _owner_of(tensor: torch.Tensor) -> Owner | None:

@@ -80,12 +80,12 @@ def _python() -> str:
 
 def other_versions(everyone: Sequence[Any]) -> str | None:
     """What is wrong if not all have the same versions."""
-    for rank, each in enumerate(everyone):
+    for rank, greeting in enumerate(everyone):
         for name, expected in everyone[0]["versions"].items():
-            found = each["versions"].get(name)
-            if found != expected:
+            installed = greeting["versions"].get(name)
+            if installed != expected:
                 return (
-                    f"rank {rank} ({each['host']}) has {name} {found}, and rank 0 "
+                    f"rank {rank} ({greeting['host']}) has {name} {installed}, and rank 0 "
                     f"({everyone[0]['host']}) has {expected}: install the same on both"
                 )
     return None
@@ -96,7 +96,7 @@ def places(everyone: Sequence[Any]) -> list[Place]:
 
     That is "host1", or "rank1" where another host is really called "host1", or "rank 1".
     """
-    hosts = [each["host"] for each in everyone]
+    hosts = [greeting["host"] for greeting in everyone]
     own = {host for host in hosts if hosts.count(host) == 1}
     by_rank = (
         next(name for name in (f"host{n}", f"rank{n}", f"rank {n}") if name not in own)
@@ -105,8 +105,8 @@ def places(everyone: Sequence[Any]) -> list[Place]:
     names = [host if host in own else number for host, number in zip(hosts, by_rank)]
     return [
         Place(rank, number, torch.device(device), names[rank], memory)
-        for rank, each in enumerate(everyone)
-        for number, (device, memory) in enumerate(each["devices"])
+        for rank, greeting in enumerate(everyone)
+        for number, (device, memory) in enumerate(greeting["devices"])
     ]
 
 
@@ -116,14 +116,14 @@ def called(everyone: Sequence[Any], rank: int) -> str:
     Devices are called as in a placement; where that says no host, the host comes behind.
     """
     host = everyone[rank]["host"]
-    first, *others = [each for each in sites_of(places(everyone)) if each.host == rank]
+    first, *others = [site for site in sites_of(places(everyone)) if site.host == rank]
     devices = first.name + (f" to {others[-1].device}" if others else "")
     return f"rank {rank} ({devices}{'' if first.hostname == host else f', on {host}'})"
 
 
 def lending(everyone: Sequence[Any], rank: int) -> str:
     """What a rank lends, and to whom, in a sentence."""
-    memory = [each.memory for each in places(everyone) if each.rank == rank]
+    memory = [place.memory for place in places(everyone) if place.rank == rank]
     devices = "its device" if len(memory) == 1 else f"its {len(memory)} devices"
     return (
         f"{called(everyone, rank)} lends {devices}, with {sum(memory) / 2**30:.2f} GiB, to "
@@ -142,13 +142,13 @@ def visible_devices(n_devices: int | None) -> list[tuple[str, str]]:
     if accelerator is None:  # another process's CPU device is another one
         return [("cpu", uuid.uuid4().hex) for _ in range(n_devices or 1)]
     of_type = torch.get_device_module(accelerator.type)
-    there = [torch.device(accelerator.type, index) for index in range(of_type.device_count())]
-    if (n_devices or 0) > len(there):
+    devices = [torch.device(accelerator.type, index) for index in range(of_type.device_count())]
+    if (n_devices or 0) > len(devices):
         raise ValueError(
-            f"n_devices={n_devices}, but this rank has {len(there)} device(s) of type "
+            f"n_devices={n_devices}, but this rank has {len(devices)} device(s) of type "
             f"{accelerator.type!r}: ask for fewer"
         )
-    return [(str(each), _id_of(each)) for each in there]
+    return [(str(device), _id_of(device)) for device in devices]
 
 
 _TELLING = ("uuid", "pci_domain_id", "pci_bus_id", "pci_device_id")
@@ -159,8 +159,8 @@ def _id_of(device: torch.device) -> str:
     of_type = torch.get_device_module(device.type)
     has_properties = hasattr(of_type, "get_device_properties")  # MPS has none
     properties = of_type.get_device_properties(device) if has_properties else None
-    found = [str(getattr(properties, each)) for each in _TELLING if hasattr(properties, each)]
-    return " ".join([machine(), *(found or [str(device)])])
+    ids = [str(getattr(properties, name)) for name in _TELLING if hasattr(properties, name)]
+    return " ".join([machine(), *(ids or [str(device)])])
 
 
 def machine() -> str:
@@ -171,20 +171,21 @@ def machine() -> str:
 def shared(everyone: Sequence[Any]) -> list[list[str]]:
     """Share devices among ranks that see the same ones: equal parts, in order."""
     groups: dict[frozenset[str], list[int]] = {}
-    for rank, each in enumerate(everyone):
-        groups.setdefault(frozenset(found for _, found in each["sees"]), []).append(rank)
+    for rank, greeting in enumerate(everyone):
+        device_ids = frozenset(device_id for _, device_id in greeting["sees"])
+        groups.setdefault(device_ids, []).append(rank)
     ids: dict[int, list[str]] = {}
     for ranks in groups.values():
         ids |= _parts(everyone, ranks)
     for rank in ids:
         _raise_if_another_has(everyone, ids, rank)
-    names = [{found: name for name, found in each["sees"]} for each in everyone]
-    return [[names[rank][found] for found in ids[rank]] for rank in range(len(everyone))]
+    names = [{device_id: name for name, device_id in greeting["sees"]} for greeting in everyone]
+    return [[names[rank][device_id] for device_id in ids[rank]] for rank in range(len(everyone))]
 
 
 def _parts(everyone: Sequence[Any], ranks: list[int]) -> dict[int, list[str]]:
     """The devices of ranks that see the same ones."""
-    left, parts = [found for _, found in everyone[ranks[0]]["sees"]], {}
+    left, parts = [device_id for _, device_id in everyone[ranks[0]]["sees"]], {}
     asking = [rank for rank in ranks if everyone[rank]["n_devices"]]
     for rank in asking:
         n_asked = everyone[rank]["n_devices"]
@@ -203,15 +204,15 @@ def _parts(everyone: Sequence[Any], ranks: list[int]) -> dict[int, list[str]]:
             "fewer there"
         )
     for number, rank in enumerate(others):
-        first, end = (len(left) * each // len(others) for each in (number, number + 1))
+        first, end = (len(left) * part // len(others) for part in (number, number + 1))
         parts[rank] = left[first:end]
     return parts
 
 
 def _raise_if_another_has(everyone: Sequence[Any], ids: dict[int, list[str]], rank: int) -> None:
-    for name, found in everyone[rank]["sees"]:
+    for name, device_id in everyone[rank]["sees"]:
         for other in range(rank):
-            if found in ids[rank] and found in ids[other]:
+            if device_id in ids[rank] and device_id in ids[other]:
                 raise ValueError(
                     f"ranks {other} and {rank} ({everyone[rank]['host']}) both have the device "
                     f"that rank {rank} calls {name}, but not the same others: let each see devices "
@@ -229,13 +230,13 @@ def free_memory(devices: Sequence[torch.device], everyone: Sequence[Any], rank: 
         return [own["memory"]] * len(devices)
     n_sharing = sum(
         name == "cpu"
-        for each in everyone
-        if each["machine"] == own["machine"] and each["memory"] is None
-        for name, _ in each["sees"]
+        for greeting in everyone
+        if greeting["machine"] == own["machine"] and greeting["memory"] is None
+        for name, _ in greeting["sees"]
     )
     return [
         int(psutil.virtual_memory().available) // n_sharing
-        if each.type == "cpu"
-        else int(torch.get_device_module(each.type).mem_get_info(each)[0])
-        for each in devices
+        if device.type == "cpu"
+        else int(torch.get_device_module(device.type).mem_get_info(device)[0])
+        for device in devices
     ]

@@ -237,12 +237,12 @@ def _share(hellos: list[dict[str, Any]], rank: int, rendezvous: Rendezvous) -> l
         rendezvous.refuse(error)
     devices = [torch.device(name) for name in names[rank]]
     memory = rendezvous.gathered("memory", _free(devices, hellos, rank))
-    for other, found in enumerate(memory):
-        if isinstance(found, str):
+    for other, free in enumerate(memory):
+        if isinstance(free, str):
             who = f"rank {other} ({hellos[other]['host']})"
-            rendezvous.refuse(RuntimeError(f"{who} cannot tell how much memory is free: {found}"))
-    for each, *its in zip(hellos, names, memory):
-        each["devices"] = list(zip(*its))
+            rendezvous.refuse(RuntimeError(f"{who} cannot tell how much memory is free: {free}"))
+    for greeting, *columns in zip(hellos, names, memory):
+        greeting["devices"] = list(zip(*columns))
     return devices
 
 

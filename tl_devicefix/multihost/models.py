@@ -13,7 +13,7 @@ from tl_devicefix.placement.devices import site_of
 from tl_devicefix.placement.placement import Placement, in_short
 
 _KINDS = ("config.json", "*.index.json", "*.safetensors", "*.bin")
-_held: dict[int, tuple[ref[Any], Mapping[int, str]]] = {}
+_noted: dict[int, tuple[ref[Any], Mapping[int, str]]] = {}
 
 
 def note_held(placement: Placement) -> list[int]:
@@ -24,14 +24,15 @@ def note_held(placement: Placement) -> list[int]:
         if site is not None:
             names.setdefault(site.host, []).append(component.name)
     if names:
-        parts, key = {rank: in_short(held) for rank, held in names.items()}, id(placement)
-        _held[key] = ref(placement, lambda _: _held.pop(key, None)), parts
+        parts = {rank: in_short(components) for rank, components in names.items()}
+        key = id(placement)
+        _noted[key] = ref(placement, lambda _: _noted.pop(key, None)), parts
     return sorted(names.keys() - {0})
 
 
 def parts_of(rank: int) -> str:
     """What a rank holds of models, in short; "" if that is nothing."""
-    parts = [parts[rank] for _, parts in list(_held.values()) if parts.get(rank)]
+    parts = [parts[rank] for _, parts in list(_noted.values()) if parts.get(rank)]
     return " and ".join(dict.fromkeys(parts))  # in a load, the plan is noted beside the model
 
 

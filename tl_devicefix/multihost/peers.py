@@ -78,7 +78,7 @@ class Outbox:
     def __init__(self) -> None:
         self.owned: dict[ref[Owner], int] = {}
         self.n_sent = 0
-        self.told: deque[Told | ref[Owner]] = deque()
+        self.queue: deque[Told | ref[Owner]] = deque()
         self._to_send: SimpleQueue[None] = SimpleQueue()
         self._taken: list[Told | ref[Owner]] = []
         self._operations, self._length = 0, _SHORTEST
@@ -87,13 +87,13 @@ class Outbox:
     def owner(self) -> Owner:
         """Who has what the rank is about to be told to hold."""
         owner = Owner()
-        self.owned[ref(owner, self.told.append)] = owner.number
+        self.owned[ref(owner, self.queue.append)] = owner.number
         return owner
 
-    def tell(self, told: Told) -> None:
+    def tell(self, queued: Told) -> None:
         """Tell something, which is sent when someone waits, or there is enough of it."""
-        self.told.append(told)
-        self._operations += _OPERATIONS.get(type(told.command), 1)
+        self.queue.append(queued)
+        self._operations += _OPERATIONS.get(type(queued.command), 1)
         if self._operations >= self._length:
             is_first, n_sent = self._length == _SHORTEST, self.n_sent
             self._length = min(2 * self._length, _LONGEST)
@@ -106,18 +106,18 @@ class Outbox:
     def send(self) -> None:
         """Have all that was told be sent."""
         self._operations = 0
-        self.told.append(_SEND)
+        self.queue.append(_SEND)
         self._to_send.put(None)
 
     def wait(self) -> None:
         """Have all that was told be sent, as someone waits; what is next may be short again."""
-        if self.told or self._operations:
+        if self.queue or self._operations:
             self.send()
         self._length = _SHORTEST
 
     def end(self) -> None:
         """Tell it to end."""
-        self.told.append(_END)
+        self.queue.append(_END)
         self._to_send.put(None)
 
     @property
@@ -125,42 +125,42 @@ class Outbox:
         """Whether the rank is so far behind that no more should be told."""
         return self._to_send.qsize() > _MOST_MESSAGES
 
-    def next_told(self) -> list[Told]:
+    def next_message(self) -> list[Told]:
         """In the thread that sends: wait for what is to be sent at once."""
         while True:
             try:
-                told = self.told.popleft()
+                queued = self.queue.popleft()
             except IndexError:
                 self._to_send.get()
                 continue
-            if told is not _SEND:
-                self._taken.append(told)
-            if (told is _SEND or told is _END) and self._taken:
+            if queued is not _SEND:
+                self._taken.append(queued)
+            if (queued is _SEND or queued is _END) and self._taken:
                 taken, self._taken = self._taken, []
                 return list(self._with_frees(taken))
 
     def _with_frees(self, taken: list[Told | ref[Owner]]) -> Iterator[Told]:
         """In the place of owners that are gone, what their rank is to let go; and new settings."""
-        for is_told, several in itertools.groupby(taken, lambda each: type(each) is Told):
-            if not is_told:  # of one that an interrupt left without a number, nothing was told
+        for are_commands, several in itertools.groupby(taken, lambda item: type(item) is Told):
+            if not are_commands:  # of one that an interrupt left without a number, nothing was told
                 numbers: Any = (self.owned.pop(owner, None) for owner in several)  # type: ignore[arg-type]
                 yield Told(commands.Free(tuple(n for n in numbers if n is not None)))
                 continue
-            for told in several:
-                assert type(told) is Told
-                if told.settings not in (None, self._settings):
-                    self._settings = told.settings
-                    yield Told(commands.Settings(told.settings))
-                yield told
+            for queued in several:
+                assert type(queued) is Told
+                if queued.settings not in (None, self._settings):
+                    self._settings = queued.settings
+                    yield Told(commands.Settings(queued.settings))
+                yield queued
 
     def never(self) -> list[Answer]:
         """The answers of what is never sent, as the rank is lost."""
         answers = []
         with contextlib.suppress(IndexError):
             while True:
-                told = self.told.popleft()
-                if type(told) is Told and told.answer is not None:
-                    answers.append(told.answer)
+                queued = self.queue.popleft()
+                if type(queued) is Told and queued.answer is not None:
+                    answers.append(queued.answer)
         return answers
 
 
@@ -247,18 +247,18 @@ class Peer:
             self._lose(self.rank, str(error))
 
     def _send_next(self) -> None:
-        told = self.outbox.next_told()
+        message = self.outbox.next_message()
         with self._lock:
-            self._waiting += [each.answer for each in told if each.answer is not None]
+            self._waiting += [queued.answer for queued in message if queued.answer is not None]
         if self.lost is not None:
             self.give_up()
             return
         self.messages += 1  # first, as an answer may come at once
-        self._transport.send(self.rank, [each.command for each in told])
+        self._transport.send(self.rank, [queued.command for queued in message])
         self.outbox.n_sent += 1
-        for each in told:
-            if each.values is not None:
-                self._transport.send_values(self.rank, each.values)
+        for queued in message:
+            if queued.values is not None:
+                self._transport.send_values(self.rank, queued.values)
 
     def _receive_next(self) -> None:
         result = self._transport.receive(self.rank)
@@ -276,10 +276,11 @@ class Peer:
                     answer.set_result(result)
 
 
-def tell_both(peers: tuple[Peer, Peer], told: tuple[Any, Any]) -> None:
+def tell_both(peers: tuple[Peer, Peer], two_commands: tuple[Any, Any]) -> None:
     """Give two ranks a command each, with no interrupt in between; it raises if a rank is lost."""
     for peer in peers:
         peer.raise_if_lost()
     now = commands.settings()
-    queues, pair = [peer.outbox.told for peer in peers], [Told(each, settings=now) for each in told]
+    queues = [peer.outbox.queue for peer in peers]
+    pair = [Told(command, settings=now) for command in two_commands]
     deque(map(deque.append, queues, pair), 0)  # one call of C

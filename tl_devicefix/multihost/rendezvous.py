@@ -187,10 +187,10 @@ class Rendezvous:
         sock.close()
         return {}
 
-    def gathered(self, what: str, said: Any) -> list[Any]:
+    def gathered(self, what: str, value: Any) -> list[Any]:
         """Say something, as JSON has it, and wait until all ranks have."""
         keys = [f"{what} {rank}" for rank in range(self._world_size)]
-        own, message = keys[self._rank], json.dumps(said).encode()
+        own, message = keys[self._rank], json.dumps(value).encode()
         try:
             self.store.set(own, self.signer.signature(message, own) + message)
             missing = self._wait_for(keys)
@@ -207,11 +207,11 @@ class Rendezvous:
                 "this port can be reached from its host"
             )
         self._is_awaited = False
-        return [self._checked(*each) for each in enumerate(zip(keys, signed))]
+        return [self._checked(*numbered) for numbered in enumerate(zip(keys, signed))]
 
-    def _checked(self, rank: int, said: tuple[str, bytes]) -> Any:
+    def _checked(self, rank: int, entry: tuple[str, bytes]) -> Any:
         """What a rank said of itself, if it has the token that this one has."""
-        key, signed = said
+        key, signed = entry
         try:
             self.signer.check(signed[:SIGNATURE], signed[SIGNATURE:], key)
         except WronglySigned:
@@ -225,19 +225,19 @@ class Rendezvous:
 
     def _wait_for(self, keys: list[str]) -> list[int]:
         """Look for all ranks again and again; returns who is missing when the time is over."""
-        start, told, is_warned = time.monotonic(), "", bool(self._rank)
+        start, last_text, is_warned = time.monotonic(), "", bool(self._rank)
         pause = 0.02
         while True:
             missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
             waited = time.monotonic() - start
             if not missing or waited > self._wait:
                 return missing
-            shown = f"{self._named} waits at {self._master} for {_listed(missing)}"
-            if shown != told and waited > _LOOKING:
-                self._tell(shown)
-                told = shown
+            text = f"{self._named} waits at {self._master} for {_listed(missing)}"
+            if text != last_text and waited > _LOOKING:
+                self._tell(text)
+                last_text = text
             if waited > _LONG and not is_warned:
-                _log.warning(shown)
+                _log.warning(text)
                 is_warned = True
             time.sleep(pause)
             pause = min(1.2 * pause, _LOOKING)
@@ -262,5 +262,5 @@ class Rendezvous:
 
 def _listed(ranks: list[int]) -> str:
     """ "rank 1", "ranks 1, 2"."""
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if ranks[8:] else "")
-    return f"rank{'s' if ranks[1:] else ''} {shown}"
+    numbers = ", ".join(map(str, ranks[:8])) + (", ..." if ranks[8:] else "")
+    return f"rank{'s' if ranks[1:] else ''} {numbers}"

@@ -75,17 +75,17 @@ class Lender:
     def _fail(self, error: Exception, command: Any) -> None:
         if self._failed is None:  # the first; others are of what it did not give
             at = getattr(command, "operation", type(command).__name__.lower())
-            said = f"{error} (in {at}, on {self._name})"
-            self._failed = Failed(type(error).__name__, said, isinstance(error, _NeverComputed))
+            message = f"{error} (in {at}, on {self._name})"
+            self._failed = Failed(type(error).__name__, message, isinstance(error, _NeverComputed))
 
     # Commands
 
     def _run(self, command: commands.Run) -> None:
-        args, kwargs = self._given(command)
+        args, kwargs = self._arguments(command)
         result = operation_named(command.operation)(*args, **kwargs)
-        for made, there in zip(tensors_in(result), command.gives, strict=True):
-            if there is not None:
-                self._keep(made, *there)
+        for made, storage in zip(tensors_in(result), command.gives, strict=True):
+            if storage is not None:
+                self._keep(made, *storage)
 
     def _settings(self, command: commands.Settings) -> None:
         commands.set_as(command.values)
@@ -117,8 +117,8 @@ class Lender:
         self._keep_all(graph.backward(gradient, command.which, command.keeps), command)
 
     def _keep_all(self, made: Sequence[Any], command: Any) -> None:
-        for each, there in zip(made, command.gives, strict=True):
-            self._keep(each, *there)
+        for tensor, storage in zip(made, command.gives, strict=True):
+            self._keep(tensor, *storage)
 
     def _keep(self, made: torch.Tensor, number: int, geometry: Geometry) -> None:
         """Keep a result as rank 0 knows it, which nobody else has."""
@@ -126,15 +126,15 @@ class Lender:
         if made.shape != geometry.shape:
             raise RuntimeError(f"it gave {tuple(made.shape)}, not {tuple(geometry.shape)}")
         if geometry_of(made) != geometry or made.storage_offset():
-            there = torch.empty_strided(
+            copied = torch.empty_strided(
                 geometry.shape, geometry.stride, dtype=geometry.dtype, device=made.device
             )
             # A kernel may leave out what nobody reads, as batch norm the mean of an evaluation.
-            made = there.copy_(made) if made.numel() else there
+            made = copied.copy_(made) if made.numel() else copied
         self._storages[number] = made.untyped_storage()
 
     def _ask(self, command: commands.Ask) -> Any:
-        args, kwargs = self._given(command)
+        args, kwargs = self._arguments(command)
         tensors = list(tensors_in((args, list(kwargs.values()))))
         result = operation_named(command.operation)(*args, **kwargs)
         numbers = iter(command.numbers)
@@ -160,8 +160,8 @@ class Lender:
 
     def _free(self, command: commands.Free) -> None:
         for number in command.numbers:
-            for held in (self._storages, self._built, self._graphs):
-                held.pop(number, None)  # type: ignore[attr-defined]
+            for table in (self._storages, self._built, self._graphs):
+                table.pop(number, None)  # type: ignore[attr-defined]
 
     def _put(self, command: commands.Put) -> None:
         values = self._transport.receive_values(0, command.shape, command.dtype)
@@ -199,17 +199,17 @@ class Lender:
 
     # Tensors
 
-    def _given(self, command: commands.Run | commands.Ask) -> tuple[list[Any], dict[str, Any]]:
-        return [self._found(each) for each in command.args], self._named(command)
+    def _arguments(self, command: commands.Run | commands.Ask) -> tuple[list[Any], dict[str, Any]]:
+        return [self._resolved(value) for value in command.args], self._named(command)
 
     def _named(self, command: Any) -> dict[str, Any]:
-        return {name: self._found(each) for name, each in command.kwargs.items()}
+        return {name: self._resolved(value) for name, value in command.kwargs.items()}
 
-    def _found(self, value: Any) -> Any:
+    def _resolved(self, value: Any) -> Any:
         if type(value) is Stored:
             return self._tensor(value)
         if type(value) is list:
-            return [self._found(each) for each in value]
+            return [self._resolved(item) for item in value]
         return value
 
     def _tensor(self, stored: Stored) -> torch.Tensor:
