@@ -67,7 +67,7 @@ class Layout:
             buffers[self.component_of(name)] += buffer.nbytes
         names = self.paths if not weights[REST] + buffers[REST] else (*self.paths, REST)
         return tuple(
-            ComponentSize(name, weights[name], buffers[name], gives=_given(name, hf_model))
+            ComponentSize(name, weights[name], buffers[name], gives=_bytes_given(name, hf_model))
             for name in names
         )
 
@@ -96,7 +96,7 @@ class Layout:
         return components
 
 
-def _given(name: str, hf_model: Any) -> int:
+def _bytes_given(name: str, hf_model: Any) -> int:
     """Bytes for each token of what a component gives, if that is the residual stream, or logits."""
     config = hf_model.config.get_text_config()
     if name == "unembed":
