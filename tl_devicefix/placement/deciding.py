@@ -163,7 +163,7 @@ def tell_of_unused(unused: Collection[str], used: Sequence[str]) -> None:
     """Warn that `max_memory` names devices where nothing is placed, if it does."""
     if unused:
         _log.warning(
-            "max_memory names %s, where nothing is placed: the model uses %s only",
+            "max_memory names %s, where nothing is placed: only %s may be used",
             ", ".join(sorted(unused)),
             ", ".join(used),
         )
