@@ -16,6 +16,8 @@ from hf_models import N_LAYERS
 from kinds import KINDS, every_kind, everywhere, home_of, new_kv_cache, on_one_device
 from transformer_lens import HookedTransformer
 
+from tl_devicefix.hooked_transformer.known_blocks import IS_2
+
 Call = Callable[[Any, torch.Tensor], Any]
 SENTENCES = ["w5 w6 w7", "w8 w9 w10 w11 w12 w13"]
 GREEDY = {"do_sample": False, "stop_at_eos": False, "max_new_tokens": 3, "verbose": False}
@@ -138,7 +140,8 @@ def test_what_a_model_takes_may_come_from_any_device(
             model(there, attention_mask=mask.to(where)),
             model(residual, tokens=there, **layers),
             model.loss_fn(model(there), there, per_token=True),
-            model.generate(there, freq_penalty=1.0, **GREEDY),
+            # TransformerLens 2 wants these tokens where the logits are, on one device too.
+            model.generate(there.to(home_of(model)) if IS_2 else there, freq_penalty=1.0, **GREEDY),
         ]
 
     expected = on_one_device(run, reference, "cpu")
