@@ -122,7 +122,7 @@ def test_a_file_from_the_hub_that_is_cut_short(hub: Any, hf_models: Any, refused
     snapshot = hub.add("someone/tune", hf_models("qwen2"), max_shard_size="20KB")
     file = sorted(snapshot.glob("*.safetensors"))[-1]
     file.write_bytes(file.read_bytes()[:-100])
-    with refused(str(file), "cut short", "again"):
+    with refused(str(file), "damaged or incomplete", "again"):
         HookedTransformer.from_pretrained("someone/tune", n_devices=4)
 
 

@@ -351,7 +351,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "someone/unknown": ((NOT_CACHED,), {}),
     "Qwen/Qwen2-0.5B": ((NOT_CACHED,), {"local_files_only": True}),
     **{
-        path: (("no model that TransformerLens lists", "directory"), {})
+        path: (("TransformerLens lists no model", "directory"), {})
         for path in ("./llama", "../llama", "/llama", "~/llama")
     },
 }
@@ -367,7 +367,7 @@ def test_a_name_that_is_no_checkpoint(name: str, hub: HubCache, refused: Any) ->
 
 
 def test_a_training_checkpoint_of_a_fine_tune(fine_tune: str, refused: Any) -> None:
-    with refused("checkpoint_index", "leave them out"):
+    with refused("checkpoint_index", "leave out"):
         HookedTransformer.from_pretrained(fine_tune, checkpoint_index=3)
 
 

@@ -61,7 +61,7 @@ def test_a_model_is_placed_and_printed_by_such_names(over_ranks: Any) -> None:
 
 
 def test_a_name_that_no_rank_has(load_over: Any, machine: Any) -> None:
-    with pytest.raises(ValueError, match="there are host0/cpu:0 to cpu:1, host1/cpu:0 to cpu:1"):
+    with pytest.raises(ValueError, match="name one of host0/cpu:0 to cpu:1, host1/cpu:0 to cpu:1"):
         load_over("llama", device_map={"": "host0/0", "blocks.3": "host7/0"})
 
 
