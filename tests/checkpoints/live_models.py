@@ -337,8 +337,17 @@ def adapted(architecture: str, adapt: Adapt, merge: Adapt | None = None) -> Case
     )
 
 
+def once_disabled(adapt: Adapt) -> Case:
+    """Adapted, and then as without its adapters."""
+    return Case("llama", lambda given: disabled(adapt)(given.model))
+
+
 def quantised(
-    name: str, kind: str, adapt: Adapt | None = None, merge: Adapt | None = None, was_run=False
+    name: str,
+    kind: str,
+    adapt: Adapt | None = None,
+    merge: Adapt | None = None,
+    was_run: bool = False,
 ) -> Case:
     """In a way of `KINDS`, then adapted, if it is, and run, if it was."""
 
@@ -390,7 +399,7 @@ CASES: dict[str, Case] = {
     "an adapter that transformers added": adapted("llama", added_by_transformers, lora(*IN_LLAMA)),
     "an adapter that its user merged": adapted("llama", merged_by_its_user, lora(*IN_LLAMA)),
     **{
-        f"disabled: {name}": Case("llama", lambda given, adapt=adapt: disabled(adapt)(given.model))
+        f"disabled: {name}": once_disabled(adapt)
         for name, adapt in {
             "modules to save": lora(*IN_LLAMA, modules_to_save=["lm_head", "norm"]),
             "merged": merged_by_its_user,

@@ -158,7 +158,8 @@ def generate_under_a_hook(run: Run) -> Any:
 
 def cached(run: Run, add: Callable[[Any, dict[str, torch.Tensor]], Any]) -> Any:
     """What hooks that fill a dict, or a cache of their own, have cached after a forward."""
-    model, activations = run.changeable(), {}
+    model = run.changeable()
+    activations: dict[str, torch.Tensor] = {}
     activations = add(model, activations) or activations
     model(run.tokens)
     return {name: value.cpu() for name, value in activations.items()}
