@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from ranks import free_port
 
 from tl_devicefix.multihost.rendezvous import Rendezvous
 from tl_devicefix.multihost.signing import SIGNATURE, Signer, WronglySigned, signer
-from tl_devicefix.multihost.transport import Connection
+from tl_devicefix.multihost.transport import Connection, Transport
 
 SESSION = [{"session": "of rank 0"}, {"session": "of rank 1"}]
 RAN: list[str] = []
@@ -47,6 +48,18 @@ def ends() -> Iterator[Callable[..., Ends]]:
     yield of
     for each in sockets:
         each.close()
+
+
+def test_why_rank_0_has_ended_is_heard_though_its_connection_is_closed(
+    ends: Callable[..., Ends],
+) -> None:
+    rank_0, connection = ends()
+    Transport(0, {}, {1: rank_0}).tell_loss("rank 2 is lost")
+    rank_0.close()
+
+    heard: SimpleQueue[Any] = SimpleQueue()
+    Transport(1, {}, {0: connection}).watch(lambda *lost: heard.put(lost), timeout=60.0)
+    assert heard.get(timeout=60) == (None, "rank 2 is lost")
 
 
 @pytest.mark.parametrize("size", [1, 20_000])

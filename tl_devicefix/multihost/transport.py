@@ -210,7 +210,9 @@ class Transport:
             for rank, connection in self._signs_of_life.items():
                 silent[rank] += 1
                 try:
-                    connection.send(None)
+                    # To a rank that has ended it fails: but why that ended may be here, unread.
+                    with contextlib.suppress(OSError):
+                        connection.send(None)
                     while connection.is_readable():
                         silent[rank] = 0
                         if (lost := connection.receive()) is not None:
