@@ -16,10 +16,7 @@ from packaging.version import Version
 from tl_devicefix.monkeypatch import applying
 from tl_devicefix.monkeypatch.applying import State, disable, disabled, is_enabled, state
 from tl_devicefix.monkeypatch.patch import Patch, registered
-from tl_devicefix.monkeypatch.versions import (
-    check_version,
-    installed,
-)
+from tl_devicefix.monkeypatch.versions import check_version, installed
 
 __all__ = [
     "BlockReport",

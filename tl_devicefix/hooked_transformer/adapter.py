@@ -28,16 +28,10 @@ __all__ = ["forward_of_each", "model_class", "option_names", "view_of"]
 NAME = "HookedTransformer"
 RUNS = ("forward", "run_with_hooks", "input_to_embed")
 SETUP = "the model was set up", "model.setup()"
+read_blueprint = HookedBlueprint.read
 MINDS_TRAINING = False  # it is in training mode from the start, and has nothing that minds it
 
 
 def passes_stream_alone(model: Any) -> bool:
     """A HookedTransformer's blocks hand on nothing else."""
     return True
-
-
-def read_blueprint(
-    config_or_model_name: Any, dtype: Any, options: dict[str, Any], cls: Any = None
-) -> HookedBlueprint:
-    """See `HookedBlueprint.read`."""
-    return HookedBlueprint.read(config_or_model_name, dtype, options, cls)

@@ -89,9 +89,6 @@ class Look:
         why_attention: of a block, the same of its attention.
     """
 
-    found_anew = True
-    """By another rank."""
-
     def __init__(self) -> None:
         self._sized: list[dict[str, Any]] = []
 

@@ -78,25 +78,25 @@ def _python() -> str:
     return "{}.{}".format(*sys.version_info)
 
 
-def other_versions(everyone: Sequence[Any]) -> str | None:
+def other_versions(hellos: Sequence[Any]) -> str | None:
     """What is wrong if not all have the same versions."""
-    for rank, greeting in enumerate(everyone):
-        for name, expected in everyone[0]["versions"].items():
+    for rank, greeting in enumerate(hellos):
+        for name, expected in hellos[0]["versions"].items():
             installed = greeting["versions"].get(name)
             if installed != expected:
                 return (
                     f"rank {rank} ({greeting['host']}) has {name} {installed}, and rank 0 "
-                    f"({everyone[0]['host']}) has {expected}: install the same on both"
+                    f"({hellos[0]['host']}) has {expected}: install the same on both"
                 )
     return None
 
 
-def places(everyone: Sequence[Any]) -> list[Place]:
+def places(hellos: Sequence[Any]) -> list[Place]:
     """Where all devices are. A host that several ranks have is called by its rank.
 
     That is "host1", or "rank1" where another host is really called "host1", or "rank 1".
     """
-    hosts = [greeting["host"] for greeting in everyone]
+    hosts = [greeting["host"] for greeting in hellos]
     own = {host for host in hosts if hosts.count(host) == 1}
     by_rank = (
         next(name for name in (f"host{n}", f"rank{n}", f"rank {n}") if name not in own)
@@ -105,29 +105,29 @@ def places(everyone: Sequence[Any]) -> list[Place]:
     names = [host if host in own else number for host, number in zip(hosts, by_rank)]
     return [
         Place(rank, number, torch.device(device), names[rank], memory)
-        for rank, greeting in enumerate(everyone)
+        for rank, greeting in enumerate(hellos)
         for number, (device, memory) in enumerate(greeting["devices"])
     ]
 
 
-def called(everyone: Sequence[Any], rank: int) -> str:
+def called(hellos: Sequence[Any], rank: int) -> str:
     """A rank as errors name it: "rank 1 (node-b/cuda:0 to cuda:7)", "rank 1 (host1/cpu:0, on vm)".
 
     Devices are called as in a placement; where that says no host, the host comes behind.
     """
-    host = everyone[rank]["host"]
-    first, *others = [site for site in sites_of(places(everyone)) if site.host == rank]
+    host = hellos[rank]["host"]
+    first, *others = [site for site in sites_of(places(hellos)) if site.host == rank]
     devices = first.name + (f" to {others[-1].device}" if others else "")
     return f"rank {rank} ({devices}{'' if first.hostname == host else f', on {host}'})"
 
 
-def lending(everyone: Sequence[Any], rank: int) -> str:
+def lending(hellos: Sequence[Any], rank: int) -> str:
     """What a rank lends, and to whom, in a sentence."""
-    memory = [place.memory for place in places(everyone) if place.rank == rank]
+    memory = [place.memory for place in places(hellos) if place.rank == rank]
     devices = "its device" if len(memory) == 1 else f"its {len(memory)} devices"
     return (
-        f"{called(everyone, rank)} lends {devices}, with {sum(memory) / 2**30:.2f} GiB, to "
-        f"{called(everyone, 0)} until that ends"
+        f"{called(hellos, rank)} lends {devices}, with {sum(memory) / 2**30:.2f} GiB, to "
+        f"{called(hellos, 0)} until that ends"
     )
 
 
@@ -168,38 +168,38 @@ def machine() -> str:
     return _BOOT.read_text().strip() if _BOOT.exists() else f"{uuid.getnode():x}"
 
 
-def shared(everyone: Sequence[Any]) -> list[list[str]]:
+def shared(hellos: Sequence[Any]) -> list[list[str]]:
     """Share devices among ranks that see the same ones: equal parts, in order."""
     groups: dict[frozenset[str], list[int]] = {}
-    for rank, greeting in enumerate(everyone):
+    for rank, greeting in enumerate(hellos):
         device_ids = frozenset(device_id for _, device_id in greeting["sees"])
         groups.setdefault(device_ids, []).append(rank)
     ids: dict[int, list[str]] = {}
     for ranks in groups.values():
-        ids |= _parts(everyone, ranks)
+        ids |= _parts(hellos, ranks)
     for rank in ids:
-        _raise_if_another_has(everyone, ids, rank)
-    names = [{device_id: name for name, device_id in greeting["sees"]} for greeting in everyone]
-    return [[names[rank][device_id] for device_id in ids[rank]] for rank in range(len(everyone))]
+        _raise_if_another_has(hellos, ids, rank)
+    names = [{device_id: name for name, device_id in greeting["sees"]} for greeting in hellos]
+    return [[names[rank][device_id] for device_id in ids[rank]] for rank in range(len(hellos))]
 
 
-def _parts(everyone: Sequence[Any], ranks: list[int]) -> dict[int, list[str]]:
+def _parts(hellos: Sequence[Any], ranks: list[int]) -> dict[int, list[str]]:
     """The devices of ranks that see the same ones."""
-    left, parts = [device_id for _, device_id in everyone[ranks[0]]["sees"]], {}
-    asking = [rank for rank in ranks if everyone[rank]["n_devices"]]
+    left, parts = [device_id for _, device_id in hellos[ranks[0]]["sees"]], {}
+    asking = [rank for rank in ranks if hellos[rank]["n_devices"]]
     for rank in asking:
-        n_asked = everyone[rank]["n_devices"]
+        n_asked = hellos[rank]["n_devices"]
         if n_asked > len(left):
             raise ValueError(
                 f"n_devices={n_asked}, but of the devices of rank {rank}'s host "
-                f"({everyone[rank]['host']}) other ranks leave {len(left)}: ask for fewer"
+                f"({hellos[rank]['host']}) other ranks leave {len(left)}: ask for fewer"
             )
         parts[rank], left = left[:n_asked], left[n_asked:]
     others = [rank for rank in ranks if rank not in asking]
     if len(others) > len(left):
-        n_there = len(everyone[ranks[0]]["sees"])
+        n_there = len(hellos[ranks[0]]["sees"])
         raise ValueError(
-            f"{len(ranks)} ranks are on {everyone[ranks[0]]['host']}, which has too few devices, "
+            f"{len(ranks)} ranks are on {hellos[ranks[0]]['host']}, which has too few devices, "
             f"{n_there}, for each to have {'what it asks for, or ' if asking else ''}one: start "
             "fewer there"
         )
@@ -209,28 +209,28 @@ def _parts(everyone: Sequence[Any], ranks: list[int]) -> dict[int, list[str]]:
     return parts
 
 
-def _raise_if_another_has(everyone: Sequence[Any], ids: dict[int, list[str]], rank: int) -> None:
-    for name, device_id in everyone[rank]["sees"]:
+def _raise_if_another_has(hellos: Sequence[Any], ids: dict[int, list[str]], rank: int) -> None:
+    for name, device_id in hellos[rank]["sees"]:
         for other in range(rank):
             if device_id in ids[rank] and device_id in ids[other]:
                 raise ValueError(
-                    f"ranks {other} and {rank} ({everyone[rank]['host']}) both have the device "
+                    f"ranks {other} and {rank} ({hellos[rank]['host']}) both have the device "
                     f"that rank {rank} calls {name}, but not the same others: let each see devices "
                     "of its own, or both the same"
                 )
 
 
-def free_memory(devices: Sequence[torch.device], everyone: Sequence[Any], rank: int) -> list[int]:
+def free_memory(devices: Sequence[torch.device], hellos: Sequence[Any], rank: int) -> list[int]:
     """Bytes that each of a rank's devices may hold: as it said, or what is free.
 
     CPU devices of one machine have equal parts of that, whatever rank they are of.
     """
-    own = everyone[rank]
+    own = hellos[rank]
     if own["memory"] is not None:
         return [own["memory"]] * len(devices)
     n_sharing = sum(
         name == "cpu"
-        for greeting in everyone
+        for greeting in hellos
         if greeting["machine"] == own["machine"] and greeting["memory"] is None
         for name, _ in greeting["sees"]
     )

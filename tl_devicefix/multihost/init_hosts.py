@@ -227,7 +227,7 @@ def meet(
 
 
 def _share(hellos: list[dict[str, Any]], rank: int, rendezvous: Rendezvous) -> list[torch.device]:
-    """Find out which devices this rank has, and tell hellos's what they may hold."""
+    """Find out which devices this rank has; note all ranks' devices and memory in their hellos."""
     wrong = other_versions(hellos)
     if wrong is not None:
         rendezvous.refuse(RuntimeError(wrong))
@@ -246,12 +246,10 @@ def _share(hellos: list[dict[str, Any]], rank: int, rendezvous: Rendezvous) -> l
     return devices
 
 
-def _free(
-    devices: list[torch.device], everyone: list[dict[str, Any]], rank: int
-) -> list[int] | str:
+def _free(devices: list[torch.device], hellos: list[dict[str, Any]], rank: int) -> list[int] | str:
     """Bytes that each of a rank's devices may hold, or why that is not known."""
     try:
-        return free_memory(devices, everyone, rank)
+        return free_memory(devices, hellos, rank)
     except RuntimeError as error:  # of a GPU that others have filled; all wait for this rank
         return str(error).split("\n")[0]
 
