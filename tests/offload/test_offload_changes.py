@@ -14,7 +14,6 @@ from architectures import NO_PROCESSING
 from comparison import assert_agrees, assert_same_weights
 from kinds import devices_of, home_of
 from offloads import HOST, assert_at_rest, offloaded_blocks, some_offload
-from transformer_lens.train import HookedTransformerTrainConfig
 
 import tl_devicefix
 
@@ -162,20 +161,3 @@ def test_several_threads_may_run_it(model: Any, reference: Any, tokens: torch.Te
     with ThreadPoolExecutor(4) as threads:
         assert_agrees(list(threads.map(run, batches)), [reference(each) for each in batches])
     assert_at_rest(model)
-
-
-def test_train_leaves_the_blocks_on_the_host(
-    load: Any, reference: Any, tokens: torch.Tensor
-) -> None:
-    model, reference = load("llama", "some of three devices"), copy.deepcopy(reference)
-    data = [{"tokens": row} for row in tokens]
-    options = {"num_epochs": 1, "batch_size": 2, "lr": 1e-2, "optimizer_name": "SGD"}
-
-    from transformer_lens.train import train  # the patched one
-
-    for each, device in ((model, None), (reference, "cpu")):
-        torch.manual_seed(0)
-        train(each, HookedTransformerTrainConfig(device=device, **options), data)
-
-    assert_at_rest(model)
-    assert_same_weights(model, reference)

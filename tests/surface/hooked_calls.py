@@ -36,10 +36,7 @@ set_ungroup_grouped_query_attention: with_more_hooks(run, "set_ungroup_grouped_q
 
 @CALLS.call("train.train")
 def train(run: Run) -> Any:
-    from transformer_lens.train import (  # patched when tl_devicefix is
-        HookedTransformerTrainConfig,
-        train,
-    )
+    from transformer_lens.train import HookedTransformerTrainConfig, train
 
     model = run.changeable()
     dataset = [{"tokens": each} for each in run.tokens]
