@@ -26,7 +26,7 @@ from tl_devicefix.patches import table
 
 FUNCTION = "get_device_for_block_index"
 LOADER = "from_pretrained" if has_hooked_transformer() else "boot_transformers"
-PROCESSING = "process_weights_" if has_hooked_transformer() else "process_weights"
+PROCESSING = "center_unembed" if has_hooked_transformer() else "process_weights"
 
 of_hooked_transformer = pytest.mark.skipif(
     not has_hooked_transformer(), reason="this TransformerLens has no HookedTransformer"

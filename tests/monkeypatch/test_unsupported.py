@@ -98,7 +98,7 @@ def places_of(name: str) -> list[Any]:
     return places or [importlib.import_module(module) for module, _, its in modules if its == name]
 
 
-OF_HOOKED_TRANSFORMER = ["process_weights_", "from_pretrained", "get_device_for_block_index"]
+OF_HOOKED_TRANSFORMER = ["fold_value_biases", "from_pretrained", "get_device_for_block_index"]
 OF_BRIDGE = ["process_weights", "boot_transformers", "get_caching_hooks"]
 
 
@@ -112,7 +112,7 @@ def test_a_target_that_is_missing_is_named(
         tl_devicefix.enable()
 
 
-def process_weights_(self: Any, weights: Any, twice: bool) -> None: ...
+def center_unembed(self: Any, weights: Any, twice: bool) -> None: ...
 
 
 def from_pretrained(cls: Any, name: str) -> None: ...
@@ -125,7 +125,7 @@ def get_device_for_block_index(cfg: Any, index: int) -> None: ...
 @pytest.mark.parametrize(
     ("changed_to", "takes"),
     [
-        (process_weights_, "(self, weights, twice)"),
+        (center_unembed, "(self, weights, twice)"),
         (classmethod(from_pretrained), "(cls, name)"),
         (get_device_for_block_index, "(cfg, index)"),
     ],

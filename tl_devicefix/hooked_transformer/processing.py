@@ -1,4 +1,4 @@
-"""Processing of the weights of a HookedTransformer, on any mixture of devices.
+"""HookedTransformer's weight-processing methods, correct for weights on any mixture of devices.
 
 Each component's weights are brought to the device where the component belongs, folded there in
 float32 (or wider), rounded once, and left there.
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformer_lens.components import LayerNormPre, RMSNormPre
 
+from tl_devicefix.checkpoints.sources import full_name
 from tl_devicefix.dispatch.forward import changing_weights, is_unfinished, refuse_unfinished
 from tl_devicefix.hooked_transformer.components import component_sizes
 from tl_devicefix.hooked_transformer.moving import settle
@@ -25,17 +26,147 @@ from tl_devicefix.hooked_transformer.units import (
     device_of_unit,
     installed_conventions,
     load_component,
+    storage_of_unit,
 )
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.fitting import naming_full_devices
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.placement.workers import each_on_its_device
-from tl_devicefix.weight_processing import Steps, Weights
+from tl_devicefix.weight_processing import (
+    Steps,
+    Weights,
+    WorkingCopies,
+    working_dtype,
+)
+from tl_devicefix.weight_processing.steps import (
+    center_embedding,
+    center_unembed_weights,
+    center_writing_weights_of_block,
+    fold_layer_norm_into_block,
+    fold_layer_norm_into_unembed,
+    fold_value_biases_of_block,
+    refactor_attention_of_block,
+)
 
 _log = logging.getLogger(__name__)
 
 _FOLDS = "each component on its own device, in float32 or wider, rounded once"
 NORM_SUFFIXES = (".ln1.w", ".ln2.w", "ln_final.w")
+
+
+@patches("HookedTransformer", takes="self state_dict fold_biases", why=_FOLDS)
+def fold_layer_norm(
+    self: Any,
+    state_dict: Mapping[str, torch.Tensor],
+    fold_biases: bool = True,
+    center_weights: bool = True,
+) -> Weights:
+    """Fold the norms into the matrices that read them; see `HookedTransformer.fold_layer_norm`.
+
+    Args:
+        state_dict: HookedTransformer-format weights, on any devices, in any dtypes; not changed.
+        fold_biases: fold the norms' biases; False for RMSNorm.
+        center_weights: centre the reading matrices; False for RMSNorm.
+
+    Returns:
+        A new state dict, each component on its own device.
+    """
+    keep = installed_conventions().keeps_folded_norms
+
+    def fold(name: str, weights: Weights) -> None:
+        if name.startswith("blocks."):
+            fold_layer_norm_into_block(
+                weights, fold_biases=fold_biases, center_weights=center_weights, keep_norms=keep
+            )
+        elif name == "unembed":
+            fold_layer_norm_into_unembed(
+                weights,
+                fold_biases=fold_biases and not self.cfg.final_rms,
+                center_weights=center_weights,
+                keep_norms=keep,
+            )
+
+    return _on_each_component(self, state_dict, fold)
+
+
+@patches("HookedTransformer", takes="self state_dict", why=_FOLDS)
+def center_writing_weights(self: Any, state_dict: Mapping[str, torch.Tensor]) -> Weights:
+    """Centre what writes to the residual stream; see `HookedTransformer.center_writing_weights`.
+
+    Returns:
+        A new state dict, each component on its own device.
+    """
+
+    def center(name: str, weights: Weights) -> None:
+        if name.startswith("blocks."):
+            center_writing_weights_of_block(weights)
+        else:
+            center_embedding(weights)
+
+    return _on_each_component(self, state_dict, center)
+
+
+@patches("HookedTransformer", takes="self state_dict", why=_FOLDS)
+def center_unembed(self: Any, state_dict: Mapping[str, torch.Tensor]) -> Weights:
+    """Centre the unembedding over the vocabulary; see `HookedTransformer.center_unembed`.
+
+    Returns:
+        A new state dict, each component on its own device.
+    """
+    return _on_each_component(self, state_dict, lambda _, weights: center_unembed_weights(weights))
+
+
+@patches("HookedTransformer", takes="self state_dict", why=_FOLDS)
+def fold_value_biases(self: Any, state_dict: Mapping[str, torch.Tensor]) -> Weights:
+    """Fold the value biases into b_O; see `HookedTransformer.fold_value_biases`.
+
+    Returns:
+        A new state dict, each component on its own device.
+    """
+
+    def fold(name: str, weights: Weights) -> None:
+        if name.startswith("blocks."):
+            fold_value_biases_of_block(weights)
+
+    return _on_each_component(self, state_dict, fold)
+
+
+@patches("HookedTransformer", takes="self state_dict", why=_FOLDS)
+def refactor_factored_attn_matrices(self: Any, state_dict: Mapping[str, torch.Tensor]) -> Weights:
+    """Even out the factors of QK and OV.
+
+    See `HookedTransformer.refactor_factored_attn_matrices`.
+
+    Returns:
+        A new state dict, each component on its own device.
+
+    Raises:
+        ValueError: with rotary embeddings or grouped-query attention.
+    """
+    Steps(refactor_factored_attn_matrices=True).applicable(self.cfg, installed_conventions())
+
+    def refactor(name: str, weights: Weights) -> None:
+        if name.startswith("blocks."):
+            refactor_attention_of_block(weights)
+
+    return _on_each_component(self, state_dict, refactor)
+
+
+@patches("HookedTransformer", takes="self state_dict", why="never fill in garbage")
+def fill_missing_keys(self: Any, state_dict: Mapping[str, torch.Tensor]) -> Weights:
+    """Add the model's own tensors for the names that a state dict lacks.
+
+    Returns:
+        A new dict; the tensors are those given, the added ones are the model's own.
+
+    Raises:
+        ValueError: if a weight matrix is missing, and the model holds no values for it either.
+    """
+    filled = dict(state_dict)
+    for name, own in self.state_dict().items():
+        if name not in filled:
+            filled[name] = _default_value(name, own)
+    return filled
 
 
 @patches("HookedTransformer", takes="self state_dict", why=_FOLDS)
@@ -65,10 +196,7 @@ def load_and_process_state_dict(
     """
     if is_unfinished(self):
         _refuse_incomplete(self, state_dict)
-    filled = dict(state_dict)
-    for name, own in self.state_dict().items():
-        if name not in filled:
-            filled[name] = _default_value(name, own)
+    filled = self.fill_missing_keys(state_dict)
     check_shapes(self, filled)
     steps = Steps(
         fold_ln,
@@ -145,3 +273,19 @@ def fold_norm_modules(model: Any) -> None:
                 is_final_rms = name == "ln_final" and model.cfg.final_rms
                 setattr(module, name, (RMSNormPre if is_final_rms else pre)(model.cfg))
     model.setup()
+
+
+def _on_each_component(model: Any, state_dict: Mapping[str, torch.Tensor], step: Any) -> Weights:
+    """Apply one step to every component's working copies and round each result once."""
+    result: Weights = {}
+    for unit, weights in by_component(state_dict, model.cfg):
+        if not weights:
+            continue
+        device = device_of_unit(model, unit, weights)
+        stored_on = storage_of_unit(model, unit, weights)
+        copies = WorkingCopies(weights, device, working_dtype(weights, torch.float32))
+        step(unit, copies)
+        for name, value in copies.items():
+            dtype = weights[name].dtype if name in weights else model.cfg.dtype
+            result[full_name(unit, name)] = value.to(device=stored_on, dtype=dtype)
+    return result

@@ -71,8 +71,8 @@ def patches(
 ) -> Callable[[Replacement], Replacement]:
     """Put the decorated function in the table of patches, which `enable()` applies.
 
-        @patches("HookedTransformer", takes="self", why="copies keep the placement")
-        def __setstate__(original, self, state): ...
+        @patches("HookedTransformer", takes="self state_dict", why="folded where they lie")
+        def fold_value_biases(original, self, state_dict): ...
 
     Args:
         owner: the class whose attribute is replaced; None for a function of a module.
