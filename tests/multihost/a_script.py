@@ -199,7 +199,7 @@ def see_one_gpu() -> None:
 def see_a_full_gpu() -> None:
     """Rank 1's, of which it cannot even be asked how full it is."""
 
-    def full(devices: Any, everyone: Any, rank: int) -> list[int]:
+    def full(devices: Any, hellos: Any, rank: int) -> list[int]:
         raise RuntimeError("CUDA error: out of memory\nCompile with ...")
 
     if os.environ["RANK"] == "1":
