@@ -19,7 +19,7 @@ from torch_rows import OF_NEW_MODELS, ROWS
 import tl_devicefix
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
-WORKS, MIXING, NEITHER, REFUSED = "yes", "within `mix_devices`", "nor on one", "no: "
+WORKS, MIXING, NEITHER, REFUSED = "yes", "within `mix_devices`", "fails on one device too", "no: "
 STATES = (WORKS, MIXING, NEITHER, REFUSED)
 
 
