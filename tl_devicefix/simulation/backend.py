@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tl_devicefix.placement.sites import DEVICE_TYPE, Site
 from tl_devicefix.simulation import streams
 from tl_devicefix.simulation.asynchronous import AsynchronousExecutor
+from tl_devicefix.simulation.backward import type_of_devices
 from tl_devicefix.simulation.executor import Executor
 from tl_devicefix.simulation.geometry import geometry_of
-from tl_devicefix.simulation.interrupts import delayed_interrupts, type_of_devices
 from tl_devicefix.simulation.machine import active_machine, entered_machine
 from tl_devicefix.simulation.operations import copy_into
 from tl_devicefix.simulation.tensor import run, wrap
@@ -125,13 +125,9 @@ class _Guard(_DeviceGuard):
 
 def register() -> None:
     """Register the device type with torch; once for a process, as torch cannot forget it."""
-    if not _libraries:
-        with delayed_interrupts():  # half of it could neither be used nor be mended
-            _register()
-
-
-def _register() -> None:
     global _accelerator
+    if _libraries:
+        return
     _accelerator = real_accelerator()
     backend_registration._setup_privateuseone_for_python_backend(
         rename=DEVICE_TYPE, backend_module=DeviceModule(), hook=_Hooks(), device_guard=_Guard()

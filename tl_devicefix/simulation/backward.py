@@ -2,19 +2,23 @@
 
 torch's autograd engine restores the stream of a device while an error passes through it, and for a
 backend in Python that ends the process. So errors of hooks, of a `Function.backward` and of
-operations are kept until the engine is done, and the first is raised then. Ctrl-C waits as well.
+operations are kept until the engine is done, and the first is raised then. Ctrl-C waits as well,
+also while torch records an operation and asks the device's guard for its stream.
 """
 
 from __future__ import annotations
 
+import _signal  # `signal.signal` makes enums, which takes ten times as long
+import _thread
 import functools
+import gc
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-
-from tl_devicefix.simulation.interrupts import delayed_interrupts
 
 Engine = Callable[..., Any]
 
@@ -29,6 +33,51 @@ class _Running(threading.local):
 
 
 _running = _Running()
+
+type_of_devices: Any = staticmethod(
+    functools.partial(getattr, torch._C._autograd.DeviceType, "PrivateUse1")
+)
+"""The guard's answer, in C alone. While torch asks for it, torch holds a reference to it."""
+_HOLDERS_AT_REST = sys.getrefcount(type_of_devices.__func__)
+
+
+class _Again:
+    """As an operator: at the end of a call Python would see to it at once, and so for ever."""
+
+    __neg__ = _thread.interrupt_main
+
+
+_again: Any = _Again()
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    """Raise as Python's handler does, but not within torch: there, try again a moment later."""
+    is_within_engine = _running.engines and not _running.hooks
+    if is_within_engine or sys.getrefcount(type_of_devices.__func__) > _HOLDERS_AT_REST:
+        return -_again
+    return _signal.default_int_handler(number, frame)
+
+
+def _exchange_handler(old: Any, new: Any) -> None:
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread and _signal.getsignal(_signal.SIGINT) is old:
+        _signal.signal(_signal.SIGINT, new)
+
+
+@contextmanager
+def interrupts_outside_torch() -> Iterator[None]:
+    """Within it, Ctrl-C waits where its error would end the process."""
+
+    def install(*_: Any) -> None:
+        _exchange_handler(_signal.default_int_handler, _interrupt)
+
+    install()
+    gc.callbacks.append(install)  # a notebook sets Python's handler for each cell
+    try:
+        yield
+    finally:
+        gc.callbacks.remove(install)
+        _exchange_handler(_interrupt, _signal.default_int_handler)
 
 
 def run_backward(engine: Engine) -> Engine:
@@ -45,16 +94,15 @@ def run_backward(engine: Engine) -> Engine:
         _running.engines += 1
         hooks, _running.hooks = _running.hooks, 0  # those of an engine around this one
         try:
-            threads = torch.autograd.set_multithreading_enabled
-            with delayed_interrupts(unless=lambda: _running.hooks > 0), threads(False):
+            with torch.autograd.set_multithreading_enabled(False):
                 result = engine(t_outputs, *args, **kwargs)
         except Exception:
             if not _running.errors:  # else it is a consequence of these
                 raise
         finally:
+            errors, _running.errors = _running.errors, []
             _running.engines -= 1
             _running.hooks = hooks
-            errors, _running.errors = _running.errors, []
         if errors:
             raise next((error for error in errors if not isinstance(error, Exception)), errors[0])
         return result

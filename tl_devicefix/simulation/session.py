@@ -18,7 +18,6 @@ from tl_devicefix.placement.sites import DEVICE_TYPE, Hosts, Site, check_number,
 from tl_devicefix.simulation import backend, backward
 from tl_devicefix.simulation.asynchronous import AsynchronousExecutor, Speed
 from tl_devicefix.simulation.executor import CPUExecutor, Executor, MetaExecutor
-from tl_devicefix.simulation.interrupts import waiting_for_torch
 from tl_devicefix.simulation.machine import Machine, active_machine, entered, set_aside
 from tl_devicefix.simulation.memory import WatchingHost
 from tl_devicefix.simulation.tensor import TENSOR_DATA, SimTensor, set_data
@@ -167,7 +166,7 @@ def devices_of(
 @contextmanager
 def _changed_for(machine: Machine) -> Iterator[Machine]:
     """Have ``sim`` devices be those of this machine, and torch as it has to be for them."""
-    with _with_masks(machine), waiting_for_torch(), ExitStack() as stack:
+    with _with_masks(machine), backward.interrupts_outside_torch(), ExitStack() as stack:
         _move_parameters_in_place(stack)
         _avoid_inference_mode(stack)
         _keep_errors_of_backwards(stack)
