@@ -24,6 +24,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "'blocks.4.hook_residpost', which is no hook .* mean 'blocks.4.hook_resid_post'",
     ),
     ({"names_filter": "blocks.*.hook_resid_post"}, "or a function such as lambda name"),
+    ({"names_filter": "resid_post"}, "did you mean .blocks.0.hook_resid_post., or that of another"),
     ({"names_filter": []}, "names_filter is empty"),
     ({"names_filter": 3}, "names_filter must be .* but is a int"),
     ({"names_filter": lambda name: False}, "names_filter selects no activation"),

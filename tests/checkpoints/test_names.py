@@ -349,6 +349,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "Qwen2-0.5": (("did you mean", "'qwen2-0.5b'"), {}),
     "xyzzy": (("organisation/model",), {}),
     "someone/unknown": ((NOT_CACHED,), {}),
+    "meta-lama/Llama-2-7b-hf": (("did you mean 'meta-llama/Llama-2-7b-hf'",), {}),
     "Qwen/Qwen2-0.5B": ((NOT_CACHED,), {"local_files_only": True}),
     **{
         path: (("TransformerLens lists no model", "directory"), {})
@@ -364,6 +365,13 @@ def test_a_name_that_is_no_checkpoint(name: str, hub: HubCache, refused: Any) ->
     with refused(repr(name), *says) as caught:
         HookedTransformer.from_pretrained(name, **options)
     assert name != "xyzzy" or "did you mean" not in str(caught.value)
+
+
+def test_an_argument_that_no_function_takes(fine_tune: str, machine: Any) -> None:
+    with pytest.raises(TypeError, match="no argument 'num_gpus'; did you mean 'n_devices'"):
+        HookedTransformer.from_pretrained(fine_tune, num_gpus=4)
+    with pytest.raises(TypeError, match="no argument 'xyzzy'"):
+        HookedTransformer.from_pretrained(fine_tune, xyzzy=4)
 
 
 def test_a_training_checkpoint_of_a_fine_tune(fine_tune: str, refused: Any) -> None:

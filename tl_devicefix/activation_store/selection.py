@@ -172,10 +172,18 @@ def checked_names(names_filter: Any, model: Any) -> Any:
         if name not in model.hook_dict:
             raise ValueError(
                 f"names_filter has {name!r}, which is no hook point of this model"
-                f"{did_you_mean(name, model.hook_dict, 0.5)}: use names of model.hook_dict, or a "
+                f"{_meant(name, model.hook_dict)}: use names of model.hook_dict, or a "
                 'function such as lambda name: name.endswith("hook_resid_post")'
             )
     return names
+
+
+def _meant(name: Any, hook_points: Mapping[str, Any]) -> str:
+    """As `did_you_mean`; "resid_post" alone is meant of some block, so the first shows the form."""
+    for full_name in hook_points:
+        if full_name.endswith((f".{name}", f".hook_{name}")):
+            return f"; did you mean {full_name!r}, or that of another block?"
+    return did_you_mean(name, hook_points, 0.85)
 
 
 def entries_of(

@@ -63,6 +63,12 @@ def load_hf_model(model_name: str, cfg: Any, **kwargs: Any) -> torch.nn.Module:
     except _UNREADABLE as error:
         if is_out_of_memory(error):
             raise
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if unknown is not None and unknown[1] in kwargs:
+            raise TypeError(
+                f"from_pretrained has no argument {unknown[1]!r}, and transformers has none for "
+                f"{model_name!r}; leave it out"
+            ) from error
         _stored_tensors(model_name, kwargs)  # of which one may say more
         raise ValueError(
             f"transformers cannot read the checkpoint {model_name!r}: {in_one_line(error)}"

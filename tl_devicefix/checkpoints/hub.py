@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from huggingface_hub import try_to_load_from_cache
 from transformers import AutoTokenizer
 from transformers.utils import cached_file
 
@@ -57,6 +59,33 @@ def snapshot(name: str, **kwargs: Any) -> Path:
             f"{name!r} is neither a model that TransformerLens lists nor a local directory, and it "
             f"cannot be fetched from the hub: {in_one_line(error)}"
         ) from error
+
+
+def refuse_misspelt_owner(name: str, listed: Iterable[str], **kwargs: Any) -> None:
+    """Refuse a name that differs from a listed one by a letter or two of the organisation.
+
+    Without it, the hub is asked for as long as it may take to find that there is no connection.
+
+    Args:
+        name: "organisation/model", which is not listed.
+        listed: names of models.
+        kwargs: `from_pretrained`'s arguments; what is fetched already is not refused.
+
+    Raises:
+        ValueError: naming the model that may be meant.
+    """
+    owner, _, model = name.lower().partition("/")
+    for official in listed:
+        of_official, _, its_model = official.lower().partition("/")
+        alike = difflib.SequenceMatcher(None, owner, of_official).ratio()
+        if model == its_model and owner != of_official and alike > 0.85:
+            local = {"cache_dir": kwargs.get("cache_dir"), "revision": kwargs.get("revision")}
+            if not isinstance(try_to_load_from_cache(name, "config.json", **local), str):
+                raise ValueError(
+                    f"TransformerLens lists no model {name!r}; did you mean {official!r}? If not, "
+                    "fetch it first: huggingface_hub.snapshot_download"
+                    f"({name!r})"
+                )
 
 
 def has_tokenizer(name: str, **kwargs: Any) -> bool:
