@@ -20,11 +20,7 @@ def is_from(package: str, thing: object) -> bool:
 
 
 def required(name: str) -> Any:
-    """Import a module of an optional dependency.
-
-    Raises:
-        ImportError: naming the extra to install.
-    """
+    """Import a module of an optional dependency."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -35,11 +31,7 @@ def required(name: str) -> Any:
 
 
 def out_of_wrappers(hf_model: nn.Module) -> nn.Module:
-    """The model within a PeftModel and its tuner; a model that is neither is itself.
-
-    Raises:
-        ValueError: if an active adapter does more than change weights.
-    """
+    """The model within a PeftModel and its tuner; a model that is neither is itself."""
     model: Any = hf_model
     while is_from("peft", model):
         for name in getattr(model, "active_adapters", ()):
@@ -52,11 +44,7 @@ def out_of_wrappers(hf_model: nn.Module) -> nn.Module:
 
 
 def refuse_unmergeable(module: nn.Module) -> None:
-    """Refuse adapters whose layers cannot be merged.
-
-    Raises:
-        ValueError: naming the kind of adapter.
-    """
+    """Refuse adapters whose layers cannot be merged."""
     module = in_use(module)
     if is_adapter(module):
         replaced = "forward" in vars(module) and "_old_forward" not in vars(module)  # by X-LoRA
@@ -93,14 +81,7 @@ def in_use(module: Any) -> Any:
 
 
 def merged(layer: Any) -> nn.Module:
-    """The base layer of a copied adapter layer, changed to what the layer computes now.
-
-    Args:
-        layer: a copy of an adapter layer with a base layer that is not quantised; it is used up.
-
-    Raises:
-        ValueError: if PEFT cannot merge it.
-    """
+    """The base layer of a copied adapter layer, changed to what the layer computes now."""
     if any(t.is_meta for t in (*layer.parameters(), *layer.buffers())):
         return layer.get_base_layer().to("meta")
     layer.__class__ = _class_over_floats(type(layer))

@@ -28,17 +28,7 @@ from tl_devicefix.placement.memory import is_out_of_memory
 
 
 def load_hf_model(model_name: str, cfg: Any, **kwargs: Any) -> torch.nn.Module:
-    """Load a checkpoint on the CPU, in the dtype that it is stored in.
-
-    Args:
-        model_name: a local checkpoint directory or a name on the hub.
-        cfg: the HookedTransformerConfig; says which training checkpoint is wanted, if one is.
-        kwargs: what `AutoModelForCausalLM.from_pretrained` takes.
-
-    Raises:
-        ValueError: if a tensor is missing, left over or misshapen, or a file cannot be read; it is
-            named.
-    """
+    """Load a checkpoint on the CPU, in the dtype that it is stored in."""
     is_directory = is_checkpoint_directory(model_name)
     if not is_directory and model_name in tl_loading.NON_HF_HOSTED_MODEL_NAMES:
         raise ValueError(f"{model_name} is not on the hub: load it yourself and pass hf_model=...")
@@ -148,11 +138,7 @@ _Stored = dict[str, tuple[str, "tuple[int, ...] | None"]]
 
 
 def _stored_tensors(model_name: str, kwargs: dict[str, Any]) -> _Stored:
-    """The tensors of a checkpoint that is on this machine, and those that its index lists.
-
-    Raises:
-        ValueError: naming a file that cannot be read.
-    """
+    """The tensors of a checkpoint that is on this machine, and those that its index lists."""
     try:
         is_directory = is_checkpoint_directory(model_name)
         folder = Path(model_name) if is_directory else snapshot(model_name, **kwargs)

@@ -28,16 +28,7 @@ _COUNTS = (
 
 
 def read_config(name: str, directory: str | Path, **kwargs: Any) -> Any:
-    """The fields that transformers reads from a checkpoint's config.json.
-
-    Args:
-        name: a local directory, or the checkpoint's name on the hub.
-        directory: where its config.json is, or would be, on this machine.
-        kwargs: as `AutoConfig.from_pretrained` takes them.
-
-    Raises:
-        ValueError: if it cannot be read.
-    """
+    """The fields that transformers reads from a checkpoint's config.json."""
     with reading_config(name):
         if (file := Path(directory) / "config.json").is_file():
             fields = json.loads(file.read_text())
@@ -57,15 +48,7 @@ def _check_counts(fields: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def reading_config(name: str, errors: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
-    """Within it, whatever wrong values of a config.json make Python raise is one sentence of it.
-
-    Args:
-        name: of the checkpoint.
-        errors: what wrong values may raise; a value may be anything.
-
-    Raises:
-        ValueError: in that case.
-    """
+    """Within it, whatever wrong values of a config.json make Python raise is one sentence of it."""
     try:
         yield
     except (ImportError, NotImplementedError):  # nothing is wrong with it
@@ -82,14 +65,7 @@ def reading_config(name: str, errors: tuple[type[Exception], ...] = (Exception,)
 
 
 def known_config(name: str) -> PretrainedConfig | None:
-    """The fields that transformers would read from a model's config.json.
-
-    Args:
-        name: the name that TransformerLens lists the model by, or the hub's.
-
-    Returns:
-        A new config, or None if the model is not among those known here.
-    """
+    """The fields that transformers would read from a model's config.json."""
     if name not in known_fields():
         return None
     fields = dict(known_fields()[name])
@@ -115,11 +91,7 @@ _SHORT = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """A dtype, or its name as HookedTransformer takes it ("bfloat16", "bf16", "torch.bfloat16").
-
-    Raises:
-        ValueError: if there is no such dtype.
-    """
+    """A dtype, or its name as HookedTransformer takes it ("bfloat16", "bf16", "torch.bfloat16")."""
     named: Any = dtype
     if isinstance(dtype, str):
         named = _SHORT.get(dtype, getattr(torch, dtype.removeprefix("torch."), None))

@@ -42,15 +42,7 @@ def is_checkpoint_directory(model_name: str) -> bool:
 
 
 def snapshot(name: str, **kwargs: Any) -> Path:
-    """The folder in which a checkpoint's config.json is, once that is fetched.
-
-    Args:
-        name: the checkpoint's name on the hub ("organisation/model").
-        kwargs: `from_pretrained`'s arguments.
-
-    Raises:
-        ValueError: if there is none, or it cannot be fetched; with the hub's reason.
-    """
+    """The folder in which a checkpoint's config.json is, once that is fetched."""
     try:
         config: Any = cached_file(name, "config.json", **hub_arguments(kwargs))
         return Path(config).parent
@@ -65,14 +57,6 @@ def refuse_misspelt_owner(name: str, listed: Iterable[str], **kwargs: Any) -> No
     """Refuse a name that differs from a listed one by a letter or two of the organisation.
 
     Without it, the hub is asked for as long as it may take to find that there is no connection.
-
-    Args:
-        name: "organisation/model", which is not listed.
-        listed: names of models.
-        kwargs: `from_pretrained`'s arguments; what is fetched already is not refused.
-
-    Raises:
-        ValueError: naming the model that may be meant.
     """
     owner, _, model = name.lower().partition("/")
     for official in listed:
@@ -103,12 +87,7 @@ def has_tokenizer(name: str, **kwargs: Any) -> bool:
 
 
 def load_tokenizer(directory: str, trust_remote_code: bool) -> Any:
-    """The tokenizer saved in a checkpoint directory, or None if there is none.
-
-    Args:
-        directory: with the checkpoint.
-        trust_remote_code: whether a tokenizer's own code, in that directory, may run.
-    """
+    """The tokenizer saved in a checkpoint directory, or None if there is none."""
     if not has_tokenizer(directory):
         return None
     return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)

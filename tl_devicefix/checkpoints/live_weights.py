@@ -33,10 +33,6 @@ class LiveWeights:
     Attributes:
         model: the model to convert: the given one, out of its PEFT wrappers.
         computes: whether some values have to be computed, or read from where they are offloaded.
-
-    Raises:
-        ValueError: one sentence, if its adapters or its quantisation cannot be undone.
-        ImportError: if it uses PEFT or bitsandbytes, and that cannot be imported.
     """
 
     def __init__(self, hf_model: nn.Module) -> None:
@@ -185,11 +181,7 @@ def _is_quantised(module: nn.Module) -> bool:
 
 
 def _refuse_packed(model: nn.Module) -> None:
-    """Refuse weights that nothing here can unpack.
-
-    Raises:
-        ValueError: naming how they are quantised.
-    """
+    """Refuse weights that nothing here can unpack."""
     settings: Any = getattr(getattr(model, "config", None), "quantization_config", None)
     settings = settings if isinstance(settings, dict) else getattr(settings, "__dict__", {})
     method = settings.get("quant_method", "bitsandbytes")

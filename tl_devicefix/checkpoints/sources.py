@@ -79,13 +79,7 @@ _META = torch.device("meta")
 
 
 class HuggingFaceSource:
-    """A Hugging Face model, wherever and however its weights lie; it is never changed.
-
-    Raises:
-        ValueError: if the model's blocks cannot be found, or its adapters or its quantisation
-            cannot be undone.
-        ImportError: if it uses PEFT or bitsandbytes, and that is not installed.
-    """
+    """A Hugging Face model, wherever and however its weights lie; it is never changed."""
 
     def __init__(self, hf_model: nn.Module, cfg: Any) -> None:
         self._live = LiveWeights(hf_model)
@@ -95,11 +89,7 @@ class HuggingFaceSource:
         self._blocks = _find_blocks(self._model, cfg)
 
     def read(self, unit: str, device: torch.device) -> Weights:
-        """See `Source.read`.
-
-        Raises:
-            ValueError: if a weight is on the meta device, so has no values.
-        """
+        """See `Source.read`."""
         converted = StateDictSource(self._convert(unit, device))
         weights = converted.read("blocks.0" if unit.startswith("blocks.") else unit, device)
         for name, tensor in weights.items():

@@ -127,9 +127,6 @@ def carry(model: Any, placement: Placement, brings_home: Callable[[str], bool]) 
         model: over the devices of `placement`.
         placement: where each component runs.
         brings_home: of which components the output comes home, by name.
-
-    Returns:
-        The handles of the hooks.
     """
     modules, handles = dict(model.named_modules()), []
     for name, device in placement.device_map.items():
@@ -191,12 +188,7 @@ def skipping(blocks: Sequence[nn.Module], first: int, output: Any) -> Iterator[N
 
 
 def output_of(block: nn.Module, run: Callable[[], Any]) -> Any:
-    """What a block returns in a forward, which ends there.
-
-    Args:
-        block: a block that the forward runs; nobody may have a hook on it.
-        run: calls the forward.
-    """
+    """What a block returns in a forward, which ends there."""
     kept = _Kept(block)
     with _put(kept), contextlib.suppress(_Reached):
         run()

@@ -71,9 +71,6 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of either class, whose results are at home also where it stops at a layer.
 
     A patch and not a hook, as `generate` and `run_with_hooks` call `forward` and pass hooks by.
-
-    Raises:
-        RuntimeError: if the model's weights are only partly processed.
     """
     refuse_unfinished(self)
     if not is_aligned(self):
@@ -125,10 +122,6 @@ def is_unfinished(model: Any) -> bool:
 
 
 def refuse_unfinished(model: Any) -> None:
-    """Refuse a model whose weights are in part those from before.
-
-    Raises:
-        RuntimeError: saying how to mend it.
-    """
+    """Refuse a model whose weights are in part those from before."""
     if is_unfinished(model):
         raise RuntimeError(WHY_REFUSED)

@@ -54,11 +54,7 @@ def add_hook(original: Any, self: Any, hook: Any, *args: Any, **kwargs: Any) -> 
 
 
 class HookAcrossDevices:
-    """A hook as `HookPoint.add_hook` takes it, that may use tensors of all the model's devices.
-
-    Args:
-        hook: the user's.
-    """
+    """A hook as `HookPoint.add_hook` takes it, that may use tensors of all the model's devices."""
 
     def __init__(self, hook: Any) -> None:
         self.__wrapped__ = hook  # as `functools.wraps` names it
@@ -70,11 +66,7 @@ class HookAcrossDevices:
         return repr(self.__wrapped__)
 
     def __call__(self, activation: Any, *, hook: Any) -> Any:
-        """Call the hook.
-
-        Raises:
-            RuntimeError: if it mixes or returns tensors of devices that are not the model's.
-        """
+        """Call the hook."""
         point = vars(hook).get("_target", hook)  # of a Bridge's hook point by another name
         devices: frozenset[torch.device] = vars(point).get(_DEVICES, frozenset())
         # A Bridge's hook points may hand out tuples, or None.

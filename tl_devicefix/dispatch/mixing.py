@@ -179,10 +179,6 @@ class JoinedAt(Joining):
     """Within it, torch functions that mix the model's devices are called with all on one device.
 
     A tensor is copied once, however often it is mixed in unchanged.
-
-    Args:
-        device: where to, if nothing is changed in place or indexed.
-        devices: the model's; a tensor of another device is left alone, and torch says so.
     """
 
     def __init__(self, device: torch.device, devices: frozenset[torch.device]) -> None:

@@ -58,11 +58,7 @@ class Turns:
             self._changed.notify_all()
 
     def check(self) -> None:
-        """Go on, unless nobody waits any more.
-
-        Raises:
-            Abandoned: then.
-        """
+        """Go on, unless nobody waits any more."""
         if self._is_over:
             raise Abandoned
 
@@ -76,9 +72,6 @@ class Turns:
             device: which.
             weights: what stands for those of the offloaded block that it comes to.
             arriving: the event of what it takes along having arrived there.
-
-        Raises:
-            Abandoned: if nobody waits for the run any more.
         """
         asking = _Asking(run, weights, arriving is None)
         with self._changed:
@@ -133,11 +126,7 @@ class Turns:
         self._changed.notify_all()
 
     def wait_until_wanted(self, number: int) -> None:
-        """Wait until all results before a run's have been fetched, and its own is waited for.
-
-        Raises:
-            Abandoned: if nobody waits for it any more.
-        """
+        """Wait until all results before a run's have been fetched, and its own is waited for."""
         with self._changed:
             while self._awaited < number:
                 self.check()
@@ -170,11 +159,6 @@ class Streams:
 class Run:
     """One run of a `pipeline_map`, in the thread that runs it.
 
-    Args:
-        number: how many came before it.
-        turns: of the devices.
-        streams: its own, for what goes from device to device.
-
     Attributes:
         at: the device whose turn it holds, if any.
     """
@@ -192,12 +176,7 @@ class Run:
 
     @contextlib.contextmanager
     def going_to(self, device: torch.device, weights: object | None = None) -> Iterator[None]:
-        """Within it, `move` sends tensors to a device; at its end, they and the turn are there.
-
-        Args:
-            device: where to.
-            weights: what stands for those of the offloaded block that it comes to.
-        """
+        """Within it, `move` sends tensors to a device; at its end, they and the turn are there."""
         if device == self.at:
             yield
             if weights is not None:
@@ -278,12 +257,7 @@ class Run:
                 self._take(device)
 
     def wait_for_earlier(self) -> None:
-        """Go on when a loop would have come here; other runs may have this one's turn meanwhile.
-
-        Raises:
-            RuntimeError: in a thread of autograd's, which other runs need to finish.
-            Abandoned: if nobody waits for this run any more.
-        """
+        """Go on when a loop would have come here; other runs may have this one's turn meanwhile."""
         if threading.get_ident() != self._thread:
             raise RuntimeError(
                 "a backward hook may not draw random numbers or call backward() in a run in "
@@ -323,12 +297,7 @@ _STAYS = contextlib.nullcontext()
 def going_to(
     device: torch.device, module: nn.Module | None = None
 ) -> contextlib.AbstractContextManager[None]:
-    """Within it, a run in flight goes on to a device, and takes along what is moved there.
-
-    Args:
-        device: where to.
-        module: what it comes to; before an offloaded block, other runs may be let by.
-    """
+    """Within it, a run in flight goes on to a device, and takes along what is moved there."""
     run = _run.get()
     if run is None:
         return _STAYS
@@ -342,11 +311,7 @@ def device_of_turn() -> torch.device | None:
 
 
 def return_to(before: torch.device | None) -> None:
-    """Have a run in flight hold the turn that it held before its forward.
-
-    Args:
-        before: the device, where the forward was within a hook of another; mostly None.
-    """
+    """Have a run in flight hold the turn that it held before its forward."""
     run = _run.get()
     if run is not None:
         run.return_to(before)

@@ -41,12 +41,7 @@ IsOwn = Callable[[Any, str, nn.Module], bool]
 
 
 class ForwardWhereItIs(AroundForward):
-    """A module's forward: at its weights, wherever these are when it is called.
-
-    Args:
-        module: the module, whose forward this replaces.
-        devices: the model's; tensors on these are brought to the weights.
-    """
+    """A module's forward: at its weights, wherever these are when it is called."""
 
     def __init__(self, module: nn.Module, devices: frozenset[torch.device]) -> None:
         super().__init__(module)
@@ -122,13 +117,7 @@ def _package(module: nn.Module) -> str:
 
 
 def watch(model: Any, placement: Placement, is_own: IsOwn | None = None) -> None:
-    """Bring all that is elsewhere to its component, now and before each forward.
-
-    Args:
-        model: aligned, but for this.
-        placement: where its components belong.
-        is_own: as for `attached_modules`; None if no modules of others may be in this model.
-    """
+    """Bring all that is elsewhere to its component, now and before each forward."""
     watching: Watch = model.__dict__.setdefault(_WATCH, Watch(is_own))
     watching.bring_in(model, placement)
 
@@ -145,9 +134,6 @@ class Watch:
 
     It holds no module: what is replaced is to be gone at once. A copied or unpickled model is
     looked through anew.
-
-    Args:
-        is_own: as for `watch`.
     """
 
     def __init__(self, is_own: IsOwn | None) -> None:

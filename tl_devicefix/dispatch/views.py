@@ -58,12 +58,7 @@ def restore(view: Any) -> None:
 
 
 class _AsMade:
-    """What a view was like when it was made.
-
-    Args:
-        view: it does not hold it, so that a view is gone when it is dropped.
-        twins: its parts.
-    """
+    """What a view was like when it was made; it does not hold the view, which would live on."""
 
     def __init__(self, view: Any, twins: Twins) -> None:
         self._of_view = dict(vars(view))

@@ -44,14 +44,7 @@ _switching = threading.RLock()
 
 
 def enable(table: Sequence[Patch]) -> None:
-    """Replace everything in a table; does nothing if that is done already.
-
-    Args:
-        table: the patches.
-
-    Raises:
-        UnsupportedTransformerLens: if this TransformerLens cannot be patched; it is untouched.
-    """
+    """Replace everything in a table; does nothing if that is done already."""
     with _switching:
         if is_enabled():
             return
@@ -132,11 +125,7 @@ def state() -> State:
 
 
 def original(cls: type, name: str) -> Any:
-    """The unpatched `cls.name`: the raw attribute, as in the class's `__dict__`.
-
-    Raises:
-        AttributeError: if TransformerLens has no such attribute.
-    """
+    """The unpatched `cls.name`: the raw attribute, as in the class's `__dict__`."""
     cached = _originals
     if (cls, name) not in cached:
         cached[cls, name] = _find_original(cls, name)

@@ -159,11 +159,7 @@ def _first_of(name: str, *modules: str) -> Any:
 
 
 def check_target(patch: Patch) -> None:
-    """Check that the target is there and takes what the patch's replacement takes.
-
-    Raises:
-        UnsupportedTransformerLens: naming the target; TransformerLens is untouched.
-    """
+    """Check that the target is there and takes what the patch's replacement takes."""
     target = (
         getattr(class_named(patch.owner), patch.name, None)
         if patch.owner

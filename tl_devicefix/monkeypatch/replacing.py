@@ -24,11 +24,7 @@ class Replacing:
 
     @contextlib.contextmanager
     def __call__(self, replacements: Iterable[Replacement]) -> Iterator[None]:
-        """Replace these too, within a `with` block.
-
-        Args:
-            replacements: one that is in force already is left as it is.
-        """
+        """Replace these too, within a `with` block."""
         with self._lock:
             self._n_within += 1
             for owner, name, make in replacements:
@@ -53,11 +49,7 @@ class Replacing:
 
 
 class AroundForward:
-    """Stands in the place of one module's forward, and may run it. Others may be around it.
-
-    Args:
-        module: whose forward it stands around, once it is put there.
-    """
+    """Stands in the place of one module's forward, and may run it. Others may be around it."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

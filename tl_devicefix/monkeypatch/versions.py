@@ -33,11 +33,7 @@ def has_bridge() -> bool:
 
 
 def check_version() -> None:
-    """Check that the installed TransformerLens is one that is known.
-
-    Raises:
-        UnsupportedTransformerLens: with one sentence that says what to install.
-    """
+    """Check that the installed TransformerLens is one that is known."""
     if installed() >= Version("5.dev0"):
         raise UnsupportedTransformerLens(
             f"tl_devicefix needs {SUPPORTED}, but {installed()} is installed, which it does not "

@@ -28,9 +28,6 @@ def copies_beside_computing(device: torch.device) -> bool:
 class Copies:
     """Some copies to a device that are started together, and can be waited for.
 
-    Args:
-        device: where to.
-
     >>> with Copies(torch.device("cpu")) as copies:
     ...     copy = copies.start(torch.ones(2))
     >>> copies.wait()
@@ -87,11 +84,7 @@ class Copies:
             self._waiting.append(stream)
 
     def share(self, copied: Iterable[torch.Tensor]) -> None:
-        """Have what this thread computes use copies that another thread has waited for.
-
-        Args:
-            copied: the copies, whose memory is kept until that has been computed.
-        """
+        """Have what this thread computes use copies that another thread has waited for."""
         if self._streams is not None:
             self.wait()
             stream = self._streams.current_stream(self._device)
@@ -125,12 +118,7 @@ def _copy_stream(device: torch.device) -> Any:
 
 
 class Sent:
-    """The weights of one block, on their way to a device.
-
-    Args:
-        hosts: the parameters, which live on the host.
-        device: where to.
-    """
+    """The weights of one block, on their way to a device."""
 
     def __init__(self, hosts: Iterable[torch.Tensor], device: torch.device) -> None:
         self._hosts = list(hosts)
@@ -150,11 +138,7 @@ class Sent:
         )
 
     def arrive(self, places: Iterable[tuple[nn.Module, str, torch.Tensor]]) -> list[Visitor]:
-        """The weights, for what is computed from now on.
-
-        Args:
-            places: a module, the name of its parameter, and that, in the order that was given.
-        """
+        """The weights, for what is computed from now on."""
         self._copies.wait()
         return [Visitor(*place, copy) for place, copy in zip(places, self._copied)]
 
@@ -176,14 +160,7 @@ def values_of(tensor: torch.Tensor) -> tuple[int, int | None]:
 
 
 class Visitor:
-    """One weight on a device, for the parameter that lives on the host.
-
-    Args:
-        module: whose parameter it is.
-        name: its name there.
-        host: the parameter.
-        copy: its values on the device.
-    """
+    """One weight on a device, for the parameter that lives on the host."""
 
     def __init__(
         self, module: nn.Module, name: str, host: torch.Tensor, copy: torch.Tensor

@@ -20,10 +20,6 @@ def keeping_on_host(
 
     Backward copies each to the device again when it reaches it. torch has one such pair of hooks
     in force at a time, so a user's own, such as `save_on_cpu`, see nothing of what is kept here.
-
-    Args:
-        weights: pairs of a copy, and the host's parameter.
-        device: where the copies are.
     """
     if not torch.is_grad_enabled():
         return contextlib.nullcontext()
@@ -53,11 +49,7 @@ class _Kept:
     version: int
 
     def restore(self) -> torch.Tensor:
-        """The tensor. With hooks, torch leaves it to them to refuse one that was changed.
-
-        Raises:
-            RuntimeError: in torch's words, if it was.
-        """
+        """The tensor. With hooks, torch leaves it to them to refuse one that was changed."""
         if self.tensor._version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "

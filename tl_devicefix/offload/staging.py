@@ -58,12 +58,7 @@ class Staging:
         return target
 
     def copy(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
-        """As `target.copy_(tensor)`, where `target` is on the device.
-
-        Args:
-            target: has no gradient; rounded to its dtype on the host, as torch does.
-            tensor: of the same shape, anywhere.
-        """
+        """As `target.copy_(tensor)`, where `target` is on the device."""
         if not self._is_staged(tensor) or target.device != self._device:
             target.copy_(tensor)
         elif tensor.numel() * target.itemsize <= BYTES_AT_ONCE:
@@ -85,11 +80,7 @@ class Staging:
 
 
 class _Buffer:
-    """A chunk of pinned memory.
-
-    Args:
-        read: the event of a device having read it.
-    """
+    """A chunk of pinned memory."""
 
     def __init__(self, read: Any) -> None:
         self.read = read

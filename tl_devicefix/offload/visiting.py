@@ -66,12 +66,7 @@ def _offloaded_blocks(model: Any, placement: Placement) -> Iterator[tuple[nn.Mod
 
 
 class ForwardWithVisitors(AroundForward):
-    """An offloaded block's forward: with its weights on the device where it runs.
-
-    Args:
-        block: the block, whose forward this replaces.
-        device: where it runs.
-    """
+    """An offloaded block's forward: with its weights on the device where it runs."""
 
     def __init__(self, block: nn.Module, device: torch.device) -> None:
         super().__init__(block)
@@ -166,11 +161,7 @@ class Visits:
         self._tours: list[Tour] = []  # those of older runs first, mostly
 
     def rank(self, device: torch.device, weights: object | None) -> int:
-        """How soon a run should get a device, which needs these weights there, or none.
-
-        Returns:
-            `AT_HAND`, `THERE` or `NOT_THERE`, in this order.
-        """
+        """How soon a run should get a device, which needs these weights there, or none."""
         if weights is None:
             return AT_HAND
         if weights not in self._visiting.get(device, ()):
@@ -275,13 +266,7 @@ class Visits:
 
 
 class Tour:
-    """The offloaded blocks that one forward will run: each is sent as soon as there is room.
-
-    Args:
-        blocks: their forwards, in the order they run.
-        visits: those of this forward, or of all runs that it is one of.
-        outer: the tour of the forward in a hook of which this one is.
-    """
+    """The offloaded blocks that one forward will run: each is sent as soon as there is room."""
 
     def __init__(
         self, blocks: Iterable[ForwardWithVisitors], visits: Visits, outer: Tour | None = None

@@ -57,11 +57,7 @@ def decide_fitting(
     device_map: DeviceMap | None = None,
     max_memory: MaxMemory | None = None,
 ) -> Placement:
-    """As `plan`, for components of these sizes, weighed in `dtype`.
-
-    Raises:
-        ValueError: if the arguments do not fit together, or the weights do not fit.
-    """
+    """As `plan`, for components of these sizes, weighed in `dtype`."""
     placement = decide(sizes, n_devices, device, device_map, max_memory)
     check_fit(placement, max_memory, dtype)
     return placement
@@ -74,11 +70,7 @@ def decide(
     device_map: DeviceMap | None = None,
     max_memory: MaxMemory | None = None,
 ) -> Placement:
-    """As `plan`, for components of these sizes, whether or not they fit.
-
-    Raises:
-        ValueError: if the arguments do not fit together.
-    """
+    """As `plan`, for components of these sizes, whether or not they fit."""
     if device_map is not None and n_devices not in (None, 1):
         raise ValueError(
             f"both device_map={device_map!r} and n_devices={n_devices} are given: device_map "

@@ -117,9 +117,6 @@ def resolve(device: DeviceLike, home: torch.device | None = None) -> torch.devic
             its host: "node-b/cuda:1", or "host1/cuda:1" by the host's number.
         home: where the model is at home, or will be. Without, or if its type has no index (the
             CPU), an index is of the type that TransformerLens would choose.
-
-    Raises:
-        ValueError: if the name is not a device, or this machine has no such device.
     """
     if isinstance(device, bool) or (isinstance(device, int) and device < 0):
         raise ValueError(
@@ -141,11 +138,7 @@ def resolve(device: DeviceLike, home: torch.device | None = None) -> torch.devic
 
 
 def numbered_or_resolved(device: DeviceLike) -> DeviceLike:
-    """Resolve a device, but leave an index as it is, because home is not known yet.
-
-    Raises:
-        ValueError: as for `resolve`; for an index, if no type of device here has so many.
-    """
+    """Resolve a device, but leave an index as it is, because home is not known yet."""
     if not isinstance(device, int):
         return resolve(device)
     if isinstance(device, bool) or device not in range(max(map(device_count, known_types()))):
@@ -154,11 +147,7 @@ def numbered_or_resolved(device: DeviceLike) -> DeviceLike:
 
 
 def resolve_to_move(device: DeviceLike, home: torch.device) -> torch.device:
-    """As `resolve`, for a model to be moved: from the CPU, an index is torch's own if it has any.
-
-    Raises:
-        ValueError: as for `resolve`.
-    """
+    """As `resolve`, to move a model: from the CPU, an index is torch's own if it has any."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None and not has_index(home) and not has_index(default_device()):
         home = accelerator
@@ -189,11 +178,7 @@ def device_count(device_type: str) -> int:
 
 
 def consecutive(first: torch.device, count: int) -> list[torch.device]:
-    """The devices `first`, `first + 1`, ... (`count` of them).
-
-    Raises:
-        ValueError: if there are not so many.
-    """
+    """The devices `first`, `first + 1`, ... (`count` of them)."""
     if count == 1:
         return [first]
     start = first.index or 0
@@ -226,9 +211,6 @@ def free_memory(device: torch.device) -> int | None:
 
     What other processes hold counts as used, and what this process's caching allocator holds but
     does not use counts as free. What `set_per_process_memory_fraction` forbids does not.
-
-    Raises:
-        RuntimeError: if the device has failed, as torch says it.
     """
     if device.type in ("cpu", "meta"):
         return None

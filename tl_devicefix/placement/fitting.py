@@ -30,22 +30,13 @@ from tl_devicefix.weight_processing import slices
 
 
 def working_room(placement: Placement, dtype: torch.dtype) -> int:
-    """Bytes that loading takes on a device beside the weights: a slice in float32, as it changes.
-
-    Args:
-        placement: its components weigh what they do in `dtype`.
-        dtype: the dtype of the weights.
-    """
+    """Bytes that loading takes on a device beside the weights: a slice, in float32 and changing."""
     largest = max(component.weights for component in placement.components) // dtype.itemsize
     return 2 * 4 * min(largest, slices.ELEMENTS_ON_DEVICE)
 
 
 def check_fit(placement: Placement, max_memory: MaxMemory | None, dtype: torch.dtype) -> None:
-    """Check that each device has room for its share, and the host for offloaded blocks.
-
-    Raises:
-        ValueError: naming the device, what it would hold and has, and what would fit.
-    """
+    """Check that each device has room for its share, and the host for offloaded blocks."""
     limits = by_device(max_memory, placement.home)
     for device in placement.memories:
         needed, room = placement.bytes_on(device), capacity(device, limits)
@@ -121,16 +112,7 @@ def remedy(
 
 @contextlib.contextmanager
 def naming_full_devices(model: Any, placement: Placement | None, unit: str) -> Iterator[None]:
-    """Explain running out of memory while a component is brought to its device.
-
-    Args:
-        model: the model as far as it is there.
-        placement: where its components go; None if it is not placed, and nothing is explained.
-        unit: the component.
-
-    Raises:
-        torch.OutOfMemoryError: saying which device is full, what it holds, and what would fit.
-    """
+    """Explain running out of memory while a unit is brought to its device, if that is planned."""
     try:
         yield
     except RuntimeError as error:

@@ -62,14 +62,7 @@ def _choosing(device: DeviceLike | None) -> Iterator[None]:
 
 
 def chosen_device(home: torch.device | None) -> torch.device | None:
-    """The device of the innermost `gather_on`, if any.
-
-    Args:
-        home: of what is gathered, whose type an index has.
-
-    Raises:
-        ValueError: if there is no such device of that type.
-    """
+    """The device of the innermost `gather_on`, if any."""
     device = _chosen.get()
     return None if device is None else resolve(device, home)
 

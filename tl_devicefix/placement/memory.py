@@ -20,15 +20,7 @@ Limits = Mapping[torch.device | str, int]
 
 
 def by_device(max_memory: MaxMemory | Limits | None, home: torch.device) -> Limits | None:
-    """Resolve the devices in `max_memory`, and its sizes to bytes.
-
-    Args:
-        max_memory: as the user gives it.
-        home: an index is that of a device of its type.
-
-    Raises:
-        ValueError: if there is no such device, or a size cannot be read.
-    """
+    """Resolve the devices in `max_memory`, and its sizes to bytes."""
     if max_memory is None:
         return None
     if not isinstance(max_memory, Mapping):
@@ -70,9 +62,6 @@ def bytes_of(size: int | str, called: str = "memory") -> int:
     Args:
         size: as the user gives it.
         called: what the user calls it.
-
-    Raises:
-        ValueError: if ``size`` is negative, cannot be read, or is more than any memory has.
     """
     n_bytes: float = size if type(size) is int else -1
     if isinstance(size, str):
@@ -108,9 +97,6 @@ def format_table(rows: Sequence[Sequence[str]], align: str) -> str:
     Args:
         rows: the cells of each row, the heads first.
         align: "<" or ">" for each column; the last one is also that of all further columns.
-
-    Returns:
-        A line for each row.
 
     >>> print(format_table([("device", "held"), ("cuda:0", "9.00 GiB")], "<>"))
     device      held

@@ -133,12 +133,7 @@ class Placement:
         return self._of_component(self._device_by_name, name)
 
     def device_for(self, name: str, of_weights: bool = False) -> torch.device:
-        """The device of anything in the model, by name: home, if it is in no component.
-
-        Args:
-            name: of a parameter, a buffer or a module.
-            of_weights: where the weights live, which differs for blocks that are offloaded.
-        """
+        """The device of anything in the model, by name: home, if it is in no component."""
         devices = self._stored_by_name if of_weights else self._device_by_name
         return devices.get(component_of(name), self.home)
 
@@ -374,15 +369,7 @@ def is_block(name: str) -> bool:
 
 
 def check_count(name: str, count: Any) -> None:
-    """Check a number of blocks or experts, before anything is made for each of them.
-
-    Args:
-        name: what a config calls them.
-        count: how many there are.
-
-    Raises:
-        ValueError: if no model has so many.
-    """
+    """Check a number of blocks or experts, before anything is made for each of them."""
     if isinstance(count, int) and count > _MOST:
         raise ValueError(f"{name}={count} is more than any model has: give at most {_MOST}")
 

@@ -54,11 +54,7 @@ class Site:
 
 
 def divided(n_devices: int | None, hosts: Hosts) -> tuple[Site, ...]:
-    """The sites of devices that are divided over hosts, in order: evenly, or as many as each has.
-
-    Raises:
-        ValueError: if they cannot be, or are more than there may be.
-    """
+    """The sites of devices that are divided over hosts: evenly, or as many as each has."""
     places = [
         (host, number)
         for host, on_it in enumerate(_on_each(n_devices, hosts))
@@ -71,11 +67,7 @@ def divided(n_devices: int | None, hosts: Hosts) -> tuple[Site, ...]:
 
 
 def sites_on(n_devices: int | None, hosts: Hosts | None) -> tuple[Site, ...]:
-    """The sites of so many devices; none if `hosts` is None.
-
-    Raises:
-        ValueError: if they cannot be divided over these.
-    """
+    """The sites of so many devices; none if `hosts` is None."""
     return () if hosts is None else divided(n_devices, hosts)
 
 
@@ -106,11 +98,7 @@ def _on_each(n_devices: int | None, hosts: Hosts) -> Sequence[int]:
 
 
 def check_number(n_devices: object) -> None:
-    """Check that there may be so many devices.
-
-    Raises:
-        ValueError: if not.
-    """
+    """Check that there may be so many devices."""
     if type(n_devices) is not int or not 1 <= n_devices <= _MOST_DEVICES:
         raise ValueError(f"n_devices must be from 1 to {_MOST_DEVICES}, but is {n_devices!r}")
 
@@ -124,15 +112,7 @@ def names_host(named: object) -> bool:
 
 
 def site_named(name: str, sites: Sequence[Site]) -> Site:
-    """The site that is meant by "node-b/cuda:1", "host1/cuda:1" or "host1/1".
-
-    Args:
-        name: a host by its own name, or else by its number, and one of its devices.
-        sites: those there are.
-
-    Raises:
-        ValueError: if there is none; it lists those that there are.
-    """
+    """The site that is meant by "node-b/cuda:1", "host1/cuda:1" or "host1/1"."""
     host, _, device = name.rpartition("/")
     on_host = [site for site in sites if site.hostname == host]
     on_host = on_host or [site for site in sites if f"host{site.host}" == host]

@@ -63,12 +63,7 @@ def each_on_its_device(
 
 @contextlib.contextmanager
 def threads(count: int, **options: Any) -> Iterator[ThreadPoolExecutor]:
-    """A pool of threads, none of which is left at the end, even after an interrupt.
-
-    Args:
-        count: how many.
-        options: those of a ThreadPoolExecutor.
-    """
+    """A pool of threads, none of which is left at the end, even after an interrupt."""
     pool = ThreadPoolExecutor(count, **options)
     try:
         yield pool
@@ -90,13 +85,7 @@ def _raise_first(errors: list[BaseException]) -> None:
 
 
 class _Order:
-    """Work that several threads do to units, as far as a loop would have got.
-
-    Args:
-        do: what is done to a unit.
-        count: how many there are.
-        cores: how many cores torch may use in each thread.
-    """
+    """Work that several threads do to units, as far as a loop would have got."""
 
     def __init__(self, do: Callable[[Any], None], count: int, cores: int) -> None:
         self._do, self._cores = do, cores
@@ -156,9 +145,6 @@ class CallersState:
     Gradient and inference mode, autocast, the modes of torch functions and operations
     (`torch.set_default_device`, `mix_devices`), hooks of saved tensors, the current devices and
     streams, and, as contextvars, what `gather_on` has chosen.
-
-    Args:
-        devices: those whose current streams matter.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:

@@ -54,11 +54,7 @@ class Steps:
     """Whether b_O is centred again after the value biases; `applicable` decides it."""
 
     def applicable(self, cfg: Any, conventions: Conventions) -> Steps:
-        """These steps less those that do not apply to a model with this config. Call it once.
-
-        Raises:
-            ValueError: if the attention matrices cannot be refactored.
-        """
+        """These steps less those that do not apply to a model with this config. Call it once."""
         recenters = conventions.recenters_b_O and uses_layer_norm(cfg)
         steps = replace(
             self,
@@ -86,15 +82,7 @@ def uses_layer_norm(cfg: Any) -> bool:
 
 
 def check_refactorable(cfg: Any, is_grouped: bool) -> None:
-    """Check that `refactor_factored_attn_matrices` can be done.
-
-    Args:
-        cfg: the model's config.
-        is_grouped: whether its heads share keys and values.
-
-    Raises:
-        ValueError: if it cannot.
-    """
+    """Check that `refactor_factored_attn_matrices` can be done."""
     if cfg.positional_embedding_type == "rotary":
         raise ValueError(
             "refactor_factored_attn_matrices=True cannot be used with rotary embeddings: there "

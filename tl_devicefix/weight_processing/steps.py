@@ -57,14 +57,7 @@ def fold_layer_norm_into_block(
 def fold_layer_norm_into_unembed(
     head: Weights, *, fold_biases: bool, center_weights: bool, keep_norms: bool
 ) -> None:
-    """Fold ln_final into the unembedding.
-
-    Args:
-        head: "ln_final.w", perhaps "ln_final.b", "unembed.W_U" [d_model, d_vocab], "unembed.b_U".
-        fold_biases: fold ln_final's bias (False for RMSNorm, and where `cfg.final_rms` is set).
-        center_weights: centre W_U over d_model afterwards (False for RMSNorm).
-        keep_norms: as in `fold_layer_norm_into_block`.
-    """
+    """Fold ln_final into the unembedding."""
     if "ln_final.w" in head:
         _fold_into_rows(head, "ln_final", "unembed.W_U", "unembed.b_U", fold_biases, center_weights)
         _retire(head, "ln_final", keep_norms)
@@ -147,12 +140,7 @@ _OVER_VOCABULARY = ("unembed.W_U", "unembed.b_U")
 
 
 def center_unembed_weights(head: Weights, means: Weights | None = None) -> None:
-    """Centre "unembed.W_U" [d_model, d_vocab] and "unembed.b_U" [d_vocab] over the vocabulary.
-
-    Args:
-        head: the weights, or those of a part of the vocabulary.
-        means: the means over the whole vocabulary (`vocabulary_means`), if `head` is a part of it.
-    """
+    """Centre "unembed.W_U" [d_model, d_vocab] and "unembed.b_U" [d_vocab] over the vocabulary."""
     for name in _OVER_VOCABULARY:
         if means is None:
             _center(head, name)
@@ -191,13 +179,7 @@ def vocabulary_means(
 
 
 def fold_value_biases_of_block(block: Weights) -> None:
-    """Fold one block's value biases into its b_O.
-
-    Args:
-        block: one block's weights; "attn.b_V" [heads, d_head], or "attn._b_V"
-            [key_value_heads, d_head] with grouped-query attention, "attn.W_O"
-            [heads, d_head, d_model] and "attn.b_O" [d_model].
-    """
+    """Fold one block's value biases into its b_O."""
     name = "attn._b_V" if "attn._b_V" in block else "attn.b_V"
     W_O: Float[torch.Tensor, "heads d_head d_model"] = block["attn.W_O"]
     b_V = block[name]
