@@ -210,9 +210,6 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "no heads": ({"num_attention_heads": 0}, UNREADABLE),
     "negative": ({"vocab_size": -1}, UNREADABLE),
     "no activation": ({"hidden_act": "x"}, UNREADABLE),
-    "too many layers": ({"num_hidden_layers": 10**9}, UNREADABLE),
-    "too many labels": ({"num_labels": 10**9}, UNREADABLE),
-    "too many experts": ({"text_config": {"num_local_experts": 10**9}}, UNREADABLE),
 }
 """What a config.json has instead, and what the refusal says."""
 

@@ -39,9 +39,8 @@ class Doing:
         self.ended.append(unit)
 
 
-def raising(error: BaseException, when: threading.Event | None = None) -> Callable[[], None]:
+def raising(error: BaseException) -> Callable[[], None]:
     def fail() -> None:
-        assert when is None or when.wait(SOON)
         raise error
 
     return fail
@@ -73,37 +72,15 @@ def test_those_of_one_device_are_done_in_order_by_one_thread(devices: Any) -> No
     assert no_thread_is_left(doing)
 
 
-def test_the_first_error_in_order_is_raised_whichever_comes_first(devices: Any) -> None:
-    later_one_has_failed = threading.Event()
+def test_after_an_error_no_unit_is_begun(devices: Any) -> None:
+    many = list(range(500))
+    doing = Doing({**dict.fromkeys(many, lambda: time.sleep(0.01)), 1: raising(ValueError("of 1"))})
 
-    def fail_first() -> None:
-        later_one_has_failed.set()
-        raise ValueError("of unit 2")
+    with pytest.raises(ValueError, match="of 1"):
+        each_on_its_device(doing, many, devices * 100)
 
-    doing = Doing({1: raising(ValueError("of unit 1"), later_one_has_failed), 2: fail_first})
-
-    with pytest.raises(ValueError, match="of unit 1"):
-        each_on_its_device(doing, UNITS, devices)
-
+    assert len(doing.begun) < len(many)
     assert no_thread_is_left(doing)
-
-
-def test_units_before_the_failed_one_are_finished_and_later_ones_not_begun(devices: Any) -> None:
-    one_has_failed = threading.Event()
-
-    def fail() -> None:
-        one_has_failed.set()
-        raise ValueError("of unit 2")
-
-    doing = Doing({0: lambda: one_has_failed.wait(SOON), 2: fail})
-    told: list[int] = []
-
-    with pytest.raises(ValueError, match="of unit 2"):
-        each_on_its_device(doing, UNITS, devices, lambda: told.append(0))
-
-    assert {0, 1} <= set(doing.ended) <= {0, 1, 4}  # 4 may have been begun before
-    assert 3 not in doing.begun
-    assert len(told) == len(doing.ended)
 
 
 def test_an_interrupt_where_the_caller_waits_ends_all(devices: Any) -> None:

@@ -240,7 +240,7 @@ def test_a_dtype_may_be_named(machine: Any, boot: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("hidden_size", "x"), ("hidden_act", "x"), ("num_hidden_layers", 10**9)]
+    ("field", "value"), [("hidden_size", "x"), ("hidden_act", "x")]
 )
 def test_a_config_with_a_wrong_value_is_refused_in_a_sentence(
     field: str, value: Any, hf_models: Any, machine: Any, tmp_path: Path

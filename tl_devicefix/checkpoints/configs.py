@@ -18,13 +18,6 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from tl_devicefix.checkpoints.hub import in_one_line
 from tl_devicefix.placement.memory import is_out_of_memory
-from tl_devicefix.placement.placement import check_count
-
-_COUNTS = (
-    *("num_hidden_layers", "num_layers", "n_layer", "n_layers"),
-    *("num_experts", "num_local_experts", "n_routed_experts", "num_labels"),
-)
-"""Fields by which transformers makes lists, and modules, for ever if there are so many."""
 
 
 def read_config(name: str, directory: str | Path, **kwargs: Any) -> Any:
@@ -32,18 +25,9 @@ def read_config(name: str, directory: str | Path, **kwargs: Any) -> Any:
     with reading_config(name):
         if (file := Path(directory) / "config.json").is_file():
             fields = json.loads(file.read_text())
-            _check_counts(fields)
             if not isinstance(architectures := fields.get("architectures") or [], list):
                 raise ValueError(f"architectures must be a list of names, but is {architectures!r}")
         return AutoConfig.from_pretrained(name, **kwargs)
-
-
-def _check_counts(fields: dict[str, Any]) -> None:
-    for name, value in fields.items():
-        if isinstance(value, dict):
-            _check_counts(value)
-        elif name in _COUNTS:
-            check_count(name, value)
 
 
 @contextlib.contextmanager

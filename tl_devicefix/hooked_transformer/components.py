@@ -18,7 +18,7 @@ from transformer_lens.components import (
     Unembed,
 )
 
-from tl_devicefix.placement.placement import ComponentSize, check_count, component_of
+from tl_devicefix.placement.placement import ComponentSize, component_of
 
 
 def component_names(cfg: Any) -> tuple[str, ...]:
@@ -37,11 +37,7 @@ def component_sizes(cfg: Any) -> tuple[ComponentSize, ...]:
 
     TransformerLens's own modules are built on the meta device, which allocates nothing, so the
     sizes are right for every architecture and version.
-
-    Raises:
-        ValueError: if there are more blocks than any model has.
     """
-    check_count("n_layers", cfg.n_layers)
     block_sizes: dict[Any, ComponentSize] = {}
     sizes = []
     for name in component_names(cfg):

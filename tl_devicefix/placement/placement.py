@@ -368,15 +368,6 @@ def is_block(name: str) -> bool:
     return name.partition(".")[2].partition(".")[0].isdecimal()
 
 
-def check_count(name: str, count: Any) -> None:
-    """Check a number of blocks or experts, before anything is made for each of them."""
-    if isinstance(count, int) and count > _MOST:
-        raise ValueError(f"{name}={count} is more than any model has: give at most {_MOST}")
-
-
-_MOST = 10_000
-
-
 def shared_once(on_one_device: Sequence[Any]) -> int:
     """Bytes of the buffers of some components (anything like `ComponentSize`) on one device."""
     copies = {component.shared or component.name: component.buffers for component in on_one_device}

@@ -28,9 +28,8 @@ def each_on_its_device(
 ) -> None:
     """Do something to each unit, with a thread for each of several devices.
 
-    An error ends it as it would have ended a loop: units after the failed one are not begun any
-    more, those before it are finished, and the first error in the units' order is raised. An
-    interrupt leaves all that is not begun. In either case no thread is left.
+    After an error or an interrupt no unit is begun any more, and no thread is left. Of several
+    errors, the one of the first unit is raised.
 
     Args:
         do: what to do to a unit; not a closure, as an error's traceback would keep what it holds.
@@ -45,20 +44,43 @@ def each_on_its_device(
             done()
         return
     begun: list[Future[bool]] = []
+    stopped = threading.Event()
     with contextlib.ExitStack() as stack:
-        order = _Order(do, len(units), stack.enter_context(sharing_cores(len(of_each))))
+        cores = stack.enter_context(sharing_cores(len(of_each)))
         caller = CallersState(of_each)
         workers = {device: stack.enter_context(threads(1)) for device in of_each}
-        stack.callback(order.stop)  # before the workers are waited for
-        for index, (unit, device) in enumerate(zip(units, devices)):
-            begun.append(workers[device].submit(order.do, index, unit, caller))
-        order.begin()
+        stack.callback(stopped.set)  # before the workers are waited for
+        for unit, device in zip(units, devices):
+            begun.append(workers[device].submit(_do_unless, stopped, do, unit, caller, cores))
         for future in as_completed(begun):
             if future.exception() is None and future.result():
                 done()
     errors = [error for future in begun if (error := future.exception()) is not None]
     begun.clear()  # or an error's traceback would hold them, and they the error
     _raise_first(errors)
+
+
+def _do_unless(
+    stopped: threading.Event,
+    do: Callable[[Any], None],
+    unit: Any,
+    caller: CallersState,
+    cores: int,
+) -> bool:
+    """Do it to one unit, in a worker, unless they are stopped; say whether it was done."""
+    if stopped.is_set():
+        return False
+    try:
+        caller.run(_on_cores, cores, do, unit)
+    except BaseException:
+        stopped.set()
+        raise
+    return True
+
+
+def _on_cores(cores: int, do: Callable[[Any], None], unit: Any) -> None:
+    torch.set_num_threads(cores)
+    do(unit)
 
 
 @contextlib.contextmanager
@@ -82,42 +104,6 @@ def _raise_first(errors: list[BaseException]) -> None:
             raise errors[0]
     finally:
         errors.clear()  # or its traceback would hold the others, and they what was being done
-
-
-class _Order:
-    """Work that several threads do to units, as far as a loop would have got."""
-
-    def __init__(self, do: Callable[[Any], None], count: int, cores: int) -> None:
-        self._do, self._cores = do, cores
-        self._end = count
-        self._ending = threading.Lock()
-        self._begins = threading.Event()
-
-    def begin(self) -> None:
-        """Let the threads begin: all are there, and an interrupt finds them."""
-        self._begins.set()
-
-    def do(self, index: int, unit: Any, caller: CallersState) -> bool:
-        """Do it to one unit, in a worker; say whether it was begun."""
-        self._begins.wait()
-        if index >= self._end:
-            return False
-        try:
-            caller.run(self._on_its_cores, unit)
-        except BaseException:
-            self.stop(index)
-            raise
-        return True
-
-    def _on_its_cores(self, unit: Any) -> None:
-        torch.set_num_threads(self._cores)
-        self._do(unit)
-
-    def stop(self, before: int = 0) -> None:
-        """Begin no unit from this one on."""
-        with self._ending:
-            self._end = min(self._end, before)
-        self._begins.set()
 
 
 # torch.set_num_threads also sets what new threads begin with: one load at a time.

@@ -17,7 +17,7 @@ from tl_devicefix.checkpoints.configs import known_config, read_config, torch_dt
 from tl_devicefix.checkpoints.hub import TOKENIZER_FILES
 from tl_devicefix.gathering.gathering import STACKED
 from tl_devicefix.placement.in_use import gather_on
-from tl_devicefix.placement.placement import ComponentSize, Placement, check_count
+from tl_devicefix.placement.placement import ComponentSize, Placement
 from tl_devicefix.transformer_bridge.alignment import settle_bridge
 from tl_devicefix.transformer_bridge.components import (
     Layout,
@@ -133,7 +133,6 @@ def _hf_config(config_or_model_name: Any) -> Any:
         ValueError: if there is none.
     """
     if isinstance(config_or_model_name, PretrainedConfig):
-        check_count("num_hidden_layers", getattr(config_or_model_name, "num_hidden_layers", 0))
         return config_or_model_name
     if not isinstance(config_or_model_name, str | os.PathLike):
         raise ValueError(

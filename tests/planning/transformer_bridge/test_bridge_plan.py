@@ -79,11 +79,3 @@ def test_attention_in_a_window_caches_the_window() -> None:
 def test_an_argument_of_hooked_transformer_s_is_refused() -> None:
     with pytest.raises(TypeError, match="no argument 'first_n_layers'"):
         estimate(known_config("gpt2"), first_n_layers=2)
-
-
-def test_more_blocks_than_any_model_has_are_refused(machine: Any) -> None:
-    config = known_config("gpt2")
-    config.n_layer = 10**9
-    for function in (plan, estimate):
-        with pytest.raises(ValueError, match="num_hidden_layers=1000000000 is more than any model"):
-            function(config, n_devices=2)
