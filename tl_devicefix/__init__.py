@@ -10,7 +10,7 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-from tl_devicefix.monkeypatch.import_hook import call_now, when_imported
+from tl_devicefix.monkeypatch.applying import call_now, when_imported
 from tl_devicefix.monkeypatch.versions import check_version
 from tl_devicefix.patches import enable as _enable
 

@@ -11,7 +11,7 @@ import torch
 from comparison import assert_agrees, assert_same_weights
 from offloads import HOST, assert_at_rest, every_kind, some_offload
 
-from tl_devicefix.offload.kept_weights import keeping_on_host
+from tl_devicefix.offload.copying import keeping_on_host
 from tl_devicefix.simulation.machine import Machine
 
 LOOKS_INTO_ALL = (lambda name: True, lambda value, hook: None)

@@ -11,7 +11,7 @@ from transformer_lens import HookedTransformer
 
 import tl_devicefix
 from tl_devicefix import plan, simulate
-from tl_devicefix.placement.sites import Site, divided, listed, site_named
+from tl_devicefix.placement.devices import Site, divided, listed, site_named
 from tl_devicefix.simulation.machine import Machine
 
 JOINED = (

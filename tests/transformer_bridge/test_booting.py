@@ -239,9 +239,7 @@ def test_a_dtype_may_be_named(machine: Any, boot: Any) -> None:
         boot("llama", dtype="bf17")
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("hidden_size", "x"), ("hidden_act", "x")]
-)
+@pytest.mark.parametrize(("field", "value"), [("hidden_size", "x"), ("hidden_act", "x")])
 def test_a_config_with_a_wrong_value_is_refused_in_a_sentence(
     field: str, value: Any, hf_models: Any, machine: Any, tmp_path: Path
 ) -> None:

@@ -17,8 +17,8 @@ import psutil
 import torch
 
 from tl_devicefix.monkeypatch.exchanged import PACKAGES
+from tl_devicefix.placement.devices import Site
 from tl_devicefix.placement.memory import bytes_of
-from tl_devicefix.placement.sites import Site
 from tl_devicefix.simulation.backend import real_accelerator
 
 

@@ -22,9 +22,9 @@ from tl_devicefix.offload.copying import (
     Sent,
     Visitor,
     copies_beside_computing,
+    keeping_on_host,
     wait_until_copied,
 )
-from tl_devicefix.offload.kept_weights import keeping_on_host
 from tl_devicefix.placement.devices import HOST
 from tl_devicefix.placement.placement import VISITING, Placement
 

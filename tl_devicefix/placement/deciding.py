@@ -24,6 +24,7 @@ from tl_devicefix.placement.devices import (
     is_device,
     known_types,
     named_in_full,
+    names_host,
     resolve,
 )
 from tl_devicefix.placement.fitting import check_fit
@@ -36,7 +37,6 @@ from tl_devicefix.placement.placement import (
     is_block,
     placed_as,
 )
-from tl_devicefix.placement.sites import names_host
 
 _log = logging.getLogger(__name__)
 

@@ -10,9 +10,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from tl_devicefix.placement.devices import DeviceLike, numbered_or_resolved, resolve
+from tl_devicefix.placement.devices import DEVICE_TYPE, DeviceLike, numbered_or_resolved, resolve
 from tl_devicefix.placement.placement import Placement
-from tl_devicefix.placement.sites import DEVICE_TYPE
 
 _chosen: ContextVar[DeviceLike | None] = ContextVar("gather_on", default=None)
 # By identity, as equal placements of two models are two; in the order they were placed.

@@ -13,9 +13,17 @@ from typing import Any
 import torch
 
 from tl_devicefix.misspelt import did_you_mean
-from tl_devicefix.placement.devices import HOST, DeviceLike, resolve, site_of, sites_here
+from tl_devicefix.placement.devices import (
+    HOST,
+    DeviceLike,
+    Site,
+    names_host,
+    resolve,
+    site_named,
+    site_of,
+    sites_here,
+)
 from tl_devicefix.placement.memory import format_table, gib
-from tl_devicefix.placement.sites import Site, names_host, site_named
 
 VISITING = 2
 """Offloaded blocks on a device at a time: the one that computes, and the next on its way."""

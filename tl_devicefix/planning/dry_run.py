@@ -25,10 +25,10 @@ from tl_devicefix.attention.implementation import (
 from tl_devicefix.dispatch.naming import named_modules
 from tl_devicefix.patches import enabled
 from tl_devicefix.placement.deciding import DeviceMap, decide
+from tl_devicefix.placement.devices import Hosts
 from tl_devicefix.placement.fitting import check_fit
 from tl_devicefix.placement.memory import MaxMemory, format_table, gib
 from tl_devicefix.placement.placement import BetweenHosts, Placement, by_hosts, in_words
-from tl_devicefix.placement.sites import Hosts
 from tl_devicefix.planning.blueprints import blueprint, check_options
 from tl_devicefix.planning.plan import described
 from tl_devicefix.simulation import Machine, Transfers, simulate_apart

@@ -14,9 +14,9 @@ import torch
 from tl_devicefix.attention.implementation import SDPA, check_attn_implementation
 from tl_devicefix.patches import enabled
 from tl_devicefix.placement.deciding import DeviceMap
+from tl_devicefix.placement.devices import Hosts
 from tl_devicefix.placement.memory import MaxMemory, format_table, gib
 from tl_devicefix.placement.placement import BetweenHosts, Placement, in_words
-from tl_devicefix.placement.sites import Hosts
 from tl_devicefix.planning.blueprints import Blueprint, blueprint, check_options
 from tl_devicefix.planning.plan import described, rooms
 from tl_devicefix.planning.usage import Job, OnDevice, Setting

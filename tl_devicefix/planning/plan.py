@@ -8,11 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from tl_devicefix.placement.deciding import DeviceMap, decide_fitting, tell_of_unused
-from tl_devicefix.placement.devices import DeviceLike
-from tl_devicefix.placement.memory import MaxMemory
-from tl_devicefix.placement.placement import Placement
-from tl_devicefix.placement.sites import (
+from tl_devicefix.placement.devices import (
     DEVICE_TYPE,
+    DeviceLike,
     Hosts,
     Site,
     check_number,
@@ -20,6 +18,8 @@ from tl_devicefix.placement.sites import (
     site_named,
     sites_on,
 )
+from tl_devicefix.placement.memory import MaxMemory
+from tl_devicefix.placement.placement import Placement
 from tl_devicefix.planning.blueprints import blueprint, is_of_bridge
 from tl_devicefix.simulation import simulate_apart
 

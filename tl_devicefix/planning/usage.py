@@ -16,7 +16,7 @@ import torch
 from tl_devicefix.attention.implementation import set_attn_implementation
 from tl_devicefix.gathering.caches import CacheAtHome
 from tl_devicefix.placement.deciding import DeviceMap, decide
-from tl_devicefix.placement.devices import HOST
+from tl_devicefix.placement.devices import DEVICE_TYPE, HOST, Hosts
 from tl_devicefix.placement.memory import by_device, capacity
 from tl_devicefix.placement.placement import (
     BetweenHosts,
@@ -25,7 +25,6 @@ from tl_devicefix.placement.placement import (
     in_short,
     shared_once,
 )
-from tl_devicefix.placement.sites import DEVICE_TYPE, Hosts
 from tl_devicefix.planning.blueprints import Blueprint, Generation
 from tl_devicefix.planning.plan import UNLIMITED
 from tl_devicefix.simulation import Machine, Transfer, simulate_apart

@@ -10,7 +10,7 @@ import torch
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tl_devicefix.placement.sites import DEVICE_TYPE, Site
+from tl_devicefix.placement.devices import DEVICE_TYPE, Site
 from tl_devicefix.simulation import streams
 from tl_devicefix.simulation.asynchronous import AsynchronousExecutor
 from tl_devicefix.simulation.backward import type_of_devices

@@ -15,8 +15,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from tl_devicefix.placement.devices import DEVICE_TYPE, Site
 from tl_devicefix.placement.memory import format_table
-from tl_devicefix.placement.sites import DEVICE_TYPE, Site
 from tl_devicefix.simulation.asynchronous import AsynchronousExecutor
 from tl_devicefix.simulation.backward import raise_or_keep
 from tl_devicefix.simulation.executor import CPUExecutor, Executor

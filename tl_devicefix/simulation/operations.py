@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from tl_devicefix.placement.sites import DEVICE_TYPE
+from tl_devicefix.placement.devices import DEVICE_TYPE
 from tl_devicefix.simulation.executor import zeros_for
 from tl_devicefix.simulation.tensor import (
     HANDLERS,

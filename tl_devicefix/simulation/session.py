@@ -13,8 +13,8 @@ import torch
 import torch.fx.experimental._config as meta_config
 from torch.autograd.graph import saved_tensors_hooks
 
+from tl_devicefix.placement.devices import DEVICE_TYPE, Hosts, Site, check_number, sites_on
 from tl_devicefix.placement.memory import bytes_of
-from tl_devicefix.placement.sites import DEVICE_TYPE, Hosts, Site, check_number, sites_on
 from tl_devicefix.simulation import backend, backward
 from tl_devicefix.simulation.asynchronous import AsynchronousExecutor, Speed
 from tl_devicefix.simulation.executor import CPUExecutor, Executor, MetaExecutor

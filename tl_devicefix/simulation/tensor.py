@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tl_devicefix.placement.sites import DEVICE_TYPE, Site
+from tl_devicefix.placement.devices import DEVICE_TYPE, Site
 from tl_devicefix.simulation.backward import raise_or_keep
 from tl_devicefix.simulation.executor import zeros_for
 from tl_devicefix.simulation.geometry import parts_of
