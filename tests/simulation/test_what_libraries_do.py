@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from tl_devicefix.demo import selfcheck
 from tl_devicefix.placement.workers import each_on_its_device
 from tl_devicefix.simulation.backend import DeviceModule
 
-OWN = safe_open
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2)}
 
 
@@ -33,7 +31,7 @@ def file(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("options", [{}, {"values": False}, {"asynchronous": True}], ids=str)
 def test_safetensors_reads_a_file_to_a_device(options: dict[str, Any], file: Path) -> None:
     with tl_devicefix.simulate(3, **options):
-        with safe_open(file, framework="pt", device="sim:1") as opened:
+        with safetensors.safe_open(file, framework="pt", device="sim:1") as opened:
             read = [opened.get_tensor("a"), opened.get_slice("a")[:, 1:]]
         read.append(safetensors.torch.load_file(file, device="sim:1")["a"])
         on_the_cpu = safetensors.torch.load_file(file)
@@ -45,16 +43,11 @@ def test_safetensors_reads_a_file_to_a_device(options: dict[str, Any], file: Pat
         assert torch.equal(on_the_cpu["a"], TENSORS["a"])
 
 
-def test_safetensors_is_its_own_outside(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
-    with tl_devicefix.simulate(2):
-        imports: Any = ModuleType("imports")
-        imports.safe_open = safetensors.safe_open  # as it is found meanwhile
-        monkeypatch.setitem(sys.modules, "imports", imports)
-        with pytest.raises(RuntimeError, match="device sim:2 does not exist"):
-            safe_open(file, "pt", "sim:2")
-
-    found = [m.safe_open for m in (safetensors, safetensors.torch, imports, sys.modules[__name__])]
-    assert all(each is OWN for each in found)
+def test_safetensors_is_its_own_outside(file: Path) -> None:
+    missing = pytest.raises(RuntimeError, match="device sim:2 does not exist")
+    with tl_devicefix.simulate(2), missing:
+        safetensors.safe_open(file, "pt", "sim:2")
+    assert safetensors.safe_open is safetensors.torch.safe_open is safe_open
 
 
 def test_workers_run_on_a_type_of_device_without_autocast(monkeypatch: pytest.MonkeyPatch) -> None:

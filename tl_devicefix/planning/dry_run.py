@@ -215,7 +215,7 @@ def _watch(machine: Machine, model: Any, placement: Placement, run: Callable[[An
         memory=tuple(machine.mem_get_info(index)[1] for index in devices),
         peaks=tuple(Peak(machine.max_memory_allocated(i), at_peak[i]) for i in devices),
         timeline=tuple(timeline),
-        transfers=machine.transfers.copy(),
+        transfers=Transfers(machine.transfers),
         result=result,
         error=error,
         stopped_at=stopped_at,

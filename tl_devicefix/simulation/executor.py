@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Protocol
+from typing import Any
 
 import numpy
 import torch
@@ -11,90 +11,35 @@ import torch
 from tl_devicefix.simulation.geometry import Geometry, call_without_values
 from tl_devicefix.simulation.ordering import Memory
 
-_TO_COPY = torch.ops.aten._to_copy.default
 
+class Executor:
+    """Runs operations on the tensors behind the simulated ones: on the CPU, at once.
 
-class Executor(Protocol):
-    """Runs operations on the tensors behind the simulated ones.
-
-    Devices are indices, and None is the host. What has a body here is for those that have nothing
-    to do then.
+    Devices are indices, and None is the host.
     """
 
-    place: torch.device
+    place = torch.device("cpu")
     """Where the tensors are that factories make before `upload`: the CPU, or meta."""
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any], device: int) -> Any:
         """Run an operation on a device, and return what it gives."""
-
-    def allocate(self, geometry: Geometry, device: int) -> torch.Tensor:
-        """Make a tensor in memory of a device, without values of its own."""
-
-    def upload(self, values: torch.Tensor, device: int) -> torch.Tensor:
-        """Put values that no one else has on a device."""
-
-    def resolve(self, tensor: torch.Tensor, device: int) -> torch.Tensor:
-        """Copy a conjugated or negated view, as values."""
-
-    def read(self, tensor: torch.Tensor, device: int) -> torch.Tensor:
-        """Return a tensor of a device with its values, for the host."""
-
-    def copy(
-        self,
-        target: torch.Tensor,
-        source: torch.Tensor,
-        to: int | None,
-        of: int | None,
-        non_blocking: bool = False,
-    ) -> None:
-        """Copy in place between two devices, or a device and the host."""
-
-    def convert(
-        self, source: torch.Tensor, of: int, to: int | None, options: dict[str, Any]
-    ) -> torch.Tensor:
-        """Copy to a device or the host, also to another dtype: ``.to`` with torch's options."""
-
-    def memory_of(self, tensor: torch.Tensor, device: int) -> Memory | None:
-        """Return the users of the memory of a tensor, which is on a device from now on."""
-        return None
-
-    def free(self, memory: Memory) -> None:
-        """Let go of memory, in the middle of anything."""
-        return None
-
-    def synchronize(self, device: int) -> None:
-        """Wait for all operations of a device."""
-        return None
-
-    def contents(self, device: int) -> str:
-        """Say in a sentence what takes the memory of a device, for errors; empty if not known."""
-        return ""
-
-
-class CPUExecutor(Executor):
-    """Computes on the CPU, at once."""
-
-    place = torch.device("cpu")
-
-    def run(self, func: Any, args: Any, kwargs: dict[str, Any], device: int) -> Any:
-        """Compute."""
         return func(*args, **kwargs)
 
     def allocate(self, geometry: Geometry, device: int) -> torch.Tensor:
-        """Take memory of the CPU."""
+        """Make a tensor in memory of a device, without values of its own."""
         shape, stride, dtype = geometry
         return torch.empty_strided(shape, stride, dtype=dtype, device=self.place)
 
     def upload(self, values: torch.Tensor, device: int) -> torch.Tensor:
-        """Take the values as they are."""
+        """Put values that no one else has on a device."""
         return values
 
     def resolve(self, tensor: torch.Tensor, device: int) -> torch.Tensor:
-        """Copy as torch does."""
+        """Copy a conjugated or negated view, as values."""
         return tensor.resolve_conj().resolve_neg()
 
     def read(self, tensor: torch.Tensor, device: int) -> torch.Tensor:
-        """Return it as it is."""
+        """Return a tensor of a device with its values, for the host."""
         return tensor
 
     def copy(
@@ -105,17 +50,31 @@ class CPUExecutor(Executor):
         of: int | None,
         non_blocking: bool = False,
     ) -> None:
-        """Copy as the CPU does."""
+        """Copy in place between two devices, or a device and the host."""
         target.copy_(source)
 
     def convert(
         self, source: torch.Tensor, of: int, to: int | None, options: dict[str, Any]
     ) -> torch.Tensor:
-        """Copy as the CPU does."""
-        return _TO_COPY(source, **options)  # type: ignore[no-any-return]
+        """Copy to a device or the host, also to another dtype: ``.to`` with torch's options."""
+        return torch.ops.aten._to_copy.default(source, **options)  # type: ignore[no-any-return]
+
+    def memory_of(self, tensor: torch.Tensor, device: int) -> Memory | None:
+        """Return the users of the memory of a tensor, which is on a device from now on."""
+        return None
+
+    def free(self, memory: Memory) -> None:
+        """Let go of memory, in the middle of anything."""
+
+    def synchronize(self, device: int) -> None:
+        """Wait for all operations of a device."""
+
+    def contents(self, device: int) -> str:
+        """Say in a sentence what takes the memory of a device, for errors; empty if not known."""
+        return ""
 
 
-class MetaExecutor(CPUExecutor):
+class MetaExecutor(Executor):
     """Computes nothing: tensors have shapes, and no values."""
 
     place = torch.device("meta")

@@ -144,17 +144,3 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     if isinstance(value, (list, tuple)):
         return [tensor for item in value for tensor in tensors_in(item)]
     return []
-
-
-def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The dense tensors that take a tensor's memory.
-
-    Raises:
-        NotImplementedError: if it is in a layout that simulated devices do not have.
-    """
-    if tensor.layout not in (torch.strided, torch.sparse_coo):
-        raise NotImplementedError(
-            f"simulated devices have no tensors of layout {tensor.layout}: use to_sparse(), or "
-            "the CPU"
-        )
-    return tensors_in(tensor)

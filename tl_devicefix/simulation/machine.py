@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -19,8 +16,8 @@ from tl_devicefix.placement.devices import DEVICE_TYPE, Site
 from tl_devicefix.placement.memory import format_table
 from tl_devicefix.simulation.asynchronous import AsynchronousExecutor
 from tl_devicefix.simulation.backward import raise_or_keep
-from tl_devicefix.simulation.executor import CPUExecutor, Executor
-from tl_devicefix.simulation.geometry import parts_of
+from tl_devicefix.simulation.executor import Executor
+from tl_devicefix.simulation.geometry import tensors_in
 from tl_devicefix.simulation.ordering import Memory
 from tl_devicefix.simulation.timeline import Timeline
 
@@ -49,70 +46,23 @@ class Moved:
     """Their sum."""
 
 
-class Pair(NamedTuple):
-    """The two devices of a transfer."""
-
-    source: torch.device
-    target: torch.device
-
-
-def _by_pair(
-    transfers: Iterable[Transfer], before: Mapping[Pair, Moved] = MappingProxyType({})
-) -> dict[Pair, Moved]:
-    """Sum transfers by their pair of devices, and add the sums of others before them."""
-    pairs = dict(before)
-    for transfer in transfers:
-        pair = Pair(transfer.source, transfer.target)
-        so_far = pairs.get(pair, Moved(0, 0))
-        pairs[pair] = Moved(so_far.count + 1, so_far.bytes + transfer.bytes)
-    return dict(sorted(pairs.items(), key=lambda item: [_order(device) for device in item[0]]))
-
-
-def _order(device: torch.device) -> tuple[str, int]:
-    return device.type, -1 if device.index is None else device.index
-
-
-_KEPT = 10_000
-
-
 class Transfers(list[Transfer]):
-    """A list of transfers, in the order they were made. Printing it shows a line for each pair.
+    """A list of transfers, in the order they were made. Printing it shows a line for each pair."""
 
-    It has the last 10 000 to 20 000; sums, as printed and by `by_pair`, are those of all.
-    """
-
-    _before: Mapping[Pair, Moved] = MappingProxyType({})
-    """The sums of those that it has no more."""
-
-    def append(self, transfer: Transfer) -> None:
-        """Add a transfer; if there are too many, only sums are kept of the older ones."""
-        super().append(transfer)
-        if len(self) >= 2 * _KEPT:
-            before = _by_pair(self[:_KEPT], self._before)
-            self._before, self[:_KEPT] = before, []
-
-    def clear(self) -> None:
-        """Forget all transfers, and their sums."""
-        super().clear()
-        self._before = {}
-
-    def copy(self) -> Transfers:
-        """Return another list of the same, with their sums."""
-        return copy.copy(self)
-
-    def __getitem__(self, index: Any) -> Any:
-        """One of them, or those of a slice, which are `Transfers` too."""
-        selected = super().__getitem__(index)
-        return Transfers(selected) if isinstance(selected, list) else selected
-
-    def by_pair(self) -> dict[Pair, Moved]:
+    def by_pair(self) -> dict[tuple[torch.device, torch.device], Moved]:
         """Sum the transfers of each pair: ``(source, target)`` -> count and bytes, in order."""
-        return _by_pair(self, self._before)
+        sums: dict[tuple[torch.device, torch.device], Moved] = {}
+        for transfer in self:
+            pair = transfer.source, transfer.target
+            so_far = sums.get(pair, Moved(0, 0))
+            sums[pair] = Moved(so_far.count + 1, so_far.bytes + transfer.bytes)
+        return dict(
+            sorted(sums.items(), key=lambda item: [(d.type, d.index or 0) for d in item[0]])
+        )
 
     def together(self) -> Moved:
         """The number of all transfers, and their bytes."""
-        sums = self.by_pair().values()
-        return Moved(sum(moved.count for moved in sums), sum(moved.bytes for moved in sums))
+        return Moved(len(self), sum(transfer.bytes for transfer in self))
 
     def __repr__(self) -> str:
         rows = [(f"{one} -> {other}", sums) for (one, other), sums in self.by_pair().items()]
@@ -132,7 +82,7 @@ def readable(nbytes: int) -> str:
 class Allocation:
     """The bytes of one storage on one simulated device; freed with the last tensor on it."""
 
-    __slots__ = ("__weakref__", "address", "device", "machine", "memory", "nbytes")
+    __slots__ = ("__weakref__", "address", "device", "indices", "machine", "memory", "nbytes")
 
     def __init__(self, machine: Machine, device: torch.device, address: int) -> None:
         self.machine = machine
@@ -140,6 +90,7 @@ class Allocation:
         self.address = address
         self.nbytes = 0
         self.memory: Memory | None = None
+        self.indices: Allocation | None = None  # of a sparse tensor, beside these of its values
 
     def __del__(self) -> None:
         # By any thread, in the middle of anything: `Machine.settle` does the rest.
@@ -158,8 +109,7 @@ class Machine:
         transfers: every copy between two simulated devices, or between the CPU and one of them,
             since the start or the last :meth:`reset_transfers`. A number that is read (``item``)
             and CPU tensors that index are not counted. Printing it shows one line for each pair of
-            devices, which ``transfers.by_pair()`` gives to programs. Of very many, the list has
-            the last 10 000 at least, and the sums are those of all.
+            devices, which ``transfers.by_pair()`` gives to programs.
         timeline: what took time on asynchronous devices, and when; empty if nothing was to.
         is_open: False once the ``with`` block is left.
         executor: runs operations on its devices.
@@ -174,7 +124,7 @@ class Machine:
     ) -> None:
         self.devices = [torch.device(DEVICE_TYPE, index) for index in range(len(capacities))]
         self.sites = tuple(sites)
-        self.executor = CPUExecutor() if executor is None else executor
+        self.executor = Executor() if executor is None else executor
         self.on_peak: Callable[[int], None] | None = None
         self.transfers = Transfers()
         self.timeline = Timeline()
@@ -321,10 +271,9 @@ class Machine:
 
         A copy of nothing is none: transformers' KV cache begins with empty tensors.
         """
-        nbytes = sum(part.nbytes for part in parts_of(copy))
+        nbytes = sum(part.nbytes for part in tensors_in(copy))
         if source != target and nbytes:
-            with self._adding:  # by any thread, and many are summed
-                self.transfers.append(Transfer(source, target, nbytes, copy.shape))
+            self.transfers.append(Transfer(source, target, nbytes, copy.shape))
 
     def _allocate(self, tensor: torch.Tensor, device: torch.device, address: int) -> Allocation:
         nbytes = tensor.untyped_storage().nbytes()

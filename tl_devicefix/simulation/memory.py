@@ -91,7 +91,7 @@ class DeviceMemory:
         if memory.is_recorded:  # so it is kept until the other streams have used it
             return
         stream, clocks = memory.allocated.where, self._launcher.clocks
-        clocks.order_after_host(stream)
+        clocks.order(stream, clocks.host)
         other = memory.unordered(clocks.of(stream), writes=True)
         if other is not None:
             error = RaceError(

@@ -172,8 +172,6 @@ class Clocks:
     def __init__(self) -> None:
         self.host: Clock = {HOST: 1}
         self._of: dict[StreamKey, Clock] = {HOST: self.host}
-        self._waits = 0  # how often the host has learned how far a stream has got
-        self._seen: dict[StreamKey, int] = {}  # how many of these each stream has in its clock
 
     def of(self, who: StreamKey) -> Clock:
         """The clock of a stream or of the host, as it is and will be."""
@@ -182,22 +180,13 @@ class Clocks:
     def start(self, stream: StreamKey) -> int:
         """Begin an operation that the host launches on a stream; return its count there."""
         clock = self.of(stream)
-        self.order_after_host(stream)
+        self.order(stream, self.host)
         clock[stream] = clock.get(stream, 0) + 1
         self.host[HOST] += 1  # what the host does from now on is not ordered before the operation
         return clock[stream]
 
-    def order_after_host(self, stream: StreamKey) -> None:
-        """Have a stream be ordered after what the host has got to; cheap, as each operation is."""
-        if self._seen.get(stream) == self._waits:
-            self.of(stream)[HOST] = self.host[HOST]
-            return
-        self.order(stream, self.host)
-        self._seen[stream] = self._waits
-
     def order(self, who: StreamKey, after: Clock) -> None:
         """Have what ``who`` does from now on be ordered after what a clock has."""
-        self._waits += who == HOST
         clock = self.of(who)
         for other, count in after.items():
             if clock.get(other, 0) < count:

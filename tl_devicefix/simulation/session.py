@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import atexit
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
-import safetensors
+import safetensors.torch
 import torch
 import torch.fx.experimental._config as meta_config
 from torch.autograd.graph import saved_tensors_hooks
@@ -17,7 +16,7 @@ from tl_devicefix.placement.devices import DEVICE_TYPE, Hosts, Site, check_numbe
 from tl_devicefix.placement.memory import bytes_of
 from tl_devicefix.simulation import backend, backward
 from tl_devicefix.simulation.asynchronous import AsynchronousExecutor, Speed
-from tl_devicefix.simulation.executor import CPUExecutor, Executor, MetaExecutor
+from tl_devicefix.simulation.executor import Executor, MetaExecutor
 from tl_devicefix.simulation.machine import Machine, active_machine, entered, set_aside
 from tl_devicefix.simulation.memory import WatchingHost
 from tl_devicefix.simulation.tensor import TENSOR_DATA, SimTensor, set_data
@@ -125,7 +124,7 @@ def simulate(
             "asynchronous=True too"
         )
     sites = sites_on(n_devices, hosts)
-    executor: Executor = CPUExecutor() if values else MetaExecutor()
+    executor: Executor = Executor() if values else MetaExecutor()
     if asynchronous:
         executor = AsynchronousExecutor(n_devices, seed, speed)
     machine = Machine(capacities, executor, sites)
@@ -183,7 +182,7 @@ def _running_behind(machine: Machine, executor: AsynchronousExecutor) -> Iterato
     executor.memory.settle = machine.settle
     machine.timeline = executor.launcher.timeline
     with ExitStack() as stack:
-        stack.callback(setattr, machine, "executor", CPUExecutor())
+        stack.callback(setattr, machine, "executor", Executor())
         stack.push(lambda kind, *_: executor.launcher.finish(hurry=kind is not None))
         for name, replacement in (("pin_memory", pinned.pin), ("is_pinned", pinned.is_pinned)):
             _replace(stack, torch.Tensor, name, _as_method(replacement))
@@ -298,27 +297,19 @@ def _keep_errors_of_backwards(stack: ExitStack) -> None:
 
 
 def _open_safetensors(stack: ExitStack) -> None:
-    """Let ``safe_open``, and so ``load_file``, read files to simulated devices.
+    """Let ``safe_open`` and ``load_file`` read files to simulated devices.
 
     safetensors takes names of the types that it knows only, but an index of any type's devices.
     """
     own: Any = safetensors.safe_open
 
-    def safe_open(
-        filename: Any, framework: Any, device: Any = "cpu", *args: Any, **kwargs: Any
-    ) -> Any:
+    def safe_open(filename: Any, framework: Any, device: Any = "cpu", **kwargs: Any) -> Any:
         if isinstance(device, str) and device.partition(":")[0] == DEVICE_TYPE:
             device = active_machine().index_of(device)
-        return own(filename, framework, device, *args, **kwargs)
+        return own(filename, framework, device, **kwargs)
 
-    def exchange(old: Any, new: Any) -> None:
-        """Exchange it in every module, as modules import it by name; also in those to come."""
-        for module in list(sys.modules.values()):
-            if getattr(module, "__dict__", {}).get("safe_open") is old:
-                setattr(module, "safe_open", new)  # noqa: B010
-
-    stack.callback(exchange, safe_open, own)
-    exchange(own, safe_open)
+    for module in (safetensors, safetensors.torch):
+        _replace(stack, module, "safe_open", safe_open)
 
 
 def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 from tl_devicefix.placement.devices import DEVICE_TYPE, Site
 from tl_devicefix.simulation.backward import raise_or_keep
 from tl_devicefix.simulation.executor import zeros_for
-from tl_devicefix.simulation.geometry import parts_of
+from tl_devicefix.simulation.geometry import tensors_in
 from tl_devicefix.simulation.machine import Allocation, Machine
 from tl_devicefix.tracebacks import AFTER_JOIN, note_mixed_devices
 
@@ -42,8 +42,6 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
 
     _cpu: torch.Tensor
     _allocation: Allocation
-    # Of a sparse tensor; `_allocation` is its values'.
-    _allocations_of_indices: Sequence[Allocation] = ()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make what ``type(parameter)(data, requires_grad=...)`` makes elsewhere, or a tensor."""
@@ -92,7 +90,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         if self.grad is not None:
             twin.grad = copy.deepcopy(self.grad, memo)
         for name, value in self.__dict__.items():
-            if name not in ("_cpu", "_allocation", "_allocations_of_indices"):
+            if name not in ("_cpu", "_allocation"):
                 twin.__dict__[name] = copy.deepcopy(value, memo)
         return twin
 
@@ -217,30 +215,17 @@ def wrap(cpu: torch.Tensor, machine: Machine, device: torch.device) -> SimTensor
     if (cpu.is_complex() and cpu.is_conj()) or cpu.is_neg():
         # A wrapper cannot carry these lazy bits, so torch would not resolve them.
         cpu = machine.executor.resolve(cpu, device.index)
-    if cpu.layout is not torch.strided:
-        return _wrap_sparse(cpu, machine, device)
-    allocation = machine.allocation_of(cpu, device)
+    values, *indices = tensors_in(cpu) or [cpu]
+    # A sparse tensor has neither strides nor an offset.
+    lies: Any = {} if indices else {"strides": cpu.stride(), "storage_offset": cpu.storage_offset()}
+    allocation = machine.allocation_of(values, device)
     tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-        SimTensor,
-        cpu.size(),
-        cpu.stride(),
-        cpu.storage_offset(),
-        dtype=cpu.dtype,
-        layout=cpu.layout,
-        device=device,
+        SimTensor, cpu.size(), **lies, dtype=cpu.dtype, layout=cpu.layout, device=device
     )
+    if indices:
+        allocation.indices = machine.allocation_of(indices[0], device)
     tensor._cpu = cpu
     tensor._allocation = allocation
-    return tensor
-
-
-def _wrap_sparse(cpu: torch.Tensor, machine: Machine, device: torch.device) -> SimTensor:
-    tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-        SimTensor, cpu.size(), dtype=cpu.dtype, layout=cpu.layout, device=device
-    )
-    tensor._cpu = cpu
-    tensor._allocation, *indices = (machine.allocation_of(part, device) for part in parts_of(cpu))
-    tensor._allocations_of_indices = indices
     return tensor
 
 
@@ -253,7 +238,6 @@ def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
         # torch exchanges the metadata below Python, so the values must follow here.
         TENSOR_DATA.__set__(tensor, value)
         tensor._cpu, tensor._allocation = value._cpu, value._allocation
-        tensor._allocations_of_indices = value._allocations_of_indices
     elif type(tensor) is SimTensor or type(value) is SimTensor:
         _change_kind(tensor, value)
     else:
@@ -273,7 +257,7 @@ def _change_kind(tensor: torch.Tensor, value: torch.Tensor) -> None:
         twin.requires_grad_(tensor.requires_grad)
     grad, tensor.grad = tensor.grad, None
     tensor.__class__, twin.__class__ = twin.__class__, tensor.__class__
-    for name in ("_cpu", "_allocation", "_allocations_of_indices", "_is_param"):
+    for name in ("_cpu", "_allocation", "_is_param"):
         _swap_attribute(tensor.__dict__, twin.__dict__, name)
     torch._C._swap_tensor_impl(tensor, twin)  # type: ignore[attr-defined]
     if grad is not None:
