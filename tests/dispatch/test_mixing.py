@@ -50,11 +50,6 @@ def test_it_is_on_within_the_with_also_if_it_is_entered_again(model: Any, capsys
     assert not mixes(model)
 
 
-def test_a_model_may_be_loaded_within_it(machine: Any, from_pretrained: Any) -> None:
-    with tl_devicefix.mix_devices():
-        assert mixes(from_pretrained("llama", n_devices=4))
-
-
 def test_it_holds_in_the_thread_that_entered_it_only(model: Any) -> None:
     def of_thread() -> None:
         seen.append(mixes(model))
@@ -159,15 +154,6 @@ def test_an_error_that_is_not_about_devices_is_torch_s(model: Any) -> None:
         torch.ones(2, 3, device="sim:0") @ torch.ones(2, 3, device="sim:1")
 
 
-def test_gradients_of_a_graph_that_is_gone(model: Any) -> None:
-    one, other = (torch.ones(2, device=f"sim:{i}", requires_grad=True) for i in (0, 1))
-    with tl_devicefix.mix_devices():
-        product = (one * other).sum()
-        torch.autograd.grad(product, [one, other])
-        with pytest.raises(RuntimeError, match="second time"):
-            torch.autograd.grad(product, [one, other])
-
-
 def test_a_gradient_that_is_given_goes_to_its_output(model: Any) -> None:
     leaf, gradient = (
         torch.ones(2, device="sim:0", requires_grad=True),
@@ -213,47 +199,6 @@ def test_a_backward_of_one_s_own_mixes(model: Any) -> None:
         MixingInBackward.apply(leaf).sum().backward()
     assert leaf.grad is not None
     assert leaf.grad.tolist() == [2, 2]
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_within_modes_of_gradients(mode: Any, model: Any, tokens: torch.Tensor) -> None:
-    with tl_devicefix.mix_devices(), mode():
-        assert mixes(model)
-        model(tokens)
-
-
-def test_hooks_see_what_they_mix_in_on_their_activation_s_device(
-    model: Any, tokens: torch.Tensor
-) -> None:
-    seen = []
-
-    def hook(activation: torch.Tensor, hook: Any) -> None:
-        seen.append((activation + torch.ones_like(activation, device="sim:0")).device)
-
-    with tl_devicefix.mix_devices():
-        model.run_with_hooks(tokens, fwd_hooks=[("blocks.4.hook_resid_post", hook)])
-    assert seen == [torch.device("sim:3")]
-
-
-def test_with_a_default_device(model: Any) -> None:
-    torch.set_default_device("sim:1")
-    try:
-        with tl_devicefix.mix_devices():
-            assert torch.ones(1).device == torch.device("sim:1")
-            torch.set_default_device("sim:2")
-            assert mixes(model)
-    finally:
-        torch.set_default_device(None)
-
-
-def test_a_compiled_function_is_left_as_it_is(model: Any, request: Any) -> None:
-    if request.config.getoption("--asynchronous") is not None:
-        pytest.skip("what watches the host's memory for asynchronous devices is not compiled")
-    compiled = torch.compile(lambda x: (x @ x).relu() + 1, backend="eager", fullgraph=True)
-    x = torch.ones(2, 2)
-    with tl_devicefix.mix_devices():
-        inside = compiled(x)
-    assert torch.equal(inside, compiled(x))
 
 
 # --------------------------------------------------------------------------------------------

@@ -221,26 +221,6 @@ def test_torchs_own_error_gets_a_note_in_what_passes_through_here(
         assert caught.value.__notes__ == [ON_MIXED_DEVICES]
 
 
-def on_the_cpu(activation: torch.Tensor, hook: Any) -> torch.Tensor:
-    return activation + torch.ones(activation.shape[-1])
-
-
-def of_another_shape(activation: torch.Tensor, hook: Any) -> torch.Tensor:
-    return activation[..., :3]
-
-
-@pytest.mark.parametrize(
-    ("n_devices", "hook"), [(4, on_the_cpu), (1, on_the_cpu), (4, of_another_shape)]
-)
-def test_errors_that_mix_devices_would_not_mend_have_no_note(
-    n_devices: int, hook: Any, folded: Any, machine: Any, tokens: torch.Tensor
-) -> None:
-    model = folded("llama", n_devices)
-    with pytest.raises(RuntimeError) as caught:
-        model.run_with_hooks(tokens.to("sim:0"), fwd_hooks=[(LAST, hook)])
-    assert PAGE not in "".join(traceback.format_exception(caught.value))
-
-
 def test_the_note_names_a_page_that_is_there() -> None:
     assert PAGE in ON_MIXED_DEVICES
     assert ".to(model.cfg.device)" in ON_MIXED_DEVICES

@@ -10,11 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import attention_only_config
 from comparison import assert_agrees
-from hf_models import randomize
 from kinds import devices_of, home_of, new_kv_cache
-from transformer_lens import HookedTransformer
 
 
 def assert_runs(model: Any, reference: Any, tokens: torch.Tensor) -> None:
@@ -76,19 +73,6 @@ def test_a_dtype_changes_where_the_model_lies(load: Any, on_cpu: Any, tokens: to
     assert_runs(model, copy.deepcopy(on_cpu("llama")).to(torch.float64), tokens)
 
 
-@pytest.mark.parametrize("device_like", [str, torch.device])
-def test_a_model_that_was_never_placed_can_be_moved(
-    device_like: Any, machine: Any, toys: Any, tokenizer: Any, tokens: torch.Tensor
-) -> None:
-    model = HookedTransformer(attention_only_config(), tokenizer)
-    randomize(model)
-
-    model.to(device_like("sim:1"))
-
-    assert (devices_of(model), str(model.cfg.device)) == ({"sim:1"}, "sim:1")
-    assert_runs(model, toys("cpu", 1), tokens)
-
-
 @pytest.mark.parametrize("device", ["sim:4", "cuda:7", "gpu"])
 def test_a_device_that_is_not_there_is_refused_and_nothing_moves(
     device: str, load: Any, reference: Any, tokens: torch.Tensor
@@ -132,17 +116,6 @@ def test_a_copy_runs_and_moves_by_itself(
 
     assert_runs(copied, reference, tokens)
     assert_runs(moved, reference, tokens)
-
-
-def test_a_copy_has_the_same_placement_where_a_device_holds_no_weights(
-    machine: Any, from_pretrained: Any, on_cpu: Any, tokens: torch.Tensor
-) -> None:
-    model = from_pretrained("llama", device_map={"": 0, "ln_final": 1})  # folded, so it has none
-
-    copied = copy.deepcopy(model)
-
-    assert copied.placement == model.placement
-    assert_runs(copied, on_cpu("llama"), tokens)
 
 
 @pytest.mark.parametrize(("source", "target"), [(4, 1), (1, 4), (4, 3)])

@@ -156,25 +156,6 @@ def test_the_line_that_the_warning_says_does_without_it(
 
 
 @pytest.mark.skipif(not has_hooked_transformer(), reason="of a HookedTransformer")
-def test_a_copy_of_a_module_that_was_shared_is_brought_too(
-    machine: Any, request: pytest.FixtureRequest, tokens: torch.Tensor
-) -> None:
-    from_pretrained, on_cpu = map(request.getfixturevalue, ("from_pretrained", "on_cpu"))
-    model, reference = from_pretrained("llama", n_devices=4), copy.deepcopy(on_cpu("llama"))
-    a_module_that_two_blocks_share(model)
-    with pytest.warns(UserWarning, match="are shared"):
-        model(tokens)
-    a_module(model)
-    a_module(reference)
-
-    with pytest.warns(UserWarning, match="put in from another device"):
-        actual = model(tokens)
-
-    assert_agrees(actual, reference(tokens))
-    assert {each.device for each in model.blocks[4].parameters()} == {machine.devices[3]}
-
-
-@pytest.mark.skipif(not has_hooked_transformer(), reason="of a HookedTransformer")
 def test_what_is_put_into_an_offloaded_block_goes_to_the_host(
     machine: Any, request: pytest.FixtureRequest, tokens: torch.Tensor
 ) -> None:

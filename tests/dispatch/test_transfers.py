@@ -240,28 +240,6 @@ def test_cached_activations_that_are_gathered_are_copied_once_and_no_weights_are
     assert sum(t.bytes for t in copied) == cached_elsewhere(model, cache, *names)
 
 
-def test_removing_the_batch_dimension_copies_nothing(
-    model: Any, at_home: torch.Tensor, transfers_of: Any
-) -> None:
-    _, cache = model.run_with_cache(at_home[:1])
-    assert transfers_of(cache.remove_batch_dim) == []
-    assert len({tensor.device for tensor in cache.cache_dict.stored().values()}) == 4
-
-
-@pytest.mark.parametrize("target", ["cpu", "sim:2"])
-def test_moving_a_cache_copies_each_activation_once(
-    target: str, model: Any, at_home: torch.Tensor, transfers_of: Any
-) -> None:
-    _, cache = model.run_with_cache(at_home)
-    there = torch.device(target)
-    elsewhere = [each for each in cache.cache_dict.stored().values() if each.device != there]
-
-    copied = transfers_of(cache.to, target)
-
-    assert sum(t.bytes for t in copied) == sum(each.nbytes for each in elsewhere)
-    assert {t.target for t in copied} == {there}
-
-
 def test_a_hook_that_uses_a_tensor_from_home_again_and_again_copies_it_once(
     model: Any, at_home: torch.Tensor, transfers_of: Any
 ) -> None:

@@ -331,24 +331,6 @@ def test_a_hook_with_the_model_in_its_closure_has_the_view_there(
     assert seen[1] is original
 
 
-def test_modules_in_a_user_s_closure_are_the_user_s(
-    model: Any, view_of: Any, tokens: torch.Tensor
-) -> None:
-    class Probe(nn.Module):
-        calls = 0
-
-        def forward(self, activation: torch.Tensor, hook: Any = None) -> None:
-            self.calls += 1
-
-    probe = Probe()
-    model.add_hook(RESIDUAL, lambda activation, hook: probe(activation))
-    model.add_hook(RESIDUAL, probe)
-
-    view_of(model)(tokens.to(model.cfg.device))
-
-    assert probe.calls == 2
-
-
 # --------------------------------------------------------------------------------------------
 # Restored
 
@@ -445,24 +427,3 @@ def test_a_view_of_a_view_and_a_copy_of_one(model: Any, view_of: Any, tokens: to
     halved = model.run_with_hooks(at_home, fwd_hooks=[(RESIDUAL, halve)])
     assert_equal([view(at_home), second(at_home)], [expected, halved])
     assert_equal(copied(at_home), halved)
-
-
-@pytest.mark.parametrize("where", ["with offloaded blocks"])
-def test_a_view_that_is_made_while_a_block_visits(
-    model: Any, view_of: Any, tokens: torch.Tensor
-) -> None:
-    at_home = tokens.to(model.cfg.device)
-    expected = model(at_home)
-    made: list[Any] = []
-
-    def make(activation: torch.Tensor, hook: Any) -> None:
-        if not made:
-            made.append(view_of(model))
-            made.append(made[0](at_home))
-
-    model.run_with_hooks(at_home, fwd_hooks=[("blocks.1.hook_resid_pre", make)])
-
-    view = made[0]
-    assert all(one is other for one, other in zip(view.parameters(), model.parameters()))
-    view.reset_hooks()
-    assert_equal([made[1], view(at_home), model(at_home)], [expected] * 3)

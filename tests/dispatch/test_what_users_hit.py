@@ -91,16 +91,6 @@ def test_968_one_device_slightly_freer_than_the_other(
 
 
 @pytest.mark.fails_unpatched
-@pytest.mark.parametrize("memory", [("24GiB", "80GiB"), ("80GiB", "24GiB")])
-def test_968_a_small_device_beside_a_large_one(
-    memory: tuple[str, str], from_pretrained: Any, on_cpu: Any, tokens: torch.Tensor, simulated: Any
-) -> None:
-    with simulated(2, memory=memory):
-        model = from_pretrained("llama", n_devices=2)
-        assert_runs(model, on_cpu("llama"), tokens, 2)
-
-
-@pytest.mark.fails_unpatched
 def test_199_911_inputs_follow_the_model_to_the_device_that_it_is_moved_to(
     from_pretrained: Any, on_cpu: Any, tokens: torch.Tensor, simulated: Any
 ) -> None:
@@ -125,25 +115,6 @@ def test_837_layers_that_do_not_divide_by_the_devices(
         randomize(model)
         assert_agrees(model(tokens), reference(tokens), torch.device("sim:0"), tolerance=1e-4)
         assert len(devices_of(model)) == n_devices
-
-
-@pytest.mark.fails_unpatched
-@pytest.mark.parametrize(
-    "setting",
-    [
-        *("set_use_attn_result", "set_use_split_qkv_input", "set_use_attn_in"),
-        "set_use_hook_mlp_in",
-    ],
-)
-def test_the_input_or_result_of_each_head_on_several_devices(
-    setting: str, from_pretrained: Any, on_cpu: Any, tokens: torch.Tensor, simulated: Any
-) -> None:
-    reference = copy.deepcopy(on_cpu("gpt2"))
-    with simulated(3):
-        model = from_pretrained("gpt2", n_devices=3)
-        for each in (model, reference):
-            getattr(each, setting)(True)
-        assert_runs(model, reference, tokens, 3)
 
 
 @pytest.mark.fails_unpatched

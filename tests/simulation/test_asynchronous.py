@@ -305,17 +305,6 @@ def test_values_come_to_pinned_memory_when_the_host_waits(machine: Machine, sim:
     assert (host == 1).all()
 
 
-def test_forward_mode_differentiation_starts_from_zeros(machine: Machine) -> None:
-    def derivative(x: torch.Tensor) -> torch.Tensor:
-        def function(x: torch.Tensor) -> torch.Tensor:
-            return torch.cat([(2 * x @ x.T).sin().softmax(-1), torch.ones_like(x)], -1)
-
-        return torch.func.jvp(function, (x,), (torch.ones_like(x),))[1]
-
-    x = torch.arange(6.0).view(2, 3)
-    assert torch.equal(derivative(x.to("sim:1")).cpu(), derivative(x))
-
-
 def test_some_operations_are_late_unless_devices_take_time(machine: Machine, sim: Any) -> None:
     def are_late() -> list[bool]:
         x, late = torch.ones(3, device="sim:0"), []

@@ -189,11 +189,6 @@ def test_entering_twice_at_once_is_refused(machine):
     assert torch.get_device_module("sim").device_count() == 4
 
 
-def test_entering_in_inference_mode_is_refused():
-    with torch.inference_mode(), pytest.raises(RuntimeError, match="inference_mode"), simulate(2):
-        pass
-
-
 @pytest.mark.parametrize("version", ["2.9.1", "2.16.0+cpu"])
 def test_an_untested_torch_is_refused(monkeypatch, version):
     monkeypatch.setattr(torch, "__version__", version)

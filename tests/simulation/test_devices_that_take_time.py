@@ -64,25 +64,6 @@ def test_a_device_does_one_thing_at_a_time_and_loses_none_between(
         assert other.start == pytest.approx(one.end)
 
 
-def test_what_waits_for_another_device_leaves_its_own_to_others(machine: Machine, sim: Any) -> None:
-    side = sim.Stream("sim:0")
-    machine.keep_busy(1, LONG)
-    side.wait_stream(sim.current_stream("sim:1"))
-    with sim.stream(side):
-        machine.keep_busy(0, SHORT)
-    machine.keep_busy(0, SHORT)
-    other, waiting, meanwhile = machine.timeline
-    assert waiting.start == pytest.approx(other.end)
-    assert meanwhile.end < waiting.start
-
-
-def test_devices_are_busy_at_once(machine: Machine) -> None:
-    machine.keep_busy(0, LONG)
-    machine.keep_busy(1, LONG)
-    one, other = machine.timeline
-    assert max(one.start, other.start) < min(one.end, other.end)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_operations_take_their_floating_point_operations(dtype: torch.dtype) -> None:
     x, y = torch.ones(8, 16, dtype=dtype), torch.ones(16, 4, dtype=dtype)
@@ -159,14 +140,6 @@ def test_events_without_times_are_refused(machine: Machine, sim: Any) -> None:
 
 # --------------------------------------------------------------------------------------------
 # The timeline
-
-
-def test_without_times_nothing_is_recorded() -> None:
-    with simulate(2, asynchronous=True) as machine:
-        (torch.ones(3, 3, device="sim:0") @ torch.ones(3, 3, device="sim:0")).to("sim:1")
-    assert machine.timeline == []
-    with simulate(2) as machine:
-        assert machine.timeline == []
 
 
 def busy(device: int, start: float, end: float, label: str = "", is_copy: bool = False) -> Busy:

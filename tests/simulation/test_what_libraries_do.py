@@ -16,8 +16,6 @@ from safetensors import safe_open
 
 import tl_devicefix
 from tl_devicefix.demo import selfcheck
-from tl_devicefix.placement.workers import each_on_its_device
-from tl_devicefix.simulation.backend import DeviceModule
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2)}
 
@@ -48,21 +46,6 @@ def test_safetensors_is_its_own_outside(file: Path) -> None:
     with tl_devicefix.simulate(2), missing:
         safetensors.safe_open(file, "pt", "sim:2")
     assert safetensors.safe_open is safetensors.torch.safe_open is safe_open
-
-
-def test_workers_run_on_a_type_of_device_without_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
-    def note(_unit: int) -> None:
-        seen.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
-
-    seen: list[Any] = []
-    with tl_devicefix.simulate(2) as machine:
-        monkeypatch.delattr(DeviceModule, "get_amp_supported_dtype")
-        each_on_its_device(note, [0, 1], machine.devices)
-        with torch.autocast("cpu", torch.float16):
-            each_on_its_device(note, [0, 1], machine.devices)
-
-    assert [enabled for enabled, _ in seen] == [False, False, True, True]
-    assert seen[-1][1] == torch.float16
 
 
 @pytest.fixture
