@@ -90,7 +90,7 @@ class AsynchronousExecutor(Executor):
         return memory
 
     def free(self, memory: Memory) -> None:
-        """Free it when something is launched next."""
+        """Free it, and note whether another stream may still use it."""
         self.memory.free(memory)
 
     def synchronize(self, device: int) -> None:

@@ -6,7 +6,6 @@ Memory without values yet is poisoned: all bits are 1, which is NaN, or -1.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -34,19 +33,12 @@ def poisoned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class DeviceMemory:
-    """The memory of all devices, and the host's that is pinned.
-
-    Attributes:
-        settle: called before it looks which tensors are gone.
-    """
+    """The memory of all devices, and the host's that is pinned."""
 
     def __init__(self, launcher: Launcher, pinned: Pinned) -> None:
         self._launcher = launcher
         self._pinned = pinned
         self._memories: dict[int, Memory] = {}  # by the address of the storage
-        self._freed: deque[Memory] = deque()  # by any thread, at any time
-        self.settle: Callable[[], None] = lambda: None
-        launcher.free_first = self._collect
 
     def allocate(self, tensor: torch.Tensor, stream: StreamKey) -> Memory:
         """Have a tensor's memory be a device's, taken on a stream just now."""
@@ -73,33 +65,25 @@ class DeviceMemory:
         return [memory for memory in memories if memory is not None]
 
     def free(self, memory: Memory) -> None:
-        """Let go of memory. This may be called in the middle of anything."""
-        self._freed.append(memory)
-
-    def _collect(self) -> None:
-        """Free the memory of tensors that are gone."""
-        self.settle()
-        with self._launcher.lock:
-            while self._freed:
-                self._free(self._freed.popleft())
-
-    def _free(self, memory: Memory) -> None:
+        """Free the memory of a tensor that is gone."""
         assert memory.storage is not None
         assert memory.allocated is not None
-        del self._memories[memory.storage._cdata]
-        memory.storage = None
-        if memory.is_recorded:  # so it is kept until the other streams have used it
-            return
-        stream, clocks = memory.allocated.where, self._launcher.clocks
-        clocks.order(stream, clocks.host)
-        other = memory.unordered(clocks.of(stream), writes=True)
-        if other is not None:
-            error = RaceError(
-                f"{other.operation} uses memory that was freed, and may be handed out again, "
-                f"before it has run; it was taken by {memory.allocated}: have stream {stream[1]} "
-                f"of sim:{stream[0]} wait for it before the tensor goes, or call record_stream."
-            )
-            self._launcher.errors.append(error)
+        with self._launcher.lock:
+            del self._memories[memory.storage._cdata]
+            memory.storage = None
+            if memory.is_recorded:  # so it is kept until the other streams have used it
+                return
+            stream, clocks = memory.allocated.where, self._launcher.clocks
+            clocks.order(stream, clocks.host)
+            other = memory.unordered(clocks.of(stream), writes=True)
+            if other is not None:
+                error = RaceError(
+                    f"{other.operation} uses memory that was freed, and may be handed out again, "
+                    f"before it has run; it was taken by {memory.allocated}: have stream "
+                    f"{stream[1]} of sim:{stream[0]} wait for it before the tensor goes, or call "
+                    "record_stream."
+                )
+                self._launcher.errors.append(error)
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -124,7 +108,7 @@ class Pinned:
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory is pinned."""
-        return self.memory_of(tensor) is not None
+        return tensor.device.type == "cpu" and self.memory_of(tensor) is not None
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
         """Say that a tensor's memory is pinned."""
@@ -136,13 +120,9 @@ class Pinned:
             self._memories[reference.cdata] = reference, Memory()
         return tensor
 
-    def pin(self, tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """Stand in for `Tensor.pin_memory`."""
         return tensor if self.has(tensor) else self.add(tensor.clone())
-
-    def is_pinned(self, tensor: torch.Tensor, device: Any = None) -> bool:
-        """Stand in for `Tensor.is_pinned`."""
-        return tensor.device.type == "cpu" and self.has(tensor)
 
 
 class WatchingHost(TorchDispatchMode):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -42,17 +42,10 @@ def simulate(
 ) -> Iterator[Machine]:
     """Simulate a machine with devices ``sim:0`` to ``sim:{n_devices - 1}`` on the CPU.
 
-    Numbers are exactly the CPU's, random ones too. Operands on different devices raise torch's
-    errors, and backward works. ``torch.inference_mode`` runs as ``torch.no_grad`` meanwhile, and
-    backward on the thread that calls it. ``"sim"`` without an index is ``sim:0`` for ``.to``, and
-    the current device for factories, which each thread has its own of.
-
-    Small models run many times faster if you call `torch.set_num_threads(1)` before.
-
-    Refused are sparse tensors of other layouts than ``to_sparse()`` gives, and, without values,
-    operations that depend on them. Other than on CUDA, autocast casts as on the CPU, and a tensor
-    that is pickled arrives on the CPU. safetensors reads files to simulated devices within the
-    ``with`` block only.
+    Numbers are exactly the CPU's, random ones too, and operands on different devices raise torch's
+    errors. ``"sim"`` without an index is ``sim:0`` for ``.to``, and this thread's current device
+    for factories. ``torch.inference_mode`` runs as ``torch.no_grad``, backward runs on the thread
+    that calls it, autocast casts as on the CPU, and a tensor that is pickled arrives on the CPU.
 
     torch keeps the name of the device type until the process ends, so use real GPUs in another
     process. The simulation uses private parts of torch, those of torch 2.10 to 2.15.
@@ -65,22 +58,16 @@ def simulate(
             so that nothing is computed and models of any size find room. A number that is read
             from one is 0, and so is a tensor that is copied to the CPU; a mask selects all. See
             `tl_devicefix.dry_run`.
-        asynchronous: True for devices that run behind the host, as real ones do, with the streams,
-            events and memory of CUDA's devices: ``torch.get_device_module("sim")`` has them under
-            CUDA's names. A read or a write that nothing orders after another's, and memory that is
-            freed before an operation of another stream has used it, raise a `RaceError` that names
-            both operations: where the second one is launched, or when the host waits next. Pinned
-            memory is watched in the thread that entered only, where alone factories take
-            ``pin_memory=True``: elsewhere, call ``.pin_memory()``. Several threads may launch
-            operations at once, and count as one host.
+        asynchronous: True for devices that run behind the host, as real ones do, with CUDA's
+            streams and events in ``torch.get_device_module("sim")``. A read or a write that nothing
+            orders after another's, and memory that is freed before another stream has used it,
+            raise a `RaceError` that names both operations. Pinned memory is watched in the thread
+            that entered. Several threads may launch operations, and count as one host.
         flops_per_second: how fast an asynchronous device computes: an operation keeps it busy for
-            its floating point operations by `torch.utils.flop_counter`, and one that has no
-            formula there for no time. By default, none takes any.
-        bytes_per_second: how fast an asynchronous device copies, to another one or between it and
-            the host. A copy takes the time of its source, or of the only device, which copies one
-            thing at a time, beside what it computes on another stream.
-        seed: which operations of asynchronous devices are late; where devices take time (by these
-            arguments, or `Machine.keep_busy`), none is. Time passes without work for the CPU.
+            its floating point operations by `torch.utils.flop_counter`. By default, none takes any.
+        bytes_per_second: how fast an asynchronous device copies, one thing at a time, to another
+            device or between it and the host.
+        seed: which operations of asynchronous devices are late; none is where devices take time.
         hosts: of how many hosts they are, divided evenly in order, or how many devices each of
             them has: `[4, 2]`; names and placements tell.
 
@@ -123,11 +110,10 @@ def simulate(
             "flops_per_second and bytes_per_second need devices that run behind the host: give "
             "asynchronous=True too"
         )
-    sites = sites_on(n_devices, hosts)
-    executor: Executor = Executor() if values else MetaExecutor()
+    executor = Executor() if values else MetaExecutor()
     if asynchronous:
         executor = AsynchronousExecutor(n_devices, seed, speed)
-    machine = Machine(capacities, executor, sites)
+    machine = Machine(capacities, executor, sites_on(n_devices, hosts))
     with ExitStack() as stack:
         stack.enter_context(_changed_for(machine))
         if isinstance(executor, AsynchronousExecutor):
@@ -179,20 +165,16 @@ def _running_behind(machine: Machine, executor: AsynchronousExecutor) -> Iterato
     """Have its devices run behind the host; on leaving, wait for them, and raise what failed."""
     pinned = executor.pinned
     watching = WatchingHost(pinned, executor.host_uses)
-    executor.memory.settle = machine.settle
+    executor.launcher.free_first = machine.settle
     machine.timeline = executor.launcher.timeline
     with ExitStack() as stack:
         stack.callback(setattr, machine, "executor", Executor())
         stack.push(lambda kind, *_: executor.launcher.finish(hurry=kind is not None))
-        for name, replacement in (("pin_memory", pinned.pin), ("is_pinned", pinned.is_pinned)):
-            _replace(stack, torch.Tensor, name, _as_method(replacement))
+        _replace(stack, torch.Tensor, "pin_memory", lambda tensor, device=None: pinned.pin(tensor))
+        _replace(stack, torch.Tensor, "is_pinned", lambda tensor, device=None: pinned.has(tensor))
         stack.enter_context(watching)
         yield
     executor.launcher.raise_errors()
-
-
-def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, *args, **kwargs: function(self, *args, **kwargs)
 
 
 @contextmanager

@@ -22,11 +22,7 @@ _numbers = itertools.count(1)
 
 def _launcher() -> Launcher:
     executor = active_machine().executor
-    if not isinstance(executor, AsynchronousExecutor):
-        raise RuntimeError(
-            f"these {DEVICE_TYPE} devices have no streams: enter "
-            "`with tl_devicefix.simulate(n, asynchronous=True):` for that"
-        )
+    assert isinstance(executor, AsynchronousExecutor)
     return executor.launcher
 
 

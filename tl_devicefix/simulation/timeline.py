@@ -109,30 +109,22 @@ class Timeline(list[Busy]):
         Args:
             path: of the file, usually ``trace.json``; one that is there is replaced.
         """
-        events: list[dict[str, Any]] = []
-        for device in sorted({busy.device.index for busy in self}):
-            events.append(_named("process_name", device, 0, {"name": f"sim:{device}"}))
-            events.append(_named("process_sort_index", device, 0, {"sort_index": device}))
-        for device, stream in sorted({(busy.device.index, busy.stream) for busy in self}):
-            events.append(_named("thread_name", device, stream, {"name": f"stream {stream}"}))
-        events.extend(_event(busy) for busy in self)
+        streams = sorted({(busy.device.index, busy.stream) for busy in self})
+        events = [
+            _event("M", "process_name", device, 0, {"name": f"sim:{device}"})
+            for device in sorted({device for device, _ in streams})
+        ]
+        for device, stream in streams:
+            events.append(_event("M", "thread_name", device, stream, {"name": f"stream {stream}"}))
+        for busy in self:
+            name = f"{busy.name} ({busy.label})" if busy.label else busy.name
+            event = _event("X", name, busy.device.index, busy.stream, {"label": busy.label})
+            event["cat"] = "gpu_memcpy" if busy.is_copy else "kernel"
+            event.update(ts=busy.start * 1e6, dur=(busy.end - busy.start) * 1e6)
+            events.append(event)
         trace = {"schemaVersion": 1, "displayTimeUnit": "ms", "traceEvents": events}
         Path(path).write_text(json.dumps(trace), encoding="utf-8")
 
 
-def _named(name: str, device: int, stream: int, args: dict[str, Any]) -> dict[str, Any]:
-    return {"ph": "M", "name": name, "ts": 0, "pid": device, "tid": stream, "args": args}
-
-
-def _event(busy: Busy) -> dict[str, Any]:
-    about = {"device": busy.device.index, "stream": busy.stream, "label": busy.label}
-    return {
-        "ph": "X",
-        "cat": "gpu_memcpy" if busy.is_copy else "kernel",
-        "name": f"{busy.name} ({busy.label})" if busy.label else busy.name,
-        "pid": busy.device.index,
-        "tid": busy.stream,
-        "ts": busy.start * 1e6,
-        "dur": (busy.end - busy.start) * 1e6,
-        "args": about,
-    }
+def _event(phase: str, name: str, device: int, stream: int, args: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": phase, "name": name, "ts": 0, "pid": device, "tid": stream, "args": args}
