@@ -17,7 +17,7 @@ from spread_of_either_class import *  # noqa: F403
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.multihost.far_devices import FarDevices
 from tl_devicefix.multihost.init_hosts import Ranks
-from tl_devicefix.multihost.peers import Outbox, Told
+from tl_devicefix.multihost.peers import Command, Outbox
 from tl_devicefix.simulation.machine import Machine
 
 
@@ -52,17 +52,17 @@ def far(machine: Machine) -> FarDevices:
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def told(monkeypatch: pytest.MonkeyPatch) -> list[Command]:
     """Every command that is given."""
-    found: list[Any] = []
+    commands: list[Command] = []
     tell = Outbox.tell
 
-    def and_note(outbox: Outbox, told: Told) -> None:
-        found.append(told.command)
-        tell(outbox, told)
+    def and_note(outbox: Outbox, command: Command) -> None:
+        commands.append(command)
+        tell(outbox, command)
 
     monkeypatch.setattr(Outbox, "tell", and_note)
-    return found
+    return commands
 
 
 @pytest.fixture(scope="module")

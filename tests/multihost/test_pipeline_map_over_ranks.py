@@ -14,7 +14,6 @@ from test_traffic import names as commands_of
 
 import tl_devicefix
 from tl_devicefix import pipeline_map
-from tl_devicefix.multihost import commands
 from tl_devicefix.multihost.far_devices import FarDevices
 
 FOREVER = 30
@@ -43,7 +42,7 @@ def test_a_rank_is_at_one_run_while_rank_0_is_at_the_next(
         has_begun.set()
 
     def wait_there(value: torch.Tensor, hook: Any) -> None:
-        far.tell(1, commands.Free((UntilSomeoneWrites(pipe),)))
+        far.tell(1, "free", (UntilSomeoneWrites(pipe),))
 
     def wait_here(value: torch.Tensor, hook: Any) -> None:
         os.close(os.open(pipe, os.O_WRONLY))  # waits until the rank is there
@@ -86,5 +85,5 @@ def test_blocks_run_whole_in_flight_too_and_are_held_once_for_all_runs(
     with tl_devicefix.mix_devices():
         list(pipeline_map(model, run, range(3)))
 
-    assert commands_of(told).count("Call") == 4 * len(far_blocks(model))
-    assert commands_of(told).count("Hold") <= len(far_blocks(model))  # or it was before
+    assert commands_of(told).count("call") == 4 * len(far_blocks(model))
+    assert commands_of(told).count("build") <= len(far_blocks(model))  # or it was before

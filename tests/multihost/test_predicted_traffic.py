@@ -13,8 +13,7 @@ from packaging.version import Version
 
 from tl_devicefix import Estimate, estimate
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer, installed
-from tl_devicefix.multihost import commands
-from tl_devicefix.multihost.peers import Outbox, Told
+from tl_devicefix.multihost.peers import Command, Outbox
 from tl_devicefix.multihost.transport import Connection
 from tl_devicefix.planning.usage import Job
 
@@ -31,14 +30,13 @@ class Wire:
         self.commands = 0
         tell, send, receive = Outbox.tell, Connection._send, Connection._receive_into
 
-        def and_note(outbox: Outbox, told: Told) -> None:
+        def and_note(outbox: Outbox, command: Command) -> None:
             self.commands += 1
-            command = told.command
-            if isinstance(command, commands.Put):
-                self.values[THERE] += prod(command.shape) * command.dtype.itemsize
-            if isinstance(command, commands.Read):
-                self.values[BACK] += prod(command.source.shape) * command.source.dtype.itemsize
-            tell(outbox, told)
+            if command.name in ("put", "read"):
+                tensor = command.arguments[0]
+                way = THERE if command.name == "put" else BACK
+                self.values[way] += prod(tensor.shape) * tensor.dtype.itemsize
+            tell(outbox, command)
 
         def and_count_sent(connection: Connection, data: Any, **options: Any) -> None:
             self.bytes[THERE] += len(data)

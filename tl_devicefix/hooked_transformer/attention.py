@@ -13,7 +13,6 @@ from transformer_lens.components import AbstractAttention, GroupedQueryAttention
 from tl_devicefix.attention import kv_cache, sdpa
 from tl_devicefix.attention.implementation import WHY_NOT, is_sdpa, listens
 from tl_devicefix.attention.one_forward import cached_fact, made_once
-from tl_devicefix.hooked_transformer.far_blocks import attention_whole
 from tl_devicefix.hooked_transformer.hook_points import at
 from tl_devicefix.hooked_transformer.known_blocks import IS_2, why_attention_as_installed
 from tl_devicefix.hooked_transformer.norms import PRECISE, number, run_norm
@@ -44,10 +43,6 @@ def run_attention(
         heard: whether somebody may listen in it.
     """
     entry = past_kv_cache_entry
-    if type(inputs[0]) is not torch.Tensor:
-        made = attention_whole(attn, inputs, entry, attention_mask)
-        if made is not None:
-            return made
     cfg, modules, weights = attn.cfg, attn._modules, attn._parameters
     if type(attn) is not GroupedQueryAttention:
         W_K, W_V, b_K, b_V = weights["W_K"], weights["W_V"], weights["b_K"], weights["b_V"]

@@ -18,7 +18,7 @@ from transformer_lens.components import MLP, AbstractAttention, TransformerBlock
 from tl_devicefix.attention.one_forward import one_forward
 from tl_devicefix.dispatch import forward as running
 from tl_devicefix.hooked_transformer.attention import Padding, Residual, alibi_bias, run_attention
-from tl_devicefix.hooked_transformer.far_blocks import block_whole, component_whole
+from tl_devicefix.hooked_transformer.far_blocks import run_on_its_rank
 from tl_devicefix.hooked_transformer.hook_points import MLPS, at, is_heard, sees
 from tl_devicefix.hooked_transformer.known_blocks import (
     IS_2,
@@ -79,7 +79,7 @@ def block_forward(
     is_run = as_known and why_as_installed(self, look) is None
     inputs = resid_pre, shortformer_pos_embed, past_kv_cache_entry, attention_mask
     if type(resid_pre) is not torch.Tensor and is_run:
-        output = block_whole(self, *inputs, look)
+        output = run_on_its_rank(self, *inputs, look)
         if output is not None:
             return output
     if is_run:
@@ -238,8 +238,6 @@ def run_mlp(mlp: Any, x: Residual, heard: bool = True) -> Residual:
     ):
         output: Residual = mlp(x)
         return output
-    if type(x) is not torch.Tensor and (made := component_whole(mlp, x)) is not None:
-        return made
     W_in, W_out = weights["W_in"], weights["W_out"]
     act_fn = mlp.act_fn
     if cls is MLP:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from transformer_lens.components import LayerNorm, LayerNormPre, RMSNorm, RMSNormPre
 
-from tl_devicefix.hooked_transformer.far_blocks import component_whole
 from tl_devicefix.hooked_transformer.hook_points import NORMS, at, is_heard
 from tl_devicefix.hooked_transformer.known_blocks import IS_2
 
@@ -29,8 +28,6 @@ def run_norm(norm: Any, x: torch.Tensor, heard: bool = True) -> torch.Tensor:
     if cls not in NORMS or (heard and is_heard(norm)) or len(weights) != _N_WEIGHTS[cls]:
         output: torch.Tensor = norm(x)
         return output
-    if type(x) is not torch.Tensor and (made := component_whole(norm, x, is_norm=True)) is not None:
-        return made
     dtype = norm.cfg.dtype
     if dtype not in PRECISE:
         x = x.to(torch.float32)

@@ -1,9 +1,8 @@
 """Weights that lie in a checkpoint's file: a rank reads its own from its own disk.
 
-Whether that is the same file is asked before anything is read, tensor by tensor: `differences`.
-Tensors are compared whole, but large ones by samples at even distances: weights of two trainings
-differ everywhere, and what was put into one of them, as new tokens are, is seen if it is as long as
-that distance.
+Whether that is the same file is asked before anything is read: `differences`. Tensors are compared
+whole, but large ones by samples at even distances: weights of two trainings differ everywhere, and
+what was put into one of them, as new tokens are, is seen if it is as long as that distance.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ import hashlib
 import json
 import mmap
 import os
-import zipfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,20 +25,18 @@ _SAMPLE, _DISTANCE, _WHOLE = 1 << 12, 1 << 18, 1 << 20
 
 
 class File(NamedTuple):
-    """A file, as it is known to be the same on two hosts."""
+    """A file, by which it is known to be the same on two hosts; the checksum is of its tensors."""
 
     path: str
     nbytes: int
     checksum: str
-    """Of all that `checksums_of` gives."""
 
 
 class InFile(NamedTuple):
-    """Where values are in a file, which is mapped into memory."""
+    """Where values are in a file, which is mapped into memory: the first one's offset in bytes."""
 
     file: File
     offset: int
-    """Of the first value, in bytes."""
 
 
 def in_file(tensor: torch.Tensor) -> InFile | None:
@@ -79,32 +76,21 @@ def current_file(path: str) -> File:
     return _file(path, _state(path))
 
 
-def checksums_of(path: str) -> dict[str, str]:
-    """A checksum of each tensor of a file, by name: of its place, its kind, and samples."""
-    return _parts(path, _state(path))
-
-
-def differences(files: tuple[File, ...], checksums: tuple[dict[str, str], ...]) -> dict[str, str]:
+def differences(files: Sequence[File]) -> dict[str, str]:
     """Which files of another rank are not here, or are others here, by path; and why."""
     reasons = {}
-    for file, theirs in zip(files, checksums, strict=True):
+    for file in files:
         try:
-            own_file, own = current_file(file.path), checksums_of(file.path)
+            own = current_file(file.path)
         except OSError as error:
             reasons[file.path] = f"cannot read it: {error.strerror}"
             continue
-        if own_file != file:
-            sizes = f" ({own_file.nbytes} bytes, and rank 0's {file.nbytes})"
-            size = " of the same size" if own_file.nbytes == file.nbytes else sizes
-            reasons[file.path] = f"has another one{size}{_which(own, theirs)}"
+        if own.nbytes != file.nbytes:
+            sizes = f"{own.nbytes} bytes, and rank 0's {file.nbytes}"
+            reasons[file.path] = f"has another one ({sizes})"
+        elif own != file:
+            reasons[file.path] = "has another one of the same size"
     return reasons
-
-
-def _which(own: dict[str, str], theirs: dict[str, str]) -> str:
-    """Which tensors differ, as a clause, if the files have any."""
-    names = [name for name in {**theirs, **own} if own.get(name) != theirs.get(name) and name]
-    more = f" (and {len(names) - 1} more)" if names[1:] else ""
-    return f", of which {names[0]!r}{more} differs" if names else ""
 
 
 def read(
@@ -140,55 +126,37 @@ def _is_as_in_file(tensor: torch.Tensor) -> bool:
 
 @functools.lru_cache(4096)
 def _file(path: str, state: tuple[int, ...]) -> File:
-    parts = json.dumps(sorted(_parts(path, state).items()))
-    return File(path, state[0], hashlib.sha256(parts.encode()).hexdigest())
-
-
-@functools.lru_cache(4096)
-def _parts(path: str, state: tuple[int, ...]) -> dict[str, str]:
     nbytes, *_ = state
-    tensors = _tensors_in(path)
-    with Path(path).open("rb") as file:
-        return {
-            name: f"{first} {end} {kind} {_sampled(file, first, min(end, nbytes))}"
-            for name, (first, end, kind) in (tensors or {"": (0, nbytes, "")}).items()
-        }
-
-
-def _sampled(file: BinaryIO, first: int, end: int) -> str:
-    """A checksum of a part of a file: of all of it, or of samples from its beginning to its end."""
     checksum = hashlib.sha256()
-    if end - first <= _WHOLE:
-        checksum.update(os.pread(file.fileno(), max(end - first, 0), first))
-    else:
-        for start in (*range(first, end - _SAMPLE, _DISTANCE), end - _SAMPLE):
-            checksum.update(os.pread(file.fileno(), _SAMPLE, start))
-    return checksum.hexdigest()
+    with Path(path).open("rb") as file:
+        for start, end in _parts(path, nbytes):
+            if end - start <= _WHOLE:
+                samples = [(start, end - start)]
+            else:
+                distances = (*range(start, end - _SAMPLE, _DISTANCE), end - _SAMPLE)
+                samples = [(first, _SAMPLE) for first in distances]
+            for first, length in samples:
+                checksum.update(os.pread(file.fileno(), length, first))
+    return File(path, nbytes, checksum.hexdigest())
 
 
-def _tensors_in(path: str) -> dict[str, tuple[int, int, str]]:
-    """Where tensors lie in a file, and of what kind they are; nothing if that is not known.
+def _parts(path: str, nbytes: int) -> list[tuple[int, int]]:
+    """Beginnings and ends of a file's header and tensors, in bytes; else of all, and of its end.
 
-    Those of a `.bin`, which is a zip file, have numbers, and checksums of all that is in them.
+    At its end, a `.bin`, which is a zip file, has checksums of all that is in it.
     """
-    tensors = {}
     try:
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
-                for entry in archive.infolist():
-                    first, end = entry.header_offset, entry.header_offset + entry.file_size
-                    tensors[entry.filename] = first, end, f"{entry.CRC:x}"
-            return tensors
         with Path(path).open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length)) if length < os.path.getsize(path) else {}
-        for name, description in header.items():
-            if name != "__metadata__":
-                first, end = (8 + length + abs(int(at)) for at in description["data_offsets"])
-                tensors[name] = first, end, str(description)
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError, zipfile.BadZipFile):
-        return {}  # it is neither
-    return tensors
+            header = json.loads(file.read(length)) if length < nbytes else {}
+        spans = [header[name]["data_offsets"] for name in sorted(header.keys() - {"__metadata__"})]
+        parts = [(8 + length + int(first), 8 + length + int(end)) for first, end in spans]
+        if parts and all(0 <= first <= end <= nbytes for first, end in parts):
+            of_header = range(8, 8 + length, _WHOLE)
+            return [*((start, min(start + _WHOLE, 8 + length)) for start in of_header), *parts]
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+        pass  # it is no safetensors file
+    return [(0, nbytes), (max(nbytes - _WHOLE, 0), nbytes)]
 
 
 @functools.lru_cache(4096)

@@ -1,7 +1,7 @@
-"""What a rank is told to do, and how tensors that it holds are named.
+"""What ranks send each other beside values, and torch's settings that hold on all of them.
 
-A tensor of another rank is a storage, which has a number, and how it lies in it: views need no
-command.
+A command is the name of one of the worker's methods, and its arguments: see `rpc_worker`. A tensor
+of another rank is a storage, which has a number, and how it lies in it: views need no command.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.backends import opt_einsum
 
-from tl_devicefix.multihost.checkpoint_files import File, InFile
 from tl_devicefix.simulation.geometry import Geometry
 
 Operation = Any
 """An operation of torch, `torch._ops.OpOverload`."""
 
 
-class Stored(NamedTuple):
+class RemoteTensor(NamedTuple):
     """A tensor of a rank: how it lies in one of its storages."""
 
     storage: int
@@ -31,188 +30,38 @@ class Stored(NamedTuple):
     dtype: torch.dtype
 
 
-class Run(NamedTuple):
-    """Run an operation; each tensor that it gives becomes a storage, unless it is None."""
-
-    operation: str
-    args: Any
-    kwargs: dict[str, Any]
-    gives: tuple[tuple[int, Geometry] | None, ...]
-
-
-class Settings(NamedTuple):
-    """Set what torch computes by, from here on."""
-
-    values: list[Any]
-
-
-class Hold(NamedTuple):
-    """Build a module of a pickled recipe."""
+class NewStorage(NamedTuple):
+    """A tensor that an operation makes: the number of its storage, and how it lies in it."""
 
     number: int
-    recipe: bytes
-    device: int
-
-
-class Call(NamedTuple):
-    """Run a module; each tensor that it gives becomes a storage."""
-
-    block: int
-    tensors: tuple[Stored, ...]
-    kwargs: dict[str, Any]
-    entry: tuple[type, Stored, Stored, bool] | None
-    gives: tuple[tuple[int, Geometry], ...]
-    operation: str = "a block"
-
-
-class Record(NamedTuple):
-    """Run a module, and hold its graph, by a number; what it gives becomes a storage."""
-
-    number: int
-    block: int
-    tensors: tuple[Stored, ...]
-    kwargs: dict[str, Any]
-    keys: tuple[str | int, ...]
-    """Of what asks for gradients: arguments, and which of the tensors."""
-    gives: tuple[tuple[int, Geometry], ...]
-    operation: str = "a block"
-
-
-class Backward(NamedTuple):
-    """Run a backward through a graph; each gradient becomes a storage."""
-
-    graph: int
-    gradient: Stored
-    which: tuple[int, ...]
-    """Of the keys."""
-    keeps: bool
-    gives: tuple[tuple[int, Geometry], ...]
-    operation: str = "a backward through a block"
-
-
-class Ask(NamedTuple):
-    """Run an operation that gives what nobody knows before, and tell what it gave."""
-
-    operation: str
-    args: Any
-    kwargs: dict[str, Any]
-    numbers: list[int]
-    """Of the storages that it gives."""
-
-
-class Make(NamedTuple):
-    """Make a storage, without values."""
-
-    storage: int
     geometry: Geometry
-    device: int
-    """Index among the rank's own."""
 
 
-class Grow(NamedTuple):
-    """Give a storage another size."""
+class Argument(NamedTuple):
+    """Of the results of an operation: one of the tensors that are its arguments."""
 
-    storage: int
-    nbytes: int
-
-
-class Free(NamedTuple):
-    """Let storages, copies of blocks, and graphs go."""
-
-    numbers: tuple[int, ...]
+    position: int
 
 
-class Put(NamedTuple):
-    """Write the next values that come from rank 0."""
-
-    target: Stored
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class Load(NamedTuple):
-    """Write values that the rank reads from its own file."""
-
-    target: Stored
-    where: InFile
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class Read(NamedTuple):
-    """Send values to rank 0."""
-
-    source: Stored
-
-
-class Copy(NamedTuple):
-    """Copy within the rank."""
-
-    target: Stored
-    source: Stored
-
-
-class Send(NamedTuple):
-    """Send values to another rank."""
-
-    source: Stored
-    rank: int
-
-
-class Receive(NamedTuple):
-    """Receive values from another rank."""
-
-    target: Stored
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    rank: int
-
-
-class Synchronize(NamedTuple):
-    """Tell when all before it is done."""
-
-
-class End(NamedTuple):
-    """End the process."""
-
-
-class Values(NamedTuple):
+class ValuesFollow(NamedTuple):
     """An answer: values, which come next."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-class Given(NamedTuple):
-    """Of what an operation gave: one of the tensors that it was given."""
+class Failure(NamedTuple):
+    """The answer of a rank on which something failed.
 
-    number: int
-
-
-class New(NamedTuple):
-    """Of what an operation gave: a new storage."""
-
-    storage: int
-    geometry: Geometry
-
-
-class Failed(NamedTuple):
-    """What a rank answers if something failed."""
+    Attributes:
+        kind: name of the error's class.
+        message: of the error.
+        is_consequence: whether it only follows from another failure, here or on another rank.
+    """
 
     kind: str
-    """Name of the error's class."""
     message: str
-    follows: bool = False
-    """Whether something that had failed before, here or on another rank, is why."""
-
-
-class Compare(NamedTuple):
-    """Tell which files of a checkpoint this rank has not, or has others of."""
-
-    files: tuple[File, ...]
-    checksums: tuple[dict[str, str], ...]
-    """Checksums of the tensors of each, by name."""
+    is_consequence: bool = False
 
 
 def exchanged(values: Any, exchange: Callable[[torch.Tensor], Any]) -> Any:
@@ -244,7 +93,6 @@ def operation_named(name: str) -> Operation:
 
 
 _C: Any = torch._C
-
 _GET_AND_SET = (
     *("cublas_allow_bf16_reduced_precision_reduction", "cublas_allow_fp16_accumulation"),
     *("cublas_allow_fp16_reduced_precision_reduction", "math_sdp_allow_fp16_bf16_reduction"),

@@ -14,11 +14,18 @@ from typing import Any
 
 import torch
 
-from tl_devicefix.multihost import commands, models
-from tl_devicefix.multihost.checkpoint_files import File, checksums_of, current_file, in_file
-from tl_devicefix.multihost.commands import Failed, Given, New, Stored, exchanged, tensors_in
+from tl_devicefix.multihost import models
+from tl_devicefix.multihost.checkpoint_files import File, current_file, in_file
+from tl_devicefix.multihost.commands import (
+    Argument,
+    Failure,
+    NewStorage,
+    RemoteTensor,
+    exchanged,
+    tensors_in,
+)
 from tl_devicefix.multihost.handshake import Place
-from tl_devicefix.multihost.peers import Answer, Owner, Peer, tell_both
+from tl_devicefix.multihost.peers import Answer, Command, Owner, Peer, tell_both
 from tl_devicefix.multihost.transport import HostLost
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.simulation.backward import raise_or_keep
@@ -42,8 +49,8 @@ class FarDevices(Executor):
 
     def __init__(self, places: list[Place], peers: dict[int, Peer]) -> None:
         self.places = places
-        #: Runs a module by one command, if that is possible now; see `blocks.run_by_command`.
-        self.run_module: Callable[[Any, dict[str, Any], Any], torch.Tensor | None] | None = None
+        #: Runs a block by one command, if that is possible now; see `blocks.run_by_command`.
+        self.run_block: Callable[[Any, dict[str, Any], Any, Any], torch.Tensor | None] | None = None
         self._peers = peers
         #: What ranks have built, by device and recipe.
         self.built: dict[tuple[int, bytes], Any] = {}
@@ -73,39 +80,39 @@ class FarDevices(Executor):
             if not (isinstance(error, NotImplementedError) or "meta" in str(error).lower()):
                 remember(func, *blanks, answer)
             return answer
-        gives = tuple(self._new_storage(tensor, rank) for tensor in tensors_in(result))
+        outputs = tuple(self._new_storage(tensor, rank) for tensor in tensors_in(result))
         self.wait_for_room(rank)
-        self.tell(rank, commands.Run(func.name(), *self.command_arguments(args, kwargs), gives))
+        self.tell(rank, "run", func.name(), *self.command_arguments(args, kwargs), outputs)
         return result
 
-    def _new_storage(self, made: torch.Tensor, rank: int) -> tuple[int, Geometry] | None:
-        """Number of the storage of what an operation gives; None if that is known."""
+    def _new_storage(self, made: torch.Tensor, rank: int) -> NewStorage | None:
+        """The storage of what an operation gives; None if it is one of its arguments'."""
         if _owner_of(made) is not None:
             return None
         owner = self.owner(rank)
         _give_owner(made, owner)
-        return owner.number, geometry_of(made)
+        return NewStorage(owner.number, geometry_of(made))
 
     def _change_view(self, func: Any, args: Any, kwargs: dict[str, Any], rank: int) -> Any:
         before = args[0].untyped_storage().nbytes()
         result = func(*args, **kwargs)
         after = args[0].untyped_storage().nbytes()
         if after != before:
-            self.tell(rank, commands.Grow(self.stored(args[0]).storage, after))
+            self.tell(rank, "grow", self.stored(args[0]).storage, after)
         return result
 
     def _ask(self, func: Any, args: Any, kwargs: dict[str, Any], rank: int) -> Any:
         """Have an operation run whose result is not known before, and wait for it."""
         tensors = list(tensors_in((args, list(kwargs.values()))))
         owners = {owner.number: owner for owner in (self.owner(rank) for _ in func._schema.returns)}
-        command = commands.Ask(func.name(), *self.command_arguments(args, kwargs), list(owners))
+        command = "ask", func.name(), *self.command_arguments(args, kwargs), list(owners)
         answer = self._answer(rank, command, lambda: _of_zeros(func, args, kwargs))
 
         def make(part: Any) -> Any:
-            if isinstance(part, Given):
-                return tensors[part.number]
-            if isinstance(part, New):
-                return self.promise(part.geometry, rank, owners[part.storage])
+            if isinstance(part, Argument):
+                return tensors[part.position]
+            if isinstance(part, NewStorage):
+                return self.promise(part.geometry, rank, owners[part.number])
             if isinstance(part, torch.Tensor):  # of zeros, after an error
                 return self.promise(geometry_of(part), rank)
             return [make(one) for one in part] if type(part) in (list, tuple) else part
@@ -161,9 +168,9 @@ class FarDevices(Executor):
         except HostLost as error:
             raise_or_keep(error)
 
-    def promised(self, gives: list[torch.Tensor]) -> tuple[tuple[int, Geometry], ...]:
-        """What a rank is to make of promised tensors: numbers of storages, and how they lie."""
-        return tuple((self.stored(tensor).storage, geometry_of(tensor)) for tensor in gives)
+    def storages_of(self, promised: list[torch.Tensor]) -> tuple[NewStorage, ...]:
+        """The storages that a rank is to make of promised tensors."""
+        return tuple(NewStorage(self.stored(made).storage, geometry_of(made)) for made in promised)
 
     # Copies
 
@@ -187,7 +194,7 @@ class FarDevices(Executor):
             assert of is not None
             target.copy_(self.read(source, of))
         elif giving == taking:
-            self.tell(giving, commands.Copy(self.stored(target), self.stored(source)))
+            self.tell(giving, "copy", self.stored(target), self.stored(source))
         else:
             self._between(giving, taking, target, source)
 
@@ -195,9 +202,9 @@ class FarDevices(Executor):
         self, giving: int, taking: int, target: torch.Tensor, source: torch.Tensor
     ) -> None:
         """Tell one rank to send and another to receive, in one order for all ranks."""
-        send = commands.Send(self.stored(source), taking)
+        send = Command("send", (self.stored(source), taking))
         shape, dtype = tuple(source.shape), source.dtype
-        receive = commands.Receive(self.stored(target), shape, dtype, giving)
+        receive = Command("receive", (self.stored(target), shape, dtype, giving))
         peers = self._peers[giving], self._peers[taking]
         try:
             with self._between_ranks:
@@ -211,15 +218,14 @@ class FarDevices(Executor):
         where = in_file(source) if source.device.type == "cpu" else None
         if where is not None and self._has(rank, where.file):
             shape, stride = tuple(source.shape), source.stride()
-            load = commands.Load(self.stored(target), where, shape, stride, source.dtype)
-            self.tell(rank, load)
+            self.tell(rank, "load", self.stored(target), where, shape, stride, source.dtype)
             return
         values = source.detach().to("cpu").contiguous()
         if values.untyped_storage()._cdata == source.untyped_storage()._cdata:
             values = values.clone()  # as rank 0 goes on, and may change it
         values = values.resolve_conj().resolve_neg()
-        command = commands.Put(self.stored(target), tuple(values.shape), values.dtype)
-        self.tell(rank, command, values)
+        shape = tuple(values.shape)
+        self.tell(rank, "put", self.stored(target), shape, values.dtype, values=values)
         if values.nbytes > _LARGE:
             self._peers[rank].outbox.send()
 
@@ -230,8 +236,7 @@ class FarDevices(Executor):
 
     def differences(self, files: list[File], ranks: list[int]) -> dict[int, dict[str, str]]:
         """Which files of rank 0's other ranks have not, or have others of, and why."""
-        command = commands.Compare(tuple(files), tuple(checksums_of(file.path) for file in files))
-        asked = {rank: self._wait_for(rank, command) for rank in ranks}
+        asked = {rank: self._wait_for(rank, "compare", tuple(files)) for rank in ranks}
         reasons: dict[int, dict[str, str]] = {}
         for rank, answer in asked.items():
             reasons[rank] = self._of(rank, answer)
@@ -322,7 +327,7 @@ class FarDevices(Executor):
         order = sorted(range(tensor.dim()), key=lambda dim: -stride[dim])
         values: torch.Tensor = self._answer(
             rank,
-            commands.Read(self.stored(tensor.permute(order))),
+            ("read", self.stored(tensor.permute(order))),
             lambda: torch.zeros(shape, dtype=dtype),
         )
         return values.as_strided(shape, stride)
@@ -338,7 +343,7 @@ class FarDevices(Executor):
             )
         made = self.promise(geometry, place.rank)
         self.wait_for_room(place.rank)
-        self.tell(place.rank, commands.Make(self.stored(made).storage, geometry, place.number))
+        self.tell(place.rank, "make", self.stored(made).storage, geometry, place.number)
         return made
 
     # Waiting
@@ -347,19 +352,19 @@ class FarDevices(Executor):
         """Wait for all that was given to a device."""
         rank = self.places[device].rank
         if rank:
-            self._answer(rank, commands.Synchronize(), lambda: None)
+            self._answer(rank, ("synchronize",), lambda: None)
 
     def _answer(self, rank: int, command: Any, otherwise: Callable[[], Any]) -> Any:
         """What a rank answers; in a backward, something else after an error, which is kept."""
         try:
-            return self._of(rank, self._wait_for(rank, command))
+            return self._of(rank, self._wait_for(rank, *command))
         except Exception as error:  # noqa: BLE001  # as the engine ends the process at any
             raise_or_keep(error)
             return otherwise()
 
-    def _wait_for(self, rank: int, command: Any) -> Answer:
+    def _wait_for(self, rank: int, name: str, *arguments: Any) -> Answer:
         """Send all that was kept, and a command that is answered."""
-        answer = self._peers[rank].ask(command)
+        answer = self._peers[rank].ask(name, *arguments)
         for peer in self._peers.values():
             peer.outbox.wait()
         return answer
@@ -367,32 +372,32 @@ class FarDevices(Executor):
     def _of(self, rank: int, answer: Answer) -> Any:
         """The answer, once it is there."""
         result = answer.result()
-        if isinstance(result, Failed):
+        if isinstance(result, Failure):
             raise self._error(rank, result)
         return result
 
-    def _error(self, rank: int, failed: Failed) -> Exception:
+    def _error(self, rank: int, failed: Failure) -> Exception:
         """What failed first, which may be another rank's; from here on, all goes on."""
         asked = {
-            other: self._wait_for(other, commands.Synchronize())
-            for other in self._peers
-            if other != rank
+            other: self._wait_for(other, "synchronize") for other in self._peers if other != rank
         }
         failures = {rank: failed}
         failures |= {other: answer.result() for other, answer in asked.items()}
         reports = [
-            (other, failure) for other, failure in failures.items() if isinstance(failure, Failed)
+            (other, failure) for other, failure in failures.items() if isinstance(failure, Failure)
         ]
-        of, first = next((report for report in reports if not report[1].follows), reports[0])
+        of, first = next((report for report in reports if not report[1].is_consequence), reports[0])
         kind = _ERRORS.get(first.kind, RuntimeError)
         if "can't allocate memory" in first.message:  # the CPU's has no type of its own
             kind = torch.OutOfMemoryError
         return kind(f"{first.message}{models.held_by(of)}".rstrip(","))
 
-    def tell(self, rank: int, command: Any, values: torch.Tensor | None = None) -> None:
+    def tell(
+        self, rank: int, name: str, *arguments: Any, values: torch.Tensor | None = None
+    ) -> None:
         """Give a rank a command, with the values that come with it."""
         try:
-            self._peers[rank].tell(command, values)
+            self._peers[rank].tell(name, *arguments, values=values)
         except HostLost as error:
             raise_or_keep(error)
 
@@ -401,12 +406,14 @@ class FarDevices(Executor):
     def _rank_of(self, device: int | None) -> int:
         return 0 if device is None else self.places[device].rank
 
-    def stored(self, tensor: torch.Tensor) -> Stored:
+    def stored(self, tensor: torch.Tensor) -> RemoteTensor:
         """How a tensor without values lies in a rank's storage."""
         owner = _owner_of(tensor)
         assert owner is not None
         offset = tensor.storage_offset()
-        return Stored(owner.number, tuple(tensor.shape), tensor.stride(), int(offset), tensor.dtype)
+        return RemoteTensor(
+            owner.number, tuple(tensor.shape), tensor.stride(), int(offset), tensor.dtype
+        )
 
     def command_arguments(
         self, args: Any, kwargs: dict[str, Any]

@@ -33,7 +33,7 @@ from tl_devicefix.multihost.handshake import (
 from tl_devicefix.multihost.models import held_by
 from tl_devicefix.multihost.peers import Peer
 from tl_devicefix.multihost.rendezvous import Rendezvous
-from tl_devicefix.multihost.rpc_worker import Lender
+from tl_devicefix.multihost.rpc_worker import Worker
 from tl_devicefix.multihost.signing import signer
 from tl_devicefix.multihost.transport import HostLost, Transport
 from tl_devicefix.simulation.machine import Machine
@@ -140,7 +140,7 @@ class Ranks:
     ) -> Iterator[Machine]:
         """Have their devices, or those of these places."""
         far = FarDevices(chosen or self.places, self.peers)
-        far.run_module = functools.partial(run_by_command, far) if whole_blocks else None
+        far.run_block = functools.partial(run_by_command, far) if whole_blocks else None
         memory = [place.memory for place in far.places]
         with devices_of(far, memory, sites_of(far.places)) as machine:
             yield machine
@@ -270,7 +270,7 @@ def _lend(
 
     transport.watch(lose, timeout)
     try:
-        Lender(name, devices, transport).lend()
+        Worker(name, devices, transport).lend()
     except HostLost as error:
         time.sleep(timeout)  # this process ends meanwhile, as rank 0 names the rank, or is lost
         lose(error.rank, str(error))

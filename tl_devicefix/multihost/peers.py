@@ -1,8 +1,8 @@
 """The other ranks, as rank 0 speaks to them.
 
-A thread for each of them sends, and another receives. Rank 0 tells one object, a `Told`, which one
-call of C appends to a deque: no interrupt divides it. The thread that sends takes it from there,
-and knows whose answer comes when.
+A thread for each of them sends, and another receives. A command is one object, which one call of C
+appends to a deque: no interrupt divides it. The thread that sends takes it from there, and knows
+who waits for which answer.
 """
 
 from __future__ import annotations
@@ -25,10 +25,8 @@ from tl_devicefix.multihost.transport import HostLost, Transport
 
 _SHORTEST, _LONGEST = 16, 2048
 """Operations of a message that is sent though nobody waits: each of twice as many as before."""
-_OPERATIONS: dict[type, int] = dict.fromkeys(
-    (commands.Call, commands.Record, commands.Backward), 16
-)
-"""For how many a command counts, if it is not for one."""
+_OPERATIONS = {"call": 16, "record": 16, "backward": 16}
+"""For how many operations a command counts, if it is not for one."""
 _MOST_MESSAGES = 64
 """That may wait to be sent."""
 _TURN, _PATIENCE = 2e-5, 2e-3
@@ -40,18 +38,27 @@ _numbers = itertools.count()
 Answer = Future[Any]
 
 
-class Told(NamedTuple):
-    """A command with what goes with it: values, who waits for its answer, and torch's settings."""
+class Command(NamedTuple):
+    """A command in the queue of a rank.
 
-    command: Any
+    Attributes:
+        name: of the worker's method.
+        arguments: of that method.
+        values: are sent behind it.
+        answer: of whoever waits for one.
+        settings: of torch, which hold for it.
+    """
+
+    name: str
+    arguments: tuple[Any, ...] = ()
     values: torch.Tensor | None = None
     answer: Answer | None = None
     settings: list[Any] | None = None
 
 
-_SEND = Told(None)
-"""All that was told before is sent now."""
-_END = Told(commands.End())
+_SEND = Command("flush")
+"""All commands before it are sent now."""
+_END = Command("end")
 
 
 class Owner:
@@ -78,9 +85,9 @@ class Outbox:
     def __init__(self) -> None:
         self.owned: dict[ref[Owner], int] = {}
         self.n_sent = 0
-        self.queue: deque[Told | ref[Owner]] = deque()
+        self.queue: deque[Command | ref[Owner]] = deque()
         self._to_send: SimpleQueue[None] = SimpleQueue()
-        self._taken: list[Told | ref[Owner]] = []
+        self._taken: list[Command | ref[Owner]] = []
         self._operations, self._length = 0, _SHORTEST
         self._settings: list[Any] | None = None  # as the rank was told last
 
@@ -90,10 +97,10 @@ class Outbox:
         self.owned[ref(owner, self.queue.append)] = owner.number
         return owner
 
-    def tell(self, queued: Told) -> None:
+    def tell(self, queued: Command) -> None:
         """Tell something, which is sent when someone waits, or there is enough of it."""
         self.queue.append(queued)
-        self._operations += _OPERATIONS.get(type(queued.command), 1)
+        self._operations += _OPERATIONS.get(queued.name, 1)
         if self._operations >= self._length:
             is_first, n_sent = self._length == _SHORTEST, self.n_sent
             self._length = min(2 * self._length, _LONGEST)
@@ -125,7 +132,7 @@ class Outbox:
         """Whether the rank is so far behind that no more should be told."""
         return self._to_send.qsize() > _MOST_MESSAGES
 
-    def next_message(self) -> list[Told]:
+    def next_message(self) -> list[Command]:
         """In the thread that sends: wait for what is to be sent at once."""
         while True:
             try:
@@ -139,18 +146,18 @@ class Outbox:
                 taken, self._taken = self._taken, []
                 return list(self._with_frees(taken))
 
-    def _with_frees(self, taken: list[Told | ref[Owner]]) -> Iterator[Told]:
+    def _with_frees(self, taken: list[Command | ref[Owner]]) -> Iterator[Command]:
         """In the place of owners that are gone, what their rank is to let go; and new settings."""
-        for are_commands, several in itertools.groupby(taken, lambda item: type(item) is Told):
+        for are_commands, several in itertools.groupby(taken, lambda item: type(item) is Command):
             if not are_commands:  # of one that an interrupt left without a number, nothing was told
                 numbers: Any = (self.owned.pop(owner, None) for owner in several)  # type: ignore[arg-type]
-                yield Told(commands.Free(tuple(n for n in numbers if n is not None)))
+                yield Command("free", (tuple(n for n in numbers if n is not None),))
                 continue
             for queued in several:
-                assert type(queued) is Told
+                assert type(queued) is Command
                 if queued.settings not in (None, self._settings):
                     self._settings = queued.settings
-                    yield Told(commands.Settings(queued.settings))
+                    yield Command("settings", (queued.settings,))
                 yield queued
 
     def never(self) -> list[Answer]:
@@ -159,7 +166,7 @@ class Outbox:
         with contextlib.suppress(IndexError):
             while True:
                 queued = self.queue.popleft()
-                if type(queued) is Told and queued.answer is not None:
+                if type(queued) is Command and queued.answer is not None:
                     answers.append(queued.answer)
         return answers
 
@@ -195,16 +202,16 @@ class Peer:
         """How many storages, blocks and graphs it was told to hold, and was not told to let go."""
         return len(self.outbox.owned)
 
-    def tell(self, command: Any, values: torch.Tensor | None = None) -> None:
+    def tell(self, name: str, *arguments: Any, values: torch.Tensor | None = None) -> None:
         """Give it a command, with the values that come with it; it raises if a rank is lost."""
         self.raise_if_lost()
-        self.outbox.tell(Told(command, values, settings=commands.settings()))
+        self.outbox.tell(Command(name, arguments, values, settings=commands.settings()))
 
-    def ask(self, command: Any) -> Answer:
+    def ask(self, name: str, *arguments: Any) -> Answer:
         """Give it a command that is answered, and send all; it raises if a rank is lost."""
         answer = Answer()
         self.raise_if_lost()
-        self.outbox.tell(Told(command, answer=answer, settings=commands.settings()))
+        self.outbox.tell(Command(name, arguments, answer=answer, settings=commands.settings()))
         self.outbox.wait()
         self.raise_if_lost()  # or nobody might answer
         return answer
@@ -254,7 +261,7 @@ class Peer:
             self.give_up()
             return
         self.messages += 1  # first, as an answer may come at once
-        self._transport.send(self.rank, [queued.command for queued in message])
+        self._transport.send(self.rank, [queued[:2] for queued in message])
         self.outbox.n_sent += 1
         for queued in message:
             if queued.values is not None:
@@ -262,7 +269,7 @@ class Peer:
 
     def _receive_next(self) -> None:
         result = self._transport.receive(self.rank)
-        if isinstance(result, commands.Values):
+        if isinstance(result, commands.ValuesFollow):
             try:
                 result = self._transport.receive_values(self.rank, result.shape, result.dtype)
             except MemoryError as error:
@@ -276,11 +283,10 @@ class Peer:
                     answer.set_result(result)
 
 
-def tell_both(peers: tuple[Peer, Peer], two_commands: tuple[Any, Any]) -> None:
+def tell_both(peers: tuple[Peer, Peer], pair: tuple[Command, Command]) -> None:
     """Give two ranks a command each, with no interrupt in between; it raises if a rank is lost."""
     for peer in peers:
         peer.raise_if_lost()
     now = commands.settings()
     queues = [peer.outbox.queue for peer in peers]
-    pair = [Told(command, settings=now) for command in two_commands]
-    deque(map(deque.append, queues, pair), 0)  # one call of C
+    deque(map(deque.append, queues, [command._replace(settings=now) for command in pair]), 0)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from tl_devicefix.multihost import commands
-from tl_devicefix.multihost.blocks import Built, Graph
-from tl_devicefix.multihost.checkpoint_files import differences, read
+from tl_devicefix.multihost.blocks import Built, Entry, Graph, Key
+from tl_devicefix.multihost.checkpoint_files import File, InFile, differences, read
 from tl_devicefix.multihost.commands import (
-    Failed,
-    Given,
-    New,
-    Stored,
+    Argument,
+    Failure,
+    NewStorage,
+    RemoteTensor,
+    ValuesFollow,
     exchanged,
     operation_named,
     tensors_in,
@@ -24,33 +24,37 @@ from tl_devicefix.multihost.transport import HostLost, Transport
 from tl_devicefix.simulation.geometry import Geometry, geometry_of
 
 _NEVER = "what it needs was never computed, as something failed before"
-
-_ANSWERED = commands.Ask, commands.Read, commands.Compare, commands.Synchronize
+_ANSWERED = {"ask", "read", "compare", "synchronize"}
+_CALLED = {
+    **dict.fromkeys(("call", "record"), "a block"),
+    "backward": "a backward through a block",
+}
+"""What errors call a command, if not by its name or that of its operation."""
 
 
 class _NeverComputed(RuntimeError):
     """Something failed before, and what it should have given is needed now."""
 
 
-class Lender:
-    """The tensors of a rank, and what is done to them."""
+class Worker:
+    """The tensors of a rank, and the commands that rank 0 may give it: `_run`, `_make`, ..."""
 
     def __init__(self, name: str, devices: list[torch.device], transport: Transport) -> None:
         self._name, self._devices, self._transport = name, devices, transport
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._built: dict[int, Built] = {}
         self._graphs: dict[int, Graph] = {}
-        self._failed: Failed | None = None
+        self._failed: Failure | None = None
 
     @torch.no_grad()
     def lend(self) -> None:
         """Do what rank 0 says, until it says to end."""
         while True:
-            for command in self._transport.receive(0):
-                if isinstance(command, commands.End):
+            for name, arguments in self._transport.receive(0):
+                if name == "end":
                     return
-                answer = self._try(command, getattr(self, f"_{type(command).__name__.lower()}"))
-                if isinstance(command, _ANSWERED):
+                answer = self._try(getattr(self, f"_{name}"), name, arguments)
+                if name in _ANSWERED:
                     self._answer(answer)
 
     def _answer(self, answer: Any) -> None:
@@ -60,65 +64,173 @@ class Lender:
         if not isinstance(answer, torch.Tensor):
             self._transport.send(0, answer)
             return
-        self._transport.send(0, commands.Values(tuple(answer.shape), answer.dtype))
+        self._transport.send(0, ValuesFollow(tuple(answer.shape), answer.dtype))
         self._transport.send_values(0, answer)
 
-    def _try(self, command: Any, do: Callable[[Any], Any]) -> Any:
+    def _try(self, do: Callable[..., Any], name: str, arguments: Sequence[Any]) -> Any:
         try:
-            return do(command)
+            return do(*arguments)
         except HostLost:
             raise
         except Exception as error:  # noqa: BLE001  # it is raised where rank 0 waits
-            self._fail(error, command)
+            if self._failed is None:  # the first; others are of what it did not give
+                where = arguments[0] if name in ("run", "ask") else _CALLED.get(name, name)
+                message = f"{error} (in {where}, on {self._name})"
+                is_consequence = isinstance(error, _NeverComputed)
+                self._failed = Failure(type(error).__name__, message, is_consequence)
             return None
 
-    def _fail(self, error: Exception, command: Any) -> None:
-        if self._failed is None:  # the first; others are of what it did not give
-            at = getattr(command, "operation", type(command).__name__.lower())
-            message = f"{error} (in {at}, on {self._name})"
-            self._failed = Failed(type(error).__name__, message, isinstance(error, _NeverComputed))
+    # Commands: operations
 
-    # Commands
+    def _run(
+        self, operation: str, args: Any, kwargs: Any, outputs: Sequence[NewStorage | None]
+    ) -> None:
+        """Run an operation; each tensor that it gives becomes a storage, but for arguments."""
+        args, kwargs = self._resolved(args), self._by_name(kwargs)
+        result = operation_named(operation)(*args, **kwargs)
+        for made, output in zip(tensors_in(result), outputs, strict=True):
+            if output is not None:
+                self._keep(made, *output)
 
-    def _run(self, command: commands.Run) -> None:
-        args, kwargs = self._arguments(command)
-        result = operation_named(command.operation)(*args, **kwargs)
-        for made, storage in zip(tensors_in(result), command.gives, strict=True):
-            if storage is not None:
-                self._keep(made, *storage)
+    def _ask(self, operation: str, args: Any, kwargs: Any, numbers: list[int]) -> Any:
+        """Run an operation whose results rank 0 cannot foresee, and describe them."""
+        args, kwargs = self._resolved(args), self._by_name(kwargs)
+        tensors = list(tensors_in((args, list(kwargs.values()))))
+        result = operation_named(operation)(*args, **kwargs)
+        storages = iter(numbers)
 
-    def _settings(self, command: commands.Settings) -> None:
-        commands.set_as(command.values)
+        def describe(made: torch.Tensor) -> Any:
+            number = next(storages)
+            for index, tensor in enumerate(tensors):
+                if tensor is made:
+                    return Argument(index)
+            made = made.resolve_conj().resolve_neg().clone()
+            self._storages[number] = made.untyped_storage()
+            return NewStorage(number, geometry_of(made))
 
-    def _hold(self, command: commands.Hold) -> None:
-        recipe = pickle.loads(command.recipe)
-        self._built[command.number] = Built(recipe, self._devices[command.device])
+        return exchanged(result, describe)
 
-    def _call(self, command: commands.Call) -> None:
-        entry = None
-        if command.entry is not None:
-            cls, keys, values, is_frozen = command.entry
+    def _settings(self, values: list[Any]) -> None:
+        """Set what torch computes by, from here on."""
+        commands.set_as(values)
+
+    # Commands: blocks
+
+    def _build(self, number: int, recipe: bytes, device: int) -> None:
+        """Build a block of a pickled recipe."""
+        self._built[number] = Built(recipe, self._devices[device])
+
+    def _call(
+        self,
+        block: int,
+        tensors: Sequence[RemoteTensor],
+        inputs: dict[str, Any],
+        entry: Entry | None,
+        outputs: Sequence[NewStorage],
+    ) -> None:
+        """Run a block without a graph."""
+        if entry is not None:
+            cls, keys, values, is_frozen = entry
             entry = cls, self._tensor(keys), self._tensor(values), is_frozen
-        tensors = list(map(self._tensor, command.tensors))
-        made = self._built[command.block].run(tensors, self._named(command), entry)
-        self._keep_all(made, command)
+        own = list(map(self._tensor, tensors))
+        self._keep_all(self._built[block].run(own, self._by_name(inputs), entry), outputs)
 
-    def _record(self, command: commands.Record) -> None:
-        tensors = list(map(self._tensor, command.tensors))
-        built = self._built[command.block]
-        graph = Graph(built, tensors, self._named(command), command.keys)
-        self._graphs[command.number] = graph
-        self._keep_all([graph.output], command)
+    def _record(
+        self,
+        block: int,
+        tensors: Sequence[RemoteTensor],
+        inputs: dict[str, Any],
+        graph: int,
+        keys: tuple[Key, ...],
+        outputs: Sequence[NewStorage],
+    ) -> None:
+        """Run a block, and hold its graph for gradients of some of its tensors and inputs."""
+        own = list(map(self._tensor, tensors))
+        recorded = Graph(self._built[block], own, self._by_name(inputs), keys)
+        self._graphs[graph] = recorded
+        self._keep_all([recorded.output], outputs)
 
-    def _backward(self, command: commands.Backward) -> None:
-        if command.graph not in self._graphs:
+    def _backward(
+        self,
+        graph: int,
+        gradient: RemoteTensor,
+        which: tuple[int, ...],
+        keeps: bool,
+        outputs: Sequence[NewStorage],
+    ) -> None:
+        """Run a backward through a graph, to some of its keys."""
+        if graph not in self._graphs:
             raise _NeverComputed(_NEVER)
-        graph, gradient = self._graphs[command.graph], self._tensor(command.gradient)
-        self._keep_all(graph.backward(gradient, command.which, command.keeps), command)
+        made = self._graphs[graph].backward(self._tensor(gradient), which, keeps)
+        self._keep_all(made, outputs)
 
-    def _keep_all(self, made: Sequence[Any], command: Any) -> None:
-        for tensor, storage in zip(made, command.gives, strict=True):
-            self._keep(tensor, *storage)
+    # Commands: memory
+
+    def _make(self, storage: int, geometry: Geometry, device: int) -> None:
+        """Make a storage, without values."""
+        made = torch.empty(geometry.nbytes, dtype=torch.uint8, device=self._devices[device])
+        self._storages[storage] = made.untyped_storage()
+
+    def _grow(self, storage: int, nbytes: int) -> None:
+        """Give a storage another size."""
+        self._storages[storage].resize_(nbytes)
+
+    def _free(self, numbers: tuple[int, ...]) -> None:
+        """Let storages, blocks and graphs go."""
+        for number in numbers:
+            for table in (self._storages, self._built, self._graphs):
+                table.pop(number, None)  # type: ignore[attr-defined]
+
+    # Commands: values
+
+    def _put(self, target: RemoteTensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Write the next values that come from rank 0."""
+        values = self._transport.receive_values(0, shape, dtype)
+        self._tensor(target).copy_(values)
+
+    def _load(self, target: RemoteTensor, where: InFile, *geometry: Any) -> None:
+        """Write values of this rank's own file."""
+        self._tensor(target).copy_(read(where, *geometry))
+
+    def _copy(self, target: RemoteTensor, source: RemoteTensor) -> None:
+        """Copy within the rank."""
+        self._tensor(target).copy_(self._tensor(source))
+
+    def _read(self, source: RemoteTensor) -> torch.Tensor:
+        """Send values to rank 0."""
+        return self._tensor(source).to("cpu").contiguous()
+
+    def _send(self, source: RemoteTensor, rank: int) -> None:
+        """Send values to another rank, or word that there are none."""
+        values = self._try(self._read, "send", (source,))
+        self._transport.send(rank, values is not None)
+        if values is not None:
+            self._transport.send_values(rank, values)
+
+    def _receive(
+        self, target: RemoteTensor, shape: tuple[int, ...], dtype: torch.dtype, rank: int
+    ) -> None:
+        """Write values that come from another rank."""
+        if not self._transport.receive(rank):
+            raise _NeverComputed(f"rank {rank} had nothing to send")
+        values = self._transport.receive_values(rank, shape, dtype)
+        self._tensor(target).copy_(values)
+
+    def _compare(self, files: Sequence[File]) -> dict[str, str]:
+        """Tell which files of a checkpoint this rank has not, or has others of."""
+        return differences(files)
+
+    def _synchronize(self) -> None:
+        """Tell when all before it is done."""
+        for device in self._devices:
+            if device.type != "cpu":
+                torch.get_device_module(device.type).synchronize(device)
+
+    # Tensors
+
+    def _keep_all(self, made: Sequence[torch.Tensor], outputs: Sequence[NewStorage]) -> None:
+        for tensor, output in zip(made, outputs, strict=True):
+            self._keep(tensor, *output)
 
     def _keep(self, made: torch.Tensor, number: int, geometry: Geometry) -> None:
         """Keep a result as rank 0 knows it, which nobody else has."""
@@ -133,91 +245,17 @@ class Lender:
             made = copied.copy_(made) if made.numel() else copied
         self._storages[number] = made.untyped_storage()
 
-    def _ask(self, command: commands.Ask) -> Any:
-        args, kwargs = self._arguments(command)
-        tensors = list(tensors_in((args, list(kwargs.values()))))
-        result = operation_named(command.operation)(*args, **kwargs)
-        numbers = iter(command.numbers)
-
-        def tell(made: torch.Tensor) -> Any:
-            number = next(numbers)
-            for index, tensor in enumerate(tensors):
-                if tensor is made:
-                    return Given(index)
-            made = made.resolve_conj().resolve_neg().clone()
-            self._storages[number] = made.untyped_storage()
-            return New(number, geometry_of(made))
-
-        return exchanged(result, tell)
-
-    def _make(self, command: commands.Make) -> None:
-        nbytes, device = command.geometry.nbytes, self._devices[command.device]
-        made = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self._storages[command.storage] = made.untyped_storage()
-
-    def _grow(self, command: commands.Grow) -> None:
-        self._storages[command.storage].resize_(command.nbytes)
-
-    def _free(self, command: commands.Free) -> None:
-        for number in command.numbers:
-            for table in (self._storages, self._built, self._graphs):
-                table.pop(number, None)  # type: ignore[attr-defined]
-
-    def _put(self, command: commands.Put) -> None:
-        values = self._transport.receive_values(0, command.shape, command.dtype)
-        self._tensor(command.target).copy_(values)
-
-    def _load(self, command: commands.Load) -> None:
-        values = read(command.where, command.shape, command.stride, command.dtype)
-        self._tensor(command.target).copy_(values)
-
-    def _copy(self, command: commands.Copy) -> None:
-        self._tensor(command.target).copy_(self._tensor(command.source))
-
-    def _read(self, command: commands.Read) -> torch.Tensor:
-        return self._on_cpu(command.source)
-
-    def _send(self, command: commands.Send) -> None:
-        values = self._try(command, lambda command: self._on_cpu(command.source))
-        self._transport.send(command.rank, values is not None)
-        if values is not None:
-            self._transport.send_values(command.rank, values)
-
-    def _receive(self, command: commands.Receive) -> None:
-        if not self._transport.receive(command.rank):
-            raise _NeverComputed(f"rank {command.rank} had nothing to send")
-        values = self._transport.receive_values(command.rank, command.shape, command.dtype)
-        self._tensor(command.target).copy_(values)
-
-    def _compare(self, command: commands.Compare) -> dict[str, str]:
-        return differences(command.files, command.checksums)
-
-    def _synchronize(self, command: commands.Synchronize) -> None:
-        for device in self._devices:
-            if device.type != "cpu":
-                torch.get_device_module(device.type).synchronize(device)
-
-    # Tensors
-
-    def _arguments(self, command: commands.Run | commands.Ask) -> tuple[list[Any], dict[str, Any]]:
-        return [self._resolved(value) for value in command.args], self._named(command)
-
-    def _named(self, command: Any) -> dict[str, Any]:
-        return {name: self._resolved(value) for name, value in command.kwargs.items()}
+    def _by_name(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        return {name: self._resolved(value) for name, value in arguments.items()}
 
     def _resolved(self, value: Any) -> Any:
-        if type(value) is Stored:
+        if type(value) is RemoteTensor:
             return self._tensor(value)
-        if type(value) is list:
-            return [self._resolved(item) for item in value]
-        return value
+        return [self._resolved(item) for item in value] if type(value) is list else value
 
-    def _tensor(self, stored: Stored) -> torch.Tensor:
+    def _tensor(self, stored: RemoteTensor) -> torch.Tensor:
         if stored.storage not in self._storages:
             raise _NeverComputed(_NEVER)
         storage = self._storages[stored.storage]
         tensor = torch.empty(0, dtype=stored.dtype, device=storage.device)
         return tensor.set_(storage, stored.offset, stored.shape, stored.stride)  # type: ignore[call-overload]
-
-    def _on_cpu(self, stored: Stored) -> torch.Tensor:
-        return self._tensor(stored).to("cpu").contiguous()
