@@ -16,7 +16,6 @@ import bitsandbytes
 import peft
 import torch
 import transformers
-from accelerate.hooks import ModelHook, add_hook_to_module
 from architectures import ALL_ARCHITECTURES, Architecture
 from hf_models import D_VOCAB, N_CTX
 from packaging.version import Version
@@ -240,7 +239,7 @@ def device_map(name: str, outside: str, first: str, others: str) -> dict[str, st
 
 
 @dataclass(frozen=True)
-class Given:
+class Parts:
     """What a live model is made of."""
 
     name: str
@@ -253,66 +252,52 @@ class Given:
     """To offload to."""
 
 
-Make = Callable[[Given], Any]
+Make = Callable[[Parts], Any]
 
 
 def from_pretrained(outside: str, first: str, others: str, **options: Any) -> Make:
-    return lambda given: AutoModelForCausalLM.from_pretrained(
-        given.checkpoint,
-        device_map=device_map(given.name, outside, first, others),
-        offload_folder=given.folder,
+    return lambda parts: AutoModelForCausalLM.from_pretrained(
+        parts.checkpoint,
+        device_map=device_map(parts.name, outside, first, others),
+        offload_folder=parts.folder,
         **options,
     ).eval()
 
 
-def from_an_empty_model(given: Given) -> Any:
+def from_an_empty_model(parts: Parts) -> Any:
     with accelerate.init_empty_weights():
-        empty = AutoModelForCausalLM.from_config(ALL_ARCHITECTURES[given.name].hf_config())
+        empty = AutoModelForCausalLM.from_config(ALL_ARCHITECTURES[parts.name].hf_config())
     empty.tie_weights()
-    places = device_map(given.name, "cpu", "cpu", "disk")
+    places = device_map(parts.name, "cpu", "cpu", "disk")
     return accelerate.load_checkpoint_and_dispatch(
-        empty, given.checkpoint, places, offload_folder=given.folder
+        empty, parts.checkpoint, places, offload_folder=parts.folder
     ).eval()
 
 
-def with_two_hooks(given: Given) -> Any:
-    hf_model = on_cpu()(given)
-    for module in (hf_model.lm_head, hf_model.get_input_embeddings()):
-        add_hook_to_module(module, ModelHook(), append=True)
-    return hf_model
+def on_cpu(of: Make = lambda parts: parts.model, **options: Any) -> Make:
+    return lambda parts: accelerate.cpu_offload(of(parts), CPU, **options)
 
 
-def on_cpu(of: Make = lambda given: given.model, **options: Any) -> Make:
-    return lambda given: accelerate.cpu_offload(of(given), CPU, **options)
-
-
-def on_disk(of: Make = lambda given: given.model, **options: Any) -> Make:
-    return lambda given: accelerate.disk_offload(of(given), given.folder, CPU, **options)
+def on_disk(of: Make = lambda parts: parts.model, **options: Any) -> Make:
+    return lambda parts: accelerate.disk_offload(of(parts), parts.folder, CPU, **options)
 
 
 OFFLOADED: dict[str, tuple[str, Make]] = {
     "transformers, blocks on disk": ("gpt2", from_pretrained("cpu", "cpu", "disk")),
-    "transformers, a block on disk": ("llama", from_pretrained("cpu", "disk", "cpu")),
     # GPT-2's embedding and unembedding are one tensor, which may be stored under either name.
     "transformers, embeddings on disk": ("gpt2", from_pretrained("disk", "cpu", "disk")),
     "transformers, buffers too": (
         "llama",
         from_pretrained("cpu", "cpu", "disk", offload_buffers=True),
     ),
-    "cpu_offload": ("gpt2", on_cpu()),
     "disk_offload, buffers too": ("llama", on_disk(offload_buffers=True)),
-    "cpu_offload, several modules at once": (
-        "gpt2",
-        on_cpu(preload_module_classes=["GPT2Block"]),
-    ),
     "dispatch_model": (
         "llama",
-        lambda given: accelerate.dispatch_model(
-            given.model, device_map("llama", "cpu", "cpu", "disk"), offload_dir=given.folder
+        lambda parts: accelerate.dispatch_model(
+            parts.model, device_map("llama", "cpu", "cpu", "disk"), offload_dir=parts.folder
         ),
     ),
     "load_checkpoint_and_dispatch": ("gpt2", from_an_empty_model),
-    "cpu_offload and another hook": ("gpt2", with_two_hooks),
 }
 
 # --------------------------------------------------------------------------------------------
@@ -325,21 +310,21 @@ class Case:
 
     architecture: str
     live: Make
-    plain: Callable[[Given], PreTrainedModel] = lambda given: given.model
+    plain: Callable[[Parts], PreTrainedModel] = lambda parts: parts.model
 
 
 def adapted(architecture: str, adapt: Adapt, merge: Adapt | None = None) -> Case:
     """By `adapt`; if PEFT cannot merge it, `merge` makes the PeftModel that it is the same as."""
     return Case(
         architecture,
-        lambda given: adapt(given.model),
-        lambda given: (merge or adapt)(given.model).merge_and_unload(),
+        lambda parts: adapt(parts.model),
+        lambda parts: (merge or adapt)(parts.model).merge_and_unload(),
     )
 
 
 def once_disabled(adapt: Adapt) -> Case:
     """Adapted, and then as without its adapters."""
-    return Case("llama", lambda given: disabled(adapt)(given.model))
+    return Case("llama", lambda parts: disabled(adapt)(parts.model))
 
 
 def quantised(
@@ -351,16 +336,16 @@ def quantised(
 ) -> Case:
     """In a way of `KINDS`, then adapted, if it is, and run, if it was."""
 
-    def live(given: Given) -> Any:
-        hf_model = quantise(given.checkpoint, kind)
+    def live(parts: Parts) -> Any:
+        hf_model = quantise(parts.checkpoint, kind)
         hf_model = adapt(hf_model) if adapt else hf_model
         if was_run:
             with torch.no_grad():
                 hf_model(TOKENS)
         return hf_model
 
-    def plain(given: Given) -> PreTrainedModel:
-        plain = dequantised(quantise(given.checkpoint, kind), given.model, was_run)
+    def plain(parts: Parts) -> PreTrainedModel:
+        plain = dequantised(quantise(parts.checkpoint, kind), parts.model, was_run)
         merged = merge or adapt
         return merged(plain).merge_and_unload() if merged else plain
 
@@ -369,7 +354,6 @@ def quantised(
 
 _TWO = (config(*IN_LLAMA), config("q_proj", "o_proj"))
 _DORA_ON_CONV = lora(*IN_GPT2, use_dora=True, **CONV, modules_to_save=["ln_f"])
-_INT8 = quantised(MISTRAL, "int8")
 
 CASES: dict[str, Case] = {
     "LoRA": adapted("llama", lora(*IN_LLAMA)),
@@ -381,20 +365,10 @@ CASES: dict[str, Case] = {
     "IA3": adapted("llama", IA3),
     "norms": adapted("llama", adapter(peft.LNTuningConfig(target_modules=["norm"], **CAUSAL))),
     "modules to save": adapted("llama", lora("q_proj", modules_to_save=["lm_head", "norm", "mlp"])),
-    "trainable tokens": adapted(
-        "llama", lora(*IN_LLAMA, trainable_token_indices={"embed_tokens": [5]})
-    ),
     "two adapters at once": adapted("llama", adapter(*_TWO, active=["0", "1"])),
-    "the second of two adapters": adapted("llama", adapter(*_TWO, active=["1"])),
     "a module to save of an adapter that is not active": adapted(
         "llama",
         adapter(config(*IN_LLAMA, modules_to_save=["lm_head"]), config("q_proj"), active=["1"]),
-    ),
-    "a tuner out of its PeftModel": adapted(
-        "llama", lambda model: lora(*IN_LLAMA)(model).base_model, lora(*IN_LLAMA)
-    ),
-    "a model out of its PeftModel": adapted(
-        "llama", lambda model: lora(*IN_LLAMA)(model).get_base_model(), lora(*IN_LLAMA)
     ),
     "an adapter that transformers added": adapted("llama", added_by_transformers, lora(*IN_LLAMA)),
     "an adapter that its user merged": adapted("llama", merged_by_its_user, lora(*IN_LLAMA)),
@@ -411,21 +385,10 @@ CASES: dict[str, Case] = {
     "int8 gpt2, run": quantised(GPT2, "int8", was_run=True),
     "LoRA on nf4": quantised(MISTRAL, "nf4", lora(*IN_LLAMA)),
     "DoRA on int8": quantised(MISTRAL, "int8", lora(*IN_LLAMA, use_dora=True)),
-    "LoRA on int8 Conv1D": quantised(GPT2, "int8", lora(*IN_GPT2), lora(*IN_GPT2, **CONV)),
-    "DoRA on nf4 Conv1D": quantised(
-        GPT2, "nf4", lora(*IN_GPT2, use_dora=True), lora(*IN_GPT2, **CONV, use_dora=True)
-    ),
-    "IA3 on int8": quantised(MISTRAL, "int8", IA3),
-    "VeRA on int8": quantised(
-        MISTRAL,
-        "int8",
-        adapter(peft.VeraConfig(r=4, target_modules=["q_proj", "o_proj"], **CAUSAL)),
-    ),
     **{name: Case(architecture, make) for name, (architecture, make) in OFFLOADED.items()},
     "an adapted model on the CPU": Case(
         "gpt2",
-        on_cpu(lambda given: _DORA_ON_CONV(given.model)),
-        lambda given: _DORA_ON_CONV(given.model).merge_and_unload(),
+        on_cpu(lambda parts: _DORA_ON_CONV(parts.model)),
+        lambda parts: _DORA_ON_CONV(parts.model).merge_and_unload(),
     ),
-    "int8 on the CPU": Case(MISTRAL, on_cpu(_INT8.live), _INT8.plain),
 }

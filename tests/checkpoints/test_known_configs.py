@@ -5,7 +5,6 @@ TransformerLens has the sizes of Llamas and Gemmas written down; of the others i
 
 from __future__ import annotations
 
-import logging
 import re
 from typing import Any
 
@@ -78,13 +77,6 @@ def test_every_model_of_a_known_family_is_known() -> None:
     assert listed - known_fields().keys() == set()
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt2", "Llama-2-7b", "google/gemma-2-2b", "codellama/CodeLlama-7b-hf"]
-)
-def test_a_listed_model_plans_without_the_network(name: str, machine: Machine) -> None:
-    assert len(plan(name, n_devices=4, dtype="bfloat16").devices) == 4
-
-
 @pytest.mark.parametrize("name", ONE_OF_EACH_SIZE)
 def test_a_plan_weighs_the_published_number_of_parameters(name: str) -> None:
     """K and V of grouped-query attention stay grouped.
@@ -120,14 +112,6 @@ def test_a_known_config_is_what_transformer_lens_makes_of_the_fetched_one(
     unread = {"torch_dtype": "float16", "transformers_version": "4.40.0", "use_cache": True}
     hub.add_config(name, {**known_fields()[name], **unread})
     assert model_config(name, prefer_known=True).to_dict() == model_config(name).to_dict()
-
-
-def test_an_alias_plans_as_the_name_it_stands_for_and_the_log_tells_of_it(
-    machine: Machine, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO):
-        assert plan("pythia-70m", n_devices=2) == plan("EleutherAI/pythia-70m", n_devices=2)
-    assert "EleutherAI/pythia-70m are those that tl_devicefix lists" in caplog.text
 
 
 def test_a_checkpoint_that_is_loaded_has_its_own_sizes(

@@ -22,7 +22,7 @@ import transformer_lens.loading_from_pretrained as tl_loading
 import transformers.dynamic_module_utils
 import transformers.utils.hub
 from architectures import ALL_ARCHITECTURES
-from comparison import assert_same_model, assert_same_weights
+from comparison import assert_same_model
 from hf_models import make_tokenizer, randomize
 from hub_cache import HubCache, commit_of
 from transformer_lens import HookedTransformer
@@ -148,15 +148,6 @@ def test_any_path_will_do(
     assert Path(model.tokenizer.name_or_path).resolve() == path
 
 
-def test_a_directory_of_results_does_not_hide_the_model_it_is_named_after(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    elsewhere = plan("Llama-2-7b", dtype="bfloat16")
-    monkeypatch.chdir(tmp_path)
-    Path("Llama-2-7b").mkdir()
-    assert plan("Llama-2-7b", dtype="bfloat16") == elsewhere
-
-
 def test_the_text_model_of_a_multimodal_fine_tune(
     hub: HubCache, tokenizer: Any, machine: Any, tokens: Any
 ) -> None:
@@ -182,25 +173,6 @@ def test_the_text_model_of_a_multimodal_fine_tune(
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_weights_are_needed_neither_beside_the_model_itself_nor_for_a_plan(
-    hub: HubCache, hf_models: Any, references: Any, machine: Any
-) -> None:
-    for file in hub.add(FINE_TUNE, hf_models("qwen2")).glob("*.safetensors"):
-        file.unlink()
-    assert len(plan(FINE_TUNE, n_devices=4).devices) == 4
-    model = HookedTransformer.from_pretrained(FINE_TUNE, hf_model=hf_models("qwen2"), n_devices=3)
-    assert_same_weights(model, references("qwen2"))
-
-
-@pytest.mark.parametrize("options", [{"n_devices": 3}, {"device_map": "sequential"}], ids=str)
-def test_the_plan_by_a_name_is_where_it_is_then_loaded(
-    options: dict[str, Any], fine_tune: str, machine: Any
-) -> None:
-    planned = plan(fine_tune, dtype="bfloat16", **options)
-    model = HookedTransformer.from_pretrained(fine_tune, dtype="bfloat16", **options)
-    assert model.placement.device_map == planned.device_map
-
-
 # --------------------------------------------------------------------------------------------
 # Tokenizers
 
@@ -218,11 +190,6 @@ def test_without_a_tokenizer_there_the_model_has_none(
 
     assert model.tokenizer is None
     assert model(tokens).shape[:2] == tokens.shape
-
-
-def test_your_own_tokenizer_is_used_instead(directory: Any, tokenizer: Any, machine: Any) -> None:
-    model = HookedTransformer.from_pretrained(directory("model"), tokenizer=tokenizer)
-    assert model.tokenizer.name_or_path == tokenizer.name_or_path
 
 
 # --------------------------------------------------------------------------------------------

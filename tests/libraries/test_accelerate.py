@@ -11,7 +11,6 @@ import torch
 from accelerate import Accelerator, dispatch_model
 from accelerate.state import AcceleratorState
 from comparison import assert_agrees
-from either_class import CLASSES, HOOKED
 from hf_models import N_LAYERS
 
 import tl_devicefix
@@ -56,16 +55,6 @@ def test_prepare_leaves_a_spread_model_where_it_lies_and_trains_it(
     assert devices_of(model) == before
 
 
-@pytest.mark.parametrize("cls", [cls for cls in CLASSES if cls == HOOKED])
-def test_a_model_that_was_gathered_goes_where_accelerate_works(
-    cls: str, over_devices: Any, accelerator: Accelerator, tokens: torch.Tensor
-) -> None:
-    model = over_devices("llama")
-    model.to("sim:2")
-    accelerator.prepare(model)
-    assert set(devices_of(model)) == {accelerator.device}
-
-
 # Hugging Face models whose blocks are divided. transformers cannot run the second of them, as the
 # residual stream comes back from another device than it went to.
 DIVIDED = {
@@ -108,19 +97,3 @@ def test_a_bridge_over_divided_blocks_runs_within_mix_devices(
             logits, cache = bridge.run_with_cache(tokens)
             assert_agrees(logits, expected)
             assert_agrees(cache["blocks.3.hook_out"], expected_cache["blocks.3.hook_out"])
-
-
-@pytest.mark.skipif(not has_bridge(), reason="this TransformerLens has no TransformerBridge")
-def test_a_bridge_over_divided_blocks_names_mix_devices_where_it_fails(
-    checkpoints: Any, hf_models: Any, tokenizer: Any, machine: Any, tokens: torch.Tensor
-) -> None:
-    from transformer_lens.model_bridge import TransformerBridge
-
-    hf_model = divided(hf_models("llama"), DIVIDED["into attention and MLP"])
-    bridge = TransformerBridge.boot_transformers(
-        str(checkpoints("llama")), hf_model=hf_model, tokenizer=tokenizer
-    )
-    with pytest.raises(RuntimeError, match="same device") as caught:
-        bridge(tokens)
-    notes = getattr(caught.value, "__notes__", ["mix_devices"])  # Python 3.10 has none
-    assert "mix_devices" in notes[0]

@@ -78,22 +78,14 @@ def generate(model: Any) -> Any:
 
 
 CALLS: dict[str, Callable[[Any], Any]] = {
-    "forward": lambda model: model(PROMPT.to(model.cfg.device)),
-    "get_activations": lambda model: model.get_activations(PROMPT.to(model.cfg.device)),
     "get_activations, sparse": lambda model: model.get_activations(
         PROMPT.to(model.cfg.device), sparse=True
     ),
     "setup_attribution": context,
-    "attribute": graph,
     "attribute, 20 features": lambda model: graph(model, max_feature_nodes=20, batch_size=4),
-    "attribute, offloaded": lambda model: graph(model, offload="cpu", max_n_logits=3),
     "forward after offload": after_offloading,
-    "feature_intervention": intervene,
     "feature_intervention, constrained": lambda model: intervene(
         model, constrained_layers=range(N_LAYERS)
-    ),
-    "feature_intervention, sparse": lambda model: intervene(
-        model, sparse=True, freeze_attention=False
     ),
     "feature_intervention_generate": generate,
 }

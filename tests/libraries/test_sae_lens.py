@@ -150,58 +150,6 @@ def test_a_model_with_an_sae_is_well_wherever_the_sae_is(
     assert tl_devicefix.check(model).notes == ()
 
 
-@pytest.mark.parametrize("target", ["cpu", "sim:1"])
-def test_a_model_that_is_gathered_with_its_sae(
-    target: str, models: Any, make_sae: Any, tokens: torch.Tensor
-) -> None:
-    """The SAE is not part of the model, and is moved by its owner, as on one device."""
-    model, reference = models
-    sae = make_sae("sim:0")
-    model.add_sae(sae)
-    reference.add_sae(make_sae("cpu"))
-
-    model.to(target)
-    sae.to(target)
-
-    assert_agrees(model(tokens), reference(tokens), torch.device(target))
-
-
-def test_an_sae_that_is_moved_while_it_is_attached(
-    models: Any, make_sae: Any, tokens: torch.Tensor
-) -> None:
-    model, reference = models
-    sae = make_sae("sim:0")
-    model.add_sae(sae)
-
-    sae.to(model.placement.device_of(HOOK))
-
-    expected = reference.run_with_saes(tokens, saes=[make_sae("cpu")])
-    assert_agrees(model(tokens), expected, model.placement.home)
-
-
-def test_gradients_of_an_sae_s_features(models: Any, make_sae: Any, tokens: torch.Tensor) -> None:
-    """As attribution by features takes them."""
-
-    def run(model: Any, sae: Any) -> torch.Tensor:
-        features: list[torch.Tensor] = []
-
-        def keep(acts: torch.Tensor, hook: Any) -> None:
-            acts.retain_grad()
-            features.append(acts)
-
-        loss = model.run_with_hooks_with_saes(
-            tokens,
-            saes=[sae],
-            return_type="loss",
-            fwd_hooks=[(f"{HOOK}.hook_sae_acts_post", keep)],
-        )
-        loss.backward()
-        return (features[0] * features[0].grad).sum((0, 1))
-
-    model, reference = models
-    assert_agrees(run(model, make_sae("sim:0")), run(reference, make_sae("cpu")))
-
-
 def test_a_view_of_a_model_with_an_sae(models: Any, make_sae: Any, tokens: torch.Tensor) -> None:
     model, reference = models
     model.add_sae(make_sae("sim:0"))

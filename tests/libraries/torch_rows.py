@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import io
-import multiprocessing
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,8 +14,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from torch.autograd import forward_ad
-from torch.func import functional_call, grad, jacrev, jvp, vmap
+from torch.func import functional_call, grad, jacrev, vmap
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 
@@ -27,7 +25,6 @@ ROWS: dict[str, Call] = {}
 
 OF_NEW_MODELS = {
     *("`functional_call`", "`torch.func.grad`", "`safetensors.torch.save_model`"),
-    *("`torch.optim.swa_utils.AveragedModel`", "`share_memory`"),
 }
 """Those that copy a model, as a Bridge cannot be that has run, or that leave something in it."""
 
@@ -69,13 +66,9 @@ def trained(
     return run
 
 
-ROWS["`SGD`"] = trained(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
 ROWS["`AdamW`"] = trained(lambda parameters: torch.optim.AdamW(parameters, lr=0.01))
 ROWS["`AdamW(foreach=True)`"] = trained(
     lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=True)
-)
-ROWS["`AdamW(fused=True)`"] = trained(
-    lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True)
 )
 
 
@@ -127,13 +120,6 @@ def as_a_vector(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 @row("`torch.cat([p.flatten() for p in model.parameters()])`")
 def flattened(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return torch.cat([each.flatten() for each in model.parameters()])
-
-
-@row("`torch.optim.swa_utils.AveragedModel`")
-def averaged(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    average = torch.optim.swa_utils.AveragedModel(model)
-    average.update_parameters(model)
-    return average(tokens)
 
 
 @row("`torch.utils.checkpoint`")
@@ -193,18 +179,6 @@ def jacobian(model: Any, tokens: torch.Tensor) -> Any:
     return jacrev(lambda vector: logits(vector)[0, -1, :3])(vectors(model)[0])
 
 
-@row("`jvp`")
-def directional_derivative(model: Any, tokens: torch.Tensor) -> Any:
-    return jvp(steered(model, tokens), (vectors(model)[0],), (vectors(model)[1],))
-
-
-@row("forward-mode AD")
-def tangent(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(*vectors(model)[:2])
-        return forward_ad.unpack_dual(steered(model, tokens)(dual)).tangent
-
-
 @row("`torch.autocast`")
 def autocast(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     with torch.autocast(torch.device(model.cfg.device).type, dtype=torch.bfloat16):
@@ -252,38 +226,6 @@ def in_safetensors(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return twin(tokens)
 
 
-@row("`share_memory`")
-def shared(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    return model.share_memory()(tokens)
-
-
-class Losses(torch.utils.data.Dataset[list[float]]):
-    """A data set that holds a model: the loss of each sequence."""
-
-    def __init__(self, model: Any, tokens: torch.Tensor) -> None:
-        self._model, self._tokens = model, tokens
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def __getitem__(self, index: int) -> list[float]:
-        with torch.no_grad():
-            return [loss_of(self._model, self._tokens[index : index + 1]).item()]
-
-
-@row("`DataLoader` workers that hold the model")
-def in_workers(model: Any, tokens: torch.Tensor) -> Any:
-    # Plain numbers come back: torch would send tensors through sockets.
-    loader = torch.utils.data.DataLoader(
-        Losses(model, tokens),
-        num_workers=1,
-        batch_size=1,
-        collate_fn=list,
-        multiprocessing_context=multiprocessing.get_context("fork"),
-    )
-    return list(loader)
-
-
 @row("`register_module_forward_hook`, which reads")
 def global_hook(model: Any, tokens: torch.Tensor) -> Any:
     seen: list[str] = []
@@ -305,20 +247,6 @@ def global_hook_that_adds(model: Any, tokens: torch.Tensor) -> torch.Tensor:
         return model(tokens)
     finally:
         handle.remove()
-
-
-@row("`Tensor.to_sparse`")
-def sparse_weight(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    weight = next(model.blocks[4].mlp.parameters()).detach()
-    sparse = (weight * (weight > 0)).to_sparse()
-    return sparse @ torch.ones(weight.shape[1], 2, device=weight.device)
-
-
-@row("`torch.Generator` on a device")
-def random_numbers(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    device = torch.device(model.cfg.device)
-    generator = torch.Generator(device).manual_seed(0)
-    return torch.randn(3, device=device, generator=generator)
 
 
 def compiled(model: Any, tokens: torch.Tensor, backend: str) -> Any:

@@ -21,7 +21,6 @@ hooked = pytest.mark.skipif(
     not has_hooked_transformer() or digest() not in KNOWN,
     reason="a HookedTransformer whose blocks are known",
 )
-bridge = pytest.mark.skipif(not has_bridge(), reason="a Bridge")
 in_4 = pytest.mark.skipif(installed() < Version("4.0"), reason="a Bridge of TransformerLens 4")
 
 
@@ -84,12 +83,6 @@ def test_a_block_says_why_it_runs_as_installed(name, why, capsys):
 
 
 @hooked
-def test_an_attention_says_why_it_runs_as_installed():
-    told = tl_devicefix.report(hooked_transformer(use_attn_result=True))["blocks.0"]
-    assert told.forward == "one function; attention as installed: use_attn_result is set"
-
-
-@hooked
 def test_attention_by_sdpa_is_said_and_who_listens_to_a_pattern():
     model = hooked_transformer()
     model.blocks[2].attn.hook_pattern.add_hook(lambda pattern, hook: None)
@@ -98,16 +91,6 @@ def test_attention_by_sdpa_is_said_and_who_listens_to_a_pattern():
     ways = [block.attention for block in told.values()]
     assert ways == ["sdpa", "sdpa", "eager: hook_pattern has hooks"]
     assert {block.forward for block in told.values()} == {"one function"}
-
-
-@hooked
-def test_blocks_of_unpatched_transformer_lens_run_as_installed():
-    model = hooked_transformer()
-    with tl_devicefix.disabled():
-        told = tl_devicefix.report(model)
-    assert {block.forward for block in told.values()} == {
-        "as installed: TransformerLens is unpatched"
-    }
 
 
 @in_4
@@ -125,17 +108,6 @@ def test_a_block_of_a_bridge_runs_transformers_layer_unless_somebody_listens(cap
         layer,
         "as installed: attn.o.hook_in has hooks",
     ]
-
-
-@bridge
-def test_a_bridge_older_than_4_runs_as_installed(request):
-    if installed() >= Version("4.0"):
-        pytest.skip("a Bridge of TransformerLens 3")
-    model = request.getfixturevalue("boot")("llama", device="cpu")
-    told = tl_devicefix.report(model)
-    assert {block.forward for block in told.values()} == {
-        f"as installed: transformer_lens {installed()} is older than 4.0"
-    }
 
 
 def test_what_is_no_model_is_refused_in_a_sentence():

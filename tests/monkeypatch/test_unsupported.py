@@ -80,17 +80,6 @@ def test_a_version_that_is_too_new_or_too_old_is_not_patched(
             do()
 
 
-def test_importing_beside_such_a_version_says_the_same(
-    monkeypatch_unpatched: pytest.MonkeyPatch, pretend: Callable[[str], None], refuses: Any
-) -> None:
-    pretend("5.0.0")
-    monkeypatch_unpatched.delenv("TL_DEVICEFIX_DISABLE", raising=False)
-    with refuses("5.0.0", *TOO_NEW):
-        importlib.reload(tl_devicefix)
-    monkeypatch_unpatched.setenv("TL_DEVICEFIX_DISABLE", "1")
-    importlib.reload(tl_devicefix)
-
-
 def places_of(name: str) -> list[Any]:
     """Modules and classes of TransformerLens that have something of a name."""
     places = [owner for owner in MODEL_CLASS.__mro__ if name in vars(owner)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,6 @@ from architectures import NO_PROCESSING
 from comparison import assert_agrees, assert_same_weights
 from kinds import devices_of, home_of
 from offloads import HOST, assert_at_rest, offloaded_blocks, some_offload
-
-import tl_devicefix
 
 
 @some_offload
@@ -60,18 +57,6 @@ def test_a_pickled_model_runs_where_it_is_put(
 
     assert devices_of(model) == {"cpu"}
     assert_agrees(model(tokens), reference(tokens), HOST)
-
-
-def test_a_state_dict_goes_in_and_out(load: Any, reference: Any, tokens: torch.Tensor) -> None:
-    model, other = load("llama", "all of one device"), load("llama", "some of three devices")
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.zero_()
-
-    other.load_state_dict(model.state_dict())
-
-    assert_at_rest(other)
-    assert_agrees(other(tokens), reference(tokens), home_of(other))
 
 
 @some_offload
@@ -133,31 +118,3 @@ def test_attached_modules_run_wherever_they_are(
 
     assert_agrees(model(tokens), reference(tokens), home_of(model))
     assert model.blocks[3].mlp.scale.device == torch.device(device)
-
-
-@pytest.mark.parametrize("kind", ["mixtral"])
-def test_torch_s_modules_of_transformer_lens_itself_are_left_alone(
-    kind: str, load: Any, on_cpu: Any
-) -> None:
-    on_cpu(kind, **NO_PROCESSING)
-    model = load(kind, "all of one device", **NO_PROCESSING)
-    with_forward = [name for name, module in model.named_modules() if "forward" in vars(module)]
-    assert with_forward == [f"blocks.{layer}" for layer in range(5)]
-
-
-def test_it_runs_without_the_patches_too(model: Any, reference: Any, tokens: torch.Tensor) -> None:
-    at_home = tokens.to(home_of(model))
-    with tl_devicefix.disabled():
-        assert_agrees(model(at_home), reference(tokens))
-    assert_at_rest(model)
-
-
-def test_several_threads_may_run_it(model: Any, reference: Any, tokens: torch.Tensor) -> None:
-    def run(tokens: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            return model(tokens)
-
-    batches = [tokens.roll(i, 1) for i in range(8)]
-    with ThreadPoolExecutor(4) as threads:
-        assert_agrees(list(threads.map(run, batches)), [reference(each) for each in batches])
-    assert_at_rest(model)

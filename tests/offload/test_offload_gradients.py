@@ -18,15 +18,6 @@ LOOKS_INTO_ALL = (lambda name: True, lambda value, hook: None)
 """A hook by which no block is run whole by a rank, whose graph would not be counted here."""
 
 
-def test_second_derivatives_are_the_same(model: Any, reference: Any, tokens: torch.Tensor) -> None:
-    results = []
-    for each in (model, reference):
-        weights = [each.blocks[1].attn.W_O, each.blocks[4].mlp.W_out]
-        first = torch.autograd.grad(each(tokens, return_type="loss"), weights, create_graph=True)
-        results.append(torch.autograd.grad(sum(g.square().sum() for g in first), weights))
-    assert_agrees(results[0], results[1], HOST)
-
-
 @some_offload
 def test_training_is_the_same(
     offload: str, load: Any, reference: Any, tokens: torch.Tensor
@@ -87,11 +78,3 @@ def test_what_backward_needs_may_not_be_changed_before(changed: str) -> None:
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         result.sum().backward()
-
-
-def test_a_view_of_other_numbers_than_the_weight_s_is_kept_as_it_is() -> None:
-    weight = torch.arange(4.0).to(torch.complex64).requires_grad_()
-    copy_there = weight * 1
-    with keeping_on_host([(copy_there, weight)], HOST):
-        result = torch.view_as_real(copy_there).square().sum()
-    assert_agrees(torch.autograd.grad(result, weight), [2 * weight])

@@ -49,19 +49,6 @@ def test_a_copy_is_what_torch_makes_of_it(
     assert torch.equal(rounded.cpu(), tensor.to(torch.bfloat16))
 
 
-def test_what_is_on_a_device_is_not_copied(device: torch.device) -> None:
-    there = torch.ones(3, device=device)
-    with Staging(device) as staging:
-        assert staging.to_device(there) is there
-
-
-def test_what_belongs_on_the_host_is_copied_to_it(device: torch.device) -> None:
-    on_host = torch.zeros(3)
-    with Staging(device) as staging:
-        staging.copy(on_host, torch.ones(3))
-    assert on_host.tolist() == [1, 1, 1]
-
-
 def test_the_host_does_not_wait_for_the_last_copies(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

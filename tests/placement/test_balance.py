@@ -11,13 +11,6 @@ import torch
 
 import tl_devicefix
 from tl_devicefix import Placement, plan
-from tl_devicefix.placement.balance import balanced
-from tl_devicefix.placement.placement import ComponentSize
-
-LAYERS_AND_DEVICES = [
-    (26, 4), (26, 8), (46, 4), (46, 8), (62, 4), (62, 8), (32, 3), (80, 3), (28, 8),
-]  # fmt: skip
-DIVISIBLE = [(32, 4), (80, 8), (12, 2), (6, 6)]
 
 
 def sim(*indices: int) -> list[torch.device]:
@@ -80,34 +73,12 @@ def test_no_other_contiguous_split_leaves_the_fullest_less_full_or_the_next_to_f
     assert how_full(*loads, blocks_per_device(placement), free) == pytest.approx(best)
 
 
-def test_where_the_fullest_cannot_be_less_full_the_next_to_fullest_is() -> None:
-    blocks = [ComponentSize(f"blocks.{layer}", 10, 0) for layer in range(10)]
-
-    assert balanced(blocks, [80, 80, 80, 60]) == [2, 3, 3, 2]  # not 3, 3, 3, 1
-    assert balanced(blocks, [80] * 4) == [2, 2, 3, 3]
-
-
 def test_with_fewer_layers_than_devices_each_layer_has_its_own(config: Any) -> None:
     with tl_devicefix.simulate(4):
         placement = plan(config(n_layers=2), n_devices=4)
 
     assert block_devices(placement) == sim(0, 1)
     assert placement.devices == tuple(sim(0, 1))
-
-
-def test_a_device_and_a_number_mean_that_device_and_those_after_it(config: Any) -> None:
-    with tl_devicefix.simulate(4):
-        for device in ("sim:2", torch.device("sim", 2), 2):
-            placement = plan(config(), n_devices=2, device=device)
-            assert placement.devices == tuple(sim(2, 3))
-            assert placement.home == torch.device("sim", 2)
-
-
-def test_a_device_without_an_index_gets_the_index_of_the_current_one(config: Any) -> None:
-    with tl_devicefix.simulate(4):
-        assert plan(config(), device="sim").home == torch.device("sim", 0)
-        torch.get_device_module("sim").set_device(2)
-        assert plan(config(), device="sim", n_devices=2).devices == tuple(sim(2, 3))
 
 
 def test_what_is_in_use_on_a_device_leaves_it_a_smaller_share(config: Any) -> None:

@@ -70,17 +70,3 @@ def test_loading_uses_the_devices_that_are_named(
     assert model.cfg.device == str(model.placement.home)
     logits = model(model.to_tokens("a b"))
     assert logits.device == model.placement.home
-
-
-def test_as_many_devices_as_are_named_are_used_in_a_dry_run() -> None:
-    assert len(dry_run("gpt2", id, memory=["1GiB", "2GiB"]).weights) == 2
-    assert len(dry_run("gpt2", id, device_map={"": 0, "blocks.3": "cuda:2"}).weights) == 3
-    assert len(dry_run("gpt2", id, max_memory={"cuda:0": "1GiB", "cuda:1": "1GiB"}).weights) == 2
-    assert len(estimate("gpt2", seq_len=8, memory={0: "1GiB", 1: "1GiB"}).devices) == 2
-
-
-def test_a_device_that_is_not_named_holds_nothing_in_an_estimate() -> None:
-    found = estimate("gpt2", max_memory={1: "1GiB"}, seq_len=8)
-    assert [each.device for each in found.devices] == ["0", "1 (home)"]
-    assert found.devices[0].total == 0
-    assert found.fits

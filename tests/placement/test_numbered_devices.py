@@ -13,11 +13,10 @@ import pytest
 import torch
 from spread_of_either_class import *  # noqa: F403
 
-import tl_devicefix
-from tl_devicefix import gather_on, plan, simulate
+from tl_devicefix import gather_on, simulate
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.placement import devices
-from tl_devicefix.placement.devices import default_device, resolve
+from tl_devicefix.placement.devices import default_device
 from tl_devicefix.simulation.machine import Machine
 
 Load = Callable[..., Any]
@@ -91,17 +90,6 @@ def test_what_is_gathered_on_a_number(load: Load, tokens: torch.Tensor) -> None:
         pass
 
 
-def test_a_model_on_one_device_is_moved_to_a_number(load: Load, tokens: torch.Tensor) -> None:
-    model = load(device="sim:0")
-    assert model.to(2) is model
-    assert where(model) == ["sim:2"]
-    assert {str(parameter.device) for parameter in model.parameters()} == {"sim:2"}
-    assert model(tokens.to("sim:2")).device == torch.device("sim:2")
-    with pytest.raises(ValueError, match="device '4' does not exist"):
-        model.to(4)
-    assert where(model) == ["sim:2"]
-
-
 def test_a_model_on_several_devices_is_moved_to_a_number_as_to_its_name(
     load: Load, cls: str
 ) -> None:
@@ -126,21 +114,3 @@ def test_a_model_that_is_not_moved_says_where_it_would_be(
     for device, told in (("sim:1", "sim:1"), (0, "cpu")):
         model = from_pretrained("gpt2", device=device, move_to_device=False)
         assert model.cfg.device == told
-
-
-def test_a_plan_counts_by_homes_type(machine: Machine) -> None:
-    planned = plan("gpt2", device="sim:0", max_memory={0: "300MiB", 1: "1GiB"})
-    assert [str(device) for device in planned.devices] == ["sim:0", "sim:1"]
-    with pytest.raises(ValueError, match=r"device '1' does not exist: this machine has 1 .* 'cpu'"):
-        plan("gpt2", max_memory={0: "1GiB", 1: "1GiB"})
-
-
-def test_without_a_home_a_number_is_of_the_default_type(machine: Machine) -> None:
-    assert resolve(0) == torch.device("cpu")
-    assert resolve(1, torch.device("sim:0")) == torch.device("sim:1")
-    assert tl_devicefix.placement.devices.known_types() == ("cpu", "sim")
-
-
-def test_home_is_where_a_map_says_most_closely_that_embed_is(machine: Machine) -> None:
-    planned = plan("gpt2", device_map={"": 0, "embed": "sim:3", "blocks": 1})
-    assert [str(device) for device in planned.devices] == ["sim:3", "sim:0", "sim:1"]

@@ -61,17 +61,6 @@ def units_off(given: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     return (given_64 - expected).abs() / last_place(larger, given.dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rounding_by_hand_is_rounding(dtype: torch.dtype) -> None:
-    in_float32 = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(rounded(in_float32.double(), dtype), in_float32.to(dtype).double())
-    # Just above the middle of two neighbours: float32 does not see that it is above.
-    middle = 1 + torch.finfo(dtype).eps / 2
-    above = torch.tensor(middle + 2.0**-40, dtype=torch.float64)
-    assert rounded(above, dtype) == 1 + torch.finfo(dtype).eps
-    assert above.float().to(dtype) == 1
-
-
 def assert_rounded_once(model: HookedTransformer, exact: HookedTransformer) -> None:
     """At least 99.9 % of a model's entries are the exact ones rounded, the rest their neighbours.
 
@@ -181,11 +170,3 @@ def test_weights_lie_as_they_are_stored(
     for block in model.blocks:
         for key, axes in AXES[name].items():
             assert block.get_parameter(key).permute(axes).is_contiguous(), key
-
-
-@pytest.mark.parametrize("name", EVERY_ARCHITECTURE)
-def test_no_parameter_holds_more_memory_than_it_needs(name: str, load: Any, machine: Any) -> None:
-    model = load(name, torch.float32, n_devices=3)
-
-    for key, parameter in model.named_parameters():
-        assert parameter.untyped_storage().nbytes() == parameter.nbytes, key

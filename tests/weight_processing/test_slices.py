@@ -69,15 +69,6 @@ def test_every_weight_is_cut_into_slices_that_make_it_up_once_or_is_whole(
             assert (here == (key not in whole)).all(), (unit, key)
 
 
-def test_a_mixture_of_experts_is_cut_into_experts(components: Any) -> None:
-    weights = components("mixtral")["blocks.0"]
-    parts = [part for part in slices(weights, 1) if not part.cut]
-    experts = [{key.split(".")[2] for key in part.uncut if ".experts." in key} for part in parts]
-    assert experts == [{"0"}, {"1"}, {"2"}]
-    assert [("mlp.W_gate.weight" in part.uncut) for part in parts] == [True, False, False]
-    assert all("ln2.w" in part.uncut for part in parts)  # which folds into each
-
-
 def test_experts_are_centred_over_the_residual_stream() -> None:
     block = {
         "mlp.experts.1.W_out.weight": torch.randn(4, 6),
@@ -184,30 +175,6 @@ def test_refactored_in_slices(name: str, elements: int, load_in_slices: Any) -> 
     in_slices = load_in_slices(name, elements, **options)
 
     assert_same_tensors(in_slices, whole, tolerance=1e-12)
-
-
-@pytest.mark.cover
-@pytest.mark.parametrize("left_out", NO_PROCESSING)
-@pytest.mark.parametrize("name", ["gpt2", "qwen2", "pythia"])
-def test_slices_with_a_step_left_out(name: str, left_out: str, load_in_slices: Any) -> None:
-    whole = load_in_slices(name, EVERYTHING, **{left_out: False})
-
-    in_slices = load_in_slices(name, 37, **{left_out: False})
-
-    assert_same_tensors(in_slices, whole, tolerance=1e-12)
-
-
-def test_slices_on_devices(load_in_slices: Any, unprocessed: Any, machine: Any) -> None:
-    on_cpu = load_in_slices("qwen2", 37)
-    weights = unprocessed("qwen2").state_dict()
-    cfg = copy.deepcopy(unprocessed("qwen2").cfg)
-    cfg.dtype, cfg.device, cfg.n_devices, cfg.tokenizer_name = torch.float64, "sim:0", 4, None
-    model = HookedTransformer(cfg)
-
-    model.load_and_process_state_dict({key: tensor.double() for key, tensor in weights.items()})
-
-    spread = {key: parameter.cpu() for key, parameter in model.named_parameters()}
-    assert_same_tensors(spread, on_cpu, tolerance=1e-12)
 
 
 # --------------------------------------------------------------------------------------------

@@ -231,12 +231,7 @@ class _View:
         if not is_read and tensor.dim() > 1:
             return torch.empty_like(tensor, device=_META)
         tensor = self.live.values(module, name, tensor).detach()
-        if tensor.is_meta or not tensor.is_floating_point():
-            return tensor
-        if tensor.dim() <= 1:
-            # Converters add 1 to the norms of a Gemma: not in less than float32.
-            return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-        if self.dtype is None:
+        if self.dtype is None or tensor.is_meta or tensor.dim() <= 1:
             return tensor
         # What is tied stays so; with the original, so that no other tensor gets its pointer.
         key = tensor.data_ptr()

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from comparison import assert_agrees
-from dispatching import dispatched
 from packaging.version import Version
 
 from tl_devicefix.monkeypatch.versions import installed
@@ -34,35 +33,6 @@ def test_max_memory_decides_which_blocks_are_offloaded(
 
     assert any(component.offloaded for component in bridge.placement.components)
     assert_agrees(bridge(tokens), references("llama")(tokens), machine.devices[0])
-
-
-def test_a_map_of_hugging_face_modules_may_offload_too(
-    machine: Any, boot: Any, references: Any, tokens: torch.Tensor
-) -> None:
-    spread = {**dispatched("llama", machine.devices), "model.layers.1": "cpu"}
-    bridge = boot("llama", device_map=spread)
-
-    assert [c.name for c in bridge.placement.components if c.offloaded] == ["blocks.1"]
-    assert bridge.placement.device_of("ln_final") == machine.devices[3]
-    home = machine.devices[0]
-    assert_agrees(bridge(tokens.to(home)), references("llama")(tokens), home)
-
-
-def test_two_blocks_visit_a_device_at_a_time(machine: Any, boot: Any, tokens: torch.Tensor) -> None:
-    bridge = boot("llama", device_map={"": 0, "blocks": "cpu"})
-    weights = {c.name: c.weights for c in bridge.placement.components}
-    held = machine.memory_allocated(0)
-    assert held < sum(weights.values()) / 2
-    machine.reset_peak_memory_stats(0)
-    with torch.no_grad():
-        bridge.blocks[0].register_forward_pre_hook(
-            lambda *_: seen.append(machine.memory_allocated(0))
-        )
-        seen: list[int] = []
-        bridge(tokens)
-
-    assert machine.memory_allocated(0) <= held + 2**12
-    assert seen[0] >= held + 2 * weights["blocks.0"] - 2**12
 
 
 @in_4
