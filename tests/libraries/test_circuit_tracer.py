@@ -52,14 +52,14 @@ def transcoders() -> Any:
 
 
 def graph(model: Any, **options: Any) -> tuple[Any, ...]:
-    found = circuit_tracer.attribute(PROMPT.to(model.cfg.device), model, verbose=False, **options)
-    return found.adjacency_matrix, found.active_features, found.activation_values
+    actual = circuit_tracer.attribute(PROMPT.to(model.cfg.device), model, verbose=False, **options)
+    return actual.adjacency_matrix, actual.active_features, actual.activation_values
 
 
 def context(model: Any) -> tuple[Any, ...]:
-    found = model.setup_attribution(PROMPT.to(model.cfg.device))
-    vectors = (found.error_vectors, found.token_vectors, found.decoder_vecs, found.encoder_vecs)
-    return found.logits, found.activation_matrix, *vectors
+    actual = model.setup_attribution(PROMPT.to(model.cfg.device))
+    vectors = (actual.error_vectors, actual.token_vectors, actual.decoder_vecs, actual.encoder_vecs)
+    return actual.logits, actual.activation_matrix, *vectors
 
 
 def after_offloading(model: Any) -> Any:
@@ -126,7 +126,7 @@ def over_four(load: Any, machine: Any) -> Iterator[Any]:
 def tensors(value: Any) -> Any:
     """What is compared: dense tensors on the CPU, and text."""
     if isinstance(value, tuple):
-        return [tensors(each) for each in value]
+        return [tensors(entry) for entry in value]
     if isinstance(value, torch.Tensor):
         return (value.to_dense() if value.is_sparse else value).detach().cpu()
     return value
@@ -138,9 +138,9 @@ def test_it_is_as_on_one_device(call: str, on_one: Any, over_four: Any) -> None:
         expected = tensors(CALLS[call](on_one))
 
     assert len({parameter.device for parameter in over_four.parameters()}) == 4
-    found = tensors(CALLS[call](over_four))
+    actual = tensors(CALLS[call](over_four))
 
-    pair = (v if isinstance(v, list) else [v] for v in (found, expected))
+    pair = (v if isinstance(v, list) else [v] for v in (actual, expected))
     for one, other in zip(*pair, strict=True):
         if isinstance(one, torch.Tensor):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-6)

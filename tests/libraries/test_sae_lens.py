@@ -144,7 +144,7 @@ def test_a_model_with_an_sae_is_well_wherever_the_sae_is(
     report = tl_devicefix.check(model, repair=True)
 
     assert report, report
-    assert [each.name for each in report.notes] == ([HOOK] if at == "sim:0" else [])
+    assert [entry.name for entry in report.notes] == ([HOOK] if at == "sim:0" else [])
     assert {parameter.device for parameter in sae.parameters()} == {torch.device(at)}
     model.reset_saes()
     assert tl_devicefix.check(model).notes == ()
@@ -169,5 +169,5 @@ def test_a_view_of_a_model_with_an_sae(models: Any, make_sae: Any, tokens: torch
     assert list(model.acts_to_saes) == list(other.acts_to_saes) == [HOOK]
     assert torch.equal(other(tokens).cpu(), expected.cpu())
     restore(view)
-    for each in (view, model):
-        assert torch.equal(each(tokens).cpu(), expected.cpu())
+    for entry in (view, model):
+        assert torch.equal(entry(tokens).cpu(), expected.cpu())

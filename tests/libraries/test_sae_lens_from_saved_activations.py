@@ -83,9 +83,9 @@ def test_an_activation_store_reads_the_data_set(written: SavedActivations, tmp_p
         cached_activations_path=str(saved),
     )
     rows = store.next_batch()
-    known = {tuple(row.tolist()) for row in written[RESID][:].flatten(0, 1)}
+    written_rows = {tuple(row.tolist()) for row in written[RESID][:].flatten(0, 1)}
     assert rows.shape == (WIDTH, D_MODEL)
-    assert {tuple(row.tolist()) for row in rows} <= known
+    assert {tuple(row.tolist()) for row in rows} <= written_rows
 
 
 def saved_as_data_set(h: SavedActivations, path: Path) -> None:

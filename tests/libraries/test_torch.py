@@ -86,17 +86,20 @@ def both(name: str, of_either_class: Any, shared: Any) -> Iterator[tuple[Any, An
     """The spread model, and that on one CPU; afterwards they are as they were."""
     get = of_either_class if name in OF_NEW_MODELS else shared
     models = get("spread"), get("alone")
-    parameters = [each for model in models for each in model.parameters()]
-    before = [(each.data, each.detach().clone(), each.requires_grad) for each in parameters]
-    for each in parameters:
-        each.requires_grad_()
+    parameters = [parameter for model in models for parameter in model.parameters()]
+    before = [
+        (parameter.data, parameter.detach().clone(), parameter.requires_grad)
+        for parameter in parameters
+    ]
+    for parameter in parameters:
+        parameter.requires_grad_()
     yield models
     if name in OF_NEW_MODELS:
         return
-    for each, (data, values, required) in zip(parameters, before):
-        each.data = data.copy_(values)
-        each.grad = None
-        each.requires_grad_(required)
+    for parameter, (data, values, required) in zip(parameters, before):
+        parameter.data = data.copy_(values)
+        parameter.grad = None
+        parameter.requires_grad_(required)
 
 
 @pytest.mark.cover

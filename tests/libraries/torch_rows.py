@@ -44,7 +44,7 @@ def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def gradients(model: Any) -> list[torch.Tensor]:
-    return [each.grad for each in model.parameters() if each.grad is not None]
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
 def trained(
@@ -119,7 +119,7 @@ def as_a_vector(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 @row("`torch.cat([p.flatten() for p in model.parameters()])`")
 def flattened(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    return torch.cat([each.flatten() for each in model.parameters()])
+    return torch.cat([parameter.flatten() for parameter in model.parameters()])
 
 
 @row("`torch.utils.checkpoint`")
@@ -140,7 +140,7 @@ def blocks_recomputed(model: Any, tokens: torch.Tensor) -> Any:
 
 @row("`functional_call`")
 def with_other_weights(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    weights = {name: 1.1 * each for name, each in model.named_parameters()}
+    weights = {name: 1.1 * parameter for name, parameter in model.named_parameters()}
     return functional_call(model, weights, (tokens,))
 
 
@@ -149,7 +149,7 @@ def gradients_of_weights(model: Any, tokens: torch.Tensor) -> dict[str, torch.Te
     def loss(weights: dict[str, torch.Tensor]) -> torch.Tensor:
         return functional_call(model, weights, (tokens,), {"return_type": "loss"})
 
-    return grad(loss)({name: each.detach() for name, each in model.named_parameters()})
+    return grad(loss)({name: parameter.detach() for name, parameter in model.named_parameters()})
 
 
 def steered(model: Any, tokens: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:

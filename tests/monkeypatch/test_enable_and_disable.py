@@ -136,10 +136,10 @@ def test_help_shows_what_is_new_after_what_was_there() -> None:
     assert list(new) == ["device_map", "max_memory", "attn_implementation"]
     assert all(p.kind is p.KEYWORD_ONLY and p.default is None for p in new.values())
     assert [p for name, p in parameters.items() if name not in new] == list(original.values())
-    shown = pydoc.plain(pydoc.render_doc(MODEL_CLASS.from_pretrained))
-    assert "device_map" in shown
-    assert "max_memory" in shown
-    assert str(documentation).strip().splitlines()[0] in shown
+    rendered = pydoc.plain(pydoc.render_doc(MODEL_CLASS.from_pretrained))
+    assert "device_map" in rendered
+    assert "max_memory" in rendered
+    assert str(documentation).strip().splitlines()[0] in rendered
 
 
 @of_hooked_transformer
@@ -208,10 +208,10 @@ def test_what_an_interrupt_has_left_is_reported_and_the_next_call_of_either_mend
     tl_devicefix.enable()
     setattr(MODEL_CLASS, PROCESSING, applying.original(MODEL_CLASS, PROCESSING))
 
-    told = tl_devicefix.report()
+    report = tl_devicefix.report()
 
     assert capsys.readouterr().out.splitlines()[0].endswith(": partly enabled")
-    assert (told.is_enabled, told.state) == (False, "partly enabled")
+    assert (report.is_enabled, report.state) == (False, "partly enabled")
     mends()
     assert changed(expected, parts_of_transformer_lens()) == set()
     assert is_enabled() == (mends is tl_devicefix.enable)

@@ -102,7 +102,7 @@ TWO_THREADS = """
     import importlib, sys, threading
     import tl_devicefix
 
-    is_amid_it, other_comes, seen, found = threading.Event(), threading.Event(), [], []
+    is_amid_it, other_comes, seen, states = threading.Event(), threading.Event(), [], []
     import_module = importlib.import_module
 
     def pause(event, args):
@@ -115,7 +115,7 @@ TWO_THREADS = """
             if "tl_devicefix.pipelining.patching_loops" in seen[:-1]:
                 other_comes.set()  # which imports TransformerLens, and whose lock is held
 
-    def told(name, package=None):
+    def import_and_tell(name, package=None):
         if name == "transformer_lens":
             other_comes.set()
         return import_module(name, package)
@@ -123,20 +123,20 @@ TWO_THREADS = """
     def imports():
         import transformer_lens
 
-        found.append(tl_devicefix.patches.is_enabled())
+        states.append(tl_devicefix.patches.is_enabled())
 
     def touches():
         is_amid_it.wait()
-        found.append(callable(tl_devicefix.save_activations))
+        states.append(callable(tl_devicefix.save_activations))
 
-    first, second = (threading.Thread(target=each, daemon=True) for each in (imports, touches))
-    importlib.import_module = told
+    first, second = (threading.Thread(target=work, daemon=True) for work in (imports, touches))
+    importlib.import_module = import_and_tell
     sys.addaudithook(pause)
     first.start()
     second.start()
     first.join()
     second.join()
-    assert found == [True, True], found
+    assert states == [True, True], states
 """
 
 DISABLED = """
@@ -153,8 +153,8 @@ def start(script: str, disable: str | None) -> subprocess.Popen[str]:
     environment = {k: v for k, v in os.environ.items() if k != "TL_DEVICEFIX_DISABLE"}
     if disable is not None:
         environment["TL_DEVICEFIX_DISABLE"] = disable
-    here, elsewhere = str(Path(__file__).parent), environment.get("PYTHONPATH")
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (here, elsewhere)))
+    folder, elsewhere = str(Path(__file__).parent), environment.get("PYTHONPATH")
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, elsewhere)))
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script)],
         env=environment,

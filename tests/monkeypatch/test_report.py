@@ -39,20 +39,20 @@ def printed(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
 
 
 def test_it_returns_what_it_prints(capsys):
-    told = tl_devicefix.report()
+    report = tl_devicefix.report()
     head, _, *lines = capsys.readouterr().out.splitlines()
-    assert len(told) == len(lines)
-    for patch, line in zip(told, lines):
+    assert len(report) == len(lines)
+    for patch, line in zip(report, lines):
         assert line.split()[0] == patch.target
         assert len(patch.why) > 10
         assert line.endswith(patch.why)
         assert f"{patch.since} - {patch.until}" in line
-    assert str(told.version) == str(installed())
-    assert told.is_enabled
+    assert str(report.version) == str(installed())
+    assert report.is_enabled
     assert head.endswith(f"{installed()}: enabled")
     # A notebook does not show the table twice.
     expected = f"PatchReport({len(told)} patches of transformer_lens {installed()}, enabled)"
-    assert repr(told) == expected
+    assert repr(report) == expected
     with tl_devicefix.disabled():
         assert not tl_devicefix.report().is_enabled
     assert capsys.readouterr().out.splitlines()[0].endswith(f"{installed()}: disabled")
@@ -60,10 +60,10 @@ def test_it_returns_what_it_prints(capsys):
 
 @hooked
 def test_blocks_that_go_the_same_way_are_one_row(capsys):
-    told = tl_devicefix.report(hooked_transformer())
+    report = tl_devicefix.report(hooked_transformer())
     assert printed(capsys) == [["blocks.0-2", "one function", "eager"]]
-    assert told == dict.fromkeys(("blocks.0", "blocks.1", "blocks.2"), ("one function", "eager"))
-    assert repr(told) == "ModelReport(3 blocks)"
+    assert report == dict.fromkeys(("blocks.0", "blocks.1", "blocks.2"), ("one function", "eager"))
+    assert repr(report) == "ModelReport(3 blocks)"
 
 
 @hooked
@@ -77,8 +77,12 @@ def test_blocks_that_go_the_same_way_are_one_row(capsys):
 def test_a_block_says_why_it_runs_as_installed(name, why, capsys):
     model = hooked_transformer()
     setattr(model.blocks[1], name, getattr(model.blocks[1], name))
-    told = tl_devicefix.report(model)
-    assert [told[f"blocks.{i}"].forward for i in range(3)] == ["one function", why, "one function"]
+    report = tl_devicefix.report(model)
+    assert [report[f"blocks.{i}"].forward for i in range(3)] == [
+        "one function",
+        why,
+        "one function",
+    ]
     assert [row[0] for row in printed(capsys)] == ["blocks.0", "blocks.1", "blocks.2"]
 
 
@@ -87,24 +91,24 @@ def test_attention_by_sdpa_is_said_and_who_listens_to_a_pattern():
     model = hooked_transformer()
     model.blocks[2].attn.hook_pattern.add_hook(lambda pattern, hook: None)
     with tl_devicefix.set_attn_implementation(model, "sdpa"):
-        told = tl_devicefix.report(model)
-    ways = [block.attention for block in told.values()]
+        report = tl_devicefix.report(model)
+    ways = [block.attention for block in report.values()]
     assert ways == ["sdpa", "sdpa", "eager: hook_pattern has hooks"]
-    assert {block.forward for block in told.values()} == {"one function"}
+    assert {block.forward for block in report.values()} == {"one function"}
 
 
 @in_4
 def test_a_block_of_a_bridge_runs_transformers_layer_unless_somebody_listens(capsys, request):
     model = request.getfixturevalue("boot")("llama", device="cpu")
     names = [f"blocks.{index}" for index in range(len(model.blocks))]
-    told = tl_devicefix.report(model)
-    assert list(told) == names
+    report = tl_devicefix.report(model)
+    assert list(report) == names
     layer = "transformers' own layer"
     assert printed(capsys) == [[f"blocks.0-{len(names) - 1}", layer, "eager"]]
 
     model.blocks[1].attn.hook_z.add_hook(lambda z, hook: None)
-    told = tl_devicefix.report(model)
-    assert [told[name].forward for name in names[:2]] == [
+    report = tl_devicefix.report(model)
+    assert [report[name].forward for name in names[:2]] == [
         layer,
         "as installed: attn.o.hook_in has hooks",
     ]

@@ -112,9 +112,9 @@ def test_attached_modules_run_wherever_they_are(
     model, reference = load("llama", offload), copy.deepcopy(reference)
     if device == "sim:3":
         device = str(model.placement.devices[-1])
-    for each, there in ((model, device), (reference, "cpu")):
-        each.blocks[3].mlp = Probe(each.cfg.d_model).to(there)
-        each.setup()
+    for variant, location in ((model, device), (reference, "cpu")):
+        variant.blocks[3].mlp = Probe(variant.cfg.d_model).to(location)
+        variant.setup()
 
     assert_agrees(model(tokens), reference(tokens), home_of(model))
     assert model.blocks[3].mlp.scale.device == torch.device(device)

@@ -23,12 +23,12 @@ def test_training_is_the_same(
     offload: str, load: Any, reference: Any, tokens: torch.Tensor
 ) -> None:
     model, reference = load("llama", offload), copy.deepcopy(reference)
-    for each in (model, reference):
-        optimiser = torch.optim.AdamW(each.parameters(), lr=1e-2)
+    for variant in (model, reference):
+        optimiser = torch.optim.AdamW(variant.parameters(), lr=1e-2)
         for _ in range(3):
             optimiser.zero_grad()
-            each(tokens, return_type="loss").backward()
-            torch.nn.utils.clip_grad_norm_(each.parameters(), 1.0)
+            variant(tokens, return_type="loss").backward()
+            torch.nn.utils.clip_grad_norm_(variant.parameters(), 1.0)
             optimiser.step()
 
     assert_same_weights(model, reference, tolerance=1e-4)
@@ -40,10 +40,10 @@ def test_frozen_weights_and_gradients_of_activations(
 ) -> None:
     model, reference = load("llama", "all of one device"), copy.deepcopy(reference)
     gradients = []
-    for each in (model, reference):
-        each.requires_grad_(False)
-        residual = each(tokens, stop_at_layer=0).detach().requires_grad_()
-        each(residual, start_at_layer=0).sum().backward()
+    for variant in (model, reference):
+        variant.requires_grad_(False)
+        residual = variant(tokens, stop_at_layer=0).detach().requires_grad_()
+        variant(residual, start_at_layer=0).sum().backward()
         gradients.append(residual.grad)
     assert_agrees(*gradients)
 

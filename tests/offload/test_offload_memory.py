@@ -79,12 +79,12 @@ def test_two_visiting_blocks_at_a_time_are_on_a_device(
     with torch.no_grad():
         model(one_token)
 
-    for device, held in before.items():
+    for device, n_bytes in before.items():
         runs_here = (placement.device_of(f"blocks.{i}") for i in offloaded_blocks(model))
         block = weights_of(model.blocks[0])
         visiting = min(2, list(runs_here).count(device)) * block
-        assert visiting <= machine.max_memory_allocated(device) - held < visiting + block / 2
-        assert machine.memory_allocated(device) == held
+        assert visiting <= machine.max_memory_allocated(device) - n_bytes < visiting + block / 2
+        assert machine.memory_allocated(device) == n_bytes
 
 
 @pytest.mark.parametrize("offload", ["all of one device"])
@@ -92,7 +92,7 @@ def test_a_backward_brings_back_less_than_two_blocks_at_a_time(
     offload: str, model: Any, tokens: torch.Tensor, machine: Machine
 ) -> None:
     logits = model(tokens[:1, :1].to(home_of(model)))
-    held = machine.memory_allocated(0) + sum(
+    n_bytes = machine.memory_allocated(0) + sum(
         p.nbytes for p in model.parameters() if p.device != HOST
     )  # their gradients
     machine.reset_peak_memory_stats(0)
@@ -100,7 +100,7 @@ def test_a_backward_brings_back_less_than_two_blocks_at_a_time(
     logits.sum().backward()
 
     block = weights_of(model.blocks[0])
-    assert block / 8 < machine.max_memory_allocated(0) - held < 2 * block
+    assert block / 8 < machine.max_memory_allocated(0) - n_bytes < 2 * block
 
 
 @some_offload
@@ -125,8 +125,8 @@ def test_max_memory_offloads_what_does_not_fit(
     limited: dict[int, float], machine: Machine, from_pretrained: Any, reference: Any,
     tokens: torch.Tensor,
 ) -> None:  # fmt: skip
-    whole = from_pretrained("llama", device_map=3).placement.bytes_on(3)
-    max_memory = {device: int(part * whole) for device, part in limited.items()}
+    total = from_pretrained("llama", device_map=3).placement.bytes_on(3)
+    max_memory = {device: int(part * total) for device, part in limited.items()}
 
     n_devices = len(limited)
     model = from_pretrained("llama", n_devices=n_devices, max_memory={**max_memory, "cpu": "1GiB"})

@@ -28,7 +28,7 @@ OF_BRIDGE = [
 
 def of_each(**cases: list[Any]) -> list[Any]:
     """The cases of each class that there is, with the class before them."""
-    return [(cls, *each) for cls in CLASSES for each in cases[cls]]
+    return [(cls, *variant) for cls in CLASSES for variant in cases[cls]]
 
 
 @pytest.fixture
@@ -70,8 +70,8 @@ def reference(cls: str, kind: str, folded: bool, request: Any) -> Any:
 @pytest.mark.parametrize(
     ("cls", "kind", "offload", "folded"),
     of_each(
-        HookedTransformer=[(*each, True) for each in EVERY],
-        TransformerBridge=[(*each, folded) for each in OF_BRIDGE for folded in FOLDED],
+        HookedTransformer=[(*variant, True) for variant in EVERY],
+        TransformerBridge=[(*variant, folded) for variant in OF_BRIDGE for folded in FOLDED],
     ),
 )
 def test_results_and_caches_are_the_same_and_are_made_where_the_blocks_run(
@@ -91,7 +91,7 @@ def test_results_and_caches_are_the_same_and_are_made_where_the_blocks_run(
     assert_agrees(cache.accumulated_resid(), expected_cache.accumulated_resid(), home)
     assert_at_rest(model)
     stored = getattr(cache.cache_dict, "stored", lambda: cache.cache_dict)()
-    of_blocks = [(name, each) for name, each in stored.items() if name.startswith("blocks.")]
+    of_blocks = [(name, variant) for name, variant in stored.items() if name.startswith("blocks.")]
     assert len(of_blocks) > 5 * model.cfg.n_layers
     for name, activation in of_blocks:
         block = ".".join(name.split(".")[:2])
@@ -107,8 +107,8 @@ def test_gradients_arrive_at_the_parameters(
     offloaded: Any, reference: Any, tokens: torch.Tensor
 ) -> None:
     model = offloaded()
-    for each in (model, reference):
-        each(tokens, return_type="loss").backward()
+    for variant in (model, reference):
+        variant(tokens, return_type="loss").backward()
 
     expected = dict(reference.named_parameters())
     for name, parameter in model.named_parameters():
@@ -123,7 +123,7 @@ def test_gradients_arrive_at_the_parameters(
     ("cls", "offload"),
     # A Bridge over several devices is not moved to one, by TransformerLens.
     of_each(
-        HookedTransformer=[(each,) for each in OFFLOADED],
+        HookedTransformer=[(variant,) for variant in OFFLOADED],
         TransformerBridge=[("some of one device",)],
     ),
 )
@@ -137,9 +137,9 @@ def test_a_device_gathers_the_model(
 
     model.to(device)
 
-    there = torch.device(device)
-    assert {tensor.device for tensor in [*model.parameters(), *model.buffers()]} == {there}
-    assert model.placement.memories == (there,)
+    target = torch.device(device)
+    assert {tensor.device for tensor in [*model.parameters(), *model.buffers()]} == {target}
+    assert model.placement.memories == (target,)
     assert not is_aligned(model)
     assert all("forward" not in vars(module) for module in model.modules())
-    assert_agrees(model(tokens.to(there)), reference(tokens), there)
+    assert_agrees(model(tokens.to(target)), reference(tokens), target)

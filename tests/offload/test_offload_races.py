@@ -68,10 +68,10 @@ def test_a_weight_may_be_changed_once_a_block_has_returned(
     model, residual = load("llama", "all of one device"), reference(tokens, stop_at_layer=1)
 
     with torch.no_grad():
-        there = model.blocks[-1](residual.to(DEVICE))
+        arrived = model.blocks[-1](residual.to(DEVICE))
     zero_the_last(model)
 
-    assert_agrees(there, reference.blocks[-1](residual), home_of(model))
+    assert_agrees(arrived, reference.blocks[-1](residual), home_of(model))
 
 
 def test_a_weight_may_be_changed_once_a_backward_has_returned(
@@ -79,12 +79,12 @@ def test_a_weight_may_be_changed_once_a_backward_has_returned(
 ) -> None:
     model, reference = load("llama", "all of one device"), copy.deepcopy(reference)
     gradients = []
-    for each in (model, reference):
-        each.requires_grad_(False)
-        residual = each(tokens, stop_at_layer=0).detach().requires_grad_()
-        each(residual, start_at_layer=0).square().sum().backward()
+    for variant in (model, reference):
+        variant.requires_grad_(False)
+        residual = variant(tokens, stop_at_layer=0).detach().requires_grad_()
+        variant(residual, start_at_layer=0).square().sum().backward()
         with torch.no_grad():
-            for parameter in each.blocks.parameters():
+            for parameter in variant.blocks.parameters():
                 parameter.mul_(0)
         gradients.append(residual.grad)
 
@@ -104,8 +104,8 @@ def test_copies_that_are_not_needed_arrive_before_their_memory_is_someone_else_s
         return add_another
 
     results = [
-        each.run_with_hooks(tokens, fwd_hooks=[("blocks.0.hook_resid_mid", of(each))])
-        for each in (model, reference)
+        variant.run_with_hooks(tokens, fwd_hooks=[("blocks.0.hook_resid_mid", of(variant))])
+        for variant in (model, reference)
     ]
 
     assert_agrees(*results, home_of(model))
@@ -117,7 +117,9 @@ def test_copies_that_are_out_of_date_arrive_before_their_memory_is_someone_else_
 ) -> None:
     model, reference = load("llama", "all of one device"), copy.deepcopy(reference)
 
-    results = [run_while_a_hook_halves_the_next_block(each, tokens) for each in (model, reference)]
+    results = [
+        run_while_a_hook_halves_the_next_block(variant, tokens) for variant in (model, reference)
+    ]
 
     assert_agrees(*results)
     assert_same_weights(model, reference)
@@ -125,15 +127,15 @@ def test_copies_that_are_out_of_date_arrive_before_their_memory_is_someone_else_
 
 def test_a_copy_waits_for_what_another_thread_has_queued_since_the_last(machine: Machine) -> None:
     weights = [torch.full((64,), float(i)).pin_memory() for i in range(3)]
-    there = []
+    arrived = []
     with Copies(torch.device(DEVICE)) as copies:
         for weight in weights:
             temporary = torch.ones(64, device=DEVICE) * 2  # as another thread may do meanwhile
             del temporary
-            there.append(copies.start(weight))
+            arrived.append(copies.start(weight))
     copies.wait()
 
-    assert_agrees([each + 1 for each in there], [weight + 1 for weight in weights])
+    assert_agrees([variant + 1 for variant in arrived], [weight + 1 for weight in weights])
 
 
 def test_weights_are_copied_on_a_stream_of_their_own(

@@ -106,11 +106,11 @@ def test_analyses_read_weights_and_caches_at_home(
 def test_hooks_see_the_weights_where_the_block_runs_and_may_use_others_from_the_host(
     offload: str, model: Any, reference: Any, tokens: torch.Tensor
 ) -> None:
-    here = set()
+    are_together = set()
 
     def of(model: Any) -> Callable[..., torch.Tensor]:
         def steer(activation: torch.Tensor, hook: Any) -> torch.Tensor:
-            here.add(model.blocks[4].attn.W_Q.device == activation.device)
+            are_together.add(model.blocks[4].attn.W_Q.device == activation.device)
             return activation + model.blocks[1].mlp.W_out.sum(0) + model.blocks[4].mlp.W_out.sum(0)
 
         return steer
@@ -121,7 +121,7 @@ def test_hooks_see_the_weights_where_the_block_runs_and_may_use_others_from_the_
         reference.run_with_hooks(tokens, fwd_hooks=[(name, of(reference))]),
         home_of(model),
     )
-    assert here == {True}
+    assert are_together == {True}
 
 
 def test_a_hook_may_run_the_model(model: Any, reference: Any, tokens: torch.Tensor) -> None:
@@ -175,20 +175,20 @@ def test_what_a_hook_changes_in_its_block_s_weights_stays_changed(
 ) -> None:
     model, reference = load("llama", "all of one device"), copy.deepcopy(reference)
 
-    for each in (model, reference):
+    for variant in (model, reference):
         with torch.no_grad():  # before a forward
-            each.blocks[1].attn.W_O[:, :, 3] += 1
-        each.blocks[2].attn.W_V.data *= 2
+            variant.blocks[1].attn.W_O[:, :, 3] += 1
+        variant.blocks[2].attn.W_V.data *= 2
 
         @torch.no_grad()
-        def halve(activation: torch.Tensor, hook: Any, each: Any = each) -> None:
-            weight = each.blocks[2].mlp.W_out
+        def halve(activation: torch.Tensor, hook: Any, variant: Any = variant) -> None:
+            weight = variant.blocks[2].mlp.W_out
             if change == "data":
                 weight.data = weight.data / 2
             else:
                 weight.mul_(0.5)
 
-        each.run_with_hooks(tokens, fwd_hooks=[("blocks.2.hook_resid_pre", halve)])
+        variant.run_with_hooks(tokens, fwd_hooks=[("blocks.2.hook_resid_pre", halve)])
 
     assert_at_rest(model)
     assert_same_weights(model, reference)

@@ -54,11 +54,11 @@ def test_the_host_does_not_wait_for_the_last_copies(
 ) -> None:
     waited: list[Any] = []
     event = torch.get_device_module("sim").Event
-    there = event.synchronize
+    installed = event.synchronize
 
     def synchronize(self: Any) -> None:
         waited.append(self._recorded)
-        there(self)
+        installed(self)
 
     monkeypatch.setattr(event, "synchronize", synchronize)
     with Staging(device) as staging:

@@ -48,11 +48,11 @@ def test_a_device_is_named_by_its_host_and_what_that_calls_it(name: str, index: 
 
 @pytest.mark.parametrize("name", ["node-c/xpu:0", "node-b/xpu:2", "head/cpu:0", "/", "head/"])
 def test_a_name_that_is_not_there_gets_those_that_are(name: str) -> None:
-    with pytest.raises(ValueError, match=f"^device {name!r} does not exist: name one of") as found:
+    with pytest.raises(ValueError, match=f"^device {name!r} does not exist: name one of") as caught:
         site_named(name, JOINED)
 
-    said = "head/xpu:0 to xpu:1 (host0), node-b/xpu:0 to xpu:1 (host1)"
-    assert str(found.value).endswith(said)
+    sentence = "head/xpu:0 to xpu:1 (host0), node-b/xpu:0 to xpu:1 (host1)"
+    assert str(caught.value).endswith(sentence)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,9 @@ def test_each_boundary_counts_and_offloaded_weights_do(config: Any, two_hosts: M
     visits = plan(config(), device_map=offloaded)
 
     assert len(crossings) == 4
-    weights = next(each.weights for each in visits.components if each.name == "blocks.4")
+    weights = next(
+        component.weights for component in visits.components if component.name == "blocks.4"
+    )
     stream = 16 * 4
     assert visits.between_hosts() == {
         ("host0", "host1"): stream + weights,

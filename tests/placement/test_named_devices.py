@@ -31,12 +31,12 @@ def used(sizes: dict[Any, Any]) -> list[str]:
 @pytest.mark.parametrize("case", SIZES)
 def test_planning_estimating_and_dry_runs_place_alike(case: str, n_devices: int | None) -> None:
     sizes = SIZES[case]
-    there = 2 if n_devices and max(key for key in (*sizes, 0) if key != "cpu") < 2 else 4
-    with simulate(there if n_devices else 4, "1TiB"):
+    n_on_machine = 2 if n_devices and max(key for key in (*sizes, 0) if key != "cpu") < 2 else 4
+    with simulate(n_on_machine if n_devices else 4, "1TiB"):
         planned = plan("gpt2", n_devices, max_memory=sizes)
 
     assert [str(d) for d in planned.devices] == (["sim:0", "sim:1"] if n_devices else used(sizes))
-    if n_devices and there != n_devices:
+    if n_devices and n_on_machine != n_devices:
         return  # an estimate's machine has no more devices than are asked for
     estimated = estimate("gpt2", n_devices, max_memory=sizes, seq_len=8, fold_ln=False).placement
     dry = dry_run("gpt2", id, n_devices, max_memory=sizes, fold_ln=False).placement
@@ -65,8 +65,8 @@ def test_loading_uses_the_devices_that_are_named(
     model = load_hooked(
         ARCHITECTURES["gpt2"], hf_models("gpt2"), tokenizer, max_memory=sizes, **options
     )
-    found = [d.type if d.index is None else str(d.index) for d in model.placement.devices]
-    assert ", ".join(found) == devices
+    names = [d.type if d.index is None else str(d.index) for d in model.placement.devices]
+    assert ", ".join(names) == devices
     assert model.cfg.device == str(model.placement.home)
     logits = model(model.to_tokens("a b"))
     assert logits.device == model.placement.home

@@ -111,6 +111,6 @@ def test_a_model_leaves_the_cpu_for_torchs_device_of_that_number(load: Load) -> 
 def test_a_model_that_is_not_moved_says_where_it_would_be(
     from_pretrained: Any, machine: Any
 ) -> None:
-    for device, told in (("sim:1", "sim:1"), (0, "cpu")):
+    for device, expected in (("sim:1", "sim:1"), (0, "cpu")):
         model = from_pretrained("gpt2", device=device, move_to_device=False)
-        assert model.cfg.device == told
+        assert model.cfg.device == expected

@@ -54,8 +54,8 @@ def test_bytes_on_devices_that_are_there(placement: Placement) -> None:
 def test_bytes_on_the_devices_of_a_machine_that_was_left(config: Any) -> None:
     with tl_devicefix.simulate(2):
         placement = plan(config(), n_devices=2)
-        there = placement.bytes_on(1)
-    assert placement.bytes_on(1) == placement.bytes_on("sim:1") == there > 0
+        n_bytes = placement.bytes_on(1)
+    assert placement.bytes_on(1) == placement.bytes_on("sim:1") == n_bytes > 0
     with pytest.raises(ValueError, match="device '2' does not exist"):
         placement.bytes_on(2)
 

@@ -54,11 +54,11 @@ def rounded(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.round(exact / unit) * unit
 
 
-def units_off(given: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+def units_off(tensor: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     """How far each entry is from the exact one rounded, in units in the last place."""
-    expected, given_64 = rounded(exact, given.dtype), given.double()
-    larger = torch.maximum(expected.abs(), given_64.abs())
-    return (given_64 - expected).abs() / last_place(larger, given.dtype)
+    expected, tensor_64 = rounded(exact, tensor.dtype), tensor.double()
+    larger = torch.maximum(expected.abs(), tensor_64.abs())
+    return (tensor_64 - expected).abs() / last_place(larger, tensor.dtype)
 
 
 def assert_rounded_once(model: HookedTransformer, exact: HookedTransformer) -> None:

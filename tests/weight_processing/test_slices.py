@@ -60,13 +60,13 @@ def test_every_weight_is_cut_into_slices_that_make_it_up_once_or_is_whole(
 ) -> None:
     for unit, weights in components(name).items():
         times = {key: torch.zeros(tensor.shape, dtype=int) for key, tensor in weights.items()}
-        whole: set[str] = set()
+        uncut: set[str] = set()
         for part in slices(weights, elements):
             for key, index in part.cut.items():
                 times[key][index] += 1
-            whole |= set(part.uncut)
-        for key, here in times.items():
-            assert (here == (key not in whole)).all(), (unit, key)
+            uncut |= set(part.uncut)
+        for key, count in times.items():
+            assert (count == (key not in uncut)).all(), (unit, key)
 
 
 def test_experts_are_centred_over_the_residual_stream() -> None:
@@ -159,22 +159,22 @@ def test_slices_of_any_size_give_what_the_whole_gives(
     name: str, elements: int, load_in_slices: Any, unprocessed: Any
 ) -> None:
     unprocessed(name)  # skips what the installed TransformerLens cannot convert
-    whole = load_in_slices(name, EVERYTHING)
+    uncut = load_in_slices(name, EVERYTHING)
 
     in_slices = load_in_slices(name, elements)
 
-    assert_same_tensors(in_slices, whole, tolerance=1e-12)
+    assert_same_tensors(in_slices, uncut, tolerance=1e-12)
 
 
 @pytest.mark.parametrize("elements", [1, 300])
 @pytest.mark.parametrize("name", ["gpt2", "opt", "bloom", *TOYS])
 def test_refactored_in_slices(name: str, elements: int, load_in_slices: Any) -> None:
     options = {"refactor_factored_attn_matrices": True}
-    whole = load_in_slices(name, EVERYTHING, **options)
+    uncut = load_in_slices(name, EVERYTHING, **options)
 
     in_slices = load_in_slices(name, elements, **options)
 
-    assert_same_tensors(in_slices, whole, tolerance=1e-12)
+    assert_same_tensors(in_slices, uncut, tolerance=1e-12)
 
 
 # --------------------------------------------------------------------------------------------
