@@ -51,7 +51,7 @@ def test_it_returns_what_it_prints(capsys):
     assert report.is_enabled
     assert head.endswith(f"{installed()}: enabled")
     # A notebook does not show the table twice.
-    expected = f"PatchReport({len(told)} patches of transformer_lens {installed()}, enabled)"
+    expected = f"PatchReport({len(report)} patches of transformer_lens {installed()}, enabled)"
     assert repr(report) == expected
     with tl_devicefix.disabled():
         assert not tl_devicefix.report().is_enabled
