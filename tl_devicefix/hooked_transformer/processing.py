@@ -7,7 +7,7 @@ float32 (or wider), rounded once, and left there.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ from tl_devicefix.hooked_transformer.units import (
 )
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.fitting import naming_full_devices
-from tl_devicefix.placement.placement import Placement
+from tl_devicefix.placement.placement import Placement, is_block
 from tl_devicefix.placement.workers import each_on_its_device
 from tl_devicefix.weight_processing import (
     Steps,
@@ -54,102 +54,72 @@ _FOLDS = "each component on its own device, in float32 or wider, rounded once"
 NORM_SUFFIXES = (".ln1.w", ".ln2.w", "ln_final.w")
 
 
-@patches("HookedTransformer", takes="self state_dict fold_biases", why=_FOLDS)
-def fold_layer_norm(
-    self: Any,
-    state_dict: Mapping[str, torch.Tensor],
-    fold_biases: bool = True,
-    center_weights: bool = True,
-) -> Weights:
-    """Fold the norms into the matrices that read them; see `HookedTransformer.fold_layer_norm`.
-
-    Args:
-        state_dict: HookedTransformer-format weights, on any devices, in any dtypes; not changed.
-        fold_biases: fold the norms' biases; False for RMSNorm.
-        center_weights: centre the reading matrices; False for RMSNorm.
-
-    Returns:
-        A new state dict, each component on its own device.
-    """
+def _fold_norms(
+    model: Any, unit: str, weights: Weights, fold_biases: bool = True, center_weights: bool = True
+) -> None:
     keep = installed_conventions().keeps_folded_norms
-
-    def fold(name: str, weights: Weights) -> None:
-        if name.startswith("blocks."):
-            fold_layer_norm_into_block(
-                weights, fold_biases=fold_biases, center_weights=center_weights, keep_norms=keep
-            )
-        elif name == "unembed":
-            fold_layer_norm_into_unembed(
-                weights,
-                fold_biases=fold_biases and not self.cfg.final_rms,
-                center_weights=center_weights,
-                keep_norms=keep,
-            )
-
-    return _on_each_component(self, state_dict, fold)
+    options = {"center_weights": center_weights, "keep_norms": keep}
+    if is_block(unit):
+        fold_layer_norm_into_block(weights, fold_biases=fold_biases, **options)
+    elif unit == "unembed":
+        fold_biases = fold_biases and not model.cfg.final_rms
+        fold_layer_norm_into_unembed(weights, fold_biases=fold_biases, **options)
 
 
-@patches("HookedTransformer", takes="self state_dict", why=_FOLDS)
-def center_writing_weights(self: Any, state_dict: Mapping[str, torch.Tensor]) -> Weights:
-    """Centre what writes to the residual stream; see `HookedTransformer.center_writing_weights`.
-
-    Returns:
-        A new state dict, each component on its own device.
-    """
-
-    def center(name: str, weights: Weights) -> None:
-        if name.startswith("blocks."):
-            center_writing_weights_of_block(weights)
-        else:
-            center_embedding(weights)
-
-    return _on_each_component(self, state_dict, center)
+def _center_writing(model: Any, unit: str, weights: Weights) -> None:
+    (center_writing_weights_of_block if is_block(unit) else center_embedding)(weights)
 
 
-@patches("HookedTransformer", takes="self state_dict", why=_FOLDS)
-def center_unembed(self: Any, state_dict: Mapping[str, torch.Tensor]) -> Weights:
-    """Centre the unembedding over the vocabulary; see `HookedTransformer.center_unembed`.
-
-    Returns:
-        A new state dict, each component on its own device.
-    """
-    return _on_each_component(self, state_dict, lambda _, weights: center_unembed_weights(weights))
+def _center_unembed(model: Any, unit: str, weights: Weights) -> None:
+    center_unembed_weights(weights)
 
 
-@patches("HookedTransformer", takes="self state_dict", why=_FOLDS)
-def fold_value_biases(self: Any, state_dict: Mapping[str, torch.Tensor]) -> Weights:
-    """Fold the value biases into b_O; see `HookedTransformer.fold_value_biases`.
-
-    Returns:
-        A new state dict, each component on its own device.
-    """
-
-    def fold(name: str, weights: Weights) -> None:
-        if name.startswith("blocks."):
-            fold_value_biases_of_block(weights)
-
-    return _on_each_component(self, state_dict, fold)
+def _fold_value_biases(model: Any, unit: str, weights: Weights) -> None:
+    if is_block(unit):
+        fold_value_biases_of_block(weights)
 
 
-@patches("HookedTransformer", takes="self state_dict", why=_FOLDS)
-def refactor_factored_attn_matrices(self: Any, state_dict: Mapping[str, torch.Tensor]) -> Weights:
-    """Even out the factors of QK and OV.
+def _refactor(model: Any, unit: str, weights: Weights) -> None:
+    Steps(refactor_factored_attn_matrices=True).applicable(model.cfg, installed_conventions())
+    if is_block(unit):
+        refactor_attention_of_block(weights)
 
-    See `HookedTransformer.refactor_factored_attn_matrices`.
+
+_STEPS: dict[str, Callable[..., None]] = {
+    "fold_layer_norm": _fold_norms,
+    "center_writing_weights": _center_writing,
+    "center_unembed": _center_unembed,
+    "fold_value_biases": _fold_value_biases,
+    "refactor_factored_attn_matrices": _refactor,
+}
+
+
+@patches("HookedTransformer", *_STEPS, takes="self state_dict", why=_FOLDS)
+def one_step(
+    original: Any, self: Any, state_dict: Mapping[str, torch.Tensor], *args: Any, **kwargs: Any
+) -> Weights:
+    """A method of HookedTransformer that processes weights, such as `fold_layer_norm`.
+
+    The weights may lie on any devices, in any dtypes, and are not changed.
 
     Returns:
         A new state dict, each component on its own device.
 
     Raises:
-        ValueError: with rotary embeddings or grouped-query attention.
+        ValueError: if attention matrices cannot be refactored.
     """
-    Steps(refactor_factored_attn_matrices=True).applicable(self.cfg, installed_conventions())
-
-    def refactor(name: str, weights: Weights) -> None:
-        if name.startswith("blocks."):
-            refactor_attention_of_block(weights)
-
-    return _on_each_component(self, state_dict, refactor)
+    step, result = _STEPS[original.__name__], dict[str, torch.Tensor]()
+    for unit, weights in by_component(state_dict, self.cfg):
+        if not weights:
+            continue
+        device = device_of_unit(self, unit, weights)
+        copies = WorkingCopies(weights, device, working_dtype(weights, torch.float32))
+        step(self, unit, copies, *args, **kwargs)
+        stored_on = storage_of_unit(self, unit, weights)
+        for name, value in copies.items():
+            dtype = weights[name].dtype if name in weights else self.cfg.dtype
+            result[full_name(unit, name)] = value.to(device=stored_on, dtype=dtype)
+    return result
 
 
 @patches("HookedTransformer", takes="self state_dict", why="never fill in garbage")
@@ -273,19 +243,3 @@ def fold_norm_modules(model: Any) -> None:
                 is_final_rms = name == "ln_final" and model.cfg.final_rms
                 setattr(module, name, (RMSNormPre if is_final_rms else pre)(model.cfg))
     model.setup()
-
-
-def _on_each_component(model: Any, state_dict: Mapping[str, torch.Tensor], step: Any) -> Weights:
-    """Apply one step to every component's working copies and round each result once."""
-    result: Weights = {}
-    for unit, weights in by_component(state_dict, model.cfg):
-        if not weights:
-            continue
-        device = device_of_unit(model, unit, weights)
-        stored_on = storage_of_unit(model, unit, weights)
-        copies = WorkingCopies(weights, device, working_dtype(weights, torch.float32))
-        step(unit, copies)
-        for name, value in copies.items():
-            dtype = weights[name].dtype if name in weights else model.cfg.dtype
-            result[full_name(unit, name)] = value.to(device=stored_on, dtype=dtype)
-    return result
