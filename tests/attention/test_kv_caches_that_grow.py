@@ -94,7 +94,7 @@ def test_it_is_written_behind_what_is_there_and_keys_are_rotated_once(
 
     monkeypatch.setattr(block, "_rotated", rotate)
     with torch.no_grad():
-        read(model, text, masks["padded"], "sdpa", look)
+        read(model, text, masks["all"], "sdpa", look)
 
     assert len(places) == 2  # empty, and with room for all
     assert rotated == [6, *[1] * (N_TOKENS - 9), 3]

@@ -9,7 +9,6 @@ import contextlib
 import copy
 import json
 import os
-import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -353,17 +352,14 @@ def test_a_directory_with_an_adapter_only(tmp_path: Path, refused: Any) -> None:
 
 
 @pytest.mark.parametrize("use", [HookedTransformer.from_pretrained, plan])
-def test_an_architecture_that_is_not_supported_is_named_with_those_that_are(
+def test_an_architecture_that_is_not_supported_is_named(
     use: Any, hub: HubCache, refused: Any
 ) -> None:
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9}
     falcon = transformers.FalconForCausalLM(transformers.FalconConfig(**sizes))
     hub.add("someone/falcon", falcon)
-    with refused("'someone/falcon' holds a FalconForCausalLM") as caught:
+    with refused("'someone/falcon' holds a FalconForCausalLM"):
         use("someone/falcon")
-    supported = set(re.findall(r"\w+", str(caught.value).partition("supports")[2]))
-    assert {"LlamaForCausalLM", "Qwen2ForCausalLM", "GPT2LMHeadModel"} <= supported
-    assert not {"FalconForCausalLM", "T5ForConditionalGeneration"} & supported
 
 
 # --------------------------------------------------------------------------------------------

@@ -81,16 +81,12 @@ class _Grown:
 
     def __init__(self, entry: Any, length: int) -> None:
         self.room = length + max(length // 4, _LEAST_ROOM)
-        earlier = vars(entry).get(_GROWN)
-        keeps = earlier is not None and earlier.is_of(entry)
         self._all_keys, self._all_values = (
             _with_room(past, self.room) for past in (entry.past_keys, entry.past_values)
         )
-        self._rotated = self._tables = None
+        self._rotated: torch.Tensor | None = None
+        self._tables: tuple[Any, ...] = ()
         self._n_rotated = 0
-        if keeps and earlier._rotated is not None and earlier._is_as_written():
-            self._rotated = _with_room(earlier._rotated[:, : earlier._n_rotated], self.room)
-            self._tables, self._n_rotated = earlier._tables, earlier._n_rotated
         self.keys, self.values = entry.past_keys, entry.past_values
         self._versions = self._now()
 

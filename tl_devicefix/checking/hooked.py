@@ -20,7 +20,7 @@ from tl_devicefix.dispatch.user_modules import (
     runs_where_it_is,
 )
 from tl_devicefix.hooked_transformer.components import is_own
-from tl_devicefix.hooked_transformer.layout import ConvertedOnce, share_buffers
+from tl_devicefix.hooked_transformer.layout import converted_once, share_buffers
 from tl_devicefix.hooked_transformer.moving import settle
 from tl_devicefix.placement.fitting import naming_full_devices
 from tl_devicefix.placement.placement import component_of
@@ -106,7 +106,7 @@ def put_right(model: Any) -> None:
     for device, misplaced in by_device.items():
         # The other tensors of their modules stay: an offloaded block's buffers are not on the host.
         ids = {id(value) for t in misplaced for value in (t.value, t.value.grad)}
-        move = ConvertedOnce(model, partial(moved, device=device, ids=ids))
+        move = converted_once(model, partial(moved, device=device, ids=ids))
         for tensor in misplaced:
             component = component_of(tensor.full_name)
             planned = placement is not None and component in placement.device_map

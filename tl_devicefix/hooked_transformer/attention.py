@@ -222,7 +222,7 @@ class Tables(NamedTuple):
         of_queries: cosines and sines of queries' positions.
         of_keys: those of keys' positions.
         seen: which keys each query sees, [batch or 1, 1, query_pos, key_pos]; None for all.
-        names: equal for two forwards in which the same keys have the same positions.
+        names: equal for two forwards in which the same keys are known to have the same positions.
     """
 
     of_queries: tuple[torch.Tensor, ...]
@@ -257,10 +257,7 @@ def _tables(
             sin = attn._buffers["rotary_sin"]
             of_queries = _positions(attn, offset, offset + n, pads)
             of_keys = _positions(attn, 0, offset + n, pads) if offset else of_queries
-            beginning = None
-            if pads is not None:
-                beginning = made_once((pads,), "beginning", lambda: _Beginning(pads))
-            names = _state(cos), _state(sin), beginning
+            names = _state(cos), _state(sin), object() if pads is not None else None
         return Tables(of_queries, of_keys, seen, names)
 
     return made_once((padding, cos, mask), what, make_tables)
@@ -275,25 +272,6 @@ def _padding(padding: Padding | None) -> Padding | None:
 def _state(tensor: torch.Tensor) -> tuple[int, int | None]:
     """A table's identity, and how often it was changed."""
     return id(tensor), None if tensor.is_inference() else tensor._version
-
-
-class _Beginning:
-    """A padding mask, equal to a longer one that begins with it."""
-
-    def __init__(self, padding: Padding) -> None:
-        self._padding = padding.clone()
-        self._compared: tuple[Any, bool] = None, False  # asked of the device once
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Beginning):
-            return False
-        if self._compared[0] is not other:
-            n = min(self._padding.shape[1], other._padding.shape[1])
-            same = torch.equal(self._padding[:, :n], other._padding[:, :n])
-            self._compared = other, same
-        return self._compared[1]
-
-    __hash__ = object.__hash__
 
 
 def _positions(

@@ -25,7 +25,6 @@ from tl_devicefix.hooked_transformer.known_blocks import (
     Look,
     fits,
     look_at,
-    unheard_look,
     why_as_installed,
     why_attention_as_installed,
 )
@@ -70,21 +69,17 @@ def block_forward(
     attention_mask: Padding | None = None,
 ) -> Residual:
     """`TransformerBlock.forward` as `run_block`, or as installed where it has to be."""
+    look = look_at(self)
+    inputs = resid_pre, shortformer_pos_embed, past_kv_cache_entry, attention_mask
     # A tool such as nnsight puts a copy of its own in the place of what is installed.
     as_known = original is installed(TransformerBlock, "forward")
-    if as_known and (look := unheard_look(self)) is not None and type(resid_pre) is torch.Tensor:
-        inputs = resid_pre, shortformer_pos_embed, past_kv_cache_entry, attention_mask
-        return run_block(self, *inputs, look, heard=False)
-    look = look_at(self)
-    is_run = as_known and why_as_installed(self, look) is None
-    inputs = resid_pre, shortformer_pos_embed, past_kv_cache_entry, attention_mask
-    if type(resid_pre) is not torch.Tensor and is_run:
+    if not as_known or why_as_installed(self, look) is not None:
+        return original(self, *inputs)  # type: ignore[no-any-return]
+    if type(resid_pre) is not torch.Tensor:
         output = run_on_its_rank(self, *inputs, look)
         if output is not None:
             return output
-    if is_run:
-        return run_block(self, *inputs, look)
-    return original(self, *inputs)  # type: ignore[no-any-return]
+    return run_block(self, *inputs, look)
 
 
 @patches(
@@ -130,7 +125,6 @@ def run_block(
     past_kv_cache_entry: Any = None,
     attention_mask: Padding | None = None,
     look: Look | None = None,
-    heard: bool | None = None,
 ) -> Residual:
     """What a block makes of the residual stream.
 
@@ -141,33 +135,28 @@ def run_block(
         past_kv_cache_entry: the block's entry of a KV cache, which it appends to.
         attention_mask: zero where a key is padding.
         look: at the block just now, if there was one.
-        heard: False where its attention, too, is known to run here and nobody listens in the block.
     """
     modules, cfg = block._modules, block.cfg
     look = look_at(block) if look is None else look
-    attention_is_known = heard is False
-    if heard is None:
-        heard = look.is_heard()
-    # Asked anew for each component: a hook before it may have added others.
-    hears = look.is_heard_in if heard else _nobody
+    heard = look.is_heard()
     post_norm = not IS_2 and cfg.original_architecture in _POST_NORM
     if heard:
         resid_pre = at(modules, "hook_resid_pre", resid_pre)
     ln1, attn = modules["ln1"], modules["attn"]
     if post_norm:
         q_input = k_input = v_input = resid_pre
-    elif torch.is_grad_enabled() or (hears("ln1") and sees(ln1)):
+    elif torch.is_grad_enabled() or (heard and sees(ln1)):
         # The installed forward normalises three times. Each calls the hooks, and has a gradient of
         # its own, whose sum would be rounded otherwise.
-        q_input, k_input, v_input = (run_norm(ln1, resid_pre, hears("ln1")) for _ in range(3))
+        q_input, k_input, v_input = (run_norm(ln1, resid_pre, heard) for _ in range(3))
     else:
-        q_input = k_input = v_input = run_norm(ln1, resid_pre, hears("ln1"))
+        q_input = k_input = v_input = run_norm(ln1, resid_pre, heard)
     if shortformer_pos_embed is not None:
         q_input, k_input = q_input + shortformer_pos_embed, k_input + shortformer_pos_embed
     inputs = q_input, k_input, v_input
     if (
         (heard and is_heard(attn))
-        or (not attention_is_known and why_attention_as_installed(attn, look) is not None)
+        or why_attention_as_installed(attn, look) is not None
         or not fits(attn, inputs, past_kv_cache_entry)
     ):
         if shortformer_pos_embed is None and not post_norm and sees(attn):
@@ -181,11 +170,11 @@ def run_block(
             attention_mask=attention_mask,
         )
     else:
-        attn_out = run_attention(attn, inputs, past_kv_cache_entry, attention_mask, hears("attn"))
+        attn_out = run_attention(attn, inputs, past_kv_cache_entry, attention_mask, heard)
     if cfg.use_normalization_before_and_after:
-        attn_out = run_norm(modules["ln1_post"], attn_out, hears("ln1_post"))
+        attn_out = run_norm(modules["ln1_post"], attn_out, heard)
     if post_norm:
-        attn_out = run_norm(ln1, attn_out, hears("ln1"))
+        attn_out = run_norm(ln1, attn_out, heard)
     if heard:
         attn_out = at(modules, "hook_attn_out", attn_out)
         resid_pre = resid_pre.to(attn_out.device)
@@ -202,22 +191,18 @@ def run_block(
         if cfg.use_hook_mlp_in:
             mlp_in = at(modules, "hook_mlp_in", resid_mid.clone())
         if not post_norm or cfg.parallel_attn_mlp:
-            mlp_in = run_norm(modules["ln2"], mlp_in, hears("ln2"))
-        mlp_out = run_mlp(modules["mlp"], mlp_in, hears("mlp"))
+            mlp_in = run_norm(modules["ln2"], mlp_in, heard)
+        mlp_out = run_mlp(modules["mlp"], mlp_in, heard)
         if cfg.use_normalization_before_and_after:
-            mlp_out = run_norm(modules["ln2_post"], mlp_out, hears("ln2_post"))
+            mlp_out = run_norm(modules["ln2_post"], mlp_out, heard)
         if post_norm:
-            mlp_out = run_norm(modules["ln2"], mlp_out, hears("ln2"))
+            mlp_out = run_norm(modules["ln2"], mlp_out, heard)
         if heard:
             mlp_out = at(modules, "hook_mlp_out", mlp_out)
         if cfg.parallel_attn_mlp:
             resid_mid = resid_pre + attn_out
         resid_post = resid_mid + mlp_out
     return at(modules, "hook_resid_post", resid_post) if heard else resid_post
-
-
-def _nobody(component: str) -> bool:
-    return False
 
 
 def run_mlp(mlp: Any, x: Residual, heard: bool = True) -> Residual:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import inspect
 import logging
 import os
 import re
@@ -97,8 +96,6 @@ def official_name(model_name: str) -> str:
             f"the directory {model_name!r} has no config.json, so it is not a Hugging Face "
             "checkpoint; save one there with hf_model.save_pretrained(...)"
         )
-    if Path(model_name).is_file():
-        raise ValueError(f"{model_name!r} is a file: give the directory that it is in")
     if re.fullmatch(r"\w[\w.-]*/[\w.-]+", model_name):
         return model_name
     close = difflib.get_close_matches(model_name, tl_loading.make_model_alias_map(), n=3)
@@ -198,7 +195,7 @@ def _config_of_directory(path: str, kwargs: dict[str, Any], on_hub: str | None =
     except NotImplementedError as error:
         raise ValueError(
             f"{called!r} holds a {architecture}, which TransformerLens cannot convert to a "
-            f"HookedTransformer; it supports {', '.join(_supported_architectures())}"
+            "HookedTransformer: try TransformerBridge"
         ) from error
     cfg.load_in_4bit = False  # packed weights arrive dequantised
     cfg.trust_remote_code = trusted  # which TransformerLens sets for some architectures
@@ -221,20 +218,6 @@ def _config_of_architecture(
         cfg = _config_by_name(_UnguessedPath(path), hf_config, **kwargs)
         overrides = overlooked(architecture, hf_config)
     return type(cfg).from_dict({**cfg.to_dict(), **overrides})
-
-
-def _supported_architectures() -> list[str]:
-    """The architectures that can be configured by config.json, and converted."""
-    # TransformerLens has no list of them, but a branch for each.
-    configured = set(_CONFIGURED_BY_NAME)
-    configured |= _branches(tl_loading.convert_hf_model_config)
-    return sorted(
-        configured & _branches(tl_loading.get_pretrained_state_dict) - set(_OTHER_CLASSES)
-    )
-
-
-def _branches(function: Any) -> set[str]:
-    return set(re.findall(r'architecture == "(\w+)"', inspect.getsource(function)))
 
 
 class _ReadableAutoConfig:
@@ -316,6 +299,22 @@ def overlooked(architecture: str, hf_config: Any) -> dict[str, Any]:
     return {}
 
 
+def _sizes(hf_config: Any, d_head: int) -> dict[str, Any]:
+    """Sizes that an OLMo and a Gemma call by the same names."""
+    return {
+        "d_model": hf_config.hidden_size,
+        "d_head": d_head,
+        "n_heads": hf_config.num_attention_heads,
+        "d_mlp": hf_config.intermediate_size,
+        "n_layers": hf_config.num_hidden_layers,
+        "n_ctx": hf_config.max_position_embeddings,
+        "d_vocab": hf_config.vocab_size,
+        "d_vocab_out": hf_config.vocab_size,
+        "rotary_dim": d_head,
+        "attn_scale": d_head**0.5,
+    }
+
+
 def olmo_sizes(hf_config: Any) -> dict[str, Any]:
     """Sizes of an OLMo or OLMo 2 from config.json, by TransformerLens's names.
 
@@ -328,19 +327,10 @@ def olmo_sizes(hf_config: Any) -> dict[str, Any]:
             f"{hf_config.num_attention_heads} query heads, which TransformerLens does not support "
             "in an OLMo; it cannot be loaded as a HookedTransformer"
         )
-    d_head = hf_config.hidden_size // hf_config.num_attention_heads
+    sizes = _sizes(hf_config, hf_config.hidden_size // hf_config.num_attention_heads)
     return {
-        "d_model": hf_config.hidden_size,
-        "d_head": d_head,
-        "n_heads": hf_config.num_attention_heads,
-        "d_mlp": hf_config.intermediate_size,
-        "n_layers": hf_config.num_hidden_layers,
-        "n_ctx": hf_config.max_position_embeddings,
+        **sizes,
         "eps": getattr(hf_config, "rms_norm_eps", 1e-5),  # OLMo's LayerNorm has it fixed
-        "d_vocab": hf_config.vocab_size,
-        "d_vocab_out": hf_config.vocab_size,
-        "rotary_dim": d_head,
-        "attn_scale": d_head**0.5,
         "attn_types": ["global"] * hf_config.num_hidden_layers,
         **_rope(hf_config),
     }
@@ -349,18 +339,10 @@ def olmo_sizes(hf_config: Any) -> dict[str, Any]:
 def gemma_sizes(hf_config: Any) -> dict[str, Any]:
     """Sizes of a Gemma from config.json, by TransformerLens's names."""
     sizes = {
-        "d_model": hf_config.hidden_size,
-        "d_head": hf_config.head_dim,
-        "n_heads": hf_config.num_attention_heads,
+        **_sizes(hf_config, hf_config.head_dim),
         "n_key_value_heads": hf_config.num_key_value_heads,
-        "d_mlp": hf_config.intermediate_size,
-        "n_layers": hf_config.num_hidden_layers,
         "n_ctx": min(hf_config.max_position_embeddings, 8192),
         "eps": hf_config.rms_norm_eps,
-        "d_vocab": hf_config.vocab_size,
-        "d_vocab_out": hf_config.vocab_size,
-        "rotary_dim": hf_config.head_dim,
-        "attn_scale": hf_config.head_dim**0.5,
         **_gemma_rope(hf_config),
     }
     if getattr(hf_config, "query_pre_attn_scalar", None) is not None:

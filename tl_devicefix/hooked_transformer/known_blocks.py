@@ -113,11 +113,6 @@ class Look:
         ]
         self._children_seen = list(map(dict, self._children))
         self._hooks = [namespace[name] for namespace in namespaces[1:] for name in HOOKS]
-        self._hooks_in = {
-            name: [vars(submodule)[kind] for submodule in child.modules() for kind in HOOKS]
-            for name, child in module._modules.items()
-            if type(child) is not HookPoint
-        }
         self._has_others = any(
             type(submodule) not in OWN or "forward" in vars(submodule) for submodule in submodules
         )
@@ -143,10 +138,6 @@ class Look:
         """Whether somebody listens in it: on a hook point or a component, or in place of one."""
         return self._has_others or any(self._hooks)
 
-    def is_heard_in(self, name: str) -> bool:
-        """Whether somebody listens on or in one of its components, or may since this look."""
-        return self._has_others or any(self._hooks_in[name]) or not self.holds()
-
     # A copy is looked at anew.
 
     def __reduce__(self) -> Any:
@@ -165,85 +156,6 @@ def look_at(module: Any) -> Look:
 
 
 _LOOK = "_tl_devicefix_look"
-
-
-class AllBlocks(Look):
-    """The blocks of a model, looked at together, which takes less than one by one.
-
-    Args:
-        blocks: the model's.
-    """
-
-    def __init__(self, blocks: list[Any]) -> None:
-        self._blocks = blocks
-        self._cfg = blocks[0].cfg
-        self._looks = [look_at(block) for block in blocks]
-        for kind in ("_sized", "_sizes", "_children", "_children_seen", "_components", "_classes"):
-            setattr(self, kind, [entry for look in self._looks for entry in getattr(look, kind)])
-        self._hooks = [hooks for look in self._looks for hooks in look._hooks]
-        self._around = [vars(block)[name] for block in blocks for name in HOOKS]
-        self._plain = all(
-            look.why is None and look.why_attention is None and not look._has_others
-            for look in self._looks
-        ) and all(block.cfg is self._cfg for block in blocks)
-
-    def is_of(self, blocks: list[Any]) -> bool:
-        """Whether they are these blocks, and as they were."""
-        return self._blocks == blocks and self.holds()
-
-    def unheard(self) -> dict[int, Look]:
-        """Id of each block in which nobody listens -> the look at it, if all run `block.py`."""
-        if not self._plain or _why_by_config(self._cfg, of_attention=True) is not None:
-            return {}
-        around = (hook for hooks in self._around for hook in hooks.values())
-        if not all(
-            str(getattr(hook, "__module__", "")).startswith("tl_devicefix") for hook in around
-        ):
-            return {}  # a hook of the user's on a block may change another block
-        looks = zip(self._blocks, self._looks)
-        if not any(self._hooks):
-            return {id(block): look for block, look in looks}
-        return {id(block): look for block, look in looks if not any(look._hooks)}
-
-    # A copy of the model looks at its own blocks.
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
-
-    def __reduce__(self) -> Any:
-        return type(None), ()
-
-
-def unheard_look(block: Any) -> Look | None:
-    """The look at a block in which nobody listens, in a forward of its model.
-
-    All blocks are looked at when the first one runs, and again after one in which somebody listens,
-    as a hook may add others. None where the block is to be looked at by itself.
-    """
-    kept = kept_in_forward()
-    model = kept.get(MODEL)
-    if model is None:
-        return None
-    blocks: dict[int, Look] | None = kept.get(_UNHEARD)
-    if blocks is None:
-        blocks = kept[_UNHEARD] = _unheard_in(model)
-    look: Look | None = blocks.get(id(block))
-    if look is None and 2 * len(blocks) > len(model.blocks):
-        kept[_UNHEARD] = None
-    elif look is None:
-        kept[_UNHEARD] = {}  # each by itself: where most are listened in, that takes less
-    return look
-
-
-def _unheard_in(model: Any) -> dict[int, Look]:
-    blocks = list(model.blocks._modules.values())
-    together: AllBlocks | None = model.__dict__.get(_TOGETHER)
-    if together is None or not together.is_of(blocks):
-        together = model.__dict__[_TOGETHER] = AllBlocks(blocks)
-    return together.unheard()
-
-
-MODEL, _UNHEARD, _TOGETHER = "model", "unheard", "_tl_devicefix_blocks"
 
 
 def why_as_installed(block: Any, look: Look | None = None) -> str | None:
@@ -265,8 +177,6 @@ def why_attention_as_installed(attn: Any, look: Look | None = None) -> str | Non
         look: at its block just now, if there was one.
     """
     why = look_at(attn).why if look is None else look.why_attention
-    if why is None and attn._parameters["b_O"].device.type == "mps":
-        return "it is on an Apple GPU, where TransformerLens multiplies differently"
     return why or _why_by_config(attn.cfg, of_attention=True)
 
 
@@ -320,6 +230,8 @@ def _of_attention(cfg: Any) -> str | None:
         return "use_attn_result is set"
     if cfg.load_in_4bit:
         return "its weights have 4 bits"
+    if str(cfg.device).startswith("mps"):
+        return "it is on an Apple GPU, where TransformerLens multiplies differently"
     if not IS_2 and (cfg.use_dynamic_ntk_rope or cfg.use_logn_attn):
         return "its positions depend on the length (dynamic NTK, or log-n scaling)"
     if cfg.positional_embedding_type == "relative_positional_bias":

@@ -86,28 +86,19 @@ def _shared_equal(
     return first if first is buffer or torch.equal(first, buffer) else buffer
 
 
-class ConvertedOnce:
-    """A conversion that converts a buffer that several blocks share once, so that it stays shared.
+def converted_once(model: nn.Module, convert: Convert) -> Convert:
+    """A conversion by which a buffer that several blocks share stays shared."""
+    counts = Counter(
+        id(buffer) for module in model.modules() for buffer in module._buffers.values()
+    )
+    # With the original, so that no other tensor gets its id while this is in use.
+    converted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    Args:
-        model: the model whose tensors are to be converted.
-        convert: what to do to each tensor.
-    """
+    def convert_once(tensor: torch.Tensor) -> torch.Tensor:
+        if counts[id(tensor)] < 2:
+            return convert(tensor)
+        if id(tensor) not in converted:
+            converted[id(tensor)] = tensor, convert(tensor)
+        return converted[id(tensor)][1]
 
-    # No closure: a traceback would hold it, and it the converted tensors.
-
-    def __init__(self, model: nn.Module, convert: Convert) -> None:
-        self._convert = convert
-        self._counts = Counter(
-            id(buffer) for module in model.modules() for buffer in module._buffers.values()
-        )
-        # With the original, so that no other tensor gets its id while this is in use.
-        self._converted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The converted tensor."""
-        if self._counts[id(tensor)] < 2:
-            return self._convert(tensor)
-        if id(tensor) not in self._converted:
-            self._converted[id(tensor)] = tensor, self._convert(tensor)
-        return self._converted[id(tensor)][1]
+    return convert_once

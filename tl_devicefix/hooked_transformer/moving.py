@@ -10,7 +10,7 @@ from torch import nn
 
 from tl_devicefix.hooked_transformer.alignment import align, remember_placement, unalign
 from tl_devicefix.hooked_transformer.components import component_sizes
-from tl_devicefix.hooked_transformer.layout import Convert, ConvertedOnce, share_buffers
+from tl_devicefix.hooked_transformer.layout import Convert, converted_once, share_buffers
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.offload.visiting import pin
 from tl_devicefix.placement.deciding import decide_fitting
@@ -28,31 +28,21 @@ def place(model: Any, placement: Placement) -> None:
     """
     share_buffers(model)
     for device in placement.devices:
-        move = ConvertedOnce(model, partial(torch.Tensor.to, device=device))
+        move = converted_once(model, partial(torch.Tensor.to, device=device))
         for component in placement.components:
             if component.device == device:
                 with naming_full_devices(model, placement, component.name):
                     module = model.get_submodule(component.name)
-                    module._apply(_BuffersOnly(module, move) if component.offloaded else move)
+                    module._apply(
+                        partial(_of_offloaded, module, move) if component.offloaded else move
+                    )
     _bring_rest_home(model, placement)
     settle(model, placement)
 
 
-class _BuffersOnly:
-    """A conversion of an offloaded block's buffers; its parameters and gradients go to the host.
-
-    Args:
-        block: the block.
-        convert: what to do to each buffer.
-    """
-
-    def __init__(self, block: nn.Module, convert: Convert) -> None:
-        self._convert = convert
-        self._buffers = {id(buffer) for buffer in block.buffers()}
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The converted tensor."""
-        return self._convert(tensor) if id(tensor) in self._buffers else tensor.to(HOST)
+def _of_offloaded(block: nn.Module, move: Convert, tensor: torch.Tensor) -> torch.Tensor:
+    """A buffer of an offloaded block goes to the device; parameters and gradients to the host."""
+    return move(tensor) if any(tensor is buffer for buffer in block.buffers()) else tensor.to(HOST)
 
 
 def settle(model: Any, placement: Placement) -> None:
@@ -128,7 +118,7 @@ def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
     Every way to move a module (`to`, `cuda`, a wrapper's `to`, accelerate's `prepare`) ends here.
     """
     before = _devices(self)
-    nn.Module._apply(self, ConvertedOnce(self, fn), recurse)
+    nn.Module._apply(self, converted_once(self, fn), recurse)
     if _devices(self) != before:
         share_buffers(self)
         _follow_weights(self)
