@@ -16,7 +16,7 @@ from comparison import assert_agrees, assert_same_weights
 from kinds import home_of
 from offloads import assert_at_rest, run_while_a_hook_halves_the_next_block
 
-from tl_devicefix.offload.copying import Copies
+from tl_devicefix.offload.copying import Sent
 from tl_devicefix.simulation.machine import Machine
 
 DEVICE = "sim:0"
@@ -127,15 +127,17 @@ def test_copies_that_are_out_of_date_arrive_before_their_memory_is_someone_else_
 
 def test_a_copy_waits_for_what_another_thread_has_queued_since_the_last(machine: Machine) -> None:
     weights = [torch.full((64,), float(i)).pin_memory() for i in range(3)]
-    arrived = []
-    with Copies(torch.device(DEVICE)) as copies:
+
+    def queueing() -> Iterator[torch.Tensor]:
         for weight in weights:
             temporary = torch.ones(64, device=DEVICE) * 2  # as another thread may do meanwhile
             del temporary
-            arrived.append(copies.start(weight))
-    copies.wait()
+            yield weight
 
-    assert_agrees([variant + 1 for variant in arrived], [weight + 1 for weight in weights])
+    sent = Sent(queueing(), torch.device(DEVICE))
+    sent.wait()
+
+    assert_agrees([copy + 1 for copy in sent.copied], [weight + 1 for weight in weights])
 
 
 def test_weights_are_copied_on_a_stream_of_their_own(

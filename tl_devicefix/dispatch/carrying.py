@@ -181,7 +181,7 @@ def skipping(blocks: Sequence[nn.Module], first: int, output: Any) -> Iterator[N
     try:
         with contextlib.ExitStack() as stack:
             for block in blocks[:first]:
-                stack.enter_context(_put(_Skipped(block, output, block is blocks[first - 1])))
+                stack.enter_context(_Skipped(block, output, block is blocks[first - 1]))
             yield
     finally:
         _first.reset(token)
@@ -190,7 +190,7 @@ def skipping(blocks: Sequence[nn.Module], first: int, output: Any) -> Iterator[N
 def output_of(block: nn.Module, run: Callable[[], Any]) -> Any:
     """What a block returns in a forward, which ends there."""
     kept = _Kept(block)
-    with _put(kept), contextlib.suppress(_Reached):
+    with kept, contextlib.suppress(_Reached):
         run()
     return kept.output
 
@@ -233,13 +233,3 @@ def copied(output: Any) -> Any:
     if isinstance(output, torch.Tensor):
         return output.clone()
     return type(output)((output[0].clone(), *output[1:]))
-
-
-@contextlib.contextmanager
-def _put(around: AroundForward) -> Iterator[None]:
-    """Within it, this is around its module's forward; the module's hooks run as ever."""
-    around.put()
-    try:
-        yield
-    finally:
-        around.take_off()

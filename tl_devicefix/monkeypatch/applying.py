@@ -164,10 +164,8 @@ def _like_installed(patch: Patch, owner: Any, installed: Any) -> Any:
     """The replacement in the form of what it replaces: a classmethod stays one."""
     if isinstance(installed, classmethod):
         return _classmethod_like(installed, patch.replacement)
-    if isinstance(installed, property):
-        return _property_like(installed, patch.replacement)
-    if isinstance(installed, staticmethod):
-        return _staticmethod_like(installed, patch.replacement)
+    if isinstance(installed, property | staticmethod):
+        return _descriptor_like(installed, patch.replacement)
     if takes_original(patch.replacement):
         return _around(getattr(owner, patch.name), patch.replacement)
     return patch.replacement
@@ -198,17 +196,14 @@ def _around(original: Callable[..., Any], replacement: Callable[..., Any]) -> Ca
 
 
 @cache
-def _staticmethod_like(installed: Any, replacement: Callable[..., Any]) -> Any:
-    return staticmethod(_around(installed.__func__, replacement))
-
-
-@cache
-def _property_like(installed: property, replacement: Callable[..., Any]) -> property:
-    """The replacement, a getter, with the docstring of what it replaces."""
+def _descriptor_like(installed: Any, replacement: Callable[..., Any]) -> Any:
+    """A property or a static method that calls the replacement; a property keeps its docstring."""
+    is_property = isinstance(installed, property)
     if takes_original(replacement):
-        assert installed.fget is not None
-        replacement = _around(installed.fget, replacement)
-    return property(replacement, doc=installed.__doc__)
+        replacement = _around(installed.fget if is_property else installed.__func__, replacement)
+    return (
+        property(replacement, doc=installed.__doc__) if is_property else staticmethod(replacement)
+    )
 
 
 @cache

@@ -64,6 +64,13 @@ class AroundForward:
             around = around.own
         return around if isinstance(around, cls) else None
 
+    def __enter__(self: Kind) -> Kind:
+        self.put()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.take_off()
+
     def put(self) -> None:
         """Stand around the module's forward, outermost."""
         self.own = vars(self.module).get("forward")

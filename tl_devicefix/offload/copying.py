@@ -13,7 +13,6 @@ import contextlib
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -25,78 +24,6 @@ from tl_devicefix.placement.devices import HOST
 def copies_beside_computing(device: torch.device) -> bool:
     """Whether the device copies while it computes, which needs pinned memory."""
     return module_with_streams(device) is not None
-
-
-class Copies:
-    """Some copies to a device that are started together, and can be waited for.
-
-    >>> with Copies(torch.device("cpu")) as copies:
-    ...     copy = copies.start(torch.ones(2))
-    >>> copies.wait()
-    >>> copy
-    tensor([1., 1.])
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._streams = module_with_streams(device)
-        self._done: Any = None
-        self._waiting: list[Any] = []  # the streams that wait for it
-        # The stream on which memory is taken, and for which it is free again when it is let go.
-        self._taken_on: Any = self._streams.current_stream(device) if self._streams else None
-
-    def __enter__(self) -> Copies:
-        return self
-
-    @torch.no_grad()
-    def start(self, host: torch.Tensor) -> torch.Tensor:
-        """Start to copy a tensor; the copy is laid out as the tensor is."""
-        copy = torch.empty_like(host, device=self._device, requires_grad=False)
-        if self._streams is not None:
-            # The memory is free when what is queued by now has been computed, by any thread: one
-            # may have queued something, and freed what it used, since the copy before.
-            _copy_stream(self._device).wait_stream(self._streams.current_stream(self._device))
-        with self._on_copy_stream():
-            copy.copy_(host, non_blocking=True)
-        return copy
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._streams is not None:
-            self._done = _copy_stream(self._device).record_event()
-            if error is not None:
-                self.wait()  # the memory of those that were started is about to be given back
-
-    def wait(self) -> None:
-        """Have what is computed from now on wait for the copies."""
-        if self._streams is not None:
-            self._have_wait(self._streams.current_stream(self._device))
-
-    def let_go(self) -> None:
-        """Have what uses the copies' memory next wait for the copies, which nobody may need."""
-        self._have_wait(self._taken_on)
-
-    def _have_wait(self, stream: Any) -> None:
-        if self._done is not None and stream not in self._waiting:
-            stream.wait_event(self._done)
-            self._waiting.append(stream)
-
-    def share(self, copied: Iterable[torch.Tensor]) -> None:
-        """Have what this thread computes use copies that another thread has waited for."""
-        if self._streams is not None:
-            self.wait()
-            stream = self._streams.current_stream(self._device)
-            for copy in copied if stream != self._taken_on else ():
-                copy.record_stream(stream)
-
-    def _on_copy_stream(self) -> contextlib.AbstractContextManager[Any]:
-        if self._streams is None:
-            return contextlib.nullcontext()
-        return self._streams.stream(_copy_stream(self._device))
 
 
 def wait_until_copied(device: torch.device) -> None:
@@ -120,16 +47,45 @@ def _copy_stream(device: torch.device) -> Any:
 
 
 class Sent:
-    """The weights of one block, on their way to a device."""
+    """Weights on their way to a device: copies that are started together, and can be waited for."""
 
     def __init__(self, hosts: Iterable[torch.Tensor], device: torch.device) -> None:
-        self._hosts = list(hosts)
-        self._copied: list[torch.Tensor] = []  # still held when an error has been waited for
-        with Copies(device) as self._copies:
-            for host in self._hosts:
-                self._copied.append(self._copies.start(host))
+        self._device = device
+        self._streams = module_with_streams(device)
+        # The stream on which memory is taken, and for which it is free again when it is let go.
+        self._taken_on: Any = self._streams.current_stream(device) if self._streams else None
+        self._done: Any = None
+        self._waiting: list[Any] = []  # the streams that wait for it
+        self._hosts: list[torch.Tensor] = []
+        self.copied: list[torch.Tensor] = []
+        try:
+            for host in hosts:
+                self._hosts.append(host)
+                self.copied.append(self._start(host))
+        except BaseException:
+            self._all_started()
+            self.wait()  # the memory of those that were started is about to be given back
+            raise
+        self._all_started()
         self._values = [values_of(host) for host in self._hosts]
         self._for_inference = torch.is_inference_mode_enabled()
+
+    @torch.no_grad()
+    def _start(self, host: torch.Tensor) -> torch.Tensor:
+        """Start to copy a tensor; the copy is laid out as the tensor is."""
+        copy = torch.empty_like(host, device=self._device, requires_grad=False)
+        if self._streams is None:
+            return copy.copy_(host)
+        # The memory is free when what is queued by now has been computed, by any thread: one
+        # may have queued something, and freed what it used, since the copy before.
+        stream = _copy_stream(self._device)
+        stream.wait_stream(self._streams.current_stream(self._device))
+        with self._streams.stream(stream):
+            return copy.copy_(host, non_blocking=True)
+
+    def _all_started(self) -> None:
+        if self._streams is not None:
+            self._done = _copy_stream(self._device).record_event()
 
     def is_current(self, hosts: Sequence[torch.Tensor]) -> bool:
         """Whether these are the parameters that were sent, in that order, with the same values."""
@@ -139,21 +95,35 @@ class Sent:
             and [values_of(host) for host in hosts] == self._values
         )
 
+    def wait(self) -> None:
+        """Have what is computed from now on wait for the copies."""
+        if self._streams is not None:
+            self._have_wait(self._streams.current_stream(self._device))
+
     def arrive(self, places: Iterable[tuple[nn.Module, str, torch.Tensor]]) -> list[Visitor]:
-        """The weights, for what is computed from now on."""
-        self._copies.wait()
-        return [Visitor(*place, copy) for place, copy in zip(places, self._copied)]
+        """The weights in these places of modules, for what is computed from now on."""
+        self.wait()
+        return [Visitor(*place, copy) for place, copy in zip(places, self.copied)]
 
     def share(self) -> None:
         """Keep the copies for what this thread computes too, on whichever stream."""
-        self._copies.share(self._copied)
+        if self._streams is not None:
+            self.wait()
+            stream = self._streams.current_stream(self._device)
+            for copy in self.copied if stream != self._taken_on else ():
+                copy.record_stream(stream)
 
     def let_go(self) -> None:
-        """Call this before dropping the weights.
+        """Have what uses the copies' memory next wait for them, before they are dropped.
 
         Those that no one wants have to arrive too, before their memory is used for something else.
         """
-        self._copies.let_go()
+        self._have_wait(self._taken_on)
+
+    def _have_wait(self, stream: Any) -> None:
+        if self._done is not None and stream not in self._waiting:
+            stream.wait_event(self._done)
+            self._waiting.append(stream)
 
 
 def values_of(tensor: torch.Tensor) -> tuple[int, int | None]:
