@@ -14,7 +14,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from torch.func import functional_call, grad, jacrev, vmap
+from torch.func import functional_call, grad, vmap
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 
@@ -67,9 +67,6 @@ def trained(
 
 
 ROWS["`AdamW`"] = trained(lambda parameters: torch.optim.AdamW(parameters, lr=0.01))
-ROWS["`AdamW(foreach=True)`"] = trained(
-    lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=True)
-)
 
 
 def step_of_lbfgs(model: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -93,16 +90,6 @@ def lbfgs_of_contiguous(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     for parameter in model.parameters():
         parameter.data = parameter.data.contiguous()
     return step_of_lbfgs(model, tokens)
-
-
-@row("`torch.amp.GradScaler`")
-def scaled(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    scaler = torch.amp.GradScaler(torch.device(model.cfg.device).type)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler.scale(loss_of(model, tokens)).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    return loss_of(model, tokens)
 
 
 @row("`clip_grad_norm_`")
@@ -173,12 +160,6 @@ def mapped(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return vmap(steered(model, tokens))(vectors(model))
 
 
-@row("`jacrev`")
-def jacobian(model: Any, tokens: torch.Tensor) -> Any:
-    logits = steered(model, tokens)
-    return jacrev(lambda vector: logits(vector)[0, -1, :3])(vectors(model)[0])
-
-
 @row("`torch.autocast`")
 def autocast(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     with torch.autocast(torch.device(model.cfg.device).type, dtype=torch.bfloat16):
@@ -226,16 +207,6 @@ def in_safetensors(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return twin(tokens)
 
 
-@row("`register_module_forward_hook`, which reads")
-def global_hook(model: Any, tokens: torch.Tensor) -> Any:
-    seen: list[str] = []
-    handle = register_module_forward_hook(lambda module, *_: seen.append(type(module).__name__))
-    try:
-        return [model(tokens), seen]
-    finally:
-        handle.remove()
-
-
 @row("`register_module_forward_hook`, which adds a vector from home")
 def global_hook_that_adds(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     vector = torch.ones(model.cfg.d_model, device=model.cfg.device)
@@ -259,14 +230,3 @@ def compiled(model: Any, tokens: torch.Tensor, backend: str) -> Any:
 @row("`torch.compile(model)`")
 def compiled_model(model: Any, tokens: torch.Tensor) -> Any:
     return compiled(model, tokens, "eager")
-
-
-@row("`model.blocks[i].mlp.compile()`")
-def compiled_mlps(model: Any, tokens: torch.Tensor) -> Any:
-    torch._dynamo.reset()
-    mlp = model.blocks[4].mlp
-    mlp.compile(backend="aot_eager")
-    try:
-        return model(tokens)
-    finally:
-        mlp._compiled_call_impl = None

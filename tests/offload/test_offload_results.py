@@ -124,28 +124,6 @@ def test_hooks_see_the_weights_where_the_block_runs_and_may_use_others_from_the_
     assert are_together == {True}
 
 
-def test_a_hook_may_run_the_model(model: Any, reference: Any, tokens: torch.Tensor) -> None:
-    def of(model: Any) -> Callable[..., torch.Tensor]:
-        def patch(activation: torch.Tensor, hook: Any) -> torch.Tensor:
-            if torch.is_grad_enabled():  # not in the run that it starts itself
-                with torch.no_grad():
-                    other = model(tokens.flip(1), stop_at_layer=3)
-                return activation + other
-            return activation
-
-        return patch
-
-    hooks = [("blocks.2.hook_resid_mid", of(model))]
-    expected_hooks = [("blocks.2.hook_resid_mid", of(reference))]
-
-    assert_agrees(
-        model.run_with_hooks(tokens, fwd_hooks=hooks),
-        reference.run_with_hooks(tokens, fwd_hooks=expected_hooks),
-        home_of(model),
-    )
-    assert_at_rest(model)
-
-
 @pytest.mark.cover(("offload", "layer"))
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("layer", [1, 3])

@@ -73,14 +73,6 @@ def test_no_other_contiguous_split_leaves_the_fullest_less_full_or_the_next_to_f
     assert how_full(*loads, blocks_per_device(placement), free) == pytest.approx(best)
 
 
-def test_with_fewer_layers_than_devices_each_layer_has_its_own(config: Any) -> None:
-    with tl_devicefix.simulate(4):
-        placement = plan(config(n_layers=2), n_devices=4)
-
-    assert block_devices(placement) == sim(0, 1)
-    assert placement.devices == tuple(sim(0, 1))
-
-
 def test_what_is_in_use_on_a_device_leaves_it_a_smaller_share(config: Any) -> None:
     with tl_devicefix.simulate(2, memory="1MiB"):
         before = plan(config(n_layers=12), n_devices=2)

@@ -75,14 +75,6 @@ def test_max_memory_bounds_what_a_device_holds(limit: int | str, config: Any, ma
     assert placement.devices == devices(0, 1, 2, 3)
 
 
-@pytest.mark.parametrize("strategy", ["balanced", "sequential"])
-def test_a_device_that_is_allowed_nothing_holds_nothing(
-    strategy: str, config: Any, machine: Any
-) -> None:
-    room = {0: "30KB", 1: 0, 2: "1GiB"}
-    assert plan(config(), device_map=strategy, max_memory=room).devices == devices(0, 2)
-
-
 def test_max_memory_of_a_device_that_is_not_used_is_ignored_with_a_warning(
     config: Any, machine: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -102,22 +102,6 @@ def test_wherever_a_name_is_given_it_has_to_be_there(
         plan(config(), **options)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        *({"device_map": "host1"}, {"device_map": {"": 0, "blocks.3": "host1"}}),
-        *({"device": "host1"}, {"device_map": {"": 0, "blocks.3": "sim:7"}}),
-        {"max_memory": {"cpu": "1GiB"}, "device_map": "balanced"},
-    ],
-    ids=str,
-)
-def test_what_is_no_device_gets_those_of_the_hosts(
-    options: Any, config: Any, two_hosts: Machine
-) -> None:
-    with pytest.raises(ValueError, match=r"the hosts have .*host0/0 to 1, host1/0 to 1"):
-        plan(config(), **options)
-
-
 def test_on_one_host_no_device_is_named_by_it(config: Any, one_host: Machine) -> None:
     with pytest.raises(ValueError, match=r"'host1/0' names a host, .* tl_devicefix\.init_hosts"):
         plan(config(), device_map={"": 0, "blocks.3": "host1/0"})
