@@ -6,8 +6,11 @@ It is parsed before anything large is imported, so that help and mistakes are to
 from __future__ import annotations
 
 import argparse
+import ast
+import dataclasses
 import functools
 import json
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -30,7 +33,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return 0 if run(chosen) else 1
     except expected as error:
-        print(error, file=sys.stderr)
+        message = str(error)
+        is_estimate = chosen.command == "estimate"
+        print(_as_options(message) if is_estimate else message, file=sys.stderr)
         return 1
 
 
@@ -194,8 +199,31 @@ def _run_estimate(chosen: argparse.Namespace) -> bool:
     if chosen.n_ctx is None:  # else the model's config is made with it
         del options["n_ctx"]
     result = estimate(chosen.model, **options)
+    result = dataclasses.replace(result, advice=_as_options(result.advice))
     print(json.dumps(result.to_dict(), indent=2) if chosen.json else result)
     return result.fits
+
+
+_ARGUMENT = re.compile(
+    r"(?<!model's )\b(?P<name>(?:attn_implementation|batch_size|device_map|max_memory|"
+    r"max_new_tokens|n_ctx|n_devices|seq_len)\b"
+    r"|(?:cache|dtype|gather|hosts|memory)(?=[=\[]| must\b))"
+    r"(?:=(?P<value>\{.*?\}|\[.*?\]|'.*?'|[^\s,.:]+)|\[.+?\])?"
+)
+"""An argument of `estimate()` in a message, with its value if it has one."""
+
+
+def _as_options(message: str) -> str:
+    """A message in which arguments of `estimate()` are spelt as the command line does."""
+
+    def option(match: re.Match[str]) -> str:
+        name, value = match["name"], (match["value"] or "").strip("'")
+        if name == "max_memory" and value.startswith("{"):
+            sizes = ast.literal_eval(value).items()
+            value = ",".join(f"{device}={size}" for device, size in sizes)
+        return f"--{name.replace('_', '-')} {value}".rstrip()
+
+    return _ARGUMENT.sub(option, message)
 
 
 def _run_demo(chosen: argparse.Namespace) -> bool:

@@ -143,9 +143,13 @@ def test_gradients_of_offloaded_blocks_are_on_the_host() -> None:
 
 
 def test_the_command_fails_if_it_does_not_fit(capsys: Any) -> None:
-    status = main(["estimate", "gpt2", "--max-memory", "0=100MiB,1=100MiB", "--seq-len", "8"])
+    status = main(["estimate", "gpt2", "--max-memory", "0=430MiB,1=430MiB", "--seq-len", "8"])
     assert status == 1
-    assert "It does not fit: device 0 (home) needs" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "It does not fit: device 0 (home) needs" in printed
+    assert re.search(
+        r"fit: --dtype bfloat16, or --max-memory 0=\d+MiB,1=\d+MiB,cpu=\d+MiB for", printed
+    )
 
 
 def test_the_command_gives_json(capsys: Any) -> None:
@@ -158,9 +162,33 @@ def test_the_command_gives_json(capsys: Any) -> None:
     assert found == json.loads(json.dumps(expected.to_dict()))
 
 
-def test_the_command_says_what_is_wrong_in_a_sentence(capsys: Any) -> None:
-    assert main(["estimate", "nosuchmodel"]) == 1
-    assert "TransformerLens lists no model 'nosuchmodel'" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("nosuchmodel", "TransformerLens lists no model 'nosuchmodel'"),
+        ("gpt2 --max-memory 40", "--max-memory must be bytes"),
+        ("gpt2 --max-memory 40GiB --memory 0=40", "--memory must be bytes"),
+        ("gpt2 --seq-len 4096", "--seq-len and --max-new-tokens are 4096 tokens together, more "),
+        ("gpt2 --seq-len 4096", "n_ctx of 1024: lower them\n"),
+        (f"{FAMILIES[0]} --seq-len 9000", ": lower them, or pass --n-ctx 9000\n"),
+        ("gpt2 --n-ctx 4096", "--n-ctx is 4096, but this model has 1024 learnt position"),
+        ("gpt2 --gather 3", "--gather must be 'cpu'"),
+        ("gpt2 --cache zz", "--cache zz names 'zz'"),
+    ],
+)
+def test_the_command_says_what_is_wrong_in_its_own_words(
+    arguments: str, message: str, capsys: Any
+) -> None:
+    assert main(["estimate", *arguments.split()]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_less_is_left_than_a_gpu_needs() -> None:
+    few = {"max_memory": "790MiB", "seq_len": 8}
+    verdict = repr(estimate("gpt2", **few)).splitlines()[-1]
+    assert re.fullmatch(
+        r"It fits, but device 0 \(home\) has only [\d.]+ MiB \(\d%\) left: leave 10% .*", verdict
+    )
 
 
 def test_blocks_that_do_not_fit_are_estimated_on_the_host() -> None:

@@ -15,11 +15,14 @@ from tl_devicefix.attention.implementation import SDPA, check_attn_implementatio
 from tl_devicefix.patches import enabled
 from tl_devicefix.placement.deciding import DeviceMap
 from tl_devicefix.placement.devices import Hosts
-from tl_devicefix.placement.memory import MaxMemory, format_table, gib
+from tl_devicefix.placement.memory import MaxMemory, bytes_of, format_table, gib
 from tl_devicefix.placement.placement import BetweenHosts, Placement, in_words
 from tl_devicefix.planning.blueprints import Blueprint, blueprint, check_options
 from tl_devicefix.planning.plan import described, rooms
 from tl_devicefix.planning.usage import Job, OnDevice, Setting
+
+LEFT_ON_GPUS = 0.1
+"""The share of a GPU's memory for CUDA's context, fragments and the work space of kernels."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -86,10 +89,26 @@ class Estimate:
     def _verdict(self) -> str:
         over = [device for device in self.devices if not device.fits]
         if not over:
-            return "It fits."
+            return self._with_little_left()
         worst = min(over, key=lambda device: device.headroom or 0)
         needs = f"device {worst.device} needs {gib(worst.total)} but has {gib(worst.capacity or 0)}"
         return f"It does not fit: {needs}. {self.advice}"
+
+    def _with_little_left(self) -> str:
+        """It fits; a GPU also needs memory that a dry run does not count."""
+        shares = {
+            device: (device.headroom or 0) / device.capacity
+            for device in self.devices
+            if device.capacity and device.device != "cpu"
+        }
+        least = min(shares, key=shares.__getitem__, default=None)
+        if least is None or shares[least] >= LEFT_ON_GPUS:
+            return "It fits."
+        return (
+            f"It fits, but device {least.device} has only {gib(least.headroom or 0)} "
+            f"({shares[least]:.0%}) left: leave {LEFT_ON_GPUS:.0%} of a GPU's memory free, as "
+            "docs/fit_a_model.md advises."
+        )
 
 
 def estimate(
@@ -150,6 +169,8 @@ def estimate(
     with enabled():
         check_options(estimate, config_or_model_name, options)
         check_attn_implementation(attn_implementation)
+        for size in memory.values() if isinstance(memory, Mapping) else [memory]:
+            bytes_of(0 if size is None else size)  # else said of max_memory
         model = blueprint(config_or_model_name, dtype, options)
         seq_len = min(1024, model.n_ctx) if seq_len is None else seq_len
         job = Job(
@@ -187,10 +208,11 @@ def _check(job: Job, model: Blueprint, n_devices: int) -> None:
             f"gather must be 'cpu' or a device's index below {n_devices}, but is {job.gather!r}"
         )
     if job.seq_len + job.max_new_tokens > model.n_ctx:
+        n_tokens = job.seq_len + job.max_new_tokens
+        is_fixed = any(size.name == "pos_embed" for size in model.sizes())
         raise ValueError(
-            f"seq_len and max_new_tokens are {job.seq_len + job.max_new_tokens} tokens together, "
-            f"more than the model's n_ctx of {model.n_ctx}: lower them, or load the model with a "
-            "larger n_ctx"
+            f"seq_len and max_new_tokens are {n_tokens} tokens together, more than the model's "
+            f"n_ctx of {model.n_ctx}: lower them" + f", or pass n_ctx={n_tokens}" * (not is_fixed)
         )
 
 
