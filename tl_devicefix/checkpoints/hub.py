@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from huggingface_hub import try_to_load_from_cache
 from transformers import AutoTokenizer
 from transformers.utils import cached_file
+
+from tl_devicefix.misspelt import did_you_mean
 
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
 """A checkpoint with any of these has a tokenizer."""
@@ -41,8 +41,14 @@ def is_checkpoint_directory(model_name: str) -> bool:
     return (Path(model_name) / "config.json").is_file()
 
 
-def snapshot(name: str, **kwargs: Any) -> Path:
-    """The folder in which a checkpoint's config.json is, once that is fetched."""
+def snapshot(name: str, listed: Collection[str] = (), **kwargs: Any) -> Path:
+    """The folder in which a checkpoint's config.json is, once that is fetched.
+
+    Args:
+        name: the checkpoint's, on the hub.
+        listed: names of which one may be meant.
+        kwargs: as for `hub_arguments`.
+    """
     try:
         config: Any = cached_file(name, "config.json", **hub_arguments(kwargs))
         return Path(config).parent
@@ -50,26 +56,8 @@ def snapshot(name: str, **kwargs: Any) -> Path:
         raise ValueError(
             f"{name!r} is neither a model that TransformerLens lists nor a local directory, and it "
             f"cannot be fetched from the hub: {in_one_line(error)}"
+            f"{did_you_mean(name, listed, 0.85)}"
         ) from error
-
-
-def refuse_misspelt_owner(name: str, listed: Iterable[str], **kwargs: Any) -> None:
-    """Refuse a name that differs from a listed one by a letter or two of the organisation.
-
-    Without it, the hub is asked for as long as it may take to find that there is no connection.
-    """
-    owner, _, model = name.lower().partition("/")
-    for official in listed:
-        of_official, _, its_model = official.lower().partition("/")
-        alike = difflib.SequenceMatcher(None, owner, of_official).ratio()
-        if model == its_model and owner != of_official and alike > 0.85:
-            local = {"cache_dir": kwargs.get("cache_dir"), "revision": kwargs.get("revision")}
-            if not isinstance(try_to_load_from_cache(name, "config.json", **local), str):
-                raise ValueError(
-                    f"TransformerLens lists no model {name!r}; did you mean {official!r}? If not, "
-                    "fetch it first: huggingface_hub.snapshot_download"
-                    f"({name!r})"
-                )
 
 
 def has_tokenizer(name: str, **kwargs: Any) -> bool:

@@ -27,7 +27,6 @@ from tl_devicefix.checkpoints.hub import (
     has_tokenizer,
     hub_arguments,
     is_checkpoint_directory,
-    refuse_misspelt_owner,
     snapshot,
 )
 from tl_devicefix.hooked_transformer.components import component_sizes
@@ -65,8 +64,9 @@ def model_config(model_name: str, prefer_known: bool = False, **kwargs: Any) -> 
             cfg = _config_of_directory(directory, kwargs)
         cfg.model_name, cfg.tokenizer_name = name.rpartition("/")[2], None
         return cfg
-    refuse_misspelt_owner(name, tl_loading.OFFICIAL_MODEL_NAMES, **kwargs)
-    cfg = _config_of_directory(str(snapshot(name, **kwargs)), kwargs, on_hub=name)
+    cfg = _config_of_directory(
+        str(snapshot(name, tl_loading.OFFICIAL_MODEL_NAMES, **kwargs)), kwargs, on_hub=name
+    )
     cfg.model_name = name.rpartition("/")[2]
     cfg.tokenizer_name = name if has_tokenizer(name, **kwargs) else None
     return cfg

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
-from transformer_lens.components import TransformerBlock
 from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.dispatch.mixing import OutsideBlocks
@@ -51,6 +50,8 @@ class Recipe(NamedTuple):
 
     def build(self, device: torch.device) -> Any:
         """Build a block for tensors of a device; its own are on meta."""
+        from transformer_lens.components import TransformerBlock  # which TransformerLens 4 lacks
+
         config = self.config_cls.__new__(self.config_cls)
         vars(config).update(self.config, device="meta")
         with torch.device("meta"):
