@@ -120,10 +120,11 @@ def test_gradients_are_those_of_the_cpu_s_own_kernel(
 
 INTERRUPTED = """
 import os, random, signal, threading, time
+os.environ["TL_DEVICEFIX_DISABLE"] = "1"  # TransformerLens need not be imported
 import torch
-import tl_devicefix
+from tl_devicefix.simulation import simulate
 
-with tl_devicefix.simulate(2):
+with simulate(2):
     weight = torch.ones(8, 8, device="sim:0", requires_grad=True)
     end = time.time() + 1
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -65,34 +64,6 @@ def test_a_backward_may_be_called_in_any_thread(machine: Machine, call: str) -> 
 
     assert [gradient.tolist() for gradient in elsewhere(differentiate)] == [[14.0] * 3, [10.0] * 3]
     assert torch.autograd.is_multithreading_enabled()  # the caller's setting is as it was
-
-
-def test_an_error_in_a_backward_is_raised_in_the_thread_that_called_it(machine: Machine) -> None:
-    both = threading.Barrier(2, timeout=30)
-
-    def differentiate(fails: bool) -> Any:
-        x = torch.ones(3, device="sim:1", requires_grad=True)
-
-        def hook(gradient: torch.Tensor) -> None:
-            both.wait()  # both backwards run
-            try:
-                if fails:
-                    raise ValueError("of the one")
-            finally:
-                both.wait()
-
-        y = x * 2
-        y.register_hook(hook)
-        y.sum().backward()
-        both.wait()
-        return x.grad
-
-    with ThreadPoolExecutor(2) as pool:
-        one, other = pool.submit(differentiate, True), pool.submit(differentiate, False)
-        with pytest.raises(ValueError, match="of the one"):
-            one.result()
-        both.wait()
-        assert other.result().tolist() == [2, 2, 2]
 
 
 def layers() -> torch.nn.Sequential:

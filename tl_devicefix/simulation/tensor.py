@@ -258,20 +258,14 @@ def _change_kind(tensor: torch.Tensor, value: torch.Tensor) -> None:
     grad, tensor.grad = tensor.grad, None
     tensor.__class__, twin.__class__ = twin.__class__, tensor.__class__
     for name in ("_cpu", "_allocation", "_is_param"):
-        _swap_attribute(tensor.__dict__, twin.__dict__, name)
+        own, others = (vars(owner).pop(name, None) for owner in (tensor, twin))
+        for owner, attribute in ((tensor, others), (twin, own)):
+            if attribute is not None:
+                vars(owner)[name] = attribute
     torch._C._swap_tensor_impl(tensor, twin)  # type: ignore[attr-defined]
     if grad is not None:
         set_data(grad, grad.to(tensor.device))
         tensor.grad = grad
-
-
-def _swap_attribute(one: dict[str, Any], other: dict[str, Any], name: str) -> None:
-    missing = object()
-    first, second = one.pop(name, missing), other.pop(name, missing)
-    if first is not missing:
-        other[name] = first
-    if second is not missing:
-        one[name] = second
 
 
 def run(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -288,7 +282,8 @@ def run_on_one_device(func: Operation, args: tuple[Any, ...], kwargs: dict[str, 
     others: list[torch.Tensor] = []
     cpu_args = [_unwrap(arg, simulated, others) for arg in args]
     cpu_kwargs = {name: _unwrap(arg, simulated, others) for name, arg in kwargs.items()}
-    machine, device = common_device(simulated, needs_machine=not _only_reads(func))
+    only_reads = func.is_view or func is aten.clone.default  # a part or a copy of a tensor
+    machine, device = common_device(simulated, needs_machine=not only_reads)
     if others:
         _check_cpu_operands(func, args[0], others, device, machine)
     target = cpu_kwargs.pop("device", None)
@@ -313,11 +308,6 @@ def _unwrap(arg: Any, simulated: list[SimTensor], others: list[torch.Tensor]) ->
     if isinstance(arg, torch.Tensor):
         others.append(arg)
     return arg
-
-
-def _only_reads(func: Operation) -> bool:
-    """Whether an operation gives a part or a copy of a tensor, and computes nothing."""
-    return func.is_view or func is aten.clone.default
 
 
 def common_device(
