@@ -29,14 +29,14 @@ def bars_as_before() -> Iterator[None]:
 
 def test_the_demo_loads_compares_and_shows_the_heads(capsys: Any) -> None:
     assert main(["demo", "--n-devices", "3"]) == 0
-    said = capsys.readouterr().out
-    assert "using 3 simulated devices" in said
-    assert "sim:0 (home)  embed, " in said
-    assert "L0 on sim:0" in said
-    assert "largest difference" in said
-    assert ALL_RECALLED in said
-    assert "L5 on sim:" in said
-    assert "L5H1 attends to the answer most" in said
+    output = capsys.readouterr().out
+    assert "using 3 simulated devices" in output
+    assert "sim:0 (home)  embed, " in output
+    assert "L0 on sim:0" in output
+    assert "largest difference" in output
+    assert ALL_RECALLED in output
+    assert "L5 on sim:" in output
+    assert "L5H1 attends to the answer most" in output
 
 
 def test_the_demo_fails_where_the_numbers_differ(capsys: Any, monkeypatch: Any) -> None:
@@ -49,11 +49,11 @@ def test_the_demo_fails_where_the_numbers_differ(capsys: Any, monkeypatch: Any) 
 def test_the_selfcheck_trusts_a_machine_that_computes_right(capsys: Any) -> None:
     with tl_devicefix.simulate(2):
         assert main(["selfcheck"]) == 0
-    said = capsys.readouterr().out
-    assert "copy sim:0 -> sim:1: ok" in said
-    assert "copy sim:1 -> cpu: ok" in said
-    assert "parity on sim:0, sim:1: ok" in said
-    assert "can be trusted" in said
+    output = capsys.readouterr().out
+    assert "copy sim:0 -> sim:1: ok" in output
+    assert "copy sim:1 -> cpu: ok" in output
+    assert "parity on sim:0, sim:1: ok" in output
+    assert "can be trusted" in output
 
 
 def test_the_selfcheck_is_told_of_devices_that_are_not_the_default(
@@ -62,9 +62,9 @@ def test_the_selfcheck_is_told_of_devices_that_are_not_the_default(
     with tl_devicefix.simulate(2):
         monkeypatch.setattr(devices, "simulated_device", lambda: None)
         assert main(["selfcheck", "--device", "sim"]) == 0
-    said = capsys.readouterr().out
-    assert "copy sim:0 -> sim:1: ok" in said
-    assert "parity on sim:0, sim:1: ok" in said
+    output = capsys.readouterr().out
+    assert "copy sim:0 -> sim:1: ok" in output
+    assert "parity on sim:0, sim:1: ok" in output
 
 
 def test_the_selfcheck_distrusts_a_machine_that_computes_wrong(

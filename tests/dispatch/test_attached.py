@@ -71,9 +71,9 @@ def wrappers(model: Any) -> None:
 def attached(request: pytest.FixtureRequest, model: Any, reference: Any) -> tuple[Any, Any]:
     """Copies of a spread model and its reference with something attached."""
     pair = copy.deepcopy(model), copy.deepcopy(reference)
-    for each in pair:
-        request.param(each)
-        each.setup()
+    for model in pair:
+        request.param(model)
+        model.setup()
     return pair
 
 
@@ -89,22 +89,22 @@ def test_results_in_a_named_tuple_or_a_dict_are_where_its_input_was(
     model: Any, reference: Any, tokens: torch.Tensor
 ) -> None:
     def read(model: Any) -> list[Any]:
-        model, found = copy.deepcopy(model), []
+        model, results = copy.deepcopy(model), []
         model.blocks[4].reader = Reader(model.cfg.d_model).to(model.cfg.device)
         model.setup()
 
         def hook(activation: torch.Tensor, hook: Any) -> None:
             read = model.blocks[4].reader(activation)
             assert type(read) is Read
-            found.extend([activation, read.residual, read.norms["norm"]])
+            results.extend([activation, read.residual, read.norms["norm"]])
 
         model.run_with_hooks(tokens, fwd_hooks=[("blocks.4.hook_mlp_out", hook)])
-        return found
+        return results
 
-    found = read(model)
+    results = read(model)
 
-    assert {each.device for each in found} == {model.placement.device_of("blocks.4")}
-    assert_agrees(found, read(reference))
+    assert {tensor.device for tensor in results} == {model.placement.device_of("blocks.4")}
+    assert_agrees(results, read(reference))
 
 
 @pytest.mark.parametrize("target", ["cpu", "sim:2"])

@@ -132,16 +132,16 @@ def test_what_a_model_takes_may_come_from_any_device(
     where: str, model: Any, reference: Any, tokens: torch.Tensor, mask: torch.Tensor
 ) -> None:
     def run(model: Any, where: Any) -> list[Any]:
-        there, residual = tokens.to(where), reference(tokens, stop_at_layer=3).to(where)
+        moved, residual = tokens.to(where), reference(tokens, stop_at_layer=3).to(where)
         layers = {"start_at_layer": 3, "return_type": "both"}
         return [
-            model(there, return_type="both"),
-            model(there[0], return_type="both"),
-            model(there, attention_mask=mask.to(where)),
-            model(residual, tokens=there, **layers),
-            model.loss_fn(model(there), there, per_token=True),
+            model(moved, return_type="both"),
+            model(moved[0], return_type="both"),
+            model(moved, attention_mask=mask.to(where)),
+            model(residual, tokens=moved, **layers),
+            model.loss_fn(model(moved), moved, per_token=True),
             # TransformerLens 2 wants these tokens where the logits are, on one device too.
-            model.generate(there.to(home_of(model)) if IS_2 else there, freq_penalty=1.0, **GREEDY),
+            model.generate(moved.to(home_of(model)) if IS_2 else moved, freq_penalty=1.0, **GREEDY),
         ]
 
     expected = on_one_device(run, reference, "cpu")
@@ -184,8 +184,8 @@ def test_keys_and_values_are_kept_where_their_block_is(model: Any, tokens: torch
 @pytest.mark.cover(("kind", "fails_unpatched"))
 @everywhere
 def test_every_gradient(model: Any, reference: Any, tokens: torch.Tensor) -> None:
-    for each in (model, reference):
-        each(tokens, return_type="loss").backward()
+    for owner in (model, reference):
+        owner(tokens, return_type="loss").backward()
 
     for name, parameter in model.named_parameters():
         expected = reference.get_parameter(name).grad

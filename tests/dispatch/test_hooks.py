@@ -55,8 +55,8 @@ def into_lists(a: torch.Tensor, zeros: Any) -> Any:
 def by_an_evaluated_batch_norm(a: torch.Tensor, zeros: Any) -> Any:
     """Its input is at home, and is not to be written to: others need it as it is."""
     norm = torch.nn.BatchNorm1d(a.shape[-1]).to(a.device).eval()
-    given = zeros(1, a.shape[-1]).expand(3, -1)
-    return norm(given + zeros(1)), norm(given), norm.running_mean
+    rows = zeros(1, a.shape[-1]).expand(3, -1)
+    return norm(rows + zeros(1)), norm(rows), norm.running_mean
 
 
 def by_keyword(a: torch.Tensor, zeros: Any) -> Any:
@@ -97,17 +97,17 @@ def test_a_buffer_at_home_that_a_hook_changes(
     change: Any, model: Any, reference: Any, tokens: torch.Tensor
 ) -> None:
     def run(model: Any) -> Any:
-        found = []
+        results = []
 
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(*shape, device=model.cfg.device)
 
         def look(activation: torch.Tensor, hook: Any) -> None:
-            found.append(change(activation, zeros))
+            results.append(change(activation, zeros))
 
         with torch.no_grad():
             model.run_with_hooks(tokens, fwd_hooks=[(LAST, look)])
-        return found
+        return results
 
     assert_agrees(run(model), run(reference))
 

@@ -230,13 +230,13 @@ def test_what_is_changed_on_another_device_stays_there(mode: Any) -> None:
 
 
 def test_what_is_copied_is_counted_by_line(model: Any, capsys: Any) -> None:
-    here, there = torch.ones(256, device="sim:0"), torch.ones(256, device="sim:2")
+    at_home, elsewhere = torch.ones(256, device="sim:0"), torch.ones(256, device="sim:2")
     with tl_devicefix.mix_devices(report=True) as mixing:
         with tl_devicefix.mix_devices() as inner:
-            _ = here + there
+            _ = at_home + elsewhere
             first = sys._getframe().f_lineno - 1
         for _ in range(3):
-            _ = torch.stack([there, here])
+            _ = torch.stack([elsewhere, at_home])
             second = sys._getframe().f_lineno - 1
     assert mixing.copied == [
         (f"{__file__}:{second}", 3 * 1024, 3),

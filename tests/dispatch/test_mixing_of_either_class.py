@@ -28,14 +28,14 @@ Script = Callable[[Any, torch.Tensor], Any]
 
 def kept(model: Any, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     """What hooks of every block kept, on the block's device."""
-    here: dict[str, torch.Tensor] = {}
+    activations: dict[str, torch.Tensor] = {}
 
     def keep(name: str) -> Any:
-        return name, lambda activation, hook: here.update({name: activation})
+        return name, lambda activation, hook: activations.update({name: activation})
 
     names = [f"blocks.{layer}.hook_resid_post" for layer in range(model.cfg.n_layers)]
     model.run_with_hooks(tokens, fwd_hooks=list(map(keep, names)))
-    return {name: here[name] for name in names}
+    return {name: activations[name] for name in names}
 
 
 def residuals(model: Any, tokens: torch.Tensor) -> list[torch.Tensor]:
@@ -139,8 +139,8 @@ def test_what_fails_works_within_mix_devices_and_what_to_write_instead(
     if row not in MAY_WORK or not hasattr(model, "original_model"):
         with pytest.raises(RuntimeError, match="same device") as caught:
             on_one_device(model, at_home)
-        shown = "".join(traceback.format_exception(caught.value))
-        assert shown.count(PAGE) == (1 if HAS_NOTES else 0)
+        message = "".join(traceback.format_exception(caught.value))
+        assert message.count(PAGE) == (1 if HAS_NOTES else 0)
     expected = on_one_device(reference, tokens)
     with tl_devicefix.mix_devices():
         assert_agrees(on_one_device(model, at_home), expected)

@@ -83,8 +83,8 @@ def logits_and_gradients(model: Any, tokens: torch.Tensor) -> list[Any]:
     model.zero_grad()
     loss = model(tokens, return_type="loss")
     loss.backward()
-    held = (weight(model, layer) for layer in (0, 3, 4))
-    return [loss, *(module._parameters[name].grad for module, name in held)]
+    weights = (weight(model, layer) for layer in (0, 3, 4))
+    return [loss, *(module._parameters[name].grad for module, name in weights)]
 
 
 @pytest.mark.fails_unpatched
@@ -103,7 +103,7 @@ def test_it_runs_as_on_one_device(
     with pytest.warns(UserWarning, match=how) as warned:
         actual = logits_and_gradients(model, tokens.to("sim:0"))
 
-    assert len([each for each in warned if how in str(each.message)]) == 1
+    assert len([warning for warning in warned if how in str(warning.message)]) == 1
     assert_agrees(actual, expected)
     with no_warning():
         assert_agrees(logits_and_gradients(model, tokens.to("sim:0")), expected)
@@ -140,10 +140,10 @@ def test_the_line_that_the_warning_says_does_without_it(
     put(model)
     with pytest.warns(UserWarning, match="to do without the copy") as warned:
         model(tokens.to("sim:0"))
-    told = next(each for each in warned if "without the copy" in str(each.message))
-    assert told.filename == __file__
+    warning = next(caught for caught in warned if "without the copy" in str(caught.message))
+    assert warning.filename == __file__
 
-    line = str(told.message).partition("the copy, write ")[2]
+    line = str(warning.message).partition("the copy, write ")[2]
     of_one = on_one("llama")
     value = of_one.blocks[0].attn.mask if put is masks else 2 * own._parameters[name].detach()
     exec(line, {"model": model, "value": value})
@@ -162,18 +162,18 @@ def test_what_is_put_into_an_offloaded_block_goes_to_the_host(
     from_pretrained, on_cpu = map(request.getfixturevalue, ("from_pretrained", "on_cpu"))
     model = from_pretrained("llama", device_map={"": 0, "blocks.3": "cpu", "blocks.4": 3})
     reference = copy.deepcopy(on_cpu("llama"))
-    for each in (model, reference):
-        each.blocks[3].mlp.W_in.data = 2 * each.blocks[4].mlp.W_in.data
-        each.blocks[3].attn.mask = each.blocks[4].attn.mask
-        each.blocks[4].mlp.W_out = nn.Parameter(2 * each.blocks[3].mlp.W_out.detach())
+    for owner in (model, reference):
+        owner.blocks[3].mlp.W_in.data = 2 * owner.blocks[4].mlp.W_in.data
+        owner.blocks[3].attn.mask = owner.blocks[4].attn.mask
+        owner.blocks[4].mlp.W_out = nn.Parameter(2 * owner.blocks[3].mlp.W_out.detach())
 
     with pytest.warns(UserWarning, match="put in from another device"):
         actual = model(tokens)
 
     assert_agrees(actual, reference(tokens))
-    assert {str(each.device) for each in model.blocks[3].parameters()} == {"cpu"}
-    assert {str(each.device) for each in model.blocks[3].buffers()} == {"sim:0"}
-    assert {str(each.device) for each in model.blocks[4].parameters()} == {"sim:3"}
+    assert {str(tensor.device) for tensor in model.blocks[3].parameters()} == {"cpu"}
+    assert {str(tensor.device) for tensor in model.blocks[3].buffers()} == {"sim:0"}
+    assert {str(tensor.device) for tensor in model.blocks[4].parameters()} == {"sim:3"}
 
 
 def test_what_is_left_alone_warns_of_nothing(

@@ -91,7 +91,7 @@ def test_a_scattered_model_copies_the_residual_stream_only_where_it_must(
 
     copies = transfers_of(model, at_home)
 
-    hops = [(here, there) for here, there in pairwise(path) if here != there]
+    hops = [(source, target) for source, target in pairwise(path) if source != target]
     assert [(t.source, t.target) for t in copies] == hops
 
 

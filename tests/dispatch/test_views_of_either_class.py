@@ -139,14 +139,14 @@ def reached_from(value: Any) -> Iterator[Any]:
     seen: set[int] = set()
     to_see = [value]
     while to_see:
-        each = to_see.pop()
-        if id(each) in seen or isinstance(each, (type, types.ModuleType, types.FrameType)):
+        thing = to_see.pop()
+        if id(thing) in seen or isinstance(thing, (type, types.ModuleType, types.FrameType)):
             continue
-        if isinstance(each, dict) and "__builtins__" in each:
+        if isinstance(thing, dict) and "__builtins__" in thing:
             continue
-        seen.add(id(each))
-        yield each
-        to_see += gc.get_referents(each)
+        seen.add(id(thing))
+        yield thing
+        to_see += gc.get_referents(thing)
 
 
 def monkeypatch_a_forward(model: Any) -> None:
@@ -356,14 +356,14 @@ def state_of(model: Any) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
-            known = (
+            contents = (
                 list(value.items())
                 if isinstance(value, dict)
                 else list(value)
                 if isinstance(value, (list, set))
                 else value
             )
-            state[f"{name}: {attribute}"] = known
+            state[f"{name}: {attribute}"] = contents
     state.pop(": _tl_devicefix_as_made", None)
     return state
 

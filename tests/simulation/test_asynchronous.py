@@ -307,11 +307,11 @@ def test_values_come_to_pinned_memory_when_the_host_waits(machine: Machine, sim:
 
 def test_some_operations_are_late_unless_devices_take_time(machine: Machine, sim: Any) -> None:
     def are_late() -> list[bool]:
-        x, late = torch.ones(3, device="sim:0"), []
+        x, waiting = torch.ones(3, device="sim:0"), []
         for _ in range(40):
             x = x.to("sim:1" if x.device.index == 0 else "sim:0")
-            late.append(not sim.current_stream(x.device).query())
-        return late
+            waiting.append(not sim.current_stream(x.device).query())
+        return waiting
 
     assert any(are_late())
     machine.keep_busy(0, 1e-6)

@@ -109,13 +109,13 @@ def test_gradients_are_those_of_the_cpu_s_own_kernel(
 ) -> None:
     values = torch.linspace(-9, 9, 1001)
 
-    here, there = values.clone().requires_grad_(), values.to("sim:1").requires_grad_()
-    for each in (here, there):
-        function(each).sum().backward()
+    on_cpu, on_device = values.clone().requires_grad_(), values.to("sim:1").requires_grad_()
+    for leaf in (on_cpu, on_device):
+        function(leaf).sum().backward()
 
-    assert here.grad is not None
-    assert there.grad is not None
-    assert torch.equal(there.grad.cpu(), here.grad)
+    assert on_cpu.grad is not None
+    assert on_device.grad is not None
+    assert torch.equal(on_device.grad.cpu(), on_cpu.grad)
 
 
 INTERRUPTED = """

@@ -71,24 +71,24 @@ def layers() -> torch.nn.Sequential:
     return torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.LayerNorm(6), torch.nn.GELU())
 
 
-def run(one: Any, two: Any, there: str, end: str, number: int) -> list[torch.Tensor]:
+def run(one: Any, two: Any, first: str, last: str, number: int) -> list[torch.Tensor]:
     """A forward over two devices, partly on another stream, and gradients of the input."""
     x = torch.arange(30.0).view(5, 6).add(number).requires_grad_()
     bias = torch.full((6,), float(number))
-    hidden = one(x.to(there))
-    sim = torch.get_device_module("sim") if there != "cpu" else None
+    hidden = one(x.to(first))
+    sim = torch.get_device_module("sim") if first != "cpu" else None
     if hasattr(sim, "Stream"):
-        current, side = sim.current_stream(there), sim.Stream(there)
+        current, side = sim.current_stream(first), sim.Stream(first)
         side.wait_stream(current)
         with sim.stream(side):
             changed = hidden * 1.5
         hidden.record_stream(side)
         current.wait_stream(side)
         changed.record_stream(current)
-        hidden = changed + bias.pin_memory().to(there, non_blocking=True)
+        hidden = changed + bias.pin_memory().to(first, non_blocking=True)
     else:
-        hidden = hidden * 1.5 + bias.to(there)
-    logits = two(hidden.to(end))
+        hidden = hidden * 1.5 + bias.to(first)
+    logits = two(hidden.to(last))
     (gradient,) = torch.autograd.grad((logits**2).sum(), x)
     return [logits.detach().cpu(), gradient]
 
@@ -100,8 +100,8 @@ def test_what_several_threads_run_at_once_is_what_they_give_one_by_one(
     one, two = layers().to("sim:0"), layers().to("sim:1")
     before = [machine.memory_allocated(device) for device in machine.devices]
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda n: run(one, two, "sim:0", "sim:1", n), range(16)))
-    for expecteds, founds in zip(expected, found):
+        actual = list(pool.map(lambda n: run(one, two, "sim:0", "sim:1", n), range(16)))
+    for expecteds, founds in zip(expected, actual):
         for tensor, other in zip(expecteds, founds):
             assert torch.equal(tensor, other)
     gc.collect()

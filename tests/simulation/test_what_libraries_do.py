@@ -88,10 +88,10 @@ if child:
 
 
 def test_a_script_may_end_within_simulate() -> None:
-    here = Path(tl_devicefix.__file__).parents[1]
+    root = Path(tl_devicefix.__file__).parents[1]
     done = subprocess.run(
         [sys.executable, "-c", LEFT_OPEN],
-        env={**os.environ, "PYTHONPATH": str(here), "TL_DEVICEFIX_DISABLE": "1"},
+        env={**os.environ, "PYTHONPATH": str(root), "TL_DEVICEFIX_DISABLE": "1"},
         capture_output=True,
         text=True,
         check=False,

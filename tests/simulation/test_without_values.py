@@ -115,8 +115,8 @@ OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.fixture
-def known(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
-    """What is known: nothing yet."""
+def remembered(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
+    """Results of earlier calls: none yet."""
     fresh: dict[Any, Any] = {}
     monkeypatch.setattr(geometry_module, "_results", fresh)
     return fresh
@@ -124,20 +124,23 @@ def known(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
 
 def geometry(result: Any) -> list[Any]:
     tensors = result if isinstance(result, tuple) else (result,)
-    return [(each.size(), each.stride(), each.dtype, each.storage_offset()) for each in tensors]
+    return [
+        (tensor.size(), tensor.stride(), tensor.dtype, tensor.storage_offset())
+        for tensor in tensors
+    ]
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_the_first_and_the_second_call_give_what_a_cpu_gives(name: str, known: Any) -> None:
+def test_the_first_and_the_second_call_give_what_a_cpu_gives(name: str, remembered: Any) -> None:
     operation = OPERATIONS[name]
     with simulate(1, values=False):
         x = torch.empty(2, 3, 4, device="sim:0")
         first, second = operation(x), operation(x)
         assert geometry(first) == geometry(second) == geometry(operation(X))
-        assert known or name == "a part"
+        assert remembered or name == "a part"
 
 
-def test_results_have_memory_of_their_own(known: Any) -> None:
+def test_results_have_memory_of_their_own(remembered: Any) -> None:
     with simulate(1, values=False) as machine:
         x = torch.empty(256, device="sim:0")
         kept = [x + 1 for _ in range(3)]
@@ -145,8 +148,10 @@ def test_results_have_memory_of_their_own(known: Any) -> None:
 
 
 @pytest.mark.parametrize(("one", "other"), [(1, 1.0), (True, 1)])
-def test_numbers_that_are_equal_are_of_their_own_types(one: Any, other: Any, known: Any) -> None:
-    expected = [(torch.ones(3, dtype=torch.bool) * each).dtype for each in (one, other)]
+def test_numbers_that_are_equal_are_of_their_own_types(
+    one: Any, other: Any, remembered: Any
+) -> None:
+    expected = [(torch.ones(3, dtype=torch.bool) * number).dtype for number in (one, other)]
     with simulate(1, values=False):
         mask = torch.ones(3, dtype=torch.bool, device="sim:0")
-        assert [(mask * each).dtype for each in (one, other)] == expected
+        assert [(mask * number).dtype for number in (one, other)] == expected
