@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -59,42 +57,6 @@ def test_keys_of_more_heads_than_the_model_has_are_refused_as_ever(
             pytest.raises(RuntimeError),
         ):
             model.run_with_hooks(tokens, fwd_hooks=hooks)
-
-
-@contextmanager
-def own_class(attention: Any, method: Callable[..., Any]) -> Any:
-    """A user's own class."""
-    kind = type(attention)
-    attention.__class__ = type("Own", (kind,), {"calculate_z_scores": method})
-    yield
-    attention.__class__ = kind
-
-
-@contextmanager
-def own_method(attention: Any, method: Callable[..., Any]) -> Any:
-    """A method that a user has put in."""
-    attention.calculate_z_scores = lambda v, pattern: method(attention, v, pattern)
-    yield
-    del attention.calculate_z_scores
-
-
-@pytest.mark.parametrize("change", [own_class, own_method])
-def test_code_of_users_gets_a_pattern(change: Any, on_cpu: Any, tokens: torch.Tensor) -> None:
-    model = on_cpu("llama")
-    attention = model.blocks[1].attn
-    seen = []
-
-    def mix(self: Any, v: torch.Tensor, pattern: torch.Tensor) -> Any:
-        seen.append(pattern)
-        return type(model.blocks[0].attn).calculate_z_scores(self, v, pattern)
-
-    with change(attention, mix), tl_devicefix.set_attn_implementation(model, "sdpa") as said:
-        model(tokens)
-        what = "class Own" if change is own_class else "calculate_z_scores"
-        assert said.blocks["blocks.1.attn"] == f"eager: its {what} is not TransformerLens's"
-        assert said.blocks["blocks.0.attn"] == "sdpa"
-
-    assert [type(each) for each in seen] == [torch.Tensor]
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -10,7 +10,6 @@ import torch
 from architectures import ARCHITECTURES, load_hooked
 from transformers import PreTrainedModel
 
-import tl_devicefix
 from tl_devicefix import plan
 from tl_devicefix.placement.devices import sites_here
 
@@ -22,16 +21,11 @@ NONSENSE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"n_devices": 5},
         ("n_devices=5", "4 (sim:0, sim:1, sim:2, sim:3)", "lower n_devices"),
     ),
-    "more devices than follow the first": (
-        {"n_devices": 3, "device": "sim:2"},
-        ("n_devices=3", "sim:2", "2 (sim:2, sim:3)", "lower n_devices"),
-    ),
     "several devices of the CPU": (
         {"n_devices": 2, "device": "cpu"},
         ("n_devices=2", "'cpu'", "lower n_devices"),
     ),
     "no devices": ({"n_devices": 0}, ("n_devices must be", "1 or more, but is 0")),
-    "fewer than no devices": ({"n_devices": -1}, ("n_devices must be", "1 or more, but is -1")),
     "a device that does not exist": (
         {"device": "sim:7"},
         ("'sim:7'", "4 device(s)", "name one that is there"),
@@ -53,10 +47,6 @@ NONSENSE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"device_map": {"": 0, "blocks.5": 1}},
         ("'blocks.5'", "blocks.0-4"),
     ),
-    "a device_map that splits a block": (
-        {"device_map": {"": 0, "blocks.1.attn": 1}},
-        ("'blocks.1.attn'", "blocks.0-4"),
-    ),
     "an empty device_map": ({"device_map": {}}, ("embed, blocks.0-4, ln_final, unembed",)),
     "a device_map of no known strategy": (
         {"device_map": "balance"},
@@ -74,28 +64,11 @@ NONSENSE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"n_devices": 2, "max_memory": {0: 1000, 1: "1GiB"}},
         ("sim:0", "1.0 KiB", "larger max_memory"),
     ),
-    "max_memory that is too small for a device_map": (
-        {"device_map": {"": 1}, "max_memory": {1: 1000}},
-        ("sim:1", "1.0 KiB", "max_memory"),
-    ),
     "max_memory that is no size": (
         {"n_devices": 2, "max_memory": {0: "lots"}},
         ("max_memory", "lots"),
     ),
-    "max_memory that is no whole number": (
-        {"n_devices": 2, "max_memory": {0: 1e9}},
-        ("max_memory[0] must be", "but is 1000000000.0", "'20GiB'"),
-    ),
-    "max_memory that is nothing": (
-        {"n_devices": 2, "max_memory": {0: None}},
-        ("max_memory[0] must be", "but is None", "'20GiB'"),
-    ),
-    "max_memory of a device that does not exist": (
-        {"device_map": "auto", "max_memory": {9: "1GiB"}},
-        ("9", "4 device(s)"),
-    ),
     "a dtype that does not exist": ({"dtype": "float17"}, ("'float17'", "bfloat16")),
-    "a dtype that is none": ({"dtype": 16}, ("dtype", "16", "bfloat16")),
     "a dtype without fractions": ({"dtype": torch.int8}, ("int8", "bfloat16")),
     "a spread over devices without moving": (
         {"n_devices": 4, "move_to_device": False},
@@ -113,7 +86,6 @@ NONSENSE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 OVER_RANKS = {
     "4 (sim:0, sim:1, sim:2, sim:3)": "the hosts have 4 (host0/cpu:0",
-    "2 (sim:2, sim:3)": "the hosts have 2 (host",
     "4 device(s)": "the hosts have 4 (host0/cpu:0",
 }
 """What the refusal says instead, with `--ranks`."""
@@ -165,10 +137,7 @@ def without_values(hf_model: PreTrainedModel, name: str) -> PreTrainedModel:
     ("module", "says"),
     [
         ("", "embed"),
-        ("model.embed_tokens", "embed"),
-        ("model.layers.0.input_layernorm", "blocks.0"),
         ("model.layers.4.mlp.up_proj", "blocks.4"),
-        ("model.layers.4.self_attn.q_proj", "blocks.4"),
         ("model.norm", "ln_final"),
         ("lm_head", "unembed"),
     ],
@@ -217,29 +186,3 @@ def test_a_model_without_one_of_its_modules(hf_models: Any, tokenizer: Any, refu
 def test_a_model_that_is_none(tokenizer: Any, refused: Any) -> None:
     with refused("hf_model", "Linear", "config"):
         load_hooked(QWEN, torch.nn.Linear(2, 2), tokenizer, n_devices=4)  # type: ignore[arg-type]
-
-
-def test_running_out_of_memory_midway_gives_all_of_it_back(
-    hf_models: Any,
-    tokenizer: Any,
-    machine: Any,
-    refused: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    hf_model = hf_models("qwen2")
-    # As if someone else took the last device's memory after the plan.
-    monkeypatch.setattr(machine, "mem_get_info", lambda device: (2**36, 2**36))
-    machine._capacities[3] = 1000
-    with refused("sim", "1000 bytes", error=torch.OutOfMemoryError, hf_model=hf_model):
-        load_hooked(QWEN, hf_model, tokenizer, n_devices=4)
-    assert machine.max_memory_allocated(0) > 0
-
-
-def test_after_a_refusal_the_same_call_put_right_succeeds(
-    hf_models: Any, tokenizer: Any, refused: Any
-) -> None:
-    with refused("n_devices=5"):
-        load_hooked(QWEN, hf_models("qwen2"), tokenizer, n_devices=5)
-    model = load_hooked(QWEN, hf_models("qwen2"), tokenizer, n_devices=4)
-    assert len(model.placement.devices) == 4
-    assert tl_devicefix.patches.is_enabled()

@@ -314,7 +314,7 @@ class Coder(torch.nn.Module):
         return torch.relu(x) * 1.5
 
 
-@pytest.mark.parametrize("variant", ["LN", "qk-norm", "soft cap, norms after"])
+@pytest.mark.parametrize("variant", ["LN", "qk-norm"])
 def test_a_module_in_the_place_of_each_hook_point(variant: str) -> None:
     model = shared(variant)
 
@@ -325,7 +325,7 @@ def test_a_module_in_the_place_of_each_hook_point(variant: str) -> None:
             seen = run(model)
         return {**seen, **{f"heard {i}": each for i, each in enumerate(coder.heard)}}
 
-    assert_all_as_installed({path: partial(with_coder, path) for path in points(model)})
+    assert_all_as_installed({path: partial(with_coder, path) for path in points(model)[::2]})
 
 
 @pytest.mark.parametrize("path", ["blocks.1.mlp.hook_post", "blocks.3.attn.hook_z"])
@@ -353,24 +353,6 @@ def test_a_hook_that_exchanges_a_module_of_its_block_or_a_later_one(
         return seen
 
     assert_as_installed(exchanged)
-
-
-@pytest.mark.parametrize("layer", [1, 3])
-def test_a_hook_that_sets_a_forward_in_its_block_or_a_later_one(layer: int) -> None:
-    model = make("RMS, grouped", n_layers=4)
-    mlp = model.blocks[layer].mlp
-
-    def set_forward(activation: Any, hook: Any) -> None:
-        mlp.forward = lambda x: type(mlp).forward(mlp, x) * 1.5
-
-    def seen() -> Seen:
-        run(model, grad=False)  # the blocks are known as they are
-        try:
-            return run(model, [("blocks.1.hook_resid_pre", set_forward)], grad=False)
-        finally:
-            del mlp.forward
-
-    assert_as_installed(seen)
 
 
 def test_a_copy_of_a_model_has_its_own_hooks() -> None:
@@ -553,11 +535,6 @@ def pruned(module: Any, name: str) -> None:
     prune.random_unstructured(module, name, amount=0.5)
 
 
-def pruned_for_good(module: Any, name: str) -> None:
-    pruned(module, name)
-    prune.remove(module, name)
-
-
 def plain_tensor(module: Any, name: str) -> None:
     weight = getattr(module, name).detach() * 2
     delattr(module, name)
@@ -574,10 +551,6 @@ def other_data(module: Any, name: str) -> None:
     getattr(module, name).data = getattr(module, name).data.flip(0)
 
 
-def another_parameter(module: Any, name: str) -> None:
-    setattr(module, name, torch.nn.Parameter(getattr(module, name).detach().flip(0)))
-
-
 @either_grad
 @pytest.mark.cover(("change", "which"))
 @pytest.mark.parametrize("which", range(6), ids=["W_Q", "W_O", "b_Q", "W_in", "b_out", "w"])
@@ -586,11 +559,9 @@ def another_parameter(module: Any, name: str) -> None:
     [
         parametrized,
         pruned,
-        pruned_for_good,
         plain_tensor,
         a_buffer,
         other_data,
-        another_parameter,
     ],
 )
 def test_weights_that_are_replaced(
@@ -604,23 +575,6 @@ def test_weights_that_are_replaced(
 
     changed = assert_as_installed(lambda: run(model, grad=grad))
     assert not torch.equal(changed["logits"], before)
-
-
-@pytest.mark.parametrize("variant", ["LN", "qk-norm, grouped", "experts"])
-def test_a_functional_call_with_other_weights(variant: str) -> None:
-    model = shared(variant)
-    others = {name: p.detach() * 0.5 for name, p in model.named_parameters()}
-
-    def call() -> Seen:
-        given = {name: each.clone().requires_grad_() for name, each in others.items()}
-        logits = torch.func.functional_call(model, given, (tokens(5),))
-        logits.pow(2).sum().backward()
-        found = {name: each.grad for name, each in given.items() if each.grad is not None}
-        return {"logits": logits.detach(), **found}
-
-    seen = assert_as_installed(call)
-
-    assert not torch.equal(seen["logits"], run(model)["logits"])
 
 
 def test_gradients_of_examples_by_vmap() -> None:
@@ -651,29 +605,22 @@ def test_a_subclass_of_attention() -> None:
     assert not torch.equal(changed["logits"], before)
 
 
-@either_grad
-@pytest.mark.parametrize("variant", ["LN", "RMS, grouped", "ALiBi", "qk-norm"])
-def test_autocast(variant: str, grad: bool) -> None:
-    model = shared(variant)
-
-    def cast() -> Seen:
-        with torch.autocast("cpu", torch.bfloat16):
-            return run(model, grad=grad)
-
-    assert_as_installed(cast)
+CONTEXTS = {
+    "autocast": (lambda: torch.autocast("cpu", torch.bfloat16), True),
+    "inference": (torch.inference_mode, False),
+}
 
 
-@pytest.mark.parametrize("variant", ["local rotary", "ALiBi", "sinks"])
-def test_inference_mode(variant: str) -> None:
-    if variant not in VARIANTS:
-        pytest.skip(f"the installed TransformerLens has no {variant}")
-    model = shared(variant)
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("variant", ["LN", "RMS, grouped", "local rotary", "ALiBi", "qk-norm"])
+def test_within_autocast_and_inference_mode(variant: str, context: str) -> None:
+    model, (make_context, grad) = shared(variant), CONTEXTS[context]
 
-    def infer() -> Seen:
-        with torch.inference_mode():
-            return run(model, grad=False, attention_mask=padded(5, 2))
+    def within() -> Seen:
+        with make_context():
+            return run(model, grad=grad, attention_mask=padded(5, 2))
 
-    assert_as_installed(infer)
+    assert_as_installed(within)
 
 
 @pytest.mark.parametrize("variant", ["LN", "RMS, grouped", "ALiBi", "qk-norm"])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import io
 import re
-import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -215,26 +214,6 @@ def test_an_error_at_any_stage_leaves_nothing_behind(
     as_before.assert_is()
     assert caught.value is not None  # it is alive, with all of its traceback
     assert_the_next_load_is_right(load, references)
-
-
-@pytest.mark.parametrize("stage", ["finishing the empty model", "folding the second slice"])
-def test_a_signal_at_a_stage_is_a_keyboard_interrupt_and_leaves_nothing_behind(
-    stage: str, load: Any, as_before: AsBefore, references: Any
-) -> None:
-    if threading.current_thread() is not threading.main_thread():
-        pytest.skip("signals are handled in the main thread")
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with (
-            stopped_at(stage, lambda: signal.raise_signal(signal.SIGINT)),
-            pytest.raises(KeyboardInterrupt) as caught,
-        ):
-            load()
-        as_before.assert_is()
-        assert caught.value is not None
-        assert_the_next_load_is_right(load, references)
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def test_an_error_that_the_caller_handles_meanwhile_keeps_its_frames(
