@@ -11,11 +11,11 @@ from spread_of_either_class import *  # noqa: F403
 def fused_blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many queries each call of SDPA had, of blocks that build no scores."""
     calls: list[int] = []
-    there = F.scaled_dot_product_attention
+    original = F.scaled_dot_product_attention
 
     def counting(q, *args, **kwargs):  # type: ignore[no-untyped-def]
         calls.append(q.shape[2])
-        return there(q, *args, **kwargs)
+        return original(q, *args, **kwargs)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", counting)
     return calls

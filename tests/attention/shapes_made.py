@@ -23,8 +23,8 @@ class ShapesMade(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         self.operations[str(func)] += 1
-        tensors = (each for each in tree_leaves(result) if isinstance(each, torch.Tensor))
-        self.shapes.update(tuple(each.shape) for each in tensors)
+        tensors = (tensor for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor))
+        self.shapes.update(tuple(tensor.shape) for tensor in tensors)
         return result
 
     def of_pairs(self, n_tokens: int) -> list[tuple[int, ...]]:

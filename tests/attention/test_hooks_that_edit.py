@@ -22,7 +22,7 @@ def test_edits_in_place_have_their_gradients(name: str, on_cpu: Any, tokens: tor
     def run(model: Any) -> Any:
         with model.hooks(fwd_hooks=[(f"blocks.1.attn.hook_{name}", silence_a_head)]):
             loss = model(tokens, return_type="loss")
-        weights = [each for each in model.parameters() if each.requires_grad]
+        weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
         return torch.autograd.grad(loss, weights, allow_unused=True)
 
     assert_either_way(on_cpu("llama"), run)
@@ -100,11 +100,11 @@ def test_a_mask_that_is_changed_where_torch_does_not_count_is_seen(
 
     def run(model: Any) -> Any:
         array[:] = 1
-        whole = model(tokens, attention_mask=mask)
+        unpadded = model(tokens, attention_mask=mask)
         array[0, :3] = 0
         padded = model(tokens, attention_mask=mask)
         mask.data[0, :2] = 1
-        return whole, padded, model(tokens, attention_mask=mask)
+        return unpadded, padded, model(tokens, attention_mask=mask)
 
     assert_either_way(on_cpu("llama"), run)
 
@@ -113,16 +113,16 @@ def test_a_mask_that_is_changed_where_torch_does_not_count_is_seen(
 def test_a_hook_that_asks_for_scores_gets_scores(
     name: str, on_cpu: Any, tokens: torch.Tensor
 ) -> None:
-    model, found = on_cpu("llama"), []
+    model, result = on_cpu("llama"), []
     attention = model.blocks[1].attn
 
     def ask(value: torch.Tensor, hook: Any) -> None:
         heads = value.new_ones(1, 4, attention.cfg.n_heads, attention.cfg.d_head)
         keys = value.new_ones(1, 4, attention.cfg.n_key_value_heads, attention.cfg.d_head)
-        found.append(attention.calculate_attention_scores(heads, keys))
+        result.append(attention.calculate_attention_scores(heads, keys))
 
     with tl_devicefix.set_attn_implementation(model, "sdpa"):
         model.run_with_hooks(tokens, fwd_hooks=[(f"blocks.1.attn.hook_{name}", ask)])
 
-    assert type(found[0]) is torch.Tensor
-    assert found[0].shape == (1, attention.cfg.n_heads, 4, 4)
+    assert type(result[0]) is torch.Tensor
+    assert result[0].shape == (1, attention.cfg.n_heads, 4, 4)

@@ -52,7 +52,7 @@ def read(
 
 def contents(cache: Any) -> list[torch.Tensor]:
     entries = [(entry.past_keys, entry.past_values) for entry in cache.entries]
-    return [each for pair in entries for each in pair] + [cache.previous_attention_mask]
+    return [tensor for pair in entries for tensor in pair] + [cache.previous_attention_mask]
 
 
 @pytest.fixture
@@ -82,12 +82,12 @@ def test_it_is_written_behind_what_is_there_and_keys_are_rotated_once(
 ) -> None:
     model, places, rotated = on_cpu("llama"), set(), []
     attention = model.blocks[0].attn
-    there = block._rotated
+    original = block._rotated
 
     def rotate(attn: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
         if attn is attention and x.shape[2] == 2:  # keys, of which there are two heads
             rotated.append(x.shape[1])
-        return there(attn, x, *args)
+        return original(attn, x, *args)
 
     def look(cache: Any, at: int) -> None:
         places.add(cache[0].past_keys.data_ptr())
@@ -185,8 +185,8 @@ def shallow(cache: Any) -> Any:
 @pytest.mark.parametrize("duplicate", [shallow, copy.deepcopy])
 def test_two_texts_with_one_beginning(duplicate: Any, on_cpu: Any, text: torch.Tensor) -> None:
     model, other = on_cpu("llama"), text.flip(1)
-    together = [torch.cat([text[:, :6], each[:, 6:9]], dim=1) for each in (text, other)]
-    expected = [model(each)[:, 6:] for each in together]
+    together = [torch.cat([text[:, :6], tokens[:, 6:9]], dim=1) for tokens in (text, other)]
+    expected = [model(tokens)[:, 6:] for tokens in together]
 
     with tl_devicefix.set_attn_implementation(model, "sdpa"):
         first = new_kv_cache(model, 2)
@@ -195,8 +195,8 @@ def test_two_texts_with_one_beginning(duplicate: Any, on_cpu: Any, text: torch.T
         second = duplicate(first)
         actual: list[list[torch.Tensor]] = [[], []]
         for at in range(6, 9):
-            for logits, cache, each in zip(actual, (first, second), (text, other)):
-                token = each[:, at : at + 1]
+            for logits, cache, tokens in zip(actual, (first, second), (text, other)):
+                token = tokens[:, at : at + 1]
                 logits.append(model(token, past_kv_cache=cache, attention_mask=everything))
 
     assert_agrees([torch.cat(logits, dim=1) for logits in actual], expected)
@@ -243,7 +243,7 @@ def test_with_gradients(on_cpu: Any, text: torch.Tensor, masks: Any) -> None:
 
     def run(way: str) -> Any:
         logits = torch.cat(read(model, text, masks["all"], way)[0], dim=1)
-        weights = [each for each in model.parameters() if each.requires_grad]
+        weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
         return torch.autograd.grad(model.loss_fn(logits, text), weights, allow_unused=True)
 
     assert_agrees(run("sdpa"), run("eager"))

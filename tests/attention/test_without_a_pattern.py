@@ -36,8 +36,8 @@ def sdpa(on_cpu: Any) -> Iterator[Callable[[str], Any]]:
         return model
 
     yield get
-    for each in reversed(chosen):
-        each.__exit__(None, None, None)
+    for setting in reversed(chosen):
+        setting.__exit__(None, None, None)
 
 
 def installed(model: Any, run: Callable[[Any], Any]) -> Any:
@@ -58,7 +58,7 @@ def with_gradients(tokens: torch.Tensor, **options: Any) -> Callable[[Any], Any]
     def run(model: Any) -> Any:
         logits = model(tokens, **options)
         loss = model.loss_fn(logits, tokens)
-        weights = [each for each in model.parameters() if each.requires_grad]
+        weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
         return logits, torch.autograd.grad(loss, weights, allow_unused=True)
 
     return run
@@ -78,15 +78,15 @@ def test_logits_and_gradients(
 
     actual = run(model)
 
-    said = tl_devicefix.set_attn_implementation(model).blocks.values()
+    implementations = tl_devicefix.set_attn_implementation(model).blocks.values()
     # TransformerLens 2 overlooks the sinks.
     has_sinks = getattr(model.cfg, "use_attention_sinks", False)
     if name == "gemma-2" or has_sinks:
-        assert all(AS_INSTALLED[name] in each for each in said)
+        assert all(AS_INSTALLED[name] in reason for reason in implementations)
         assert not fused_blocks
         assert_same_bits(actual, expected)
     else:
-        assert set(said) == {"sdpa"}
+        assert set(implementations) == {"sdpa"}
         assert len(fused_blocks) == N_LAYERS
         assert_agrees(actual, expected)
 
@@ -107,7 +107,7 @@ def listening(model: Any, tokens: torch.Tensor, hook: str | None = None) -> tupl
     """What a hook point sees forward and backward, or all of them; gradients of the weights."""
     options = {"return_type": "loss", "incl_bwd": True}
     _, cache = model.run_with_cache(tokens, names_filter=hook, **options)
-    gradients = [each.grad for each in model.parameters()]
+    gradients = [parameter.grad for parameter in model.parameters()]
     model.zero_grad(set_to_none=True)
     return dict(cache.items()), gradients
 
@@ -185,8 +185,8 @@ def test_whoever_listens_sees_what_was_installed(
             return with_gradients(tokens)(model), seen
         finally:
             model.reset_hooks(including_permanent=True)
-            for each in filter(None, handles):
-                each.remove()
+            for handle in filter(None, handles):
+                handle.remove()
 
     actual = run(model)
 
@@ -296,8 +296,8 @@ def test_over_several_devices(
 def test_with_offloaded_blocks(
     machine: Any, from_pretrained: Any, reference: Any, tokens: torch.Tensor
 ) -> None:
-    there = {"embed": 0, "blocks": 0, "blocks.1": "cpu", "blocks.3": "cpu"}
-    device_map = {**there, "ln_final": 0, "unembed": 0}
+    of_blocks = {"embed": 0, "blocks": 0, "blocks.1": "cpu", "blocks.3": "cpu"}
+    device_map = {**of_blocks, "ln_final": 0, "unembed": 0}
     model = from_pretrained("llama", device_map=device_map, attn_implementation="sdpa")
     options = {"max_new_tokens": 3, "do_sample": False, "stop_at_eos": False, "verbose": False}
 
@@ -350,9 +350,9 @@ def test_no_mask_is_held_after_a_forward(sdpa: Any, tokens: torch.Tensor) -> Non
     with torch.no_grad():
         sdpa("llama")(tokens, attention_mask=mask)
 
-    held = weakref.ref(mask)
+    reference = weakref.ref(mask)
     del mask
-    assert held() is None
+    assert reference() is None
 
 
 def test_for_a_while(on_cpu: Any, tokens: torch.Tensor, fused_blocks: list[int]) -> None:
@@ -402,10 +402,10 @@ def test_it_says_which_block_goes_which_way(sdpa: Any) -> None:
     model = sdpa("gpt2")
     model.add_hook("blocks.1.attn.hook_pattern", lambda value, hook: None)
 
-    said = repr(tl_devicefix.set_attn_implementation(model)).splitlines()
+    implementations = repr(tl_devicefix.set_attn_implementation(model)).splitlines()
 
-    assert said[0] == "blocks.0.attn  sdpa"
-    assert said[1] == "blocks.1.attn  eager: hook_pattern has hooks"
+    assert implementations[0] == "blocks.0.attn  sdpa"
+    assert implementations[1] == "blocks.1.attn  eager: hook_pattern has hooks"
     model.reset_hooks()
 
 
@@ -414,13 +414,13 @@ def test_what_is_in_the_way_is_said(
 ) -> None:
     model = copy.deepcopy(on_cpu("llama"))
     model.blocks[1].attn.IGNORE = torch.tensor(-1e5)
-    said = tl_devicefix.set_attn_implementation(model, "sdpa")
-    assert said.blocks["blocks.1.attn"] == "eager: its IGNORE is not minus infinity"
-    assert said.blocks["blocks.2.attn"] == "sdpa"
+    implementations = tl_devicefix.set_attn_implementation(model, "sdpa")
+    assert implementations.blocks["blocks.1.attn"] == "eager: its IGNORE is not minus infinity"
+    assert implementations.blocks["blocks.2.attn"] == "sdpa"
     with tl_devicefix.disabled():
         model(tokens)
         assert not fused_blocks
-        assert said.blocks["blocks.2.attn"] == "eager: TransformerLens is unpatched"
+        assert implementations.blocks["blocks.2.attn"] == "eager: TransformerLens is unpatched"
         with pytest.raises(RuntimeError, match=r"call tl_devicefix\.enable"):
             tl_devicefix.set_attn_implementation(model, "sdpa")
 

@@ -104,7 +104,7 @@ def test_one_of_a_block_elsewhere_is_read_at_home_too(
 def test_a_cache_that_was_moved_is_read_where_it_is(
     model: Any, tokens: torch.Tensor, device: str
 ) -> None:
-    tokens, there = tokens.to(model.cfg.device), torch.device(device)
+    tokens, read_on = tokens.to(model.cfg.device), torch.device(device)
     kept = keep(model, tokens)
     _, cached = model.run_with_cache(tokens)
     for cache in (
@@ -113,11 +113,11 @@ def test_a_cache_that_was_moved_is_read_where_it_is(
         model.run_with_cache(tokens, device=device)[1],
         cached.to(device),
     ):
-        assert cache["resid_post", 4].device == there
-        assert {value.device for value in cache.values()} == {there}
-        assert cache.stack_activation("resid_post").device == there
+        assert cache["resid_post", 4].device == read_on
+        assert {value.device for value in cache.values()} == {read_on}
+        assert cache.stack_activation("resid_post").device == read_on
     of_one_block = ActivationCache(keep(model, tokens, 4), model).to(device)
-    assert of_one_block["resid_post", 4].device == there
+    assert of_one_block["resid_post", 4].device == read_on
 
 
 def test_methods_that_change_a_plain_dict_leave_it_where_it_is(

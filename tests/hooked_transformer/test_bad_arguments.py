@@ -95,7 +95,7 @@ OVER_RANKS = {
 def test_is_refused(case: str, hf_models: Any, tokenizer: Any, refused: Any) -> None:
     options, says = NONSENSE[case]
     if sites_here():
-        says = tuple(OVER_RANKS.get(each, each) for each in says)
+        says = tuple(OVER_RANKS.get(phrase, phrase) for phrase in says)
     hf_model = hf_models("qwen2")
     with refused(*says, error=(ValueError, TypeError), hf_model=hf_model):
         load_hooked(QWEN, hf_model, tokenizer, **options)

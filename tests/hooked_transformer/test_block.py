@@ -170,12 +170,12 @@ def test_random_hooks_at_random_points(pytestconfig: pytest.Config) -> None:
                 **options,
             )
             entries = () if cache is None else cache.entries
-            held = {
+            contents = {
                 f"{i} {kind}": getattr(entry, kind).detach()
                 for i, entry in enumerate(entries)
                 for kind in ("past_keys", "past_values")
             }
-            return {**seen, **held}
+            return {**seen, **contents}
 
         model.zero_grad()
         assert_as_installed(once)
@@ -323,7 +323,7 @@ def test_a_module_in_the_place_of_each_hook_point(variant: str) -> None:
         holder, coder = model.get_submodule(parent), Coder()
         with mock.patch.dict(holder._modules, {name: coder}):
             seen = run(model)
-        return {**seen, **{f"heard {i}": each for i, each in enumerate(coder.heard)}}
+        return {**seen, **{f"heard {i}": tensor for i, tensor in enumerate(coder.heard)}}
 
     assert_all_as_installed({path: partial(with_coder, path) for path in points(model)[::2]})
 
@@ -378,10 +378,10 @@ def test_hooks_of_torch_on_a_component(component: str, grad: bool) -> None:
     record = Recorder(log)
 
     def before(module: Any, args: Any, kwargs: Any) -> Any:
-        given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
-        for each in given:
-            record.note("before", each)
-        args = tuple(each * 1.5 for each in args)
+        given = [tensor for tensor in (*args, *kwargs.values()) if isinstance(tensor, torch.Tensor)]
+        for tensor in given:
+            record.note("before", tensor)
+        args = tuple(tensor * 1.5 for tensor in args)
         if "query_input" in kwargs:
             kwargs = {**kwargs, "query_input": kwargs["query_input"] * 1.5}
         return args, kwargs
@@ -653,10 +653,10 @@ def test_a_prompt_longer_than_the_tables() -> None:
 def test_which_blocks_run_as_installed(variant: str) -> None:
     model = shared(variant)
 
-    said = known_blocks.why_as_installed(model.blocks[1])
+    why = known_blocks.why_as_installed(model.blocks[1])
     of_attention = known_blocks.why_attention_as_installed(model.blocks[1].attn)
 
-    assert (said is not None) == (variant in BLOCKS_AS_INSTALLED)
+    assert (why is not None) == (variant in BLOCKS_AS_INSTALLED)
     assert (of_attention is not None) == (variant in ATTENTION_AS_INSTALLED)
 
 
@@ -683,4 +683,4 @@ def test_blocks_of_an_unknown_transformer_lens_run_as_installed(
         known_blocks._why_functions_unknown.cache_clear()
 
     assert not run_block.called
-    assert all("does not know the blocks of" in said for said in blocks.values())
+    assert all("does not know the blocks of" in reason for reason in blocks.values())

@@ -101,10 +101,10 @@ def test_what_computes_weights_is_read_one_at_a_time_by_the_caller(
     load: Any, while_reading: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read_by: list[threading.Thread] = []
-    there = HuggingFaceSource.__init__
+    original = HuggingFaceSource.__init__
 
     def computing(self: Any, *args: Any) -> None:
-        there(self, *args)
+        original(self, *args)
         self.computes = True
 
     monkeypatch.setattr(HuggingFaceSource, "__init__", computing)
@@ -197,5 +197,5 @@ def test_the_bar_moves_once_a_component_by_the_caller(
     finally:
         torch.set_num_threads(threads)
 
-    (bar,) = (each for each in bars if each.moved_in)
+    (bar,) = (item for item in bars if item.moved_in)
     assert bar.moved_in == [threading.current_thread()] * bar.total

@@ -167,10 +167,10 @@ def stopped_at(stage: str, stop: Callable[[], Any]) -> Iterator[list[int]]:
     target, which = STAGES[stage]
     path, _, name = target.rpartition(".")
     owner: Any = resolve(path)
-    there, calls, counting = getattr(owner, name), [0], threading.Lock()
+    original, calls, counting = getattr(owner, name), [0], threading.Lock()
 
     def stopping(*args: Any, **kwargs: Any) -> Any:
-        result = there(*args, **kwargs)
+        result = original(*args, **kwargs)
         with counting:
             calls[0] += 1
             is_it = calls[0] == which
@@ -319,11 +319,11 @@ def test_an_error_in_any_call_leaves_nothing_behind(
 
 def advice(message: str) -> dict[str, Any]:
     """The arguments that a message says would fit."""
-    found = re.search(r"((?:\w+='?[\w:]+'?, )*\w+='?[\w:]+'?) would fit", message)
-    assert found is not None, message
+    result = re.search(r"((?:\w+='?[\w:]+'?, )*\w+='?[\w:]+'?) would fit", message)
+    assert result is not None, message
     return {
         name: int(value) if value.isdigit() else value.strip("'")
-        for name, value in (each.split("=") for each in found[1].split(", "))
+        for name, value in (part.split("=") for part in result[1].split(", "))
     }
 
 
@@ -399,12 +399,12 @@ def test_running_out_of_memory_says_what_was_there_and_what_would_fit(
             load_checkpoint(n_devices=2)
 
         message = str(caught.value)
-        there, planned = re.search(  # type: ignore[union-attr]
+        allocated, planned = re.search(  # type: ignore[union-attr]
             r"sim:1.* ran out of memory while blocks\.\d was brought there: ([\d.]+) KiB of the "
             r"([\d.]+) KiB planned for it were there",
             message,
         ).groups()
-        assert 0 < float(there) < float(planned) == pytest.approx(second / 2**10, abs=0.1)
+        assert 0 < float(allocated) < float(planned) == pytest.approx(second / 2**10, abs=0.1)
         assert "requested" in message or "allocate" in message
         assert [machine.memory_allocated(device) for device in (0, 1)] == [0, second]
         model = load_checkpoint(**advice(message))

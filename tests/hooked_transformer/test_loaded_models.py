@@ -101,9 +101,9 @@ def test_a_device_holds_its_share_and_while_loading_one_component_more(
     gc.collect()
 
     for device in model.placement.devices:
-        here = [c for c in model.placement.components if c.device == device]
+        components = [c for c in model.placement.components if c.device == device]
         share = model.placement.bytes_on(device)
-        in_float32 = max(c.weights for c in here) * 4 // dtype.itemsize
+        in_float32 = max(c.weights for c in components) * 4 // dtype.itemsize
         assert machine.memory_allocated(device) == share
         # While it is folded in float32, what the source has of it may lie there too; but then it
         # is not in the share yet. Together they need at most a quarter more.
@@ -199,7 +199,7 @@ def test_a_progress_bar_is_shown_unless_transformers_shows_none(
     try:
         hf_logging.enable_progress_bar()
         load("gpt2", n_devices=2)
-        shown = capfd.readouterr().err
+        output = capfd.readouterr().err
         hf_logging.disable_progress_bar()
         load("gpt2", n_devices=2)
         hidden = capfd.readouterr().err
@@ -207,7 +207,7 @@ def test_a_progress_bar_is_shown_unless_transformers_shows_none(
         if were_shown:
             hf_logging.enable_progress_bar()
 
-    assert "Loading components" in shown
-    assert "100%" in shown
+    assert "Loading components" in output
+    assert "100%" in output
     assert "Loading components" not in hidden
     assert "%" not in hidden

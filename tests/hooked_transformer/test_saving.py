@@ -34,9 +34,9 @@ def model(name: str, where: dict[str, Any], hf_models: Any, tokenizer: Any) -> A
 def advice() -> str:
     """The lines on safetensors of `help(HookedTransformer.from_pretrained)`."""
     lines = textwrap.dedent(HookedTransformer.from_pretrained.__doc__ or "").splitlines()
-    told = [line for line in lines if "copied" in line]
-    assert len(told) == 2
-    return textwrap.dedent("\n".join(told))
+    messages = [line for line in lines if "copied" in line]
+    assert len(messages) == 2
+    return textwrap.dedent("\n".join(messages))
 
 
 def same(file: Path, model: Any, tokens: torch.Tensor, strict: bool = True) -> None:
@@ -47,7 +47,7 @@ def same(file: Path, model: Any, tokens: torch.Tensor, strict: bool = True) -> N
         loaded = HookedTransformer(cfg)
         left_out, unknown = loaded.load_state_dict(load_file(file), strict=strict)
         assert not unknown
-        assert not {each.rpartition(".")[2] for each in left_out} - {
+        assert not {name.rpartition(".")[2] for name in left_out} - {
             *("mask", "IGNORE", "rotary_sin", "rotary_cos")
         }
         expected = loaded(tokens)

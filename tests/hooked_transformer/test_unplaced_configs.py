@@ -32,22 +32,22 @@ def test_it_is_transformer_lens_own(device, n_layers, n_devices, by_config):
     cfg = SimpleNamespace(
         n_layers=n_layers, n_devices=n_devices, device=device if by_config else "cuda:5"
     )
-    given = {} if by_config else {"device": device}
+    arguments = {} if by_config else {"device": device}
     with tl_devicefix.disabled():
         theirs = function_named("get_device_for_block_index")
         uneven = n_layers % n_devices and installed().major < 3  # then theirs runs off the end
         if uneven and torch.device(device).type != "cpu":
             pytest.skip("TransformerLens 2 names devices that are not asked for")
-        expected = [theirs(index, cfg, **given) for index in range(n_layers)]
-    assert [get_device_for_block_index(i, cfg, **given) for i in range(n_layers)] == expected
+        expected = [theirs(index, cfg, **arguments) for index in range(n_layers)]
+    assert [get_device_for_block_index(i, cfg, **arguments) for i in range(n_layers)] == expected
 
 
 @pytest.mark.parametrize(("n_layers", "n_devices"), [(62, 8), (12, 8), (1, 8), (7, 8)])
 def test_no_block_is_beyond_the_last_device(n_layers, n_devices):
     cfg = SimpleNamespace(n_layers=n_layers, n_devices=n_devices, device="cuda")
-    there = [get_device_for_block_index(index, cfg).index for index in range(n_layers)]
-    assert there == sorted(there)
-    assert set(there) <= set(range(n_devices))
+    indices = [get_device_for_block_index(index, cfg).index for index in range(n_layers)]
+    assert indices == sorted(indices)
+    assert set(indices) <= set(range(n_devices))
 
 
 @pytest.mark.fails_unpatched

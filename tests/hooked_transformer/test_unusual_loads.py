@@ -172,10 +172,10 @@ def test_the_context_that_is_asked_for_is_shorter_than_the_checkpoints(tmp_path:
 
 def test_float32_weights_are_folded_in_the_float64_of_their_model(checkpoints: Any) -> None:
     load = partial(HookedTransformer.from_pretrained_no_processing, checkpoints("gpt2"))
-    given, model = load(device="cpu"), load(device="cpu", dtype=torch.float64)
-    model.load_and_process_state_dict(given.state_dict())
+    source, model = load(device="cpu"), load(device="cpu", dtype=torch.float64)
+    model.load_and_process_state_dict(source.state_dict())
     # TransformerLens itself rounds to float32 in between.
-    wide = given.W_E.double()
+    wide = source.W_E.double()
     assert torch.equal(model.W_E, wide - wide.mean(-1, keepdim=True))
 
 
@@ -206,9 +206,9 @@ def test_a_model_without_a_tokenizer_says_so_when_it_is_loaded(
     HookedTransformer.from_pretrained(
         tmp_path, tokenizer=tokenizer if with_tokenizer else None, device="cpu"
     )
-    said = [record for record in caplog.records if "has no tokenizer" in record.getMessage()]
-    assert len(said) == (not with_tokenizer)
-    for record in said:
+    warnings = [record for record in caplog.records if "has no tokenizer" in record.getMessage()]
+    assert len(warnings) == (not with_tokenizer)
+    for record in warnings:
         assert record.name == "tl_devicefix"
         for text in (repr(str(tmp_path)), "tokenizer.json", "tokenizer=", "set_tokenizer"):
             assert text in record.getMessage()

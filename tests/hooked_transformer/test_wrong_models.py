@@ -29,7 +29,7 @@ def test_both_architectures_are_named(
     hf_models: Any, tokenizer: Any, named: str, given: str, reason: str
 ) -> None:
     model = hf_models(given)
-    names = [type(hf_models(each)).__name__ for each in (given, named)]
+    names = [type(hf_models(name_of_model)).__name__ for name_of_model in (given, named)]
     sentence = f"hf_model is a {names[0]}, but the name belongs to a {names[1]} "
     remedy = "; pass the model of that name, as AutoModelForCausalLM loads it"
     with pytest.raises(ValueError, match=re.escape(f"{sentence}({reason}){remedy}")):

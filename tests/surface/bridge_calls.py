@@ -87,9 +87,9 @@ def on_cpu(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def check_hook(model: Any, hook: Any) -> Any:
     """Each TransformerLens asks for something else."""
-    given = {"hook_point": model.hook_dict[RESID], "hook_point_name": RESID, "hook": hook}
+    arguments = {"hook_point": model.hook_dict[RESID], "hook_point_name": RESID, "hook": hook}
     asked = inspect.signature(model.check_hooks_to_add).parameters
-    return model.check_hooks_to_add(**{name: given[name] for name in given.keys() & asked})
+    return model.check_hooks_to_add(**{name: arguments[name] for name in arguments.keys() & asked})
 
 
 def without_registry(model: Any, run: Run) -> Any:
@@ -132,7 +132,7 @@ LAST_TOKEN = torch.tensor([8, 8])
 def learned(run: Run) -> Any:
     """A subspace of a block's residual stream, learned in one step."""
     with contextlib.redirect_stderr(io.StringIO()):
-        found = analysis.fit_das(
+        result = analysis.fit_das(
             run.model,
             RESID,
             run.tokens_at_home,
@@ -144,7 +144,7 @@ def learned(run: Run) -> Any:
             base_positions=LAST_TOKEN,
             source_positions=LAST_TOKEN,
         )
-    return found.losses  # the subspace itself hangs on the rounding of gradients near zero
+    return result.losses  # the subspace itself hangs on the rounding of gradients near zero
 
 
 def interchange(run: Run) -> tuple[Any, ...]:
@@ -178,8 +178,8 @@ def attribution(run: Run, granularity: str) -> Any:
 
 
 def faithful(run: Run) -> Any:
-    found = attribution(run, "edge")
-    circuit = sorted(found.edge_scores, key=str)[20:]
+    result = attribution(run, "edge")
+    circuit = sorted(result.edge_scores, key=str)[20:]
     return analysis.faithfulness(
         run.changeable(), run.tokens[:1, :2], run.other_tokens[:1, :2], metric, circuit
     )
@@ -282,7 +282,7 @@ def train(run: Run) -> Any:
     )
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         torch.manual_seed(0)
-        return train(model, config, [{"tokens": each} for each in run.tokens])(run.tokens)
+        return train(model, config, [{"tokens": row} for row in run.tokens])(run.tokens)
 
 
 # --------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def train(run: Run) -> Any:
     from transformer_lens.train import HookedTransformerTrainConfig, train
 
     model = run.changeable()
-    dataset = [{"tokens": each} for each in run.tokens]
+    dataset = [{"tokens": row} for row in run.tokens]
     config = HookedTransformerTrainConfig(
         num_epochs=2, batch_size=2, optimizer_name="SGD", lr=1e-2, device=model.cfg.device
     )

@@ -111,7 +111,7 @@ def induction_loss(run: Run) -> Any:
 
 @call("evals.evaluate_on_dataset")
 def evaluate_on_dataset(run: Run) -> Any:
-    loader: Any = DataLoader([{"tokens": each} for each in run.tokens], batch_size=1)  # type: ignore[arg-type]
+    loader: Any = DataLoader([{"tokens": row} for row in run.tokens], batch_size=1)  # type: ignore[arg-type]
     return evals.evaluate_on_dataset(run.model, loader, device=run.model.cfg.device)
 
 

@@ -131,13 +131,13 @@ def results(value: Any) -> Any:
     if isinstance(value, torch.nn.Module):
         return dict(value.named_parameters())
     if isinstance(value, (ActivationCache, Mapping)):
-        return {name: results(each) for name, each in value.items()}
+        return {name: results(entry) for name, entry in value.items()}
     if isinstance(value, pandas.DataFrame):
         return value.to_dict()
     if type(value).__module__.startswith("transformer_lens"):
         return results(vars(value))
     if isinstance(value, (list, tuple)):
-        return [results(each) for each in value]
+        return [results(tensor) for tensor in value]
     return value
 
 

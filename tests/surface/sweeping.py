@@ -82,7 +82,11 @@ class Sweep:
         with contextlib.ExitStack() as attending:
             # Without a pattern, rounding is another: bit for bit, the reference does without too.
             of_reference = (self._reference(kind),) if self._exact else ()
-            models = {id(m): m for each in (run, *of_reference) for m in (each.model, each.unused)}
+            models = {
+                id(m): m
+                for one_run in (run, *of_reference)
+                for m in (one_run.model, one_run.unused)
+            }
             for model in models.values():
                 if model is not None:
                     attending.enter_context(tl_devicefix.set_attn_implementation(model, "sdpa"))
@@ -108,7 +112,7 @@ class Sweep:
         """What unpatched TransformerLens gives on one CPU: a result, or the type of the error."""
         if key not in self._known:
             kind = key[2]
-            of_kind = [each for each in self._order if each[2] == kind]
+            of_kind = [item for item in self._order if item[2] == kind]
             start, reference = of_kind.index(key), self._reference(kind)
             with tl_devicefix.disabled():
                 for asked_next in of_kind[start : start + AT_ONCE]:

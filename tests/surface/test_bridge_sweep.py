@@ -89,12 +89,12 @@ def runs(
 
 @pytest.fixture(scope="module")
 def sweep(runs: Callable[..., Run], request: pytest.FixtureRequest) -> Sweep:
-    known: dict[str, Run] = {}
+    cached: dict[str, Run] = {}
 
     def reference(kind: str) -> Run:
-        if kind not in known:
-            known[kind] = runs(kind)
-        return known[kind]
+        if kind not in cached:
+            cached[kind] = runs(kind)
+        return cached[kind]
 
     exact = bool(request.config.getoption("--ranks"))
     return Sweep(CALLS, reference, keys_of(request.session.items), exact)

@@ -25,13 +25,13 @@ from tl_devicefix.transformer_bridge.alignment import view_of
 def devices_of(bridge: Any) -> dict[str, torch.device]:
     """Where the weights of each component really are."""
     modules = dict(bridge.named_modules())
-    found = {}
+    result = {}
     for component in bridge.placement.components:
         devices = {p.device for p in modules[component.name].parameters()}
         assert len(devices) <= 1, f"{component.name} is on {devices}"
         if devices:
-            found[component.name] = devices.pop()
-    return found
+            result[component.name] = devices.pop()
+    return result
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -200,7 +200,7 @@ def test_each_device_gets_masks_and_rotary_tables_once(
 
     # To each of the two others: the residual stream, a mask, a cosine, a sine, and positions. And
     # the residual stream back home.
-    assert len([each for each in machine.transfers if each.bytes]) == 2 * 5 + 1
+    assert len([transfer for transfer in machine.transfers if transfer.bytes]) == 2 * 5 + 1
 
 
 def test_the_signature_is_that_of_the_installed_release() -> None:

@@ -216,11 +216,11 @@ def wrappers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_no_wrapper_runs_in_which_nobody_listens(
     compatible: bool, attends: str, boot: Any, tokens: torch.Tensor, wrappers: list[str]
 ) -> None:
-    bridge, said = boot("llama", device="cpu", compatible=compatible), []
+    bridge, implementations = boot("llama", device="cpu", compatible=compatible), []
     tl_devicefix.set_attn_implementation(bridge, attends)
 
     def listen(residual: torch.Tensor, hook: Any) -> torch.Tensor:
-        said.append(why_installed(bridge.blocks[1]))
+        implementations.append(why_installed(bridge.blocks[1]))
         return residual * 2
 
     hooks = [("blocks.1.hook_resid_pre", listen), ("blocks.1.hook_resid_post", listen)]
@@ -232,7 +232,7 @@ def test_no_wrapper_runs_in_which_nobody_listens(
     assert wrappers == []
     bridge.run_with_hooks(tokens, fwd_hooks=hooks)
     assert wrappers == ["model.layers.1"]  # around transformers' own layer
-    assert said == [None, None]
+    assert implementations == [None, None]
     bridge(tokens)
     assert wrappers == ["model.layers.1"]
 

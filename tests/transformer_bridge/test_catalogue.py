@@ -70,7 +70,7 @@ def test_an_architecture(name: str, compatible: bool, tokenizer: Any, tmp_path: 
     actual = run()
 
     lists = ("blocks", "encoder_blocks", "decoder_blocks", "L_blocks", "H_blocks")
-    ways = {why_installed(block) for each in lists for block in getattr(bridge, each, ())}
+    ways = {why_installed(block) for attribute in lists for block in getattr(bridge, attribute, ())}
     reason = AS_INSTALLED.get((name, compatible))
     if reason is None:
         assert ways == {None}

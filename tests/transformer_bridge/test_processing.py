@@ -168,14 +168,14 @@ def test_one_block_in_float32_beside_the_model(
     save_checkpoint(make_hf_model(copy.deepcopy(config), dtype), tokenizer, tmp_path)
     bridge = TransformerBridge.boot_transformers(str(tmp_path), n_devices=4, dtype=dtype)
     indices = range(4)
-    held = [machine.memory_allocated(index) for index in indices]
+    contents = [machine.memory_allocated(index) for index in indices]
     for index in indices:
         machine.reset_peak_memory_stats(index)
 
     bridge.enable_compatibility_mode()
 
-    sizes = {each.name: each.weights for each in bridge.placement.components}
+    sizes = {component.name: component.weights for component in bridge.placement.components}
     in_float32 = sizes["blocks.0"] * 4 // dtype.itemsize
     for index in indices:
-        kept = max(held[index], machine.memory_allocated(index))
+        kept = max(contents[index], machine.memory_allocated(index))
         assert machine.max_memory_allocated(index) - kept < 1.5 * in_float32

@@ -58,21 +58,21 @@ def test_each_block_s_state_is_on_its_device(
     taken = "cache_params" if "cache_params" in takes else "past_key_values"
     bridge(tokens, use_cache=True, **{taken: cache})
 
-    found = {
+    result = {
         (state.device, bridge.placement.device_of(f"blocks.{layer}"))
-        for layer, held in enumerate(cache.layers)
+        for layer, contents in enumerate(cache.layers)
         for kind in ("conv_states", "recurrent_states")
-        for state in vars(held).get(kind, {}).values()
+        for state in vars(contents).get(kind, {}).values()
     }
-    assert len(found) > 1
-    assert all(there == planned for there, planned in found), found
+    assert len(result) > 1
+    assert all(original == planned for original, planned in result), result
 
 
 def test_the_state_that_generation_takes_is_estimated(hf_models: Any) -> None:
     """Of 2 examples in a block: 32 channels' last 3 values, and 4 states of each."""
     for generate in (2, 20):
-        found = tl_devicefix.estimate(
+        result = tl_devicefix.estimate(
             hf_models("mamba").config, 4, batch_size=2, seq_len=9, max_new_tokens=generate
         )
-        states = sum(device.kv_cache for device in found.devices)
+        states = sum(device.kv_cache for device in result.devices)
         assert states == N_LAYERS * 2 * 32 * (3 + 4) * 4

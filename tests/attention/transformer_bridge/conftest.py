@@ -13,11 +13,11 @@ from bridges import boot, references  # noqa: F401
 def fused_blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many queries each call of SDPA had, of blocks that run transformers' own layer."""
     calls: list[int] = []
-    there = torch.nn.functional.scaled_dot_product_attention
+    original = torch.nn.functional.scaled_dot_product_attention
 
     def counting(q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         calls.append(q.shape[2])
-        return there(q, *args, **kwargs)
+        return original(q, *args, **kwargs)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counting)
     return calls

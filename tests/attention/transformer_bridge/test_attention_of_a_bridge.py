@@ -42,8 +42,8 @@ def sdpa(references: Any) -> Iterator[Callable[..., Any]]:
         return bridge
 
     yield get
-    for each in chosen:
-        each.__exit__(None, None, None)
+    for setting in chosen:
+        setting.__exit__(None, None, None)
 
 
 def installed(bridge: Any, run: Callable[[Any], Any]) -> Any:
@@ -55,9 +55,9 @@ def with_gradients(tokens: torch.Tensor, **options: Any) -> Callable[[Any], Any]
     def run(bridge: Any) -> Any:
         logits = bridge(tokens, **options)
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-        weights = [each for each in bridge.parameters() if each.requires_grad]
+        weights = [parameter for parameter in bridge.parameters() if parameter.requires_grad]
         gradients = torch.autograd.grad(loss, weights, allow_unused=True)
-        return [each for each in (logits, *gradients) if each is not None]
+        return [tensor for tensor in (logits, *gradients) if tensor is not None]
 
     return run
 
@@ -79,13 +79,13 @@ def test_logits_and_gradients(
 
     actual = run(bridge)
 
-    said = tl_devicefix.set_attn_implementation(bridge).blocks.values()
+    implementations = tl_devicefix.set_attn_implementation(bridge).blocks.values()
     if name in AS_INSTALLED:
-        assert all(AS_INSTALLED[name] in each for each in said)
+        assert all(AS_INSTALLED[name] in reason for reason in implementations)
         assert not fused_blocks
         assert_agrees(actual, expected, tolerance=0)
     else:
-        assert set(said) == {"sdpa"}
+        assert set(implementations) == {"sdpa"}
         assert len(fused_blocks) == N_LAYERS
         assert_agrees(actual, expected)
 
@@ -137,7 +137,7 @@ def test_each_hook_point_listened_to_in_turn(
     name: str, compatible: bool, sdpa: Any, tokens: torch.Tensor, fused_blocks: list[int]
 ) -> None:
     bridge = sdpa(name, compatible=compatible)
-    points = [each for each in bridge.run_with_cache(tokens)[1] if "blocks.0." in each]
+    points = [point for point in bridge.run_with_cache(tokens)[1] if "blocks.0." in point]
     for hook in points:
         if name == "olmo" and ".ln" in hook:
             continue  # TransformerLens fails to take a backward hook of a norm without a weight
@@ -146,7 +146,7 @@ def test_each_hook_point_listened_to_in_turn(
             """What the hook point sees forward and backward; gradients of the weights."""
             options = {"names_filter": hook, "return_type": "loss", "incl_bwd": True}
             _, cache = bridge.run_with_cache(tokens, **options)
-            gradients = [each.grad for each in bridge.parameters()]
+            gradients = [parameter.grad for parameter in bridge.parameters()]
             bridge.zero_grad(set_to_none=True)
             return dict(cache.items()), gradients
 
@@ -249,10 +249,10 @@ def test_a_block_that_listens_behind_a_kv_cache(name: str, sdpa: Any, tokens: to
 
 def test_a_function_for_masks_of_a_user_s_own(sdpa: Any, tokens: torch.Tensor) -> None:
     bridge = sdpa("llama", compatible=False)
-    there = ALL_MASK_ATTENTION_FUNCTIONS["eager"]
+    original = ALL_MASK_ATTENTION_FUNCTIONS["eager"]
 
     def everything(**options: Any) -> torch.Tensor:
-        return torch.zeros_like(there(**options))
+        return torch.zeros_like(original(**options))
 
     ALL_MASK_ATTENTION_FUNCTIONS["eager"] = everything
     try:

@@ -23,7 +23,7 @@ pytestmark = [
 def gradients(bridge: Any, tokens: torch.Tensor, **options: Any) -> list[torch.Tensor]:
     logits = bridge(tokens, **options)
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-    weights = [each for each in bridge.parameters() if each.requires_grad]
+    weights = [parameter for parameter in bridge.parameters() if parameter.requires_grad]
     return [g for g in torch.autograd.grad(loss, weights, allow_unused=True) if g is not None]
 
 
@@ -73,20 +73,20 @@ def test_dropout_of_patterns_in_training(boot: Any, tokens: torch.Tensor) -> Non
         return gradients(bridge, tokens, attention_mask=mask)
 
     assert_either_way(bridge, run)
-    assert all(torch.isfinite(each).all() for each in run(bridge))
+    assert all(torch.isfinite(tensor).all() for tensor in run(bridge))
 
 
 def test_a_hook_of_torch_s_sees_the_pattern(references: Any, tokens: torch.Tensor) -> None:
     bridge, seen = references("llama"), []
     attention = bridge.blocks[1].attn
-    with tl_devicefix.set_attn_implementation(bridge, "sdpa") as said:
+    with tl_devicefix.set_attn_implementation(bridge, "sdpa") as implementations:
         handle = attention.register_forward_hook(lambda module, args, output: seen.append(output))
         bridge(tokens)
-        assert said.blocks["blocks.1.attn"] == "eager: attn has hooks"
+        assert implementations.blocks["blocks.1.attn"] == "eager: attn has hooks"
         handle.remove()
-        assert said.blocks["blocks.1.attn"] == "sdpa"
+        assert implementations.blocks["blocks.1.attn"] == "sdpa"
 
-    assert [type(each) for each in seen[0]] == [torch.Tensor] * 2
+    assert [type(tensor) for tensor in seen[0]] == [torch.Tensor] * 2
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

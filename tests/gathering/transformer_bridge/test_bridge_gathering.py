@@ -49,14 +49,14 @@ def test_edges_are_attributed_across_devices(
 
     def scores(bridge: Any) -> dict[str, float]:
         clean = tokens[:1, :2].to(bridge.cfg.device)
-        found = analysis.attribution_patch(
+        result = analysis.attribution_patch(
             bridge,
             clean,
             clean.flip(1),
             lambda logits: logits[0, -1, 5],
             analysis.EdgeAttributionConfig("edge"),
         )
-        return {str(edge): score for edge, score in found.edge_scores.items()}
+        return {str(edge): score for edge, score in result.edge_scores.items()}
 
     assert_agrees(scores(dispatched("gpt2")), scores(boot("gpt2", device="cpu")))
 
