@@ -166,12 +166,7 @@ def test_texts_are_tokenised_padded_and_stored_with_their_masks(
 
 
 SOURCES: dict[str, Callable[[torch.Tensor], Any]] = {
-    "a tensor": lambda tokens: tokens,
-    "examples": lambda tokens: [{"tokens": row} for row in tokens],
-    "a data set": lambda tokens: datasets.Dataset.from_dict({"input_ids": tokens.tolist()}),
-    "a data set of tensors": lambda tokens: datasets.Dataset.from_dict(
-        {"input_ids": tokens.tolist()}
-    ).with_format("torch"),
+    "a data set": lambda tokens: datasets.Dataset.from_dict({"input_ids": tokens.tolist()}).iter(3),
     "a data loader": lambda tokens: DataLoader(TensorDataset(tokens), batch_size=3),
     "a data loader of dicts": lambda tokens: DataLoader(
         [{"input_ids": row, "attention_mask": row * 0 + 1} for row in tokens], batch_size=3
@@ -193,7 +188,7 @@ def test_batches_are_made_of_what_a_loader_has(
 ) -> None:
     model, tokens = folded_on_one("llama"), torch.cat(batches)
 
-    found = run(model, SOURCES[source](tokens), RESID, batch_size=3)
+    found = run(model, SOURCES[source](tokens), RESID)
 
     assert torch.equal(found.tokens[:], tokens)
     assert_agrees(found[RESID][:], cache_of(model, batches)[RESID].cpu())

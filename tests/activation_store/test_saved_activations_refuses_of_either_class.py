@@ -53,14 +53,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"shard_size": "0.0KB"}, "shard_size must be 1 byte or more, but is '0.0KB'"),
     ({"shard_size": "much"}, "'much'"),
-    ({"batch_size": 0}, "batch_size must be 1 or more, but is 0"),
     ({"data": []}, "batches has no batch"),
     ({"data": "w4 w5"}, "put it in a list"),
     ({"data": [3]}, "item 0 of batches is a int"),
     ({"data": [torch.zeros(0, 9).long()]}, r"must be one or more tokens .* but is \[0, 9\]"),
     ({"data": [{"content": "w4"}]}, r"with \['content'\]"),
     ({"data": [[torch.ones(2, 9).long()] * 2]}, "item 0 of batches is a list: give"),  # or a mask
-    ({"data": [IDS, IDS[1:]]}, "of one batch have 8 to 9 tokens: pad all examples to one width"),
+    ({"data": [IDS]}, r"is \[9\]: make batches of examples"),
     ({"data": [{"tokens": IDS[None], "attention_mask": IDS}]}, r"is \[9\], but .* \[1, 9\]"),
     ({"model": 3}, "the model must be a"),
 ]

@@ -50,7 +50,6 @@ def test_each_family_is_estimated_without_the_network(name: str) -> None:
         ({"max_memory": "4GiB"}, "dtype"),
         ({"batch_size": 16, "seq_len": 512, "max_memory": "6.4GiB"}, "batch_size"),
         ({"batch_size": 16, "seq_len": 512, "max_memory": "6.4GiB"}, "seq_len"),
-        ({"n_devices": 2, "device_map": "sequential", "max_memory": "4.7GiB"}, "device_map"),
     ],
 )
 def test_what_it_says_would_fit_does(options: dict[str, Any], change: str) -> None:
@@ -64,13 +63,6 @@ def test_what_it_says_would_fit_does(options: dict[str, Any], change: str) -> No
     changed = estimate("EleutherAI/pythia-6.9b", **{**options, change: value})
 
     assert changed.fits
-
-
-def test_it_says_what_to_leave_uncached() -> None:
-    options: Any = {"seq_len": 256, "batch_size": 4, "first_n_layers": 4, "max_memory": "700MiB"}
-    found = estimate("gpt2", cache="all", **options)
-    assert "caching resid_post only" in found.advice
-    assert estimate("gpt2", cache="resid_post", **options).fits
 
 
 def test_printing_shows_a_table_and_the_verdict() -> None:

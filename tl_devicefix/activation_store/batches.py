@@ -1,4 +1,4 @@
-"""The batches that are saved: of tokens or texts, or of examples of which batches are made."""
+"""The batches that are saved, of tokens or texts."""
 
 from __future__ import annotations
 
@@ -33,25 +33,21 @@ class Batches:
     """The batches that a user gives; see `save_activations`.
 
     Args:
-        items: batches or examples.
+        items: the batches.
         model: whose tokenizer reads texts.
-        batch_size: how many examples make a batch.
 
     Raises:
         TypeError: while they are read, for an item that is neither.
-        ValueError: for tokens and a mask of different shapes, or examples of different lengths.
+        ValueError: for tokens that are not `[batch, pos]`, or a mask of another shape.
     """
 
-    def __init__(self, items: Iterable[Any], model: Any, batch_size: int) -> None:
+    def __init__(self, items: Iterable[Any], model: Any) -> None:
         if isinstance(items, (str, Mapping)):
             raise TypeError(
                 f"batches must be an iterable of batches, but is a {type(items).__name__}: put it "
                 "in a list"
             )
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be 1 or more, but is {batch_size!r}")
-        self._items, self._model, self._batch_size = items, model, batch_size
-        self._has_examples = False
+        self._items, self._model = items, model
 
     def most_examples(self, in_first: int) -> int | None:
         """How many examples there are, if all batches are as large as the first; None if unknown.
@@ -62,34 +58,11 @@ class Batches:
             count = len(self._items) if isinstance(self._items, Sized) else None
         except TypeError:  # a DataLoader of an IterableDataset
             count = None
-        return None if count is None else count * (1 if self._has_examples else in_first)
+        return None if count is None else count * in_first
 
     def __iter__(self) -> Iterator[Batch]:
-        examples: list[tuple[Any, Any]] = []
         for number, item in enumerate(self._items):
-            tokens, mask = _tokens_and_mask(item, number)
-            if isinstance(tokens, list) or (isinstance(tokens, torch.Tensor) and tokens.dim() != 1):
-                yield self._batch(tokens, mask)
-                continue
-            self._has_examples = True
-            examples.append((tokens, mask))
-            if len(examples) == self._batch_size:
-                yield self._batch_of(examples)
-                examples = []
-        if examples:
-            yield self._batch_of(examples)
-
-    def _batch_of(self, examples: list[tuple[Any, Any]]) -> Batch:
-        tokens, masks = zip(*examples)
-        if isinstance(tokens[0], str):
-            return self._batch(list(tokens), None)
-        if len(set(map(len, tokens))) > 1:
-            raise ValueError(
-                f"examples of one batch have {min(map(len, tokens))} to {max(map(len, tokens))} "
-                "tokens: pad all examples to one width, and give each an attention_mask"
-            )
-        mask = None if masks[0] is None else torch.stack(list(map(torch.as_tensor, masks)))
-        return self._batch(torch.stack(tokens), mask)
+            yield self._batch(*_tokens_and_mask(item, number))
 
     def _batch(self, inputs: Any, mask: Any) -> Batch:
         if isinstance(inputs, list):
@@ -99,7 +72,8 @@ class Batches:
             mask = None if mask.all() else mask
         if inputs.dim() != 2 or not inputs.numel():
             raise ValueError(
-                f"a batch must be one or more tokens [batch, pos], but is {list(inputs.shape)}"
+                f"a batch must be one or more tokens [batch, pos], but is {list(inputs.shape)}: "
+                "make batches of examples, as tokens.split(8) or a DataLoader does"
             )
         inputs = inputs.clone()  # a loader may put its next batch into the same memory
         tokens = inputs.cpu().long()
@@ -114,15 +88,13 @@ class Batches:
         return Batch(inputs, tokens, mask.cpu().bool(), {"attention_mask": mask})
 
 
-def _tokens_and_mask(item: Any, number: int) -> tuple[str | list[str] | torch.Tensor, Any]:
+def _tokens_and_mask(item: Any, number: int) -> tuple[list[str] | torch.Tensor, Any]:
     """The tokens or texts of an item, and its mask."""
     tokens, mask = item, None
     if isinstance(item, Mapping):
         tokens, mask = item.get("tokens", item.get("input_ids")), item.get("attention_mask")
     elif isinstance(item, (list, tuple)) and len(item) == 1 and isinstance(item[0], torch.Tensor):
         (tokens,) = item  # as a DataLoader of a TensorDataset has them
-    if isinstance(tokens, str):
-        return tokens, None
     if isinstance(tokens, (list, tuple)) and len(tokens) and isinstance(tokens[0], str):
         return list(tokens), None
     try:

@@ -49,7 +49,6 @@ def save_activations(
     names_filter: Any = None,
     *,
     directory: str | os.PathLike[str],
-    batch_size: int = 8,
     dtype: torch.dtype | str | None = None,
     transform: Transform | Mapping[str, Transform] | None = None,
     token_mask: TokenMask | None = None,
@@ -74,12 +73,10 @@ def save_activations(
     Args:
         model: a HookedTransformer or TransformerBridge, on any number of devices.
         batches: each is tokens `[batch, pos]`, a list of texts, or a dict with "tokens" or
-            "input_ids" and, if there is padding, "attention_mask", as a DataLoader yields them. Or
-            examples, of which batches are made: tokens `[pos]`, texts, or dicts of those, as a
-            `datasets.Dataset` yields them. All have as many tokens.
+            "input_ids" and, if there is padding, "attention_mask", as a DataLoader, or
+            `iter(batch_size=8)` of a `datasets.Dataset`, yields them. All have as many tokens.
         names_filter: which activations: a name, names, or a function of a name. By default all.
         directory: is made if it does not exist. After `init_hosts`, rank 0 writes all.
-        batch_size: how many examples make a batch.
         dtype: to which activations are converted on their device. By default as they are computed,
             bit for bit.
         transform: a function of an activation, called on its device: its result, `[batch, ...]`,
@@ -115,7 +112,7 @@ def save_activations(
         "save_activations()", arguments, [n for f in functions for n in signature(f).parameters]
     )
     directory = Path(directory)
-    source = Batches(batches, model, batch_size)
+    source = Batches(batches, model)
     dtype = None if dtype is None else torch_dtype(dtype)
     selection = Selection(checked_names(names_filter, model), dtype, transform, token_mask)
     shard_bytes = bytes_of(shard_size, "shard_size")

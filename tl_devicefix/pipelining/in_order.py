@@ -19,7 +19,9 @@ from tl_devicefix.dispatch.mixing import OutsideBlocks, redispatch
 from tl_devicefix.dispatch.scheduler import Run, current_run
 from tl_devicefix.monkeypatch.replacing import Replacing
 
-_DRAWING = (
+_ALWAYS = {
+    *("backward", "alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "rrelu", "rrelu_"),
+    *("feature_alpha_dropout_", "feature_dropout", "feature_dropout_"),
     *("bernoulli", "bernoulli_", "binomial", "cauchy_", "exponential_", "geometric_"),
     *("gumbel_softmax", "log_normal_", "multinomial", "normal", "normal_", "poisson", "rand"),
     *("rand_like", "randint", "randint_like", "randn", "randn_like", "random_", "randperm"),
@@ -30,26 +32,17 @@ _DRAWING = (
     *("gru", "lstm", "rnn_relu", "rnn_tanh", "lobpcg", "pca_lowrank", "svd_lowrank"),
     *("kaiming_normal_", "kaiming_uniform_", "orthogonal_", "sparse_", "trunc_normal_"),
     *("xavier_normal_", "xavier_uniform_"),
-)
-_ALWAYS = None
-_IN_ORDER: dict[str, tuple[int, tuple[str, ...], Any] | None] = {
-    **dict.fromkeys((*_DRAWING, "backward"), _ALWAYS),
+}
+"""Functions of torch, by name, that run in order."""
+_UNLESS: dict[str, tuple[int, tuple[str, ...], Any]] = {
     **dict.fromkeys(
-        (
-            *("dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout_"),
-            *("feature_dropout", "feature_dropout_"),
-        ),
+        ("dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d"),
         (2, ("training", "train"), True),
     ),
-    **dict.fromkeys(
-        ("alpha_dropout", "feature_alpha_dropout", "feature_alpha_dropout_"),
-        (2, ("training", "train"), False),
-    ),
-    **dict.fromkeys(("rrelu", "rrelu_"), (3, ("training",), False)),
     "scaled_dot_product_attention": (4, ("dropout_p",), 0.0),
 }
-"""Functions of torch, by name, that run in order: always, or if an argument is not zero (its
-position, its names, and its default)."""
+"""Functions of torch, by name, that run in order unless an argument is zero: its position, its
+names, and its default."""
 
 _GRAD: Any = torch.Tensor.grad
 _OF_GRAD = {_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__}
@@ -61,11 +54,11 @@ def _is_in_order(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     if name.startswith("__"):
         return func in _OF_GRAD and args[0].is_leaf and args[0].requires_grad
     name = name.partition(".")[0]  # "rand.default" is one of torch.ops.aten
-    if (switch := _IN_ORDER.get(name, ())) is _ALWAYS:
+    if name in _ALWAYS:
         return True
-    if not switch:
+    if name not in _UNLESS:
         return False
-    position, names, default = switch
+    position, names, default = _UNLESS[name]
     if len(args) > position:
         return bool(args[position])
     return bool(next((kwargs[name] for name in names if name in kwargs), default))

@@ -246,11 +246,6 @@ def _fits(setting: Setting) -> bool:
     return all(device.fits for device in setting.measured.devices)
 
 
-def _balanced(asked: Setting) -> Iterator[Change]:
-    if asked.device_map is not None and asked.n_devices > 1:
-        yield "device_map='balanced'", replace(asked, device_map="balanced")
-
-
 def _more_devices(asked: Setting) -> Iterator[Change]:
     sizes = {size for key, size in asked.memory.items() if key != "cpu"}
     limits, hosts = asked.limits or {}, asked.hosts
@@ -332,11 +327,9 @@ def _halved(asked: Setting, name: str, least: int) -> Iterator[Change]:
 
 
 def _less_cached(asked: Setting) -> Iterator[Change]:
-    if asked.job.cache not in (None, "resid_post"):
-        yield "caching resid_post only", replace(asked, job=replace(asked.job, cache="resid_post"))
     if asked.job.cache is not None:
         yield "caching nothing", replace(asked, job=replace(asked.job, cache=None))
 
 
 _OF_THE_JOB = (_without_pattern, _smaller_batch, _shorter, _less_cached)
-_CHANGES = (*(_balanced, _more_devices, _smaller_dtype, _offloaded), *_OF_THE_JOB)
+_CHANGES = (_more_devices, _smaller_dtype, _offloaded, *_OF_THE_JOB)
