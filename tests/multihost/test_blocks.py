@@ -41,21 +41,18 @@ def another_scale(block: Any) -> None:
     block.attn.attn_scale *= 2
 
 
-def another_activation(block: Any) -> None:
-    block.mlp.act_fn = torch.tanh
-
-
 def another_module(block: Any) -> None:
     block.ln2 = nn.Identity()
+
+
+def another_norm(block: Any) -> None:
+    block.ln2 = copy.deepcopy(block.ln2)
+    block.ln2.eps = 1.0
 
 
 def another_parameter(block: Any) -> None:
     weight = block.mlp.W_in
     block.mlp.W_in = nn.Parameter(weight.detach() * 2)
-
-
-def other_values(block: Any) -> None:
-    block.mlp.W_in.data = block.mlp.W_in.data * 2
 
 
 def another_part_of_a_storage(block: Any) -> None:
@@ -85,10 +82,6 @@ def a_hook_of_torch(block: Any) -> None:
 
 def a_permanent_hook(block: Any) -> None:
     block.hook_mlp_out.add_perma_hook(lambda value, hook: value * 2)
-
-
-def dropout(block: Any) -> None:
-    block.mlp.act_fn = functools.partial(F.dropout, p=0.5)
 
 
 def a_module_that_draws(block: Any) -> None:
@@ -140,11 +133,10 @@ def a_parametrization(block: Any) -> None:
 
 
 CHANGES = [
-    *(another_scale, another_activation, another_module, another_parameter, other_values),
-    *(another_part_of_a_storage, values_in_place, a_setting, a_forward_of_one_s_own),
-    *(a_hook_of_torch, a_permanent_hook, dropout, a_module_that_draws, rectified_at_random),
-    *(a_callable_that_cannot_be_sent, a_method_of_another_s_name, a_parameter_of_nobody),
-    *(another_class, a_parametrization),
+    *(another_scale, another_module, another_norm, another_parameter, another_part_of_a_storage),
+    *(values_in_place, a_setting, a_forward_of_one_s_own, a_hook_of_torch, a_permanent_hook),
+    *(a_module_that_draws, rectified_at_random, a_callable_that_cannot_be_sent),
+    *(a_method_of_another_s_name, a_parameter_of_nobody, another_class, a_parametrization),
 ]
 
 

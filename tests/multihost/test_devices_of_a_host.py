@@ -27,57 +27,45 @@ def parts(*everyone: Any) -> list[list[str]]:
     return shared([hello(*each) if isinstance(each, tuple) else hello(each) for each in everyone])
 
 
-def test_the_one_rank_of_a_host_has_all_its_devices() -> None:
-    assert parts(gpus("a", 0, 1), gpus("b", 0, 1, 2)) == [
-        ["cuda:0", "cuda:1"],
-        ["cuda:0", "cuda:1", "cuda:2"],
-    ]
-
-
-def test_ranks_of_a_host_have_equal_parts_in_order() -> None:
-    one, other = gpus("a", 0, 1, 2, 3), gpus("b", 0, 1, 2, 3)
-
-    assert parts(one, one, other, other) == [["cuda:0", "cuda:1"], ["cuda:2", "cuda:3"]] * 2
-    assert parts(one, one, one, one) == [[f"cuda:{index}"] for index in range(4)]
-    assert parts(one, one, one) == [["cuda:0"], ["cuda:1"], ["cuda:2", "cuda:3"]]
-
-
-def test_one_that_asks_for_some_has_these_and_others_the_rest() -> None:
-    four = gpus("a", 0, 1, 2, 3)
-
-    assert parts((four, 1), four) == [["cuda:0"], ["cuda:1", "cuda:2", "cuda:3"]]
-    assert parts((four, 1), (four, 1)) == [["cuda:0"], ["cuda:1"]]
-
-
-def test_each_calls_a_device_by_its_own_number() -> None:
-    assert parts(gpus("a", 0, 1), gpus("a", 1, 0)) == [["cuda:0"], ["cuda:0"]]
-
-
-def test_ranks_that_each_see_their_own_have_these() -> None:
-    assert parts(gpus("a", 0), gpus("a", 1)) == [["cuda:0"], ["cuda:0"]]
+A, B = gpus("a", 0, 1, 2, 3), gpus("b", 0, 1, 2, 3)
 
 
 @pytest.mark.parametrize(
-    ("everyone", "error"),
+    ("ranks", "devices"),
     [
-        ([gpus("a", 0, 1)] * 3, "^3 ranks are on .*, which has too few devices, 2, for each to"),
+        ([A, B[:3]], [[0, 1, 2, 3], [0, 1, 2]]),
+        ([A, A, B, B], [[0, 1], [2, 3]] * 2),
+        ([A, A, A], [[0], [1], [2, 3]]),
+        ([(A, 1), A], [[0], [2, 3]]),
+        ([gpus("a", 0, 1), gpus("a", 1, 0)], [[0], [0]]),
+        ([gpus("a", 0), gpus("a", 1)], [[0], [0]]),
+    ],
+    ids=["one a host", "two a host", "three of four", "asks", "own numbers", "see their own"],
+)
+def test_ranks_of_a_host_have_equal_parts_in_order(ranks: Any, devices: list[list[int]]) -> None:
+    assert parts(*ranks) == [[f"cuda:{index}" for index in of_rank] for of_rank in devices]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "error"),
+    [
         (
-            [(gpus("a", 0, 1), 2)] * 2,
-            "^n_devices=2, but of the devices of rank 1's host .* leave 0",
+            [A[:2]] * 3,
+            "^3 ranks share the 2 devices of .*, which leaves 0 for rank 0, but it needs 1",
         ),
         (
-            [(gpus("a", 0, 1), 2), gpus("a", 0, 1)],
-            "^2 ranks are on .*, which has too few devices, 2, for each to have what it asks for",
+            [(A, 3), A],
+            "^2 ranks share the 4 devices of .*, which leaves 2 for rank 0, but it needs 3",
         ),
         (
-            [gpus("a", 0, 1), gpus("a", 1, 2)],
-            "^ranks 0 and 1 .* rank 1 calls cuda:0, but not the same others",
+            [A[:2], gpus("a", 1, 2)],
+            "^rank 1 .* and rank 0 both have the device that rank 1 calls c",
         ),
     ],
 )
-def test_devices_that_two_ranks_would_have(everyone: Any, error: str) -> None:
+def test_devices_that_two_ranks_would_have(ranks: Any, error: str) -> None:
     with pytest.raises(ValueError, match=error):
-        parts(*everyone)
+        parts(*ranks)
 
 
 @pytest.mark.parametrize("told", [{"uuid": "abab"}, {"uuid": "0000", "pci_bus_id": "1212"}, {}])
@@ -87,7 +75,7 @@ def test_processes_of_a_machine_see_the_same_devices(
     """As an accelerator's module of torch tells of them; no machine of CI has one."""
     of_type: dict[str, Any] = {"device_count": lambda: 2}
     if told:
-        found = iter([SimpleNamespace(**dict(zip(told, each))) for each in zip(*told.values())])
+        found = iter([SimpleNamespace(**dict(zip(told, values))) for values in zip(*told.values())])
         of_type["get_device_properties"] = lambda device: next(found)
     monkeypatch.setattr(handshake, "real_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch, "get_device_module", lambda name: SimpleNamespace(**of_type))
@@ -102,7 +90,7 @@ def test_processes_of_a_machine_see_the_same_devices(
 
 @pytest.mark.parametrize("n_devices", [0, -1])
 def test_a_rank_that_asks_for_no_device(n_devices: int) -> None:
-    with pytest.raises(ValueError, match=rf"^n_devices={n_devices}: each rank has one or more$"):
+    with pytest.raises(ValueError, match=rf"^n_devices must be 1 or more, but is {n_devices}$"):
         visible_devices(n_devices)
 
 
@@ -127,8 +115,7 @@ def test_all_ranks_refuse_what_they_cannot_share(launch: Launch) -> None:
 
     assert launched.ends() == [3, 3]
     for rank in range(2):
-        assert "2 ranks are on " in launched.text("said", rank)
-        assert "too few devices, 1, for each to have one" in launched.text("said", rank)
+        assert "2 ranks share the 1 devices of " in launched.text("said", rank)
 
 
 def test_all_ranks_are_told_of_one_that_cannot_tell_what_is_free(launch: Launch) -> None:

@@ -99,10 +99,10 @@ def test_a_machine_that_stands_still_and_goes_on(launch: Launch) -> None:
     launched = launch("in_forward")
     launched.until_ready()
 
-    for number in (signal.SIGSTOP, signal.SIGCONT):
+    for number, seconds in ((signal.SIGSTOP, 4), (signal.SIGCONT, 1)):
         for rank in launched.pids:
             launched.signal(rank, number)
-        time.sleep(4)  # longer than a lost rank is given
+        time.sleep(seconds)  # stopped for longer than a lost rank is given
 
     launched.go_on()
     assert launched.ends() == [0, 0, 0]

@@ -32,9 +32,7 @@ def test_sites_are_named_by_rank_host_and_device() -> None:
     [
         (("head", "b"), ["head", "b"]),
         (("head", "head"), ["host0", "host1"]),
-        (("head", "head", "host1"), ["host0", "rank1", "host1"]),
-        (("head", "head", "host1", "rank1"), ["host0", "rank 1", "host1", "rank1"]),
-        (("host1", "host1"), ["host0", "host1"]),
+        (("head", "head", "host1"), ["host0", "host1", "host2"]),
     ],
 )
 def test_hosts_of_one_name_are_called_by_their_numbers(hosts: Any, names: list[str]) -> None:

@@ -23,15 +23,11 @@ SIZE = 6000
 
 CASES: dict[str, dict[str, Any]] = {
     "two": {"names_filter": [NEAR, FAR], "stop_at_layer": STOP},
-    "all": {"shard_size": 60000},
-    "of some tokens": {"names_filter": FAR, "token_mask": lambda tokens: tokens % 3 != 0},
     "none of a shard's tokens": {
         "names_filter": [NEAR, FAR],
         "token_mask": lambda tokens: (tokens == tokens[0, 0]) & (tokens[0, 0] % 2 == 0),
     },
-    "reduced": {"names_filter": lambda name: "resid" in name, "transform": lambda a: a.mean(1)},
     "of two dtypes": {"names_filter": [NEAR, FAR], "transform": {NEAR: lambda a: a.half()}},
-    "at home": {"names_filter": [NEAR, FAR], "transform": {FAR: lambda a: a.cpu()}},
 }
 
 

@@ -28,25 +28,6 @@ def test_the_selfcheck(launch: Launch) -> None:
     assert launched.text("said", 1) == ""
 
 
-def test_the_selfcheck_with_another_version_on_one_rank(launch: Launch, tmp_path: Path) -> None:
-    (tmp_path / "torch-9.9.dist-info").mkdir()
-    metadata = "Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n"
-    (tmp_path / "torch-9.9.dist-info" / "METADATA").write_text(metadata)
-
-    launched = launch(
-        "selfcheck",
-        2,
-        command=["-m", "tl_devicefix", "selfcheck"],
-        of_rank={1: {"path": str(tmp_path)}},
-    )
-
-    assert launched.ends() == [1, 1]
-    for rank in range(2):
-        said = launched.text("stderr", rank)
-        assert "has torch 9.9, and rank 0 (" in said
-        assert "Traceback" not in said
-
-
 def test_process_groups_of_the_user_s(launch: Launch) -> None:
     launched = launch("beside_a_group", 2)
 

@@ -30,7 +30,7 @@ class Place:
         rank: of whom it is.
         number: index among the rank's own devices.
         device: as that rank names it.
-        hostname: of the rank's host; "host1" or "rank1" if that is not its alone.
+        hostname: of the rank's host; "host1" if two ranks are on one host.
         memory: bytes that the rank reports as free.
     """
 
@@ -92,17 +92,10 @@ def other_versions(hellos: Sequence[Any]) -> str | None:
 
 
 def places(hellos: Sequence[Any]) -> list[Place]:
-    """Where all devices are. A host that several ranks have is called by its rank.
-
-    That is "host1", or "rank1" where another host is really called "host1", or "rank 1".
-    """
-    hosts = [greeting["host"] for greeting in hellos]
-    own = {host for host in hosts if hosts.count(host) == 1}
-    by_rank = (
-        next(name for name in (f"host{n}", f"rank{n}", f"rank {n}") if name not in own)
-        for n in range(len(hosts))
-    )
-    names = [host if host in own else number for host, number in zip(hosts, by_rank)]
+    """Where all devices are. If two ranks are on one host, hosts are called "host0", "host1"."""
+    names = [greeting["host"] for greeting in hellos]
+    if len(set(names)) < len(names):
+        names = [f"host{rank}" for rank in range(len(names))]
     return [
         Place(rank, number, torch.device(device), names[rank], memory)
         for rank, greeting in enumerate(hellos)
@@ -137,7 +130,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 def visible_devices(n_devices: int | None) -> list[tuple[str, str]]:
     """The devices that this process sees, and by what all processes know each."""
     if n_devices is not None and n_devices < 1:
-        raise ValueError(f"n_devices={n_devices}: each rank has one or more")
+        raise ValueError(f"n_devices must be 1 or more, but is {n_devices}")
     accelerator = real_accelerator()
     if accelerator is None:  # another process's CPU device is another one
         return [("cpu", uuid.uuid4().hex) for _ in range(n_devices or 1)]
@@ -169,55 +162,43 @@ def machine() -> str:
 
 
 def shared(hellos: Sequence[Any]) -> list[list[str]]:
-    """Share devices among ranks that see the same ones: equal parts, in order."""
+    """Share devices among ranks that see the same ones: equal parts, in order.
+
+    Returns:
+        Of each rank the devices that it has, as it calls them.
+
+    Raises:
+        ValueError: if a rank would have none, or fewer than it asks for, or another one's.
+    """
     groups: dict[frozenset[str], list[int]] = {}
     for rank, greeting in enumerate(hellos):
         device_ids = frozenset(device_id for _, device_id in greeting["sees"])
         groups.setdefault(device_ids, []).append(rank)
-    ids: dict[int, list[str]] = {}
+    owners: dict[str, int] = {}
+    devices: dict[int, list[str]] = {}
     for ranks in groups.values():
-        ids |= _parts(hellos, ranks)
-    for rank in ids:
-        _raise_if_another_has(hellos, ids, rank)
-    names = [{device_id: name for name, device_id in greeting["sees"]} for greeting in hellos]
-    return [[names[rank][device_id] for device_id in ids[rank]] for rank in range(len(hellos))]
-
-
-def _parts(hellos: Sequence[Any], ranks: list[int]) -> dict[int, list[str]]:
-    """The devices of ranks that see the same ones."""
-    left, parts = [device_id for _, device_id in hellos[ranks[0]]["sees"]], {}
-    asking = [rank for rank in ranks if hellos[rank]["n_devices"]]
-    for rank in asking:
-        n_asked = hellos[rank]["n_devices"]
-        if n_asked > len(left):
-            raise ValueError(
-                f"n_devices={n_asked}, but of the devices of rank {rank}'s host "
-                f"({hellos[rank]['host']}) other ranks leave {len(left)}: ask for fewer"
-            )
-        parts[rank], left = left[:n_asked], left[n_asked:]
-    others = [rank for rank in ranks if rank not in asking]
-    if len(others) > len(left):
-        n_there = len(hellos[ranks[0]]["sees"])
-        raise ValueError(
-            f"{len(ranks)} ranks are on {hellos[ranks[0]]['host']}, which has too few devices, "
-            f"{n_there}, for each to have {'what it asks for, or ' if asking else ''}one: start "
-            "fewer there"
-        )
-    for number, rank in enumerate(others):
-        first, end = (len(left) * part // len(others) for part in (number, number + 1))
-        parts[rank] = left[first:end]
-    return parts
-
-
-def _raise_if_another_has(hellos: Sequence[Any], ids: dict[int, list[str]], rank: int) -> None:
-    for name, device_id in hellos[rank]["sees"]:
-        for other in range(rank):
-            if device_id in ids[rank] and device_id in ids[other]:
+        ids = [device_id for _, device_id in hellos[ranks[0]]["sees"]]
+        for number, rank in enumerate(ranks):
+            greeting, n_asked = hellos[rank], hellos[rank]["n_devices"]
+            names = {device_id: name for name, device_id in greeting["sees"]}
+            first, end = (len(ids) * part // len(ranks) for part in (number, number + 1))
+            part = ids[first:end][:n_asked]
+            if len(part) < (n_asked or 1):
                 raise ValueError(
-                    f"ranks {other} and {rank} ({hellos[rank]['host']}) both have the device "
-                    f"that rank {rank} calls {name}, but not the same others: let each see devices "
-                    "of its own, or both the same"
+                    f"{len(ranks)} ranks share the {len(ids)} devices of {greeting['host']}, which "
+                    f"leaves {end - first} for rank {rank}, but it needs {n_asked or 1}: start "
+                    "fewer ranks there, or ask for fewer devices"
                 )
+            for device_id in part:
+                if device_id in owners:
+                    raise ValueError(
+                        f"rank {rank} ({greeting['host']}) and rank {owners[device_id]} both have "
+                        f"the device that rank {rank} calls {names[device_id]}, but they do not "
+                        "see the same others: let each see devices of its own, or both the same"
+                    )
+                owners[device_id] = rank
+            devices[rank] = [names[device_id] for device_id in part]
+    return [devices[rank] for rank in range(len(hellos))]
 
 
 def free_memory(devices: Sequence[torch.device], hellos: Sequence[Any], rank: int) -> list[int]:

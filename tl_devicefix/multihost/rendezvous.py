@@ -139,7 +139,7 @@ class Rendezvous:
             )
         self._is_awaited = True
         address = self._own_address, self._listener.getsockname()[1]
-        return self.gathered("hello", {**hello, "address": address})
+        return self.gathered("hello", lambda: {**hello, "address": address})
 
     def connect(self, hellos: list[Any]) -> Transport:
         """Connect each rank with each, and rank 0 twice, for signs of life."""
@@ -147,20 +147,14 @@ class Rendezvous:
         kinds = [(rank, _DATA) for rank in range(self._world_size) if rank != self._rank]
         lives = range(1, self._world_size) if not self._rank else (0,)
         kinds += [(rank, _SIGNS_OF_LIFE) for rank in lives]
-        why, sockets = None, {}
-        for rank, kind in kinds:
-            if rank < self._rank and why is None:
-                try:
+        sockets = {}
+
+        def connect() -> None:
+            for rank, kind in kinds:
+                if rank < self._rank:
                     sockets[rank, kind] = self._connected(hellos, rank, kind, signer)
-                except OSError as error:
-                    own, other = hellos[self._rank]["host"], hellos[rank]["host"]
-                    why = (
-                        f"rank {self._rank} ({own}) cannot reach rank {rank} ({other}; "
-                        f"{said_by(error)}): see that no firewall is between their hosts"
-                    )
-        failed = next(filter(None, self.gathered("is connected", why)), None)
-        if failed is not None:
-            self.refuse(RuntimeError(failed))
+
+        self.gathered("is connected", connect)
         while len(sockets) < len(kinds):
             sockets |= self._accepted(signer)
         self._listener.close()
@@ -172,9 +166,16 @@ class Rendezvous:
 
     def _connected(self, hellos: list[Any], rank: int, kind: str, signer: Signer) -> socket.socket:
         host, port = hellos[rank]["address"]
-        # One without an address of its own is where the store is.
-        sock = socket.create_connection((host or self._host, port), timeout=_CONNECTING)
-        Connection(sock, signer, f"claim to {rank}", "").send((self._rank, kind))
+        try:
+            # One without an address of its own is where the store is.
+            sock = socket.create_connection((host or self._host, port), timeout=_CONNECTING)
+            Connection(sock, signer, f"claim to {rank}", "").send((self._rank, kind))
+        except OSError as error:
+            own, other = hellos[self._rank]["host"], hellos[rank]["host"]
+            raise RuntimeError(
+                f"rank {self._rank} ({own}) cannot reach rank {rank} ({other}; "
+                f"{said_by(error)}): see that no firewall is between their hosts"
+            ) from None
         return sock
 
     def _accepted(self, signer: Signer) -> dict[tuple[int, str], socket.socket]:
@@ -187,10 +188,18 @@ class Rendezvous:
         sock.close()
         return {}
 
-    def gathered(self, what: str, value: Any) -> list[Any]:
-        """Say something, as JSON has it, and wait until all ranks have."""
+    def gathered(self, what: str, find: Callable[[], Any]) -> list[Any]:
+        """Say something, as JSON has it, and wait until all ranks have.
+
+        Raises:
+            RuntimeError: that of the first rank on which `find` raised one, on all ranks.
+        """
         keys = [f"{what} {rank}" for rank in range(self._world_size)]
-        own, message = keys[self._rank], json.dumps(value).encode()
+        try:
+            value, why = find(), None
+        except RuntimeError as error:  # all others wait for this rank
+            value, why = None, str(error)
+        own, message = keys[self._rank], json.dumps([value, why]).encode()
         try:
             self.store.set(own, self.signer.signature(message, own) + message)
             missing = self._wait_for(keys)
@@ -207,7 +216,11 @@ class Rendezvous:
                 "this port can be reached from its host"
             )
         self._is_awaited = False
-        return [self._checked(*numbered) for numbered in enumerate(zip(keys, signed))]
+        said = [self._checked(*numbered) for numbered in enumerate(zip(keys, signed))]
+        for _, why in said:
+            if why is not None:
+                self.refuse(RuntimeError(why))
+        return [value for value, _ in said]
 
     def _checked(self, rank: int, entry: tuple[str, bytes]) -> Any:
         """What a rank said of itself, if it has the token that this one has."""

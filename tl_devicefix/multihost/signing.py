@@ -62,12 +62,7 @@ def signer() -> Signer:
     """Who signs with the token of this rank: that of the environment, or of the user's file."""
     token, source = os.fsencode(os.environ.get(VARIABLE, "")).strip(), VARIABLE
     if not token:
-        try:
-            path = _FILE.expanduser()
-        except RuntimeError:
-            raise RuntimeError(
-                f"this rank has no home directory, where {_FILE} would be: {SAME_TOKEN}"
-            ) from None
+        path = _FILE.expanduser()
         try:
             token, source = _token_in(path), str(path)
         except OSError as error:
@@ -75,7 +70,8 @@ def signer() -> Signer:
             raise RuntimeError(f"this rank cannot have {path} ({why}): {SAME_TOKEN}") from None
     if len(token) < _SHORTEST:
         raise RuntimeError(
-            f"the token of {source} has {len(token)} characters, and may be guessed: {SAME_TOKEN}"
+            f"the token of {source} has {len(token)} characters, so that it may be guessed: "
+            f"{SAME_TOKEN}"
         )
     return Signer(token, source)
 
