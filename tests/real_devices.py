@@ -49,12 +49,6 @@ _OF_SIMULATED_ONES = {
     "test_the_demo_loads_compares_and_shows_the_heads": "names the demo's simulated devices",
     "test_what_does_not_fit_at_all_is_refused_as_by_a_plan": "names a dry run's devices",
 }
-_ROWS_OF_SIMULATED_ONES = {
-    "`DataLoader` workers that hold the model": "a forked process cannot use real devices",
-    "`torch.Generator` on a device": "a real device draws other numbers than the CPU",
-}
-"""Rows of docs/compatibility.md; on the CPU, they hold."""
-
 _BESIDE_THE_HOST = (
     "test_a_device_has_room_for_two_visiting_blocks_and_the_shared_buffers",
     "test_a_device_map_to_what_is_no_device",
@@ -171,9 +165,6 @@ def skip_what_names_others(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=_OF_SIMULATED_ONES[name]))
         texts = list(_texts(getattr(getattr(item, "function", None), "__code__", None)))
         params = list(getattr(getattr(item, "callspec", None), "params", {}).values())
-        for row in _ROWS_OF_SIMULATED_ONES if TYPE not in ("cpu", "sim") else ():
-            if any(isinstance(each, str) and each == row for each in params):
-                item.add_marker(pytest.mark.skip(reason=_ROWS_OF_SIMULATED_ONES[row]))
         texts += map(repr, params)
         indices = [int(i) for text in texts for i in re.findall(rf"\b{TYPE}:(\d+)", text)]
         if max(indices, default=0) >= here():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,28 +56,6 @@ def test_what_is_not_here_skips_the_test(use: Callable[[Any], Any]) -> None:
 def test_what_no_machine_has_is_an_error() -> None:
     with real_devices.simulate(2) as machine, pytest.raises(AttributeError, match="no machine has"):
         _ = machine.memory_alocated
-
-
-@pytest.mark.parametrize(
-    ("kind", "row", "skipped"),
-    [
-        *(("cuda", row, True) for row in real_devices._ROWS_OF_SIMULATED_ONES),
-        *(("cpu", row, False) for row in real_devices._ROWS_OF_SIMULATED_ONES),
-        ("cuda", "`Tensor.to_sparse`", False),
-    ],
-)
-def test_rows_that_cannot_hold_on_real_devices_are_skipped(
-    kind: str, row: str, skipped: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    page = Path(__file__).parents[1] / "docs" / "compatibility.md"
-    assert f"| {row} |" in page.read_text()
-    monkeypatch.setattr(real_devices, "TYPE", kind)
-    monkeypatch.setattr(real_devices, "here", lambda: 4)
-    marks: list[Any] = []
-    callspec = SimpleNamespace(params={"name": row})
-    item: Any = SimpleNamespace(callspec=callspec, add_marker=marks.append)
-    real_devices.skip_what_names_others([item])
-    assert [mark.name for mark in marks] == ["skip"] * skipped
 
 
 def test_what_no_machine_of_that_size_has_is_refused() -> None:

@@ -42,16 +42,22 @@ class _Functions:
             for name, function in self._first.items():
                 if isinstance(function, FunctionType) and not _is_of_packages(function):
                     self._first[name] = None
+        self._seen: tuple[Any, list[str]] = None, []
 
     def exchanged(self) -> list[str]:
         """Names of functions that have been replaced since."""
-        own = vars(self._of)
-        return [
-            f"{self._name}.{name}"
-            for name, first in self._first.items()
-            if (now := own.get(name, first if self._is_class else None)) is not first
-            and not _is_ours(now, name)
-        ]
+        namespace = vars(self._of)
+        values = tuple(namespace.values() if self._is_class else map(namespace.get, self._first))
+        seen, names = self._seen
+        if values != seen:
+            now = self._now()
+            names = [
+                f"{self._name}.{name}"
+                for name, first in self._first.items()
+                if now.get(name) is not first and not _is_ours(now.get(name), name)
+            ]
+            self._seen = values, names
+        return names
 
     def _now(self) -> dict[str, Any]:
         bases = reversed(self._of.__mro__) if isinstance(self._of, type) else [self._of]

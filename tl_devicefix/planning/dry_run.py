@@ -80,8 +80,7 @@ class DryRun:
     @property
     def between_hosts(self) -> BetweenHosts:
         """Bytes that went from one host to another, by their names."""
-        moved = self.transfers.by_pair().items()
-        return by_hosts(((pair, sums.bytes) for pair, sums in moved), self.placement.sites)
+        return by_hosts(((move, move.bytes) for move in self.transfers), self.placement.sites)
 
     @property
     def runs(self) -> bool:

@@ -112,6 +112,15 @@ def _bincount(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return counted.new_zeros(minlength)
 
 
+def _histc(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``torch.histc``, which counts integers too on CUDA, but not on the CPU."""
+    counted, *rest = args
+    if counted.is_floating_point():
+        return run_on_one_device(func, args, kwargs)
+    counts = run_on_one_device(func, (counted.double(), *rest), kwargs)
+    return counts.to(counted.dtype)
+
+
 def _index_error(indexed: torch.device) -> RuntimeError:
     return RuntimeError(
         f"indices should be either on cpu or on the same device as the indexed tensor ({indexed})"
@@ -149,6 +158,7 @@ HANDLERS.update(
         aten.allclose.default: _equal,
         aten._is_all_true.default: _is_all_true,
         aten.bincount.default: _bincount,
+        aten.histc.default: _histc,
         aten.index.Tensor: _index,
         aten.index_put.default: _index,
         aten.index_put_.default: _index,
