@@ -90,7 +90,7 @@ collect_ignore_glob = [
 
 def pytest_report_header() -> str:
     left_out = ", ".join(collect_ignore_glob) or "nothing"
-    on = f"{real_devices.here()} {real_devices.TYPE}" if real_devices.TYPE else "simulated"
+    on = f"{real_devices.device_count()} {real_devices.TYPE}" if real_devices.TYPE else "simulated"
     return f"transformer_lens {installed()}, {on} devices; these are not run: {left_out}"
 
 

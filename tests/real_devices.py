@@ -60,29 +60,29 @@ _BESIDE_THE_HOST = (
 """Others, for which the CPU is not the device."""
 
 
-def here() -> int:
+def device_count() -> int:
     """How many devices of the type there are."""
     return 1 if TYPE == "cpu" else int(torch.get_device_module(TYPE).device_count())
 
 
-def _skip_as_too_few(wanted: int) -> NoReturn:
-    pytest.skip(f"needs {wanted} devices of type {TYPE!r}, of which there are {here()}")
+def _skip_as_too_few(count: int) -> NoReturn:
+    pytest.skip(f"needs {count} devices of type {TYPE!r}, of which there are {device_count()}")
 
 
 class _Devices(list[torch.device]):
     """The devices that a simulated machine would have; to use one that is not here skips."""
 
     def __init__(self, count: int) -> None:
-        there = range(min(count, here()))
-        super().__init__(devices.with_index(torch.device(TYPE, i)) for i in there)
+        indices = range(min(count, device_count()))
+        super().__init__(devices.with_index(torch.device(TYPE, i)) for i in indices)
         self._count = count
 
     def _check(self) -> None:
-        if self._count > here():
+        if self._count > device_count():
             _skip_as_too_few(self._count)
 
     def __getitem__(self, index: Any) -> Any:
-        if not isinstance(index, int) or not 0 <= index < here():
+        if not isinstance(index, int) or not 0 <= index < device_count():
             self._check()
         return super().__getitem__(index)
 
@@ -141,13 +141,13 @@ class _Counting:
     def existing(self, device: torch.device, named: str) -> torch.device:
         index = device.index or 0
         if device.type == TYPE and index < self._count:
-            return device if index < here() else _skip_as_too_few(index + 1)
+            return device if index < device_count() else _skip_as_too_few(index + 1)
         return self._existing(device, named)
 
     def device_count(self, device_type: str) -> int:
         if device_type != TYPE:
             return self._device_count(device_type)
-        return self._count if self._count <= here() else _skip_as_too_few(self._count)
+        return self._count if self._count <= device_count() else _skip_as_too_few(self._count)
 
     def with_index(self, device: torch.device) -> torch.device:
         if device.type == TYPE == "cpu" and (device.index or 0) in range(1, self._count):
@@ -167,8 +167,10 @@ def skip_what_names_others(items: list[pytest.Item]) -> None:
         params = list(getattr(getattr(item, "callspec", None), "params", {}).values())
         texts += map(repr, params)
         indices = [int(i) for text in texts for i in re.findall(rf"\b{TYPE}:(\d+)", text)]
-        if max(indices, default=0) >= here():
-            reason = f"names {TYPE}:{max(indices)}; there are {here()} devices of type {TYPE!r}"
+        if max(indices, default=0) >= device_count():
+            reason = (
+                f"names {TYPE}:{max(indices)}; there are {device_count()} devices of type {TYPE!r}"
+            )
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
@@ -176,8 +178,8 @@ def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, CodeType | tuple):
-        for each in value.co_consts if isinstance(value, CodeType) else value:
-            yield from _texts(each)
+        for item in value.co_consts if isinstance(value, CodeType) else value:
+            yield from _texts(item)
 
 
 class _Named(ast.NodeTransformer):
@@ -187,7 +189,7 @@ class _Named(ast.NodeTransformer):
         if isinstance(node.value, str) and "simulate" not in node.value:
             first = TYPE if TYPE == "cpu" else f"{TYPE}:0"
             text = re.sub(r"\bsim:0\b", first, node.value)
-            text = re.sub(r"\bsim:|^sim$", lambda found: found[0].replace("sim", TYPE), text)
+            text = re.sub(r"\bsim:|^sim$", lambda match: match[0].replace("sim", TYPE), text)
             return ast.copy_location(ast.Constant(text), node)
         return node
 

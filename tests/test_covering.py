@@ -14,7 +14,9 @@ PRODUCT = [dict(zip(SIZES, values)) for values in product(*SIZES.values())]
 
 def pairs(combined: list[Any], names: tuple[str, ...]) -> set[tuple[Any, ...]]:
     return {
-        tuple(each[name] for name in two) for each in combined for two in combinations(names, 2)
+        tuple(combination[name] for name in two)
+        for combination in combined
+        for two in combinations(names, 2)
     }
 
 
@@ -22,7 +24,7 @@ def test_every_value_is_there_once_or_a_little_more() -> None:
     cover = covering(PRODUCT)
 
     for name, values in SIZES.items():
-        assert {each[name] for each in cover} == set(values)
+        assert {combination[name] for combination in cover} == set(values)
     assert len(cover) == 3
 
 
@@ -30,7 +32,7 @@ def test_every_pair_of_a_group_is_there_and_every_value_of_the_others() -> None:
     cover = covering(PRODUCT, [("kind", "spread")])
 
     assert pairs(cover, ("kind", "spread")) == pairs(PRODUCT, ("kind", "spread"))
-    assert {each["dtype"] for each in cover} == set(SIZES["dtype"])
+    assert {combination["dtype"] for combination in cover} == set(SIZES["dtype"])
     assert len(cover) == 9
 
 
@@ -42,11 +44,15 @@ def test_every_pair_is_fewer_than_all_combinations() -> None:
 
 
 def test_combinations_that_do_not_exist_are_not_made_up() -> None:
-    exist = [each for each in PRODUCT if each["kind"] == "llama" or each["spread"] == 4]
+    exist = [
+        combination
+        for combination in PRODUCT
+        if combination["kind"] == "llama" or combination["spread"] == 4
+    ]
 
     cover = covering(exist, [("kind", "spread")])
 
-    assert all(each in exist for each in cover)
+    assert all(combination in exist for combination in cover)
     assert pairs(cover, ("kind", "spread")) == pairs(exist, ("kind", "spread"))
 
 
@@ -57,4 +63,6 @@ def test_it_is_the_same_each_time_and_in_order(groups: list[tuple[str, ...]]) ->
     cover = covering(PRODUCT, groups)
 
     assert cover == covering(PRODUCT, groups)
-    assert [PRODUCT.index(each) for each in cover] == sorted(map(PRODUCT.index, cover))
+    assert [PRODUCT.index(combination) for combination in cover] == sorted(
+        map(PRODUCT.index, cover)
+    )
