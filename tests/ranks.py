@@ -48,7 +48,7 @@ def lend_to_this_process(
 
 def devices_of(ranks: Ranks, memory: Sequence[int | str]) -> list[Place]:
     """As many devices as there are sizes, the first of rank 0, the last of the last rank."""
-    one_place = {place.rank: place for place in ranks.places}
+    one_each = {place.rank: place for place in ranks.places}
     return [
         dataclasses.replace(one_each[index * len(one_each) // len(memory)], memory=bytes_of(size))
         for index, size in enumerate(memory)
