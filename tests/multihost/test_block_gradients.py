@@ -103,7 +103,7 @@ def test_twice_through_one_graph(model: Any, alone: Any, tokens: torch.Tensor) -
 def test_gradients_of_gradients(
     model: Any, alone: Any, tokens: torch.Tensor, far: FarDevices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(RuntimeError, match=r"join by init_hosts\(whole_blocks=False\)"):
+    with pytest.raises(RuntimeError, match=r"call init_hosts\(whole_blocks=False\)"):
         torch.autograd.grad(loss(model, tokens), model.W_E, create_graph=True)
 
     monkeypatch.setattr(far, "run_block", None)

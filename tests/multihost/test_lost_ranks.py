@@ -272,7 +272,7 @@ def test_another_number_of_ranks_and_two_processes_of_one_rank(launch: Launch) -
 
     assert second.ends() == of_two.ends() == [3]
     assert "another process came to 127.0.0.1:" in second.text("said", 1)
-    numbers = "as one of 2 ranks, but they are 3 by who came first: give all the same world size"
+    numbers = "as one of 2 ranks, but the first rank to come said 3: give all the same world_size"
     assert numbers in of_two.text("said", 1)
     last = launch("forwards", started=[2], port=launched.port)
     assert [*launched.ends(), *last.ends()] == [0, 0, 0]

@@ -194,7 +194,9 @@ def test_another_user_s_token_is_refused(home: Path, monkeypatch: pytest.MonkeyP
     other = os.geteuid() + 1
     monkeypatch.setattr(os, "geteuid", lambda: other)
 
-    with pytest.raises(RuntimeError, match=r"token of all ranks, but other users may open it"):
+    with pytest.raises(
+        RuntimeError, match=r"other users may open .*, which holds the token of all"
+    ):
         signer()
 
 
@@ -224,10 +226,13 @@ def too_short(path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (open_to_others, r"is to have the token of all ranks, but other users may open it: remove"),
-        (a_link, r"this rank cannot have .*/token \(.*symbolic"),
-        (Path.mkdir, r"this rank cannot have .*/token \(|other users may open it"),
-        (too_short, r"/token has 6 characters, so that it may be guessed"),
+        (
+            open_to_others,
+            r"other users may open .*/token, which holds the token of all ranks: remove",
+        ),
+        (a_link, r"this rank cannot open the file .*/token \(.*symbolic"),
+        (Path.mkdir, r"this rank cannot open the file .*/token \(|other users may open "),
+        (too_short, r"/token must have 16 characters or more, but has 6"),
     ],
 )
 def test_a_token_that_is_not_this_user_s_alone(home: Path, make: Any, why: str) -> None:

@@ -440,8 +440,8 @@ class _Whole(torch.autograd.Function):
         assert ctx.saved_tensors  # which raises if something was changed, or there was one before
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "gradients of gradients do not go through blocks that are run by one command: join "
-                "by init_hosts(whole_blocks=False)"
+                "gradients of gradients do not pass through blocks that another rank runs by one "
+                "command: call init_hosts(whole_blocks=False)"
             )
         which = tuple(index for index, need in enumerate(ctx.needs_input_grad[2:]) if need)
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()

@@ -138,8 +138,8 @@ def visible_devices(n_devices: int | None) -> list[tuple[str, str]]:
     devices = [torch.device(accelerator.type, index) for index in range(of_type.device_count())]
     if (n_devices or 0) > len(devices):
         raise ValueError(
-            f"n_devices={n_devices}, but this rank has {len(devices)} device(s) of type "
-            f"{accelerator.type!r}: ask for fewer"
+            f"n_devices must be {len(devices)} or less, as this rank has no more devices of type "
+            f"{accelerator.type!r}, but is {n_devices}"
         )
     return [(str(device), _id_of(device)) for device in devices]
 
@@ -194,7 +194,8 @@ def shared(hellos: Sequence[Any]) -> list[list[str]]:
                     raise ValueError(
                         f"rank {rank} ({greeting['host']}) and rank {owners[device_id]} both have "
                         f"the device that rank {rank} calls {names[device_id]}, but they do not "
-                        "see the same others: let each see devices of its own, or both the same"
+                        "see the same other devices: let both see the same devices, or none in "
+                        "common"
                     )
                 owners[device_id] = rank
             devices[rank] = [names[device_id] for device_id in part]

@@ -106,8 +106,8 @@ def _launched(name: str) -> str:
     """What a launcher says."""
     if name not in os.environ:
         raise ValueError(
-            f"several ranks are to join, but {name} is not set: launch with torchrun, set it, or "
-            'give init_hosts(master="host:port", rank=..., world_size=...)'
+            f"init_hosts() needs {name}, which is not set: launch with torchrun, set it, or call "
+            'init_hosts(master="host:port", rank=..., world_size=...)'
         )
     return os.environ[name]
 
@@ -204,9 +204,11 @@ def meet(
     it. It tells what it waits for, what it lends, and why it ends, a sentence each.
     """
     if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} is none of {world_size} ranks: they are numbered from 0 on")
+        raise ValueError(f"rank must be 0 to {world_size - 1}, but is {rank}")
     if timeout < _SHORTEST_TIMEOUT:
-        raise ValueError(f"timeout={timeout:g}: give {_SHORTEST_TIMEOUT:g} seconds or more")
+        raise ValueError(
+            f"timeout must be {_SHORTEST_TIMEOUT:g} seconds or more, but is {timeout:g}"
+        )
     own = hello(visible_devices(n_devices), n_devices, memory, timeout)
     rendezvous = Rendezvous(master, rank, world_size, wait, tell, signer())
     try:

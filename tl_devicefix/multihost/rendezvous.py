@@ -59,7 +59,7 @@ class Rendezvous:
         self._is_awaited = False
         host, _, port = master.rpartition(":")
         if not host or not port.isdecimal():
-            raise ValueError(f'master={master!r} is no address: give "host:port", as "head:29500"')
+            raise ValueError(f'master must be "host:port", as "head:29500", but is {master!r}')
         self._host, self._port = host, int(port)
         # A launcher may have its own store there, also when it starts all ranks again.
         elsewhere = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -79,7 +79,8 @@ class Rendezvous:
             if not is_master:
                 raise self._rank_0_is_missing(error) from None
             raise RuntimeError(
-                f"rank 0 cannot listen at {master}: choose another port, or end what has it"
+                f"rank 0 cannot listen at {master}: choose another port, or end the process "
+                "that has it"
             ) from None
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self.store: Any = dist.PrefixStore(f"tl_devicefix {attempt}", store)
@@ -129,13 +130,13 @@ class Rendezvous:
         first = self.store.compare_set("world size", "", own).decode()
         if first != own:
             raise RuntimeError(
-                f"rank {self._rank} came to {self._master} as one of {own} ranks, but they are "
-                f"{first} by who came first: give all the same world size"
+                f"rank {self._rank} came to {self._master} as one of {own} ranks, but the "
+                f"first rank to come said {first}: give all the same world_size"
             )
         if self.store.add(f"is here {self._rank}", 1) > 1:
             raise RuntimeError(
-                f"another process came to {self._master} as rank {self._rank}: each needs a rank "
-                "of its own"
+                f"another process came to {self._master} as rank {self._rank}: give each "
+                "process a rank of its own"
             )
         self._is_awaited = True
         address = self._own_address, self._listener.getsockname()[1]

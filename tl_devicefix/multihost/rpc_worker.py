@@ -23,7 +23,7 @@ from tl_devicefix.multihost.commands import (
 from tl_devicefix.multihost.transport import HostLost, Transport
 from tl_devicefix.simulation.geometry import Geometry, geometry_of
 
-_NEVER = "what it needs was never computed, as something failed before"
+_NEVER = "its inputs were never computed, as an earlier operation failed"
 _ANSWERED = {"ask", "read", "compare", "synchronize"}
 _CALLED = {
     **dict.fromkeys(("call", "record"), "a block"),
@@ -236,7 +236,10 @@ class Worker:
         """Keep a result as rank 0 knows it, which nobody else has."""
         made = made.resolve_conj().resolve_neg()
         if made.shape != geometry.shape:
-            raise RuntimeError(f"it gave {tuple(made.shape)}, not {tuple(geometry.shape)}")
+            raise RuntimeError(
+                f"the result has shape {tuple(made.shape)}, but rank 0 expects "
+                f"{tuple(geometry.shape)}"
+            )
         if geometry_of(made) != geometry or made.storage_offset():
             copied = torch.empty_strided(
                 geometry.shape, geometry.stride, dtype=geometry.dtype, device=made.device

@@ -54,7 +54,7 @@ class Signer:
         if not hmac.compare_digest(signature, self.signature(message, place)):
             raise WronglySigned(
                 f"a message ({place}) is not signed with the token of this rank: its sender has "
-                "another one, or sent it before"
+                "another token, or repeats an older message"
             )
 
 
@@ -67,11 +67,13 @@ def signer() -> Signer:
             token, source = _token_in(path), str(path)
         except OSError as error:
             why = error.strerror or str(error)
-            raise RuntimeError(f"this rank cannot have {path} ({why}): {SAME_TOKEN}") from None
+            raise RuntimeError(
+                f"this rank cannot open the file {path} ({why}): {SAME_TOKEN}"
+            ) from None
     if len(token) < _SHORTEST:
         raise RuntimeError(
-            f"the token of {source} has {len(token)} characters, so that it may be guessed: "
-            f"{SAME_TOKEN}"
+            f"the token of {source} must have {_SHORTEST} characters or more, but has "
+            f"{len(token)}: {SAME_TOKEN}"
         )
     return Signer(token, source)
 
@@ -86,7 +88,7 @@ def _token_in(path: Path) -> bytes:
         is_private = not status.st_mode & 0o077 and status.st_uid == os.geteuid()
         if not stat.S_ISREG(status.st_mode) or not is_private:
             raise RuntimeError(
-                f"{path} is to have the token of all ranks, but other users may open it: "
+                f"other users may open {path}, which holds the token of all ranks: "
                 f"remove it, and a new one is made, or {SAME_TOKEN}"
             )
         return file.read().strip()

@@ -91,7 +91,7 @@ class Connection:
         """
         nbytes, signature, place = self._next_header()
         if nbytes != math.prod(shape) * dtype.itemsize:
-            raise ConnectionError(f"{nbytes} bytes came instead of a {tuple(shape)}")
+            raise ConnectionError(f"{nbytes} bytes came for values of shape {tuple(shape)}")
         try:
             values = torch.empty(tuple(shape), dtype=dtype)
         except RuntimeError as error:
