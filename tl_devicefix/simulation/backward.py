@@ -51,9 +51,17 @@ _again: Any = _Again()
 
 
 def _interrupt(number: int, frame: Any) -> None:
-    """Raise as Python's handler does, but not within torch: there, try again a moment later."""
+    """Raise as Python's handler does, but not where it would end the process, or be ignored.
+
+    There, within torch and in a `__del__`, try again a moment later.
+    """
     is_within_engine = _running.engines and not _running.hooks
-    if is_within_engine or sys.getrefcount(type_of_devices.__func__) > _HOLDERS_AT_REST:
+    is_in_del = frame is not None and frame.f_code.co_name == "__del__"
+    if (
+        is_within_engine
+        or is_in_del
+        or sys.getrefcount(type_of_devices.__func__) > _HOLDERS_AT_REST
+    ):
         return -_again
     return _signal.default_int_handler(number, frame)
 
