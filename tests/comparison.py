@@ -76,11 +76,6 @@ def assert_same_model(
     assert_same_logits(model, reference, tokens, tolerance)
 
 
-def fraction_equal(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """The fraction of entries that are bit for bit the same."""
-    return (ours.cpu() == theirs.cpu()).double().mean().item()
-
-
 def log_probs(model: HookedTransformer, tokens: torch.Tensor) -> torch.Tensor:
     """What a model predicts, which no processing changes; on the CPU."""
     return model(tokens).detach().cpu().log_softmax(dim=-1)

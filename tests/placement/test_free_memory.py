@@ -78,3 +78,14 @@ def test_a_device_that_cannot_tell_has_no_limit(
 def test_running_out_of_memory_is_known_whatever_its_type(error: RuntimeError) -> None:
     assert is_out_of_memory(error)
     assert not is_out_of_memory(RuntimeError("CUDA error: invalid device ordinal"))
+
+
+def test_a_device_that_has_failed_is_no_device_without_a_limit(
+    machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable")
+
+    monkeypatch.setattr(type(torch.get_device_module("sim")), "mem_get_info", fail, raising=False)
+    with pytest.raises(RuntimeError, match="busy or unavailable"):
+        free_memory(torch.device("sim:0"))

@@ -16,6 +16,8 @@ from safetensors import safe_open
 
 import tl_devicefix
 from tl_devicefix.demo import selfcheck
+from tl_devicefix.placement.workers import each_on_its_device
+from tl_devicefix.simulation.backend import DeviceModule
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2)}
 
@@ -100,3 +102,18 @@ def test_a_script_may_end_within_simulate() -> None:
     assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
     ignored = done.stderr.partition("Exception ignored")[2]
     assert not any(ours in ignored for ours in ("callbacks", "simulat"))  # others may say it too
+
+
+def test_workers_run_on_a_type_of_device_without_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    def note(_unit: int) -> None:
+        seen.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
+
+    seen: list[Any] = []
+    with tl_devicefix.simulate(2) as machine:
+        monkeypatch.delattr(DeviceModule, "get_amp_supported_dtype")
+        each_on_its_device(note, [0, 1], machine.devices)
+        with torch.autocast("cpu", torch.float16):
+            each_on_its_device(note, [0, 1], machine.devices)
+
+    assert [enabled for enabled, _ in seen] == [False, False, True, True]
+    assert seen[-1][1] == torch.float16

@@ -177,6 +177,8 @@ def why_attention_as_installed(attn: Any, look: Look | None = None) -> str | Non
         look: at its block just now, if there was one.
     """
     why = look_at(attn).why if look is None else look.why_attention
+    if why is None and attn._parameters["b_O"].device.type == "mps":
+        return "it is on an Apple GPU, where TransformerLens multiplies differently"
     return why or _why_by_config(attn.cfg, of_attention=True)
 
 
@@ -230,8 +232,6 @@ def _of_attention(cfg: Any) -> str | None:
         return "use_attn_result is set"
     if cfg.load_in_4bit:
         return "its weights have 4 bits"
-    if str(cfg.device).startswith("mps"):
-        return "it is on an Apple GPU, where TransformerLens multiplies differently"
     if not IS_2 and (cfg.use_dynamic_ntk_rope or cfg.use_logn_attn):
         return "its positions depend on the length (dynamic NTK, or log-n scaling)"
     if cfg.positional_embedding_type == "relative_positional_bias":

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from transformer_lens.train import train as transformer_lens_train
 
 from tl_devicefix.hooked_transformer.alignment import align, remember_placement, unalign
 from tl_devicefix.hooked_transformer.components import component_sizes
@@ -187,3 +191,36 @@ def __setstate__(self: Any, state: dict[str, Any]) -> None:
         _follow_weights(self)
     else:
         pin(self, placement)
+
+
+@patches(
+    None, takes="model config dataset", why="a spread model is trained where it lies", until="3.9"
+)
+def train(model: Any, config: Any, dataset: Any) -> Any:
+    """See `transformer_lens.train.train`. A spread model is trained where it lies.
+
+    Args:
+        model: a HookedTransformer.
+        config: if its `device` is None or the model's home, a spread model stays spread; another
+            device gathers it there, as TransformerLens does.
+        dataset: as TransformerLens takes it.
+    """
+    placement = getattr(model, "placement", None)
+    if placement is None or len(placement.memories) == 1:
+        return transformer_lens_train(model, config, dataset)
+    if config.device is not None and resolve(config.device, placement.home) != placement.home:
+        return transformer_lens_train(model, config, dataset)
+    config = copy.copy(config)
+    config.device = str(placement.home)
+    with _staying(model):
+        return transformer_lens_train(model, config, dataset)
+
+
+@contextlib.contextmanager
+def _staying(model: Any) -> Iterator[None]:
+    """Within it, `model.to(...)` moves nothing."""
+    model.__dict__["to"] = lambda *_args, **_kwargs: model
+    try:
+        yield
+    finally:
+        del model.__dict__["to"]

@@ -70,8 +70,8 @@ def init_hosts(
         master: where rank 0 listens, "host:port"; by default as the launcher says.
         rank: which one this is; by default as the launcher says.
         world_size: how many ranks there are; by default as the launcher says.
-        n_devices: how many devices this rank has; by default all that torch sees, of which ranks
-            on one host have equal parts, or the CPU. On the CPU there may be several.
+        n_devices: how many devices this rank lends, at most its equal part of those that torch sees
+            on its host; by default that part, or the CPU. On the CPU there may be several.
         memory: what each of them may hold; by default what is free, of a CPU's memory an equal part
             of that.
         timeout: seconds within which it is known that a rank is lost; that of rank 0 holds for all.

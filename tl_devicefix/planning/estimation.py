@@ -106,8 +106,7 @@ class Estimate:
             return "It fits."
         return (
             f"It fits, but device {least.device} has only {gib(least.headroom or 0)} "
-            f"({shares[least]:.0%}) left: leave {LEFT_ON_GPUS:.0%} of a GPU's memory free, as "
-            "docs/fit_a_model.md advises."
+            f"({shares[least]:.0%}) left: leave {LEFT_ON_GPUS:.0%} of a GPU's memory free."
         )
 
 

@@ -291,7 +291,14 @@ def _widest(tensors: list[torch.Tensor]) -> torch.dtype:
 _CPU_GENERATOR = torch.Generator
 
 
-class Generator(_CPU_GENERATOR):
+class _AlsoTorchs(type(_CPU_GENERATOR)):  # type: ignore[misc]
+    """Makes those that were made before, or are on another device, instances too."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, _CPU_GENERATOR)
+
+
+class Generator(_CPU_GENERATOR, metaclass=_AlsoTorchs):
     """``torch.Generator("sim:1")``: the CPU's generator, which says that it is on the device."""
 
     _device: torch.device

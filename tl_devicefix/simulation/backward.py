@@ -72,19 +72,20 @@ def _exchange_handler(old: Any, new: Any) -> None:
         _signal.signal(_signal.SIGINT, new)
 
 
+def _install_handler(*_: Any) -> None:
+    _exchange_handler(_signal.default_int_handler, _interrupt)
+
+
 @contextmanager
 def interrupts_outside_torch() -> Iterator[None]:
     """Within it, Ctrl-C waits where its error would end the process."""
 
-    def install(*_: Any) -> None:
-        _exchange_handler(_signal.default_int_handler, _interrupt)
-
-    install()
-    gc.callbacks.append(install)  # a notebook sets Python's handler for each cell
+    _install_handler()
+    gc.callbacks.append(_install_handler)  # a notebook sets Python's handler for each cell
     try:
         yield
     finally:
-        gc.callbacks.remove(install)
+        gc.callbacks.remove(_install_handler)
         _exchange_handler(_interrupt, _signal.default_int_handler)
 
 
@@ -99,6 +100,7 @@ def run_backward(engine: Engine) -> Engine:
         gradients = (args[0] if args else None) or ()
         for index, (output, gradient) in enumerate(zip(t_outputs, gradients)):
             _check_device(index, output, gradient)
+        _install_handler()
         _running.engines += 1
         hooks, _running.hooks = _running.hooks, 0  # those of an engine around this one
         try:

@@ -121,12 +121,14 @@ class Machine:
         capacities: Sequence[int],
         executor: Executor | None = None,
         sites: Sequence[Site] = (),
+        records_transfers: bool = True,
     ) -> None:
         self.devices = [torch.device(DEVICE_TYPE, index) for index in range(len(capacities))]
         self.sites = tuple(sites)
         self.executor = Executor() if executor is None else executor
         self.on_peak: Callable[[int], None] | None = None
         self.transfers = Transfers()
+        self.records_transfers = records_transfers
         self.timeline = Timeline()
         self._current = threading.local()
         self.is_open = True
@@ -272,7 +274,7 @@ class Machine:
         A copy of nothing is none: transformers' KV cache begins with empty tensors.
         """
         nbytes = sum(part.nbytes for part in tensors_in(copy))
-        if source != target and nbytes:
+        if self.records_transfers and source != target and nbytes:
             self.transfers.append(Transfer(source, target, nbytes, copy.shape))
 
     def _allocate(self, tensor: torch.Tensor, device: torch.device, address: int) -> Allocation:

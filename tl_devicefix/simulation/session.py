@@ -144,7 +144,8 @@ def devices_of(
     """
     _check_torch()
     backend.register()
-    with _changed_for(Machine(memory, executor, sites)) as machine:
+    # A job may go on for days: its transfers are not recorded.
+    with _changed_for(Machine(memory, executor, sites, records_transfers=False)) as machine:
         yield machine
 
 
