@@ -18,6 +18,7 @@ from shapes_made import ShapesMade
 from torch.nn.modules.module import register_module_forward_hook
 
 import tl_devicefix
+from tl_devicefix.hooked_transformer.known_blocks import IS_2
 from tl_devicefix.multihost.far_devices import FarDevices
 
 AS_INSTALLED = {"gemma-2": "soft cap", "gpt-oss": "attention sinks"}
@@ -434,7 +435,7 @@ def test_a_way_that_is_not_there(on_cpu: Any, from_pretrained: Any) -> None:
         tl_devicefix.set_attn_implementation(torch.nn.Linear(1, 1), "sdpa")
 
 
-@pytest.mark.skipif(known_blocks.IS_2, reason="TransformerLens 2 extends tables as it rotates")
+@pytest.mark.skipif(IS_2, reason="TransformerLens 2 extends tables as it rotates")
 def test_the_first_text_longer_than_the_rotary_tables(
     on_cpu: Any, fused_blocks: list[int], tokens: torch.Tensor
 ) -> None:

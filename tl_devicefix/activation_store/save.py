@@ -130,6 +130,7 @@ def save_activations(
 
 _INSTEAD = {
     "attention_mask": "give batches that are dicts with one",
+    "batch_size": "give batches, such as tokens.split(8)",
     "incl_bwd": "gradients are not saved",
     "padding_side": "set model.tokenizer.padding_side before",
     "pos_slice": "give a transform, such as lambda activation: activation[:, -1]",
