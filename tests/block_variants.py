@@ -136,9 +136,9 @@ Seen = Mapping[str, Any]
 
 def gradients(model: Any) -> Seen:
     """What a backward pass has left, and leaves no more."""
-    found = {f"grad {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
+    result = {f"grad {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    return found
+    return result
 
 
 def assert_as_installed(run: Callable[[], Seen]) -> Seen:
@@ -156,9 +156,9 @@ def assert_all_as_installed(runs: Mapping[str, Callable[[], Seen]]) -> dict[str,
     with tl_devicefix.disabled():
         expected = {key: _outcome(run) for key, run in runs.items()}
     actual = {key: _outcome(run) for key, run in runs.items()}
-    for key, wanted in expected.items():
-        assert list(actual[key]) == list(wanted), key
-        for name, value in wanted.items():
+    for key, expecteds in expected.items():
+        assert list(actual[key]) == list(expecteds), key
+        for name, value in expecteds.items():
             assert _equal(actual[key][name], value), f"{key} {name}: {actual[key][name]}, {value}"
     return actual
 

@@ -94,8 +94,8 @@ _OF_TEXT = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")
 
 def names() -> list[str]:
     """The architectures of text that transformers has a class for, by its name."""
-    there = (name for name in SUPPORTED_ARCHITECTURES if name.endswith(_OF_TEXT))
-    return sorted(name for name in there if hasattr(transformers, name))
+    present = (name for name in SUPPORTED_ARCHITECTURES if name.endswith(_OF_TEXT))
+    return sorted(name for name in present if hasattr(transformers, name))
 
 
 def make(name: str) -> Any:

@@ -30,8 +30,8 @@ def covering(
         groups: parameters of which every combination of values is to be there that the product
             has; of every other parameter, every value.
     """
-    wanted = [tuple(group) for group in groups]
-    has = [_what_it_has(combination, wanted) for combination in product]
+    expected = [tuple(group) for group in groups]
+    has = [_what_it_has(combination, expected) for combination in product]
     order = list(range(len(product)))
     random.Random(0).shuffle(order)  # so that no value is chosen more often for being the first
     seen: set[Hashable] = set()

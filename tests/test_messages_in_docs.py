@@ -73,7 +73,7 @@ def texts() -> list[list[str]]:
 def test_a_message_that_the_page_quotes_is_in_the_source(
     quote: str, texts: list[list[str]]
 ) -> None:
-    said = re.sub(r"^[A-Z]\w+: ", "", quote)  # as a traceback begins
-    for piece in filter(None, map(words, said.split("..."))):
+    a_text = re.sub(r"^[A-Z]\w+: ", "", quote)  # as a traceback begins
+    for piece in filter(None, map(words, a_text.split("..."))):
         nearest = max(n_same(piece, text) for text in texts)
         assert nearest >= 0.4 * len(piece), f"no message of the package has {' '.join(piece)!r}"

@@ -132,9 +132,9 @@ def test_the_command_lists_activations_and_checks_shards(
 ) -> None:
     directory = str(written.directory)
     assert main(["activations", "info", directory]) == 0
-    said = capsys.readouterr().out
-    assert "11 examples of none" in said
-    assert f"{RESID}: bfloat16 [11, 6, 4]" in said
+    text = capsys.readouterr().out
+    assert "11 examples of none" in text
+    assert f"{RESID}: bfloat16 [11, 6, 4]" in text
     assert main(["activations", "verify", directory]) == 0
     assert "every shard is as it was written" in capsys.readouterr().out
 
@@ -145,12 +145,12 @@ def test_the_command_lists_activations_and_checks_shards(
     second.write_bytes(second.read_bytes()[:-1])
     third.unlink()
     assert main(["activations", "info", directory]) == 1
-    said = capsys.readouterr().out
-    assert "shard-00001.safetensors has" in said
-    assert "shard-00002.safetensors is missing" in said
+    text = capsys.readouterr().out
+    assert "shard-00001.safetensors has" in text
+    assert "shard-00002.safetensors is missing" in text
     assert main(["activations", "verify", directory]) == 1
-    said = capsys.readouterr().out
-    assert "shard-00000.safetensors is damaged" in said
-    assert said.endswith("3 of 3 shards are not as they were written\n")
+    text = capsys.readouterr().out
+    assert "shard-00000.safetensors is damaged" in text
+    assert text.endswith("3 of 3 shards are not as they were written\n")
     assert main(["activations", "info", directory + "/none"]) == 1
     assert "there are no saved activations" in capsys.readouterr().err

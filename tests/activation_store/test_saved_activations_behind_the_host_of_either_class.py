@@ -31,19 +31,19 @@ def test_activations_over_devices_are_those_of_a_loop_bit_for_bit(
     names = [name for name in model.hook_dict if name.endswith(("resid_post", "pattern"))]
     expected = [model.run_with_cache(batch, names_filter=names)[1] for batch in batches]
 
-    found = run(model, batches, names, shard_size=SMALL)
+    result = run(model, batches, names, shard_size=SMALL)
 
-    assert len(found.index.shards) > 2
-    assert found.names == list(expected[0])
-    assert found.is_complete
+    assert len(result.index.shards) > 2
+    assert result.names == list(expected[0])
+    assert result.is_complete
     start = 0
     for cache in expected:
         stop = start + len(cache["resid_post", 0])
-        read = found.cache(slice(start, stop))
-        for name in found.names:
+        read = result.cache(slice(start, stop))
+        for name in result.names:
             assert_same_bits(read[name], cache[name])
         start = stop
-    assert torch.equal(found.tokens[:], torch.cat(batches))
+    assert torch.equal(result.tokens[:], torch.cat(batches))
     assert not [
         t for t in threading.enumerate() if t.name.startswith(("activations", "pipeline_map"))
     ]

@@ -37,13 +37,13 @@ def test_bfloat16_is_stored_as_it_was_computed(
     load = request.getfixturevalue("boot" if cls == BRIDGE else "from_pretrained")
     model = load("llama", n_devices=4, dtype=torch.bfloat16)
 
-    found = run(model, batches[:2], [RESID])
+    result = run(model, batches[:2], [RESID])
 
-    assert found[RESID].dtype == torch.bfloat16
+    assert result[RESID].dtype == torch.bfloat16
     expected = [model.run_with_cache(b, names_filter=RESID)[1][RESID] for b in batches[:2]]
-    assert_same_bits(found[RESID][:], torch.cat([each.cpu() for each in expected]))
-    plain = load_file(found.directory / found.index.shards[0].file)
-    assert_same_bits(plain[found[RESID].entry.same_as or RESID], found[RESID][:])
+    assert_same_bits(result[RESID][:], torch.cat([item.cpu() for item in expected]))
+    plain = load_file(result.directory / result.index.shards[0].file)
+    assert_same_bits(plain[result[RESID].entry.same_as or RESID], result[RESID][:])
 
 
 METHODS: dict[str, Callable[[ActivationCache], Any]] = {
@@ -86,12 +86,12 @@ def both_caches(
 ) -> tuple[ActivationCache, ActivationCache]:
     """Read, of several shards, and in memory."""
     model = folded("llama", 4)
-    found = run(model, batches[:3], shard_size=SMALL * 5)
-    assert len(found.index.shards) > 1
+    result = run(model, batches[:3], shard_size=SMALL * 5)
+    assert len(result.index.shards) > 1
     in_memory = cache_of(model, batches[:3])
     for name, activation in dict(in_memory).items():  # a Bridge's rotary tables are [1, ...]
-        in_memory.cache_dict[name] = activation.expand(len(found), *activation.shape[1:])
-    return found.cache(slice(None), model), in_memory
+        in_memory.cache_dict[name] = activation.expand(len(result), *activation.shape[1:])
+    return result.cache(slice(None), model), in_memory
 
 
 def test_every_method_of_a_cache_that_was_read_gives_what_the_one_in_memory_gives(
@@ -109,25 +109,25 @@ def test_an_example_is_a_cache_without_a_batch_axis(
 ) -> None:
     model = over_devices("gpt2")
     names_filter = lambda name: name.endswith(("resid_post", "pattern"))  # noqa: E731
-    found = run(model, batches, names_filter)
+    result = run(model, batches, names_filter)
     for number in (0, 5, -1):
         expected = cache_of(model, batches, names_filter=names_filter)
         expected = expected.apply_slice_to_batch_dim(number)
-        read = found.cache(number, model)
+        read = result.cache(number, model)
         assert not read.has_batch_dim
         assert_agrees(read, expected, machine.devices[0])
     with pytest.raises(IndexError, match="no example 9 among 9"):
-        found.cache(9)
+        result.cache(9)
 
 
 def test_a_cache_keeps_what_is_put_into_it(folded_on_one: Any, batches: Any, run: Any) -> None:
-    found = run(folded_on_one("llama"), batches, RESID)
-    cache = found.cache(slice(0, 2))
+    result = run(folded_on_one("llama"), batches, RESID)
+    cache = result.cache(slice(0, 2))
     cache[RESID].zero_()
     assert cache[RESID].any()
     cache.cache_dict[RESID] = cache[RESID] * 0
     assert not cache[RESID].any()
-    assert found[RESID][:2].any()
+    assert result[RESID][:2].any()
 
 
 def with_masks(tokens: torch.Tensor) -> list[dict[str, torch.Tensor]]:
@@ -143,11 +143,11 @@ def test_masks_reach_the_forward_and_are_stored(
     mask = items[0]["attention_mask"]
     _, cache = model.run_with_cache(tokens, attention_mask=mask, names_filter=RESID)
 
-    found = run(model, items, RESID, stop_at_layer=4)
+    result = run(model, items, RESID, stop_at_layer=4)
 
     # But for what is seen by nothing.
-    assert_agrees(found[RESID][:2][mask.bool()], cache[RESID].cpu()[mask.bool()])
-    assert torch.equal(found.masks[:], torch.cat([mask.bool()] * 2))
+    assert_agrees(result[RESID][:2][mask.bool()], cache[RESID].cpu()[mask.bool()])
+    assert torch.equal(result.masks[:], torch.cat([mask.bool()] * 2))
 
 
 def test_texts_are_tokenised_padded_and_stored_with_their_masks(
@@ -156,13 +156,13 @@ def test_texts_are_tokenised_padded_and_stored_with_their_masks(
     model, texts = folded_on_one("llama"), ["w4 w5 w6", "w7"]
     _, cache = model.run_with_cache(texts, names_filter=RESID)
 
-    found = run(model, [texts, texts], RESID)
+    result = run(model, [texts, texts], RESID)
 
     tokens = model.to_tokens(texts).cpu()
     mask = tokens != model.tokenizer.pad_token_id
-    assert torch.equal(found.tokens[:2], tokens)
-    assert torch.equal(found.masks[:2], mask)
-    assert_agrees(found[RESID][2:][mask], cache[RESID].cpu()[mask])
+    assert torch.equal(result.tokens[:2], tokens)
+    assert torch.equal(result.masks[:2], mask)
+    assert_agrees(result[RESID][2:][mask], cache[RESID].cpu()[mask])
 
 
 SOURCES: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -188,10 +188,10 @@ def test_batches_are_made_of_what_a_loader_has(
 ) -> None:
     model, tokens = folded_on_one("llama"), torch.cat(batches)
 
-    found = run(model, SOURCES[source](tokens), RESID)
+    result = run(model, SOURCES[source](tokens), RESID)
 
-    assert torch.equal(found.tokens[:], tokens)
-    assert_agrees(found[RESID][:], cache_of(model, batches)[RESID].cpu())
+    assert torch.equal(result.tokens[:], tokens)
+    assert_agrees(result[RESID][:], cache_of(model, batches)[RESID].cpu())
 
 
 def test_dtype_and_transform_change_activations_on_their_device(
@@ -204,9 +204,9 @@ def test_dtype_and_transform_change_activations_on_their_device(
         seen.add(activation.device)
         return activation.mean(1)
 
-    found = run(model, batches, [RESID], transform=mean, dtype=torch.float16)
+    result = run(model, batches, [RESID], transform=mean, dtype=torch.float16)
 
-    assert_same_bits(found[RESID][:], expected[RESID].mean(1).half())
+    assert_same_bits(result[RESID][:], expected[RESID].mean(1).half())
     assert seen == {model.placement.device_of(RESID)}
 
 
@@ -220,35 +220,35 @@ def test_a_transform_for_one_of_two_names_is_of_that_name(
     assert len(names) == (2 if cls == BRIDGE else 1)
 
     for reduced in names:
-        found = save_activations(
+        result = save_activations(
             *(model, batches, names),
             directory=tmp_path / reduced,
             transform={reduced: lambda a: a.mean(1)},
             progress=False,
         )
         for name in names:
-            whole = expected[name].cpu()
-            assert_agrees(found[name][:], whole.mean(1) if name == reduced else whole)
+            full = expected[name].cpu()
+            assert_agrees(result[name][:], full.mean(1) if name == reduced else full)
 
 
 def test_token_mask_leaves_tokens_out(folded_on_one: Any, batches: Any, run: Any) -> None:
     model, tokens = folded_on_one("llama"), torch.cat(batches)
-    wanted = tokens % 3 != 0
+    expecteds = tokens % 3 != 0
     expected = cache_of(model, batches)[RESID].cpu()
 
-    found = run(model, batches, RESID, token_mask=lambda tokens: tokens % 3 != 0, shard_size=2000)
+    result = run(model, batches, RESID, token_mask=lambda tokens: tokens % 3 != 0, shard_size=2000)
 
-    assert len(found.index.shards) > 1
-    assert torch.equal(found.token_mask[:], wanted)
-    assert_agrees(found[RESID][:], expected[wanted])
-    assert_agrees(found[RESID][4], expected[4][wanted[4]])
-    assert_agrees(found[RESID][2:5], expected[2:5][wanted[2:5]])
-    picked = found[RESID][[5, 1]]
-    assert_agrees(picked, torch.cat([expected[i][wanted[i]] for i in (5, 1)]))
-    rows = torch.cat(list(found.activations(RESID, 5, shuffle=False)))
-    assert_agrees(rows, expected[wanted])
+    assert len(result.index.shards) > 1
+    assert torch.equal(result.token_mask[:], expecteds)
+    assert_agrees(result[RESID][:], expected[expecteds])
+    assert_agrees(result[RESID][4], expected[4][expecteds[4]])
+    assert_agrees(result[RESID][2:5], expected[2:5][expecteds[2:5]])
+    picked = result[RESID][[5, 1]]
+    assert_agrees(picked, torch.cat([expected[i][expecteds[i]] for i in (5, 1)]))
+    rows = torch.cat(list(result.activations(RESID, 5, shuffle=False)))
+    assert_agrees(rows, expected[expecteds])
     with pytest.raises(ValueError, match=r"token_mask left some out: read saved\[name\]"):
-        found.cache(0)
+        result.cache(0)
 
 
 def test_shards_depend_on_the_arguments_only(
@@ -280,9 +280,9 @@ def test_offloaded_blocks(
     load = request.getfixturevalue("boot" if cls == BRIDGE else "from_pretrained")
     model = load("llama", device_map=device_map)
 
-    found = run(model, batches, RESID)
+    result = run(model, batches, RESID)
 
-    assert_agrees(found[RESID][:], cache_of(model, batches, names_filter=RESID)[RESID].cpu())
+    assert_agrees(result[RESID][:], cache_of(model, batches, names_filter=RESID)[RESID].cpu())
 
 
 @pytest.fixture

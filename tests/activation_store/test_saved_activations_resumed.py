@@ -279,8 +279,8 @@ def test_an_interrupt_waits_for_the_writer(
 def test_a_loader_may_use_its_memory_again(start: Start, batches: Any) -> None:
     def of_one_piece_of_memory() -> Any:
         tokens = torch.empty_like(batches[0])
-        for each in batches:
-            tokens.copy_(each)
+        for item in batches:
+            tokens.copy_(item)
             yield {"tokens": tokens}
 
     assert torch.equal(start(of_one_piece_of_memory()).tokens[:], torch.cat(batches))

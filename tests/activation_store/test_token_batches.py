@@ -54,8 +54,8 @@ def test_every_token_is_handed_out_once_an_epoch_in_another_order(
 def test_the_order_is_that_of_the_seed(written: SavedActivations) -> None:
     orders = [numbers(written.activations(RESID, 7, seed=seed)) for seed in (3, 3, 4)]
     assert orders[0] == orders[1] != orders[2]
-    whole = numbers(written.activations(RESID, 100, seed=3))
-    assert whole == orders[0]  # whatever the size of batches
+    full = numbers(written.activations(RESID, 100, seed=3))
+    assert full == orders[0]  # whatever the size of batches
 
 
 def test_without_shuffling_they_come_as_on_disk(written: SavedActivations) -> None:
@@ -155,6 +155,6 @@ def test_who_drops_them_half_way_ends_the_thread(written: SavedActivations) -> N
 def test_rows_of_any_dtype_are_shuffled(dtype: torch.dtype, tmp_path: Path) -> None:
     """Also of those that torch cannot index."""
     written = write_by_hand(tmp_path, dtype)
-    found = torch.cat([each.float() for each in written.activations(RESID, 7)])
+    result = torch.cat([item.float() for item in written.activations(RESID, 7)])
     expected = written[RESID][:].flatten(0, 1).float()
-    assert sorted(found.tolist()) == sorted(expected.tolist())
+    assert sorted(result.tolist()) == sorted(expected.tolist())

@@ -56,7 +56,7 @@ def test_a_loaded_model_is_well(name: str, load: Any, tokens: torch.Tensor) -> N
     assert (report.findings, report.notes) == ((), ())
     assert report.well
     assert report
-    assert [(each.device, each.held) for each in report.memory] == [
+    assert [(item.device, item.held) for item in report.memory] == [
         (device, model.placement.bytes_on(device)) for device in model.placement.devices
     ]
 
@@ -123,7 +123,7 @@ def test_a_permanent_hook_is_noted_only(model: Any) -> None:
     report = check(model)
 
     assert report
-    assert [each.name for each in report.notes] == ["blocks.2.hook_resid_post"]
+    assert [item.name for item in report.notes] == ["blocks.2.hook_resid_post"]
 
 
 # --------------------------------------------------------------------------------------------
@@ -152,9 +152,9 @@ def test_a_module_put_in_at_home_is_found_until_it_is_set_up(
 
     report = check(model)
     assert report
-    assert [(each.kind, each.name) for each in report.notes] == [("attached", name)]
-    said = without_hosts(report.notes[0].message)
-    assert "is on sim:0, and its block on sim:3" in said
+    assert [(item.kind, item.name) for item in report.notes] == [("attached", name)]
+    text = without_hosts(report.notes[0].message)
+    assert "is on sim:0, and its block on sim:3" in text
     model(tokens)
 
 
@@ -167,7 +167,7 @@ def test_repair_leaves_what_was_set_up_where_it_is(model: Any, tokens: torch.Ten
     report = check(model, repair=True)
 
     assert report
-    assert [each.name for each in report.repaired] == ["blocks.4.attn"]
+    assert [item.name for item in report.repaired] == ["blocks.4.attn"]
     assert model.blocks[4].mlp[0].weight.device == torch.device("sim:0")
     assert_agrees(model(tokens), expected)
 
@@ -253,7 +253,7 @@ def test_repair_of_everything_at_once_leaves_what_it_cannot_mend(
 
     report = check(model, repair=True)
 
-    assert [each.kind for each in report.findings] == ["values", "hooks"]
+    assert [item.kind for item in report.findings] == ["values", "hooks"]
     model.reset_hooks()
     model.load_state_dict(reference.state_dict(), strict=False)
     assert check(model)

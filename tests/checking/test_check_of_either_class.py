@@ -59,7 +59,7 @@ def reference(cls: str, unpatched: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("cls", "name", "options"), [(cls, *each) for cls in CLASSES for each in UNPATCHED[cls]]
+    ("cls", "name", "options"), [(cls, *item) for cls in CLASSES for item in UNPATCHED[cls]]
 )
 def test_a_model_of_unpatched_transformer_lens_is_well(
     name: str, options: dict[str, bool], unpatched: Any
@@ -105,8 +105,8 @@ def test_the_line_that_is_given_mends_it(
 ) -> None:
     if fault.first is not None:
         reference = copy.deepcopy(reference)
-        for each in (model, reference):
-            fault.first(each)
+        for item in (model, reference):
+            fault.first(item)
     fault.breaks(model)
     (finding,) = check(model).findings
     assert finding.fix is not None
@@ -147,12 +147,12 @@ def test_repair_brings_it_back_and_the_placement_is_the_truth_again(
     assert check(model), check(model)
     assert repr(model.placement) == printed
     assert report.memory == memory
-    for each in report.memory:
-        assert each.planned == model.placement.bytes_on(each.device)
+    for item in report.memory:
+        assert item.planned == model.placement.bytes_on(item.device)
         # Folding gives a Bridge a bias of the unembedding, which no plan knows.
-        assert each.held == each.planned or cls == BRIDGE
+        assert item.held == item.planned or cls == BRIDGE
     if not replaced:
-        assert all(parameters[name] is each for name, each in model.named_parameters())
+        assert all(parameters[name] is item for name, item in model.named_parameters())
     # TransformerLens 3.9 runs a gated MLP of a folded Bridge by plain tensors beside its parameters
     # (`_processed_W_in` and the like). They share memory until a parameter is moved, which they
     # are not.

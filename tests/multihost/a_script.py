@@ -39,11 +39,11 @@ def pause() -> None:
 
 def pausing_once() -> Any:
     """A hook that pauses, and does nothing."""
-    there: list[None] = []
+    present: list[None] = []
 
     def hook(value: torch.Tensor, hook: Any) -> None:
-        if not there:
-            there.append(None)
+        if not present:
+            present.append(None)
             pause()
 
     return hook
@@ -60,7 +60,7 @@ def logits(model: Model, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
 
 def first_gradient(model: Model) -> torch.Tensor:
     """The sum of one that comes last: at home, through all blocks."""
-    return next(each.grad for each in model.parameters() if each.grad is not None).sum()
+    return next(item.grad for item in model.parameters() if item.grad is not None).sum()
 
 
 def forwards() -> None:

@@ -24,9 +24,9 @@ from tl_devicefix.simulation.machine import Machine
 @pytest.fixture(scope="session")
 def server() -> Iterator[ForkServer]:
     """Starts processes."""
-    found = ForkServer()
-    yield found
-    found.end()
+    result = ForkServer()
+    yield result
+    result.end()
 
 
 @pytest.fixture(scope="session")
@@ -92,8 +92,8 @@ def launch(server: ForkServer, tmp_path: Path) -> Iterator[Launch]:
         def launch(what: str, world_size: int = 3, **options: Any) -> Launched:
             directory = tmp_path / f"{what}-{time.monotonic_ns()}"
             directory.mkdir()
-            found = Launched(server, directory, what, world_size, **options)
-            stack.callback(found.kill)
-            return found
+            result = Launched(server, directory, what, world_size, **options)
+            stack.callback(result.kill)
+            return result
 
         yield launch

@@ -36,13 +36,13 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # or those that are forked look at all that is here, and have copies of it
     for line in sys.stdin:
-        told = json.loads(line)
-        if "wait" in told:
-            print(_status(told["wait"], told["seconds"]), flush=True)
+        message = json.loads(line)
+        if "wait" in message:
+            print(_status(message["wait"], message["seconds"]), flush=True)
             continue
         pid = os.fork()
         if not pid:
-            _become(told)
+            _become(message)
             return
         print(pid, flush=True)
 
@@ -52,8 +52,8 @@ def _status(pid: int, seconds: float) -> int | None:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         with contextlib.suppress(ChildProcessError):
-            found, status = os.waitpid(pid, os.WNOHANG)
-            if found:
+            result, status = os.waitpid(pid, os.WNOHANG)
+            if result:
                 return os.waitstatus_to_exitcode(status)
         time.sleep(0.02)
     return None
@@ -78,7 +78,7 @@ def _become(told: dict[str, Any]) -> None:
     if "mount" in told:  # the one directory, where the other is
         _call("unshare", _MOUNTS)
         _call("mount", None, b"/", None, _PRIVATE, None)
-        _call("mount", *(each.encode() for each in told["mount"]), None, _BIND, None)
+        _call("mount", *(item.encode() for item in told["mount"]), None, _BIND, None)
     if "token" in told:
         os.environ["TL_DEVICEFIX_TOKEN"] = told["token"]
     if "path" in told:

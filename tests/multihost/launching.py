@@ -97,16 +97,16 @@ class Launched:
         until = time.monotonic() + WITHIN
         while time.monotonic() < until:
             lines = self.text("said", rank).split("\n")[:-1]
-            said = [line for line in lines if line.startswith("[")]
-            if len(said) > self._n_read:
+            text = [line for line in lines if line.startswith("[")]
+            if len(text) > self._n_read:
                 self._n_read += 1
-                found: list[Any] = json.loads(said[self._n_read - 1])
-                return found
+                result: list[Any] = json.loads(text[self._n_read - 1])
+                return result
             time.sleep(0.02)
-        for each in self.pids:  # where they are: see `faulthandler` in `fork_server.py`
-            self.signal(each, signal.SIGUSR1)
+        for item in self.pids:  # where they are: see `faulthandler` in `fork_server.py`
+            self.signal(item, signal.SIGUSR1)
         time.sleep(0.5)
-        where = "\n".join(f"rank {each}:\n{self.text('stderr', each)}" for each in self.pids)
+        where = "\n".join(f"rank {item}:\n{self.text('stderr', item)}" for item in self.pids)
         raise AssertionError(f"rank {rank} says nothing. {where}")
 
     def error(self, since: float) -> str:
@@ -140,13 +140,13 @@ class Launched:
 
     def ends(self, *ranks: int) -> list[int | None]:
         """With what ranks end, within a minute together: by default, all that there are."""
-        until, found = time.monotonic() + WITHIN, []
+        until, result = time.monotonic() + WITHIN, []
         for rank in ranks or list(self.pids):
             left = max(until - time.monotonic(), 0.1)
-            found.append(self._server.tell(wait=self.pids[rank], seconds=left))
-            if found[-1] is not None:
+            result.append(self._server.tell(wait=self.pids[rank], seconds=left))
+            if result[-1] is not None:
                 del self.pids[rank]
-        return found
+        return result
 
     def kill(self) -> None:
         """Leave nobody behind."""

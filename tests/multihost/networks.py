@@ -28,13 +28,13 @@ def on(names: list[str]) -> dict[str, Any]:
 @contextmanager
 def _namespaces(*names: str) -> Iterator[list[str]]:
     """Networks of their own."""
-    found = [f"{name}-{os.getpid()}" for name in names]
-    for name in found:
+    result = [f"{name}-{os.getpid()}" for name in names]
+    for name in result:
         ip("netns", "add", name)
     try:
-        yield found
+        yield result
     finally:
-        for name in found:
+        for name in result:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 

@@ -40,10 +40,10 @@ def far_gradients(model: Any) -> list[torch.Tensor | None]:
 
 
 def same(one: list[torch.Tensor | None], other: list[torch.Tensor | None]) -> None:
-    for here, there in zip(one, other, strict=True):
-        assert (here is None) == (there is None)
-        if here is not None:
-            torch.testing.assert_close(here, there, **EQUAL)
+    for current, present in zip(one, other, strict=True):
+        assert (current is None) == (present is None)
+        if current is not None:
+            torch.testing.assert_close(current, present, **EQUAL)
 
 
 def test_a_backward_is_one_command_a_block(
@@ -63,25 +63,25 @@ def test_gradients_lie_as_their_weights_and_none_is_copied(
     loss(model, tokens).backward()
 
     weights = list(model.blocks[FAR].parameters())
-    assert not all(each.is_contiguous() for each in weights)
-    assert [each.grad.stride() for each in weights] == [each.stride() for each in weights]
-    operations = {each.arguments[0] for each in told if each.name == "run"}
+    assert not all(item.is_contiguous() for item in weights)
+    assert [item.grad.stride() for item in weights] == [item.stride() for item in weights]
+    operations = {item.arguments[0] for item in told if item.name == "run"}
     assert not operations & {"aten::new_empty_strided", "aten::clone"}
 
 
 def test_frozen_weights_get_none(model: Any, alone: Any, tokens: torch.Tensor) -> None:
-    for each in (model, alone):
-        each.requires_grad_(False)
-        each.blocks[FAR].attn.W_Q.requires_grad_(True)
-        loss(each, tokens).backward()
+    for item in (model, alone):
+        item.requires_grad_(False)
+        item.blocks[FAR].attn.W_Q.requires_grad_(True)
+        loss(item, tokens).backward()
 
-    assert sum(each is not None for each in far_gradients(model)) == 1
+    assert sum(item is not None for item in far_gradients(model)) == 1
     same(far_gradients(model), far_gradients(alone))
 
 
 def test_inputs_alone(model: Any, alone: Any, tokens: torch.Tensor) -> None:
-    for each in (model, alone):
-        loss(each, tokens).backward(inputs=[each.blocks[0].mlp.W_in])
+    for item in (model, alone):
+        loss(item, tokens).backward(inputs=[item.blocks[0].mlp.W_in])
 
     assert far_gradients(model) == [None] * len(far_gradients(model))
     torch.testing.assert_close(
@@ -90,13 +90,13 @@ def test_inputs_alone(model: Any, alone: Any, tokens: torch.Tensor) -> None:
 
 
 def test_twice_through_one_graph(model: Any, alone: Any, tokens: torch.Tensor) -> None:
-    for each in (model, alone):
-        found = loss(each, tokens)
-        found.backward(retain_graph=True)
-        found.backward()
+    for item in (model, alone):
+        result = loss(item, tokens)
+        result.backward(retain_graph=True)
+        result.backward()
 
         with pytest.raises(RuntimeError, match="second time"):
-            found.backward()
+            result.backward()
     same(far_gradients(model), far_gradients(alone))
 
 
@@ -107,23 +107,23 @@ def test_gradients_of_gradients(
         torch.autograd.grad(loss(model, tokens), model.W_E, create_graph=True)
 
     monkeypatch.setattr(far, "run_block", None)
-    found = []
-    for each in (model, alone):
-        weight = each.blocks[FAR].mlp.W_in
-        (first,) = torch.autograd.grad(loss(each, tokens), weight, create_graph=True)
+    result = []
+    for item in (model, alone):
+        weight = item.blocks[FAR].mlp.W_in
+        (first,) = torch.autograd.grad(loss(item, tokens), weight, create_graph=True)
         (second,) = torch.autograd.grad(first.square().sum(), weight)
-        found.append(second.cpu())
+        result.append(second.cpu())
 
-    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(*result, rtol=1e-3, atol=1e-6)
 
 
 def test_weights_that_were_changed_since_are_refused(model: Any, tokens: torch.Tensor) -> None:
-    found = loss(model, tokens)
+    result = loss(model, tokens)
     with torch.no_grad():
         model.blocks[FAR].mlp.W_in.mul_(1)
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        found.backward()
+        result.backward()
 
 
 def test_frozen_weights_that_were_changed_since_are_refused(
@@ -131,10 +131,10 @@ def test_frozen_weights_that_were_changed_since_are_refused(
 ) -> None:
     model.requires_grad_(False)
     model.blocks[FAR].attn.W_Q.requires_grad_(True)
-    found = loss(model, tokens)
+    result = loss(model, tokens)
     model.blocks[FAR].mlp.W_in.mul_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        found.backward()
+        result.backward()
 
 
 def test_attention_without_scores_is_one_command_a_block(
@@ -151,8 +151,8 @@ def test_attention_without_scores_is_one_command_a_block(
 def test_what_a_block_gave_may_be_changed_in_place(
     model: Any, alone: Any, tokens: torch.Tensor
 ) -> None:
-    for each in (model, alone):
-        stream = each(tokens, stop_at_layer=N_LAYERS)
+    for item in (model, alone):
+        stream = item(tokens, stop_at_layer=N_LAYERS)
         stream += 1
         stream.square().sum().backward()
 
@@ -182,11 +182,11 @@ def test_hooks_on_saved_tensors_see_those_of_each_operation(
 def test_a_bias_may_be_changed_before_the_backward(
     model: Any, alone: Any, tokens: torch.Tensor
 ) -> None:
-    for each in (model, alone):
-        found = loss(each, tokens)
+    for item in (model, alone):
+        result = loss(item, tokens)
         with torch.no_grad():
-            each.blocks[FAR].attn.b_O.add_(1)
-        found.backward()
+            item.blocks[FAR].attn.b_O.add_(1)
+        result.backward()
 
     same(far_gradients(model), far_gradients(alone))
     with torch.no_grad():

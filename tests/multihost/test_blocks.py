@@ -147,12 +147,12 @@ def after(change: Callable[[Any], None], model: Any, tokens: torch.Tensor) -> li
     change(block)
     torch.manual_seed(0)
     with torch.no_grad():
-        found = [model(tokens).cpu()]
+        result = [model(tokens).cpu()]
     loss = model(tokens, return_type="loss")
     loss.backward()
-    found += [loss.detach().cpu(), torch.rand(3)]
-    gradients = [each.grad for each in [*block.parameters(), *getattr(block, "own", [])]]
-    return [found, [each.cpu() for each in gradients if each is not None]]
+    result += [loss.detach().cpu(), torch.rand(3)]
+    gradients = [item.grad for item in [*block.parameters(), *getattr(block, "own", [])]]
+    return [result, [item.cpu() for item in gradients if item is not None]]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
@@ -162,19 +162,19 @@ def test_what_is_changed_by_hand_counts(
     model = load("llama", 4)
     alone = copy.deepcopy(model).to("cpu")
 
-    (found, gradients), expected = after(change, model, tokens), after(change, alone, tokens)
+    (result, gradients), expected = after(change, model, tokens), after(change, alone, tokens)
 
-    torch.testing.assert_close(found, expected[0])
+    torch.testing.assert_close(result, expected[0])
     torch.testing.assert_close(gradients, expected[1], **ROUNDED)
 
 
 def twice(cls: type, name: str) -> Any:
     """A method that looks like one of a class, and is not."""
-    there = vars(cls)[name]
+    present = vars(cls)[name]
 
-    @functools.wraps(there)
+    @functools.wraps(present)
     def method(*args: Any, **kwargs: Any) -> Any:
-        return there(*args, **kwargs) * 2
+        return present(*args, **kwargs) * 2
 
     return method
 
@@ -213,10 +213,10 @@ def test_what_is_put_into_the_class_of_a_kv_cache_s_entries_counts(
 
     monkeypatch.setattr(Entry, "append", louder)
     logits = []
-    for each in (model, alone):
-        cache = Cache.init_cache(each.cfg, each.cfg.device, len(tokens))
+    for item in (model, alone):
+        cache = Cache.init_cache(item.cfg, item.cfg.device, len(tokens))
         with torch.no_grad():
-            logits.append(each(tokens, past_kv_cache=cache).cpu())
+            logits.append(item(tokens, past_kv_cache=cache).cpu())
 
     torch.testing.assert_close(*logits, **EQUAL)
 
@@ -257,9 +257,9 @@ def test_a_function_that_is_exchanged_counts(
 
             torch.testing.assert_close(model(tokens).cpu(), alone(tokens), **EQUAL)
         assert "call" not in names(told)
-        (said,) = caplog.messages
+        (text,) = caplog.messages
         where = "torch.Tensor" if of is torch.Tensor else of.__name__
-        assert said.startswith(f"{where}.{name} was replaced on this rank, but not on the others:")
+        assert text.startswith(f"{where}.{name} was replaced on this rank, but not on the others:")
 
         model(tokens)
         assert "call" in names(told)
@@ -294,22 +294,22 @@ def test_a_residual_stream_that_lies_otherwise(model: Any) -> None:
     residual = torch.randn(3, 2, model.cfg.d_model).transpose(0, 1)
 
     with torch.no_grad():
-        found, expected = block(residual.to(block.mlp.W_in.device)), alone(residual)
+        result, expected = block(residual.to(block.mlp.W_in.device)), alone(residual)
 
-    assert found.stride() == expected.stride()
-    torch.testing.assert_close(found.cpu(), expected, **ROUNDED)
+    assert result.stride() == expected.stride()
+    torch.testing.assert_close(result.cpu(), expected, **ROUNDED)
 
 
 def test_settings_of_torch_are_rank_0_s(model: Any, tokens: torch.Tensor) -> None:
     alone, tiny = copy.deepcopy(model).to("cpu"), 1e-38
-    for each in (model, alone):
-        each.requires_grad_(False)
-        each.blocks[FAR].mlp.W_in.mul_(tiny)
-        each.blocks[FAR].mlp.W_out.mul_(1 / tiny)
+    for item in (model, alone):
+        item.requires_grad_(False)
+        item.blocks[FAR].mlp.W_in.mul_(tiny)
+        item.blocks[FAR].mlp.W_out.mul_(1 / tiny)
     try:
         plain = model(tokens).cpu()
         assert torch.set_flush_denormal(True)
-        found, expected = model(tokens).cpu(), alone(tokens)
+        result, expected = model(tokens).cpu(), alone(tokens)
     finally:
         torch.set_flush_denormal(False)
         again = model(tokens).cpu()
@@ -317,8 +317,8 @@ def test_settings_of_torch_are_rank_0_s(model: Any, tokens: torch.Tensor) -> Non
         model.blocks[FAR].mlp.W_out.mul_(tiny)
         model.requires_grad_(True)
 
-    assert not torch.equal(found, plain)
-    torch.testing.assert_close([found, again], [expected, plain], **EQUAL)
+    assert not torch.equal(result, plain)
+    torch.testing.assert_close([result, again], [expected, plain], **EQUAL)
 
 
 def test_values_go_with_their_command_whenever_all_is_sent(
@@ -334,9 +334,9 @@ def test_autocast_of_another_type_of_device_is_no_one_s(model: Any, tokens: torc
     with torch.no_grad():
         expected = model(tokens).cpu()
         with torch.autocast("cpu", torch.bfloat16):
-            found = model(tokens).cpu()
+            result = model(tokens).cpu()
 
-    assert torch.equal(found, expected)
+    assert torch.equal(result, expected)
 
 
 def test_an_error_in_a_hook(model: Any, reference: Any, tokens: torch.Tensor) -> None:

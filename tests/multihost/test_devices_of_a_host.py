@@ -24,7 +24,7 @@ def gpus(host: str, *numbers: int) -> list[tuple[str, str]]:
 
 def parts(*everyone: Any) -> list[list[str]]:
     """Of all ranks, each of which sees devices, and asks for all of its part or for a number."""
-    return shared([hello(*each) if isinstance(each, tuple) else hello(each) for each in everyone])
+    return shared([hello(*item) if isinstance(item, tuple) else hello(item) for item in everyone])
 
 
 A, B = gpus("a", 0, 1, 2, 3), gpus("b", 0, 1, 2, 3)
@@ -75,15 +75,17 @@ def test_processes_of_a_machine_see_the_same_devices(
     """As an accelerator's module of torch tells of them; no machine of CI has one."""
     of_type: dict[str, Any] = {"device_count": lambda: 2}
     if told:
-        found = iter([SimpleNamespace(**dict(zip(told, values))) for values in zip(*told.values())])
-        of_type["get_device_properties"] = lambda device: next(found)
+        result = iter(
+            [SimpleNamespace(**dict(zip(told, values))) for values in zip(*told.values())]
+        )
+        of_type["get_device_properties"] = lambda device: next(result)
     monkeypatch.setattr(handshake, "real_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch, "get_device_module", lambda name: SimpleNamespace(**of_type))
 
     one, other = visible_devices(None), visible_devices(2)
 
     assert one == other
-    assert len({found for _, found in one}) == 2
+    assert len({result for _, result in one}) == 2
     with pytest.raises(ValueError, match=r"^n_devices must be 2 or less, .*, but is 3$"):
         visible_devices(3)
 
@@ -102,12 +104,12 @@ def test_cpu_devices_of_a_machine_share_what_is_free(monkeypatch: pytest.MonkeyP
     everyone = [hello(visible_devices(n), n, memory) for n, memory in asked]
     everyone[-1]["machine"] = "another"
 
-    found = [
+    result = [
         free_memory([torch.device(name) for name in names], everyone, rank)
         for rank, names in enumerate(shared(everyone))
     ]
 
-    assert found == [[2 * GiB], [2 * GiB] * 2, [GiB], [6 * GiB]]
+    assert result == [[2 * GiB], [2 * GiB] * 2, [GiB], [6 * GiB]]
 
 
 def test_all_ranks_refuse_what_they_cannot_share(launch: Launch) -> None:
@@ -123,7 +125,7 @@ def test_all_ranks_are_told_of_one_that_cannot_tell_what_is_free(launch: Launch)
 
     assert launched.ends() == [3, 3, 3]
     for rank in range(3):
-        said = launched.text("said", rank)
+        text = launched.text("said", rank)
         assert re.search(
-            r'"rank 1 \(.*\) cannot tell how much memory is free: CUDA error: out of memory"', said
+            r'"rank 1 \(.*\) cannot tell how much memory is free: CUDA error: out of memory"', text
         )

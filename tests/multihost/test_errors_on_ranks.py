@@ -52,20 +52,20 @@ def in_a_file(path: Path) -> torch.Tensor:
 def test_a_rank_reads_its_own_file(machine: Any, told: Any, tmp_path: Path) -> None:
     tensor = in_a_file(tmp_path / "model.safetensors")
 
-    there = tensor.view(-1, 16).T.to("sim:3")
+    present = tensor.view(-1, 16).T.to("sim:3")
 
     assert told[-1].name == "load"
-    assert torch.equal(there.cpu(), tensor.view(-1, 16).T)
+    assert torch.equal(present.cpu(), tensor.view(-1, 16).T)
 
 
 def test_what_was_written_to_is_sent(machine: Any, told: Any, tmp_path: Path) -> None:
     tensor = in_a_file(tmp_path / "model.safetensors")
     tensor[5000] += 1
 
-    there = tensor.to("sim:3")
+    present = tensor.to("sim:3")
 
     assert told[-1].name == "put"
-    assert torch.equal(there.cpu(), tensor)
+    assert torch.equal(present.cpu(), tensor)
 
 
 def test_a_file_that_was_written_again_is_read_again(machine: Any, tmp_path: Path) -> None:
@@ -76,8 +76,8 @@ def test_a_file_that_was_written_again_is_read_again(machine: Any, tmp_path: Pat
 
     assert before.any()
     again: Any = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=256 * 64)
-    there = torch.empty(0, dtype=torch.uint8).set_(again).to("sim:3")
-    assert not there.any().item()
+    present = torch.empty(0, dtype=torch.uint8).set_(again).to("sim:3")
+    assert not present.any().item()
 
 
 def difference(file: File) -> str | None:

@@ -186,9 +186,9 @@ def test_another_version_on_one_rank(launch: Launch, tmp_path: Path) -> None:
 
     assert launched.ends() == [3, 3, 3]
     for rank in range(3):
-        said = launched.text("said", rank)
-        assert "has tl_devicefix 9.9, and rank 0 (" in said
-        assert "install the same on both" in said
+        text = launched.text("said", rank)
+        assert "has tl_devicefix 9.9, and rank 0 (" in text
+        assert "install the same on both" in text
 
 
 @pytest.mark.parametrize("name", ["torch", "transformers", "numpy", "einops", "Python"])

@@ -45,9 +45,9 @@ def gradients(model: Any, tokens: torch.Tensor) -> Any:
     grads: list[torch.Tensor] = []
     with model.hooks(bwd_hooks=[(f"blocks.{FAR_BLOCK}.hook_resid_pre", _keep(grads))]):
         loss = model(tokens, return_type="loss")
-        weights = [each for each in model.parameters() if each.requires_grad]
-        found = torch.autograd.grad(loss, weights, allow_unused=True)
-    return loss, found, grads
+        weights = [item for item in model.parameters() if item.requires_grad]
+        result = torch.autograd.grad(loss, weights, allow_unused=True)
+    return loss, result, grads
 
 
 def _keep(grads: list[torch.Tensor]) -> Callable[..., None]:
@@ -93,8 +93,8 @@ CLOSE = {
 
 def at_home(result: Any) -> list[Any]:
     return [
-        each.detach().cpu() if isinstance(each, torch.Tensor) else each
-        for each in tree_leaves(result)
+        item.detach().cpu() if isinstance(item, torch.Tensor) else item
+        for item in tree_leaves(result)
     ]
 
 
@@ -134,8 +134,8 @@ def test_gradients_are_those_of_one_cpu(hooked: list[str], both: Any, tokens: to
     alone = on_cpu(model)
     hooks = [(name, lambda value, hook: value * 2) for name in hooked]
 
-    for each in (model, alone):
-        each.run_with_hooks(tokens, return_type="loss", fwd_hooks=hooks).backward()
+    for item in (model, alone):
+        item.run_with_hooks(tokens, return_type="loss", fwd_hooks=hooks).backward()
 
     for one, other in zip(model.parameters(), alone.parameters()):
         torch.testing.assert_close(one.grad.cpu(), other.grad, **EQUAL)
@@ -163,16 +163,16 @@ def test_an_optimizer_changes_weights_where_they_are(both: Any, tokens: torch.Te
 @pytest.mark.usefixtures("both")
 def test_what_is_read_lies_as_on_one_cpu() -> None:
     """Or products with it would round otherwise."""
-    there = torch.arange(24.0).view(2, 3, 4)
+    present = torch.arange(24.0).view(2, 3, 4)
     lying = (
-        *(there, there.permute(2, 0, 1), there.mT, there[:, :, ::2].mT, there[:1].mT),
-        *(there[:, :1].expand(2, 3, 4), there[:0].mT, there[0, 0, 0]),
+        *(present, present.permute(2, 0, 1), present.mT, present[:, :, ::2].mT, present[:1].mT),
+        *(present[:, :1].expand(2, 3, 4), present[:0].mT, present[0, 0, 0]),
     )
     for expected in lying:
         far = expected.to("sim:3")
-        for found in (far.cpu(), copy.deepcopy(far)):
-            assert found.stride() == expected.clone().stride()
-            assert torch.equal(found.cpu(), expected)
+        for result in (far.cpu(), copy.deepcopy(far)):
+            assert result.stride() == expected.clone().stride()
+            assert torch.equal(result.cpu(), expected)
 
 
 def on_cpu(model: Any) -> Any:

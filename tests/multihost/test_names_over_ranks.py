@@ -74,10 +74,10 @@ def test_a_tensor_of_the_cpu_is_told_where_to_go(device: str, machine: Any) -> N
 def test_a_hook_that_adds_one_is_told_once(over_ranks: Any) -> None:
     hook = ("blocks.4.hook_resid_post", lambda value, hook: value + torch.ones(value.shape[-1]))
 
-    with pytest.raises(RuntimeError, match=r"is on sim:3 \(host1/cpu:1\)") as told:
+    with pytest.raises(RuntimeError, match=r"is on sim:3 \(host1/cpu:1\)") as message:
         over_ranks.run_with_hooks(torch.arange(4).view(1, 4), fwd_hooks=[hook])
 
-    assert str(told.value).count(".to(") == 1
+    assert str(message.value).count(".to(") == 1
 
 
 def test_a_check_is_well_and_says_over_which_hosts(over_ranks: Any) -> None:
@@ -93,7 +93,7 @@ def test_a_check_names_both_hosts_of_what_is_misplaced(over_ranks: Any) -> None:
     report = check(over_ranks)
 
     name = "is on sim:0 (host0/cpu:0), but the placement puts it on sim:2 (host1/cpu:0)"
-    assert any(name in each.message for each in report.findings)
+    assert any(name in item.message for item in report.findings)
     assert check(over_ranks, repair=True)
 
 
@@ -112,9 +112,9 @@ def test_a_demo_over_more_devices_than_ranks_have(machine: Any) -> None:
 
 
 def test_a_full_device_is_named_with_what_its_rank_holds(over_ranks: Any) -> None:
-    with pytest.raises(torch.OutOfMemoryError) as told:
+    with pytest.raises(torch.OutOfMemoryError) as message:
         torch.empty(1 << 40, device="sim:2")
 
-    assert " sim:2 (host1/cpu:0) has a total capacity of 4.00 GiB of which " in str(told.value)
+    assert " sim:2 (host1/cpu:0) has a total capacity of 4.00 GiB of which " in str(message.value)
     # Models of other tests may not be collected yet, of which it holds a part too.
-    assert re.search(r" is free\. Rank 1 holds .*\bblocks\.3-4\b.*\.$", str(told.value))
+    assert re.search(r" is free\. Rank 1 holds .*\bblocks\.3-4\b.*\.$", str(message.value))

@@ -64,13 +64,13 @@ def test_a_rank_is_at_one_run_while_rank_0_is_at_the_next(
     # To whoever opens it in vain.
     giving_up = threading.Timer(FOREVER, lambda: (gave_up.set(), os.open(pipe, os.O_RDWR)))
     giving_up.start()
-    found = list(pipeline_map(model, run, range(3)))
+    result = list(pipeline_map(model, run, range(3)))
     giving_up.cancel()
 
     assert not gave_up.is_set()
     assert n_met == [1]
     with torch.no_grad():
-        for number, logits in enumerate(found):
+        for number, logits in enumerate(result):
             assert torch.equal(logits.cpu(), model(tokens.roll(number, 1)).cpu())
 
 

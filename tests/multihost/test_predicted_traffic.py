@@ -98,7 +98,7 @@ def forward(model: Any, tokens: torch.Tensor) -> Any:
 def cache_read(model: Any, tokens: torch.Tensor) -> Any:
     with torch.no_grad():
         _, cache = model.run_with_cache(tokens, names_filter=Job(cache="mlp_out").keeps)
-    return [each.cpu() for each in cache.values()]
+    return [item.cpu() for item in cache.values()]
 
 
 def gradients(model: Any, tokens: torch.Tensor) -> Any:
@@ -150,9 +150,9 @@ def test_a_forward_as_the_placement_says(over_ranks: Any, wire: Wire, tokens: to
 
     sent = wire.during(lambda: forward(over_ranks, tokens))
 
-    there = over_ranks.placement.between_hosts(*tokens.shape)
+    present = over_ranks.placement.between_hosts(*tokens.shape)
     stream = tokens.numel() * over_ranks.cfg.d_model * 4
-    assert sent == there == dict.fromkeys((THERE, BACK), stream)
+    assert sent == present == dict.fromkeys((THERE, BACK), stream)
 
 
 @pytest.mark.skipif(not has_hooked_transformer(), reason="a Bridge's masks cross too")
@@ -164,7 +164,7 @@ def test_weights_of_an_offloaded_block_visit_its_host(
 
     sent = wire.during(lambda: forward(model, tokens))
 
-    block = next(each for each in model.placement.components if each.name == "blocks.4")
+    block = next(item for item in model.placement.components if item.name == "blocks.4")
     assert block.offloaded
     assert sent == model.placement.between_hosts(*tokens.shape)
     assert sent[THERE] == sent[BACK] + block.weights

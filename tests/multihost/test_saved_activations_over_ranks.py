@@ -69,8 +69,8 @@ def expected(load: tuple[Any, Path]) -> Callable[[str], dict[str, bytes]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_bytes(case: str, model: Any, batches: Any, expected: Any, tmp_path: Path) -> None:
-    found = run(model, batches, tmp_path, **CASES[case])
+    result = run(model, batches, tmp_path, **CASES[case])
 
     assert files(tmp_path) == expected(case)
-    assert len(found.index.shards) > 1
-    assert found.verify() == []
+    assert len(result.index.shards) > 1
+    assert result.verify() == []

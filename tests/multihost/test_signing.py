@@ -46,8 +46,8 @@ def ends() -> Iterator[Callable[..., Ends]]:
         return first, second
 
     yield of
-    for each in sockets:
-        each.close()
+    for item in sockets:
+        item.close()
 
 
 def test_why_rank_0_has_ended_is_heard_though_its_connection_is_closed(
@@ -137,8 +137,8 @@ def met(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], list[str]]:
         try:
             rendezvous = Rendezvous(master, rank, len(tokens), 20, len, by)
             kept.append(rendezvous)  # others may still read rank 0's store
-            said = rendezvous.meet({"rank": rank})
-            return str([each["rank"] for each in said])
+            text = rendezvous.meet({"rank": rank})
+            return str([item["rank"] for item in text])
         except RuntimeError as error:
             return str(error)
 
@@ -181,10 +181,10 @@ def says(of: Signer) -> bytes:
 
 def test_the_first_rank_makes_a_token_and_others_have_it(home: Path) -> None:
     with ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(lambda _: says(signer()), range(8)))
+        result = list(threads.map(lambda _: says(signer()), range(8)))
 
     path = home / ".cache/tl_devicefix/token"
-    assert set(found) == {says(Signer(path.read_bytes(), ""))}
+    assert set(result) == {says(Signer(path.read_bytes(), ""))}
     assert path.stat().st_mode & 0o777 == 0o600
     assert len(path.read_text()) == 64
 

@@ -17,7 +17,7 @@ def names(told: list[Any]) -> list[str]:
 
 
 def far_blocks(model: Any) -> list[Any]:
-    return [each for each in model.blocks if each.mlp.W_in.device.index >= 2]
+    return [item for item in model.blocks if item.mlp.W_in.device.index >= 2]
 
 
 def messages_for(n_blocks: int) -> int:
@@ -125,9 +125,9 @@ def test_what_is_let_go_is_let_go_there(model: Any, tokens: torch.Tensor, ranks:
     ids=["one of many", "one with a stride", "none", "a bool", "more than a message"],
 )
 def test_values_there_and_back(values: torch.Tensor, machine: Any) -> None:
-    there = values.to("sim:3")
+    present = values.to("sim:3")
 
-    torch.testing.assert_close(there.cpu(), values, rtol=0, atol=0)
+    torch.testing.assert_close(present.cpu(), values, rtol=0, atol=0)
     torch.testing.assert_close(
         values.to("sim:0").to("sim:3").to("sim:0").cpu(), values, rtol=0, atol=0
     )

@@ -16,15 +16,15 @@ def test_the_selfcheck(launch: Launch) -> None:
     launched = launch("selfcheck", 2, command=["-m", "tl_devicefix", "selfcheck"])
 
     assert launched.ends() == [0, 0]
-    said = launched.text("said", 0)
+    text = launched.text("said", 0)
     assert (
         "the same versions on all ranks, which have 2 devices:\nsim:0  host0/cpu:0, of rank 0, "
-        in said
+        in text
     )
     for pair in ("cpu -> sim:1", "sim:0 -> sim:1", "sim:1 -> sim:0", "sim:1 -> cpu"):
-        assert f"copy {pair}: ok" in said
-    assert "parity on sim:0, sim:1: ok" in said
-    assert "can be trusted" in said
+        assert f"copy {pair}: ok" in text
+    assert "parity on sim:0, sim:1: ok" in text
+    assert "can be trusted" in text
     assert launched.text("said", 1) == ""
 
 
@@ -40,9 +40,9 @@ def test_another_token_on_one_rank(launch: Launch) -> None:
 
     assert launched.ends() == [3, 3]
     for rank in range(2):
-        said = launched.text("said", rank)
-        assert f"rank {1 - rank} has another token than rank {rank}, which has that of TL_" in said
-        assert "long enough" not in said + launched.text("stderr", rank)
+        text = launched.text("said", rank)
+        assert f"rank {1 - rank} has another token than rank {rank}, which has that of TL_" in text
+        assert "long enough" not in text + launched.text("stderr", rank)
 
 
 @pytest.mark.full(reason="`nox -s package` runs it with the wheel")

@@ -98,18 +98,18 @@ def test_a_method_does_what_it_did_with_weights_on_one_device(
 ) -> None:
     if method == "fold_layer_norm" and name == "mixtral" and not installed_conventions().folds_moe:
         pytest.skip("this TransformerLens cannot fold the norms of mixtures of experts")
-    given = scattered(unprocessed(name).state_dict(), machine.devices)
-    exact = {key: t.double() if t.is_floating_point() else t for key, t in on_cpu(given).items()}
+    argument = scattered(unprocessed(name).state_dict(), machine.devices)
+    exact = {key: t.double() if t.is_floating_point() else t for key, t in on_cpu(argument).items()}
     with tl_devicefix.disabled():
         expected = getattr(unprocessed(name), method)(exact, **options)
 
-    result = getattr(without_weights(name, n_devices=4), method)(given, **options)
+    result = getattr(without_weights(name, n_devices=4), method)(argument, **options)
 
     assert result.keys() == expected.keys()
     for key, tensor in expected.items():
-        assert result[key].dtype == given[key].dtype, key
+        assert result[key].dtype == argument[key].dtype, key
         if not is_unread(name, key):
-            precision = 2**-7 if given[key].dtype == torch.bfloat16 else 1e-5
+            precision = 2**-7 if argument[key].dtype == torch.bfloat16 else 1e-5
             ours, theirs = {key: result[key].cpu().double()}, {key: tensor.double()}
             assert_same_tensors(ours, theirs, precision)
 
@@ -130,8 +130,8 @@ def test_a_method_leaves_each_weight_on_its_own_device(
 ) -> None:
     model = without_weights(name, n_devices=4)
 
-    given = scattered(unprocessed(name).state_dict(), machine.devices)
-    result = getattr(model, method)(given, **options)
+    argument = scattered(unprocessed(name).state_dict(), machine.devices)
+    result = getattr(model, method)(argument, **options)
 
     for key, tensor in result.items():
         assert tensor.device == model.placement.device_of(key), key
@@ -146,12 +146,12 @@ def test_a_method_leaves_the_given_weights_unchanged(
     without_weights: Any,
     machine: Any,
 ) -> None:
-    given = scattered(unprocessed(name).state_dict(), machine.devices)
-    before = Snapshot(given)
+    argument = scattered(unprocessed(name).state_dict(), machine.devices)
+    before = Snapshot(argument)
 
-    getattr(without_weights(name, n_devices=4), method)(given, **options)
+    getattr(without_weights(name, n_devices=4), method)(argument, **options)
 
-    before.assert_unchanged(given)
+    before.assert_unchanged(argument)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen2"])
@@ -159,19 +159,19 @@ def test_missing_keys_are_filled_from_the_model(
     name: str, unprocessed: Any, without_weights: Any, machine: Any
 ) -> None:
     model = without_weights(name, n_devices=4)
-    given = scattered(unprocessed(name).state_dict(), machine.devices)
-    missing = [key for key in given if ".ln2." in key or ".b_" in key or key.endswith("mask")]
+    argument = scattered(unprocessed(name).state_dict(), machine.devices)
+    missing = [key for key in argument if ".ln2." in key or ".b_" in key or key.endswith("mask")]
     for key in missing:
-        del given[key]
-    before = Snapshot(given)
+        del argument[key]
+    before = Snapshot(argument)
     with tl_devicefix.disabled():
-        expected = model.fill_missing_keys(dict(given))
+        expected = model.fill_missing_keys(dict(argument))
 
-    filled = model.fill_missing_keys(given)
+    filled = model.fill_missing_keys(argument)
 
-    before.assert_unchanged(given)
-    assert filled.keys() == expected.keys() == {*given, *missing}
-    assert all(filled[key] is given[key] for key in given)
+    before.assert_unchanged(argument)
+    assert filled.keys() == expected.keys() == {*argument, *missing}
+    assert all(filled[key] is argument[key] for key in argument)
     assert_same_tensors(
         on_cpu({key: filled[key] for key in missing}),
         on_cpu({key: expected[key] for key in missing}),
@@ -199,13 +199,13 @@ def test_loading_weights_that_lie_anywhere(
         reference = without_weights(name)
         reference.load_and_process_state_dict(dict(weights), **options)
     choose = random.Random(0).choice
-    given = {key: tensor.to(choose(machine.devices)) for key, tensor in weights.items()}
-    before = Snapshot(given)
+    argument = {key: tensor.to(choose(machine.devices)) for key, tensor in weights.items()}
+    before = Snapshot(argument)
 
     model = without_weights(name, n_devices=n_devices)
-    model.load_and_process_state_dict(given, **options)
+    model.load_and_process_state_dict(argument, **options)
 
-    before.assert_unchanged(given)
+    before.assert_unchanged(argument)
     assert_same_model(model, reference, tokens)
 
 
@@ -287,8 +287,8 @@ def test_weights_whose_processing_was_interrupted_are_not_used(
 ) -> None:
     weights = unprocessed("gpt2").state_dict()
     model, uninterrupted = without_weights("gpt2", n_devices=4), without_weights("gpt2")
-    for each in (model, uninterrupted):
-        each.load_state_dict(weights)
+    for item in (model, uninterrupted):
+        item.load_state_dict(weights)
     uninterrupted.process_weights_()
     load_component = processing.load_component
 

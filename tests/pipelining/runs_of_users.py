@@ -57,15 +57,15 @@ def a_forward_within_a_hook(model: Any, batch: torch.Tensor) -> Any:
 
 
 def gradients_of_activations(model: Any, batch: torch.Tensor) -> Any:
-    found: dict[str, torch.Tensor] = {}
+    result: dict[str, torch.Tensor] = {}
 
     def keep(gradient: torch.Tensor, hook: Any) -> None:
-        found[hook.name] = gradient.clone()
+        result[hook.name] = gradient.clone()
 
     names = ("blocks.0.hook_resid_pre", LAST)
     with torch.enable_grad(), model.hooks(bwd_hooks=[(name, keep) for name in names]):
         model(batch).square().mean().backward()
-    return found
+    return result
 
 
 def gradients_without_backward(model: Any, batch: torch.Tensor) -> Any:

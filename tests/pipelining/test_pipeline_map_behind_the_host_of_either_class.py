@@ -66,10 +66,10 @@ def test_the_callers_current_device_is_a_runs(machine: Machine, folded: Any) -> 
     model, module = folded("gpt2", 2), torch.get_device_module("sim")
     module.set_device(2)
     try:
-        found = list(pipeline_map(model, lambda view, item: module.current_device(), range(3)))
+        result = list(pipeline_map(model, lambda view, item: module.current_device(), range(3)))
     finally:
         module.set_device(0)
-    assert found == [2, 2, 2]
+    assert result == [2, 2, 2]
 
 
 def test_a_report_keeps_the_time_of_turns_that_are_done_and_not_their_events(
@@ -85,7 +85,7 @@ def test_a_report_keeps_the_time_of_turns_that_are_done_and_not_their_events(
         module.synchronize(device)
     gc.collect()
 
-    assert sum(isinstance(each, Event) for each in gc.get_objects()) <= 4
+    assert sum(isinstance(item, Event) for item in gc.get_objects()) <= 4
     assert turns.report().busy[device] >= 0.02
 
 

@@ -73,7 +73,7 @@ def test_a_run_computes_on_one_device_while_another_is_on_the_next(
     model, begun = over_devices("llama"), threading.Event()
 
     def run(view: Any, number: int) -> bool | None:
-        found = []
+        result = []
 
         def first(activation: torch.Tensor, hook: Any) -> None:
             if number == 1:
@@ -81,11 +81,11 @@ def test_a_run_computes_on_one_device_while_another_is_on_the_next(
 
         def last(activation: torch.Tensor, hook: Any) -> None:
             if number == 0:
-                found.append(begun.wait(30 if together else 0.1))
+                result.append(begun.wait(30 if together else 0.1))
 
         hooks = [("blocks.0.hook_resid_pre", first), (LAST, last)]
         view.run_with_hooks(batches[number], fwd_hooks=hooks)
-        return found[0] if found else None
+        return result[0] if result else None
 
     assert next(pipeline_map(model, run, [0, 1], max_in_flight)) is together
 
@@ -386,7 +386,7 @@ def test_runs_that_nobody_waits_for_end_and_give_their_memory_back(
 
     assert_nothing_is_left(model)
     gc.collect()
-    assert not [each for each in alive if each() is not None]
+    assert not [item for item in alive if item() is not None]
 
 
 def test_no_more_runs_than_asked_for_hold_activations(
@@ -457,18 +457,18 @@ def test_progress_and_report(
     list(pipeline_map(model, a_number_that_is_waited_for, batches, progress=True, report=True))
     if not shows:
         hf_logging.disable_progress_bar()
-    said = capsys.readouterr()
-    assert "4/4" in said.err
-    assert "4 runs in" in said.out
-    assert "sim:3 busy" in said.out
+    text = capsys.readouterr()
+    assert "4/4" in text.err
+    assert "4 runs in" in text.out
+    assert "sim:3 busy" in text.out
 
 
 def test_a_report_of_one_device_claims_no_share_of_it(
     on_one: Any, batches: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     list(pipeline_map(on_one("llama"), a_number_that_is_waited_for, batches, report=True))
-    said = capsys.readouterr().out
-    assert re.fullmatch(r"4 runs in \d+\.\d\d s, all on cpu\n", said)
+    text = capsys.readouterr().out
+    assert re.fullmatch(r"4 runs in \d+\.\d\d s, all on cpu\n", text)
 
 
 def test_text_is_read_by_one_run_at_a_time(machine: Any, over_devices: Any) -> None:

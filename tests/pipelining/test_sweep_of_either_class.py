@@ -118,7 +118,7 @@ def test_a_run_copies_nothing_for_the_blocks_that_it_skips(
     next(sweep)
     machine.reset_transfers()
     next(sweep)
-    assert {str(each.target) for each in machine.transfers} <= {"sim:0", "sim:3"}
+    assert {str(item.target) for item in machine.transfers} <= {"sim:0", "sim:3"}
 
 
 @pytest.mark.parametrize("order", ["ascending", "descending", "in turns"])

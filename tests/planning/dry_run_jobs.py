@@ -71,4 +71,4 @@ def n_transfers(transfers: Iterable[Any]) -> int:
     These accelerate takes by way of a device that it takes by chance.
     """
     least = 0 if has_hooked_transformer() else 2 * TOKENS.nbytes
-    return sum(each.bytes > least for each in transfers)
+    return sum(item.bytes > least for item in transfers)

@@ -63,21 +63,21 @@ def test_it_is_what_a_loaded_model_takes(gradients: bool, llama: str, load: Any)
         peaks = [machine.max_memory_allocated(index) for index in range(2)]
         del model, _kept
 
-    found = estimate(llama, 2, seq_len=N_TOKENS, gradients=gradients, attn_implementation="sdpa")
+    result = estimate(llama, 2, seq_len=N_TOKENS, gradients=gradients, attn_implementation="sdpa")
     installed = estimate(llama, 2, seq_len=N_TOKENS, gradients=gradients)
 
-    assert [each.total for each in found.devices] == pytest.approx(peaks, rel=0.001)
+    assert [item.total for item in result.devices] == pytest.approx(peaks, rel=0.001)
     pattern = HEADS["num_attention_heads"] * N_TOKENS**2 * 4
-    for less, more in zip(found.devices, installed.devices):
+    for less, more in zip(result.devices, installed.devices):
         assert less.working < pattern < more.working
 
 
 def test_what_is_kept_is_built(llama: str) -> None:
     options: Any = {"seq_len": 256, "cache": "pattern"}
 
-    found = estimate(llama, attn_implementation="sdpa", **options)
+    result = estimate(llama, attn_implementation="sdpa", **options)
 
-    assert found.devices[0].cached == estimate(llama, **options).devices[0].cached > 0
+    assert result.devices[0].cached == estimate(llama, **options).devices[0].cached > 0
 
 
 @pytest.mark.skipif(not has_hooked_transformer(), reason="a Bridge has transformers' own caches")
@@ -85,10 +85,10 @@ def test_a_kv_cache_has_room(llama: str) -> None:
     options: Any = {"seq_len": 512, "max_new_tokens": 64}
     exact = estimate(llama, **options).devices[0].kv_cache
 
-    found = estimate(llama, attn_implementation="sdpa", **options).devices[0].kv_cache
+    result = estimate(llama, attn_implementation="sdpa", **options).devices[0].kv_cache
 
     # A quarter more, and keys also rotated.
-    assert found == pytest.approx(1.25 * 1.5 * exact, rel=0.01)
+    assert result == pytest.approx(1.25 * 1.5 * exact, rel=0.01)
 
 
 @pytest.fixture
@@ -104,18 +104,18 @@ def test_it_is_told_where_it_would_fit(llama: str) -> None:
     ]
     room = sum(totals) // 2
 
-    found = estimate(llama, seq_len=N_TOKENS, max_memory=room)
+    result = estimate(llama, seq_len=N_TOKENS, max_memory=room)
 
-    assert found.advice == "What would fit: attn_implementation='sdpa'."
+    assert result.advice == "What would fit: attn_implementation='sdpa'."
     assert estimate(llama, seq_len=N_TOKENS, max_memory=room, attn_implementation="sdpa").fits
 
 
 @pytest.mark.usefixtures("nothing_else_is_tried")
 @pytest.mark.parametrize("options", [{"attn_implementation": "sdpa"}, {"cache": "pattern"}])
 def test_it_is_not_told_where_it_is_chosen_or_does_not_help(options: Any, llama: str) -> None:
-    found = estimate(llama, seq_len=512, max_memory="512KiB", **options)
+    result = estimate(llama, seq_len=512, max_memory="512KiB", **options)
 
-    assert found.advice.startswith("No single change would do")
+    assert result.advice.startswith("No single change would do")
 
 
 def test_a_dry_run_builds_a_pattern_where_somebody_listens(llama: str) -> None:

@@ -138,17 +138,17 @@ def test_offloaded_blocks_visit_their_device() -> None:
 
     assert dry.runs, dry
     components = dry.placement.components
-    block = next(each.weights for each in components if each.name == "blocks.0")
+    block = next(item.weights for item in components if item.name == "blocks.0")
     resident, peak = dry.weights[0], dry.peaks[0].bytes
     assert resident + 2 * block < 30 * 2**30
     assert resident + 2 * block < peak < resident + 2.2 * block
-    offloaded = sum(each.weights for each in components if each.offloaded)
-    copied = sum(each.bytes for each in dry.transfers if each.source.type == "cpu")
+    offloaded = sum(item.weights for item in components if item.offloaded)
+    copied = sum(item.bytes for item in dry.transfers if item.source.type == "cpu")
     assert copied == offloaded + TOKENS.nbytes
 
 
 def said_by_us(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [each.getMessage() for each in caplog.records if each.name.startswith("tl_devicefix.")]
+    return [item.getMessage() for item in caplog.records if item.name.startswith("tl_devicefix.")]
 
 
 def test_devices_that_only_max_memory_names_are_not_used_and_the_log_says_so(
@@ -157,14 +157,14 @@ def test_devices_that_only_max_memory_names_are_not_used_and_the_log_says_so(
     limits = dict.fromkeys(range(3), "1GiB")
     with simulate(3):
         planned = plan("gpt2", 2, max_memory=limits).device_map
-    (told,) = said_by_us(caplog)
+    (message,) = said_by_us(caplog)
 
     dry = dry_run("gpt2", type, 2, max_memory=limits)
     estimated = estimate("gpt2", 2, max_memory=limits, seq_len=8)
 
     assert dry.placement.device_map == estimated.placement.device_map == planned
-    assert said_by_us(caplog) == [told] * 3
-    assert "max_memory names sim:2, where nothing is placed" in told
+    assert said_by_us(caplog) == [message] * 3
+    assert "max_memory names sim:2, where nothing is placed" in message
 
 
 def test_what_is_no_function_is_refused() -> None:

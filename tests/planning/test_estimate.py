@@ -23,11 +23,11 @@ BY_DEFAULT = ("meta-llama/Meta-Llama-3-8B", "google/gemma-2-9b", "EleutherAI/pyt
 
 
 def test_the_kv_cache_is_that_of_all_tokens() -> None:
-    found = estimate("gpt2", batch_size=2, seq_len=100, max_new_tokens=29)
+    result = estimate("gpt2", batch_size=2, seq_len=100, max_new_tokens=29)
     tokens, width, layers = 128, 768, 12
     in_blocks = 2 * 2 * tokens * width * 4 * layers
     attention_mask = 2 * tokens * 8
-    assert found.devices[0].kv_cache == pytest.approx(in_blocks + attention_mask, rel=0.01)
+    assert result.devices[0].kv_cache == pytest.approx(in_blocks + attention_mask, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -38,9 +38,9 @@ def test_the_kv_cache_is_that_of_all_tokens() -> None:
     ],
 )
 def test_each_family_is_estimated_without_the_network(name: str) -> None:
-    found = estimate(name, 2, dtype="bfloat16", max_memory="80GiB", seq_len=16)
-    assert found.fits == (sum(each.weights for each in found.devices) < 2 * 79 * GIB)
-    assert name in repr(found)
+    result = estimate(name, 2, dtype="bfloat16", max_memory="80GiB", seq_len=16)
+    assert result.fits == (sum(item.weights for item in result.devices) < 2 * 79 * GIB)
+    assert name in repr(result)
 
 
 @pytest.mark.parametrize(
@@ -54,11 +54,11 @@ def test_each_family_is_estimated_without_the_network(name: str) -> None:
 )
 def test_what_it_says_would_fit_does(options: dict[str, Any], change: str) -> None:
     options["first_n_layers"] = 4
-    found = estimate("EleutherAI/pythia-6.9b", **options)
-    assert not found.fits
-    told = re.search(rf"{change}='?(\w+)", found.advice)
-    assert told is not None, found.advice
-    value = int(told[1]) if told[1].isdecimal() else told[1]
+    result = estimate("EleutherAI/pythia-6.9b", **options)
+    assert not result.fits
+    message = re.search(rf"{change}='?(\w+)", result.advice)
+    assert message is not None, result.advice
+    value = int(message[1]) if message[1].isdecimal() else message[1]
 
     changed = estimate("EleutherAI/pythia-6.9b", **{**options, change: value})
 
@@ -110,8 +110,8 @@ def test_cached_names_are_whole_and_may_have_spaces_between() -> None:
 
 
 def test_devices_may_be_named_as_where_there_are_gpus() -> None:
-    found = estimate("gpt2", device_map={"": "cuda:0", "blocks.3": "cuda:1"}, seq_len=8)
-    assert [each.components for each in found.devices][1] == "blocks.3"
+    result = estimate("gpt2", device_map={"": "cuda:0", "blocks.3": "cuda:1"}, seq_len=8)
+    assert [item.components for item in result.devices][1] == "blocks.3"
     assert (
         estimate("gpt2", max_memory={"cuda:1": "24GiB"}, seq_len=8).devices[0].capacity == 80 * GIB
     )
@@ -126,8 +126,8 @@ def test_generating_is_without_gradients_and_without_the_forward_s_peak() -> Non
 
 
 def test_gradients_of_offloaded_blocks_are_on_the_host() -> None:
-    found = estimate("gpt2", gradients=True, seq_len=8, device_map={"": 0, "blocks": "cpu"})
-    assert found.devices[-1].total == 2 * found.devices[-1].weights > 0
+    result = estimate("gpt2", gradients=True, seq_len=8, device_map={"": 0, "blocks": "cpu"})
+    assert result.devices[-1].total == 2 * result.devices[-1].weights > 0
 
 
 # --------------------------------------------------------------------------------------------
@@ -147,11 +147,11 @@ def test_the_command_fails_if_it_does_not_fit(capsys: Any) -> None:
 def test_the_command_gives_json(capsys: Any) -> None:
     command = ["estimate", "gpt2", "--n-devices", "2", "--json", "--seq-len", "8"]
     main([*command, "--device-map", '{"": 0, "blocks.3": 1}'])
-    found = json.loads(capsys.readouterr().out)
-    assert found["fits"] is True
-    assert [each["components"] for each in found["devices"]][1] == "blocks.3"
+    result = json.loads(capsys.readouterr().out)
+    assert result["fits"] is True
+    assert [item["components"] for item in result["devices"]][1] == "blocks.3"
     expected: Estimate = estimate("gpt2", 2, device_map={"": 0, "blocks.3": 1}, seq_len=8)
-    assert found == json.loads(json.dumps(expected.to_dict()))
+    assert result == json.loads(json.dumps(expected.to_dict()))
 
 
 @pytest.mark.parametrize(
@@ -185,23 +185,23 @@ def test_less_is_left_than_a_gpu_needs() -> None:
 
 def test_blocks_that_do_not_fit_are_estimated_on_the_host() -> None:
     limits = {0: "24GiB", 1: "20GiB", "cpu": "200GiB"}
-    found = estimate("meta-llama/Llama-2-70b-hf", dtype="bfloat16", max_memory=limits, seq_len=16)
-    on_host = found.devices[-1]
-    assert [each.device for each in found.devices] == ["0 (home)", "1", "cpu"]
-    assert on_host.weights == found.placement.bytes_on("cpu") > 80 * GIB
+    result = estimate("meta-llama/Llama-2-70b-hf", dtype="bfloat16", max_memory=limits, seq_len=16)
+    on_host = result.devices[-1]
+    assert [item.device for item in result.devices] == ["0 (home)", "1", "cpu"]
+    assert on_host.weights == result.placement.bytes_on("cpu") > 80 * GIB
     assert on_host.headroom == 200 * GIB - on_host.weights
 
 
 def test_a_limit_with_which_it_would_fit_is_told_and_does() -> None:
     room = {0: "4GiB", "cpu": "10GiB"}
     options: Any = {"first_n_layers": 8, "batch_size": 4, "seq_len": 512}
-    found = estimate("EleutherAI/pythia-6.9b", max_memory=room, **options)
-    assert not found.fits
-    told = re.search(r"max_memory=(\{.*?\})", found.advice)
-    assert told is not None, found.advice
+    result = estimate("EleutherAI/pythia-6.9b", max_memory=room, **options)
+    assert not result.fits
+    message = re.search(r"max_memory=(\{.*?\})", result.advice)
+    assert message is not None, result.advice
 
     changed = estimate(
-        "EleutherAI/pythia-6.9b", max_memory=literal_eval(told[1]), memory=room, **options
+        "EleutherAI/pythia-6.9b", max_memory=literal_eval(message[1]), memory=room, **options
     )
 
     assert changed.fits

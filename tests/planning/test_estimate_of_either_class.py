@@ -44,11 +44,13 @@ def test_it_is_what_a_loaded_model_takes(
         held = [machine.memory_allocated(i) - weights[i] for i in devices]
         del cached, model
 
-    found = estimate(config, n_devices, batch_size=job.batch_size, seq_len=job.seq_len, cache=cache)
+    result = estimate(
+        config, n_devices, batch_size=job.batch_size, seq_len=job.seq_len, cache=cache
+    )
 
-    assert [d.weights + d.buffers for d in found.devices] == pytest.approx(weights, rel=0.05)
-    assert [d.cached for d in found.devices] == pytest.approx(held, rel=0.05)
-    running = [d.weights + d.buffers + d.cached + d.working for d in found.devices]
+    assert [d.weights + d.buffers for d in result.devices] == pytest.approx(weights, rel=0.05)
+    assert [d.cached for d in result.devices] == pytest.approx(held, rel=0.05)
+    running = [d.weights + d.buffers + d.cached + d.working for d in result.devices]
     assert running == pytest.approx(peaks, rel=0.15)
 
 
@@ -60,8 +62,8 @@ def test_gradients_take_those_of_the_weights_and_more() -> None:
 
 @pytest.mark.parametrize("where", ["cpu", 1])
 def test_gathering_takes_the_largest_stack_there(where: str | int) -> None:
-    found = estimate("gpt2", 2, gather=where, seq_len=8)
-    gathered = {each.device: each.gathered for each in found.devices if each.gathered}
+    result = estimate("gpt2", 2, gather=where, seq_len=8)
+    gathered = {item.device: item.gathered for item in result.devices if item.gathered}
     assert gathered == {str(where): 12 * 768 * 3072 * 4}
 
 

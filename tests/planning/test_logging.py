@@ -34,7 +34,7 @@ def test_the_root_logger_gets_no_handler(
 
 
 def test_nothing_in_the_package_uses_the_root_logger() -> None:
-    found = []
+    result = []
     for source in Path(tl_devicefix.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(source.read_text())):
             if (
@@ -42,5 +42,5 @@ def test_nothing_in_the_package_uses_the_root_logger() -> None:
                 and isinstance(node.value, ast.Name)
                 and (node.value.id, node.attr in LOGGING) == ("logging", True)
             ):
-                found.append((source.name, node.lineno))
-    assert found == []
+                result.append((source.name, node.lineno))
+    assert result == []

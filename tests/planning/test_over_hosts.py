@@ -58,8 +58,8 @@ def test_hosts_may_have_different_numbers_of_devices(capsys: Any) -> None:
     too_large = estimate("gpt2-xl", hosts=[1, 2], max_memory="100MiB", seq_len=8)
 
     names = ["host0/0", "host1/0", "host1/1", "host1/2"]
-    assert [[site.name for site in each.sites] for each in placements] == [names] * 4
-    assert [len(each.devices) for each in placements] == [4] * 4
+    assert [[site.name for site in item.sites] for item in placements] == [names] * 4
+    assert [len(item.devices) for item in placements] == [4] * 4
     with simulate(4, hosts=[1, 3]):
         assert plan("gpt2", 4) == planned
     assert "3 (host1/2)" in capsys.readouterr().out
@@ -71,10 +71,10 @@ def test_hosts_may_have_different_numbers_of_devices(capsys: Any) -> None:
 def test_a_forward_sends_what_the_placement_says(toy: str) -> None:
     cfg = TOYS[toy]()
 
-    found = estimate(cfg, 4, hosts=2, batch_size=3, seq_len=5)
+    result = estimate(cfg, 4, hosts=2, batch_size=3, seq_len=5)
 
-    assert found.between_hosts["a forward"] == found.placement.between_hosts(3, 5)
-    assert found.placement.between_hosts(3, 5) == plan(cfg, 4, hosts=2).between_hosts(3, 5)
+    assert result.between_hosts["a forward"] == result.placement.between_hosts(3, 5)
+    assert result.placement.between_hosts(3, 5) == plan(cfg, 4, hosts=2).between_hosts(3, 5)
 
 
 def test_each_part_of_a_job_is_told_apart() -> None:
@@ -84,16 +84,16 @@ def test_each_part_of_a_job_is_told_apart() -> None:
         "max_new_tokens": 2,
         "seq_len": 8,
     }
-    found = estimate("gpt2", 4, hosts=2, dtype="bfloat16", **job)
+    result = estimate("gpt2", 4, hosts=2, dtype="bfloat16", **job)
 
     stream = 8 * 768 * 2
-    blocks_there = sum("host1" in site.hostname for site in map(_site(found), _blocks(found)))
-    assert found.between_hosts["a forward"] == dict.fromkeys((THERE, BACK), stream)
-    assert found.between_hosts["its backward"] == dict.fromkeys((THERE, BACK), stream)
-    assert found.between_hosts["the cache, read at home"] == {BACK: blocks_there * stream}
-    assert found.between_hosts["the prompt"][BACK] == stream
-    assert found.between_hosts["a generated token"][BACK] == stream // 8
-    assert "- its backward: host0 -> host1 12.0 KiB, host1 -> host0 12.0 KiB" in repr(found)
+    blocks_there = sum("host1" in site.hostname for site in map(_site(result), _blocks(result)))
+    assert result.between_hosts["a forward"] == dict.fromkeys((THERE, BACK), stream)
+    assert result.between_hosts["its backward"] == dict.fromkeys((THERE, BACK), stream)
+    assert result.between_hosts["the cache, read at home"] == {BACK: blocks_there * stream}
+    assert result.between_hosts["the prompt"][BACK] == stream
+    assert result.between_hosts["a generated token"][BACK] == stream // 8
+    assert "- its backward: host0 -> host1 12.0 KiB, host1 -> host0 12.0 KiB" in repr(result)
 
 
 def _site(found: Any) -> Any:
@@ -102,22 +102,22 @@ def _site(found: Any) -> Any:
 
 
 def _blocks(found: Any) -> list[Any]:
-    return [each for each in found.placement.components if each.name.startswith("blocks")]
+    return [item for item in found.placement.components if item.name.startswith("blocks")]
 
 
 def test_one_host_sends_nothing_and_says_nothing() -> None:
-    found = estimate("gpt2", 2, seq_len=8)
+    result = estimate("gpt2", 2, seq_len=8)
 
-    assert found.between_hosts == {}
-    assert "hosts" not in repr(found)
+    assert result.between_hosts == {}
+    assert "hosts" not in repr(result)
 
 
 def test_more_hosts_are_what_would_fit() -> None:
     options: dict[str, Any] = {"max_memory": "2.5GiB", "dtype": "bfloat16", "seq_len": 8}
-    found = estimate("EleutherAI/pythia-6.9b", 4, hosts=2, **options)
+    result = estimate("EleutherAI/pythia-6.9b", 4, hosts=2, **options)
 
-    assert not found.fits
-    assert "n_devices=6, hosts=3" in found.advice
+    assert not result.fits
+    assert "n_devices=6, hosts=3" in result.advice
     assert estimate("EleutherAI/pythia-6.9b", 6, hosts=3, **options).fits
 
 
@@ -140,7 +140,7 @@ def test_the_command(capsys: Any) -> None:
     assert "3 (host1/1)" in capsys.readouterr().out
 
     main([*command, "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert found["between_hosts"]["a forward"] == dict.fromkeys(
+    result = json.loads(capsys.readouterr().out)
+    assert result["between_hosts"]["a forward"] == dict.fromkeys(
         ("host0 -> host1", "host1 -> host0"), 8 * 768 * 4
     )

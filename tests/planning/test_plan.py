@@ -91,14 +91,14 @@ def test_blocks_of_one_kind_on_one_device_share_one_mask_and_rotary_table(
     model = HookedTransformer.from_pretrained(checkpoint, n_devices=n_devices)
 
     for device in model.placement.devices:
-        here = [block.attn for block in model.blocks if block.attn.W_Q.device == device]
-        for kind in {attention.attn_type for attention in here}:
-            of_kind = [attention for attention in here if attention.attn_type == kind]
-            for buffer in dict(here[0].named_buffers()):
+        current = [block.attn for block in model.blocks if block.attn.W_Q.device == device]
+        for kind in {attention.attn_type for attention in current}:
+            of_kind = [attention for attention in current if attention.attn_type == kind]
+            for buffer in dict(current[0].named_buffers()):
                 assert len({id(getattr(attention, buffer)) for attention in of_kind}) == 1, buffer
         tensors = [*model.parameters(), *model.buffers()]  # each tensor once
-        there = sum(tensor.nbytes for tensor in tensors if tensor.device == device)
-        assert model.placement.bytes_on(device) == there
+        present = sum(tensor.nbytes for tensor in tensors if tensor.device == device)
+        assert model.placement.bytes_on(device) == present
     model.to(model.placement.devices[-1])
     assert len({id(block.attn.IGNORE) for block in model.blocks}) == len(
         {block.attn.attn_type for block in model.blocks}
@@ -191,10 +191,10 @@ def mentions_of_cuda(source: Path) -> list[tuple[str, int]]:
         for node in ast.walk(tree)
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     }
-    found = []
+    result = []
     for node in ast.walk(tree):
         fields = (getattr(node, field, None) for field in ("id", "attr", "value", "name", "arg"))
-        said = [field for field in fields if isinstance(field, str)]
-        if id(node) not in documentation and any("cuda" in text.lower() for text in said):
-            found.append((source.name, getattr(node, "lineno", 0)))
-    return found
+        texts = [field for field in fields if isinstance(field, str)]
+        if id(node) not in documentation and any("cuda" in text.lower() for text in texts):
+            result.append((source.name, getattr(node, "lineno", 0)))
+    return result

@@ -28,7 +28,7 @@ def test_a_booted_bridge_is_well_before_and_after_folding(
         report = check(bridge)
         assert (report.findings, report.notes) == ((), ())
         held = [machine.memory_allocated(index) for index in range(3)]
-        assert [each.held for each in report.memory] == held
+        assert [item.held for item in report.memory] == held
     bridge(tokens)
     assert check(bridge), check(bridge)
 

@@ -61,17 +61,19 @@ def test_a_dtype_that_does_not_exist_is_refused(machine: Any) -> None:
 
 
 def test_the_kv_cache_is_that_of_all_tokens() -> None:
-    found = estimate(known_config("Qwen/Qwen2-0.5B"), batch_size=2, seq_len=100, max_new_tokens=29)
+    result = estimate(known_config("Qwen/Qwen2-0.5B"), batch_size=2, seq_len=100, max_new_tokens=29)
     tokens, width, layers = 128, 2 * 64, 24
-    assert found.devices[0].kv_cache == pytest.approx(2 * 2 * tokens * width * 4 * layers, rel=0.01)
+    assert result.devices[0].kv_cache == pytest.approx(
+        2 * 2 * tokens * width * 4 * layers, rel=0.01
+    )
 
 
 def test_attention_in_a_window_caches_the_window() -> None:
-    found = estimate(
+    result = estimate(
         known_config("google/gemma-2-2b"), dtype="bfloat16", seq_len=6000, max_new_tokens=100
     )
     local, everywhere = 13 * 4095, 13 * 6099  # tokens
-    assert found.devices[0].kv_cache == pytest.approx(
+    assert result.devices[0].kv_cache == pytest.approx(
         2 * (local + everywhere) * 4 * 256 * 2, rel=0.01
     )
 
