@@ -15,7 +15,7 @@ OF_FILES = ("test_saved_activations_resumed", "test_load_activations", "test_tok
 """Saved activations, whichever model they are of."""
 OF_RANKS = (
     *("test_errors_on_ranks", "test_lost_ranks"),
-    "test_what_is_launched",
+    *("test_what_is_launched", "test_devices_of_a_host", "test_names_over_ranks", "test_signing"),
 )
 BRIDGE_ON_3 = ("test_parity",)
 """Where the Bridge of TransformerLens 3.9 is tested: whether it gives what it gave unpatched."""
