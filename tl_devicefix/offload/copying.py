@@ -57,11 +57,11 @@ class Sent:
         self._done: Any = None
         self._waiting: list[Any] = []  # the streams that wait for it
         self._hosts: list[torch.Tensor] = []
-        self._copied: list[torch.Tensor] = []
+        self.copied: list[torch.Tensor] = []
         try:
             for host in hosts:
                 self._hosts.append(host)
-                self._copied.append(self._start(host))
+                self.copied.append(self._start(host))
         except BaseException:
             self._all_started()
             self.wait()  # the memory of those that were started is about to be given back
@@ -103,14 +103,14 @@ class Sent:
     def arrive(self, places: Iterable[tuple[nn.Module, str, torch.Tensor]]) -> list[Visitor]:
         """The weights in these places of modules, for what is computed from now on."""
         self.wait()
-        return [Visitor(*place, copy) for place, copy in zip(places, self._copied)]
+        return [Visitor(*place, copy) for place, copy in zip(places, self.copied)]
 
     def share(self) -> None:
         """Keep the copies for what this thread computes too, on whichever stream."""
         if self._streams is not None:
             self.wait()
             stream = self._streams.current_stream(self._device)
-            for copy in self._copied if stream != self._taken_on else ():
+            for copy in self.copied if stream != self._taken_on else ():
                 copy.record_stream(stream)
 
     def let_go(self) -> None:
