@@ -79,7 +79,6 @@ def _install_handler(*_: Any) -> None:
 @contextmanager
 def interrupts_outside_torch() -> Iterator[None]:
     """Within it, Ctrl-C waits where its error would end the process."""
-
     _install_handler()
     gc.callbacks.append(_install_handler)  # a notebook sets Python's handler for each cell
     try:

@@ -273,8 +273,9 @@ class Machine:
 
         A copy of nothing is none: transformers' KV cache begins with empty tensors.
         """
-        nbytes = sum(part.nbytes for part in tensors_in(copy))
-        if self.records_transfers and source != target and nbytes:
+        if not self.records_transfers or source == target:
+            return
+        if nbytes := sum(part.nbytes for part in tensors_in(copy)):
             self.transfers.append(Transfer(source, target, nbytes, copy.shape))
 
     def _allocate(self, tensor: torch.Tensor, device: torch.device, address: int) -> Allocation:
