@@ -102,7 +102,7 @@ def from_pretrained(
             model is returned, and what was given is unchanged.
         TypeError: if an argument's name is a near miss of one that exists.
         ImportError: if `hf_model` needs an optional library (peft, bitsandbytes).
-        torch.OutOfMemoryError: saying which device was full, what it held, and what would fit.
+        torch.OutOfMemoryError: saying which device was full, and what it held.
     """
     check_attn_implementation(attn_implementation)
     with _nothing_left_of_a_failure():
@@ -269,7 +269,6 @@ def _place(
 ) -> Placement:
     placement = decide_fitting(
         component_sizes(cfg),
-        cfg.dtype,
         n_devices=arguments["n_devices"],
         device=arguments["device"],
         device_map=device_map,

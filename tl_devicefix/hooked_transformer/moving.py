@@ -159,9 +159,8 @@ def move_model_modules_to_device(original: Any, self: Any) -> None:
     if placement is not None and _is_spread_by(placement, self.cfg):
         place(self, placement)
     elif self.cfg.n_devices > 1:
-        cfg = self.cfg
-        sizes = component_sizes(cfg)
-        place(self, decide_fitting(sizes, cfg.dtype, cfg.n_devices, cfg.device))
+        sizes = component_sizes(self.cfg)
+        place(self, decide_fitting(sizes, self.cfg.n_devices, self.cfg.device))
     elif placement is not None:
         place(self, placement.gathered_on(resolve(self.cfg.device)))
     else:

@@ -211,7 +211,7 @@ def fill(model: Any, source: Source, placement: Placement, steps: Steps) -> None
 
     Raises:
         ValueError: if the source has not the weights that the model's config asks for.
-        torch.OutOfMemoryError: saying which device has no room, and what would fit.
+        torch.OutOfMemoryError: saying which device has no room.
     """
     model.placement = placement
     units = processing_units(model.cfg)

@@ -51,15 +51,14 @@ _FILLED = 0.9
 
 def decide_fitting(
     sizes: Sequence[ComponentSize],
-    dtype: torch.dtype,
     n_devices: int | None = None,
     device: DeviceLike | None = None,
     device_map: DeviceMap | None = None,
     max_memory: MaxMemory | None = None,
 ) -> Placement:
-    """As `plan`, for components of these sizes, weighed in `dtype`."""
+    """As `plan`, for components of these sizes."""
     placement = decide(sizes, n_devices, device, device_map, max_memory)
-    check_fit(placement, max_memory, dtype)
+    check_fit(placement, max_memory)
     return placement
 
 

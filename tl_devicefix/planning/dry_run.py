@@ -24,9 +24,8 @@ from tl_devicefix.attention.implementation import (
 )
 from tl_devicefix.dispatch.naming import named_modules
 from tl_devicefix.patches import enabled
-from tl_devicefix.placement.deciding import DeviceMap, decide
+from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
 from tl_devicefix.placement.devices import Hosts
-from tl_devicefix.placement.fitting import check_fit
 from tl_devicefix.placement.memory import MaxMemory, format_table, gib
 from tl_devicefix.placement.placement import BetweenHosts, Placement, by_hosts, in_words
 from tl_devicefix.planning.blueprints import blueprint, check_options
@@ -172,8 +171,8 @@ def dry_run(
     spread = None if says_which else request.n_devices
     with enabled(), simulate_apart(request.n_devices, memory, hosts) as machine, grad_mode:
         planned = blueprint(config_or_model_name, dtype, options, cls)
-        placement = decide(planned.sizes(), spread, None, request.device_map, request.max_memory)
-        check_fit(placement, request.max_memory, planned.dtype)
+        devices = spread, None, request.device_map, request.max_memory
+        placement = decide_fitting(planned.sizes(), *devices)
         model = planned.make(placement, tokenizer)
         if attn_implementation is not None:
             set_attn_implementation(model, attn_implementation)

@@ -72,8 +72,7 @@ def plan(
         The placement; printing it shows a table of devices, components and their bytes.
 
     Raises:
-        ValueError: if the arguments do not fit together, or the weights do not fit; the message
-            says which change would fit.
+        ValueError: if the arguments do not fit together, or the weights do not fit.
     """
     sites = on_hosts(n_devices, hosts)
     # Norms are weighed too; of a Bridge, nothing is folded as it is booted.
@@ -81,11 +80,11 @@ def plan(
     model = blueprint(config_or_model_name, dtype, options)
     sizes = model.sizes()
     if not sites:
-        return decide_fitting(sizes, model.dtype, n_devices, device, device_map, max_memory)
+        return decide_fitting(sizes, n_devices, device, device_map, max_memory)
     device, device_map, max_memory = (by_index(e, sites) for e in (device, device_map, max_memory))
     spread = None if device_map is not None else len(sites)
     with simulate_apart(len(sites), UNLIMITED, hosts):
-        return decide_fitting(sizes, model.dtype, spread, device, device_map, max_memory)
+        return decide_fitting(sizes, spread, device, device_map, max_memory)
 
 
 def on_hosts(n_devices: int | None, hosts: Hosts | None) -> tuple[Site, ...]:

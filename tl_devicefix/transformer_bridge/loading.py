@@ -20,9 +20,8 @@ from tl_devicefix.checkpoints.configs import read_config, torch_dtype
 from tl_devicefix.checkpoints.hub import is_checkpoint_directory
 from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.monkeypatch.patch import patches
-from tl_devicefix.placement.deciding import decide
+from tl_devicefix.placement.deciding import decide_fitting
 from tl_devicefix.placement.devices import simulated_device
-from tl_devicefix.placement.fitting import check_fit
 from tl_devicefix.placement.in_use import other_hosts
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.transformer_bridge.alignment import (
@@ -192,14 +191,13 @@ class _PlannedClass:
         if device_map is NotImplemented:
             return options["device_map"], None
         layout = layout_of(empty, self._adapter)
-        placement = decide(
+        placement = decide_fitting(
             layout.sizes(empty),
             options.get("n_devices"),
             options.get("device"),
             device_map,
             options.get("max_memory"),
         )
-        check_fit(placement, options.get("max_memory"), kwargs["torch_dtype"])
         return layout.device_map(empty, placement), placement
 
 
