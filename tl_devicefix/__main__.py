@@ -33,9 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return 0 if run(chosen) else 1
     except expected as error:
-        message = str(error)
-        is_estimate = chosen.command == "estimate"
-        print(_as_options(message) if is_estimate else message, file=sys.stderr)
+        print(error, file=sys.stderr)
         return 1
 
 
@@ -204,26 +202,17 @@ def _run_estimate(chosen: argparse.Namespace) -> bool:
     return result.fits
 
 
-_ARGUMENT = re.compile(
-    r"(?<!model's )\b(?P<name>(?:attn_implementation|batch_size|device_map|max_memory|"
-    r"max_new_tokens|n_ctx|n_devices|seq_len)\b"
-    r"|(?:cache|dtype|gather|hosts|memory)(?=[=\[]| must\b))"
-    r"(?:=(?P<value>\{.*?\}|\[.*?\]|'.*?'|[^\s,.:]+)|\[.+?\])?"
-)
-"""An argument of `estimate()` in a message, with its value if it has one."""
-
-
-def _as_options(message: str) -> str:
-    """A message in which arguments of `estimate()` are spelt as the command line does."""
+def _as_options(advice: str) -> str:
+    """Advice in which arguments of `estimate()` are spelt as the command line does."""
 
     def option(match: re.Match[str]) -> str:
-        name, value = match["name"], (match["value"] or "").strip("'")
-        if name == "max_memory" and value.startswith("{"):
+        name, value = match[1].replace("_", "-"), match[2].strip("'")
+        if value.startswith("{"):
             sizes = ast.literal_eval(value).items()
             value = ",".join(f"{device}={size}" for device, size in sizes)
-        return f"--{name.replace('_', '-')} {value}".rstrip()
+        return f"--{name} {value}"
 
-    return _ARGUMENT.sub(option, message)
+    return re.sub(r"(\w+)=(\{.*?\}|'?\w+'?)", option, advice)
 
 
 def _run_demo(chosen: argparse.Namespace) -> bool:

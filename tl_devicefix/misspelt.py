@@ -8,9 +8,6 @@ from collections.abc import Collection, Iterable
 _NEAR = 0.85
 """How alike a name must be to be taken for a misspelt one; "device_mesh" is no "device_map"."""
 
-_COUNTS_DEVICES = {"num_gpus", "n_gpus", "num_devices", "gpus"}
-"""What other libraries call `n_devices`."""
-
 
 def did_you_mean(name: object, names: Collection[str], at_least: float = 0.6) -> str:
     """The end of a sentence that names what is nearest: "; did you mean 'balanced'?", or nothing.
@@ -21,8 +18,6 @@ def did_you_mean(name: object, names: Collection[str], at_least: float = 0.6) ->
         at_least: how alike they must be, from 0 to 1.
     """
     close = difflib.get_close_matches(str(name), list(names), n=1, cutoff=at_least)
-    if str(name) in _COUNTS_DEVICES and "n_devices" in names:
-        close = ["n_devices"]
     return f"; did you mean {close[0]!r}?" if close else ""
 
 

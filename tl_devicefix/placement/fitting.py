@@ -14,8 +14,8 @@ from tl_devicefix.placement.placement import Placement
 from tl_devicefix.weight_processing import slices
 
 _HINT = (
-    "use more devices, a larger max_memory, a smaller dtype or first_n_layers, or offload blocks by "
-    "naming 'cpu' in max_memory; tl_devicefix.estimate names what would fit"
+    "use more devices, a larger max_memory, a smaller dtype or first_n_layers, or offload blocks: "
+    "name 'cpu' in max_memory. tl_devicefix.estimate names what would fit"
 )
 
 

@@ -19,13 +19,15 @@ Limits = Mapping[torch.device | str, int]
 """The same with each device by its full name, and sizes in bytes; "disk" has none."""
 
 
-def by_device(max_memory: MaxMemory | Limits | None, home: torch.device) -> Limits | None:
-    """Resolve the devices in `max_memory`, and its sizes to bytes."""
+def by_device(
+    max_memory: MaxMemory | Limits | None, home: torch.device, called: str = "max_memory"
+) -> Limits | None:
+    """Resolve the devices in `max_memory`, or what the user calls it, and its sizes to bytes."""
     if max_memory is None:
         return None
     if not isinstance(max_memory, Mapping):
         raise ValueError(
-            "max_memory must be a dict from devices to sizes, such as {0: '20GiB', 1: '40GiB'}, "
+            f"{called} must be a dict from devices to sizes, such as {{0: '20GiB', 1: '40GiB'}}, "
             f"but is {max_memory!r}"
         )
     limits: dict[torch.device | str, int] = {}
@@ -34,7 +36,7 @@ def by_device(max_memory: MaxMemory | Limits | None, home: torch.device) -> Limi
             limits["disk"] = 0
             continue
         named = resolve(key, home)
-        limits.setdefault(named, bytes_of(limit, f"max_memory[{key!r}]"))
+        limits.setdefault(named, bytes_of(limit, f"{called}[{key!r}]"))
     return limits
 
 

@@ -15,7 +15,7 @@ from tl_devicefix.attention.implementation import SDPA, check_attn_implementatio
 from tl_devicefix.patches import enabled
 from tl_devicefix.placement.deciding import DeviceMap
 from tl_devicefix.placement.devices import Hosts
-from tl_devicefix.placement.memory import MaxMemory, bytes_of, format_table, gib
+from tl_devicefix.placement.memory import MaxMemory, format_table, gib
 from tl_devicefix.placement.placement import BetweenHosts, Placement, in_words
 from tl_devicefix.planning.blueprints import Blueprint, blueprint, check_options
 from tl_devicefix.planning.plan import described, rooms
@@ -168,8 +168,6 @@ def estimate(
     with enabled():
         check_options(estimate, config_or_model_name, options)
         check_attn_implementation(attn_implementation)
-        for size in memory.values() if isinstance(memory, Mapping) else [memory]:
-            bytes_of(0 if size is None else size)  # else said of max_memory
         model = blueprint(config_or_model_name, dtype, options)
         seq_len = min(1024, model.n_ctx) if seq_len is None else seq_len
         job = Job(

@@ -151,9 +151,8 @@ class Setting:
         """Whether there is room for the weights, which is known without a dry run."""
         with simulate_apart(self.n_devices, UNLIMITED, self.hosts):
             placement = self._place()
-            rooms = by_device(self.memory, placement.home)
             for memory in placement.memories:
-                room = capacity(memory, rooms)
+                room = self._capacity(memory, placement)
                 stored = sum(c.weights for c in placement.components if c.stored_on == memory)
                 running = [
                     component for component in placement.components if component.device == memory
@@ -189,7 +188,7 @@ class Setting:
                         components=in_short([component.name for component in on_host]),
                         weights=weights,
                         working=weights if self.job.gradients else 0,
-                        capacity=capacity(HOST, by_device(self.memory, placement.home)),
+                        capacity=self._capacity(HOST, placement),
                     )
                 )
             if self.job.gather is not None:
@@ -212,8 +211,11 @@ class Setting:
             cached=used.cached[index],
             working=used.working[index],
             loading=self.model.room_to_load(placement) if runs else 0,
-            capacity=capacity(device, by_device(self.memory, placement.home)),
+            capacity=self._capacity(device, placement),
         )
+
+    def _capacity(self, device: torch.device, placement: Placement) -> int | None:
+        return capacity(device, by_device(self.memory, placement.home, "memory"))
 
     def _place(self) -> Placement:
         """Place the components on the devices that are simulated now."""
