@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -9,13 +10,20 @@ import secrets
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 import tl_devicefix
-from tl_devicefix.multihost.handshake import Place
+from tl_devicefix.multihost import commands
+from tl_devicefix.multihost.handshake import Place, called, hello
 from tl_devicefix.multihost.init_hosts import Ranks, meet
+from tl_devicefix.multihost.rpc_worker import Worker
+from tl_devicefix.multihost.signing import signer
+from tl_devicefix.multihost.transport import Connection, Transport
 from tl_devicefix.placement.memory import bytes_of
 from tl_devicefix.simulation import simulate
 from tl_devicefix.simulation.machine import Machine
@@ -44,6 +52,25 @@ def lend_to_this_process(
         arguments = ["worker", "--master", master, "--rank", str(rank)]
         start(["-m", "tl_devicefix", *arguments, "--world-size", str(world_size)])
     return meet(master, 0, world_size)
+
+
+def lend_from_a_thread() -> Ranks:
+    """Start a thread of this process that lends a device to it, until it ends."""
+    hellos = [hello([]) | {"devices": [("cpu", 8 << 30)]} for _ in range(2)]
+    by, ways = signer().of_session(hellos), ("0 1", "1 0")
+    first, second = map(Connection, socket.socketpair(), [by] * 2, ways, ways[::-1])
+    transport = Transport(1, {0: second}, {})
+    worker: Any = Worker(called(hellos, 1), [torch.device("cpu")], transport)
+    # The one setting that is a thread's own: all others are rank 0's already, or again.
+    is_flushed = [get for get, _ in commands._SETTINGS].index(commands._flushes_denormals)
+    worker._settings = lambda values: torch.set_flush_denormal(values[is_flushed])
+
+    def lend() -> None:
+        with contextlib.closing(transport):
+            worker.lend()
+
+    threading.Thread(target=lend, daemon=True, name="rank 1").start()
+    return Ranks(hellos, Transport(0, {1: first}, {}), None)
 
 
 def devices_of(ranks: Ranks, memory: Sequence[int | str]) -> list[Place]:

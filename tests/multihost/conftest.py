@@ -1,4 +1,7 @@
-"""A process that lends its device, and a machine whose devices are half of this one's, half its."""
+"""A rank that lends its device, and a machine whose devices are half of this one's, half its.
+
+It is a thread of this process, beside a socket: only tests of processes start some.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any
 import pytest
 from launching import ForkServer, Launch, Launched
 from networks import two_hosts  # noqa: F401
-from ranks import devices_of, lend_to_this_process
+from ranks import devices_of, lend_from_a_thread
 from spread_of_either_class import *  # noqa: F403
 
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
@@ -30,11 +33,9 @@ def server() -> Iterator[ForkServer]:
 
 
 @pytest.fixture(scope="session")
-def ranks(server: ForkServer) -> Ranks:
-    """This process, and one that lends its device until the tests end."""
-    return lend_to_this_process(
-        2, lambda arguments: server.tell(environment={}, arguments=arguments)
-    )
+def ranks() -> Ranks:
+    """This process, and a thread that lends its device until the tests end."""
+    return lend_from_a_thread()
 
 
 @pytest.fixture(scope="module")

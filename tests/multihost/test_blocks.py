@@ -22,6 +22,7 @@ from transformer_lens.hook_points import HookPoint
 
 import tl_devicefix
 from tl_devicefix.multihost import peers
+from tl_devicefix.multihost.commands import set_as, settings
 
 try:
     from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache as Cache
@@ -188,22 +189,29 @@ def twice(cls: type, name: str) -> Any:
     ],
 )
 def test_what_is_put_into_a_class_counts(
-    cls: type, name: str, model: Any, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+    cls: type,
+    name: str,
+    model: Any,
+    tokens: torch.Tensor,
+    told: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if name not in vars(cls):
         pytest.skip("not in this TransformerLens")
     alone = copy.deepcopy(model).to("cpu")
     with torch.no_grad():
-        model(tokens)
+        model(tokens).cpu()
         monkeypatch.setattr(cls, name, twice(cls, name))
         with tl_devicefix.disabled():
             expected = alone(tokens)
+        told.clear()
 
         torch.testing.assert_close(model(tokens).cpu(), expected, **EQUAL)
+    assert "call" not in names(told)  # of another rank, which lacks the change
 
 
 def test_what_is_put_into_the_class_of_a_kv_cache_s_entries_counts(
-    model: Any, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+    model: Any, tokens: torch.Tensor, told: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = copy.deepcopy(model).to("cpu")
     append = Entry.append
@@ -219,6 +227,7 @@ def test_what_is_put_into_the_class_of_a_kv_cache_s_entries_counts(
             logits.append(item(tokens, past_kv_cache=cache).cpu())
 
     torch.testing.assert_close(*logits, **EQUAL)
+    assert "call" not in names(told)
 
 
 def softmax(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -251,7 +260,7 @@ def test_a_function_that_is_exchanged_counts(
     alone = copy.deepcopy(model).to("cpu")
     with torch.no_grad():
         with monkeypatch.context() as exchanging:
-            model(tokens)
+            model(tokens).cpu()
             exchanging.setattr(of, name, mine)
             told.clear()
 
@@ -298,6 +307,22 @@ def test_a_residual_stream_that_lies_otherwise(model: Any) -> None:
 
     assert result.stride() == expected.stride()
     torch.testing.assert_close(result.cpu(), expected, **ROUNDED)
+
+
+def test_all_settings_of_torch_are_set() -> None:
+    before = settings()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.backends.cudnn.benchmark = torch.backends.opt_einsum.enabled = False
+        changed = settings()
+        for values in (before, changed):
+            set_as(values)
+            assert settings() == values
+    finally:
+        set_as(before)
+    assert changed != before
 
 
 def test_settings_of_torch_are_rank_0_s(model: Any, tokens: torch.Tensor) -> None:
