@@ -379,8 +379,7 @@ class _Call:
     def _arguments(self, block: Owner) -> tuple[int, tuple[RemoteTensor, ...], dict[str, Any]]:
         """The block, its tensors and its arguments, as a command names them."""
         tensors, inputs = self._behind()
-        named = self.far.command_arguments([], inputs)[1]
-        return block.number, tuple(map(self.far.stored, tensors)), named
+        return block.number, tuple(map(self.far.stored, tensors)), self.far.named(inputs)
 
     def record(self, keys: tuple[Key, ...], leaves: Any) -> tuple[SimTensor, Graph | _FarGraph]:
         """Run it; return its output, and the graph for gradients of some tensors, by key."""

@@ -18,6 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tl_devicefix.checkpoints.hub import is_checkpoint_directory, snapshot
+
+_KINDS = ("config.json", "*.index.json", "*.safetensors", "*.bin")
 _LEAST = 1 << 12
 """Bytes below which values are sent."""
 _SAMPLE, _DISTANCE, _WHOLE = 1 << 12, 1 << 18, 1 << 20
@@ -37,6 +40,16 @@ class InFile(NamedTuple):
 
     file: File
     offset: int
+
+
+def files_of(model_name: str, kwargs: dict[str, Any]) -> dict[str, Path]:
+    """The files of a checkpoint that are here: their real paths, and what they are called."""
+    try:
+        is_directory = is_checkpoint_directory(model_name)
+        folder = Path(model_name) if is_directory else snapshot(model_name, **kwargs)
+    except ValueError:  # of a hub that cannot be reached, of which transformers tells
+        return {}
+    return {os.path.realpath(path): path for kind in _KINDS for path in sorted(folder.glob(kind))}
 
 
 def in_file(tensor: torch.Tensor) -> InFile | None:

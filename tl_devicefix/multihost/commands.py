@@ -7,7 +7,7 @@ of another rank is a storage, which has a number, and how it lies in it: views n
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,12 +37,6 @@ class NewStorage(NamedTuple):
     geometry: Geometry
 
 
-class Argument(NamedTuple):
-    """Of the results of an operation: one of the tensors that are its arguments."""
-
-    position: int
-
-
 class ValuesFollow(NamedTuple):
     """An answer: values, which come next."""
 
@@ -69,19 +63,10 @@ def exchanged(values: Any, exchange: Callable[[torch.Tensor], Any]) -> Any:
     if isinstance(values, torch.Tensor):
         return exchange(values)
     if type(values) in (list, tuple) or isinstance(values, list):
-        if values and type(values[0]) is int:  # a shape
-            return list(values)
         return [exchanged(value, exchange) for value in values]
+    if type(values) is dict:
+        return {name: exchanged(value, exchange) for name, value in values.items()}
     return values
-
-
-def tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors in arguments, or in what an operation gives, in order."""
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, (list, tuple)):
-        for value in values:
-            yield from tensors_in(value)
 
 
 @functools.cache

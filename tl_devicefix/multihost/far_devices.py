@@ -14,23 +14,29 @@ from typing import Any
 
 import torch
 
-from tl_devicefix.multihost import models
-from tl_devicefix.multihost.checkpoint_files import File, current_file, in_file
+from tl_devicefix.multihost.checkpoint_files import File, current_file, files_of, in_file
 from tl_devicefix.multihost.commands import (
-    Argument,
     Failure,
     NewStorage,
     RemoteTensor,
     exchanged,
-    tensors_in,
 )
-from tl_devicefix.multihost.handshake import Place
+from tl_devicefix.multihost.handshake import Place, held_by, parts_of
 from tl_devicefix.multihost.peers import Answer, Command, Owner, Peer, tell_both
 from tl_devicefix.multihost.transport import HostLost
+from tl_devicefix.placement.devices import site_of
+from tl_devicefix.placement.in_use import use
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.simulation.backward import raise_or_keep
 from tl_devicefix.simulation.executor import Executor
-from tl_devicefix.simulation.geometry import Geometry, call_without_values, geometry_of, remember
+from tl_devicefix.simulation.geometry import (
+    Geometry,
+    call_without_values,
+    geometry_of,
+    remember,
+    tensors_in,
+    written,
+)
 from tl_devicefix.simulation.machine import entered_machine
 
 aten = torch.ops.aten
@@ -72,17 +78,17 @@ class FarDevices(Executor):
             return self._at_home(func, args, kwargs, device)
         if _depends_on_values(func, args):
             return self._ask(func, args, kwargs, rank)
-        blanks = exchanged(args, _blank), _blanks(kwargs)
+        blanks: Any = exchanged([args, kwargs], _blank)
         try:
             result = call_without_values(func, *blanks)
         except Exception as error:  # noqa: BLE001  # wrong, or unknown here: its kernel tells
             answer = self._ask(func, args, kwargs, rank)
             if not (isinstance(error, NotImplementedError) or "meta" in str(error).lower()):
-                remember(func, *blanks, answer)
+                remember(func, blanks[0], blanks[1], answer)
             return answer
         outputs = tuple(self._new_storage(tensor, rank) for tensor in tensors_in(result))
         self.wait_for_room(rank)
-        self.tell(rank, "run", func.name(), *self.command_arguments(args, kwargs), outputs)
+        self.tell(rank, "run", func.name(), *self.named([args, kwargs]), outputs)
         return result
 
     def _new_storage(self, made: torch.Tensor, rank: int) -> NewStorage | None:
@@ -103,14 +109,11 @@ class FarDevices(Executor):
 
     def _ask(self, func: Any, args: Any, kwargs: dict[str, Any], rank: int) -> Any:
         """Have an operation run whose result is not known before, and wait for it."""
-        tensors = list(tensors_in((args, list(kwargs.values()))))
         owners = {owner.number: owner for owner in (self.owner(rank) for _ in func._schema.returns)}
-        command = "ask", func.name(), *self.command_arguments(args, kwargs), list(owners)
+        command = "ask", func.name(), *self.named([args, kwargs]), list(owners)
         answer = self._answer(rank, command, lambda: _of_zeros(func, args, kwargs))
 
         def make(part: Any) -> Any:
-            if isinstance(part, Argument):
-                return tensors[part.position]
             if isinstance(part, NewStorage):
                 return self.promise(part.geometry, rank, owners[part.number])
             if isinstance(part, torch.Tensor):  # of zeros, after an error
@@ -122,15 +125,13 @@ class FarDevices(Executor):
 
     def _at_home(self, func: Any, args: Any, kwargs: dict[str, Any], device: int) -> Any:
         """Draw random numbers here, where they are those of one process."""
-        tensors = list(tensors_in((args, list(kwargs.values()))))
+        tensors = tensors_in((args, list(kwargs.values())))
         read = {
             id(tensor): self.read(tensor, device) if tensor.is_meta else tensor
             for tensor in tensors
         }
-        with_values = lambda values: exchanged(values, lambda tensor: read[id(tensor)])  # noqa: E731
-        result = func(
-            *with_values(args), **{name: with_values(value) for name, value in kwargs.items()}
-        )
+        args, kwargs = exchanged([args, kwargs], lambda tensor: read[id(tensor)])
+        result = func(*args, **kwargs)
         back = {id(read[id(tensor)]): tensor for tensor in tensors}
 
         def upload(made: torch.Tensor) -> torch.Tensor:
@@ -139,10 +140,8 @@ class FarDevices(Executor):
                 return back[id(made)]
             return self.upload(made, device)
 
-        written = func._schema.arguments if func._schema.is_mutable else ()
-        for argument, declared in zip(args, written):
-            if declared.alias_info is not None and declared.alias_info.is_write:
-                upload(read[id(argument)])  # also what it does not give, as RReLU its noise
+        for tensor in written(func, args, kwargs):
+            upload(tensor)  # also what it does not give, as RReLU its noise
         result = exchanged(result, upload)
         return tuple(result) if type(result) is list else result
 
@@ -245,18 +244,15 @@ class FarDevices(Executor):
 
     # Models
 
-    def note_held(self, placement: Placement) -> list[int]:
-        """See `OtherHosts`."""
-        return models.note_held(placement)
-
     def check_checkpoint(self, model_name: str, placement: Placement, **kwargs: Any) -> None:
         """See `OtherHosts`."""
-        ranks = models.note_held(placement)
-        paths = models.files_of(model_name, kwargs) if ranks else {}
+        use(placement)  # by which errors say what a rank is to hold
+        ranks = list(_devices_of_ranks(placement))
+        paths = files_of(model_name, kwargs) if ranks else {}
         for rank, wrong in self.differences([current_file(path) for path in paths], ranks).items():
             if wrong:
                 path, why = next(iter(wrong.items()))
-                who = f"{self._peers[rank].name}{models.held_by(rank)}"
+                who = f"{self._peers[rank].name}{held_by(rank)}"
                 more = f" (and of {len(wrong) - 1} more files)" if wrong.keys() - {path} else ""
                 raise ValueError(
                     f"rank 0 loads {paths[path]}, but {who} {why}{more}: put the same checkpoint "
@@ -266,13 +262,13 @@ class FarDevices(Executor):
 
     def wait_for(self, placement: Placement) -> None:
         """See `OtherHosts`."""
-        for index in models.ranks_of(placement).values():
+        for index in _devices_of_ranks(placement).values():
             self.synchronize(index)
 
     def contents(self, device: int) -> str:
         """What the rank of a device holds of models, as a sentence: " Rank 1 holds blocks.3."."""
         rank = self.places[device].rank
-        parts = models.parts_of(rank)
+        parts = parts_of(rank)
         return f" Rank {rank} holds {parts}." if parts else ""
 
     def convert(
@@ -390,7 +386,7 @@ class FarDevices(Executor):
         kind = _ERRORS.get(first.kind, RuntimeError)
         if "can't allocate memory" in first.message:  # the CPU's has no type of its own
             kind = torch.OutOfMemoryError
-        return kind(f"{first.message}{models.held_by(of)}".rstrip(","))
+        return kind(f"{first.message}{held_by(of)}".rstrip(","))
 
     def tell(
         self, rank: int, name: str, *arguments: Any, values: torch.Tensor | None = None
@@ -415,16 +411,11 @@ class FarDevices(Executor):
             owner.number, tuple(tensor.shape), tensor.stride(), int(offset), tensor.dtype
         )
 
-    def command_arguments(
-        self, args: Any, kwargs: dict[str, Any]
-    ) -> tuple[list[Any], dict[str, Any]]:
+    def named(self, arguments: Any) -> Any:
         """Arguments as a command names them; CPU tensors are copied into it."""
-
-        def say(tensor: torch.Tensor) -> Any:
-            return self.stored(tensor) if tensor.is_meta else tensor.detach().clone()
-
-        positional = [exchanged(argument, say) for argument in args]
-        return positional, {name: exchanged(value, say) for name, value in kwargs.items()}
+        return exchanged(
+            arguments, lambda item: self.stored(item) if item.is_meta else item.detach().clone()
+        )
 
 
 def far_devices() -> FarDevices | None:
@@ -464,8 +455,8 @@ def _of_zeros(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     def zeros(tensor: torch.Tensor) -> torch.Tensor:
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
-    keywords = {name: exchanged(value, zeros) for name, value in kwargs.items()}
-    return func(*exchanged(args, zeros), **keywords)
+    args, kwargs = exchanged([args, kwargs], zeros)
+    return func(*args, **kwargs)
 
 
 def _blank(tensor: torch.Tensor) -> torch.Tensor:
@@ -473,8 +464,10 @@ def _blank(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_meta or tensor.dim() == 0 else tensor.to("meta")
 
 
-def _blanks(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {name: exchanged(value, _blank) for name, value in kwargs.items()}
+def _devices_of_ranks(placement: Placement) -> dict[int, int]:
+    """Ranks that a placement uses, but for rank 0, and a device of each."""
+    sites = [site_of(device, placement.sites) for device in placement.devices]
+    return {site.host: site.index for site in sites if site is not None and site.host}
 
 
 def _owner_of(tensor: torch.Tensor) -> Owner | None:

@@ -17,8 +17,10 @@ import psutil
 import torch
 
 from tl_devicefix.monkeypatch.exchanged import PACKAGES
-from tl_devicefix.placement.devices import Site
+from tl_devicefix.placement.devices import Site, site_of
+from tl_devicefix.placement.in_use import placements_in_use
 from tl_devicefix.placement.memory import bytes_of
+from tl_devicefix.placement.placement import PlacedComponent, Placement, in_short
 from tl_devicefix.simulation.backend import real_accelerator
 
 
@@ -112,6 +114,26 @@ def called(hellos: Sequence[Any], rank: int) -> str:
     first, *others = [site for site in sites_of(places(hellos)) if site.host == rank]
     devices = first.name + (f" to {others[-1].device}" if others else "")
     return f"rank {rank} ({devices}{'' if first.hostname == host else f', on {host}'})"
+
+
+def parts_of(rank: int) -> str:
+    """What a rank holds of models, in short; "" if that is nothing."""
+    held = [
+        [item.name for item in placement.components if _host_of(item, placement) == rank]
+        for placement in placements_in_use()
+    ]
+    return " and ".join(dict.fromkeys(in_short(names) for names in held if names))
+
+
+def _host_of(component: PlacedComponent, placement: Placement) -> int | None:
+    site = site_of(component.device, placement.sites)
+    return None if site is None else site.host
+
+
+def held_by(rank: int) -> str:
+    """What a rank holds, as a clause behind its name; "" if that is nothing."""
+    parts = parts_of(rank)
+    return f", which holds {parts}," if parts else ""
 
 
 def lending(hellos: Sequence[Any], rank: int) -> str:

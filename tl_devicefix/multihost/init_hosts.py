@@ -22,6 +22,7 @@ from tl_devicefix.multihost.handshake import (
     Place,
     called,
     free_memory,
+    held_by,
     hello,
     lending,
     other_versions,
@@ -30,7 +31,6 @@ from tl_devicefix.multihost.handshake import (
     sites_of,
     visible_devices,
 )
-from tl_devicefix.multihost.models import held_by
 from tl_devicefix.multihost.peers import Peer
 from tl_devicefix.multihost.rendezvous import Rendezvous
 from tl_devicefix.multihost.rpc_worker import Worker

@@ -11,17 +11,15 @@ from tl_devicefix.multihost import commands
 from tl_devicefix.multihost.blocks import Built, Entry, Graph, Key
 from tl_devicefix.multihost.checkpoint_files import File, InFile, differences, read
 from tl_devicefix.multihost.commands import (
-    Argument,
     Failure,
     NewStorage,
     RemoteTensor,
     ValuesFollow,
     exchanged,
     operation_named,
-    tensors_in,
 )
 from tl_devicefix.multihost.transport import HostLost, Transport
-from tl_devicefix.simulation.geometry import Geometry, geometry_of
+from tl_devicefix.simulation.geometry import Geometry, geometry_of, tensors_in
 
 _NEVER = "its inputs were never computed, as an earlier operation failed"
 _ANSWERED = {"ask", "read", "compare", "synchronize"}
@@ -86,27 +84,21 @@ class Worker:
         self, operation: str, args: Any, kwargs: Any, outputs: Sequence[NewStorage | None]
     ) -> None:
         """Run an operation; each tensor that it gives becomes a storage, but for arguments."""
-        args, kwargs = self._resolved(args), self._by_name(kwargs)
-        result = operation_named(operation)(*args, **kwargs)
+        result = operation_named(operation)(*self._resolved(args), **self._resolved(kwargs))
         for made, output in zip(tensors_in(result), outputs, strict=True):
             if output is not None:
                 self._keep(made, *output)
 
     def _ask(self, operation: str, args: Any, kwargs: Any, numbers: list[int]) -> Any:
         """Run an operation whose results rank 0 cannot foresee, and describe them."""
-        args, kwargs = self._resolved(args), self._by_name(kwargs)
-        tensors = list(tensors_in((args, list(kwargs.values()))))
-        result = operation_named(operation)(*args, **kwargs)
+        result = operation_named(operation)(*self._resolved(args), **self._resolved(kwargs))
         storages = iter(numbers)
 
-        def describe(made: torch.Tensor) -> Any:
-            number = next(storages)
-            for index, tensor in enumerate(tensors):
-                if tensor is made:
-                    return Argument(index)
+        def describe(made: torch.Tensor) -> NewStorage:
             made = made.resolve_conj().resolve_neg().clone()
-            self._storages[number] = made.untyped_storage()
-            return NewStorage(number, geometry_of(made))
+            storage = NewStorage(next(storages), geometry_of(made))
+            self._storages[storage.number] = made.untyped_storage()
+            return storage
 
         return exchanged(result, describe)
 
@@ -133,7 +125,7 @@ class Worker:
             cls, keys, values, is_frozen = entry
             entry = cls, self._tensor(keys), self._tensor(values), is_frozen
         own = list(map(self._tensor, tensors))
-        self._keep_all(self._built[block].run(own, self._by_name(inputs), entry), outputs)
+        self._keep_all(self._built[block].run(own, self._resolved(inputs), entry), outputs)
 
     def _record(
         self,
@@ -146,7 +138,7 @@ class Worker:
     ) -> None:
         """Run a block, and hold its graph for gradients of some of its tensors and inputs."""
         own = list(map(self._tensor, tensors))
-        recorded = Graph(self._built[block], own, self._by_name(inputs), keys)
+        recorded = Graph(self._built[block], own, self._resolved(inputs), keys)
         self._graphs[graph] = recorded
         self._keep_all([recorded.output], outputs)
 
@@ -248,12 +240,11 @@ class Worker:
             made = copied.copy_(made) if made.numel() else copied
         self._storages[number] = made.untyped_storage()
 
-    def _by_name(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        return {name: self._resolved(value) for name, value in arguments.items()}
-
     def _resolved(self, value: Any) -> Any:
         if type(value) is RemoteTensor:
             return self._tensor(value)
+        if type(value) is dict:
+            return {name: self._resolved(item) for name, item in value.items()}
         return [self._resolved(item) for item in value] if type(value) is list else value
 
     def _tensor(self, stored: RemoteTensor) -> torch.Tensor:

@@ -73,8 +73,6 @@ def use(placement: Placement) -> None:
     _placements.pop(key, None)
     _placements[key] = weakref.ref(placement, lambda _: _forget(key))
     _cached = []
-    if (hosts := other_hosts()) is not None:
-        hosts.note_held(placement)
 
 
 def _forget(key: int) -> None:
@@ -93,7 +91,7 @@ def devices_in_use() -> frozenset[torch.device]:
 def _find() -> tuple[frozenset[torch.device], torch.device | None]:
     cached = _cached
     if not cached:
-        placements = _in_use()
+        placements = placements_in_use()
         devices = frozenset(device for placement in placements for device in placement.memories)
         cached.append((devices, placements[-1].home if placements else None))
     return cached[0]
@@ -108,7 +106,11 @@ def device_of_result(devices: frozenset[torch.device]) -> torch.device:
     chosen = chosen_device(_find()[1])
     if chosen is not None:
         return chosen
-    latest = [placement for placement in reversed(_in_use()) if devices & set(placement.memories)]
+    latest = [
+        placement
+        for placement in reversed(placements_in_use())
+        if devices & set(placement.memories)
+    ]
     if not latest:
         return min(devices, key=str)
     return next(
@@ -116,7 +118,8 @@ def device_of_result(devices: frozenset[torch.device]) -> torch.device:
     ).home
 
 
-def _in_use() -> list[Placement]:
+def placements_in_use() -> list[Placement]:
+    """Those that a model, or anyone, holds, in the order they were placed."""
     references = (reference() for reference in list(_placements.values()))
     return [placement for placement in references if placement is not None]
 
@@ -124,13 +127,6 @@ def _in_use() -> list[Placement]:
 @runtime_checkable
 class OtherHosts(Protocol):
     """Hosts that `init_hosts` has joined."""
-
-    def note_held(self, placement: Placement) -> list[int]:
-        """Note what each rank holds, or will, for as long as a placement lives.
-
-        Returns:
-            The ranks, but for rank 0.
-        """
 
     def check_checkpoint(self, model_name: str, placement: Placement, **kwargs: Any) -> None:
         """Have each rank that a placement uses compare its files of a checkpoint with rank 0's.
