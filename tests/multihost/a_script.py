@@ -183,11 +183,6 @@ def try_to_join() -> None:
     say("ready")
 
 
-def see_one_gpu() -> None:
-    """The same one as the other ranks on this host, as far as they know."""
-    joining.visible_devices = lambda n_devices: [("cuda:0", "GPU-0")]
-
-
 def see_a_full_gpu() -> None:
     """Rank 1's, of which it cannot even be asked how full it is."""
 
@@ -201,7 +196,6 @@ def see_a_full_gpu() -> None:
 BEFORE_ALL_JOIN = {
     "be_store": be_store,
     "beside_a_group": have_a_group,
-    "see_one_gpu": see_one_gpu,
     "see_a_full_gpu": see_a_full_gpu,
 }
 BEFORE_RANK_0_JOINS = {"joined_again": try_to_join}

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from launching import ForkServer, Launch, Launched
-from networks import two_hosts  # noqa: F401
 from ranks import devices_of, lend_from_a_thread
 from spread_of_either_class import *  # noqa: F403
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -46,13 +45,12 @@ def same(one: list[torch.Tensor | None], other: list[torch.Tensor | None]) -> No
             torch.testing.assert_close(current, present, **EQUAL)
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_a_backward_is_one_command_a_block(
-    model: Any, tokens: torch.Tensor, told: list[Any]
+    attention: str, model: Any, tokens: torch.Tensor, told: list[Any]
 ) -> None:
-    loss(model, tokens).backward()
-    told.clear()
-
-    loss(model, tokens).backward()
+    with tl_devicefix.set_attn_implementation(model, attention):
+        loss(model, tokens).backward()
 
     assert names(told).count("record") == names(told).count("backward") == len(far_blocks(model))
 
@@ -117,35 +115,18 @@ def test_gradients_of_gradients(
     torch.testing.assert_close(*result, rtol=1e-3, atol=1e-6)
 
 
-def test_weights_that_were_changed_since_are_refused(model: Any, tokens: torch.Tensor) -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_that_were_changed_since_are_refused(
+    frozen: bool, model: Any, tokens: torch.Tensor
+) -> None:
+    model.requires_grad_(not frozen)
+    model.blocks[FAR].attn.W_Q.requires_grad_(True)
     result = loss(model, tokens)
     with torch.no_grad():
         model.blocks[FAR].mlp.W_in.mul_(1)
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         result.backward()
-
-
-def test_frozen_weights_that_were_changed_since_are_refused(
-    model: Any, tokens: torch.Tensor
-) -> None:
-    model.requires_grad_(False)
-    model.blocks[FAR].attn.W_Q.requires_grad_(True)
-    result = loss(model, tokens)
-    model.blocks[FAR].mlp.W_in.mul_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        result.backward()
-
-
-def test_attention_without_scores_is_one_command_a_block(
-    model: Any,
-    tokens: torch.Tensor,
-    told: list[Any],
-) -> None:
-    with tl_devicefix.set_attn_implementation(model, "sdpa"):
-        loss(model, tokens).backward()
-
-    assert names(told).count("record") == names(told).count("backward") == len(far_blocks(model))
 
 
 def test_what_a_block_gave_may_be_changed_in_place(
@@ -159,21 +140,17 @@ def test_what_a_block_gave_may_be_changed_in_place(
     same(far_gradients(model), far_gradients(alone))
 
 
-def saving(run: Callable[[], torch.Tensor], saved: list[Any]) -> torch.Tensor:
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved.append(tuple(tensor.shape))
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        return run()
-
-
 def test_hooks_on_saved_tensors_see_those_of_each_operation(
     model: Any, tokens: torch.Tensor
 ) -> None:
     saved: list[Any] = []
 
-    saving(lambda: loss(model, tokens), saved).backward()
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss(model, tokens).backward()
 
     d_mlp = (*tokens.shape, model.cfg.d_mlp)
     assert saved.count(d_mlp) >= N_LAYERS

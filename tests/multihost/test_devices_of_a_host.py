@@ -112,14 +112,6 @@ def test_cpu_devices_of_a_machine_share_what_is_free(monkeypatch: pytest.MonkeyP
     assert result == [[2 * GiB], [2 * GiB] * 2, [GiB], [6 * GiB]]
 
 
-def test_all_ranks_refuse_what_they_cannot_share(launch: Launch) -> None:
-    launched = launch("see_one_gpu", 2)
-
-    assert launched.ends() == [3, 3]
-    for rank in range(2):
-        assert "2 ranks share the 1 devices of " in launched.text("said", rank)
-
-
 def test_all_ranks_are_told_of_one_that_cannot_tell_what_is_free(launch: Launch) -> None:
     launched = launch("see_a_full_gpu")
 

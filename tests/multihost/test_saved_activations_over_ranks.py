@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from hf_models import N_LAYERS
 from ranks import devices_of
@@ -31,46 +29,24 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def batches(tokens: torch.Tensor) -> list[torch.Tensor]:
-    return [tokens.roll(shift, 1) for shift in range(5)]
+def save(model: Any, tokens: torch.Tensor, directory: Path, case: str) -> Any:
+    batches = [tokens.roll(shift, 1) for shift in range(5)]
+    options = {"directory": directory, "shard_size": SIZE, **CASES[case]}
+    return save_activations(model, batches, progress=False, **options)
 
 
-@pytest.fixture(scope="module")
-def load(
-    ranks: Ranks, load_over_entered: Any, batches: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Any, Path]]:
-    """A model over four devices of two processes, and where one process has written each case."""
-    directory = tmp_path_factory.mktemp("in_one_process")
+def test_the_same_bytes(
+    ranks: Ranks, load_over_entered: Any, tokens: torch.Tensor, tmp_path: Path
+) -> None:
     with tl_devicefix.simulate(4):
         model = load_over_entered("llama")
-        for name, options in CASES.items():
-            run(model, batches, directory / name, **options)
+        for case in CASES:
+            save(model, tokens, tmp_path / "one process" / case, case)
+
     with ranks.entered(devices_of(ranks, ["4GiB"] * 4)):
-        yield load_over_entered("llama"), directory
-
-
-def run(model: Any, batches: Any, to: Path, **options: Any) -> Any:
-    return save_activations(
-        model, batches, directory=to, progress=False, **{"shard_size": SIZE, **options}
-    )
-
-
-@pytest.fixture
-def model(load: tuple[Any, Path]) -> Any:
-    return load[0]
-
-
-@pytest.fixture
-def expected(load: tuple[Any, Path]) -> Callable[[str], dict[str, bytes]]:
-    """What one process has written of a case."""
-    return lambda case: files(load[1] / case)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_the_same_bytes(case: str, model: Any, batches: Any, expected: Any, tmp_path: Path) -> None:
-    result = run(model, batches, tmp_path, **CASES[case])
-
-    assert files(tmp_path) == expected(case)
-    assert len(result.index.shards) > 1
-    assert result.verify() == []
+        model = load_over_entered("llama")
+        for case in CASES:
+            result = save(model, tokens, tmp_path / case, case)
+            assert files(tmp_path / case) == files(tmp_path / "one process" / case)
+            assert len(result.index.shards) > 1
+            assert result.verify() == []

@@ -13,9 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import free_port
 
-from tl_devicefix.multihost.rendezvous import Rendezvous
 from tl_devicefix.multihost.signing import SIGNATURE, Signer, WronglySigned, signer
 from tl_devicefix.multihost.transport import Connection, Transport
 
@@ -123,48 +121,6 @@ def test_small_values_are_signed(ends: Callable[..., Ends]) -> None:
 
     with pytest.raises(WronglySigned):
         taking.receive_values((3,), torch.int64)
-
-
-@pytest.fixture
-def met(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], list[str]]:
-    """What ranks say that meet with these tokens."""
-    monkeypatch.setattr(Rendezvous, "_address_for_master", lambda _: "")  # tests have no network
-
-    kept: list[Rendezvous] = []
-
-    def meet(master: str, rank: int, tokens: list[str]) -> str:
-        by = Signer(tokens[rank].encode(), f"rank {rank}'s file")
-        try:
-            rendezvous = Rendezvous(master, rank, len(tokens), 20, len, by)
-            kept.append(rendezvous)  # others may still read rank 0's store
-            text = rendezvous.meet({"rank": rank})
-            return str([item["rank"] for item in text])
-        except RuntimeError as error:
-            return str(error)
-
-    def met(tokens: list[str]) -> list[str]:
-        master, world_size = f"127.0.0.1:{free_port()}", len(tokens)
-        with ThreadPoolExecutor(world_size) as threads:
-            return list(
-                threads.map(meet, [master] * world_size, range(world_size), [tokens] * world_size)
-            )
-
-    return met
-
-
-def test_ranks_with_one_token_meet(met: Any) -> None:
-    assert met(["one", "one"]) == ["[0, 1]"] * 2
-
-
-def test_each_rank_refuses_where_one_has_another_token(met: Any) -> None:
-    first, second, third = met(["secret", "secret", "other"])
-
-    set_it = "set TL_DEVICEFIX_TOKEN to the same on all ranks, as `openssl rand -hex 32` gives it"
-    assert first == (
-        f"rank 2 has another token than rank 0, which has that of rank 0's file: {set_it}"
-    )
-    assert second.startswith("rank 2 has another token than rank 1, ")
-    assert third.startswith("rank 0 has another token than rank 2, ")
 
 
 @pytest.fixture

@@ -42,6 +42,7 @@ def test_another_token_on_one_rank(launch: Launch) -> None:
     for rank in range(2):
         text = launched.text("said", rank)
         assert f"rank {1 - rank} has another token than rank {rank}, which has that of TL_" in text
+        assert "set TL_DEVICEFIX_TOKEN to the same on all ranks, as `openssl" in text
         assert "long enough" not in text + launched.text("stderr", rank)
 
 
