@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,19 +38,13 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def start_python(arguments: list[str]) -> None:
-    """Start a Python of its own, which says nothing."""
-    subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL)
-
-
-def lend_to_this_process(
-    world_size: int, start: Callable[[list[str]], object] = start_python
-) -> Ranks:
+def lend_to_this_process(world_size: int) -> Ranks:
     """Start processes that lend their devices to this one, until it ends."""
     master = f"127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "tl_devicefix", "worker", "--master", master]
     for rank in range(1, world_size):
-        arguments = ["worker", "--master", master, "--rank", str(rank)]
-        start(["-m", "tl_devicefix", *arguments, "--world-size", str(world_size)])
+        options = ["--rank", str(rank), "--world-size", str(world_size)]
+        subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL)
     return meet(master, 0, world_size)
 
 

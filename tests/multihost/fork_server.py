@@ -24,10 +24,8 @@ import tl_devicefix.demo.demo
 import tl_devicefix.demo.selfcheck
 import tl_devicefix.multihost.init_hosts  # noqa: F401
 
-_NETWORK, _MOUNTS = 0x40000000, 0x00020000
-"""CLONE_NEWNET, CLONE_NEWNS."""
-_PRIVATE, _BIND = 0x44000, 0x1000
-"""MS_REC | MS_PRIVATE, MS_BIND."""
+_NETWORK = 0x40000000
+"""CLONE_NEWNET."""
 
 
 def main() -> None:
@@ -74,11 +72,8 @@ def _become(told: dict[str, Any]) -> None:
     os.environ.update(told["environment"])
     if "network" in told:
         with open(f"/run/netns/{told['network']}") as namespace:
-            _call("setns", namespace.fileno(), _NETWORK)
-    if "mount" in told:  # the one directory, where the other is
-        _call("unshare", _MOUNTS)
-        _call("mount", None, b"/", None, _PRIVATE, None)
-        _call("mount", *(item.encode() for item in told["mount"]), None, _BIND, None)
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _NETWORK):
+                raise OSError(ctypes.get_errno(), "setns")
     if "token" in told:
         os.environ["TL_DEVICEFIX_TOKEN"] = told["token"]
     if "path" in told:
@@ -89,12 +84,6 @@ def _become(told: dict[str, Any]) -> None:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(sys.argv[0], run_name="__main__")
-
-
-def _call(name: str, *arguments: Any) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if getattr(libc, name)(*arguments):
-        raise OSError(ctypes.get_errno(), name)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tl_devicefix.demo.demo import load_checkpoint
+from tl_devicefix.multihost import rpc_worker
 from tl_devicefix.multihost.checkpoint_files import File, current_file, differences
 from tl_devicefix.placement.devices import consecutive
 
@@ -127,6 +129,19 @@ def test_a_rank_with_other_weights(save: Any, tmp_path: Path) -> None:
 
     save(weights(), path)
     assert difference(file) is None
+
+
+def test_a_checkpoint_that_differs_on_a_rank(
+    machine: Any, load_over: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rpc_worker, "differences", lambda files: {files[-1].path: "cannot read it"})
+    expected = (
+        r"^rank 0 loads .*\.safetensors, but rank 1 \(host1/cpu:0, on .*\), which holds "
+        r".*\bblocks\.\d-\d\b.*, cannot read it: put the same checkpoint .* give it as hf_model"
+    )
+
+    with pytest.raises(ValueError, match=expected):
+        load_checkpoint(4)
 
 
 def test_a_file_that_is_gone_is_sent(machine: Any, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tl_devicefix import check
-from tl_devicefix.demo.demo import devices_for, load_checkpoint
 from tl_devicefix.multihost.handshake import Place, called, places, sites_of
 
 WHERE = {"": "host0/0", "blocks.3": "host1/cpu:0", "blocks.4": "host1/cpu:1"}
@@ -104,11 +103,6 @@ def test_a_check_notes_what_goes_between_hosts_without_need(load_over: Any, mach
 
     assert report
     assert "from host to host 4 times in a forward, where 2 would do" in repr(report)
-
-
-def test_a_demo_over_more_devices_than_ranks_have(machine: Any) -> None:
-    with devices_for(9), pytest.raises(ValueError, match="9 devices, but the hosts have 4"):
-        load_checkpoint(9)
 
 
 def test_a_full_device_is_named_with_what_its_rank_holds(over_ranks: Any) -> None:
