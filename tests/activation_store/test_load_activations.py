@@ -16,7 +16,7 @@ from written_by_hand import D_MODEL, N_EXAMPLES, REDUCED, RESID, WIDTH, write_by
 
 import tl_devicefix
 from tl_devicefix.__main__ import main
-from tl_devicefix.activation_store.format import INDEX
+from tl_devicefix.activation_store.format import INDEX, VERSION
 from tl_devicefix.activation_store.reader import SavedActivations
 
 
@@ -74,7 +74,7 @@ def test_a_directory_without_activations_or_of_another_version(tmp_path: Path) -
     with pytest.raises(FileNotFoundError, match=r"there are no saved activations in"):
         tl_devicefix.load_activations(tmp_path)
     (tmp_path / INDEX).write_text('{"version": 99}')
-    with pytest.raises(ValueError, match=r"version 99 of the format.* reads version 3"):
+    with pytest.raises(ValueError, match=rf"version 99 of the format.* reads version {VERSION}"):
         tl_devicefix.load_activations(tmp_path)
 
 
@@ -83,19 +83,25 @@ def test_a_directory_without_activations_or_of_another_version(tmp_path: Path) -
     [
         lambda text: "{",
         lambda text: "[]",
-        lambda text: '{"version": 3}',
-        lambda text: text.replace("bfloat16", "float16"),
-        lambda text: text.replace("00001.safetensors", "00000.safetensors"),
+        lambda text: f'{{"version": {VERSION}}}',
     ],
-    ids=["cut off", "no object", "no checksum", "a dtype", "a file"],
+    ids=["cut off", "no object", "no shards"],
 )
-def test_an_index_that_is_not_as_it_was_written_is_not_believed(
-    change: Any, written: SavedActivations
-) -> None:
+def test_an_index_that_cannot_be_read(change: Any, written: SavedActivations) -> None:
     path = written.directory / INDEX
     path.write_text(change(path.read_text()))
     with pytest.raises(ValueError, match=r"index.json is damaged: put back a copy"):
         tl_devicefix.load_activations(written.directory)
+
+
+@pytest.mark.parametrize(("old", "new"), [("bfloat16", "float16"), ("00001.safe", "00000.safe")])
+def test_an_index_that_was_edited_is_not_believed(
+    old: str, new: str, written: SavedActivations
+) -> None:
+    path = written.directory / INDEX
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(ValueError, match=r"is damaged \(it is not the one in the index\)"):
+        tl_devicefix.load_activations(written.directory)[RESID][4]
 
 
 def test_a_shard_is_compared_with_the_index_when_it_is_read(written: SavedActivations) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping
+from operator import length_hint
 from typing import Any, NamedTuple
 
 import torch
@@ -54,11 +55,8 @@ class Batches:
 
         The last one may be smaller.
         """
-        try:
-            count = len(self._items) if isinstance(self._items, Sized) else None
-        except TypeError:  # a DataLoader of an IterableDataset
-            count = None
-        return None if count is None else count * in_first
+        count = length_hint(self._items, -1)
+        return None if count < 0 else count * in_first
 
     def __iter__(self) -> Iterator[Batch]:
         for number, item in enumerate(self._items):

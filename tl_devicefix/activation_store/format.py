@@ -7,7 +7,6 @@ Files that are in no index are not read.
 from __future__ import annotations
 
 import json
-import math
 import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,9 +18,8 @@ from typing import Any, BinaryIO, Literal
 import torch
 from xxhash import xxh3_128
 
-VERSION = 3
+VERSION = 4
 INDEX = "index.json"
-SHARDS = "shard-*.safetensors"
 TEMPORARY = ".part"
 """The names of files end with it until they are complete."""
 
@@ -34,7 +32,7 @@ Axis = Literal["example", "token"]
 Pieces = Mapping[str, Sequence[torch.Tensor]]
 """By name, tensors on the CPU that follow each other along their first axis."""
 
-_CODES = {
+CODES = {
     "float64": "F64",
     "float32": "F32",
     "float16": "F16",
@@ -60,14 +58,15 @@ class Entry:
         dtype: torch's name of it, such as "bfloat16".
         shape: of one row.
         axis: whether a row is of an example or of a saved token.
-        same_as: the entry under which shards have it, if a cache has one tensor by two names.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     axis: Axis = "example"
-    same_as: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)} by {self.axis}"
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -90,6 +89,15 @@ class Shard:
     tokens: int
     bytes: int
     xxh3_128: str
+
+    @property
+    def examples(self) -> str:
+        """The range of examples, as the file has it too."""
+        return f"{self.start}:{self.stop}"
+
+    def rows(self, entry: Entry) -> int:
+        """How many rows it has of an entry."""
+        return self.tokens if entry.axis == "token" else self.stop - self.start
 
 
 @dataclass(frozen=True)
@@ -135,44 +143,33 @@ def read_index(directory: Path) -> Index:
 
     Raises:
         FileNotFoundError: if it has none.
-        ValueError: if it is not as it was written, or is of another version.
+        ValueError: if it cannot be read, or is of another version.
     """
     path = directory / INDEX
-    damaged = f"{path} is damaged: put back a copy of it, or save again to another directory"
     try:
         fields = json.loads(path.read_text())
-        version, written = fields["version"], fields.pop(_CHECKSUM, None)
+        if fields["version"] == VERSION:
+            entries = [Entry(**{**e, "shape": tuple(e["shape"])}) for e in fields.pop("entries")]
+            shards = [Shard(**shard) for shard in fields.pop("shards")]
+            return Index(entries=tuple(entries), shards=tuple(shards), **fields)
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(
             f"there are no saved activations in {directory}: it has no {INDEX}, which "
             "tl_devicefix.save_activations writes with the first batch"
         ) from None
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(damaged) from error
-    if version != VERSION:
         raise ValueError(
-            f"the activations in {directory} are of version {version} of the format, but this "
-            f"tl_devicefix reads version {VERSION}: save them again to another directory"
-        )
-    if written != _checksum_of_fields(fields):
-        raise ValueError(damaged)
-    entries = tuple(Entry(**{**e, "shape": tuple(e["shape"])}) for e in fields.pop("entries"))
-    shards = tuple(Shard(**shard) for shard in fields.pop("shards"))
-    return Index(entries=entries, shards=shards, **fields)
-
-
-_CHECKSUM = "xxh3_128"
-
-
-def _checksum_of_fields(fields: Mapping[str, Any]) -> str:
-    """The checksum of an index: of its other fields, however they are laid out in the file."""
-    return str(xxh3_128(json.dumps(fields, sort_keys=True).encode()).hexdigest())
+            f"{path} is damaged: put back a copy of it, or save again to another directory"
+        ) from error
+    raise ValueError(
+        f"the activations in {directory} are of version {fields['version']} of the format, but "
+        f"this tl_devicefix reads version {VERSION}: save them again to another directory"
+    )
 
 
 def write_index(directory: Path, index: Index) -> None:
     """Put an index in the place of the last one."""
-    fields = asdict(index)
-    text = json.dumps({**fields, _CHECKSUM: _checksum_of_fields(fields)}, indent=1) + "\n"
+    text = json.dumps(asdict(index), indent=1) + "\n"
     write_file(directory / INDEX, lambda file: file.write(text.encode()))
 
 
@@ -212,18 +209,28 @@ def write_shard(path: Path, pieces: Pieces, start: int, stop: int) -> tuple[int,
     Returns:
         Its bytes, and its checksum.
     """
-    tensors = {
-        name: (of[0].dtype, (sum(map(len, of)), *of[0].shape[1:])) for name, of in pieces.items()
-    }
+    # As safetensors does: the widest dtypes first, so that each tensor is aligned.
+    by_width = sorted(pieces.items(), key=lambda item: -item[1][0].itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", "examples": f"{start}:{stop}"}}
+    end = 0
+    for name, tensors in by_width:
+        first, end = end, end + sum(tensor.nbytes for tensor in tensors)
+        header[name] = {
+            "dtype": CODES[dtype_name(tensors[0].dtype)],
+            "shape": [sum(map(len, tensors)), *tensors[0].shape[1:]],
+            "data_offsets": [first, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
     checksum = xxh3_128()
 
     def write(file: BinaryIO) -> None:
         parts: Iterator[Any] = (
-            piece.reshape(-1).view(torch.uint8).numpy()
-            for name in _in_order(tensors)
-            for piece in pieces[name]
+            tensor.reshape(-1).view(torch.uint8).numpy()
+            for _, tensors in by_width
+            for tensor in tensors
         )
-        for part in chain([_header(tensors, start, stop)], parts):
+        for part in chain([struct.pack("<Q", len(text)) + text], parts):
             file.write(part)
             checksum.update(part)
 
@@ -231,62 +238,9 @@ def write_shard(path: Path, pieces: Pieces, start: int, stop: int) -> tuple[int,
     return path.stat().st_size, str(checksum.hexdigest())
 
 
-Tensors = Mapping[str, tuple[torch.dtype, Sequence[int]]]
-"""By name, the dtype and the shape of each."""
-
-
-def _in_order(tensors: Tensors) -> list[str]:
-    """As safetensors does: the widest dtypes first, so that each tensor is aligned."""
-    return sorted(tensors, key=lambda name: -tensors[name][0].itemsize)
-
-
-def _header(tensors: Tensors, start: int, stop: int) -> bytes:
-    """The header of a safetensors file with some examples."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", "examples": f"{start}:{stop}"}}
-    end = 0
-    for name in _in_order(tensors):
-        dtype, shape = tensors[name]
-        first, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {
-            "dtype": _CODES[dtype_name(dtype)],
-            "shape": list(shape),
-            "data_offsets": [first, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
-
-
-def has_its_header(path: Path, index: Index, shard: Shard) -> bool:
-    """Whether a file begins as that of a shard: with its examples, and what the index has."""
-    tensors = {
-        e.name: (
-            e.torch_dtype,
-            (shard.tokens if e.axis == "token" else shard.stop - shard.start, *e.shape),
-        )
-        for e in index.entries
-        if e.same_as is None
-    }
-    header = _header(tensors, shard.start, shard.stop)
-    with path.open("rb") as file:
-        return file.read(len(header)) == header
-
-
-def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors on the CPU are equal bit for bit, also where they are no numbers."""
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     """A dtype's name in torch, without "torch."."""
     return str(dtype).removeprefix("torch.")
-
-
-def can_be_stored(dtype: torch.dtype) -> bool:
-    """Whether safetensors has a dtype."""
-    return dtype_name(dtype) in _CODES
 
 
 def shard_faults(directory: Path, index: Index, checksums: bool) -> Iterator[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import importlib.metadata
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -14,13 +13,11 @@ from typing import Any
 
 import torch
 
+import tl_devicefix
 from tl_devicefix.activation_store.format import (
     INDEX,
-    SHARDS,
-    TEMPORARY,
     Index,
     read_index,
-    same_bytes,
     shard_name,
 )
 from tl_devicefix.activation_store.reader import SavedActivations
@@ -59,12 +56,9 @@ def saved_index(directory: Path, resume: bool) -> Index | None:
     """The index of activations that were saved before, if any, without last shards that are gone.
 
     Raises:
-        NotADirectoryError: if it is a file.
         FileExistsError: if there are some, and `resume` is False.
         FileNotFoundError: if others than the last shards are gone, or all are.
     """
-    if directory.is_file():
-        raise NotADirectoryError(f"{directory} is a file: give a directory")
     if not (directory / INDEX).exists():
         if (directory / shard_name(0)).exists():
             raise FileExistsError(
@@ -94,21 +88,13 @@ def saved_index(directory: Path, resume: bool) -> Index | None:
     return replace(index, shards=index.shards[:first], is_complete=False)
 
 
-def remove_temporary(directory: Path) -> None:
-    """Remove what a process that was killed has not finished."""
-    for name in (INDEX, SHARDS):
-        for part in directory.glob(name + TEMPORARY):
-            part.unlink()
-
-
 def check_disk(directory: Path, needed: int) -> None:
     """Check that the disk has so many bytes free.
 
     Raises:
         OSError: if it does not.
     """
-    above = (path for path in (directory, *directory.absolute().parents) if path.exists())
-    free = shutil.disk_usage(next(above)).free
+    free = shutil.disk_usage(directory).free
     if needed > free:
         raise OSError(
             errno.ENOSPC,
@@ -130,12 +116,8 @@ def model_fields(model: Any) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """The versions of the packages that compute and write."""
-    try:
-        own = importlib.metadata.version("tl_devicefix")
-    except importlib.metadata.PackageNotFoundError:  # imported from its source
-        own = "not installed"
     return {
-        "tl_devicefix": own,
+        "tl_devicefix": tl_devicefix.__version__,
         "transformer_lens": str(installed()),
         "torch": str(torch.__version__),
     }
@@ -160,7 +142,7 @@ class Saved:
             ValueError: naming what differs first.
         """
         before, now = _fields(self._index), _fields(index)
-        for field in sorted({**before, **now}, key=_PER_SHARD.__eq__):  # it follows from the others
+        for field in {**before, **now}:
             if before.get(field) != now.get(field):
                 raise self._other(
                     f"{field} is {before.get(field, 'not saved')} on disk, but "
@@ -176,7 +158,7 @@ class Saved:
         for name, computed in activations.items():
             stored = self._stored[name].of_shard(0)
             n_rows = min(len(stored), len(computed))
-            if not same_bytes(stored[:n_rows], computed[:n_rows].cpu()):
+            if not _same_bits(stored[:n_rows], computed[:n_rows].cpu()):
                 raise self._other(
                     f"the model now computes another {name} for the first batch, so its weights, "
                     f"hooks, devices or transform have changed, or {self._damaged}"
@@ -216,18 +198,15 @@ class Saved:
         )
 
 
-_PER_SHARD = "the number of examples in a shard, by shard_size,"
-
-
-def _fields(index: Index) -> dict[str, Any]:
+def _fields(index: Index) -> dict[str, str]:
     """The values that must not change, by their names in messages."""
     return {
-        **{f"the model's {name}": value for name, value in index.model.items()},
-        **{f"the version of {name}": value for name, value in index.made_by.items()},
-        **{
-            e.name: f"{e.dtype} {list(e.shape)} by {e.axis}"
-            + (f" in {e.same_as}" * bool(e.same_as))
-            for e in index.entries
-        },
-        _PER_SHARD: index.examples_per_shard,
+        **{f"the model's {name}": str(value) for name, value in index.model.items()},
+        **{f"the version of {name}": version for name, version in index.made_by.items()},
+        **{entry.name: str(entry) for entry in index.entries},
     }
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype are equal, also where they are no numbers."""
+    return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))

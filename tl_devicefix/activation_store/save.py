@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from inspect import signature
 from itertools import chain
 from pathlib import Path
@@ -28,18 +27,16 @@ from tl_devicefix.activation_store.format import (
 )
 from tl_devicefix.activation_store.reader import SavedActivations, load_activations
 from tl_devicefix.activation_store.selection import (
-    Selected,
     Selection,
     TokenMask,
     Transform,
     checked_names,
-    entries_of,
 )
 from tl_devicefix.activation_store.writer import Copied, Writer, start_copies
 from tl_devicefix.checkpoints.configs import torch_dtype
 from tl_devicefix.dispatch.carrying import outputs_unread
 from tl_devicefix.misspelt import refuse_misspelt
-from tl_devicefix.pipelining.pipeline_map import devices_of, pipeline_map, viewing
+from tl_devicefix.pipelining.pipeline_map import n_in_flight, pipeline_map
 from tl_devicefix.placement.memory import bytes_of, gib
 
 
@@ -86,7 +83,7 @@ def save_activations(
         resume: go on with activations that are in the directory, if there are any.
         shard_size: bytes of a file, or "512MiB": a shard has as many examples as fit, at least one.
         max_in_flight: how many batches are run at once; see `pipeline_map`.
-        progress: show a bar with examples, tokens and bytes a second.
+        progress: show a bar.
         arguments: of the forward, as `stop_at_layer`.
 
     Returns:
@@ -101,12 +98,12 @@ def save_activations(
         FileExistsError: if activations are in the directory, without `resume`.
         FileNotFoundError: if others than the last of their shards are gone, or all are.
         RuntimeError: if another process saves to the directory.
-        OSError: if the disk is too small, before anything is written; or is full.
+        OSError: if the disk is too small, before activations are written; or is full.
         HostLost: if another host is lost. Shards that the index lists are complete.
     """
+    n_runs = n_in_flight(model, max_in_flight)
     for name in _INSTEAD.keys() & arguments.keys():
         raise TypeError(f"save_activations() has no argument {name!r}: {_INSTEAD[name]}")
-    viewing(model)  # refuses what is no model
     functions = (save_activations, model.forward)
     refuse_misspelt(
         "save_activations()", arguments, [n for f in functions for n in signature(f).parameters]
@@ -118,13 +115,10 @@ def save_activations(
     shard_bytes = bytes_of(shard_size, "shard_size")
     if shard_bytes < 1:
         raise ValueError(f"shard_size must be 1 byte or more, but is {shard_size!r}")
-    saved = on_disk.saved_index(directory, resume)
-    with torch.no_grad():
-        saving = _Saving(model, source, selection, arguments, max_in_flight, directory)
-        saving.run_first(saved)
-        with on_disk.locked(directory):
-            saving.begin(on_disk.saved_index(directory, resume), shard_bytes)
-            saving.run(progress)
+    with torch.no_grad(), on_disk.locked(directory):
+        saving = _Saving(model, source, selection, arguments, directory)
+        saving.begin(on_disk.saved_index(directory, resume), shard_bytes)
+        saving.run(n_runs, progress)
     return load_activations(directory)
 
 
@@ -163,25 +157,21 @@ class _Saving:
         source: Batches,
         selection: Selection,
         arguments: dict[str, Any],
-        max_in_flight: int | None,
         directory: Path,
     ) -> None:
-        n_devices = len(devices_of(model))
-        self._max_in_flight = (
-            n_devices + (n_devices > 1) if max_in_flight is None else max_in_flight
-        )
         self._model, self._selection, self._directory = model, selection, directory
         self._source, self._batches = source, iter(source)
-        self._arguments, self._points = arguments, dict(model.hook_dict)
+        self._arguments = arguments
 
-    def run_first(self, saved: Index | None) -> None:
-        """Run the first batch, which says what is written; nothing is, if it cannot be.
+    def begin(self, saved: Index | None, shard_bytes: int) -> None:
+        """Run the first batch; then write an index of no shards, or compare with what is on disk.
 
         Args:
             saved: of activations to go on with, if there are any.
+            shard_bytes: of a shard, at most.
 
         Raises:
-            ValueError: if there is no batch, or it cannot be stored.
+            ValueError: if there is no batch, it cannot be stored, or others are on disk.
             OSError: if the disk is too small.
         """
         batch = next(self._batches, None)
@@ -189,103 +179,64 @@ class _Saving:
             raise ValueError("batches has no batch: give at least one")
         n_examples, self._width = batch.tokens.shape
         self._first = self._item(batch)
-        (selected,) = pipeline_map(self._model, self._forward, [self._first], max_in_flight=1)
-        self._selected: Selected | None = selected
-        self._names, beside = selected.names, _beside(self._first)
-        n_rows = n_examples if self._first.saved is None else int(self._first.saved.sum())
-        stop = self._arguments.get("stop_at_layer")
-        entries = entries_of(self._selection, selected, n_rows, stop)
-        self._entries = (
-            *(Entry(n, dtype_name(t.dtype), tuple(t.shape[1:])) for n, t in beside.items()),
-            *entries,
-        )
-        if not any(name.startswith("unembed") for name in self._names):  # logits are not needed
+        (tensors,) = pipeline_map(self._model, self._forward, [self._first], max_in_flight=1)
+        beside = _beside(self._first)
+        self._entries = self._entries_of(self._first, tensors)
+        if not any(name.startswith("unembed") for name in tensors):  # logits are not needed
             self._arguments = {"return_type": None, **self._arguments}
+
         self._total, self._n_bytes = self._source.most_examples(n_examples), None
-        if saved is not None and saved.is_complete:
-            self._total, self._n_bytes = saved.n_examples, saved.n_bytes
-        elif self._total is not None:
-            of_first = sum(t.nbytes for t in (*beside.values(), *selected.tensors.values()))
+        if self._total is not None:
+            of_first = sum(t.nbytes for t in (*beside.values(), *tensors.values()))
             self._n_bytes = of_first * self._total // n_examples
-            written = 0 if saved is None else saved.n_bytes
-            on_disk.check_disk(self._directory, self._n_bytes - written)
+            if saved is None or not saved.is_complete:
+                written = 0 if saved is None else saved.n_bytes
+                on_disk.check_disk(self._directory, self._n_bytes - written)
 
-    def begin(self, saved: Index | None, shard_bytes: int) -> None:
-        """Write an index of no shards, or compare with what is on disk.
-
-        Args:
-            saved: of activations to go on with, if there are any.
-            shard_bytes: of a shard, at most.
-
-        Raises:
-            ValueError: if others are on disk.
-        """
-        on_disk.remove_temporary(self._directory)
-        rows = {"example": 1, "token": self._width}  # at most: fewer tokens may be saved
-        of_example = sum(e.row_bytes * rows[e.axis] for e in self._entries if e.same_as is None)
-        per_shard = max(1, shard_bytes // of_example)
-        index = Index(
-            on_disk.model_fields(self._model), on_disk.versions(), self._entries, per_shard
+        entries = (
+            *(Entry(n, dtype_name(t.dtype), tuple(t.shape[1:])) for n, t in beside.items()),
+            *self._entries,
         )
+        rows = {"example": 1, "token": self._width}  # at most: fewer tokens may be saved
+        of_example = sum(entry.row_bytes * rows[entry.axis] for entry in entries)
+        per_shard = max(1, shard_bytes // of_example)
+        index = Index(on_disk.model_fields(self._model), on_disk.versions(), entries, per_shard)
         self._index = index if saved is None else saved
         self._saved = on_disk.Saved(self._directory, self._index)
         if saved is None:
             write_index(self._directory, index)
-            return
-        assert self._selected is not None
-        n_examples = len(self._first.batch.tokens)
-        self._saved.compare_index(index)
-        self._saved.compare_tokens(_beside(self._first), 0, min(n_examples, saved.n_examples))
-        self._saved.compare_activations(self._selected.tensors)
-        if saved.n_examples >= n_examples:
-            self._selected = None  # it is not saved again
+        else:
+            self._saved.compare_index(index)
+            self._saved.compare_tokens(beside, 0, min(n_examples, saved.n_examples))
+            self._saved.compare_activations(tensors)
 
-    def run(self, progress: bool) -> None:
+    def run(self, max_in_flight: int, progress: bool) -> None:
         """Save the batches that are not on disk yet."""
-        writer = Writer(self._directory, self._index, self._max_in_flight + 3)
-        n_saved = sum(shard.tokens for shard in self._index.shards)
-        began, n_tokens, n_bytes, is_complete = time.perf_counter(), 0, 0, False
-        try:
-            with self._bar(progress) as bar, contextlib.closing(self._copied(writer)) as results:
-                for copied in results:
-                    n_examples = len(copied.tokens) - copied.skip
-                    n_saved += sum(copied.tokens[copied.skip :])
-                    n_tokens += n_examples * self._width
-                    n_bytes += sum(rows.nbytes for rows in copied.rows.values())
-                    seconds = time.perf_counter() - began
-                    speed = f"{n_tokens / seconds:.0f} tokens/s, {gib(n_bytes / seconds)}/s"
-                    bar.set_postfix_str(speed, refresh=False)
-                    bar.update(n_examples)
-                    writer.put(copied)
-                bar.total = bar.n  # the last batch may have had fewer examples
-                bar.refresh()
-            if not n_saved:
-                raise ValueError(
-                    "token_mask leaves out every token: let it return True for those to save"
-                )
-            is_complete = not self._index.is_complete
-        finally:
-            writer.close(is_complete)
-
-    def _bar(self, is_shown: bool) -> Any:
-        return hf_logging.tqdm(
+        bar = hf_logging.tqdm(
             total=self._total,
             initial=self._index.n_examples,
             desc="Activations" + (f" of {gib(self._n_bytes)}" if self._n_bytes else ""),
             unit=" examples",
-            disable=not is_shown,
+            disable=not progress,
         )
-
-    def _copied(self, writer: Writer) -> Generator[Copied, None, None]:
-        """The batches in host memory. Copies of two at most are under way, so devices wait too."""
+        writer = Writer(self._directory, self._index, max_in_flight + 3)
         arriving: deque[Copied] = deque()
-        for copied in pipeline_map(
-            self._model, self._run, self._items(writer), self._max_in_flight
-        ):
-            arriving.append(copied)
-            yield copied
-            if len(arriving) > 1:
-                arriving.popleft().wait()
+        is_complete = False
+        try:
+            items = self._items(writer)
+            results: Any = pipeline_map(self._model, self._run, items, max_in_flight)
+            with bar, contextlib.closing(results):
+                for copied in results:
+                    writer.put(copied)
+                    bar.update(len(copied.tokens) - copied.skip)
+                    arriving.append(copied)
+                    if len(arriving) > 1:  # devices wait for slow copies too
+                        arriving.popleft().wait()
+                bar.total = bar.n  # the last batch may have had fewer examples
+                bar.refresh()
+            is_complete = not self._index.is_complete
+        finally:
+            writer.close(is_complete)
 
     def _item(self, batch: Batch) -> _Item:
         return _Item(batch, self._selection.saved_tokens(batch.tokens, batch.mask))
@@ -324,33 +275,22 @@ class _Saving:
 
     def _run(self, view: Any, item: _Item) -> Copied:
         """Run a batch, and start to copy what is saved of it."""
-        selected: Selected | None = None
-        if item.batch is self._first.batch:  # which `run_first` has run
-            selected, self._selected = self._selected, None
-        if selected is None:
-            selected = self._forward(view, item)
-        if selected.names != self._names:
-            name = min({*selected.names.items()} ^ {*self._names.items()})[0]
-            raise ValueError(
-                f"this batch gives other activations than the first one, such as {name}: remove "
-                "it from names_filter, or save such batches to another directory"
-            )
-        n_examples, width = item.batch.tokens.shape
-        counts = [width] * n_examples if item.saved is None else item.saved.sum(1).tolist()
-        rows = {"example": n_examples, "token": sum(counts)}
-        for e in self._entries:
-            tensor = selected.tensors.get(e.name)
-            expected = torch.Size((rows[e.axis], *e.shape))
-            if tensor is not None and (tensor.shape, tensor.dtype) != (expected, e.torch_dtype):
+        tensors = self._forward(view, item)
+        before = {entry.name: entry for entry in self._entries}
+        now = {entry.name: entry for entry in self._entries_of(item, tensors)}
+        for name in {**before, **now}:
+            if before.get(name) != now.get(name):
                 raise ValueError(
-                    f"{e.name} is {tensor.dtype} {list(tensor.shape)} in this batch, but would be "
-                    f"{e.torch_dtype} {list(expected)} as in the first one: save such batches to "
+                    f"{name} is {now.get(name, 'not computed')} in this batch, but "
+                    f"{before.get(name, 'not computed')} in the first one: save such batches to "
                     "another directory"
                 )
-        copies, arrivals = start_copies(selected.tensors)
+        copies, arrivals = start_copies(tensors)
+        n_examples, width = item.batch.tokens.shape
+        counts = [width] * n_examples if item.saved is None else item.saved.sum(1).tolist()
         return Copied({**_beside(item), **copies}, counts, item.skip, arrivals)
 
-    def _forward(self, view: Any, item: _Item) -> Selected:
+    def _forward(self, view: Any, item: _Item) -> dict[str, torch.Tensor]:
         with outputs_unread():
             _, cache = view.run_with_cache(
                 item.batch.inputs,
@@ -358,8 +298,11 @@ class _Saving:
                 return_cache_object=False,
                 **{**self._arguments, **item.batch.arguments},
             )
-        tokens = item.batch.tokens
-        return self._selection.of(cache, tokens, item.saved, self._points)
+        return self._selection.of(cache, len(item.batch.tokens), item.saved)
+
+    def _entries_of(self, item: _Item, tensors: dict[str, torch.Tensor]) -> list[Entry]:
+        n_rows = len(item.batch.tokens) if item.saved is None else int(item.saved.sum())
+        return self._selection.entries_of(tensors, n_rows, self._arguments.get("stop_at_layer"))
 
 
 def _beside(item: _Item) -> dict[str, torch.Tensor]:

@@ -4,35 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
-from tl_devicefix.activation_store.format import (
-    NOT_BY_TOKEN,
-    Axis,
-    Entry,
-    can_be_stored,
-    dtype_name,
-)
+from tl_devicefix.activation_store.format import CODES, NOT_BY_TOKEN, Entry, dtype_name
 from tl_devicefix.gathering.caches import CacheAtHome
 from tl_devicefix.misspelt import did_you_mean
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
 TokenMask = Callable[[torch.Tensor], torch.Tensor] | Literal["attention_mask"]
-
-
-class Selected(NamedTuple):
-    """The activations of one forward that are saved.
-
-    Attributes:
-        tensors: by name, each on its device.
-        names: for each name of the cache, the one under which it is in `tensors`: a Bridge has
-            some activations under two names.
-    """
-
-    tensors: dict[str, torch.Tensor]
-    names: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -83,45 +64,45 @@ class Selection:
         return saved.to("cpu", copy=True)  # it is written later, and may be a buffer used again
 
     def of(
-        self,
-        cache: Mapping[str, Any],
-        tokens: torch.Tensor,
-        saved: torch.Tensor | None,
-        points: Mapping[str, Any],
-    ) -> Selected:
-        """Select the activations to save from a forward's cache.
+        self, cache: Mapping[str, Any], n_examples: int, saved: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        """Select the activations to save from a forward's cache, each on its device.
 
         Args:
             cache: of the forward.
-            tokens: of the forward, `[batch, pos]`.
-            saved: which of them are, `[batch, pos]` on the CPU.
-            points: by name, hook points. A Bridge has one tensor twice where two names have one.
+            n_examples: of the forward.
+            saved: which of its tokens are, `[batch, pos]` on the CPU.
 
         Raises:
             TypeError: if `transform` returns no tensor.
             ValueError: if it has names that are not saved, or tokens are to be left out of an
                 activation without an axis for them.
         """
-        activations = cache.stored() if isinstance(cache, CacheAtHome) else cache
+        stored = cache.stored() if isinstance(cache, CacheAtHome) else cache
+        activations = {
+            name: activation
+            for name, activation in stored.items()
+            if isinstance(activation, torch.Tensor) and self._is_asked_for(name)
+        }
         by_name = self.transform if isinstance(self.transform, Mapping) else None
         if unknown := (by_name or {}).keys() - activations.keys():
             name = min(unknown)
             raise ValueError(
                 f"transform has {name}, which is not saved{did_you_mean(name, list(activations))}"
             )
-        tensors: dict[str, torch.Tensor] = {}
-        first_names: dict[Any, str] = {}
-        names: dict[str, str] = {}
         for name, activation in activations.items():
-            if isinstance(activation, torch.Tensor):
-                transform: Any = self.transform if by_name is None else by_name.get(name)
-                names[name] = first_names.setdefault((points.get(name, name), transform), name)
-                if names[name] == name:
-                    activation = activation.detach()
-                    if activation.shape[:1] == (1,):  # such as a Bridge's rotary tables
-                        activation = activation.expand(len(tokens), *activation.shape[1:])
-                    tensors[name] = self._selected(name, activation, transform, saved)
-        return Selected(tensors, names)
+            activation = activation.detach()
+            if activation.shape[:1] == (1,):  # such as a Bridge's rotary tables
+                activation = activation.expand(n_examples, *activation.shape[1:])
+            transform: Any = self.transform if by_name is None else by_name.get(name)
+            activations[name] = self._selected(name, activation, transform, saved)
+        return activations
+
+    def _is_asked_for(self, name: str) -> bool:
+        """Whether this very name is: a Bridge caches some activations under a second one too."""
+        if callable(self.names_filter):
+            return bool(self.names_filter(name))
+        return self.names_filter is None or name in self.names_filter
 
     def _selected(
         self,
@@ -150,6 +131,49 @@ class Selection:
         rows = saved.flatten().nonzero().flatten().to(activation.device)
         return activation.flatten(0, 1).index_select(0, rows)
 
+    def entries_of(
+        self, tensors: Mapping[str, torch.Tensor], n_rows: int, stop_at_layer: int | None
+    ) -> list[Entry]:
+        """How the activations of a batch are stored.
+
+        Args:
+            tensors: which were selected.
+            n_rows: its examples, or its tokens that are saved.
+            stop_at_layer: where the forward stopped.
+
+        Raises:
+            ValueError: for names that the forward did not give, none at all, a dtype that
+                safetensors does not have, or a tensor without a row for each example.
+        """
+        asked = self.names_filter if isinstance(self.names_filter, list) else []
+        if missing := [name for name in asked if name not in tensors]:
+            instead = "switch it on (model.set_use_attn_result(True) for hook_result)"
+            if stop_at_layer is not None:
+                instead = f"raise stop_at_layer={stop_at_layer}"
+            raise ValueError(
+                f"the forward gives no tensor at {missing[0]}: remove it from names_filter, or "
+                f"{instead}"
+            )
+        if not tensors:
+            raise ValueError(
+                "names_filter selects no activation of this model: see model.hook_dict"
+            )
+        axis: Any = "example" if self.token_mask is None else "token"
+        for name, tensor in tensors.items():
+            if dtype_name(tensor.dtype) not in CODES:
+                raise ValueError(
+                    f"{name} is {tensor.dtype}, which safetensors cannot hold: pass dtype"
+                )
+            if tensor.shape[:1] != (n_rows,):
+                raise ValueError(
+                    f"{name} is {list(tensor.shape)}, which has no row for each of {n_rows} "
+                    f"{axis}s: remove it from names_filter, or have transform return [batch, ...]"
+                )
+        return [
+            Entry(name, dtype_name(tensor.dtype), tuple(tensor.shape[1:]), axis)
+            for name, tensor in tensors.items()
+        ]
+
 
 def checked_names(names_filter: Any, model: Any) -> Any:
     """A `names_filter` as `run_with_cache` takes it, which would ignore names that do not exist.
@@ -171,9 +195,9 @@ def checked_names(names_filter: Any, model: Any) -> Any:
     for name in names:
         if name not in model.hook_dict:
             raise ValueError(
-                f"names_filter has {name!r}, which is no hook point of this model"
-                f"{_meant(name, model.hook_dict)}: use names of model.hook_dict, or a "
-                'function such as lambda name: name.endswith("hook_resid_post")'
+                f"names_filter has {name!r}, which is no hook point of this model: give names of "
+                "model.hook_dict, or a function such as lambda name: "
+                f'name.endswith("hook_resid_post"){_meant(name, model.hook_dict)}'
             )
     return names
 
@@ -184,46 +208,3 @@ def _meant(name: Any, hook_points: Mapping[str, Any]) -> str:
         if full_name.endswith((f".{name}", f".hook_{name}")):
             return f"; did you mean {full_name!r}, or that of another block?"
     return did_you_mean(name, hook_points, 0.85)
-
-
-def entries_of(
-    selection: Selection, selected: Selected, n_rows: int, stop_at_layer: int | None
-) -> list[Entry]:
-    """How the activations of the first batch are stored.
-
-    Args:
-        selection: what was asked for.
-        selected: what the first forward gave.
-        n_rows: its examples, or its tokens that are saved.
-        stop_at_layer: where the forward stopped.
-
-    Raises:
-        ValueError: for names that the forward did not give, none at all, a dtype that safetensors
-            does not have, or a tensor without a row for each example.
-    """
-    asked = selection.names_filter if isinstance(selection.names_filter, list) else []
-    if missing := [name for name in asked if name not in selected.names]:
-        instead = "switch it on (model.set_use_attn_result(True) for hook_result)"
-        if stop_at_layer is not None:
-            instead = f"raise stop_at_layer={stop_at_layer}"
-        raise ValueError(
-            f"the forward gives no tensor at {missing[0]}: remove it from names_filter, or "
-            f"{instead}"
-        )
-    if not selected.names:
-        raise ValueError("names_filter selects no activation of this model: see model.hook_dict")
-    axis: Axis = "example" if selection.token_mask is None else "token"
-    entries = []
-    for name, stored_as in selected.names.items():
-        tensor = selected.tensors[stored_as]
-        if not can_be_stored(tensor.dtype):
-            raise ValueError(f"{name} is {tensor.dtype}, which safetensors cannot hold: pass dtype")
-        if tensor.shape[:1] != (n_rows,):
-            raise ValueError(
-                f"{name} is {list(tensor.shape)}, which has no row for each of {n_rows} "
-                f"{axis}s: remove it from names_filter, or have transform return [batch, ...]"
-            )
-        same_as = None if stored_as == name else stored_as
-        shape = tuple(tensor.shape[1:])
-        entries.append(Entry(name, dtype_name(tensor.dtype), shape, axis, same_as))
-    return entries

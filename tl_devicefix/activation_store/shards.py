@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from tl_devicefix.activation_store.format import TOKEN_MASK, Entry, Index, has_its_header
+from tl_devicefix.activation_store.format import TOKEN_MASK, Entry, Index
 
 
 class Shards:
-    """The shards in a directory, each of which is compared with the index when it is first read."""
+    """The shards in a directory, each of which is compared with the index when it is read."""
 
     def __init__(self, directory: Path, index: Index) -> None:
         self._directory, self.index = directory, index
         self.starts = [shard.start for shard in index.shards]
-        self._compared: set[int] = set()
+        self._entries = {entry.name: entry for entry in index.entries}
 
     def mapped(self, number: int, name: str) -> torch.Tensor:
         """A tensor of a shard, mapped: parts of it are read as they are used.
@@ -30,19 +30,20 @@ class Shards:
             FileNotFoundError: if the file is missing.
             ValueError: if it is cut off, or is another.
         """
-        shard = self.index.shards[number]
+        shard, entry = self.index.shards[number], self._entries[name]
         path = self._directory / shard.file
         verify = f"`python -m tl_devicefix activations verify {self._directory}` checks all shards"
         try:
-            if number not in self._compared and not has_its_header(path, self.index, shard):
-                raise SafetensorError("it does not begin as it was written")
-            self._compared.add(number)
             with safe_open(str(path), framework="pt", device="cpu") as file:
-                return file.get_tensor(name)
+                examples, tensor = (file.metadata() or {}).get("examples"), file.get_tensor(name)
+            expected = shard.examples, entry.torch_dtype, (shard.rows(entry), *entry.shape)
+            if (examples, tensor.dtype, tensor.shape) != expected:
+                raise SafetensorError("it is not the one in the index")
         except FileNotFoundError:
             raise FileNotFoundError(f"{path} is missing: {verify}") from None
         except SafetensorError as error:
             raise ValueError(f"{path} is damaged ({error}): {verify}") from error
+        return tensor
 
 
 class Stored:
@@ -106,12 +107,11 @@ class Stored:
 
     def of_shard(self, number: int) -> torch.Tensor:
         """All rows that a shard has, mapped."""
-        return self._shards.mapped(number, self.entry.same_as or self.entry.name)
+        return self._shards.mapped(number, self.entry.name)
 
     def rows_of_shards(self) -> list[int]:
         """How many rows each shard has."""
-        by_token = self.entry.axis == "token"
-        return [s.tokens if by_token else s.stop - s.start for s in self._index.shards]
+        return [shard.rows(self.entry) for shard in self._index.shards]
 
     def _pieces(self, numbers: Sequence[int]) -> list[torch.Tensor]:
         """The rows of some examples, in order; of examples that follow each other, at once."""

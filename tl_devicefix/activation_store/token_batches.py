@@ -9,8 +9,6 @@ and each row is copied once.
 from __future__ import annotations
 
 import hashlib
-import weakref
-from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
@@ -34,9 +32,10 @@ class TokenBatches(Iterator[torch.Tensor]):
     takes some 50 bytes of memory a row. The order is the same for the same seed, and another in
     each epoch. An epoch's last batch has the rows that are left.
 
-    A thread reads ahead, into memory that is used again when nobody has a batch of it any more:
-    three groups of it, if you let go of batches. A batch that you keep keeps its group; clone it.
-    `state_dict()` says how many batches were handed out, and `load_state_dict` goes on from there.
+    A thread reads ahead, so that up to three groups are in memory. A batch that you keep keeps its
+    group; clone it. A process that is forked later has no such thread and would wait for ever: make
+    new batches there. `state_dict()` says how many were handed out, and `load_state_dict` goes on
+    from there.
 
     Args:
         stored: the activation.
@@ -110,10 +109,9 @@ class TokenBatches(Iterator[torch.Tensor]):
         block_rows = 1 if self._shuffle == "exact" else max(1, BYTES_OF_BLOCK // self._rows.bytes)
         groups = _Groups(self._rows, block_rows, self._group_rows, bool(self._shuffle), self._seed)
         row = batch * self._batch_size
-        number, skip = groups.find(epoch, row)
         # Not a method of this object, so that dropping it ends the thread.
-        read = _ahead(groups.read(epoch, number, self._epochs))
-        return _batches(read, skip, self._batch_size, self._rows.count - row, self._rows.count)
+        read = _ahead(groups.read(epoch, row, self._epochs))
+        return _batches(read, self._batch_size, self._rows.count - row, self._rows.count)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -177,21 +175,19 @@ def _ahead(groups: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def _batches(
-    groups: Iterator[torch.Tensor], skip: int, batch_size: int, left: int, of_epoch: int
+    groups: Iterator[torch.Tensor], batch_size: int, left: int, of_epoch: int
 ) -> Generator[torch.Tensor, None, None]:
     """The rows of groups as batches.
 
     Args:
         groups: the rows.
-        skip: how many rows of the first group are left out.
         batch_size: rows in a batch, but in an epoch's last one.
         left: rows of the first epoch that are to come.
         of_epoch: rows of each further one.
     """
     parts: list[torch.Tensor] = []
     missing = min(batch_size, left)
-    for group in groups:
-        rows, skip = group[skip:], 0
+    for rows in groups:
         while len(rows):
             parts.append(rows[:missing])
             rows = rows[missing:]
@@ -201,7 +197,6 @@ def _batches(
                 parts.clear()
                 left = left or of_epoch
                 missing = min(batch_size, left)
-        del group, rows  # before the next one is read, so that its memory is used again
 
 
 class _Rows:
@@ -217,17 +212,15 @@ class _Rows:
         self.count = sum(self.of_shards)
         self.bytes = max(1, entry.row_bytes // n_tokens)
 
-    def mapped(self, shard: int) -> torch.Tensor:
-        """Those of a shard, in words."""
+    def mapped(self, shard: int) -> np.ndarray:
+        """Those of a shard, as bytes."""
         rows = self._stored.of_shard(shard)
-        return _in_words(rows.flatten(0, 1) if self._is_flat else rows)
+        return _in_bytes(rows.flatten(0, 1) if self._is_flat else rows)
 
 
-def _in_words(rows: torch.Tensor) -> torch.Tensor:
-    """Rows as `[rows, words]` of eight bytes, which are copied fastest; else as their bytes."""
-    flat = rows.reshape(len(rows), -1)
-    is_whole = not (flat[:1].nbytes % 8 or flat.storage_offset() * flat.itemsize % 8)
-    return flat.view(torch.int64 if is_whole else torch.uint8)
+def _in_bytes(rows: torch.Tensor) -> np.ndarray:
+    """Rows as `[rows, bytes]`, which numpy copies fastest, whatever their dtype."""
+    return rows.reshape(len(rows), -1).view(torch.uint8).numpy()
 
 
 class _Groups:
@@ -246,75 +239,49 @@ class _Groups:
             ],
             device="cpu",
         )
-        # A block is in the group in which its last row is.
-        largest = min(group_rows + block_rows - 1, rows.count)
-        self._memory = Memory(largest * rows.bytes)
-        self._mapped: dict[int, torch.Tensor] = {}
+        self._mapped: dict[int, np.ndarray] = {}
 
     def _of(self, epoch: int) -> tuple[torch.Tensor, ...]:
-        """The blocks of each group of an epoch: (shard, first row, rows) of each block."""
+        """The blocks of each group of an epoch: (shard, first row, rows) of each block.
+
+        A block is in the group in which its last row is.
+        """
         blocks = self._blocks
         if self._shuffle:
             blocks = blocks[self._permutation(len(blocks), epoch, -1)]
         group = (blocks[:, 2].cumsum(0) - 1) // self._group_rows
         return blocks.split(group.unique_consecutive(return_counts=True)[1].tolist())
 
-    def find(self, epoch: int, row: int) -> tuple[int, int]:
-        """In which group a row is that is handed out as the n-th of an epoch, and where in it."""
-        sizes = [int(blocks[:, 2].sum()) for blocks in self._of(epoch)]
-        number = 0
-        while number < len(sizes) and row >= sizes[number]:
-            row -= sizes[number]
-            number += 1
-        return number, row
+    def read(self, epoch: int, skip: int, epochs: int | None) -> Iterator[torch.Tensor]:
+        """The rows of one group after the other, in the order in which they are handed out.
 
-    def read(self, epoch: int, first: int, epochs: int | None) -> Iterator[torch.Tensor]:
-        """The rows of one group after the other, in the order in which they are handed out."""
+        Args:
+            epoch: the first.
+            skip: how many of its rows are left out.
+            epochs: the end; None for none.
+        """
         while epochs is None or epoch < epochs:
             for number, blocks in enumerate(self._of(epoch)):
-                if number >= first:
-                    size = int(blocks[:, 2].sum())
+                size = int(blocks[:, 2].sum())
+                if skip < size:
                     places = self._permutation(size, epoch, number) if self._shuffle else None
-                    yield self._read(blocks.tolist(), size, places)
-            epoch, first = epoch + 1, 0
+                    yield self._read(blocks.tolist(), size, places)[skip:]
+                skip = max(0, skip - size)
+            epoch += 1
 
     def _read(self, blocks: Any, size: int, places: torch.Tensor | None) -> torch.Tensor:
         """The rows of some blocks, each at its place; None leaves them as they lie."""
-        n_bytes = size * self._rows.bytes
-        out = self._memory.lend()[:n_bytes].view(self._rows.dtype).view(size, *self._rows.shape)
-        words, in_bytes = _in_words(out), out.view(size, -1).view(torch.uint8)
-        at = 0
+        out, at = np.empty((size, self._rows.bytes), np.uint8), 0  # numpy's has huge pages
         for shard, start, count in sorted(blocks):
             if shard not in self._mapped:
                 self._mapped[shard] = self._rows.mapped(shard)
-            rows = self._mapped[shard][start : start + count]
-            to = words if rows.dtype == words.dtype else in_bytes
-            if places is None:
-                to[at : at + count] = rows
-            else:
-                to.index_copy_(0, places[at : at + count], rows)
+            where = slice(at, at + count) if places is None else places[at : at + count].numpy()
+            out[where] = self._mapped[shard][start : start + count]
             at += count
-        return out
+        return torch.from_numpy(out).view(self._rows.dtype).view(size, *self._rows.shape)
 
     def _permutation(self, count: int, epoch: int, group: int) -> torch.Tensor:
         """One that is the same wherever it is drawn, so that others need not be drawn before."""
         drawn_from = hashlib.sha256(f"{self._seed} {epoch} {group}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(drawn_from[:8], "big"))
         return torch.randperm(count, generator=generator, device="cpu")
-
-
-class Memory:
-    """Pieces of memory that are used again when no tensor is in them any more."""
-
-    def __init__(self, n_bytes: int) -> None:
-        self._n_bytes = n_bytes
-        self._free: deque[np.ndarray] = deque()
-
-    def lend(self) -> torch.Tensor:
-        """One, as bytes; its tensors may be changed."""
-        piece = self._free.pop() if self._free else np.empty(self._n_bytes, np.uint8)
-        # A tensor of numpy's holds the array that it was made of, so this view of the piece ends
-        # when the last tensor in it does.
-        lent = piece[:]
-        weakref.finalize(lent, self._free.append, piece).atexit = False
-        return torch.from_numpy(lent)

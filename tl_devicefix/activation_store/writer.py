@@ -8,6 +8,7 @@ import queue
 import threading
 from collections import defaultdict
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -93,16 +94,14 @@ class Writer:
     def __init__(self, directory: Path, index: Index, n_batches: int) -> None:
         self.index = index
         self._directory, self._n_batches = directory, n_batches
-        self._axes = {e.name: e.axis for e in index.entries if e.same_as is None}
         self._begin_shard()
         self._largest = self._in_memory = 0
         self._changed = threading.Condition()
         self._queue: queue.SimpleQueue[Copied | bool] = queue.SimpleQueue()
-        self._error: BaseException | None = None
         self._interrupted = False
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="activations writer", daemon=True)
-        self._thread.start()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="activations writer")
+        self._written = self._pool.submit(self._write)
+        self._written.add_done_callback(lambda _: self._free(0))
 
     def make_room(self, n_examples: int) -> None:
         """Wait until host memory has room for more examples.
@@ -113,11 +112,12 @@ class Writer:
         with self._changed:
             self._largest = max(self._largest, n_examples)
             most = 2 * self.index.examples_per_shard + self._n_batches * self._largest
-            while self._error is None and self._in_memory + n_examples > most:
-                self._changed.wait()
-            if self._error is not None:
-                raise self._error
+            self._changed.wait_for(
+                lambda: self._written.done() or self._in_memory + n_examples <= most
+            )
             self._in_memory += n_examples
+        if self._written.done():
+            self._written.result()
 
     def put(self, copied: Copied) -> None:
         """Queue a batch to be written, for which `make_room` has made room."""
@@ -136,16 +136,16 @@ class Writer:
         """
         try:
             self._queue.put(is_complete)
-            self._ended.wait()
+            wait([self._written])
         except BaseException:
             self._interrupted = True
-            self._ended.wait()  # until then, nobody else may write to the directory
             raise
-        self._thread.join()  # not before: once interrupted, it would take the thread for ended
-        if is_complete and self._error is not None:
-            raise self._error
+        finally:
+            self._pool.shutdown()  # until then, nobody else may write to the directory
+        if is_complete:
+            self._written.result()
 
-    def _work(self) -> None:
+    def _write(self) -> None:
         try:
             while not isinstance(copied := self._queue.get(), bool):
                 copied.wait()
@@ -155,21 +155,15 @@ class Writer:
             elif copied:
                 self.index = replace(self.index, is_complete=True)
                 write_index(self._directory, self.index)
-        except BaseException as error:  # noqa: BLE001  # raised by make_room and close
-            with self._changed:
-                self._error = self._explained(error)
-                self._changed.notify_all()
-        finally:
-            self._ended.set()
-
-    def _explained(self, error: BaseException) -> BaseException:
-        if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            return error
-        return OSError(
-            error.errno,
-            f"the disk of {self._directory} is full: {self.index.n_examples} examples are written; "
-            f"free some space, and save the rest with resume=True ({error.strerror})",
-        )
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise OSError(
+                error.errno,
+                f"the disk of {self._directory} is full: {self.index.n_examples} examples are "
+                "written; free some space, and save the rest with resume=True "
+                f"({error.strerror})",
+            ) from error
 
     def _begin_shard(self) -> None:
         self._pieces: dict[str, list[torch.Tensor]] = defaultdict(list)
@@ -181,9 +175,10 @@ class Writer:
         start, count = copied.skip, len(copied.tokens)
         while start < count:
             stop = min(count, start + self.index.examples_per_shard - self._n_examples)
-            for name, axis in self._axes.items():
-                rows = slice(ends[start], ends[stop]) if axis == "token" else slice(start, stop)
-                self._pieces[name].append(copied.rows[name][rows])
+            for entry in self.index.entries:
+                by_token = entry.axis == "token"
+                rows = slice(ends[start], ends[stop]) if by_token else slice(start, stop)
+                self._pieces[entry.name].append(copied.rows[entry.name][rows])
             self._n_examples += stop - start
             self._n_tokens += ends[stop] - ends[start]
             start = stop
@@ -200,6 +195,9 @@ class Writer:
         self.index = replace(self.index, shards=(*self.index.shards, shard), is_complete=is_last)
         write_index(self._directory, self.index)
         self._begin_shard()
+        self._free(stop - start)
+
+    def _free(self, n_examples: int) -> None:
         with self._changed:
-            self._in_memory -= stop - start
+            self._in_memory -= n_examples
             self._changed.notify_all()

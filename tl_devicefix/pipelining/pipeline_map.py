@@ -17,6 +17,7 @@ import transformers.utils.logging as hf_logging
 from tl_devicefix.adapters import adapter_of, class_names
 from tl_devicefix.dispatch.scheduler import Run, Streams, Turns, running
 from tl_devicefix.dispatch.views import restore
+from tl_devicefix.offload.copying import values_of
 from tl_devicefix.pipelining.in_order import InOrder, seeding_in_order
 from tl_devicefix.pipelining.report import WatchedTurns
 from tl_devicefix.placement.workers import CallersState, threads
@@ -82,11 +83,8 @@ def pipeline_map(
     ...     return model(tokens).mean().item()
     >>> means = list(pipeline_map(model, run, batches))  # doctest: +SKIP
     """
-    make_view, n_devices = viewing(model), len(devices_of(model))
-    if max_in_flight is None:
-        max_in_flight = n_devices + 1 if n_devices > 1 else 1
-    if isinstance(max_in_flight, bool) or not isinstance(max_in_flight, int) or max_in_flight < 1:
-        raise ValueError(f"max_in_flight must be 1 or more runs, but is {max_in_flight!r}")
+    make_view = viewing(model)
+    max_in_flight = n_in_flight(model, max_in_flight)
     hint = length_hint(items, -1)
     count = None if hint < 0 else hint
     bar = functools.partial(
@@ -97,6 +95,17 @@ def pipeline_map(
     n_views = max_in_flight if count is None else min(max_in_flight, count)
     workers = _Workers(model, run, make_view, max_in_flight, n_views, report)
     return _pipelined(workers, items, max_in_flight, bar)
+
+
+def n_in_flight(model: Any, max_in_flight: int | None) -> int:
+    """How many runs are in flight at most; see `pipeline_map`."""
+    viewing(model)  # refuses anything but a model
+    n_devices = len(devices_of(model))
+    if max_in_flight is None:
+        return n_devices + 1 if n_devices > 1 else 1
+    if isinstance(max_in_flight, bool) or not isinstance(max_in_flight, int) or max_in_flight < 1:
+        raise ValueError(f"max_in_flight must be 1 or more runs, but is {max_in_flight!r}")
+    return max_in_flight
 
 
 def _in_a_loop(
@@ -152,11 +161,6 @@ def _run_on(view: Any, run: Callable[[Any, Any], Result], number: int, item: Any
     """One run, after which the view is as before; an error says which item it is of."""
     try:
         return run(view, item)
-    except StopIteration as error:  # which no generator can raise
-        raise RuntimeError(
-            f"pipeline_map: the run of item {number} raised StopIteration: catch it there, and "
-            "return a value that marks the end"
-        ) from error
     except Exception as error:
         note(error, f"pipeline_map: this error is from the run of item {number}")
         raise
@@ -279,7 +283,6 @@ class _Weights:
                 )
 
 
-def _state(weight: torch.Tensor) -> tuple[int, int, bool]:
+def _state(weight: torch.Tensor) -> Any:
     """A fingerprint of a weight, which a change of the weight changes."""
-    version = 0 if weight.is_inference() else weight._version
-    return version, weight.data_ptr(), weight.requires_grad
+    return values_of(weight), weight.requires_grad
