@@ -8,12 +8,12 @@ import fcntl
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import tl_devicefix
 from tl_devicefix.activation_store.format import (
     INDEX,
     Index,
@@ -21,7 +21,6 @@ from tl_devicefix.activation_store.format import (
     shard_name,
 )
 from tl_devicefix.activation_store.reader import SavedActivations
-from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.placement.memory import gib
 
 LOCK = ".tl_devicefix.lock"
@@ -116,11 +115,7 @@ def model_fields(model: Any) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """The versions of the packages that compute and write."""
-    return {
-        "tl_devicefix": tl_devicefix.__version__,
-        "transformer_lens": str(installed()),
-        "torch": str(torch.__version__),
-    }
+    return {name: version(name) for name in ("tl_devicefix", "transformer_lens", "torch")}
 
 
 class Saved:
