@@ -64,7 +64,7 @@ def test_bytes_on_the_devices_of_a_machine_that_was_left(config: Any) -> None:
     ("device_map", "says"),
     [
         ({"": 0, "blocks.3": "disk"}, "as 'sim:0'; blocks on 'cpu' are offloaded to host memory"),
-        ({"": 0, "blocks.3": "smi:1"}, "but that is not a .* as 'sim:0'; did you mean 'sim'?"),
+        ({"": 0, "blocks.3": "smi:1"}, "but that is not a .* as 'sim:0'"),
         ({"": 0, "blocks.3": 7}, "device_map puts blocks.3 on 7, but device '7' does not exist: "),
         ({"": 0, "blocks.3": None}, "device_map puts blocks.3 on None, but that is not a device"),
         ({"": 0, "blcks": 1}, "device_map names 'blcks', but this model has no such component"),

@@ -26,10 +26,11 @@ def test_the_root_logger_gets_no_handler(
     heard = logging.getLogger("tl_devicefix")
     monkeypatch.setattr(heard, "handlers", [caplog.handler])
 
-    plan(name, 1, max_memory={"cpu": "900GiB", "disk": "1GiB"})
+    with tl_devicefix.simulate(2):
+        plan(name, 1, max_memory={0: "1GiB", 1: "1GiB"})
 
     assert logging.getLogger().handlers == []
-    assert "max_memory names disk" in caplog.text
+    assert "max_memory names sim:1" in caplog.text
     assert {record.name for record in caplog.records} == {"tl_devicefix.placement.deciding"}
 
 

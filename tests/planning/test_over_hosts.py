@@ -34,7 +34,7 @@ def test_what_the_devices_have_is_said_or_unlimited() -> None:
     ("options", "message"),
     [
         ({"n_devices": 3}, "n_devices=3 cannot be divided evenly over hosts=2"),
-        ({}, "hosts=2 does not say how many devices they have: give n_devices"),
+        ({}, "n_devices=None cannot be divided evenly over hosts=2: give the devices of all"),
         ({"n_devices": 4, "device_map": "host2/0"}, "device 'host2/0' does not exist"),
         ({"n_devices": 4, "max_memory": {"host2/0": "1GiB"}}, "device 'host2/0' does not exist"),
     ],

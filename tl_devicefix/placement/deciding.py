@@ -22,7 +22,6 @@ from tl_devicefix.placement.devices import (
     consecutive,
     default_device,
     is_device,
-    known_types,
     named_in_full,
     names_host,
     resolve,
@@ -124,15 +123,15 @@ def _devices_to_use(
     if limits is not None:
         raise ValueError(
             f"max_memory must name a {home.type!r} device, but names "
-            f"{', '.join(map(_shown, limits)) or 'none'}{and_there_are()}"
+            f"{', '.join(map(named_in_full, limits)) or 'none'}{and_there_are()}"
         )
     return all_from(home)
 
 
 def _named(device_type: str, limits: Limits | None) -> list[torch.device]:
     """The devices of a type that `max_memory` names, in order."""
-    named = [key for key in limits or () if isinstance(key, torch.device)]
-    return sorted((d for d in named if d.type == device_type), key=lambda d: d.index or 0)
+    named = [device for device in limits or () if device.type == device_type]
+    return sorted(named, key=lambda device: device.index or 0)
 
 
 def _from(home: torch.device, devices: Sequence[torch.device]) -> list[torch.device]:
@@ -142,12 +141,8 @@ def _from(home: torch.device, devices: Sequence[torch.device]) -> list[torch.dev
 
 
 def _warn_of_unused(limits: Limits | None, devices: Sequence[torch.device]) -> None:
-    used = [_shown(device) for device in devices]
-    tell_of_unused(set(map(_shown, limits or ())) - set(used), used)
-
-
-def _shown(device: torch.device | str) -> str:
-    return device if isinstance(device, str) else named_in_full(device)
+    used = [named_in_full(device) for device in devices]
+    tell_of_unused(set(map(named_in_full, limits or ())) - set(used), used)
 
 
 def tell_of_unused(unused: Collection[str], used: Sequence[str]) -> None:
@@ -249,19 +244,13 @@ def _device_for(component: str, named: DeviceLike, home: torch.device | None) ->
     if not is_device(named) or str(named) == "meta":
         raise ValueError(
             f"device_map puts {component} on {named!r}, but that is not a device for weights: give "
-            f"an index, or a name such as {named_in_full(default_device())!r}{_instead(named)}"
-            f"{and_there_are()}"
+            f"an index, or a name such as {named_in_full(default_device())!r}; blocks on 'cpu' are "
+            f"offloaded to host memory{and_there_are()}"
         )
     try:
         return resolve(named, home)
     except ValueError as error:
         raise ValueError(f"device_map puts {component} on {named!r}, but {error}") from error
-
-
-def _instead(named: object) -> str:
-    if named == "disk":
-        return "; blocks on 'cpu' are offloaded to host memory, and nothing is to disk"
-    return did_you_mean(str(named).partition(":")[0], known_types())
 
 
 def _checked(device_map: DeviceLike) -> DeviceLike:

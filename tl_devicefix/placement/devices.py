@@ -55,22 +55,18 @@ class Site:
         return device in (self.device, number) or (not self.number and device == own_kind)
 
 
-def divided(n_devices: int | None, hosts: Hosts) -> tuple[Site, ...]:
-    """The sites of devices that are divided over hosts: evenly, or as many as each has."""
-    places = [
-        (host, number)
-        for host, on_it in enumerate(_on_each(n_devices, hosts))
-        for number in range(on_it)
-    ]
+def sites_on(n_devices: int | None, hosts: Hosts | None) -> tuple[Site, ...]:
+    """The sites of devices that are divided over hosts, if they are.
+
+    Raises:
+        ValueError: if they cannot be divided over these.
+    """
+    counts = () if hosts is None else _on_each(n_devices, hosts)
+    places = [(host, number) for host, count in enumerate(counts) for number in range(count)]
     return tuple(
         Site(index, host, f"host{host}", number, str(number))
         for index, (host, number) in enumerate(places)
     )
-
-
-def sites_on(n_devices: int | None, hosts: Hosts | None) -> tuple[Site, ...]:
-    """The sites of so many devices; none if `hosts` is None."""
-    return () if hosts is None else divided(n_devices, hosts)
 
 
 def _on_each(n_devices: int | None, hosts: Hosts) -> Sequence[int]:
@@ -90,7 +86,7 @@ def _on_each(n_devices: int | None, hosts: Hosts) -> Sequence[int]:
             f"hosts must be an int of 1 or more, or a list of how many devices each has, but is "
             f"{hosts!r}"
         )
-    if not n_devices or n_devices % hosts:
+    if type(n_devices) is not int or n_devices % hosts:
         raise ValueError(
             f"n_devices={n_devices} cannot be divided evenly over hosts={hosts}: give the devices "
             f"of all hosts together, a multiple of {hosts}, or a list of how many each has"
@@ -235,13 +231,6 @@ def is_device(named: object) -> bool:
         return False
 
 
-def known_types() -> tuple[str, ...]:
-    """The types of device that there are here: TransformerLens's default, torch's, and the CPU."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    types = (default_device().type, accelerator.type if accelerator else HOST.type, HOST.type)
-    return tuple(dict.fromkeys(types))
-
-
 def resolve(device: DeviceLike, home: torch.device | None = None) -> torch.device:
     """Turn a user's way of naming a device into a `torch.device` that exists here.
 
@@ -268,15 +257,6 @@ def resolve(device: DeviceLike, home: torch.device | None = None) -> torch.devic
         raise ValueError(
             f"device {str(device)!r} cannot be used here: {first_line}{and_there_are()}"
         ) from error
-
-
-def numbered_or_resolved(device: DeviceLike) -> DeviceLike:
-    """Resolve a device, but leave an index as it is, because home is not known yet."""
-    if not isinstance(device, int):
-        return resolve(device)
-    if isinstance(device, bool) or device not in range(max(map(device_count, known_types()))):
-        resolve(device)  # raises
-    return device
 
 
 def resolve_to_move(device: DeviceLike, home: torch.device) -> torch.device:

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from tl_devicefix.placement.devices import DEVICE_TYPE, DeviceLike, numbered_or_resolved, resolve
+from tl_devicefix.placement.devices import DEVICE_TYPE, DeviceLike, resolve
 from tl_devicefix.placement.placement import Placement
 
 _chosen: ContextVar[DeviceLike | None] = ContextVar("gather_on", default=None)
@@ -42,7 +42,8 @@ def gather_on(device: DeviceLike) -> Iterator[None]:
     >>> with gather_on("cpu"):  # doctest: +SKIP
     ...     norms = model.W_in.norm(dim=(1, 2))
     """
-    with _choosing(numbered_or_resolved(device)):
+    # An index is of home's type, which is not known yet.
+    with _choosing(device if isinstance(device, int) else resolve(device)):
         yield
 
 
@@ -129,18 +130,10 @@ class OtherHosts(Protocol):
     """Hosts that `init_hosts` has joined."""
 
     def check_checkpoint(self, model_name: str, placement: Placement, **kwargs: Any) -> None:
-        """Have each rank that a placement uses compare its files of a checkpoint with rank 0's.
-
-        Raises:
-            ValueError: if one has not the same, naming the rank, what it is to hold, and the file.
-        """
+        """Raise ValueError if a rank's files of a checkpoint are not the same as rank 0's."""
 
     def wait_for(self, placement: Placement) -> None:
-        """At the end of a load, wait until each rank has done its part.
-
-        Raises:
-            RuntimeError: what failed there, as where there was no memory; or a rank is lost.
-        """
+        """At the end of a load, wait until each rank has done its part; raise what failed there."""
 
 
 def other_hosts() -> OtherHosts | None:

@@ -15,8 +15,8 @@ MaxMemory = Mapping[DeviceLike, int | str]
 """Device (or its index) -> most bytes to use there, as accelerate writes it: {0: "20GiB"}."""
 
 
-Limits = Mapping[torch.device | str, int]
-"""The same with each device by its full name, and sizes in bytes; "disk" has none."""
+Limits = Mapping[torch.device, int]
+"""The same with each device by its full name, and sizes in bytes."""
 
 
 def by_device(
@@ -30,11 +30,8 @@ def by_device(
             f"{called} must be a dict from devices to sizes, such as {{0: '20GiB', 1: '40GiB'}}, "
             f"but is {max_memory!r}"
         )
-    limits: dict[torch.device | str, int] = {}
+    limits: dict[torch.device, int] = {}
     for key, limit in max_memory.items():
-        if key == "disk":
-            limits["disk"] = 0
-            continue
         named = resolve(key, home)
         limits.setdefault(named, bytes_of(limit, f"{called}[{key!r}]"))
     return limits

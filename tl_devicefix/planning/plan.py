@@ -74,7 +74,7 @@ def plan(
     Raises:
         ValueError: if the arguments do not fit together, or the weights do not fit.
     """
-    sites = on_hosts(n_devices, hosts)
+    sites = sites_on(n_devices, hosts)
     # Norms are weighed too; of a Bridge, nothing is folded as it is booted.
     options = {} if is_of_bridge(config_or_model_name) else {"fold_ln": False}
     model = blueprint(config_or_model_name, dtype, options)
@@ -85,21 +85,6 @@ def plan(
     spread = None if device_map is not None else len(sites)
     with simulate_apart(len(sites), UNLIMITED, hosts):
         return decide_fitting(sizes, spread, device, device_map, max_memory)
-
-
-def on_hosts(n_devices: int | None, hosts: Hosts | None) -> tuple[Site, ...]:
-    """The host that each device would belong to; nothing if `hosts` is None.
-
-    Raises:
-        ValueError: if the devices cannot be divided over these.
-    """
-    says_each = isinstance(hosts, list | tuple) and n_devices is None
-    if hosts is not None and type(n_devices) is not int and not says_each:
-        raise ValueError(
-            f"hosts={hosts!r} does not say how many devices they have: give n_devices, of all "
-            "hosts together"
-        )
-    return sites_on(n_devices, hosts)
 
 
 def by_index(named: Any, sites: Sequence[Site] = ()) -> Any:
@@ -144,7 +129,7 @@ def described(
     Raises:
         ValueError: if that does not fit together, or is more than there may be.
     """
-    sites = on_hosts(n_devices, hosts)
+    sites = sites_on(n_devices, hosts)
     device_map, max_memory, memory = (by_index(e, sites) for e in (device_map, max_memory, memory))
     named = [*(device_map.values() if isinstance(device_map, Mapping) else [device_map])]
     named += [key for sizes in (max_memory, memory) if isinstance(sizes, Mapping) for key in sizes]
