@@ -16,7 +16,7 @@ import bitsandbytes
 import peft
 import torch
 import transformers
-from architectures import ALL_ARCHITECTURES, Architecture
+from architectures import Architecture
 from hf_models import D_VOCAB, N_CTX
 from packaging.version import Version
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
@@ -264,16 +264,6 @@ def from_pretrained(outside: str, first: str, others: str, **options: Any) -> Ma
     ).eval()
 
 
-def from_an_empty_model(parts: Parts) -> Any:
-    with accelerate.init_empty_weights():
-        empty = AutoModelForCausalLM.from_config(ALL_ARCHITECTURES[parts.name].hf_config())
-    empty.tie_weights()
-    places = device_map(parts.name, "cpu", "cpu", "disk")
-    return accelerate.load_checkpoint_and_dispatch(
-        empty, parts.checkpoint, places, offload_folder=parts.folder
-    ).eval()
-
-
 def on_cpu(of: Make = lambda parts: parts.model, **options: Any) -> Make:
     return lambda parts: accelerate.cpu_offload(of(parts), CPU, **options)
 
@@ -286,10 +276,6 @@ OFFLOADED: dict[str, tuple[str, Make]] = {
     "transformers, blocks on disk": ("gpt2", from_pretrained("cpu", "cpu", "disk")),
     # GPT-2's embedding and unembedding are one tensor, which may be stored under either name.
     "transformers, embeddings on disk": ("gpt2", from_pretrained("disk", "cpu", "disk")),
-    "transformers, buffers too": (
-        "llama",
-        from_pretrained("cpu", "cpu", "disk", offload_buffers=True),
-    ),
     "disk_offload, buffers too": ("llama", on_disk(offload_buffers=True)),
     "dispatch_model": (
         "llama",
@@ -297,7 +283,6 @@ OFFLOADED: dict[str, tuple[str, Make]] = {
             parts.model, device_map("llama", "cpu", "cpu", "disk"), offload_dir=parts.folder
         ),
     ),
-    "load_checkpoint_and_dispatch": ("gpt2", from_an_empty_model),
 }
 
 # --------------------------------------------------------------------------------------------

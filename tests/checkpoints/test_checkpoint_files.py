@@ -179,12 +179,6 @@ OWN: dict[str, dict[str, Any]] = {
         "normalization": "LN",
         "final_rms": True,
     },
-    "NeelNanda/SoLU_8L_v21_old": {"act_fn": "solu_ln", "normalization_type": "LN"},
-    "ArthurConmy/redwood_attn_2l": {
-        "attn_only": True,
-        "shortformer_pos": True,
-        "normalization_type": "LN",
-    },
 }
 """Names, and what the config.json there says beside `SIZES`."""
 
@@ -207,14 +201,14 @@ class OwnModels:
     def download_file_from_hf(self, name: str, file: str, **options: Any) -> Any:
         self.fetched.append((name, file, options))
         config = {"act_fn": "gelu", "attn_only": False, **SIZES, **OWN[name]}
-        return config if file == "config.json" else weights_of(name, config, FETCHED.index(file))
+        return config if file == "config.json" else weights_of(config, FETCHED.index(file))
 
 
-def weights_of(name: str, config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
+def weights_of(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
     """Random weights, as TransformerLens's own models are stored."""
-    stored = {"shortformer_pos", "normalization", "normalization_type", "tokenizer_name"}
+    stored = {"shortformer_pos", "normalization", "tokenizer_name"}
     shape = {key: value for key, value in config.items() if key not in stored}
-    norm = config.get("normalization", config.get("normalization_type"))
+    norm = config["normalization"]
     cfg = HookedTransformerConfig(**shape, normalization_type=norm, device="cpu")
     model = HookedTransformer(cfg)
     randomize(model)
@@ -225,12 +219,6 @@ def weights_of(name: str, config: dict[str, Any], seed: int) -> dict[str, torch.
     }
     if config.get("final_rms"):  # which has no bias: one that is stored is not folded
         weights["ln_final.b"] = torch.randn(cfg.d_model)
-    if "_old" in name:  # their norms had another name, and W_pos lay on its side
-        weights = {key.replace("ln", "norm"): tensor for key, tensor in weights.items()}
-        weights = {key.replace("norm_final", "norm"): tensor for key, tensor in weights.items()}
-        for key in weights:
-            if key == "pos_embed.W_pos" or ".W_" in key:
-                weights[key] = weights[key].transpose(-2, -1)
     return weights
 
 
@@ -243,17 +231,15 @@ def own_models(monkeypatch: pytest.MonkeyPatch) -> OwnModels:
 
 
 @pytest.mark.fails_unpatched
-@pytest.mark.parametrize("n_devices", [3])
 @pytest.mark.parametrize("name", OWN)
 def test_transformer_lens_s_own_models(
-    name: str, n_devices: int, own_models: OwnModels, machine: Any, tokens: torch.Tensor
+    name: str, own_models: OwnModels, machine: Any, tokens: torch.Tensor
 ) -> None:
     with tl_devicefix.disabled():
         reference = HookedTransformer.from_pretrained(name, device="cpu")
 
-    model = HookedTransformer.from_pretrained(name, n_devices=n_devices)
+    model = HookedTransformer.from_pretrained(name, n_devices=3)
 
-    assert len(model.placement.devices) == n_devices
     assert_same_model(model, reference, tokens)
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
-import bitsandbytes
 import peft
 import pytest
 import torch
@@ -235,14 +234,6 @@ def test_computing_weights_takes_about_a_block_of_memory_and_only_while_loading(
 # Refusals
 
 
-def with_prompts(config: Any) -> Make:
-    return lambda parts: peft.get_peft_model(parts.model, config)
-
-
-def with_lora(*targets: str, **options: Any) -> Make:
-    return lambda parts: lora(*targets, **options)(parts.model)
-
-
 def without_values(_: Parts) -> Any:
     with accelerate.init_empty_weights():
         hf_model = AutoModelForCausalLM.from_config(ALL_ARCHITECTURES["llama"].hf_config())
@@ -274,38 +265,20 @@ def of_a_byte(dtype: torch.dtype) -> Make:
     return make
 
 
-def packed_embedding(parts: Parts) -> Any:
-    embedding = bitsandbytes.nn.EmbeddingNF4(40, 16)
-    embedding.weight = bitsandbytes.nn.Params4bit(
-        parts.model.model.embed_tokens.weight.detach(), quant_type="nf4", requires_grad=False
-    )
-    parts.model.model.embed_tokens = embedding.to("cpu")
-    return parts.model
-
-
-ADAPTION = peft.AdaptionPromptConfig(adapter_len=2, adapter_layers=1, **CAUSAL)
 UNMERGEABLE = ("cannot be merged", "pass the base model")
 QUANTISED = ("quantised", "cannot be undone here")
 REFUSED: dict[str, tuple[str, Make, tuple[str, ...]]] = {
     "prompt tuning": (
         "llama",
-        with_prompts(peft.PromptTuningConfig(num_virtual_tokens=2, **CAUSAL)),
+        lambda parts: peft.get_peft_model(
+            parts.model, peft.PromptTuningConfig(num_virtual_tokens=2, **CAUSAL)
+        ),
         ("PROMPT_TUNING", *UNMERGEABLE),
-    ),
-    "prompts within attention": (
-        "llama",
-        with_prompts(ADAPTION),
-        ("ADAPTION_PROMPT", *UNMERGEABLE),
     ),
     "LoRA that starts at certain tokens": (
         "llama",
-        with_lora(*IN_LLAMA, alora_invocation_tokens=[3]),
+        lambda parts: lora(*IN_LLAMA, alora_invocation_tokens=[3])(parts.model),
         ("aLoRA", *UNMERGEABLE),
-    ),
-    "a bias where the model has no place for one": (
-        "llama",
-        with_lora("q_proj", lora_bias=True),
-        ("no bias", *UNMERGEABLE),
     ),
     "4 bits, offloaded": (
         MISTRAL,
@@ -320,7 +293,6 @@ REFUSED: dict[str, tuple[str, Make, tuple[str, ...]]] = {
     ),
     "gptq": ("qwen2", quantised_by("gptq"), ("gptq", *QUANTISED)),
     "int8 without a scale": ("qwen2", of_a_byte(torch.int8), ("torch.int8", *QUANTISED)),
-    "an embedding": ("qwen2", packed_embedding, ("uint8", *QUANTISED)),
 }
 
 
