@@ -85,11 +85,6 @@ def test_arguments_that_do_not_fit_the_model(options: dict[str, Any], message: s
         estimate("gpt2", **{"seq_len": 8, **options})
 
 
-def test_an_argument_that_does_not_exist() -> None:
-    with pytest.raises(TypeError, match="no argument 'frist_n_layers'"):
-        estimate("gpt2", frist_n_layers=2)
-
-
 def test_the_command_prints_the_table_and_whether_it_fits(capsys: Any) -> None:
     status = main(["estimate", "gpt2", "--n-devices", "2", "--cache", "resid_post"])
     assert status == 0

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import logging
-from pathlib import Path
 
 import pytest
 import transformers
@@ -14,7 +12,6 @@ from tl_devicefix import plan
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
 CONFIG = transformers.GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=11, n_positions=16)
-LOGGING = ("debug", "info", "warning", "error", "exception", "critical", "log", "basicConfig")
 
 
 def test_the_root_logger_gets_no_handler(
@@ -32,16 +29,3 @@ def test_the_root_logger_gets_no_handler(
     assert logging.getLogger().handlers == []
     assert "max_memory names sim:1" in caplog.text
     assert {record.name for record in caplog.records} == {"tl_devicefix.placement.deciding"}
-
-
-def test_nothing_in_the_package_uses_the_root_logger() -> None:
-    result = []
-    for source in Path(tl_devicefix.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(source.read_text())):
-            if (
-                isinstance(node, ast.Attribute)
-                and isinstance(node.value, ast.Name)
-                and (node.value.id, node.attr in LOGGING) == ("logging", True)
-            ):
-                result.append((source.name, node.lineno))
-    assert result == []

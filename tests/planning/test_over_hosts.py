@@ -105,13 +105,6 @@ def _blocks(found: Any) -> list[Any]:
     return [item for item in found.placement.components if item.name.startswith("blocks")]
 
 
-def test_one_host_sends_nothing_and_says_nothing() -> None:
-    result = estimate("gpt2", 2, seq_len=8)
-
-    assert result.between_hosts == {}
-    assert "hosts" not in repr(result)
-
-
 def test_more_hosts_are_what_would_fit() -> None:
     options: dict[str, Any] = {"max_memory": "2.5GiB", "dtype": "bfloat16", "seq_len": 8}
     result = estimate("EleutherAI/pythia-6.9b", 4, hosts=2, **options)

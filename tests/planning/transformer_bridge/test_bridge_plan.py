@@ -16,16 +16,9 @@ from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
 GIB = 2**30
 BILLIONS = {
-    "meta-llama/Llama-2-7b-hf": 6.738, "meta-llama/Llama-2-13b-hf": 13.02,
-    "meta-llama/Llama-2-70b-hf": 68.98,
-    "meta-llama/Meta-Llama-3-8B": 8.030, "meta-llama/Meta-Llama-3-70B": 70.55,
-    "meta-llama/Llama-3.1-8B": 8.030, "meta-llama/Llama-3.1-70B": 70.55,
-    "meta-llama/Llama-3.2-1B": 1.236, "meta-llama/Llama-3.2-3B": 3.213,
+    "meta-llama/Llama-2-70b-hf": 68.98, "meta-llama/Llama-3.2-1B": 1.236,
     "mistralai/Mistral-7B-v0.1": 7.242, "mistralai/Mixtral-8x7B-v0.1": 46.70,
-    "Qwen/Qwen2-0.5B": 0.494, "Qwen/Qwen2-7B": 7.616, "Qwen/Qwen2.5-72B": 72.71,
-    "google/gemma-2b": 2.506, "google/gemma-7b": 8.538,
-    "google/gemma-2-2b": 2.614, "google/gemma-2-9b": 9.242, "google/gemma-2-27b": 27.23,
-    "EleutherAI/pythia-70m": 0.07043, "EleutherAI/pythia-6.9b": 6.857,
+    "Qwen/Qwen2.5-72B": 72.71, "google/gemma-7b": 8.538, "google/gemma-2-9b": 9.242,
     "EleutherAI/pythia-12b": 11.85, "gpt2": 0.124,
 }  # fmt: skip
 """The published numbers of parameters, a tied embedding counted once."""
@@ -51,11 +44,6 @@ def test_a_name_plans_as_its_config(machine: Any) -> None:
     )
 
 
-def test_a_dtype_that_does_not_exist_is_refused(machine: Any) -> None:
-    with pytest.raises(ValueError, match=r"dtype must be a floating-point torch\.dtype"):
-        plan(known_config("gpt2"), dtype="bf17")
-
-
 # --------------------------------------------------------------------------------------------
 # Estimates
 
@@ -76,8 +64,3 @@ def test_attention_in_a_window_caches_the_window() -> None:
     assert result.devices[0].kv_cache == pytest.approx(
         2 * (local + everywhere) * 4 * 256 * 2, rel=0.01
     )
-
-
-def test_an_argument_of_hooked_transformer_s_is_refused() -> None:
-    with pytest.raises(TypeError, match="no argument 'first_n_layers'"):
-        estimate(known_config("gpt2"), first_n_layers=2)
