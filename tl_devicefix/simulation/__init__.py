@@ -9,8 +9,8 @@ Read in this order: ``machine`` (what is measured), ``tensor``
 without values or before there are any), ``backend`` (how torch learns of the device type),
 ``backward`` (errors there), ``session`` (entering and leaving).
 With ``asynchronous=True``, devices run behind the host: ``asynchronous`` (the steps of an
-operation), ``ordering`` (launches, races between them, times), ``memory`` (of devices, and pinned),
-``streams`` (as torch code sees them), ``timeline`` (what took time).
+operation, pinned memory), ``ordering`` (launches, races between them, times), ``streams`` (as torch
+code sees them), ``timeline`` (what took time).
 """
 
 from tl_devicefix.simulation.machine import Machine, Moved, Transfer, Transfers

@@ -2,7 +2,8 @@
 
 Each operation is launched on a stream of its device, and checked against those before it
 (`ordering`). The CPU computes it at once; but it is done when its device would be through with it,
-and whoever uses its result earlier, without waiting, has a race.
+and whoever uses its result earlier, without waiting, has a race. Memory without values yet is
+poisoned: all bits are 1, which is NaN, or -1.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from tl_devicefix.simulation.executor import Executor
 from tl_devicefix.simulation.geometry import Geometry, tensors_in, written
-from tl_devicefix.simulation.memory import DeviceMemory, Pinned, poisoned
 from tl_devicefix.simulation.ordering import Access, Launcher, Memory, StreamKey
 
 aten = torch.ops.aten
@@ -58,40 +59,78 @@ _OF_A_SHAPE = {
 _WAITING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
+_MEMORY = "_tl_devicefix_memory"
+"""An attribute of storages; torch keeps a storage's object for as long as the storage."""
+
+
+def _memory_of(tensor: torch.Tensor) -> Memory | None:
+    """Who used a tensor's memory, if that is a device's, or pinned."""
+    return vars(tensor.untyped_storage()).get(_MEMORY)
+
+
+def _set_memory(tensor: torch.Tensor, memory: Memory) -> Memory:
+    vars(tensor.untyped_storage())[_MEMORY] = memory
+    return memory
+
+
+def _memories_of(tensors: Iterable[torch.Tensor]) -> list[Memory]:
+    memories = map(_memory_of, tensors_in(list(tensors)))
+    return [memory for memory in memories if memory is not None]
+
+
+def is_pinned(tensor: torch.Tensor, device: Any = None) -> bool:
+    """Stand in for `Tensor.is_pinned`."""
+    return tensor.device.type == "cpu" and _memory_of(tensor) is not None
+
+
+def pin_memory(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
+    """Stand in for `Tensor.pin_memory`."""
+    return tensor if is_pinned(tensor) else _pinned(tensor.clone())
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """Say that a tensor's memory is pinned."""
+    _set_memory(tensor, Memory())
+    return tensor
+
+
+def _poisoned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, without values."""
+    storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    storage.fill_(0xFF)
+    return tensor
+
+
 class AsynchronousExecutor(Executor):
     """Computes operations on the CPU, but has them done later, on streams of devices.
 
     Args:
-        n_devices: how many devices.
         seed: of the delays.
         speed: how long operations and copies take, if they take time.
     """
 
-    place = torch.device("cpu")
-
-    def __init__(self, n_devices: int, seed: int, speed: Speed) -> None:
-        self.pinned = Pinned()
-        self.launcher = Launcher(n_devices, seed, takes_time=speed != Speed())
-        self.memory = DeviceMemory(self.launcher, self.pinned)
+    def __init__(self, seed: int, speed: Speed) -> None:
+        self.launcher = Launcher(seed, takes_time=speed != Speed())
         self._speed = speed
 
     def allocate(self, geometry: Geometry, device: int) -> torch.Tensor:
         """Take memory that is poisoned, on the current stream."""
-        made = torch.empty_strided(geometry.shape, geometry.stride, dtype=geometry.dtype)
+        made = super().allocate(geometry, device)
         self.launcher.free_first()
-        self.memory.allocate(poisoned(made), self.launcher.current(device))
+        self.memory_of(_poisoned(made), device)
         return made
 
     def memory_of(self, tensor: torch.Tensor, device: int) -> Memory:
         """Return who used it, from now on if it was the host's."""
-        memory = self.memory.memory_of(tensor)
-        if memory is None or memory.storage is None:  # of a copy that was made on the host
-            memory = self.memory.allocate(tensor, self.launcher.current(device))
+        memory = _memory_of(tensor)
+        if memory is None:  # of a copy that was made on the host
+            allocation = self.launcher.allocate(self.launcher.current(device))
+            memory = _set_memory(tensor, Memory(allocation, allocated=allocation.operation))
         return memory
 
     def free(self, memory: Memory) -> None:
         """Free it, and note whether another stream may still use it."""
-        self.memory.free(memory)
+        self.launcher.free(memory)
 
     def synchronize(self, device: int) -> None:
         """Wait for all streams of a device."""
@@ -116,30 +155,17 @@ class AsynchronousExecutor(Executor):
         launched = self._launch(str(func), stream, reads, written(func, args, kwargs))
         result = func(*args, **kwargs)
         for tensor in tensors_in(result):
-            if self.memory.memory_of(tensor) is None:
-                self.memory.add(poisoned(tensor) if func in _WITHOUT_VALUES else tensor, launched)
+            if _memory_of(tensor) is None:
+                made = _poisoned(tensor) if func in _WITHOUT_VALUES else tensor
+                _set_memory(made, Memory(launched, allocated=launched.operation))
         self.launcher.take(launched, self._speed.seconds_for(func, args, kwargs, result))
         if _must_wait(func, operands):
             self.launcher.wait(self.launcher.record(stream))
         return result
 
     def upload(self, values: torch.Tensor, device: int) -> torch.Tensor:
-        """Have their memory be the device's."""
-        values = values.resolve_conj().resolve_neg()
-        launched = self._launch("upload", self.launcher.current(device), [], [])
-        for part in tensors_in(values):
-            if self.memory.memory_of(part) is None:
-                self.memory.add(part, launched)
-        self.launcher.take(launched)
-        return values
-
-    def resolve(self, tensor: torch.Tensor, device: int) -> torch.Tensor:
         """Launch a copy."""
-        launched = self._launch("resolve", self.launcher.current(device), [tensor], [])
-        copied = tensor.resolve_conj().resolve_neg()
-        self.memory.add(copied, launched)
-        self.launcher.take(launched)
-        return copied
+        return self.resolve(values, device)
 
     def read(self, tensor: torch.Tensor, device: int) -> torch.Tensor:
         """Wait until the device's current stream is done."""
@@ -177,12 +203,12 @@ class AsynchronousExecutor(Executor):
         is_copy = to != of
         taking = None if to is None or to == device else self.launcher.current(to)
         host = source if of is None else target if to is None else None
-        waits = host is not None and not (non_blocking and (of is None or self.pinned.has(host)))
+        waits = host is not None and not (non_blocking and (of is None or is_pinned(host)))
         if taking is not None:
             self.launcher.order(stream, self.launcher.record(taking))
         launched = self._launch("copy_", stream, [source], [target], is_copy)
         if host is not None:
-            self.launcher.arrive(self.launcher.clocks.of(stream))
+            self.launcher.arrive(self.launcher.clock_of(stream))
         if to is None and not waits:
             values = source.clone()
             self.launcher.arrive_later(launched, lambda: target.copy_(values))
@@ -204,9 +230,9 @@ class AsynchronousExecutor(Executor):
         copied = aten._to_copy.default(source, **options)
         if to is not None:
             for part in tensors_in(copied):
-                self.memory.allocate(part, self.launcher.current(to))
+                self.memory_of(part, to)
         elif non_blocking:  # torch takes pinned memory for it
-            self.pinned.add(poisoned(copied))
+            _pinned(_poisoned(copied))
         self.copy(copied, source, to, of, non_blocking, has_values=True)
         return copied
 
@@ -220,7 +246,7 @@ class AsynchronousExecutor(Executor):
         Raises:
             RaceError: if an operation on a device may still use the memory.
         """
-        self.launcher.host_uses(name, self.memory.of(reads), self.memory.of(writes))
+        self.launcher.host_uses(name, _memories_of(reads), _memories_of(writes))
 
     def _launch(
         self,
@@ -232,7 +258,7 @@ class AsynchronousExecutor(Executor):
     ) -> Access:
         """Launch an operation on tensors."""
         self.launcher.free_first()
-        read, changed = (self.memory.of(tensors) for tensors in (reads, writes))
+        read, changed = (_memories_of(tensors) for tensors in (reads, writes))
         return self.launcher.launch(name, stream, read, changed, is_copy)
 
 
@@ -241,3 +267,26 @@ def _must_wait(func: Any, operands: list[torch.Tensor]) -> bool:
     if func is aten.index.Tensor:  # numbers give a shape without being known
         return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in operands[1:])
     return bool(_WAITING_TAGS & set(func.tags))
+
+
+class WatchingHost(TorchDispatchMode):
+    """Within it, the host's own use of pinned memory is checked, in the thread that entered."""
+
+    def __init__(self, executor: AsynchronousExecutor) -> None:
+        super().__init__()
+        self._executor = executor
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Look at the tensors of the host, and run ``func``."""
+        kwargs = kwargs or {}
+        if not func.is_view:
+            tensors = tensors_in((args, tuple(kwargs.values())))
+            if all(tensor.device.type == "cpu" for tensor in tensors):
+                changed = written(func, args, kwargs)
+                reads = [t for t in tensors if not any(t is other for other in changed)]
+                self._executor.host_uses(str(func), reads, changed)
+        if kwargs.get("pin_memory"):
+            return _pinned(func(*args, **{**kwargs, "pin_memory": False}))
+        return func(*args, **kwargs)

@@ -35,8 +35,8 @@ class Executor:
         return values
 
     def resolve(self, tensor: torch.Tensor, device: int) -> torch.Tensor:
-        """Copy a conjugated or negated view, as values."""
-        return tensor.resolve_conj().resolve_neg()
+        """Copy a tensor; of a conjugated or negated view, its values."""
+        return self.run(torch.ops.aten.clone.default, (tensor,), {}, device)  # type: ignore[no-any-return]
 
     def read(self, tensor: torch.Tensor, device: int) -> torch.Tensor:
         """Return a tensor of a device with its values, for the host."""

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from weakref import WeakValueDictionary
 
 import torch
 
@@ -82,19 +81,20 @@ def readable(nbytes: int) -> str:
 class Allocation:
     """The bytes of one storage on one simulated device; freed with the last tensor on it."""
 
-    __slots__ = ("__weakref__", "address", "device", "indices", "machine", "memory", "nbytes")
+    __slots__ = ("device", "machine", "memory", "nbytes")
 
-    def __init__(self, machine: Machine, device: torch.device, address: int) -> None:
+    def __init__(self, machine: Machine, device: torch.device, memory: Memory | None) -> None:
         self.machine = machine
         self.device = device
-        self.address = address
         self.nbytes = 0
-        self.memory: Memory | None = None
-        self.indices: Allocation | None = None  # of a sparse tensor, beside these of its values
+        self.memory = memory
 
     def __del__(self) -> None:
         # By any thread, in the middle of anything: `Machine.settle` does the rest.
         self.machine._freed.append((self.device.index, self.nbytes, self.memory))
+
+
+_ALLOCATION = "_tl_devicefix_allocation"
 
 
 class Machine:
@@ -135,8 +135,6 @@ class Machine:
         self._capacities = list(capacities)
         self._allocated = [0] * len(capacities)
         self._peak = [0] * len(capacities)
-        # Keyed by the address of torch's storage object, which views share.
-        self._allocations: WeakValueDictionary[int, Allocation] = WeakValueDictionary()
         self._freed: deque[tuple[int, int, Memory | None]] = deque()
         self._adding = threading.RLock()
 
@@ -251,14 +249,15 @@ class Machine:
 
     def allocation_of(self, tensor: torch.Tensor, device: torch.device) -> Allocation:
         """Return the allocation on ``device`` of the storage of the CPU tensor ``tensor``."""
-        address = torch._C._storage_address(tensor)  # type: ignore[attr-defined]
-        with self._adding:
-            allocation = self._allocations.get(address)
-            # One on another device is of a storage that another thread has just freed, and whose
-            # address is used again.
-            if allocation is None or allocation.device != device:
-                allocation = self._allocate(tensor, device, address)
-            return allocation
+        # Views share the storage; torch keeps its object, and what is on it, as long as it is.
+        storage = tensor.untyped_storage()
+        allocation: Allocation | None = vars(storage).get(_ALLOCATION)
+        if allocation is None:
+            self.check_room(device, storage.nbytes())
+            allocation = Allocation(self, device, self.executor.memory_of(tensor, device.index))
+            vars(storage)[_ALLOCATION] = allocation
+            self._add(allocation, storage.nbytes())
+        return allocation
 
     def resize(self, allocation: Allocation, tensor: torch.Tensor) -> None:
         """Account for the storage of the CPU tensor ``tensor`` having been resized in place."""
@@ -277,15 +276,6 @@ class Machine:
             return
         if nbytes := sum(part.nbytes for part in tensors_in(copy)):
             self.transfers.append(Transfer(source, target, nbytes, copy.shape))
-
-    def _allocate(self, tensor: torch.Tensor, device: torch.device, address: int) -> Allocation:
-        nbytes = tensor.untyped_storage().nbytes()
-        self.check_room(device, nbytes)
-        allocation = Allocation(self, device, address)
-        allocation.memory = self.executor.memory_of(tensor, device.index)
-        self._allocations[address] = allocation
-        self._add(allocation, nbytes)
-        return allocation
 
     def _add(self, allocation: Allocation, nbytes: int) -> None:
         index = allocation.device.index

@@ -15,7 +15,6 @@ import random
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,8 +90,7 @@ class Memory:
 
     Attributes:
         torn: why its values are not to be read, if its copy's source was changed meanwhile.
-        allocated: the operation that took it, on whose stream it is freed.
-        storage: keeps its address from being used again.
+        allocated: the operation that took it, on whose stream it is freed; None if it is pinned.
         is_recorded: whether `record_stream` was called for another stream.
     """
 
@@ -101,7 +99,6 @@ class Memory:
     copies: list[Access] = field(default_factory=list)
     torn: str = ""
     allocated: Operation | None = None
-    storage: torch.UntypedStorage | None = None
     is_recorded: bool = False
 
     def unordered(self, clock: Clock, writes: bool) -> Access | None:
@@ -166,31 +163,11 @@ def _race(operation: Operation, writes: bool, other: Access, wrote: bool) -> Rac
     )
 
 
-class Clocks:
-    """The clocks of the streams and of the host."""
-
-    def __init__(self) -> None:
-        self.host: Clock = {HOST: 1}
-        self._of: dict[StreamKey, Clock] = {HOST: self.host}
-
-    def of(self, who: StreamKey) -> Clock:
-        """The clock of a stream or of the host, as it is and will be."""
-        return self._of.setdefault(who, {})
-
-    def start(self, stream: StreamKey) -> int:
-        """Begin an operation that the host launches on a stream; return its count there."""
-        clock = self.of(stream)
-        self.order(stream, self.host)
-        clock[stream] = clock.get(stream, 0) + 1
-        self.host[HOST] += 1  # what the host does from now on is not ordered before the operation
-        return clock[stream]
-
-    def order(self, who: StreamKey, after: Clock) -> None:
-        """Have what ``who`` does from now on be ordered after what a clock has."""
-        clock = self.of(who)
-        for other, count in after.items():
-            if clock.get(other, 0) < count:
-                clock[other] = count
+def _advance(clock: Clock, after: Clock) -> None:
+    """Have what the owner of a clock does from now on be ordered after what another has."""
+    for who, count in after.items():
+        if clock.get(who, 0) < count:
+            clock[who] = count
 
 
 class Mark(NamedTuple):
@@ -211,22 +188,20 @@ class Launcher:
     The host may have many threads, each with current streams of its own. Devices are indices.
 
     Args:
-        n_devices: how many devices.
         seed: of the delays.
         takes_time: whether operations take time; then nothing is late.
 
     Attributes:
         lock: held where something here changes, and never while a thread waits or computes.
-        clocks: of the streams and the host.
-        errors: failures that were not raised yet.
         free_first: frees the memory of tensors that are gone, ordered before the next launch.
         timeline: the operations that took time.
     """
 
-    def __init__(self, n_devices: int, seed: int, takes_time: bool) -> None:
+    def __init__(self, seed: int, takes_time: bool) -> None:
         self.lock = threading.RLock()
-        self.clocks = Clocks()
-        self.errors: deque[Exception] = deque()
+        self._host: Clock = {HOST: 1}
+        self._clocks: dict[StreamKey, Clock] = {HOST: self._host}
+        self._error: Exception | None = None  # the first that was not raised yet
         self.free_first: Callable[[], None] = lambda: None
         self.timeline = Timeline()
         self._takes_time = takes_time
@@ -237,6 +212,10 @@ class Launcher:
         self._busy: dict[tuple[int, bool], list[tuple[float, float]]] = {}
         self._arriving: list[tuple[StreamKey, int, Callable[[], object]]] = []
         self._current = threading.local()
+
+    def clock_of(self, who: StreamKey) -> Clock:
+        """The clock of a stream or of the host, as it is and will be."""
+        return self._clocks.setdefault(who, {})
 
     def current(self, device: int) -> StreamKey:
         """The stream of a device that this thread of the host launches operations on."""
@@ -253,13 +232,13 @@ class Launcher:
         self.free_first()
         with self.lock:
             end = max(time.monotonic(), self._ends.get(stream, 0.0))
-            return Mark(end, dict(self.clocks.of(stream)))
+            return Mark(end, dict(self.clock_of(stream)))
 
     def order(self, stream: StreamKey, after: Mark) -> None:
         """Have a stream wait for another one to get as far as was recorded."""
         self.free_first()
         with self.lock:
-            self.clocks.order(stream, after.clock)
+            _advance(self.clock_of(stream), after.clock)
             self._ends[stream] = max(self._ends.get(stream, 0.0), after.end)
 
     def wait(self, after: Mark) -> None:
@@ -271,7 +250,7 @@ class Launcher:
         self.free_first()
         time.sleep(max(0.0, after.end - time.monotonic()))
         with self.lock:
-            self.clocks.order(HOST, after.clock)
+            _advance(self._host, after.clock)
             self.arrive(after.clock)
         self.raise_errors()
 
@@ -289,8 +268,7 @@ class Launcher:
     def raise_errors(self) -> None:
         """Raise the first failure since the last time, of any thread's operations."""
         with self.lock:
-            error = self.errors[0] if self.errors else None
-            self.errors.clear()
+            error, self._error = self._error, None
         if error is not None:
             raise_or_keep(error)
 
@@ -301,7 +279,7 @@ class Launcher:
             time.sleep(max(0.0, max(self._ends.values(), default=0.0) - time.monotonic()))
         with self.lock:
             for stream in self._ends:
-                self.arrive(self.clocks.of(stream))
+                self.arrive(self.clock_of(stream))
 
     # Launching
 
@@ -320,15 +298,42 @@ class Launcher:
         """
         with self.lock:
             operation = Operation(name, stream, line())
-            count, clock = self.clocks.start(stream), self.clocks.of(stream)
-            access = Access(operation, count, writes[0] if is_copy and writes else None)
+            clock = self.clock_of(stream)
+            _advance(clock, self._host)
+            clock[stream] = clock.get(stream, 0) + 1
+            self._host[HOST] += 1  # what it does from now on is not ordered before the operation
+            access = Access(operation, clock[stream], writes[0] if is_copy and writes else None)
             for memory, changes in [
                 *((memory, False) for memory in reads if memory not in writes),
                 *((memory, True) for memory in writes),
             ]:
                 memory.check(operation, clock, changes)
-                memory.use(access, changes, self.clocks.host)
+                memory.use(access, changes, self._host)
             return access
+
+    def allocate(self, stream: StreamKey) -> Access:
+        """Have memory be taken on a stream, just now."""
+        with self.lock:
+            operation = Operation("an allocation", stream, line())
+            return Access(operation, self.clock_of(stream).get(stream, 0))
+
+    def free(self, memory: Memory) -> None:
+        """Note whether another stream may still use memory that is freed."""
+        assert memory.allocated is not None
+        if memory.is_recorded:  # so it is kept until the other streams have used it
+            return
+        with self.lock:
+            stream = memory.allocated.where
+            clock = self.clock_of(stream)
+            _advance(clock, self._host)
+            other = memory.unordered(clock, writes=True)
+            if other is not None and self._error is None:
+                self._error = RaceError(
+                    f"{other.operation} uses memory that was freed, and may be handed out again, "
+                    f"before it has run; it was taken by {memory.allocated}: have stream "
+                    f"{stream[1]} of sim:{stream[0]} wait for it before the tensor goes, or call "
+                    "record_stream."
+                )
 
     def take(self, launched: Access, seconds: float = 0.0, is_copy: bool = False) -> None:
         """Say how long an operation takes, or let it be late.
@@ -393,7 +398,7 @@ class Launcher:
             RaceError: if an operation on a device may still use the memory.
         """
         with self.lock:
-            operation, clock = Operation(name, HOST, line()), self.clocks.host
+            operation, clock = Operation(name, HOST, line()), self._host
             access = Access(operation, clock[HOST])
             for memory in reads:
                 memory.check(operation, clock, writes=False)

@@ -15,10 +15,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from tl_devicefix.placement.devices import DEVICE_TYPE, Hosts, Site, check_number, sites_on
 from tl_devicefix.placement.memory import bytes_of
 from tl_devicefix.simulation import backend, backward
-from tl_devicefix.simulation.asynchronous import AsynchronousExecutor, Speed
+from tl_devicefix.simulation.asynchronous import (
+    AsynchronousExecutor,
+    Speed,
+    WatchingHost,
+    is_pinned,
+    pin_memory,
+)
 from tl_devicefix.simulation.executor import Executor, MetaExecutor
 from tl_devicefix.simulation.machine import Machine, active_machine, entered, set_aside
-from tl_devicefix.simulation.memory import WatchingHost
 from tl_devicefix.simulation.tensor import TENSOR_DATA, SimTensor, set_data
 
 # torch's guard and hooks for backends in Python are private: 2.9 had none, and the tests pass with
@@ -112,7 +117,7 @@ def simulate(
         )
     executor = Executor() if values else MetaExecutor()
     if asynchronous:
-        executor = AsynchronousExecutor(n_devices, seed, speed)
+        executor = AsynchronousExecutor(seed, speed)
     machine = Machine(capacities, executor, sites_on(n_devices, hosts))
     with ExitStack() as stack:
         stack.enter_context(_changed_for(machine))
@@ -164,16 +169,14 @@ def _changed_for(machine: Machine) -> Iterator[Machine]:
 @contextmanager
 def _running_behind(machine: Machine, executor: AsynchronousExecutor) -> Iterator[None]:
     """Have its devices run behind the host; on leaving, wait for them, and raise what failed."""
-    pinned = executor.pinned
-    watching = WatchingHost(pinned, executor.host_uses)
     executor.launcher.free_first = machine.settle
     machine.timeline = executor.launcher.timeline
     with ExitStack() as stack:
         stack.callback(setattr, machine, "executor", Executor())
         stack.push(lambda kind, *_: executor.launcher.finish(hurry=kind is not None))
-        _replace(stack, torch.Tensor, "pin_memory", lambda tensor, device=None: pinned.pin(tensor))
-        _replace(stack, torch.Tensor, "is_pinned", lambda tensor, device=None: pinned.has(tensor))
-        stack.enter_context(watching)
+        _replace(stack, torch.Tensor, "pin_memory", pin_memory)
+        _replace(stack, torch.Tensor, "is_pinned", is_pinned)
+        stack.enter_context(WatchingHost(executor))
         yield
     executor.launcher.raise_errors()
 

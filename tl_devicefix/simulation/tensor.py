@@ -215,17 +215,16 @@ def wrap(cpu: torch.Tensor, machine: Machine, device: torch.device) -> SimTensor
     if (cpu.is_complex() and cpu.is_conj()) or cpu.is_neg():
         # A wrapper cannot carry these lazy bits, so torch would not resolve them.
         cpu = machine.executor.resolve(cpu, device.index)
-    values, *indices = tensors_in(cpu) or [cpu]
-    # A sparse tensor has neither strides nor an offset.
-    lies: Any = {} if indices else {"strides": cpu.stride(), "storage_offset": cpu.storage_offset()}
-    allocation = machine.allocation_of(values, device)
+    # Of a sparse tensor, those of its values and its indices; it has neither strides nor an offset.
+    allocations = [machine.allocation_of(part, device) for part in tensors_in(cpu) or [cpu]]
+    lies: Any = {}
+    if len(allocations) == 1:
+        lies = {"strides": cpu.stride(), "storage_offset": cpu.storage_offset()}
     tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
         SimTensor, cpu.size(), **lies, dtype=cpu.dtype, layout=cpu.layout, device=device
     )
-    if indices:
-        allocation.indices = machine.allocation_of(indices[0], device)
     tensor._cpu = cpu
-    tensor._allocation = allocation
+    tensor._allocation = allocations[0]
     return tensor
 
 
@@ -258,10 +257,9 @@ def _change_kind(tensor: torch.Tensor, value: torch.Tensor) -> None:
     grad, tensor.grad = tensor.grad, None
     tensor.__class__, twin.__class__ = twin.__class__, tensor.__class__
     for name in ("_cpu", "_allocation", "_is_param"):
-        own, others = (vars(owner).pop(name, None) for owner in (tensor, twin))
-        for owner, attribute in ((tensor, others), (twin, own)):
-            if attribute is not None:
-                vars(owner)[name] = attribute
+        vars(tensor).pop(name, None)
+        if name in vars(twin):
+            vars(tensor)[name] = vars(twin)[name]
     torch._C._swap_tensor_impl(tensor, twin)  # type: ignore[attr-defined]
     if grad is not None:
         set_data(grad, grad.to(tensor.device))
@@ -362,13 +360,9 @@ def _refresh(tensor: SimTensor) -> None:
     cpu, old = tensor._cpu, tensor._allocation
     if cpu.layout is not torch.strided:
         return
-    if (
-        tensor.size() == cpu.size()
-        and tensor.stride() == cpu.stride()
-        and old.address == torch._C._storage_address(cpu)  # type: ignore[attr-defined]
-    ):
+    allocation = old.machine.allocation_of(cpu, old.device)
+    if tensor.size() == cpu.size() and tensor.stride() == cpu.stride() and allocation is old:
         return
-    allocation = old.machine.allocation_of(cpu, old.device)  # held, or it would be freed here
     old.machine.resize(allocation, cpu)
     tensor.data = wrap(cpu.detach(), old.machine, old.device)
     tensor._cpu = cpu
