@@ -178,11 +178,10 @@ for version in IN_CI:
 
 @nox.session
 def asynchronous(session: nox.Session) -> None:
-    """Test running and offloading on simulated devices that run behind the host, seed by seed."""
+    """Test running and offloading on simulated devices that run behind the host."""
     install_tests(session, "3.9.0")
     folders = ("tests/dispatch", "tests/offload")
-    for seed in ("0", "1", "2"):
-        session.run("pytest", "-n", "2", "--asynchronous", seed, *(session.posargs or folders))
+    session.run("pytest", "-n", "2", "--asynchronous", *(session.posargs or folders))
 
 
 @nox.session

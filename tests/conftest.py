@@ -106,10 +106,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption(
         "--asynchronous",
-        type=int,
-        metavar="SEED",
-        help="run tests of simulated devices on devices that run behind the host, with delays of "
-        "this seed",
+        action="store_true",
+        help="run tests of simulated devices on devices that run behind the host",
     )
     parser.addoption(
         "--ranks",

@@ -23,9 +23,8 @@ def n_devices() -> int:
 
 
 def how_devices_run(config: pytest.Config) -> dict[str, Any]:
-    """What `simulate` is given: with `--asynchronous SEED`, devices that run behind the host."""
-    seed = config.getoption("--asynchronous")
-    return {} if seed is None else {"asynchronous": True, "seed": seed}
+    """What `simulate` is given: with `--asynchronous`, devices that run behind the host."""
+    return {"asynchronous": config.getoption("--asynchronous")}
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ DEVICE = "sim:0"
 
 @pytest.fixture(scope="module")
 def machine(simulated: Any) -> Iterator[Machine]:
-    with simulated(4, asynchronous=True, seed=5, bytes_per_second=1e12) as machine:
+    with simulated(4, asynchronous=True, bytes_per_second=1e12) as machine:
         yield machine
 
 

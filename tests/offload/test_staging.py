@@ -28,7 +28,7 @@ SHAPES: dict[str, torch.Tensor] = {
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     """A device that runs behind the host, to which few numbers are copied at a time."""
     monkeypatch.setattr(module, "BYTES_AT_ONCE", 64)
-    with tl_devicefix.simulate(2, asynchronous=True, seed=1) as machine:
+    with tl_devicefix.simulate(2, asynchronous=True) as machine:
         yield machine.devices[1]
 
 

@@ -95,7 +95,7 @@ def train(device: str, other: str) -> list[torch.Tensor]:
     "options",
     [
         {},
-        {"asynchronous": True, "seed": 1},
+        {"asynchronous": True},
         {"asynchronous": True, "flops_per_second": 1e7, "bytes_per_second": 1e7},
     ],
     ids=str,
@@ -303,18 +303,3 @@ def test_values_come_to_pinned_memory_when_the_host_waits(machine: Machine, sim:
     assert numpy.isnan(host.numpy()).all()  # behind torch's back
     sim.synchronize("sim:0")
     assert (host == 1).all()
-
-
-def test_some_operations_are_late_unless_devices_take_time(machine: Machine, sim: Any) -> None:
-    def are_late() -> list[bool]:
-        x, waiting = torch.ones(3, device="sim:0"), []
-        for _ in range(40):
-            x = x.to("sim:1" if x.device.index == 0 else "sim:0")
-            waiting.append(not sim.current_stream(x.device).query())
-        return waiting
-
-    assert any(are_late())
-    machine.keep_busy(0, 1e-6)
-    sim.synchronize("sim:0")
-    sim.synchronize("sim:1")
-    assert not any(are_late())

@@ -105,12 +105,11 @@ class AsynchronousExecutor(Executor):
     """Computes operations on the CPU, but has them done later, on streams of devices.
 
     Args:
-        seed: of the delays.
-        speed: how long operations and copies take, if they take time.
+        speed: how long operations and copies take.
     """
 
-    def __init__(self, seed: int, speed: Speed) -> None:
-        self.launcher = Launcher(seed, takes_time=speed != Speed())
+    def __init__(self, speed: Speed) -> None:
+        self.launcher = Launcher()
         self._speed = speed
 
     def allocate(self, geometry: Geometry, device: int) -> torch.Tensor:

@@ -182,8 +182,7 @@ class Machine:
 
         It goes to the device's current stream of this thread, so it begins after what that was
         given before, and the host goes on at once. A forward pre-hook on each block gives blocks a
-        time, whatever they compute. From the first call on, no operation is late any more: see
-        `tl_devicefix.simulate`.
+        time, whatever they compute.
 
         Args:
             device: which one; None for the current one.

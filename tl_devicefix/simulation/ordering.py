@@ -11,7 +11,6 @@ are free for it, and whoever waits for it sleeps until then.
 
 from __future__ import annotations
 
-import random
 import sys
 import threading
 import time
@@ -35,10 +34,6 @@ _NOT_THE_USERS = tuple(
     str(Path(file).parent)
     for file in (torch.__file__, __file__)  # whose lines tell a user nothing
 )
-_LATE, _COPIES_LATE = 1 / 16, 1 / 2
-"""The chance of an operation to be late."""
-_LONGEST = 0.002
-"""Seconds that it may be late."""
 
 
 class RaceError(Exception):
@@ -187,25 +182,19 @@ class Launcher:
 
     The host may have many threads, each with current streams of its own. Devices are indices.
 
-    Args:
-        seed: of the delays.
-        takes_time: whether operations take time; then nothing is late.
-
     Attributes:
         lock: held where something here changes, and never while a thread waits or computes.
         free_first: frees the memory of tensors that are gone, ordered before the next launch.
         timeline: the operations that took time.
     """
 
-    def __init__(self, seed: int, takes_time: bool) -> None:
+    def __init__(self) -> None:
         self.lock = threading.RLock()
         self._host: Clock = {HOST: 1}
         self._clocks: dict[StreamKey, Clock] = {HOST: self._host}
         self._error: Exception | None = None  # the first that was not raised yet
         self.free_first: Callable[[], None] = lambda: None
         self.timeline = Timeline()
-        self._takes_time = takes_time
-        self._chance = random.Random(seed)
         self._entered = time.monotonic()
         self._ends: dict[StreamKey, float] = {}
         # What each device computes, and what it copies: when it is not free.
@@ -335,16 +324,12 @@ class Launcher:
                     "record_stream."
                 )
 
-    def take(self, launched: Access, seconds: float = 0.0, is_copy: bool = False) -> None:
-        """Say how long an operation takes, or let it be late.
-
-        A device computes one thing, and copies one thing, at a time.
-        """
+    def take(self, launched: Access, seconds: float, is_copy: bool = False) -> None:
+        """Say how long an operation takes. A device computes and copies one thing at a time."""
         name, stream = launched.operation.name, launched.operation.where
         with self.lock:
             start = max(time.monotonic(), self._ends.get(stream, 0.0))
             if seconds:
-                self._takes_time = True
                 start = self._when_free(stream[0], is_copy, start, seconds)
                 self.timeline.append(
                     Busy(
@@ -357,9 +342,6 @@ class Launcher:
                         label=label_in_force(),
                     )
                 )
-            elif not self._takes_time:
-                is_late = self._chance.random() < (_COPIES_LATE if is_copy else _LATE)
-                seconds = self._chance.uniform(0, _LONGEST) if is_late else 0.0
             self._ends[stream] = start + seconds
 
     def _when_free(self, device: int, is_copy: bool, start: float, seconds: float) -> float:

@@ -42,7 +42,6 @@ def simulate(
     asynchronous: bool = False,
     flops_per_second: float | None = None,
     bytes_per_second: float | None = None,
-    seed: int = 0,
     hosts: Hosts | None = None,
 ) -> Iterator[Machine]:
     """Simulate a machine with devices ``sim:0`` to ``sim:{n_devices - 1}`` on the CPU.
@@ -72,7 +71,6 @@ def simulate(
             its floating point operations by `torch.utils.flop_counter`. By default, none takes any.
         bytes_per_second: how fast an asynchronous device copies, one thing at a time, to another
             device or between it and the host.
-        seed: which operations of asynchronous devices are late; none is where devices take time.
         hosts: of how many hosts they are, divided evenly in order, or how many devices each of
             them has: `[4, 2]`; names and placements tell.
 
@@ -117,7 +115,7 @@ def simulate(
         )
     executor = Executor() if values else MetaExecutor()
     if asynchronous:
-        executor = AsynchronousExecutor(seed, speed)
+        executor = AsynchronousExecutor(speed)
     machine = Machine(capacities, executor, sites_on(n_devices, hosts))
     with ExitStack() as stack:
         stack.enter_context(_changed_for(machine))
