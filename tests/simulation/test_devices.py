@@ -283,17 +283,27 @@ OPERATIONS = {
     ),
     "cross_entropy": lambda x: F.cross_entropy(x[0], x[0].argmax(-1)),
     "conv1d": lambda x: F.conv1d(x, x[:3, :, :3]),
+    "linear": lambda x: F.linear(x, x[0], x[0, :, 0]),
+    "silu": F.silu,
+    "mish": F.mish,
+    "joined": lambda x: torch.cat([x, x.bfloat16()]),
+    "float64": lambda x: x.double() @ x.double().mT,
     "written in place": lambda x: x.clone().index_put_((torch.tensor([0]),), torch.tensor(1.0)),
 }
 
 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+@pytest.mark.parametrize("autocast", [False, True])
 def test_numbers_and_gradients_are_exactly_those_of_the_cpu(
-    machine: Machine, operation: Any
+    machine: Machine, operation: Any, autocast: bool
 ) -> None:
     cpu = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
     x = cpu.detach().to("sim:1").requires_grad_()
-    expected, result = operation(cpu), operation(x)
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+        torch.autocast("sim", torch.bfloat16, enabled=autocast),
+    ):
+        expected, result = operation(cpu), operation(x)
     assert (result.device, result.dtype) == (x.device, expected.dtype)
     assert torch.equal(result.cpu(), expected)
     expected.float().sum().backward()
