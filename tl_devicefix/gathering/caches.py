@@ -79,13 +79,13 @@ class CacheAtHome(dict[str, torch.Tensor]):
         """As `dict.pop`, at home."""
         return self._at_home(super().pop(name, *default))
 
-    def values(self) -> ValuesAtHome:  # type: ignore[override]
+    def values(self) -> ValuesView[torch.Tensor]:  # type: ignore[override]
         """As `dict.values`; each tensor comes home when it is reached."""
-        return ValuesAtHome(self)
+        return ValuesView(self)
 
-    def items(self) -> ItemsAtHome:  # type: ignore[override]
+    def items(self) -> ItemsView[str, torch.Tensor]:  # type: ignore[override]
         """As `dict.items`; each tensor comes home when it is reached."""
-        return ItemsAtHome(self)
+        return ItemsView(self)
 
     def copy(self) -> CacheAtHome:
         """A shallow copy that reads at home too."""
@@ -110,24 +110,6 @@ class CacheAtHome(dict[str, torch.Tensor]):
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Saved as a plain dict, at home, so that torch.load can load it with weights_only.
         return OrderedDict, (), None, None, iter(self.items())
-
-
-class ValuesAtHome(ValuesView[torch.Tensor]):
-    """The values of a `CacheAtHome`; one tensor at a time is at home."""
-
-    _mapping: CacheAtHome
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return (self._mapping[name] for name in self._mapping)
-
-
-class ItemsAtHome(ItemsView[str, torch.Tensor]):
-    """The items of a `CacheAtHome`; one tensor at a time is at home."""
-
-    _mapping: CacheAtHome
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, self._mapping[name]) for name in self._mapping)
 
 
 _CACHING = "get_caching_hooks", "add_caching_hooks"
