@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -142,7 +141,8 @@ def register() -> None:
         library.impl(operation._schema.name, functools.partial(_run, operation), "PrivateUse1")
     everything_else = torch.library.Library("_", "IMPL")
     everything_else.fallback(_make, "PrivateUse1")
-    _register_autocast(library)
+    for name in (*_IN_LOWER_PRECISION, *_IN_FLOAT32, *_IN_THE_WIDEST):
+        library.impl(name, functools.partial(_cast_first, name), _AUTOCAST.name)
     everything_else.fallback(torch.library.fallthrough_kernel, _AUTOCAST.name)
     _libraries.extend((library, everything_else))
 
@@ -247,31 +247,17 @@ _IN_THE_WIDEST = ("cat", "stack")
 _AUTOCAST: Any = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
 
 
-def _register_autocast(library: torch.library.Library) -> None:
-    for names, choose in (
-        (_IN_LOWER_PRECISION, lambda _: torch.get_autocast_dtype(DEVICE_TYPE)),
-        (_IN_FLOAT32, lambda _: torch.float32),
-        (_IN_THE_WIDEST, _widest),
-    ):
-        for name in names:
-            operation = getattr(torch.ops.aten, name).default
-            library.impl(name, _cast_first(operation, choose), _AUTOCAST.name)
-
-
-def _cast_first(
-    operation: torch._ops.OpOverload, choose: Callable[[list[torch.Tensor]], torch.dtype]
-) -> Callable[..., Any]:
-    """An operation whose floating point operands take a dtype first."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_AUTOCAST)):
-            dtype = choose([leaf for leaf in tree_leaves((args, kwargs)) if _is_cast(leaf)])
-            args, kwargs = tree_map(
-                lambda leaf: leaf.to(dtype) if _is_cast(leaf) else leaf, (args, kwargs)
-            )
-            return operation(*args, **kwargs)
-
-    return call
+def _cast_first(name: str, *args: Any, **kwargs: Any) -> Any:
+    """Call an operation, whose floating point operands take a dtype first."""
+    dtype = torch.float32 if name in _IN_FLOAT32 else torch.get_autocast_dtype(DEVICE_TYPE)
+    if name in _IN_THE_WIDEST:
+        dtypes = (leaf.dtype for leaf in tree_leaves((args, kwargs)) if _is_cast(leaf))
+        dtype = functools.reduce(torch.promote_types, dtypes, dtype)
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_AUTOCAST)):
+        args, kwargs = tree_map(
+            lambda leaf: leaf.to(dtype) if _is_cast(leaf) else leaf, (args, kwargs)
+        )
+        return getattr(aten, name).default(*args, **kwargs)
 
 
 def _is_cast(leaf: Any) -> bool:
@@ -281,11 +267,6 @@ def _is_cast(leaf: Any) -> bool:
         and leaf.is_floating_point()
         and leaf.dtype != torch.float64
     )
-
-
-def _widest(tensors: list[torch.Tensor]) -> torch.dtype:
-    dtypes = (tensor.dtype for tensor in tensors)
-    return functools.reduce(torch.promote_types, dtypes, torch.get_autocast_dtype(DEVICE_TYPE))
 
 
 _CPU_GENERATOR = torch.Generator

@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 import torch
 
-from tl_devicefix.simulation.geometry import Geometry, call_without_values
+from tl_devicefix.simulation.geometry import Geometry, call_without_values, geometry_of
 from tl_devicefix.simulation.ordering import Memory
 
 
@@ -123,7 +123,5 @@ class MetaExecutor(Executor):
 
 def zeros_for(meta: torch.Tensor) -> torch.Tensor:
     """Zeros on the CPU, which take no memory until they are written to."""
-    last = sum((size - 1) * stride for size, stride in zip(meta.shape, meta.stride()))
-    n_elements = last + 1 if meta.numel() else 1
-    blank = torch.from_numpy(numpy.zeros(n_elements * meta.element_size(), numpy.uint8))
+    blank = torch.from_numpy(numpy.zeros(geometry_of(meta).nbytes, numpy.uint8))
     return blank.view(meta.dtype).as_strided(meta.shape, meta.stride())

@@ -171,11 +171,6 @@ class Mark(NamedTuple):
     end: float
     clock: Clock
 
-    @property
-    def is_reached(self) -> bool:
-        """Whether the stream has got there."""
-        return time.monotonic() >= self.end
-
 
 class Launcher:
     """The streams of all devices, as the host sees them: it launches operations there, and waits.
@@ -245,9 +240,10 @@ class Launcher:
 
     def query(self, mark: Mark) -> bool:
         """Whether a stream has got as far as was recorded."""
-        if mark.is_reached:
+        is_reached = time.monotonic() >= mark.end
+        if is_reached:
             self.arrive(mark.clock)
-        return mark.is_reached
+        return is_reached
 
     def synchronize(self, device: int) -> None:
         """Have the host wait for all streams of a device, and raise what has failed."""
