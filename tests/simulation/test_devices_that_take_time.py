@@ -41,16 +41,6 @@ def seconds(busy: Busy) -> float:
 # How long
 
 
-def test_a_device_is_kept_busy_for_a_time_and_the_host_goes_on(machine: Machine, sim: Any) -> None:
-    machine.keep_busy("sim:1", LONG)
-    assert not sim.current_stream("sim:1").query()
-    sim.synchronize("sim:1")
-    assert sim.current_stream("sim:1").query()
-    (busy,) = machine.timeline
-    assert (busy.name, busy.device, busy.stream) == ("keep_busy", torch.device("sim:1"), 0)
-    assert seconds(busy) == pytest.approx(LONG)
-
-
 def test_a_device_does_one_thing_at_a_time_and_loses_none_between(
     machine: Machine, sim: Any
 ) -> None:
@@ -59,6 +49,9 @@ def test_a_device_does_one_thing_at_a_time_and_loses_none_between(
     for number, side in enumerate(sides * 2):
         with sim.stream(side), labelled(str(number)):
             machine.keep_busy(0, 0.002)
+    (first, *_) = machine.timeline
+    assert (first.name, first.device, first.stream) == ("keep_busy", torch.device("sim:0"), 0)
+    assert seconds(first) == pytest.approx(LONG)
     assert [busy.label for busy in machine.timeline[1:]] == list("012345")
     for one, other in pairwise(machine.timeline):
         assert other.start == pytest.approx(one.end)
@@ -109,10 +102,6 @@ def test_a_copy_on_a_stream_of_its_own_goes_beside_what_is_computed(beside: bool
     computed, copied = machine.timeline
     assert copied.is_copy
     assert (copied.start < computed.end) == beside
-
-
-# --------------------------------------------------------------------------------------------
-# Events
 
 
 def test_events_tell_the_time_of_the_device(machine: Machine, sim: Any) -> None:
