@@ -143,17 +143,12 @@ class _Asking:
     """Whether all tensors that the run takes along are on the device."""
 
 
-class Streams:
+class Streams(dict[torch.device, Any]):
     """The streams of one view, a device each, on which tensors go from device to device."""
 
-    def __init__(self) -> None:
-        self._streams: dict[torch.device, Any] = {}
-
-    def of(self, device: torch.device) -> Any:
-        """The stream of a device."""
-        if device not in self._streams:
-            self._streams[device] = torch.get_device_module(device.type).Stream(device)
-        return self._streams[device]
+    def __missing__(self, device: torch.device) -> Any:
+        stream = self[device] = torch.get_device_module(device.type).Stream(device)
+        return stream
 
 
 class Run:
@@ -193,7 +188,7 @@ class Run:
         finally:
             self._sent = None
             self.rest()
-        arrived = self._streams.of(device).record_event() if sent else None
+        arrived = self._streams[device].record_event() if sent else None
         self._take(device, weights, arrived)
         self._receive(device, sent)
 
@@ -201,7 +196,7 @@ class Run:
         """Have what is computed on a device from now on use what was sent there."""
         if sent:
             computing = torch.get_device_module(device.type).current_stream(device)
-            arrived = self._streams.of(device).record_event()
+            arrived = self._streams[device].record_event()
             arrived.synchronize()
             computing.wait_event(arrived)
             for _, copy in sent:
@@ -222,11 +217,11 @@ class Run:
             return tensor.to(device)
         with contextlib.ExitStack() as stack:
             if tensor.device.type == device.type:
-                source = self._streams.of(tensor.device)
+                source = self._streams[tensor.device]
                 if not self._is_computed(tensor):
                     source.wait_stream(module.current_stream(tensor.device))
                 stack.enter_context(module.stream(source))
-            stack.enter_context(module.stream(self._streams.of(device)))
+            stack.enter_context(module.stream(self._streams[device]))
             copy = tensor.to(device)
         self._sent.append((tensor, copy))
         return copy

@@ -112,7 +112,6 @@ _OF_MODULES = frozenset(
     name for name, value in vars(nn.Module()).items() if type(value) in _CONTAINERS
 )
 _OF_HOOK_POINTS = frozenset(("fwd_hooks", "bwd_hooks", "ctx"))
-_OF_ANY = _OF_MODULES | _OF_HOOK_POINTS
 
 
 class Twins:
@@ -190,11 +189,7 @@ class Twins:
             if its_kind in _PLAIN:
                 continue
             if its_kind in _CONTAINERS and _is_own(kind, name):
-                if value or name not in _OF_ANY:
-                    attributes[name] = self._own(value)
-                else:  # as most are, and there are many
-                    attributes[name] = twin = its_kind()
-                    self.containers.append(twin)
+                attributes[name] = self._own(value)
                 if name == "_modules" and value:
                     self._fill_container(*self._contents.pop())
             elif its_kind in _CALLABLES:
