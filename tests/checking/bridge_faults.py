@@ -32,10 +32,6 @@ def tied(model: Any) -> None:
     model.unembed._original_component.weight.data = model.embed._original_component.weight.data
 
 
-def norm_not_folded(model: Any) -> None:
-    model.blocks[2].ln1._original_component.weight.data.fill_(2.0)
-
-
 def hook_left(model: Any) -> None:
     model.add_hook("blocks.2.hook_resid_post", identity)
 
@@ -61,9 +57,6 @@ FAULTS = {
     ),
     "embeddings tied after folding": Fault(
         tied, "storage", "unembed.weight", ("shares its memory with embed.weight",), None
-    ),
-    "a norm that is not folded": Fault(
-        norm_not_folded, "norms", "blocks.2.ln1", ("blocks.2.ln1 still scales", "boot"), None
     ),
     "a hook": Fault(
         hook_left, "hooks", "blocks.2.hook_out", ("identity",), "model.reset_hooks()"

@@ -103,5 +103,4 @@ def test_a_prompts_positions_point_at_its_words(n_facts: int) -> None:
         words = ["<bos>", *prompt.text.split()]
         assert words[prompt.answer_position] == prompt.answer
         assert prompt.query_position == len(words) - 1
-        assert words[prompt.query_position - 1] == words[prompt.fact_position]
-        assert prompt.answer not in prompt.distractors
+        assert words[prompt.query_position - 1] == words[prompt.answer_position - 2]

@@ -18,17 +18,7 @@ OFFLOADED = {
     "all but one of two devices": {"": 0, "blocks": "cpu", "blocks.2": 1},
 }  # fmt: skip
 
-every_offload = pytest.mark.parametrize("offload", OFFLOADED)
-some_offload = pytest.mark.parametrize(
-    "offload",
-    [
-        *(pytest.param("all of one device"), pytest.param("some of three devices")),
-        *(
-            pytest.param(offload, marks=pytest.mark.full("results are those of all, by default"))
-            for offload in ("some of one device", "all but one of two devices")
-        ),
-    ],
-)
+some_offload = pytest.mark.parametrize("offload", ["all of one device", "some of three devices"])
 every_kind = pytest.mark.parametrize("kind", ["llama", "gpt2"])
 
 

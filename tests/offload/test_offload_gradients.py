@@ -35,19 +35,6 @@ def test_training_is_the_same(
     assert_at_rest(model)
 
 
-def test_frozen_weights_and_gradients_of_activations(
-    load: Any, reference: Any, tokens: torch.Tensor
-) -> None:
-    model, reference = load("llama", "all of one device"), copy.deepcopy(reference)
-    gradients = []
-    for variant in (model, reference):
-        variant.requires_grad_(False)
-        residual = variant(tokens, stop_at_layer=0).detach().requires_grad_()
-        variant(residual, start_at_layer=0).sum().backward()
-        gradients.append(residual.grad)
-    assert_agrees(*gradients)
-
-
 @every_kind
 def test_a_graph_does_not_keep_the_weights_that_have_visited(
     kind: str, models: Any, from_pretrained: Any, tokens: torch.Tensor, machine: Machine

@@ -17,7 +17,7 @@ from offloads import (
     HOST,
     assert_at_rest,
     every_kind,
-    every_offload,
+    some_offload,
 )
 
 import tl_devicefix
@@ -25,7 +25,7 @@ from tl_devicefix.simulation.machine import Machine
 
 
 @pytest.mark.cover
-@every_offload
+@some_offload
 @pytest.mark.parametrize("kind", ["mixtral", "pythia", "bloom", "gemma-2"])
 def test_other_architectures_are_the_same_too(
     kind: str, offload: str, load: Any, on_cpu: Any, tokens: torch.Tensor
@@ -38,7 +38,7 @@ def test_other_architectures_are_the_same_too(
 
 @pytest.mark.cover
 @every_kind
-@every_offload
+@some_offload
 def test_generating_is_the_same(
     offload: str, model: Any, reference: Any, tokens: torch.Tensor
 ) -> None:
@@ -58,7 +58,7 @@ def test_generating_is_the_same(
     assert keys == [model.placement.device_of(f"blocks.{i}") for i in range(model.cfg.n_layers)]
 
 
-@every_offload
+@some_offload
 def test_a_forward_may_start_and_stop_at_layers_and_one_block_be_run_by_itself(
     offload: str, model: Any, reference: Any, tokens: torch.Tensor
 ) -> None:
@@ -77,7 +77,7 @@ def test_a_forward_may_start_and_stop_at_layers_and_one_block_be_run_by_itself(
 
 @pytest.mark.cover
 @every_kind
-@every_offload
+@some_offload
 def test_analyses_read_weights_and_caches_at_home(
     kind: str, offload: str, model: Any, reference: Any, tokens: torch.Tensor
 ) -> None:
@@ -102,7 +102,7 @@ def test_analyses_read_weights_and_caches_at_home(
 # Hooks
 
 
-@every_offload
+@some_offload
 def test_hooks_see_the_weights_where_the_block_runs_and_may_use_others_from_the_host(
     offload: str, model: Any, reference: Any, tokens: torch.Tensor
 ) -> None:
@@ -127,7 +127,7 @@ def test_hooks_see_the_weights_where_the_block_runs_and_may_use_others_from_the_
 @pytest.mark.cover(("offload", "layer"))
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("layer", [1, 3])
-@every_offload
+@some_offload
 def test_after_a_hook_that_raises_the_model_is_whole_and_no_memory_stays(
     offload: str, layer: int, error: Any, model: Any, reference: Any,
     tokens: torch.Tensor, machine: Machine,

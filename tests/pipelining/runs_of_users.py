@@ -76,6 +76,13 @@ def gradients_without_backward(model: Any, batch: torch.Tensor) -> Any:
         return torch.autograd.grad(out.square().mean(), vector)
 
 
+def gradients_of_weights(model: Any, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+    with torch.enable_grad():
+        model.zero_grad()
+        model(batch).square().mean().backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
 RUNS = (
     *(logits, some_of_the_cache, steered_at_a_block_elsewhere, generated, with_a_mask),
     *(
@@ -83,6 +90,7 @@ RUNS = (
         a_forward_within_a_hook,
         gradients_of_activations,
         gradients_without_backward,
+        gradients_of_weights,
     ),
 )
 
@@ -100,17 +108,3 @@ def assert_bit_equal(actual: Any, expected: Any) -> None:
             assert_bit_equal(one, other)
     else:
         assert actual == expected
-
-
-def goes_backward(model: Any, batch: torch.Tensor) -> float:
-    """A run whose gradients add up in the parameters."""
-    loss = model(batch).square().mean() * (1 + batch.sum())
-    loss.backward()
-    return loss.item()
-
-
-def gradients_after(model: Any, runs: Callable[[], Any]) -> dict[str, torch.Tensor]:
-    """The gradients of a model's parameters that some runs add up."""
-    model.zero_grad()
-    runs()
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}

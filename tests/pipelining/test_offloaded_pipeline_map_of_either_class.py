@@ -14,9 +14,8 @@ from runs_of_users import (
     Run,
     assert_bit_equal,
     generated,
-    goes_backward,
-    gradients_after,
     gradients_of_activations,
+    gradients_of_weights,
     logits,
     some_of_the_cache,
     steered_at_a_block_elsewhere,
@@ -41,21 +40,14 @@ def offloaded(cls: str, request: pytest.FixtureRequest) -> Callable[..., Any]:
     return lambda device_map: from_pretrained("llama", device_map=device_map)
 
 
-ALSO_BEHIND = pytest.mark.parametrize(
-    "either_machine",
-    [
-        pytest.param(False, id=""),
-        pytest.param(True, id="behind the host", marks=pytest.mark.full("results are, by default")),
-    ],
-    indirect=True,
-)
-
-
 @pytest.fixture(scope="module", params=[False, True], ids=["", "behind the host"])
 def either_machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
     """Devices that compute when they are told to, or later."""
     with tl_devicefix.simulate(2, asynchronous=request.param) as machine:
         yield machine
+
+
+NOT_BEHIND = pytest.mark.parametrize("either_machine", [False], indirect=True, ids=[""])
 
 
 @pytest.fixture
@@ -110,7 +102,7 @@ def blocks_in_another_order(model: Any, batch: torch.Tensor) -> Any:
 
 RUNS = (
     *(some_of_the_cache, steered_at_a_block_elsewhere, generated, gradients_of_activations),
-    *(forwards_within_forwards, parts_of_the_model),
+    *(gradients_of_weights, forwards_within_forwards, parts_of_the_model),
 )
 OF_HOOKED = (blocks_in_another_order,)
 
@@ -135,21 +127,7 @@ def test_results_are_those_of_a_loop_bit_for_bit(
     assert_weights_are_home(model)
 
 
-@pytest.mark.parametrize("either_machine", [False], indirect=True, ids=[""])
-def test_gradients_add_up_in_the_hosts_parameters_as_in_a_loop(
-    either_machine: Any, offloaded: Any, batches: Any
-) -> None:
-    model = offloaded(ON_TWO)
-
-    run = goes_backward
-    expected = gradients_after(model, lambda: [run(model, batch) for batch in batches[:3]])
-    actual = gradients_after(model, lambda: list(pipeline_map(model, run, batches[:3], 3)))
-
-    assert any(gradient.device == HOST for gradient in expected.values())
-    assert_bit_equal(actual, expected)
-
-
-@ALSO_BEHIND
+@NOT_BEHIND
 def test_a_block_is_sent_once_for_all_runs_that_wait_for_it(
     either_machine: Machine, offloaded: Any, batches: Any
 ) -> None:
@@ -165,7 +143,7 @@ def test_a_block_is_sent_once_for_all_runs_that_wait_for_it(
     assert weights <= sum(sent) <= groups * weights + sum(batch.nbytes for batch in batches)
 
 
-@ALSO_BEHIND
+@NOT_BEHIND
 @pytest.mark.parametrize("device_map", [ON_ONE, ON_TWO], ids=["one device", "two devices"])
 def test_two_blocks_at_a_time_are_on_a_device(
     either_machine: Machine, offloaded: Any, tokens: torch.Tensor, device_map: Any
@@ -195,7 +173,7 @@ class Failed(Exception):
     pass
 
 
-@ALSO_BEHIND
+@NOT_BEHIND
 @pytest.mark.parametrize("how", ["an error", "closed early"])
 def test_nothing_of_runs_that_did_not_finish_stays_on_the_device(
     either_machine: Machine, offloaded: Any, batches: Any, how: str

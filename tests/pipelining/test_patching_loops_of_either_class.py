@@ -76,14 +76,6 @@ def test_several_metrics_for_each_example_and_a_baseline(on_one: Any, tokens: to
     assert torch.equal(actual.baseline, expected.baseline)
 
 
-@in_4
-def test_training_mode_is_refused_as_ever(on_one: Any, few: torch.Tensor) -> None:
-    model = on_one("llama")
-    model.blocks[0].ln1.training = True
-    with pytest.raises(ValueError, match="evaluation"):
-        patch("get_act_patch_mlp_out", model, few)
-
-
 def test_half_of_the_blocks_are_run(on_one: Any, few: torch.Tensor) -> None:
     """Of n layers (n + 1) / 2n, and once the unpatched run: from 12 layers on, at most 0.55."""
     model = on_one("llama")
@@ -122,16 +114,6 @@ def test_an_error_in_a_metric_is_raised_and_leaves_no_hook(on_one: Any, few: tor
     model = on_one("llama")
     with pytest.raises(ValueError, match="in the metric"):
         patch("get_act_patch_resid_pre", model, few, metric=fail_third)
-    assert traces(model) == []
-
-
-def test_errors_are_transformer_lenss(on_one: Any, few: torch.Tensor) -> None:
-    model = on_one("llama")
-    clean = model.run_with_cache(few, names_filter="blocks.0.hook_resid_pre")[1]
-    with pytest.raises(KeyError, match=r"blocks\.1\.hook_resid_pre"):
-        patching.get_act_patch_resid_pre(model, few, clean, metric)
-    with pytest.raises(AssertionError):  # no indices
-        patching.generic_activation_patch(model, few, clean, metric, SETTER, "resid_pre")
     assert traces(model) == []
 
 

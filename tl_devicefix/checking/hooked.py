@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from transformer_lens.components import LayerNorm, LayerNormPre, RMSNorm, RMSNormPre
 
-from tl_devicefix.checking.places import is_unspread, moved, placement_of, tensors
+from tl_devicefix.checking.places import bring_back, placement_of
 from tl_devicefix.checking.report import Finding
 from tl_devicefix.dispatch.naming import listed
-from tl_devicefix.dispatch.user_modules import (
-    PlacedTensor,
-    attached_modules,
-    runs_where_it_is,
-)
+from tl_devicefix.dispatch.user_modules import attached_modules, runs_where_it_is
 from tl_devicefix.hooked_transformer.components import is_own
-from tl_devicefix.hooked_transformer.layout import converted_once, share_buffers
+from tl_devicefix.hooked_transformer.layout import share_buffers
 from tl_devicefix.hooked_transformer.moving import settle
-from tl_devicefix.placement.fitting import naming_full_devices
-from tl_devicefix.placement.placement import component_of
 
 _NORMS = (LayerNorm, LayerNormPre, RMSNorm, RMSNormPre)
 
@@ -58,10 +49,6 @@ def hint(model: Any, path: str) -> str:
     return ""
 
 
-# --------------------------------------------------------------------------------------------
-# Norms: with weights, or folded into what reads them
-
-
 def norm_findings(model: Any) -> Iterator[Finding]:
     """Norms of another class than TransformerLens builds by this config."""
     if wrong := _wrong_norms(model):
@@ -89,29 +76,10 @@ def _wrong_norms(model: Any) -> dict[str, type[nn.Module]]:
     return wrong
 
 
-# --------------------------------------------------------------------------------------------
-# Repairs
-
-
 def put_right(model: Any) -> None:
     """Move what is misplaced, and make the config and the hooks across devices follow."""
     placement = placement_of(model)
-    if is_unspread(model):
-        model.move_model_modules_to_device()
-        return
-    by_device: dict[torch.device, list[PlacedTensor]] = defaultdict(list)
-    for tensor in tensors(model, attached(model)):
-        if tensor.is_misplaced:
-            by_device[tensor.planned].append(tensor)
-    for device, misplaced in by_device.items():
-        # The other tensors of their modules stay: an offloaded block's buffers are not on the host.
-        ids = {id(value) for t in misplaced for value in (t.value, t.value.grad)}
-        move = converted_once(model, partial(moved, device=device, ids=ids))
-        for tensor in misplaced:
-            component = component_of(tensor.full_name)
-            planned = placement is not None and component in placement.device_map
-            with naming_full_devices(model, placement if planned else None, component):
-                nn.Module._apply(tensor.module, move, recurse=False)
+    bring_back(model, attached(model))
     share_buffers(model)
     if placement is not None:
         settle(model, placement)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,13 +36,6 @@ def placement_of(model: Any) -> Placement | None:
     return getattr(model, "placement", None)
 
 
-def is_unspread(model: Any) -> bool:
-    """Whether it is built for several devices, and not on them yet (`move_to_device=False`)."""
-    # A Bridge is booted where it stays.
-    is_built_first = hasattr(model, "move_model_modules_to_device")
-    return is_built_first and placement_of(model) is None and model.cfg.n_devices > 1
-
-
 def planned_by(model: Any) -> Callable[[str, bool], torch.device]:
     """A name in the model, and whether it is a weight's -> its device.
 
@@ -57,8 +51,17 @@ def planned_by(model: Any) -> Callable[[str, bool], torch.device]:
     return lambda name, of_weights: device
 
 
-def moved(tensor: torch.Tensor, device: torch.device, ids: Container[int]) -> torch.Tensor:
-    """For `nn.Module._apply`: move the tensor to a device if its id is among these."""
+def bring_back(model: Any, attached: Container[nn.Module] = ()) -> None:
+    """Move each misplaced tensor, with its gradient, to its device."""
+    for tensor in list(tensors(model, attached)):
+        if tensor.is_misplaced:
+            # Others of its module stay: an offloaded block's buffers are not on the host.
+            ids = {id(tensor.value), id(tensor.value.grad)}
+            move = partial(_moved, device=tensor.planned, ids=ids)
+            nn.Module._apply(tensor.module, move, recurse=False)
+
+
+def _moved(tensor: torch.Tensor, device: torch.device, ids: Container[int]) -> torch.Tensor:
     return tensor.to(device) if id(tensor) in ids else tensor
 
 
@@ -69,10 +72,6 @@ def moved(tensor: torch.Tensor, device: torch.device, ids: Container[int]) -> to
 def config_findings(model: Any) -> Iterator[Finding]:
     """A `cfg.device` or `cfg.n_devices` that is not the placement's."""
     placement, cfg = placement_of(model), model.cfg
-    if is_unspread(model):
-        message = f"cfg.n_devices is {cfg.n_devices}, but the model has not been spread"
-        fix = "model.move_model_modules_to_device()"
-        yield Finding("config", "cfg.n_devices", message, fix)
     if placement is None:
         return
     home, count = placement.home, len(placement.devices)
@@ -128,8 +127,6 @@ def device_findings(
         attached: the modules of attached ones, and their paths.
         hint: what else may be done about a path.
     """
-    if is_unspread(model):
-        return
     own = list(tensors(model, attached))
     modules = _misplaced_modules(own, apart=attached.values())
     groups: dict[str, list[PlacedTensor]] = defaultdict(list)

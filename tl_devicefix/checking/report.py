@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -94,7 +94,7 @@ class Report:
     def _lines(self) -> Iterator[str]:
         if self.repaired:
             yield f"repaired ({len(self.repaired)}):"
-            yield from _listed([repair.message for repair in self.repaired], self.repaired)
+            yield from _listed([replace(repair, fix=None) for repair in self.repaired])
         if self.well:
             held = [memory for memory in self.memory if memory.held]
             on = f"on {held[0].device}" if len(held) == 1 else f"on {len(held)} devices"
@@ -106,10 +106,10 @@ class Report:
             yield f"all is well: {self.n_parameters:,} parameters ({size} with buffers) {on}"
         else:
             yield f"wrong ({len(self.findings)}):"
-            yield from _listed([str(finding) for finding in self.findings], self.findings)
+            yield from _listed(self.findings)
         if self.notes:
             yield f"not wrong, but worth knowing ({len(self.notes)}):"
-            yield from _listed([str(note) for note in self.notes], self.notes)
+            yield from _listed(self.notes)
         if any(finding.kind == "device" for finding in self.findings):
             yield _table(self.memory)
 
@@ -117,15 +117,15 @@ class Report:
 _MOST_OF_A_KIND = 8
 
 
-def _listed(lines: Sequence[str], findings: Sequence[Finding]) -> Iterator[str]:
+def _listed(findings: Sequence[Finding]) -> Iterator[str]:
     """A line for each, but not hundreds of one kind."""
     by_kind: dict[str, list[str]] = defaultdict(list)
-    for line, finding in zip(lines, findings):
-        by_kind[finding.kind].append(f"- {line}")
-    for of_kind in by_kind.values():
-        yield from of_kind[:_MOST_OF_A_KIND]
-        if len(of_kind) > _MOST_OF_A_KIND:
-            yield f"- and {len(of_kind) - _MOST_OF_A_KIND} more of this kind"
+    for finding in findings:
+        by_kind[finding.kind].append(f"- {finding}")
+    for lines in by_kind.values():
+        yield from lines[:_MOST_OF_A_KIND]
+        if len(lines) > _MOST_OF_A_KIND:
+            yield f"- and {len(lines) - _MOST_OF_A_KIND} more of this kind"
 
 
 def _table(memories: Sequence[Memory]) -> str:

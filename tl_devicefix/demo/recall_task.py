@@ -92,12 +92,8 @@ class RecallPrompt:
     """The prompt, one space between any two tokens; it ends with the verb of the question."""
     answer: str
     """The word that should come next: the object of the fact asked for."""
-    distractors: tuple[str, ...]
-    """The objects of the other facts, in the order in which they are stated."""
     n_facts: int
     """How many facts are stated before the question."""
-    fact_position: int
-    """Where the fact asked for begins: the position of its name."""
     answer_position: int
     """Where the context holds the answer."""
     query_position: int
@@ -125,14 +121,11 @@ def sample_prompt(rng: random.Random, n_facts: int) -> RecallPrompt:
     asked = rng.randrange(n_facts)
     words = [word for fact in facts for word in fact.words()]
     words += [facts[asked].name, facts[asked].verb]
-    fact_position = 1 + WORDS_PER_FACT * asked
     return RecallPrompt(
         text=" ".join(words),
         answer=facts[asked].object,
-        distractors=tuple(fact.object for fact in facts if fact is not facts[asked]),
         n_facts=n_facts,
-        fact_position=fact_position,
-        answer_position=fact_position + 2,
+        answer_position=WORDS_PER_FACT * asked + 3,
         query_position=len(words),
     )
 

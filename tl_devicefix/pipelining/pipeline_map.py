@@ -205,7 +205,9 @@ class _Workers:
         )
         self._within.callback(self._turns.end)  # before the threads are waited for
         self._views = [(self._make_view(), Streams()) for _ in range(self._n_views)]
-        self._weights = _Weights(self._model) if self._n_threads > 1 else None
+        # `W.data.mul_(2)` is not seen, as torch does not count it.
+        named = self._model.named_parameters() if self._n_threads > 1 else ()
+        self._weights = [(name, weight, _state(weight)) for name, weight in named]
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -216,9 +218,17 @@ class _Workers:
         self._turns.want(number)
 
     def check_weights(self, number: int) -> None:
-        """Raise a RuntimeError if a weight was changed: runs of a loop would have seen it."""
-        if self._weights is not None:
-            self._weights.check(number)
+        """Check that no run has changed a weight that others use at the same time.
+
+        Raises:
+            RuntimeError: naming one that was changed.
+        """
+        for name, weight, state in self._weights:
+            if _state(weight) != state:
+                raise RuntimeError(
+                    f"{name} was changed while the run of item {number} and others used it: change "
+                    "a copy of it in a hook, or pass max_in_flight=1"
+                )
 
     def print_report(self) -> None:
         """Print where the time went, if a report was asked for."""
@@ -258,29 +268,6 @@ def viewing(model: Any) -> Callable[[], Any]:
     if adapter is not None:
         return functools.partial(adapter.view_of, model)
     raise TypeError(f"the model must be a {class_names()}, but is a {type(model).__name__}")
-
-
-class _Weights:
-    """The weights of a model, that no run may change, as others use them at the same time.
-
-    `W.data.mul_(2)` is not seen, as torch does not count it.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self._states = [(name, weight, _state(weight)) for name, weight in model.named_parameters()]
-
-    def check(self, number: int) -> None:
-        """Check that the weights are unchanged.
-
-        Raises:
-            RuntimeError: naming one that is not.
-        """
-        for name, weight, state in self._states:
-            if _state(weight) != state:
-                raise RuntimeError(
-                    f"{name} was changed while the run of item {number} and others used it: change "
-                    "a copy of it in a hook, or pass max_in_flight=1"
-                )
 
 
 def _state(weight: torch.Tensor) -> Any:
