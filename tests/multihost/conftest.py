@@ -19,7 +19,7 @@ from spread_of_either_class import *  # noqa: F403
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.multihost.far_devices import FarDevices
 from tl_devicefix.multihost.init_hosts import Ranks
-from tl_devicefix.multihost.peers import Command, Outbox
+from tl_devicefix.multihost.peers import Command, Peer
 from tl_devicefix.simulation.machine import Machine
 
 
@@ -55,13 +55,13 @@ def far(machine: Machine) -> FarDevices:
 def told(monkeypatch: pytest.MonkeyPatch) -> list[Command]:
     """Every command that is given."""
     commands: list[Command] = []
-    tell = Outbox.tell
+    append = Peer.append
 
-    def and_note(outbox: Outbox, command: Command) -> None:
+    def and_note(peer: Peer, command: Command) -> None:
         commands.append(command)
-        tell(outbox, command)
+        append(peer, command)
 
-    monkeypatch.setattr(Outbox, "tell", and_note)
+    monkeypatch.setattr(Peer, "append", and_note)
     return commands
 
 

@@ -13,7 +13,7 @@ from packaging.version import Version
 
 from tl_devicefix import Estimate, estimate
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer, installed
-from tl_devicefix.multihost.peers import Command, Outbox
+from tl_devicefix.multihost.peers import Command, Peer
 from tl_devicefix.multihost.transport import Connection
 from tl_devicefix.planning.usage import Job
 
@@ -28,15 +28,15 @@ class Wire:
         self.values: dict[tuple[str, str], int] = defaultdict(int)
         self.bytes: dict[tuple[str, str], int] = defaultdict(int)
         self.commands = 0
-        tell, send, receive = Outbox.tell, Connection._send, Connection._receive_into
+        append, send, receive = Peer.append, Connection._send, Connection._receive_into
 
-        def and_note(outbox: Outbox, command: Command) -> None:
+        def and_note(peer: Peer, command: Command) -> None:
             self.commands += 1
             if command.name in ("put", "read"):
                 tensor = command.arguments[0]
                 way = THERE if command.name == "put" else BACK
                 self.values[way] += prod(tensor.shape) * tensor.dtype.itemsize
-            tell(outbox, command)
+            append(peer, command)
 
         def and_count_sent(connection: Connection, data: Any, **options: Any) -> None:
             self.bytes[THERE] += len(data)
@@ -46,7 +46,7 @@ class Wire:
             self.bytes[BACK] += len(data)
             receive(connection, data)
 
-        patch.setattr(Outbox, "tell", and_note)
+        patch.setattr(Peer, "append", and_note)
         patch.setattr(Connection, "_send", and_count_sent)
         patch.setattr(Connection, "_receive_into", and_count_received)
 

@@ -95,7 +95,7 @@ def _is_as_built(block: Any, recipe: Recipe) -> bool:
         pairs = list(zip(_components(block), _components(built)))
         return (
             list(map(type, block.modules())) == list(map(type, built.modules()))
-            and [name for name, _ in _tensors_in(block)] == [name for name, _ in _tensors_in(built)]
+            and _named(block) == _named(built)
             and all(getattr(component, "cfg", block.cfg) is block.cfg for component, _ in pairs)
             and all(_settings(component) == _settings(other) for component, other in pairs)
         )
@@ -122,8 +122,12 @@ def _containers(block: nn.Module) -> list[dict[str, Any]]:
     return [kind for module in _components(block) for kind in (module._parameters, module._buffers)]
 
 
-def _tensors_in(block: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [item for items in _containers(block) for item in items.items() if item[1] is not None]
+def _tensors_in(containers: list[dict[str, Any]]) -> list[tuple[str, Any]]:
+    return [item for items in containers for item in items.items() if item[1] is not None]
+
+
+def _named(block: nn.Module) -> list[str]:
+    return [name for name, _ in _tensors_in(_containers(block))]
 
 
 class Built:
@@ -216,8 +220,8 @@ class _Snapshot:
         namespaces = [*map(vars, _components(block)), vars(block.cfg)]
         self._seen = [(space, tuple(space), tuple(space.values())) for space in namespaces]
         self._containers = _containers(block)
-        self._layout = [(name, tensor.shape, tensor.dtype) for name, tensor in _tensors_in(block)]
-        self.names = [name for name, *_ in self._layout]
+        self.names = _named(block)
+        self._layout = self._lying()
         recipe = _recipe(block)
         self.recipe = None if recipe is None else pickle.dumps(recipe, protocol=5)
 
@@ -230,17 +234,12 @@ class _Snapshot:
 
     def tensors(self, device: torch.device) -> list[Any] | None:
         """The block's; None if one is elsewhere, or they have other names, shapes or dtypes now."""
-        named = [
-            (name, tensor)
-            for container in self._containers
-            for name, tensor in container.items()
-            if tensor is not None
-        ]
-        tensors = [tensor for _, tensor in named]
-        if not _are_on(device, tensors):
-            return None
-        layout = [(name, tensor.shape, tensor.dtype) for name, tensor in named]
-        return tensors if layout == self._layout else None
+        tensors = [tensor for _, tensor in _tensors_in(self._containers)]
+        return tensors if _are_on(device, tensors) and self._lying() == self._layout else None
+
+    def _lying(self) -> list[Any]:
+        named = _tensors_in(self._containers)
+        return [(name, tensor.shape, tensor.dtype) for name, tensor in named]
 
 
 def _are_on(device: torch.device, tensors: Sequence[Any]) -> bool:

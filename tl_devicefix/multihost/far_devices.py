@@ -149,7 +149,7 @@ class FarDevices(Executor):
 
     def owner(self, rank: int) -> Owner:
         """Who has what a rank is about to be told to hold; when that is gone, it lets it go."""
-        return self._peers[rank].outbox.owner()
+        return self._peers[rank].owner()
 
     def promise(self, geometry: Geometry, rank: int, owner: Owner | None = None) -> torch.Tensor:
         """A tensor that a rank is about to be told to make, or has made for this owner."""
@@ -211,7 +211,7 @@ class FarDevices(Executor):
         except HostLost as error:
             raise_or_keep(error)
         for peer in peers:  # while rank 0 says what comes next
-            peer.outbox.send()
+            peer.send()
 
     def _put(self, target: torch.Tensor, source: torch.Tensor, rank: int) -> None:
         where = in_file(source) if source.device.type == "cpu" else None
@@ -226,7 +226,7 @@ class FarDevices(Executor):
         shape = tuple(values.shape)
         self.tell(rank, "put", self.stored(target), shape, values.dtype, values=values)
         if values.nbytes > _LARGE:
-            self._peers[rank].outbox.send()
+            self._peers[rank].send()
 
     def _has(self, rank: int, file: File) -> bool:
         if (rank, file) not in self._same:
@@ -362,7 +362,7 @@ class FarDevices(Executor):
         """Send all that was kept, and a command that is answered."""
         answer = self._peers[rank].ask(name, *arguments)
         for peer in self._peers.values():
-            peer.outbox.wait()
+            peer.wait()
         return answer
 
     def _of(self, rank: int, answer: Answer) -> Any:

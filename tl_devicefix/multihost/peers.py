@@ -74,109 +74,13 @@ class Owner:
         self.number = next(_numbers)
 
 
-class Outbox:
-    """What is told to a rank, until it is sent. Any thread tells, and one takes and sends.
-
-    Attributes:
-        owned: numbers by references to owners whose end the rank was not told of.
-        n_sent: how many messages were sent.
-    """
-
-    def __init__(self) -> None:
-        self.owned: dict[ref[Owner], int] = {}
-        self.n_sent = 0
-        self.queue: deque[Command | ref[Owner]] = deque()
-        self._to_send: SimpleQueue[None] = SimpleQueue()
-        self._taken: list[Command | ref[Owner]] = []
-        self._operations, self._length = 0, _SHORTEST
-        self._settings: list[Any] | None = None  # as the rank was told last
-
-    def owner(self) -> Owner:
-        """Who has what the rank is about to be told to hold."""
-        owner = Owner()
-        self.owned[ref(owner, self.queue.append)] = owner.number
-        return owner
-
-    def tell(self, queued: Command) -> None:
-        """Tell something, which is sent when someone waits, or there is enough of it."""
-        self.queue.append(queued)
-        self._operations += _OPERATIONS.get(queued.name, 1)
-        if self._operations >= self._length:
-            is_first, n_sent = self._length == _SHORTEST, self.n_sent
-            self._length = min(2 * self._length, _LONGEST)
-            self.send()
-            # The thread that sends gets the interpreter, as the rank has nothing to do until then.
-            until = time.monotonic() + _PATIENCE
-            while is_first and self.n_sent == n_sent and time.monotonic() < until:
-                time.sleep(_TURN)
-
-    def send(self) -> None:
-        """Have all that was told be sent."""
-        self._operations = 0
-        self.queue.append(_SEND)
-        self._to_send.put(None)
-
-    def wait(self) -> None:
-        """Have all that was told be sent, as someone waits; what is next may be short again."""
-        if self.queue or self._operations:
-            self.send()
-        self._length = _SHORTEST
-
-    def end(self) -> None:
-        """Tell it to end."""
-        self.queue.append(_END)
-        self._to_send.put(None)
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the rank is so far behind that no more should be told."""
-        return self._to_send.qsize() > _MOST_MESSAGES
-
-    def next_message(self) -> list[Command]:
-        """In the thread that sends: wait for what is to be sent at once."""
-        while True:
-            try:
-                queued = self.queue.popleft()
-            except IndexError:
-                self._to_send.get()
-                continue
-            if queued is not _SEND:
-                self._taken.append(queued)
-            if (queued is _SEND or queued is _END) and self._taken:
-                taken, self._taken = self._taken, []
-                return list(self._with_frees(taken))
-
-    def _with_frees(self, taken: list[Command | ref[Owner]]) -> Iterator[Command]:
-        """In the place of owners that are gone, what their rank is to let go; and new settings."""
-        for are_commands, several in itertools.groupby(taken, lambda item: type(item) is Command):
-            if not are_commands:  # of one that an interrupt left without a number, nothing was told
-                numbers: Any = (self.owned.pop(owner, None) for owner in several)  # type: ignore[arg-type]
-                yield Command("free", (tuple(n for n in numbers if n is not None),))
-                continue
-            for queued in several:
-                assert type(queued) is Command
-                if queued.settings not in (None, self._settings):
-                    self._settings = queued.settings
-                    yield Command("settings", (queued.settings,))
-                yield queued
-
-    def never(self) -> list[Answer]:
-        """The answers of what is never sent, as the rank is lost."""
-        answers = []
-        with contextlib.suppress(IndexError):
-            while True:
-                queued = self.queue.popleft()
-                if type(queued) is Command and queued.answer is not None:
-                    answers.append(queued.answer)
-        return answers
-
-
 class Peer:
-    """Another rank, as rank 0 speaks to it.
+    """Another rank, as rank 0 speaks to it: any thread tells, and one of its own sends.
 
     Attributes:
         messages: how many were sent to it.
         lost: why it is lost, if it is.
+        queue: what it is told, until that is sent.
     """
 
     def __init__(
@@ -184,7 +88,12 @@ class Peer:
     ) -> None:
         self.rank, self.name, self._transport, self._lose = rank, name, transport, lose
         self.messages, self.lost = 0, cast("HostLost | None", None)
-        self.outbox = Outbox()
+        self.queue: deque[Command | ref[Owner]] = deque()
+        self._owned: dict[ref[Owner], int] = {}  # of those whose end it was not told of
+        self._to_send: SimpleQueue[None] = SimpleQueue()
+        self._taken: list[Command | ref[Owner]] = []
+        self._operations, self._length = 0, _SHORTEST
+        self._settings: list[Any] | None = None  # as it was told last
         self._waiting: deque[Answer] = deque()
         self._lock = threading.Lock()  # of threads of its own: an interrupt finds nobody with it
         self._threads = [
@@ -200,32 +109,72 @@ class Peer:
     @property
     def n_held(self) -> int:
         """How many storages, blocks and graphs it was told to hold, and was not told to let go."""
-        return len(self.outbox.owned)
+        return len(self._owned)
 
-    def tell(self, name: str, *arguments: Any, values: torch.Tensor | None = None) -> None:
-        """Give it a command, with the values that come with it; it raises if a rank is lost."""
+    def owner(self) -> Owner:
+        """Who has what it is about to be told to hold."""
+        owner = Owner()
+        self._owned[ref(owner, self.queue.append)] = owner.number
+        return owner
+
+    def tell(
+        self,
+        name: str,
+        *arguments: Any,
+        values: torch.Tensor | None = None,
+        answer: Answer | None = None,
+    ) -> None:
+        """Give it a command, with the values that come with it; it raises if a rank is lost.
+
+        The command is sent when someone waits, or there are enough of them.
+        """
         self.raise_if_lost()
-        self.outbox.tell(Command(name, arguments, values, settings=commands.settings()))
+        self.append(Command(name, arguments, values, answer, commands.settings()))
+        self._operations += _OPERATIONS.get(name, 1)
+        if self._operations >= self._length:
+            is_first, messages = self._length == _SHORTEST, self.messages
+            self._length = min(2 * self._length, _LONGEST)
+            self.send()
+            # The thread that sends gets the interpreter, as the rank has nothing to do until then.
+            until = time.monotonic() + _PATIENCE
+            while is_first and self.messages == messages and time.monotonic() < until:
+                time.sleep(_TURN)
+
+    def append(self, command: Command) -> None:
+        """Put a command in the queue."""
+        self.queue.append(command)
 
     def ask(self, name: str, *arguments: Any) -> Answer:
         """Give it a command that is answered, and send all; it raises if a rank is lost."""
         answer = Answer()
-        self.raise_if_lost()
-        self.outbox.tell(Command(name, arguments, answer=answer, settings=commands.settings()))
-        self.outbox.wait()
+        self.tell(name, *arguments, answer=answer)
+        self.wait()
         self.raise_if_lost()  # or nobody might answer
         return answer
 
+    def send(self) -> None:
+        """Have all that was told be sent."""
+        self._operations = 0
+        self.queue.append(_SEND)
+        self._to_send.put(None)
+
+    def wait(self) -> None:
+        """Have all that was told be sent, as someone waits; what is next may be short again."""
+        if self.queue or self._operations:
+            self.send()
+        self._length = _SHORTEST
+
     def wait_for_room(self) -> None:
         """Wait while it is too far behind; it raises if a rank is lost."""
-        while self.outbox.is_full:
+        while self._to_send.qsize() > _MOST_MESSAGES:
             self.raise_if_lost()
             time.sleep(0.005)  # it has much to do until then
 
     def end(self) -> None:
         """Tell it to end, unless it is lost."""
         if self.lost is None:
-            self.outbox.end()
+            self.queue.append(_END)
+            self._to_send.put(None)
 
     def rest(self, until: float) -> None:
         """Wait until it has ended, which closes its connection."""
@@ -236,8 +185,13 @@ class Peer:
         """Give whoever waits for it why it is lost, which is set before."""
         assert self.lost is not None
         with self._lock:
-            waiting = [*self._waiting, *self.outbox.never()]
+            waiting = list(self._waiting)
             self._waiting.clear()
+        with contextlib.suppress(IndexError):
+            while True:
+                queued = self.queue.popleft()
+                if type(queued) is Command and queued.answer is not None:
+                    waiting.append(queued.answer)
         for answer in waiting:
             answer.set_exception(self.lost)
 
@@ -254,7 +208,7 @@ class Peer:
             self._lose(self.rank, str(error))
 
     def _send_next(self) -> None:
-        message = self.outbox.next_message()
+        message = self._next_message()
         with self._lock:
             self._waiting += [queued.answer for queued in message if queued.answer is not None]
         if self.lost is not None:
@@ -262,10 +216,37 @@ class Peer:
             return
         self.messages += 1  # first, as an answer may come at once
         self._transport.send(self.rank, [queued[:2] for queued in message])
-        self.outbox.n_sent += 1
         for queued in message:
             if queued.values is not None:
                 self._transport.send_values(self.rank, queued.values)
+
+    def _next_message(self) -> list[Command]:
+        """Wait for what is to be sent at once."""
+        while True:
+            try:
+                queued = self.queue.popleft()
+            except IndexError:
+                self._to_send.get()
+                continue
+            if queued is not _SEND:
+                self._taken.append(queued)
+            if (queued is _SEND or queued is _END) and self._taken:
+                taken, self._taken = self._taken, []
+                return list(self._with_frees(taken))
+
+    def _with_frees(self, taken: list[Command | ref[Owner]]) -> Iterator[Command]:
+        """In the place of owners that are gone, what their rank is to let go; and new settings."""
+        for are_commands, several in itertools.groupby(taken, lambda item: type(item) is Command):
+            if not are_commands:  # of one that an interrupt left without a number, nothing was told
+                numbers: Any = (self._owned.pop(owner, None) for owner in several)  # type: ignore[arg-type]
+                yield Command("free", (tuple(n for n in numbers if n is not None),))
+                continue
+            for queued in several:
+                assert type(queued) is Command
+                if queued.settings not in (None, self._settings):
+                    self._settings = queued.settings
+                    yield Command("settings", (queued.settings,))
+                yield queued
 
     def _receive_next(self) -> None:
         result = self._transport.receive(self.rank)
@@ -288,5 +269,5 @@ def tell_both(peers: tuple[Peer, Peer], pair: tuple[Command, Command]) -> None:
     for peer in peers:
         peer.raise_if_lost()
     now = commands.settings()
-    queues = [peer.outbox.queue for peer in peers]
+    queues = [peer.queue for peer in peers]
     deque(map(deque.append, queues, [command._replace(settings=now) for command in pair]), 0)
