@@ -13,6 +13,7 @@ from packaging.version import Version
 
 from tl_devicefix import Estimate, estimate
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer, installed
+from tl_devicefix.multihost.init_hosts import Ranks
 from tl_devicefix.multihost.peers import Command, Peer
 from tl_devicefix.multihost.transport import Connection
 from tl_devicefix.planning.usage import Job
@@ -24,7 +25,7 @@ THERE, BACK = ("host0", "host1"), ("host1", "host0")
 class Wire:
     """What is sent from here, and comes: values that commands say, and all bytes."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, ranks: Ranks) -> None:
         self.values: dict[tuple[str, str], int] = defaultdict(int)
         self.bytes: dict[tuple[str, str], int] = defaultdict(int)
         self.commands = 0
@@ -38,12 +39,14 @@ class Wire:
                 self.values[way] += prod(tensor.shape) * tensor.dtype.itemsize
             append(peer, command)
 
+        own = ranks._transport._data[1]  # as the other end is in this process too
+
         def and_count_sent(connection: Connection, data: Any, **options: Any) -> None:
-            self.bytes[THERE] += len(data)
+            self.bytes[THERE] += len(data) * (connection is own)
             send(connection, data, **options)
 
         def and_count_received(connection: Connection, data: memoryview) -> None:
-            self.bytes[BACK] += len(data)
+            self.bytes[BACK] += len(data) * (connection is own)
             receive(connection, data)
 
         patch.setattr(Peer, "append", and_note)
@@ -62,8 +65,8 @@ class Wire:
 
 
 @pytest.fixture
-def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
-    return Wire(monkeypatch)
+def wire(monkeypatch: pytest.MonkeyPatch, ranks: Ranks) -> Wire:
+    return Wire(monkeypatch, ranks)
 
 
 @pytest.fixture(scope="module")
