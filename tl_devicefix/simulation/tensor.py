@@ -157,6 +157,14 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         start = _storage_of(self._cpu).data_ptr()
         return start + int(self._cpu.storage_offset()) * self._cpu.itemsize
 
+    def share_memory_(self) -> SimTensor:
+        """Do nothing, as to a tensor on CUDA."""
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether other processes may have it: always, as torch says of CUDA."""
+        return True
+
     @property
     def has_values(self) -> bool:
         """Whether there are values; without, only placement is simulated."""
