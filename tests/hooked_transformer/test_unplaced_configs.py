@@ -16,7 +16,7 @@ if not has_hooked_transformer():
 from transformer_lens import HookedTransformer, HookedTransformerConfig
 
 from tl_devicefix.hooked_transformer.alignment import get_device_for_block_index
-from tl_devicefix.monkeypatch.patch import function_named
+from tl_devicefix.monkeypatch.patch import named
 from tl_devicefix.monkeypatch.versions import installed
 
 
@@ -34,7 +34,7 @@ def test_it_is_transformer_lens_own(device, n_layers, n_devices, by_config):
     )
     arguments = {} if by_config else {"device": device}
     with tl_devicefix.disabled():
-        theirs = function_named("get_device_for_block_index")
+        theirs = named("get_device_for_block_index")
         uneven = n_layers % n_devices and installed().major < 3  # then theirs runs off the end
         if uneven and torch.device(device).type != "cpu":
             pytest.skip("TransformerLens 2 names devices that are not asked for")

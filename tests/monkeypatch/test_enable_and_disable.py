@@ -20,7 +20,7 @@ from tl_parts import MODEL_CLASS, changed, ours, parts_of_transformer_lens
 import tl_devicefix
 from tl_devicefix.monkeypatch import applying
 from tl_devicefix.monkeypatch.applying import is_enabled
-from tl_devicefix.monkeypatch.patch import Patch, class_named
+from tl_devicefix.monkeypatch.patch import Patch, named
 from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
 from tl_devicefix.patches import table
 
@@ -160,7 +160,7 @@ FORWARDS = [patch for patch in table() if patch.name == "forward"]
 @pytest.mark.parametrize("patch", FORWARDS, ids=lambda patch: patch.target)
 def test_tools_see_the_installed_forward_through_its_replacement(patch: Patch) -> None:
     """nnsight looks through a wrapper that calls one function of its closure, by name."""
-    cls = class_named(str(patch.owner))
+    cls = named(str(patch.owner))
     with tl_devicefix.disabled():
         installed_forward = vars(cls)["forward"]
 
@@ -184,14 +184,14 @@ def test_a_module_that_is_imported_while_patched_is_restored_too(
     """As transformer_lens.utils is in TransformerLens 3, when another library asks for it."""
     tl_devicefix.enable()
     later = types.ModuleType("transformer_lens.imported_later")
-    setattr(later, FUNCTION, tl_devicefix.monkeypatch.patch.function_named(FUNCTION))
+    setattr(later, FUNCTION, tl_devicefix.monkeypatch.patch.named(FUNCTION))
     monkeypatch.setitem(sys.modules, later.__name__, later)
     replacement = getattr(later, FUNCTION)
 
     tl_devicefix.disable()
     assert (
         getattr(later, FUNCTION)
-        is tl_devicefix.monkeypatch.patch.function_named(FUNCTION)
+        is tl_devicefix.monkeypatch.patch.named(FUNCTION)
         is not replacement
     )
 

@@ -34,41 +34,38 @@ class _Functions:
     """Functions of a module, or methods of a class, as they were at first."""
 
     def __init__(self, of: ModuleType | type) -> None:
+        is_class = isinstance(of, type)
         self._of = of
-        self._is_class = isinstance(of, type)
-        self._name = f"{of.__module__}.{of.__name__}" if isinstance(of, type) else of.__name__
-        self._first = self._now()
+        self._name = f"{of.__module__}.{of.__name__}" if is_class else of.__name__
+        self._first = {
+            name: vars(of).get(name)  # None of what is inherited
+            for name in (dir(of) if is_class else vars(of))
+            if (is_class or name[0] != "_") and _is_function(getattr(of, name))
+        }
         if _package(self._name) == "torch":  # what is not torch's was exchanged before this
             for name, function in self._first.items():
                 if isinstance(function, FunctionType) and not _is_of_packages(function):
-                    self._first[name] = None
+                    self._first[name] = self
         self._seen: tuple[Any, list[str]] = None, []
 
     def exchanged(self) -> list[str]:
         """Names of functions that have been replaced since."""
-        namespace = vars(self._of)
-        values = tuple(namespace.values() if self._is_class else map(namespace.get, self._first))
-        seen, names = self._seen
-        if values != seen:
-            now = self._now()
-            names = [
-                f"{self._name}.{name}"
-                for name, first in self._first.items()
-                if now.get(name) is not first and not _is_ours(now.get(name), name)
-            ]
-            self._seen = values, names
-        return names
+        values = tuple(map(vars(self._of).get, self._first))
+        if values != self._seen[0]:
+            pairs = zip(self._first.items(), values)
+            self._seen = (
+                values,
+                [
+                    f"{self._name}.{name}"
+                    for (name, first), value in pairs
+                    if value is not first and not _is_ours(value, name)
+                ],
+            )
+        return self._seen[1]
 
-    def _now(self) -> dict[str, Any]:
-        bases = reversed(self._of.__mro__) if isinstance(self._of, type) else [self._of]
-        return {
-            name: value
-            for base in bases
-            for name, value in vars(base).items()
-            if callable(value)
-            and not isinstance(value, type)
-            and (self._is_class or name[0] != "_")
-        }
+
+def _is_function(value: Any) -> bool:
+    return callable(value) and not isinstance(value, type)
 
 
 def _is_ours(value: Any, name: str) -> bool:

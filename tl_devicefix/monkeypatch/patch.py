@@ -104,9 +104,9 @@ def registered() -> tuple[Patch, ...]:
 def owners(patch: Patch, imported: Sequence[Any]) -> list[Any]:
     """The class, or those of TransformerLens's modules that have imported the function."""
     if patch.owner:
-        return [class_named(patch.owner)]
+        return [named(patch.owner)]
     # TransformerLens 3 imports the name itself into each user; 2 goes through its module.
-    function = function_named(patch.name)
+    function = named(patch.name)
     return [module for module in imported if vars(module).get(patch.name) is function]
 
 
@@ -119,52 +119,38 @@ def modules() -> list[Any]:
     ]
 
 
+_MODULES = (
+    "transformer_lens",
+    "transformer_lens.components",  # of 2.x and 3.x
+    *(f"transformer_lens.{name}" for name in ("hook_points", "weight_processing", "patching")),
+    *(f"transformer_lens.utilities{name}" for name in (".multi_gpu", ".devices", "")),
+    "transformer_lens.utils",  # of 2.x
+    "transformer_lens.train",
+)
 _COMPONENTS = "transformer_lens.model_bridge.generalized_components"
+_OF_BRIDGE = (
+    *("transformer_lens.model_bridge", _COMPONENTS, f"{_COMPONENTS}.base"),
+    "transformer_lens.tools.analysis.direct_path_patching",
+    "transformer_lens.tools.analysis.attribution_patching",
+)
 
 
-def class_named(name: str) -> Any:
-    """The class, wherever it is in this TransformerLens; None if nowhere."""
-    return _first_of(
-        name,
-        "transformer_lens",
-        "transformer_lens.components",  # of 2.x and 3.x
-        "transformer_lens.hook_points",
-        "transformer_lens.model_bridge",
-        *([_COMPONENTS, f"{_COMPONENTS}.base"] if has_bridge() else []),
-        "transformer_lens.weight_processing",
-        "transformer_lens.utilities",
-        "transformer_lens.utils",  # of 2.x
-    )
-
-
-def function_named(name: str) -> Any:
-    """The module-level function, wherever it is in this TransformerLens; None if nowhere."""
-    modules = ["transformer_lens.utilities.multi_gpu", "transformer_lens.utilities.devices"]
-    modules += ["transformer_lens.train", "transformer_lens.patching"]
-    if has_bridge():
-        modules += ["transformer_lens.tools.analysis.direct_path_patching"]
-        modules += ["transformer_lens.tools.analysis.attribution_patching"]
-    return _first_of(name, *modules)
-
-
-def _first_of(name: str, *modules: str) -> Any:
-    """The attribute of the first of these modules that has it; None if none has."""
-    for module_name in modules:
+def named(name: str) -> Any:
+    """The class or module-level function, wherever it is in TransformerLens; None if nowhere."""
+    for module_name in (*_MODULES, *(_OF_BRIDGE if has_bridge() else ())):
         if importlib.util.find_spec(module_name) is not None:
             # TransformerLens 4 raises ImportError at the names that it has dropped.
             attribute = vars(importlib.import_module(module_name)).get(name)
-            if attribute is not None:
+            if attribute is not None and not inspect.ismodule(attribute):
                 return attribute
     return None
 
 
 def check_target(patch: Patch) -> None:
     """Check that the target is there and takes what the patch's replacement takes."""
-    target = (
-        getattr(class_named(patch.owner), patch.name, None)
-        if patch.owner
-        else function_named(patch.name)
-    )
+    target = named(patch.owner or patch.name)
+    if patch.owner:
+        target = getattr(target, patch.name, None)
     if target is None:
         raise UnsupportedTransformerLens(
             f"transformer_lens {installed()} has no {patch.target}, which tl_devicefix replaces; "
