@@ -43,22 +43,6 @@ def test_a_hook_that_adds_another(on_cpu: Any, tokens: torch.Tensor) -> None:
     assert not torch.allclose(run(model), before)
 
 
-def test_keys_of_more_heads_than_the_model_has_are_refused_as_ever(
-    on_cpu: Any, tokens: torch.Tensor
-) -> None:
-    def repeat(keys: torch.Tensor, hook: Any) -> torch.Tensor:
-        return keys.repeat_interleave(2, dim=2)
-
-    model = on_cpu("llama")
-    hooks = [(f"blocks.1.attn.hook_{name}", repeat) for name in "kv"]
-    for way in ("eager", "sdpa"):
-        with (
-            tl_devicefix.set_attn_implementation(model, way),
-            pytest.raises(RuntimeError),
-        ):
-            model.run_with_hooks(tokens, fwd_hooks=hooks)
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_mask_that_is_edited_between_forwards(
     mode: Any, on_cpu: Any, tokens: torch.Tensor

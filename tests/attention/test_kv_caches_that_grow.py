@@ -111,42 +111,38 @@ def test_it_grows_beyond_its_room(on_cpu: Any, text: torch.Tensor, masks: Any) -
     assert_agrees(contents(actual[1]), contents(expected[1]))
 
 
-def edit_keys(cache: Any, at: int) -> None:
-    if at == 9:
-        cache[1].past_keys[:, 2] = 0.5
+def exchange_values(cache: Any) -> None:
+    cache[0].past_values = cache[0].past_values * 2
 
 
-def exchange_values(cache: Any, at: int) -> None:
-    if at == 9:
-        cache[0].past_values = cache[0].past_values * 2
+def exchange_mask(cache: Any) -> None:
+    cache.previous_attention_mask = cache.previous_attention_mask.clone()
+    cache.previous_attention_mask[1, 1] = 0
 
 
-def edit_mask(cache: Any, at: int) -> None:
-    if at == 9:
-        cache.previous_attention_mask[1, 1] = 0
-
-
-def exchange_mask(cache: Any, at: int) -> None:
-    if at == 9:
-        cache.previous_attention_mask = cache.previous_attention_mask.clone()
-        cache.previous_attention_mask[1, 1] = 0
-
-
-def freeze_for_a_while(cache: Any, at: int) -> None:
-    if at == N_TOKENS - 3:
-        cache.freeze()
+BY_HAND: dict[str, tuple[int, Callable[[Any], Any]]] = {
+    "edit keys": (9, lambda cache: cache[1].past_keys[:, 2].fill_(0.5)),
+    "exchange values": (9, exchange_values),
+    "edit the mask": (9, lambda cache: cache.previous_attention_mask[1, 1].fill_(0)),
+    "exchange the mask": (9, exchange_mask),
+    "freeze for a while": (N_TOKENS - 3, lambda cache: cache.freeze()),
+}
+"""Before which token a cache is changed, and how."""
 
 
 @pytest.mark.cover
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("mask", ["all", "padded"])
-@pytest.mark.parametrize(
-    "step", [edit_keys, exchange_values, edit_mask, exchange_mask, freeze_for_a_while]
-)
+@pytest.mark.parametrize("how", BY_HAND)
 def test_what_is_done_to_a_cache_by_hand(
-    step: Step, mask: str, mode: Any, on_cpu: Any, text: torch.Tensor, masks: Any
+    how: str, mask: str, mode: Any, on_cpu: Any, text: torch.Tensor, masks: Any
 ) -> None:
-    model = on_cpu("llama")
+    model, (token, change) = on_cpu("llama"), BY_HAND[how]
+
+    def step(cache: Any, at: int) -> None:
+        if at == token:
+            change(cache)
+
     with mode():
         expected = read(model, text, masks[mask].clone(), "eager", step)
         actual = read(model, text, masks[mask].clone(), "sdpa", step)
