@@ -83,25 +83,6 @@ def test_device_map_max_memory_and_device_take_such_names(config: Any, two_hosts
     assert mapped.bytes_on("host1/1") == mapped.bytes_on("sim:3") > 0
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"device_map": {"": "host2/0"}},
-        {"device_map": "host2/0"},
-        {"max_memory": {"host2/0": "1GiB"}},
-        {"device": "host2/0"},
-    ],
-    ids=str,
-)
-def test_wherever_a_name_is_given_it_has_to_be_there(
-    options: Any, config: Any, two_hosts: Machine
-) -> None:
-    with pytest.raises(
-        ValueError, match="device 'host2/0' does not exist: name one of host0/0 to 1, "
-    ):
-        plan(config(), **options)
-
-
 def test_on_one_host_no_device_is_named_by_it(config: Any, one_host: Machine) -> None:
     with pytest.raises(ValueError, match=r"'host1/0' names a host, .* tl_devicefix\.init_hosts"):
         plan(config(), device_map={"": 0, "blocks.3": "host1/0"})

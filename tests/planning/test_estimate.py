@@ -53,7 +53,7 @@ def test_printing_shows_a_table_and_the_verdict() -> None:
         ({"gather": "sim:7"}, "gather must be 'cpu'"),
         ({"max_memory": "much"}, "but is 'much'"),
         ({"max_memory": {0: "9" * 400 + "GiB"}}, r"max_memory\[0\] must be .* but is '999\S*GiB'"),
-        ({"attn_implementation": "spda"}, "no attn_implementation 'spda': did you mean 'sdpa'"),
+        ({"attn_implementation": "spda"}, "must be 'sdpa' or 'eager', but is 'spda'"),
         ({"memory": "1e999GiB"}, "but is '1e999GiB'"),
         ({"n_devices": 10**9}, "n_devices must be from 1 to 64, but is 1000000000"),
         ({"device_map": {"": 10**9}}, "n_devices must be from 1 to 64"),

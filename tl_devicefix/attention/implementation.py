@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -110,30 +108,16 @@ class AttnImplementation:
             )
         # The model as a whole too, for what a forward makes for all blocks.
         self._set = {"": model, **self._modules}
-        self._implementation = attn_implementation
-        self._before: dict[str, str | None] | None = self._begin()
-
-    def _begin(self) -> dict[str, str | None]:
-        """Set the implementation; returns what was set before."""
-        before = {name: vars(module).get(_IMPLEMENTATION) for name, module in self._set.items()}
-        if self._implementation is not None:
+        self._before = {name: vars(m).get(_IMPLEMENTATION) for name, m in self._set.items()}
+        if attn_implementation is not None:
             for module in self._set.values():
-                _set(module, self._implementation)
-        return before
+                _set(module, attn_implementation)
 
     def __enter__(self) -> AttnImplementation:
-        if self._before is None:  # entered again
-            self._before = self._begin()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        before, self._before = self._before or {}, None
-        for name, implementation in before.items():
+    def __exit__(self, *error: object) -> None:
+        for name, implementation in self._before.items():
             _set(self._set[name], implementation)
 
     @property
@@ -169,10 +153,9 @@ def check_attn_implementation(attn_implementation: str | None) -> None:
         ValueError: if there is not.
     """
     if attn_implementation not in (SDPA, EAGER, None):
-        name = str(attn_implementation).lower()
-        close = difflib.get_close_matches(name, (SDPA, EAGER), n=1, cutoff=0.3)
-        hint = f"did you mean {close[0]!r}?" if close else "give 'sdpa' or 'eager'"
-        raise ValueError(f"there is no attn_implementation {attn_implementation!r}: {hint}")
+        raise ValueError(
+            f"attn_implementation must be 'sdpa' or 'eager', but is {attn_implementation!r}"
+        )
 
 
 def _all_that_attend(model: Any) -> dict[str, Any]:

@@ -253,7 +253,7 @@ class Placement:
         for memory in self.memories:
             weights = gib(sum(c.weights for c in self.components if c.stored_on == memory))
             total = gib(self.bytes_on(memory))
-            rows.append((self.label(memory), self._held_in(memory), weights, total))
+            rows.append((self.label(memory), self.held_in(memory), weights, total))
         everything = sum(self.bytes_on(memory) for memory in self.memories)
         rows.append(("total", "", gib(sum(c.weights for c in self.components)), gib(everything)))
         lines = [format_table(rows, "<<>>")]
@@ -272,7 +272,7 @@ class Placement:
             notes.append("offloaded")
         return f"{memory} ({', '.join(notes)})" if notes else str(memory)
 
-    def _held_in(self, memory: torch.device) -> str:
+    def held_in(self, memory: torch.device) -> str:
         """Components and visitors there: "blocks.0-2 + 2 visiting", "blocks.3, 5 -> cuda:0"."""
         residents = [c.name for c in self.components if not c.offloaded and c.device == memory]
         visiting = len(self._visiting(memory))

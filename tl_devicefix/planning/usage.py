@@ -199,12 +199,11 @@ class Setting:
     def _on_device(self, index: int, placement: Placement, made: int, used: _Usage) -> OnDevice:
         device = torch.device(DEVICE_TYPE, index)
         runs = [component for component in placement.components if component.device == device]
-        residents = [component for component in runs if not component.offloaded]
-        visiting = f" + {len(runs) - len(residents)} visiting" if len(runs) > len(residents) else ""
-        planned = sum(component.weights for component in residents)  # a Bridge may hold some twice
+        # A Bridge may hold some twice.
+        planned = sum(component.weights for component in runs if not component.offloaded)
         return OnDevice(
             device=placement.label(device).removeprefix(f"{DEVICE_TYPE}:"),
-            components=in_short([component.name for component in residents]) + visiting,
+            components=placement.held_in(device),
             weights=max(planned, made - shared_once(runs)),
             buffers=shared_once(runs),
             kv_cache=used.kv_cache[index],
