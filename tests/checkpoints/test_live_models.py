@@ -318,18 +318,6 @@ def without_library(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return without_library
 
 
-@pytest.mark.parametrize(("library", "case"), [("peft", "LoRA"), ("bitsandbytes", "nf4 mistral")])
-def test_without_its_library_the_refusal_says_what_to_install(
-    library: str, case: str, parts_of: Any, load: Any, without_library: Any, refused: Any
-) -> None:
-    name = CASES[case].architecture
-    hf_model = CASES[case].live(parts_of(name))
-    without_library(library)
-    says = f"uses {library}, which cannot be imported", "pip install"
-    with refused(*says, error=ImportError, hf_model=hf_model):
-        load(name, hf_model)
-
-
 def test_a_plain_model_needs_no_optional_library(
     hf_models: Any, load: Any, references: Any, without_library: Any, tokens: torch.Tensor
 ) -> None:

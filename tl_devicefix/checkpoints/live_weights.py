@@ -27,17 +27,6 @@ def is_from(package: str, thing: object) -> bool:
     return any(kind.__module__.partition(".")[0] == package for kind in type(thing).__mro__)
 
 
-def required(name: str) -> Any:
-    """Import a module of an optional dependency."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        package = name.partition(".")[0]
-        raise ImportError(
-            f"hf_model uses {package}, which cannot be imported ({error}); pip install {package}"
-        ) from error
-
-
 def out_of_wrappers(hf_model: nn.Module) -> nn.Module:
     """The model within a PeftModel and its tuner; a model that is neither is itself."""
     model: Any = hf_model
@@ -56,7 +45,7 @@ def refuse_unmergeable(module: nn.Module) -> None:
     module = in_use(module)
     if is_adapter(module):
         replaced = "forward" in vars(module) and "_old_forward" not in vars(module)  # by X-LoRA
-        no_merge = required("peft.tuners.tuners_utils").BaseTunerLayer.merge
+        no_merge = importlib.import_module("peft.tuners.tuners_utils").BaseTunerLayer.merge
         if replaced or _class_over_floats(type(module)).merge is no_merge:
             _refuse_adapter(f"{type(module).__module__}.{type(module).__name__}")
     elif is_from("peft", module):
@@ -115,14 +104,16 @@ def _class_over_floats(kind: Any) -> Any:
     package, _, module = kind.__module__.rpartition(".")
     if module != "bnb":
         return kind
-    return getattr(required(f"{package}.layer"), re.sub(r"(4bit|8bitLt)$", "", kind.__name__))
+    return getattr(
+        importlib.import_module(f"{package}.layer"), re.sub(r"(4bit|8bitLt)$", "", kind.__name__)
+    )
 
 
 def is_adapter(module: nn.Module) -> bool:
     """Whether this is a layer of PEFT around a layer of the base model."""
     if not is_from("peft", module):
         return False
-    return isinstance(module, required("peft.tuners.tuners_utils").BaseTunerLayer)
+    return isinstance(module, importlib.import_module("peft.tuners.tuners_utils").BaseTunerLayer)
 
 
 class LiveWeights:
@@ -229,7 +220,7 @@ class LiveWeights:
 
         Values that are not packed yet are returned.
         """
-        functional = required("bitsandbytes.functional")
+        functional = importlib.import_module("bitsandbytes.functional")
         weight, is_8bit = module.weight, type(module.weight).__name__ == "Int8Params"
         state = module.state if is_8bit else copy.copy(weight.quant_state)
         if state is None or (is_8bit and packed.is_floating_point()):

@@ -269,15 +269,12 @@ def resolve_to_move(device: DeviceLike, home: torch.device) -> torch.device:
 
 def _existing(device: torch.device, named: str) -> torch.device:
     count = device_count(device.type)
-    if (device.index or 0) >= count and site_of(torch.device(device.type, 0)) is not None:
-        raise ValueError(
-            f"device {named!r} does not exist: the hosts have {count} ({listed(sites_here())}); "
-            "name one that is there, or start more ranks"
-        )
     if (device.index or 0) >= count:
+        there = f"this machine has {count} device(s) of type {device.type!r}"
+        if site_of(torch.device(device.type, 0)) is not None:
+            there = f"the hosts have {count} ({listed(sites_here())})"
         raise ValueError(
-            f"device {named!r} does not exist: this machine has {count} device(s) of type "
-            f"{device.type!r}; name one that is there, or use fewer devices"
+            f"device {named!r} does not exist: {there}; name one that is there, or use fewer"
         )
     return device
 
@@ -296,19 +293,16 @@ def consecutive(first: torch.device, count: int) -> list[torch.device]:
         return [first]
     start = first.index or 0
     available = device_count(first.type)
-    if start + count > available and site_of(first) is not None:
-        raise ValueError(
-            f"n_devices={count} from {str(first)!r} on needs {count} devices, but the hosts have "
-            f"{available - start} ({listed(sites_here()[start:])}): start more ranks, or lower "
-            "n_devices"
-        )
     if first.type == "cpu" or start + count > available:
         names = ", ".join(str(torch.device(first.type, i)) for i in range(start, available))
+        there = f"there are {max(available - start, 0)} ({names})"
+        if first.type == "cpu":
+            there = "the CPU is one device"
+        elif site_of(first) is not None:
+            there = f"the hosts have {available - start} ({listed(sites_here()[start:])})"
         raise ValueError(
             f"n_devices={count} from {str(first)!r} on needs {count} devices of type "
-            f"{first.type!r}, but there are {max(available - start, 0)} "
-            f"({names if first.type != 'cpu' else 'the CPU is one device'}); "
-            "lower n_devices, or dry_run on simulated ones: "
+            f"{first.type!r}, but {there}; lower n_devices, or dry_run on simulated ones: "
             f"`with tl_devicefix.simulate({start + count}):`"
         )
     return [torch.device(first.type, start + i) for i in range(count)]

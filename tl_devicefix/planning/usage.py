@@ -151,15 +151,10 @@ class Setting:
         """Whether there is room for the weights, which is known without a dry run."""
         with simulate_apart(self.n_devices, UNLIMITED, self.hosts):
             placement = self._place()
-            for memory in placement.memories:
-                room = self._capacity(memory, placement)
-                stored = sum(c.weights for c in placement.components if c.stored_on == memory)
-                running = [
-                    component for component in placement.components if component.device == memory
-                ]
-                if room is not None and stored + shared_once(running) > room:
-                    return False
-        return True
+            rooms = {memory: self._capacity(memory, placement) for memory in placement.memories}
+        return all(
+            room is None or placement.bytes_on(memory) <= room for memory, room in rooms.items()
+        )
 
     @cached_property
     def measured(self) -> Measured:
