@@ -317,7 +317,6 @@ PLUS_ONE = OTHERS["transform of the same shape"][0]
 @pytest.mark.parametrize(
     ("missing", "data", "options", "instead"),
     [
-        ([0], slice(6), PLUS_ONE, "it back, or give another"),
         (range(6), slice(6), PLUS_ONE, "it back, or give another"),
         ([1], slice(3), {}, "it back, or delete those after shard-00001.safetensors too, or give"),
     ],

@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tl_devicefix.activation_store.format import MASK, TOKEN_MASK, TOKENS
+from tl_devicefix.activation_store.selection import Selection
+
 try:
     from transformer_lens.utilities import get_attention_mask
 except ImportError:  # TransformerLens 2.x
@@ -19,15 +22,20 @@ class Batch(NamedTuple):
 
     Attributes:
         inputs: tokens `[batch, pos]`, where the user has them.
-        tokens: the same, on the CPU.
-        mask: `[batch, pos]`, on the CPU: False is padding.
         arguments: the attention mask for the forward, if there is one.
+        stored: tokens and masks `[batch, pos]` that are stored beside activations, on the CPU.
+        skip: how many of its examples are on disk already.
     """
 
     inputs: torch.Tensor
-    tokens: torch.Tensor
-    mask: torch.Tensor
     arguments: dict[str, Any]
+    stored: dict[str, torch.Tensor]
+    skip: int = 0
+
+    @property
+    def saved(self) -> torch.Tensor | None:
+        """Which tokens' activations are saved; None for all."""
+        return self.stored.get(TOKEN_MASK)
 
 
 class Batches:
@@ -36,19 +44,20 @@ class Batches:
     Args:
         items: the batches.
         model: whose tokenizer reads texts.
+        selection: which says which tokens' activations are saved.
 
     Raises:
         TypeError: while they are read, for an item that is neither.
         ValueError: for tokens that are not `[batch, pos]`, or a mask of another shape.
     """
 
-    def __init__(self, items: Iterable[Any], model: Any) -> None:
+    def __init__(self, items: Iterable[Any], model: Any, selection: Selection) -> None:
         if isinstance(items, (str, Mapping)):
             raise TypeError(
                 f"batches must be an iterable of batches, but is a {type(items).__name__}: put it "
                 "in a list"
             )
-        self._items, self._model = items, model
+        self._items, self._model, self._selection = items, model, selection
 
     def most_examples(self, in_first: int) -> int | None:
         """How many examples there are, if all batches are as large as the first; None if unknown.
@@ -74,16 +83,18 @@ class Batches:
                 "make batches of examples, as tokens.split(8) or a DataLoader does"
             )
         inputs = inputs.clone()  # a loader may put its next batch into the same memory
-        tokens = inputs.cpu().long()
-        if mask is None:
-            return Batch(inputs, tokens, torch.ones_like(tokens, dtype=torch.bool), {})
-        mask = torch.as_tensor(mask).clone()
-        if mask.shape != inputs.shape:
+        mask = None if mask is None else torch.as_tensor(mask).clone()
+        if mask is not None and mask.shape != inputs.shape:
             raise ValueError(
                 f"the attention_mask of a batch is {list(mask.shape)}, but its tokens are "
                 f"{list(inputs.shape)}: give one value for each token"
             )
-        return Batch(inputs, tokens, mask.cpu().bool(), {"attention_mask": mask})
+        tokens = inputs.cpu().long()
+        seen = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.cpu().bool()
+        stored = {TOKENS: tokens, MASK: seen}
+        if (saved := self._selection.saved_tokens(tokens, seen)) is not None:
+            stored[TOKEN_MASK] = saved
+        return Batch(inputs, {} if mask is None else {"attention_mask": mask}, stored)
 
 
 def _tokens_and_mask(item: Any, number: int) -> tuple[list[str] | torch.Tensor, Any]:

@@ -50,10 +50,6 @@ class SavedActivations:
     `saved["blocks.20.hook_resid_post"][3:7]` is a tensor of the fourth to the seventh example's;
     see `Stored`.
 
-    Args:
-        directory: where they are.
-        index: of them.
-
     Attributes:
         directory: where they are.
         index: of them.
@@ -81,11 +77,6 @@ class SavedActivations:
     def __getitem__(self, name: str | tuple[Any, ...]) -> Stored:
         if isinstance(name, tuple):  # as a cache is indexed: saved["resid_post", 2]
             name = _act_name(*name)
-        if not isinstance(name, str):
-            raise TypeError(
-                f"saved activations are indexed by one name, not by {type(name).__name__}: "
-                "saved[name][3] is an example's activation, saved.cache(3) has all of them"
-            )
         if name not in self.names:
             raise KeyError(f"{name} was not saved{did_you_mean(name, self.names)}")
         return self.stored[name]

@@ -121,9 +121,7 @@ def versions() -> dict[str, str]:
 class Saved:
     """Activations on disk, to be compared with those that would be saved now.
 
-    Args:
-        directory: where they are.
-        index: of them.
+    Each method raises a ValueError that names the first difference.
     """
 
     def __init__(self, directory: Path, index: Index) -> None:
@@ -131,11 +129,7 @@ class Saved:
         self._stored = SavedActivations(directory, index).stored
 
     def compare_index(self, index: Index) -> None:
-        """Compare the index with the one that would be written now.
-
-        Raises:
-            ValueError: naming what differs first.
-        """
+        """Compare the index with the one that would be written now."""
         before, now = _fields(self._index), _fields(index)
         for field in {**before, **now}:
             if before.get(field) != now.get(field):
@@ -145,11 +139,7 @@ class Saved:
                 )
 
     def compare_activations(self, activations: Mapping[str, torch.Tensor]) -> None:
-        """Compare the first batch's activations with those that the model computes now.
-
-        Raises:
-            ValueError: naming those that differ.
-        """
+        """Compare the first batch's activations with those that the model computes now."""
         for name, computed in activations.items():
             stored = self._stored[name].of_shard(0)
             n_rows = min(len(stored), len(computed))
@@ -166,9 +156,6 @@ class Saved:
             beside: by name, those of the batch.
             start: the number of its first example.
             count: how many of its examples are on disk.
-
-        Raises:
-            ValueError: naming those that differ.
         """
         for name, rows in beside.items() if count else ():
             if not torch.equal(self._stored[name][start : start + count], rows[:count]):

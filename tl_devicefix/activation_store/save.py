@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from inspect import signature
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers.utils.logging as hf_logging
@@ -17,9 +17,6 @@ import transformers.utils.logging as hf_logging
 from tl_devicefix.activation_store import resume as on_disk
 from tl_devicefix.activation_store.batches import Batch, Batches
 from tl_devicefix.activation_store.format import (
-    MASK,
-    TOKEN_MASK,
-    TOKENS,
     Entry,
     Index,
     dtype_name,
@@ -109,9 +106,9 @@ def save_activations(
         "save_activations()", arguments, [n for f in functions for n in signature(f).parameters]
     )
     directory = Path(directory)
-    source = Batches(batches, model)
     dtype = None if dtype is None else torch_dtype(dtype)
     selection = Selection(checked_names(names_filter, model), dtype, transform, token_mask)
+    source = Batches(batches, model, selection)
     shard_bytes = bytes_of(shard_size, "shard_size")
     if shard_bytes < 1:
         raise ValueError(f"shard_size must be 1 byte or more, but is {shard_size!r}")
@@ -132,20 +129,6 @@ _INSTEAD = {
     "remove_batch_dim": "read saved[name][3], or saved.cache(3)",
 }
 """Arguments of `run_with_cache` that would change what a run leaves behind, and what to do."""
-
-
-class _Item(NamedTuple):
-    """A batch that is run.
-
-    Attributes:
-        batch: the input.
-        saved: which tokens are saved, `[batch, pos]`; None for all.
-        skip: how many of its examples are on disk already.
-    """
-
-    batch: Batch
-    saved: torch.Tensor | None
-    skip: int = 0
 
 
 class _Saving:
@@ -177,24 +160,23 @@ class _Saving:
         batch = next(self._batches, None)
         if batch is None:
             raise ValueError("batches has no batch: give at least one")
-        n_examples, self._width = batch.tokens.shape
-        self._first = self._item(batch)
-        (tensors,) = pipeline_map(self._model, self._forward, [self._first], max_in_flight=1)
-        beside = _beside(self._first)
-        self._entries = self._entries_of(self._first, tensors)
+        self._first = batch
+        n_examples, self._width = batch.inputs.shape
+        (tensors,) = pipeline_map(self._model, self._forward, [batch], max_in_flight=1)
+        self._entries = self._entries_of(batch, tensors)
         if not any(name.startswith("unembed") for name in tensors):  # logits are not needed
             self._arguments = {"return_type": None, **self._arguments}
 
         self._total, self._n_bytes = self._source.most_examples(n_examples), None
         if self._total is not None:
-            of_first = sum(t.nbytes for t in (*beside.values(), *tensors.values()))
+            of_first = sum(t.nbytes for t in (*batch.stored.values(), *tensors.values()))
             self._n_bytes = of_first * self._total // n_examples
             if saved is None or not saved.is_complete:
                 written = 0 if saved is None else saved.n_bytes
                 on_disk.check_disk(self._directory, self._n_bytes - written)
 
         entries = (
-            *(Entry(n, dtype_name(t.dtype), tuple(t.shape[1:])) for n, t in beside.items()),
+            *(Entry(n, dtype_name(t.dtype), tuple(t.shape[1:])) for n, t in batch.stored.items()),
             *self._entries,
         )
         rows = {"example": 1, "token": self._width}  # at most: fewer tokens may be saved
@@ -207,7 +189,7 @@ class _Saving:
             write_index(self._directory, index)
         else:
             self._saved.compare_index(index)
-            self._saved.compare_tokens(beside, 0, min(n_examples, saved.n_examples))
+            self._saved.compare_tokens(batch.stored, 0, min(n_examples, saved.n_examples))
             self._saved.compare_activations(tensors)
 
     def run(self, max_in_flight: int, progress: bool) -> None:
@@ -223,8 +205,8 @@ class _Saving:
         arriving: deque[Copied] = deque()
         is_complete = False
         try:
-            items = self._items(writer)
-            results: Any = pipeline_map(self._model, self._run, items, max_in_flight)
+            batches = self._left(writer)
+            results: Any = pipeline_map(self._model, self._run, batches, max_in_flight)
             with bar, contextlib.closing(results):
                 for copied in results:
                     writer.put(copied)
@@ -238,19 +220,15 @@ class _Saving:
         finally:
             writer.close(is_complete)
 
-    def _item(self, batch: Batch) -> _Item:
-        return _Item(batch, self._selection.saved_tokens(batch.tokens, batch.mask))
-
-    def _items(self, writer: Writer) -> Iterator[_Item]:
+    def _left(self, writer: Writer) -> Iterator[Batch]:
         """The batches that are not on disk yet. Compares those that are.
 
         Raises:
             ValueError: if they are others, or of another width.
         """
         seen, on_disk_already = 0, self._index.n_examples
-        items = chain([self._first], map(self._item, self._batches))
-        for number, item in enumerate(items):
-            n_examples, width = item.batch.tokens.shape
+        for number, batch in enumerate(chain([self._first], self._batches)):
+            n_examples, width = batch.inputs.shape
             if width != self._width:
                 raise ValueError(
                     f"batch {number} has {width} tokens in a row, but those before it have "
@@ -258,7 +236,7 @@ class _Saving:
                     "them), or save it to another directory"
                 )
             skip = min(max(on_disk_already - seen, 0), n_examples)
-            self._saved.compare_tokens(_beside(item), seen, skip)
+            self._saved.compare_tokens(batch.stored, seen, skip)
             seen += n_examples
             if skip == n_examples:
                 continue
@@ -267,17 +245,17 @@ class _Saving:
                     f"they are complete with {on_disk_already} examples, but batches has more"
                 )
             writer.make_room(n_examples - skip)
-            yield item._replace(skip=skip)
+            yield batch._replace(skip=skip)
         if seen < on_disk_already:
             raise self._saved.other_data(
                 f"they have {on_disk_already} examples, but batches has {seen}"
             )
 
-    def _run(self, view: Any, item: _Item) -> Copied:
+    def _run(self, view: Any, batch: Batch) -> Copied:
         """Run a batch, and start to copy what is saved of it."""
-        tensors = self._forward(view, item)
+        tensors = self._forward(view, batch)
         before = {entry.name: entry for entry in self._entries}
-        now = {entry.name: entry for entry in self._entries_of(item, tensors)}
+        now = {entry.name: entry for entry in self._entries_of(batch, tensors)}
         for name in {**before, **now}:
             if before.get(name) != now.get(name):
                 raise ValueError(
@@ -286,26 +264,20 @@ class _Saving:
                     "another directory"
                 )
         copies, arrivals = start_copies(tensors)
-        n_examples, width = item.batch.tokens.shape
-        counts = [width] * n_examples if item.saved is None else item.saved.sum(1).tolist()
-        return Copied({**_beside(item), **copies}, counts, item.skip, arrivals)
+        n_examples, width = batch.inputs.shape
+        counts = [width] * n_examples if batch.saved is None else batch.saved.sum(1).tolist()
+        return Copied({**batch.stored, **copies}, counts, batch.skip, arrivals)
 
-    def _forward(self, view: Any, item: _Item) -> dict[str, torch.Tensor]:
+    def _forward(self, view: Any, batch: Batch) -> dict[str, torch.Tensor]:
         with outputs_unread():
             _, cache = view.run_with_cache(
-                item.batch.inputs,
+                batch.inputs,
                 names_filter=self._selection.names_filter,
                 return_cache_object=False,
-                **{**self._arguments, **item.batch.arguments},
+                **{**self._arguments, **batch.arguments},
             )
-        return self._selection.of(cache, len(item.batch.tokens), item.saved)
+        return self._selection.of(cache, len(batch.inputs), batch.saved)
 
-    def _entries_of(self, item: _Item, tensors: dict[str, torch.Tensor]) -> list[Entry]:
-        n_rows = len(item.batch.tokens) if item.saved is None else int(item.saved.sum())
+    def _entries_of(self, batch: Batch, tensors: dict[str, torch.Tensor]) -> list[Entry]:
+        n_rows = len(batch.inputs) if batch.saved is None else int(batch.saved.sum())
         return self._selection.entries_of(tensors, n_rows, self._arguments.get("stop_at_layer"))
-
-
-def _beside(item: _Item) -> dict[str, torch.Tensor]:
-    """Tokens and masks, which are stored beside a batch's activations."""
-    beside = {TOKENS: item.batch.tokens, MASK: item.batch.mask}
-    return beside if item.saved is None else {**beside, TOKEN_MASK: item.saved}

@@ -18,25 +18,12 @@ TokenMask = Callable[[torch.Tensor], torch.Tensor] | Literal["attention_mask"]
 
 @dataclass(frozen=True)
 class Selection:
-    """The activations to save of each forward; see `save_activations`.
-
-    Raises:
-        TypeError: if `transform` cannot be called.
-    """
+    """The activations to save of each forward; see `save_activations`."""
 
     names_filter: list[str] | Callable[[str], bool] | None
     dtype: torch.dtype | None
     transform: Transform | Mapping[str, Transform] | None
     token_mask: TokenMask | None
-
-    def __post_init__(self) -> None:
-        by_name = self.transform if isinstance(self.transform, Mapping) else {"": self.transform}
-        for transform in by_name.values():
-            if transform is not None and not callable(transform):
-                raise TypeError(
-                    "transform must be a function of an activation, or a dict from names to such "
-                    f"functions, but has {transform!r}: try lambda activation: activation.mean(1)"
-                )
 
     def saved_tokens(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
         """Which tokens are saved, `[batch, pos]` on the CPU; None for all.

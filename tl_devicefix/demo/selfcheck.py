@@ -110,18 +110,11 @@ def _check_copy(source: torch.device, target: torch.device) -> bool:
     large, numbers = torch.randn(_COPY_ELEMENTS), torch.arange(_SMALL)
     views = [numbers.view(33, 31).T, numbers[:0], numbers[7]]
     wrong = sum(
-        _n_wrong(sent, source, target)
+        int((sent.to(source).to(target).cpu() != sent).sum())
         for sent in (large, *(numbers.to(dtype) for dtype in _DTYPES), *views)
     )
     print(f"copy {source} -> {target}: " + ("ok" if wrong == 0 else f"{wrong} elements WRONG"))
     return wrong == 0
-
-
-def _n_wrong(sent: torch.Tensor, source: torch.device, target: torch.device) -> int:
-    received = sent.to(source).to(target).cpu()
-    if (received.shape, received.dtype) != (sent.shape, sent.dtype):
-        return max(sent.numel(), 1)
-    return int((received != sent).sum())
 
 
 def _has_streams(device: torch.device) -> bool:
@@ -146,9 +139,7 @@ def _check_streams(device: torch.device) -> bool:
         for _ in range(products):
             torch.mm(matrix, matrix, out=product)
 
-    def write(
-        gradient: torch.Tensor,
-    ) -> None:  # to free memory, meanwhile, by the main stream
+    def write(gradient: torch.Tensor) -> None:  # to free memory, meanwhile, by the main stream
         written.extend(torch.zeros_like(weight) for _ in range(4))
 
     read_last = x * 3
