@@ -35,7 +35,7 @@ PEOPLE = [
 
 
 def main() -> None:
-    """Saved activations, sweep, and show where the time went."""
+    """Save activations, sweep, and show where the time went."""
     options = arguments()
     with (
         tl_devicefix.simulate(
@@ -44,7 +44,7 @@ def main() -> None:
         torch.no_grad(),
     ):
         model = load(N_DEVICES)
-        prompts = [model.to_tokens(FACTS.format(*each)) for each in PEOPLE]
+        prompts = [model.to_tokens(FACTS.format(*words)) for words in PEOPLE]
 
         recorded(machine)  # what loading took
         loop = [residual_of(model, tokens) for tokens in enumerate(prompts)]

@@ -13,7 +13,6 @@ from architectures import NO_PROCESSING
 from comparison import assert_agrees, assert_same_weights
 from kinds import devices_of, home_of
 from offloads import HOST, assert_at_rest, offloaded_blocks, some_offload
-from transformer_lens.train import HookedTransformerTrainConfig
 
 
 @some_offload
@@ -119,20 +118,3 @@ def test_attached_modules_run_wherever_they_are(
 
     assert_agrees(model(tokens), reference(tokens), home_of(model))
     assert model.blocks[3].mlp.scale.device == torch.device(device)
-
-
-def test_train_leaves_the_blocks_on_the_host(
-    load: Any, reference: Any, tokens: torch.Tensor
-) -> None:
-    model, reference = load("llama", "some of three devices"), copy.deepcopy(reference)
-    data = [{"tokens": row} for row in tokens]
-    options = {"num_epochs": 1, "batch_size": 2, "lr": 1e-2, "optimizer_name": "SGD"}
-
-    from transformer_lens.train import train  # the patched one
-
-    for trained, device in ((model, None), (reference, "cpu")):
-        torch.manual_seed(0)
-        train(trained, HookedTransformerTrainConfig(device=device, **options), data)
-
-    assert_at_rest(model)
-    assert_same_weights(model, reference)

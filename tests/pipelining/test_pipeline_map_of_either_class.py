@@ -442,18 +442,6 @@ def test_a_report_of_one_device_claims_no_share_of_it(
     assert re.fullmatch(r"4 runs in \d+\.\d\d s, all on cpu\n", text)
 
 
-def test_text_is_read_by_one_run_at_a_time(machine: Any, over_devices: Any) -> None:
-    model = over_devices("llama")
-    texts = ["t1", "t2 t3 t4"]
-
-    def run(view: Any, side: str) -> list[torch.Tensor]:
-        return [view.to_tokens(texts, padding_side=side) for _ in range(20)]
-
-    sides = ["left", "right"] * 3
-    expected = [run(model, side) for side in sides]
-    assert_bit_equal(list(pipeline_map(model, run, sides)), expected)
-
-
 def test_how_one_run_reads_text_is_seen_by_no_other(machine: Any, over_devices: Any) -> None:
     model, texts = over_devices("llama"), ["t1 t2", "t3 t4 t5"]
     reading, has_read = threading.Event(), threading.Event()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -138,98 +137,80 @@ def test_in_any_order_few_blocks_are_run_twice(
     assert count.blocks == needed + of_the_unpatched_run
 
 
-# What makes a run start at the first block. Each is a context: within it, that is the case for the
-# model, and it gives what the runs have besides, and the arguments.
-Case = Callable[[Any], Any]
+# What makes a run start at the first block: each is the case for the model within a context, which
+# gives the hooks that the runs have besides, and the arguments.
+Case = contextlib.AbstractContextManager[tuple[Run, Arguments]]
 
 
 @contextlib.contextmanager
-def hooked(add: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[Any]:
-    handle = add(*args, **kwargs)
+def case(
+    undo: Callable[[], Any] = lambda: None, hooks: Any = (), **arguments: Any
+) -> Iterator[tuple[Run, Arguments]]:
     try:
-        yield [], {}
+        yield list(hooks), arguments
     finally:
-        handle.remove()
+        undo()
 
 
-@contextlib.contextmanager
-def permanent(model: Any, name: str) -> Iterator[Any]:
+def permanent(model: Any, name: str) -> Case:
     model.hook_dict[name].add_perma_hook(lambda activation, hook: None)
-    try:
-        yield [], {}
-    finally:
-        model.reset_hooks(including_permanent=True)
+    return case(lambda: model.reset_hooks(including_permanent=True))
 
 
-@contextlib.contextmanager
-def put_in(module: nn.Module, other: nn.Module) -> Iterator[Any]:
+def hooked(add: Callable[..., Any]) -> Case:
+    return case(add(lambda *args: None).remove)
+
+
+def put_in(module: nn.Module, other: nn.Module) -> Case:
     module.add_module("put_in", other)
-    try:
-        yield [], {}
-    finally:
-        del module._modules["put_in"]
+    return case(lambda: module._modules.pop("put_in"))
 
 
-@contextlib.contextmanager
-def own_forward(module: nn.Module) -> Iterator[Any]:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return type(module).forward(module, *args, **kwargs)
-
-    with mock.patch.dict(vars(module), {"forward": forward}):
-        yield [], {}
+def own_forward(module: Any) -> Case:
+    module.forward = lambda *args, **kwargs: type(module).forward(module, *args, **kwargs)
+    return case(lambda: vars(module).pop("forward"))
 
 
-def given(hooks: Run, **arguments: Any) -> Any:
-    return contextlib.nullcontext((hooks, arguments))
+def autograd(model: Any) -> Case:
+    torch.set_grad_enabled(True)
+    return case(lambda: torch.set_grad_enabled(False))
 
 
 class Probe(nn.Module):
     """One of the user's: it may do anything."""
 
 
-nothing = lambda *args: None  # noqa: E731
-CASES: dict[str, Case] = {
-    "a hook of the run on the first block": lambda model: given([(of_first_block, halve)]),
-    "a hook of the run on the embedding": lambda model: given([("hook_embed", halve)]),
+def of_first_block(name: str) -> bool:
+    return name == "blocks.0.hook_mlp_out"
+
+
+CASES: dict[str, Callable[[Any], Case]] = {
+    "a hook of the run on the first block": lambda model: case(hooks=[(of_first_block, halve)]),
+    "a hook of the run on the embedding": lambda model: case(hooks=[("hook_embed", halve)]),
     "a permanent hook on the first block": lambda model: permanent(model, "blocks.0.hook_mlp_out"),
     "a permanent hook on the embedding": lambda model: permanent(model, "hook_embed"),
-    "PyTorch's hook on the first block": lambda model: hooked(
-        model.blocks[0].register_forward_pre_hook, nothing
-    ),
     "PyTorch's hook in the first block": lambda model: hooked(
-        model.blocks[0].attn.register_forward_hook, nothing
+        model.blocks[0].attn.register_forward_hook
     ),
-    "PyTorch's backward hook": lambda model: hooked(
-        model.blocks[0].register_full_backward_hook, nothing
-    ),
+    "PyTorch's backward hook": lambda model: hooked(model.blocks[0].register_full_backward_hook),
     "PyTorch's hook on all modules": lambda model: hooked(
-        nn.modules.module.register_module_forward_pre_hook, nothing
+        nn.modules.module.register_module_forward_pre_hook
     ),
     "a module of the user's": lambda model: put_in(model.blocks[0], Probe()),
     "dropout that is on": lambda model: put_in(model.blocks[0], nn.Dropout()),
     "a forward of the block's own": lambda model: own_forward(model.blocks[0]),
     "a forward of the model's own": own_forward,
-    "an argument that is not known": lambda model: given([], start_at_layer=None),
-    "autograd": lambda model: autograd(),
+    "an argument that is not known": lambda model: case(start_at_layer=None),
+    "autograd": autograd,
 }
 
 
-def of_first_block(name: str) -> bool:
-    return name == "blocks.0.hook_mlp_out"
-
-
-@contextlib.contextmanager
-def autograd() -> Iterator[Any]:
-    with torch.enable_grad():
-        yield [], {}
-
-
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", CASES)
 def test_it_starts_at_the_first_block_if_that_may_differ(
-    case: str, on_one: Any, tokens: torch.Tensor
+    name: str, on_one: Any, tokens: torch.Tensor
 ) -> None:
     model = on_one("llama")
-    with CASES[case](model) as (hooks, arguments):
+    with CASES[name](model) as (hooks, arguments):
         runs = [[*at(3), *hooks], [*at(4), *hooks]]
         expected = sequential(model, tokens, runs, **arguments)
         with blocks_run(model) as count:
@@ -246,14 +227,14 @@ def test_it_starts_at_the_first_block_that_anything_of_the_users_is_in(
     assert count.blocks == 2 + 3  # two of the unpatched run
 
 
-@pytest.mark.parametrize("case", ["in training mode", "unknown blocks"])
+@pytest.mark.parametrize("why", ["in training mode", "unknown blocks"])
 def test_a_bridge_starts_at_the_first_block(
-    case: str, cls: str, on_one: Any, tokens: torch.Tensor
+    why: str, cls: str, on_one: Any, tokens: torch.Tensor
 ) -> None:
     if cls != BRIDGE:
         pytest.skip("a HookedTransformer has no dropout, and blocks that are known")
     model = on_one("gpt2")
-    if case == "in training mode":
+    if why == "in training mode":
         model.train()
     else:
         model.cfg.architecture = "SharesKeysForCausalLM"

@@ -18,7 +18,7 @@ from tl_devicefix.activation_store.format import (
     read_index,
     shard_faults,
 )
-from tl_devicefix.activation_store.shards import Shards, Stored
+from tl_devicefix.activation_store.shards import Stored
 from tl_devicefix.activation_store.token_batches import Shuffle, TokenBatches
 from tl_devicefix.misspelt import did_you_mean
 from tl_devicefix.placement.memory import gib
@@ -61,8 +61,7 @@ class SavedActivations:
 
     def __init__(self, directory: Path, index: Index) -> None:
         self.directory, self.index = directory, index
-        shards = Shards(directory, index)
-        self.stored = {entry.name: Stored(shards, entry) for entry in index.entries}
+        self.stored = {entry.name: Stored(directory, index, entry) for entry in index.entries}
         self.names = [name for name in self.stored if name not in (TOKENS, MASK, TOKEN_MASK)]
         self.model = index.model
         self.is_complete = index.is_complete

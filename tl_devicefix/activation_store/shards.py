@@ -13,39 +13,6 @@ from safetensors import SafetensorError, safe_open
 from tl_devicefix.activation_store.format import TOKEN_MASK, Entry, Index
 
 
-class Shards:
-    """The shards in a directory, each of which is compared with the index when it is read."""
-
-    def __init__(self, directory: Path, index: Index) -> None:
-        self._directory, self.index = directory, index
-        self.starts = [shard.start for shard in index.shards]
-        self._entries = {entry.name: entry for entry in index.entries}
-
-    def mapped(self, number: int, name: str) -> torch.Tensor:
-        """A tensor of a shard, mapped: parts of it are read as they are used.
-
-        Each call maps the file anew, so that changes to the tensor stay in it.
-
-        Raises:
-            FileNotFoundError: if the file is missing.
-            ValueError: if it is cut off, or is another.
-        """
-        shard, entry = self.index.shards[number], self._entries[name]
-        path = self._directory / shard.file
-        verify = f"`python -m tl_devicefix activations verify {self._directory}` checks all shards"
-        try:
-            with safe_open(str(path), framework="pt", device="cpu") as file:
-                examples, tensor = (file.metadata() or {}).get("examples"), file.get_tensor(name)
-            expected = shard.examples, entry.torch_dtype, (shard.rows(entry), *entry.shape)
-            if (examples, tensor.dtype, tensor.shape) != expected:
-                raise SafetensorError("it is not the one in the index")
-        except FileNotFoundError:
-            raise FileNotFoundError(f"{path} is missing: {verify}") from None
-        except SafetensorError as error:
-            raise ValueError(f"{path} is damaged ({error}): {verify}") from error
-        return tensor
-
-
 class Stored:
     """The activations of one hook point, or tokens or masks, on disk.
 
@@ -54,8 +21,8 @@ class Stored:
     tokens, one example's after the other's, where `token_mask` left some out.
     """
 
-    def __init__(self, shards: Shards, entry: Entry) -> None:
-        self._shards, self._index, self.entry = shards, shards.index, entry
+    def __init__(self, directory: Path, index: Index, entry: Entry) -> None:
+        self._directory, self._index, self.entry = directory, index, entry
         self._ends: dict[int, list[int]] = {}
 
     @property
@@ -106,8 +73,29 @@ class Stored:
         return [examples[n] for n in index] if isinstance(index, list) else examples[index]
 
     def of_shard(self, number: int) -> torch.Tensor:
-        """All rows that a shard has, mapped."""
-        return self._shards.mapped(number, self.entry.name)
+        """All rows that a shard has, mapped: parts are read as they are used.
+
+        Each call maps the file anew, so that changes to the tensor stay in it.
+
+        Raises:
+            FileNotFoundError: if the file is missing.
+            ValueError: if it is cut off, or is another than the index has.
+        """
+        shard, entry = self._index.shards[number], self.entry
+        path = self._directory / shard.file
+        verify = f"`python -m tl_devicefix activations verify {self._directory}` checks all shards"
+        try:
+            with safe_open(str(path), framework="pt", device="cpu") as file:
+                examples = (file.metadata() or {}).get("examples")
+                rows: torch.Tensor = file.get_tensor(entry.name)
+            expected = shard.examples, entry.torch_dtype, (shard.rows(entry), *entry.shape)
+            if (examples, rows.dtype, rows.shape) != expected:
+                raise SafetensorError("it is not the one in the index")
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{path} is missing: {verify}") from None
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged ({error}): {verify}") from error
+        return rows
 
     def rows_of_shards(self) -> list[int]:
         """How many rows each shard has."""
@@ -120,8 +108,9 @@ class Stored:
         at = 0
         while at < len(numbers):
             start = numbers[at]
-            number = bisect.bisect_right(self._shards.starts, start) - 1
-            shard, count = self._index.shards[number], 1
+            shards = self._index.shards
+            number = bisect.bisect_right(shards, start, key=lambda shard: shard.start) - 1
+            shard, count = shards[number], 1
             while at + count < len(numbers) and numbers[at + count] == start + count < shard.stop:
                 count += 1
             if number not in mapped:
@@ -136,6 +125,7 @@ class Stored:
         if self.entry.axis == "example":
             return slice(start, stop)
         if shard not in self._ends:
-            saved = self._shards.mapped(shard, TOKEN_MASK)
+            (mask,) = (entry for entry in self._index.entries if entry.name == TOKEN_MASK)
+            saved = Stored(self._directory, self._index, mask).of_shard(shard)
             self._ends[shard] = [0, *saved.sum(1).cumsum(0).tolist()]
         return slice(self._ends[shard][start], self._ends[shard][stop])
