@@ -34,7 +34,7 @@ def test_activations_over_devices_are_those_of_a_loop_bit_for_bit(
     result = run(model, batches, names, shard_size=SMALL)
 
     assert len(result.index.shards) > 2
-    assert result.names == list(expected[0])
+    assert result.names == [name for name in expected[0] if name in names]  # but for aliases
     assert result.is_complete
     start = 0
     for cache in expected:

@@ -167,7 +167,10 @@ def put_in(module: nn.Module, other: nn.Module) -> Case:
 
 
 def own_forward(module: Any) -> Case:
-    module.forward = lambda *args, **kwargs: type(module).forward(module, *args, **kwargs)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return type(module).forward(module, *args, **kwargs)
+
+    vars(module)["forward"] = forward
     return case(lambda: vars(module).pop("forward"))
 
 
