@@ -23,7 +23,6 @@ from tl_devicefix.demo.demo import (
     load_checkpoint,
 )
 from tl_devicefix.demo.recall_task import recall_prompts
-from tl_devicefix.multihost.far_devices import far_devices
 from tl_devicefix.placement.devices import (
     consecutive,
     default_device,
@@ -31,6 +30,7 @@ from tl_devicefix.placement.devices import (
     free_memory,
     resolve,
     site_of,
+    sites_here,
 )
 from tl_devicefix.placement.memory import gib
 from tl_devicefix.simulation import simulate
@@ -94,7 +94,7 @@ def _show_versions() -> None:
 
 def _show_ranks(devices: list[torch.device]) -> None:
     """Show whose each device is, if they are of several ranks."""
-    if far_devices() is None:
+    if not sites_here():
         return
     print(f"\nthe same versions on all ranks, which have {len(devices)} devices:")
     for device in devices:

@@ -24,7 +24,6 @@ from tl_devicefix.multihost.commands import (
 from tl_devicefix.multihost.handshake import Place, held_by, parts_of
 from tl_devicefix.multihost.peers import Answer, Command, Owner, Peer, tell_both
 from tl_devicefix.multihost.transport import HostLost
-from tl_devicefix.placement.devices import site_of
 from tl_devicefix.placement.in_use import use
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.simulation.backward import raise_or_keep
@@ -37,7 +36,6 @@ from tl_devicefix.simulation.geometry import (
     tensors_in,
     written,
 )
-from tl_devicefix.simulation.machine import entered_machine
 
 aten = torch.ops.aten
 _UNKNOWN = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -418,13 +416,6 @@ class FarDevices(Executor):
         )
 
 
-def far_devices() -> FarDevices | None:
-    """Those of the ranks that are joined, if any are."""
-    machine = entered_machine()
-    executor = None if machine is None else machine.executor
-    return executor if isinstance(executor, FarDevices) else None
-
-
 _LARGE = 1 << 20
 """Bytes from which values are sent at once."""
 _ERRORS: dict[str, type[Exception]] = {
@@ -466,8 +457,9 @@ def _blank(tensor: torch.Tensor) -> torch.Tensor:
 
 def _devices_of_ranks(placement: Placement) -> dict[int, int]:
     """Ranks that a placement uses, but for rank 0, and a device of each."""
-    sites = [site_of(device, placement.sites) for device in placement.devices]
-    return {site.host: site.index for site in sites if site is not None and site.host}
+    sites = {site.torch_device: site for site in placement.sites if site.host}
+    used = [sites[device] for device in placement.devices if device in sites]
+    return {site.host: site.index for site in used}
 
 
 def _owner_of(tensor: torch.Tensor) -> Owner | None:

@@ -17,10 +17,10 @@ import psutil
 import torch
 
 from tl_devicefix.monkeypatch.exchanged import PACKAGES
-from tl_devicefix.placement.devices import Site, site_of
+from tl_devicefix.placement.devices import Site
 from tl_devicefix.placement.in_use import placements_in_use
 from tl_devicefix.placement.memory import bytes_of
-from tl_devicefix.placement.placement import PlacedComponent, Placement, in_short
+from tl_devicefix.placement.placement import in_short
 from tl_devicefix.simulation.backend import real_accelerator
 
 
@@ -71,13 +71,12 @@ def hello(
         "memory": None if memory is None else bytes_of(memory),
         "timeout": timeout,
         "session": secrets.token_hex(16),
-        "versions": {name: version(name) for name in PACKAGES} | {"Python": _python()},
+        # Within one of Python as "3.12", classes are pickled alike.
+        "versions": {
+            **{name: version(name) for name in PACKAGES},
+            "Python": "{}.{}".format(*sys.version_info),
+        },
     }
-
-
-def _python() -> str:
-    """Its version, within which classes are pickled alike: "3.12"."""
-    return "{}.{}".format(*sys.version_info)
 
 
 def other_versions(hellos: Sequence[Any]) -> str | None:
@@ -118,16 +117,11 @@ def called(hellos: Sequence[Any], rank: int) -> str:
 
 def parts_of(rank: int) -> str:
     """What a rank holds of models, in short; "" if that is nothing."""
-    held = [
-        [item.name for item in placement.components if _host_of(item, placement) == rank]
-        for placement in placements_in_use()
-    ]
+    held = []
+    for placement in placements_in_use():
+        hosts = {site.torch_device: site.host for site in placement.sites}
+        held.append([item.name for item in placement.components if hosts.get(item.device) == rank])
     return " and ".join(dict.fromkeys(in_short(names) for names in held if names))
-
-
-def _host_of(component: PlacedComponent, placement: Placement) -> int | None:
-    site = site_of(component.device, placement.sites)
-    return None if site is None else site.host
 
 
 def held_by(rank: int) -> str:

@@ -103,13 +103,11 @@ class Worker:
         return exchanged(result, describe)
 
     def _settings(self, values: list[Any]) -> None:
-        """Set what torch computes by, from here on."""
         commands.set_as(values)
 
     # Commands: blocks
 
     def _build(self, number: int, recipe: bytes, device: int) -> None:
-        """Build a block of a pickled recipe."""
         self._built[number] = Built(recipe, self._devices[device])
 
     def _call(
@@ -159,16 +157,13 @@ class Worker:
     # Commands: memory
 
     def _make(self, storage: int, geometry: Geometry, device: int) -> None:
-        """Make a storage, without values."""
         made = torch.empty(geometry.nbytes, dtype=torch.uint8, device=self._devices[device])
         self._storages[storage] = made.untyped_storage()
 
     def _grow(self, storage: int, nbytes: int) -> None:
-        """Give a storage another size."""
         self._storages[storage].resize_(nbytes)
 
     def _free(self, numbers: tuple[int, ...]) -> None:
-        """Let storages, blocks and graphs go."""
         for number in numbers:
             for table in (self._storages, self._built, self._graphs):
                 table.pop(number, None)  # type: ignore[attr-defined]
@@ -185,11 +180,9 @@ class Worker:
         self._tensor(target).copy_(read(where, *geometry))
 
     def _copy(self, target: RemoteTensor, source: RemoteTensor) -> None:
-        """Copy within the rank."""
         self._tensor(target).copy_(self._tensor(source))
 
     def _read(self, source: RemoteTensor) -> torch.Tensor:
-        """Send values to rank 0."""
         return self._tensor(source).to("cpu").contiguous()
 
     def _send(self, source: RemoteTensor, rank: int) -> None:
@@ -209,7 +202,6 @@ class Worker:
         self._tensor(target).copy_(values)
 
     def _compare(self, files: Sequence[File]) -> dict[str, str]:
-        """Tell which files of a checkpoint this rank has not, or has others of."""
         return differences(files)
 
     def _synchronize(self) -> None:
