@@ -53,7 +53,7 @@ def lend_from_a_thread() -> Ranks:
     hellos = [hello([]) | {"devices": [("cpu", 8 << 30)]} for _ in range(2)]
     by, ways = signer().of_session(hellos), ("0 1", "1 0")
     first, second = map(Connection, socket.socketpair(), [by] * 2, ways, ways[::-1])
-    transport = Transport(1, {0: second}, {})
+    transport = Transport({0: second}, {})
     worker: Any = Worker(called(hellos, 1), [torch.device("cpu")], transport)
     # The one setting that is a thread's own: all others are rank 0's already, or again.
     is_flushed = [get for get, _ in commands._SETTINGS].index(commands._flushes_denormals)
@@ -64,7 +64,7 @@ def lend_from_a_thread() -> Ranks:
             worker.lend()
 
     threading.Thread(target=lend, daemon=True, name="rank 1").start()
-    return Ranks(hellos, Transport(0, {1: first}, {}), None)
+    return Ranks(hellos, Transport({1: first}, {}), None)
 
 
 def devices_of(ranks: Ranks, memory: Sequence[int | str]) -> list[Place]:

@@ -52,11 +52,11 @@ def test_why_rank_0_has_ended_is_heard_though_its_connection_is_closed(
     ends: Callable[..., Ends],
 ) -> None:
     rank_0, connection = ends()
-    Transport(0, {}, {1: rank_0}).tell_loss("rank 2 is lost")
+    Transport({}, {1: rank_0}).tell_loss("rank 2 is lost")
     rank_0.close()
 
     heard: SimpleQueue[Any] = SimpleQueue()
-    Transport(1, {}, {0: connection}).watch(lambda *lost: heard.put(lost), timeout=60.0)
+    Transport({}, {0: connection}).watch(lambda *lost: heard.put(lost), timeout=60.0)
     assert heard.get(timeout=60) == (None, "rank 2 is lost")
 
 

@@ -106,11 +106,6 @@ class Peer:
         for thread in self._threads:
             thread.start()
 
-    @property
-    def n_held(self) -> int:
-        """How many storages, blocks and graphs it was told to hold, and was not told to let go."""
-        return len(self._owned)
-
     def owner(self) -> Owner:
         """Who has what it is about to be told to hold."""
         owner = Owner()

@@ -163,7 +163,7 @@ class Rendezvous:
         for (rank, kind), sock in sockets.items():
             own, other = f"{kind} {self._rank} {rank}", f"{kind} {rank} {self._rank}"
             connections[kind][rank] = Connection(sock, signer, own, other)
-        return Transport(self._rank, connections[_DATA], connections[_SIGNS_OF_LIFE])
+        return Transport(connections[_DATA], connections[_SIGNS_OF_LIFE])
 
     def _connected(self, hellos: list[Any], rank: int, kind: str, signer: Signer) -> socket.socket:
         host, port = hellos[rank]["address"]

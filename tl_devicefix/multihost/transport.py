@@ -154,15 +154,11 @@ class Transport:
     """All other ranks, as this one reaches them; if it does not, a `HostLost` is raised.
 
     Attributes:
-        rank: of this process.
         has_ended: whether all ranks are about to end, and none is lost.
     """
 
-    def __init__(
-        self, rank: int, data: dict[int, Connection], signs_of_life: dict[int, Connection]
-    ) -> None:
-        self.rank, self._data, self._signs_of_life = rank, data, signs_of_life
-        self.has_ended = False
+    def __init__(self, data: dict[int, Connection], signs_of_life: dict[int, Connection]) -> None:
+        self._data, self._signs_of_life, self.has_ended = data, signs_of_life, False
 
     def send(self, rank: int, message: Any) -> None:
         """Send an object to a rank."""
