@@ -11,6 +11,7 @@ import pytest
 import torch
 from launching import Launch
 
+import tl_devicefix
 from tl_devicefix.multihost import handshake
 from tl_devicefix.multihost.handshake import free_memory, hello, shared, visible_devices
 
@@ -121,3 +122,12 @@ def test_all_ranks_are_told_of_one_that_cannot_tell_what_is_free(launch: Launch)
         assert re.search(
             r'"rank 1 \(.*\) cannot tell how much memory is free: CUDA error: out of memory"', text
         )
+
+
+@pytest.mark.parametrize("options", [{"rank": 0}, {"master": "localhost:29500"}])
+def test_a_rank_says_how_many_there_are(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(ValueError, match=r"^init_hosts\(\) needs world_size too"):
+        tl_devicefix.init_hosts(**options)

@@ -268,6 +268,26 @@ def test_what_would_leave_hooks_behind_is_refused(
         tl_devicefix.sweep(on_one("llama"), tokens, [], **{name: []})
 
 
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (
+            [("blocks.3.hook_mlp_uot", print)],
+            r"no hook point 'blocks.3.hook_mlp_uot'.* mean 'blocks.3",
+        ),
+        (
+            ("blocks.3.hook_mlp_out", print),
+            r"a list of \(name, hook\), but has 'blocks.3.hook_mlp_out'",
+        ),
+    ],
+)
+def test_a_run_that_would_be_without_its_hooks_is_refused(
+    run: Any, message: str, on_one: Any, tokens: torch.Tensor
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        next(tl_devicefix.sweep(on_one("llama"), tokens, [run]))
+
+
 @pytest.mark.parametrize("by", ["context", "variable"])
 def test_it_can_be_turned_off(
     by: str, on_one: Any, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch

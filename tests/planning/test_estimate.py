@@ -39,7 +39,7 @@ def test_printing_shows_a_table_and_the_verdict() -> None:
     heads = ("device", "components", "weights", "buffers", "cached", "working", "total", "headroom")
     assert lines[1].split() == list(heads)
     assert lines[2].startswith("0 (home)  embed, pos_embed, blocks.0, ln_final, unembed")
-    assert lines[-1] == "It fits."
+    assert lines[-1] == "It fits into 24.00 GiB a device."
 
 
 @pytest.mark.parametrize(

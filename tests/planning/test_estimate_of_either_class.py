@@ -88,7 +88,7 @@ def test_arguments_that_do_not_fit_the_model(options: dict[str, Any], message: s
 def test_the_command_prints_the_table_and_whether_it_fits(capsys: Any) -> None:
     status = main(["estimate", "gpt2", "--n-devices", "2", "--cache", "resid_post"])
     assert status == 0
-    assert capsys.readouterr().out.rstrip().endswith("It fits.")
+    assert capsys.readouterr().out.rstrip().endswith("It fits into 80.00 GiB a device.")
 
 
 def test_the_command_takes_a_longer_context(capsys: Any, checkpoints: Any) -> None:

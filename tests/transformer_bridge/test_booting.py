@@ -209,6 +209,11 @@ def test_the_signature_is_that_of_the_installed_release() -> None:
         assert inspect.signature(TransformerBridge.boot_transformers) == patched
 
 
+def test_an_argument_of_compatibility_mode_says_where_it_belongs(boot: Any) -> None:
+    with pytest.raises(TypeError, match=r"'fold_ln': give it to enable_compatibility_mode\(\)$"):
+        boot("llama", 2, fold_ln=False)
+
+
 def test_another_dtype_keeps_the_placement_at_half_the_weight(
     machine: Any, boot: Any, tokens: torch.Tensor
 ) -> None:

@@ -54,8 +54,8 @@ class Batches:
     def __init__(self, items: Iterable[Any], model: Any, selection: Selection) -> None:
         if isinstance(items, (str, Mapping)):
             raise TypeError(
-                f"batches must be an iterable of batches, but is a {type(items).__name__}: put it "
-                "in a list"
+                f"batches must be an iterable of batches, but is a {type(items).__name__}: give "
+                "a list of them, such as [[text, text], [text]]"
             )
         self._items, self._model, self._selection = items, model, selection
 
@@ -113,7 +113,7 @@ def _tokens_and_mask(item: Any, number: int) -> tuple[list[str] | torch.Tensor, 
     if not tokens.dim():
         kind = f"dict with {sorted(item)}" if isinstance(item, Mapping) else type(item).__name__
         raise TypeError(
-            f"item {number} of batches is a {kind}: give tokens [batch, pos], texts, or a dict "
-            'with "tokens" or "input_ids", and "attention_mask" if there is padding'
+            f"item {number} of batches is a {kind}: give tokens [batch, pos], a list of texts, or "
+            'a dict with "tokens" or "input_ids", and "attention_mask" if there is padding'
         )
     return tokens, mask

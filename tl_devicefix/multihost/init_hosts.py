@@ -88,7 +88,13 @@ def init_hosts(
             launcher has not said where ranks meet.
     """
     global _joined
-    world_size = int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size
+    if world_size is None:
+        if (master, rank) != (None, None) and "WORLD_SIZE" not in os.environ:
+            raise ValueError(
+                "init_hosts() needs world_size too, the number of ranks: call "
+                'init_hosts(master="host:port", rank=..., world_size=...)'
+            )
+        world_size = int(os.environ.get("WORLD_SIZE", 1))
     if _joined is not None:
         _joined.raise_if_lost()
         return

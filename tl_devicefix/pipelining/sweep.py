@@ -20,6 +20,7 @@ from transformer_lens.hook_points import HookPoint
 from tl_devicefix.adapters import Adapter, adapter_of
 from tl_devicefix.attention.implementation import HOOKS
 from tl_devicefix.dispatch.carrying import move, output_of, skipping
+from tl_devicefix.misspelt import did_you_mean
 from tl_devicefix.pipelining.pipeline_map import pipeline_map
 
 Hooks = Sequence[tuple[Any, Any]]
@@ -82,6 +83,7 @@ def sweep(model: Any, tokens: Any, runs: Iterable[Hooks], **arguments: Any) -> I
 
     Raises:
         TypeError: for an argument that would leave hooks behind.
+        ValueError: for a run that is no list of hooks, or a hook point that the model lacks.
     """
     for name in ("fwd_hooks", "bwd_hooks", "reset_hooks_end"):
         if name in arguments:
@@ -89,6 +91,7 @@ def sweep(model: Any, tokens: Any, runs: Iterable[Hooks], **arguments: Any) -> I
                 f"sweep() takes no {name}, as the hooks of a run are on the model during that run "
                 "only: pass forward hooks in `runs`, and call run_with_hooks for others"
             )
+    runs = (_checked(run, model) for run in runs)
     if is_sequential():
         return (model.run_with_hooks(tokens, fwd_hooks=run, **arguments) for run in runs)
 
@@ -99,15 +102,28 @@ def sweep(model: Any, tokens: Any, runs: Iterable[Hooks], **arguments: Any) -> I
 
     def starts() -> Iterator[_Start]:
         for run in runs:
-            hooks = list(run)
-            first = first_block.of(hooks)
-            yield _Start(hooks, first, streams.before(first) if first else None)
+            first = first_block.of(run)
+            yield _Start(run, first, streams.before(first) if first else None)
 
     def run_from(view: Any, start: _Start) -> Any:
         with skipping(getattr(view, "blocks", ()), start.first, start.residual_stream):
             return view.run_with_hooks(tokens, fwd_hooks=start.hooks, **options)
 
     return pipeline_map(model, run_from, starts())
+
+
+def _checked(run: Any, model: Any) -> Hooks:
+    """The hooks of a run; some Bridges ignore hooks of names that they do not have."""
+    hooks, points = list(run), model.hook_dict
+    for item in hooks:
+        if isinstance(item, str) or len(item) != 2:
+            raise ValueError(f"a run must be a list of (name, hook), but has {item!r} in it")
+        if isinstance(item[0], str) and item[0] not in points:
+            raise ValueError(
+                f"this model has no hook point {item[0]!r}: take a name of model.hook_dict"
+                f"{did_you_mean(item[0], points, 0.85)}"
+            )
+    return hooks
 
 
 class _Start(NamedTuple):

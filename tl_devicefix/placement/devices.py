@@ -302,7 +302,7 @@ def consecutive(first: torch.device, count: int) -> list[torch.device]:
             there = f"the hosts have {available - start} ({listed(sites_here()[start:])})"
         raise ValueError(
             f"n_devices={count} from {str(first)!r} on needs {count} devices of type "
-            f"{first.type!r}, but {there}; lower n_devices, or dry_run on simulated ones: "
+            f"{first.type!r}, but {there}; lower n_devices, or load on simulated ones, within "
             f"`with tl_devicefix.simulate({start + count}):`"
         )
     return [torch.device(first.type, start + i) for i in range(count)]

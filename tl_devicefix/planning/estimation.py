@@ -103,7 +103,9 @@ class Estimate:
         }
         least = min(shares, key=shares.__getitem__, default=None)
         if least is None or shares[least] >= LEFT_ON_GPUS:
-            return "It fits."
+            capacities = {device.capacity for device in self.devices if device.device != "cpu"}
+            capacity = capacities.pop() if len(capacities) == 1 else None
+            return "It fits." if capacity is None else f"It fits into {gib(capacity)} a device."
         return (
             f"It fits, but device {least.device} has only {gib(least.headroom or 0)} "
             f"({shares[least]:.0%}) left: leave {LEFT_ON_GPUS:.0%} of a GPU's memory free."

@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from transformer_lens.model_bridge import TransformerBridge
 from transformers import PreTrainedModel
 
 from tl_devicefix.attention.implementation import (
@@ -76,6 +77,11 @@ def boot_transformers(
 def _boot(boot: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Boot a model by the arguments of the installed `boot_transformers`."""
     takes = inspect.signature(boot)
+    later = inspect.signature(TransformerBridge.enable_compatibility_mode).parameters
+    for name in kwargs.keys() & later.keys() - takes.parameters.keys():
+        raise TypeError(
+            f"boot_transformers has no argument {name!r}: give it to enable_compatibility_mode()"
+        )
     refuse_unknown("boot_transformers", kwargs, [*takes.parameters, "attn_implementation"])
     bound = takes.bind(*args, **kwargs)
     options = bound.arguments
