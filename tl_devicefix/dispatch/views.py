@@ -127,7 +127,6 @@ class Twins:
         self.containers: list[Any] = []
         """Dicts, lists and sets of their own."""
         self._twins: dict[int, Any] = {}
-        self._rules = dict(_RULES)
         # What is still to be filled: modules before callables, which exchange known modules only.
         self._holders: list[tuple[type, dict[str, Any]]] = []
         self._contents: list[tuple[Any, Any]] = []
@@ -158,16 +157,13 @@ class Twins:
 
     def __call__(self, value: Any) -> Any:
         """What a view has in a value's place: its twin, or the value."""
-        kind = type(value)
+        kind: type = type(value)
         if kind in _PLAIN:
             return value
         twin = self._twins.get(id(value))
         if twin is not None:
             return twin
-        rule = self._rules.get(kind)
-        if rule is None:
-            rule = self._rules[kind] = _rule(kind)
-        return rule(self, value)
+        return _rule(kind)(self, value)
 
     def _deep_copy(self, value: Any) -> Any:
         twin = self._twins[id(value)] = copy.deepcopy(value)
@@ -350,8 +346,11 @@ _RULES: dict[type, Callable[[Twins, Any], Any]] = {
 }
 
 
+@functools.lru_cache(maxsize=4096)
 def _rule(kind: type) -> Callable[[Twins, Any], Any]:
     """What becomes of a value of a class."""
+    if kind in _RULES:
+        return _RULES[kind]
     if issubclass(kind, nn.Module):
         return Twins._holder
     if issubclass(kind, (dict, list, tuple, set)):
