@@ -222,7 +222,6 @@ def test_runs_that_a_loop_would_not_have_begun_change_nothing_that_is_shared(
 
 STATES: dict[str, Callable[[], Any]] = {
     "no_grad": torch.no_grad,
-    "inference_mode": torch.inference_mode,
     "enable_grad": torch.enable_grad,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "default device": lambda: torch.device("sim:2"),
@@ -230,23 +229,21 @@ STATES: dict[str, Callable[[], Any]] = {
     "mix_devices": tl_devicefix.mix_devices,
     "saved tensors": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
     "disabled": tl_devicefix.disabled,
-    "enabled": tl_devicefix.enabled,
 }
 
 
 def what_is_in_force(model: Any, batch: Any) -> Any:
-    mixed: Any = None
-    stacked: Any = None
-    with contextlib.suppress(RuntimeError):
-        mixed = str((torch.ones(1, device="sim:0") + torch.ones(1, device="sim:3")).device)
-    with contextlib.suppress(RuntimeError):  # without the patches, of blocks on several devices
-        stacked = str(model.W_in.device)
+    def device_of(compute: Callable[[], torch.Tensor]) -> str | None:
+        with contextlib.suppress(RuntimeError):
+            return str(compute().device)
+        return None
+
     return (
         torch.is_grad_enabled(),
         torch.is_autocast_enabled("cpu"),
-        str(torch.ones(1).device),
-        mixed,
-        stacked,
+        device_of(lambda: torch.ones(1)),
+        device_of(lambda: torch.ones(1, device="sim:0") + torch.ones(1, device="sim:3")),
+        device_of(lambda: model.W_in),  # without the patches, of blocks on several devices
         is_enabled(),
         torch._C._autograd._top_saved_tensors_default_hooks(True) is None,
         torch.get_num_threads(),

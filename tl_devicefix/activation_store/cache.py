@@ -34,12 +34,6 @@ class CacheOnDisk(CacheAtHome):
     def _where_it_lies(self, value: Any) -> Any:
         return value.read() if isinstance(value, NotRead) else value
 
-    def of(self, activations: Any) -> CacheAtHome:
-        """A cache of other activations, wherever they are, that is read where this one is."""
-        new = CacheOnDisk(self._home)
-        new.update(activations)
-        return new
-
     def copy(self) -> CacheAtHome:
         """A shallow copy, which has read nothing yet."""
         return self.of({name: dict.__getitem__(self, name) for name in self})

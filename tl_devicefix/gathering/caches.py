@@ -103,7 +103,7 @@ class CacheAtHome(dict[str, torch.Tensor]):
 
     def of(self, activations: Mapping[str, torch.Tensor]) -> CacheAtHome:
         """A cache of other activations, wherever they are, that is read where this one is."""
-        new = CacheAtHome(self._home)
+        new = type(self)(self._home)
         new.update(activations)
         return new
 
