@@ -124,9 +124,9 @@ _MODULES = (
     "transformer_lens.components",  # of 2.x and 3.x
     *(f"transformer_lens.{name}" for name in ("hook_points", "weight_processing", "patching")),
     *(f"transformer_lens.utilities{name}" for name in (".multi_gpu", ".devices", "")),
-    "transformer_lens.utils",  # of 2.x
     "transformer_lens.train",
 )
+_OF_2 = ("transformer_lens.utils",)
 _COMPONENTS = "transformer_lens.model_bridge.generalized_components"
 _OF_BRIDGE = (
     *("transformer_lens.model_bridge", _COMPONENTS, f"{_COMPONENTS}.base"),
@@ -137,7 +137,7 @@ _OF_BRIDGE = (
 
 def named(name: str) -> Any:
     """The class or module-level function, wherever it is in TransformerLens; None if nowhere."""
-    for module_name in (*_MODULES, *(_OF_BRIDGE if has_bridge() else ())):
+    for module_name in (*_MODULES, *(_OF_BRIDGE if has_bridge() else _OF_2)):
         if importlib.util.find_spec(module_name) is not None:
             # TransformerLens 4 raises ImportError at the names that it has dropped.
             attribute = vars(importlib.import_module(module_name)).get(name)
