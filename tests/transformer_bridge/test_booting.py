@@ -63,7 +63,6 @@ def test_what_tokens_and_logits_need_is_at_home_and_blocks_in_ranges(
         ({"device_map": {"": 3}}, {3}),
         ({"device_map": {"": 0, "blocks.2": 1, "blocks.3": 2}}, {0, 1, 2}),
         ({"device_map": {"embed": 0, "blocks": 1, "ln_final": 0, "unembed": 0}}, {0, 1}),
-        ({"device_map": {"": "sim:0", "model.layers.3": 1}}, {0, 1}),
     ],
     ids=str,
 )

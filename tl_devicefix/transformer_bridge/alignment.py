@@ -25,14 +25,19 @@ from tl_devicefix.transformer_bridge.block import prepare
 from tl_devicefix.transformer_bridge.components import bridge_components
 
 
-def settle_bridge(bridge: Any, placement: Placement) -> None:
-    """Record a placement that the weights have already, and make the Bridge run over it."""
+def settle_bridge(bridge: Any, placement: Placement | None) -> None:
+    """Record where the weights lie, and make the Bridge run there; None if that is not known."""
     bridge.__dict__["placement"] = placement
+    if placement is None:
+        return
     use(placement)
     bridge.cfg.device = str(placement.home)
     bridge.cfg.n_devices = len(placement.devices)
-    _drop_bound_methods(bridge.original_model)
-    align_bridge(bridge, placement)
+    align(bridge, placement, lambda name: False)
+    if len(placement.memories) > 1:
+        _drop_bound_methods(bridge.original_model)
+        take_inputs_at(bridge.original_model, placement.home)
+        _forget_tied_weights(bridge.original_model)
 
 
 def _drop_bound_methods(hf_model: nn.Module) -> None:
@@ -44,14 +49,6 @@ def _drop_bound_methods(hf_model: nn.Module) -> None:
         wrapped = getattr(value, "__wrapped__", None)
         if name != "forward" and getattr(wrapped, "__self__", None) is hf_model:
             del vars(hf_model)[name]
-
-
-def align_bridge(bridge: Any, placement: Placement) -> None:
-    """Make a Bridge run over the devices of `placement`, replacing any earlier alignment."""
-    align(bridge, placement, lambda name: False)
-    if len(placement.memories) > 1:
-        take_inputs_at(bridge.original_model, placement.home)
-        _forget_tied_weights(bridge.original_model)
 
 
 def take_inputs_at(hf_model: nn.Module, home: torch.device) -> None:
@@ -101,22 +98,17 @@ def to(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs["device"] = resolve_to_move(kwargs["device"], home_of(self) or HOST)
     moved = original(self, *args, **kwargs)
     placement: Placement | None = getattr(self, "placement", None)
-    if placement is not None and len(placement.memories) > 1:
+    if placement is None:
+        return moved
+    if len(placement.memories) == 1:
+        placement = placement_as_it_lies(self)
+    else:
         placement = placement.reweighed(sizes_now(self, placement))
         lie_on = {with_index(parameter.device) for parameter in self.parameters()}
         if len(lie_on) == 1 and len(placement.devices) == 1:  # it was moved, and is whole again
             placement = placement.gathered_on(lie_on.pop())
-        settle_bridge(self, placement)
-    elif placement is not None:
-        record_one_device(self, placement_as_it_lies(self))
+    settle_bridge(self, placement)
     return moved
-
-
-def record_one_device(bridge: Any, placement: Placement | None) -> None:
-    """Record where a Bridge lies that is on one device; None if that is not known."""
-    bridge.__dict__["placement"] = placement
-    if placement is not None:
-        use(placement)
 
 
 def sizes_now(bridge: Any, placement: Placement) -> list[ComponentSize]:

@@ -76,25 +76,6 @@ class Layout:
         placed = {path: str(placement.device_of(name)) for name, path in self.paths.items()}
         return dict(_cover("", hf_model, placed, str(placement.home)))
 
-    def by_component(self, device_map: Mapping[str, Any]) -> dict[str, Any] | None:
-        """A map of modules of the Hugging Face model as one of components.
-
-        None if it is not one: it leaves one out, divides one, or keeps some on the disk.
-        """
-        if any(str(device) in ("disk", "meta") for device in device_map.values()):
-            return None
-        components = {}
-        for name, path in self.paths.items():
-            if any(key.startswith(f"{path}.") for key in device_map):
-                return None
-            prefixes = [
-                key for key in device_map if key == "" or path == key or path.startswith(f"{key}.")
-            ]
-            if not prefixes:
-                return None
-            components[name] = device_map[max(prefixes, key=len)]
-        return components
-
 
 def _bytes_given(name: str, hf_model: Any) -> int:
     """Bytes for each token of what a component gives, if that is the residual stream, or logits."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from transformer_lens import ActivationCache
 
-from tl_devicefix.dispatch.carrying import bring_home, is_output_read, move
+from tl_devicefix.dispatch.carrying import bring_home, is_output_read
+from tl_devicefix.dispatch.mixing import mix_devices
 from tl_devicefix.gathering.caches import CacheAtHome
 from tl_devicefix.gathering.gathering import gathering_device, stack_on
 from tl_devicefix.monkeypatch.patch import patches
@@ -100,36 +101,13 @@ def _stacked(bridge: Any, path: str, reshape: _Reshape | None, stack: Callable[[
 @patches(
     None,
     takes="model corrupted_tokens clean_cache corrupted_cache patching_metric src_layer",
-    why="the source head's activations meet its weights on its own device",
+    why="the source head's activations, read at home, meet its weights on its own device",
     since="3.9",
 )
-def get_act_patch_direct_path(
-    original: Any,
-    model: Any,
-    corrupted_tokens: torch.Tensor,
-    clean_cache: Any,
-    corrupted_cache: Any,
-    patching_metric: Any,
-    src_layer: int,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """See TransformerLens's. What a head has written is computed on the head's own device."""
-    placement = getattr(model, "placement", None)
-    if placement is not None and len(placement.memories) > 1:
-        clean_cache = _with_source_in_place(clean_cache, model, src_layer)
-        corrupted_cache = _with_source_in_place(corrupted_cache, model, src_layer)
-    arguments = corrupted_tokens, clean_cache, corrupted_cache, patching_metric, src_layer
-    return original(model, *arguments, *args, **kwargs)
-
-
-def _with_source_in_place(cache: Any, model: Any, layer: int) -> Mapping[str, torch.Tensor]:
-    """A cache's activations where they are stored, with a layer's heads where its weights are."""
-    stored = getattr(cache, "cache_dict", cache)
-    if isinstance(stored, CacheAtHome):
-        stored = stored.stored()
-    name = f"blocks.{layer}.attn.hook_z"
-    return {**stored, name: move(stored[name], model.blocks[layer].attn.W_O.device)}
+def get_act_patch_direct_path(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """See TransformerLens's. Activations and weights of other devices are brought together."""
+    with mix_devices():
+        return original(*args, **kwargs)
 
 
 @patches(

@@ -29,7 +29,6 @@ from tl_devicefix.transformer_bridge.alignment import (
     let_pieces_mix,
     place_bridge,
     placement_as_it_lies,
-    record_one_device,
     settle_bridge,
     take_inputs_at,
 )
@@ -193,9 +192,8 @@ class _PlannedClass:
         options, device_map = self._options, self._options.get("device_map")
         trusted = {name: kwargs[name] for name in ("trust_remote_code",) if name in kwargs}
         empty = empty_hf_model(real, kwargs["config"], kwargs["torch_dtype"], **trusted)
-        device_map = _by_component(device_map, empty, self._adapter)
-        if device_map is NotImplemented:
-            return options["device_map"], None
+        if _is_for_transformers(device_map, empty):
+            return device_map, None
         layout = layout_of(empty, self._adapter)
         placement = decide_fitting(
             layout.sizes(empty),
@@ -207,21 +205,11 @@ class _PlannedClass:
         return layout.device_map(empty, placement), placement
 
 
-def _by_component(device_map: Any, hf_model: nn.Module, adapter: Any) -> Any:
-    """A map as the plan takes it, by components; NotImplemented if it is for transformers alone.
-
-    It may name modules of the Hugging Face model, or a strategy that is not ours.
-    """
+def _is_for_transformers(device_map: Any, hf_model: nn.Module) -> bool:
+    """Whether a map names modules of the Hugging Face model, or a strategy that is not ours."""
     if not isinstance(device_map, Mapping):
-        is_not_ours = isinstance(device_map, str) and device_map.startswith("balanced_")
-        return NotImplemented if is_not_ours else device_map
-    if not any(name in device_map for name, _ in hf_model.named_modules() if name):
-        return device_map
-    try:
-        by_component = layout_of(hf_model, adapter).by_component(device_map)
-    except ValueError:
-        by_component = None
-    return NotImplemented if by_component is None else by_component
+        return isinstance(device_map, str) and device_map.startswith("balanced_")
+    return any(name in device_map for name, _ in hf_model.named_modules() if name)
 
 
 def _bring_root_home(hf_model: nn.Module, home: torch.device) -> None:
@@ -239,10 +227,6 @@ def _bring_root_home(hf_model: nn.Module, home: torch.device) -> None:
 def _settle_where_it_is(bridge: Any) -> None:
     """Record where a Bridge's model lies; on several devices, have it run over them as it lies."""
     placement = placement_as_it_lies(bridge)
+    settle_bridge(bridge, placement)
     if placement is None:
         let_pieces_mix(bridge)
-        return
-    if len(placement.devices) > 1:
-        settle_bridge(bridge, placement)
-    else:
-        record_one_device(bridge, placement)
