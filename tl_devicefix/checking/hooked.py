@@ -13,8 +13,7 @@ from tl_devicefix.checking.report import Finding
 from tl_devicefix.dispatch.naming import listed
 from tl_devicefix.dispatch.user_modules import attached_modules, runs_where_it_is
 from tl_devicefix.hooked_transformer.components import is_own
-from tl_devicefix.hooked_transformer.layout import share_buffers
-from tl_devicefix.hooked_transformer.moving import settle
+from tl_devicefix.hooked_transformer.moving import settle, share_buffers
 
 _NORMS = (LayerNorm, LayerNormPre, RMSNorm, RMSNormPre)
 

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.offload.copying import module_with_streams
 from tl_devicefix.offload.visiting import NOT_THERE, Visits, visiting_in_common, visiting_weights
 
@@ -315,9 +316,16 @@ def return_to(before: torch.device | None) -> None:
 _reads_text = threading.RLock()
 
 
-def reading_text() -> contextlib.AbstractContextManager[Any]:
-    """Within it, no other run in flight reads text: tokenizers keep how to pad between calls."""
-    return _STAYS if _run.get() is None else _reads_text
+_ONE_AT_A_TIME = "runs in flight call the tokenizer one at a time"
+
+
+@patches("HookedTransformer", "to_tokens", "to_str_tokens", takes="self input", why=_ONE_AT_A_TIME)
+@patches("HookedTransformer", "to_string", takes="self tokens", why=_ONE_AT_A_TIME)
+@patches("TransformerBridge", "to_tokens", "to_str_tokens", takes="self input", why=_ONE_AT_A_TIME)
+def reading(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A method that calls the tokenizer, which keeps how to pad between calls."""
+    with contextlib.nullcontext() if _run.get() is None else _reads_text:
+        return original(self, *args, **kwargs)
 
 
 def take_own_tokenizer(model: Any) -> None:

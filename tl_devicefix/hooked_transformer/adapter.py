@@ -11,19 +11,21 @@ from transformer_lens import HookedTransformer as model_class
 
 from tl_devicefix.dispatch.views import view_of
 from tl_devicefix.hooked_transformer import (  # noqa: F401  # which have patches
-    alignment,
     block,
     config,
-    hook_points,
+    forward,
     loading,
     moving,
     processing,
-    tokenizing,
 )
 from tl_devicefix.hooked_transformer.blueprint import HookedBlueprint, option_names
-from tl_devicefix.hooked_transformer.known_blocks import forward_of_each
+from tl_devicefix.hooked_transformer.known_blocks import (
+    why_as_installed,
+    why_attention_as_installed,
+)
+from tl_devicefix.monkeypatch.applying import is_enabled
 
-__all__ = ["forward_of_each", "model_class", "option_names", "view_of"]
+__all__ = ["model_class", "option_names", "view_of"]
 
 NAME = "HookedTransformer"
 RUNS = ("forward", "run_with_hooks", "input_to_embed")
@@ -35,3 +37,18 @@ MINDS_TRAINING = False  # it is in training mode from the start, and has nothing
 def passes_stream_alone(model: Any) -> bool:
     """A HookedTransformer's blocks hand on nothing else."""
     return True
+
+
+def forward_of_each(model: Any) -> dict[str, str]:
+    """See `Adapter.forward_of_each`."""
+    return {f"blocks.{index}": _forward_of(module) for index, module in enumerate(model.blocks)}
+
+
+def _forward_of(module: Any) -> str:
+    why = why_as_installed(module) if is_enabled() else "TransformerLens is unpatched"
+    if "forward" in vars(module):
+        why = "its forward was replaced"
+    if why is not None:
+        return f"as installed: {why}"
+    why = why_attention_as_installed(module.attn)
+    return "one function" if why is None else f"one function; attention as installed: {why}"

@@ -13,9 +13,8 @@ from transformer_lens.components import AbstractAttention, GroupedQueryAttention
 from tl_devicefix.attention import kv_cache, sdpa
 from tl_devicefix.attention.implementation import WHY_NOT, is_sdpa, listens
 from tl_devicefix.attention.one_forward import cached_fact, made_once
-from tl_devicefix.hooked_transformer.hook_points import at
-from tl_devicefix.hooked_transformer.known_blocks import IS_2, why_attention_as_installed
-from tl_devicefix.hooked_transformer.norms import PRECISE, number, run_norm
+from tl_devicefix.hooked_transformer.known_blocks import IS_2, at, why_attention_as_installed
+from tl_devicefix.hooked_transformer.layers import PRECISE, number, run_norm
 from tl_devicefix.placement.devices import has_values
 
 Residual = Float[torch.Tensor, "batch pos d_model"]
@@ -33,14 +32,9 @@ def run_attention(
     attention_mask: Padding | None = None,
     heard: bool = True,
 ) -> Residual:
-    """Compute a block's attention from its normalised inputs.
+    """Compute a block's attention from what queries, keys and values are made of.
 
-    Args:
-        attn: an attention for which `why_attention_as_installed` is None.
-        inputs: what queries, keys and values are made of, each [batch, pos, d_model].
-        past_kv_cache_entry: the block's entry of a KV cache, which it appends to.
-        attention_mask: zero where a key is padding.
-        heard: whether somebody may listen in it.
+    Its `why_attention_as_installed` is None. If it is not `heard`, nobody listens in it.
     """
     entry = past_kv_cache_entry
     cfg, modules, weights = attn.cfg, attn._modules, attn._parameters

@@ -9,48 +9,34 @@ makes it, or has hooks of torch's, is called as the module that it is.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from transformer_lens.components import MLP, AbstractAttention, TransformerBlock
+from transformer_lens.components import AbstractAttention, TransformerBlock
 
-from tl_devicefix.attention.one_forward import one_forward
-from tl_devicefix.dispatch import forward as running
+from tl_devicefix.attention.implementation import is_sdpa
 from tl_devicefix.hooked_transformer.attention import Padding, Residual, alibi_bias, run_attention
-from tl_devicefix.hooked_transformer.far_blocks import run_on_its_rank
-from tl_devicefix.hooked_transformer.hook_points import MLPS, at, is_heard, sees
 from tl_devicefix.hooked_transformer.known_blocks import (
     IS_2,
+    POST_NORM,
     Look,
+    at,
     fits,
+    is_heard,
     look_at,
+    sees,
     why_as_installed,
     why_attention_as_installed,
 )
-from tl_devicefix.hooked_transformer.norms import run_norm
+from tl_devicefix.hooked_transformer.layers import run_mlp, run_norm
 from tl_devicefix.monkeypatch.applying import original as installed
+from tl_devicefix.monkeypatch.exchanged import exchanged_functions
 from tl_devicefix.monkeypatch.patch import patches
 
+_log = logging.getLogger(__name__)
+_warned_of: set[tuple[str, ...]] = set()
 _PLAIN = "one function of the weights; hook points are called where somebody listens"
-_POST_NORM = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
-"""TransformerLens's POST_NORM_ARCHITECTURES: norms follow attention and MLP."""
-
-
-@patches(
-    "HookedTransformer",
-    "forward",
-    takes="self input return_type start_at_layer stop_at_layer",
-    why="what leaves the model is at home",
-)
-def forward_of_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`HookedTransformer.forward`, whose results are at home; blocks share masks and positions.
-
-    Raises:
-        RuntimeError: if the model's weights are only partly processed.
-    """
-    with one_forward(model=self):
-        return running.forward(original, self, *args, **kwargs)
 
 
 @patches(
@@ -76,7 +62,7 @@ def block_forward(
     if not as_known or why_as_installed(self, look) is not None:
         return original(self, *inputs)  # type: ignore[no-any-return]
     if type(resid_pre) is not torch.Tensor:
-        output = run_on_its_rank(self, *inputs, look)
+        output = _run_on_its_rank(self, *inputs, look)
         if output is not None:
             return output
     return run_block(self, *inputs, look)
@@ -126,20 +112,11 @@ def run_block(
     attention_mask: Padding | None = None,
     look: Look | None = None,
 ) -> Residual:
-    """What a block makes of the residual stream.
-
-    Args:
-        block: a TransformerBlock for which `why_as_installed` is None.
-        resid_pre: the residual stream before it, on its device.
-        shortformer_pos_embed: what is added to queries' and keys' inputs, if anything.
-        past_kv_cache_entry: the block's entry of a KV cache, which it appends to.
-        attention_mask: zero where a key is padding.
-        look: at the block just now, if there was one.
-    """
+    """What a block makes of the residual stream."""
     modules, cfg = block._modules, block.cfg
     look = look_at(block) if look is None else look
     heard = look.is_heard()
-    post_norm = not IS_2 and cfg.original_architecture in _POST_NORM
+    post_norm = not IS_2 and cfg.original_architecture in POST_NORM
     if heard:
         resid_pre = at(modules, "hook_resid_pre", resid_pre)
     ln1, attn = modules["ln1"], modules["attn"]
@@ -205,48 +182,47 @@ def run_block(
     return at(modules, "hook_resid_post", resid_post) if heard else resid_post
 
 
-def run_mlp(mlp: Any, x: Residual, heard: bool = True) -> Residual:
-    """Compute a block's MLP from its normalised input; a mixture of experts is called.
+def _run_on_its_rank(
+    block: Any,
+    resid_pre: torch.Tensor,
+    shortformer_pos_embed: torch.Tensor | None,
+    entry: Any,
+    attention_mask: torch.Tensor | None,
+    look: Look,
+) -> torch.Tensor | None:
+    """Run a block of another host, in which nobody listens, by one command on its rank.
 
-    Args:
-        mlp: an MLP or GatedMLP; any other module is called.
-        x: its input.
-        heard: whether somebody may listen in it.
+    None if it has to run operation by operation.
     """
-    cls, modules, weights = type(mlp), mlp._modules, mlp._parameters
+    allocation = getattr(resid_pre, "_allocation", None)
+    run = None if allocation is None else getattr(allocation.machine.executor, "run_block", None)
+    attn = block.attn
     if (
-        cls not in MLPS
-        or (heard and is_heard(mlp))
-        or "hook_mid" in modules
-        or len(weights) != (4 if cls is MLP else 5)  # a tensor in place of a parameter
-        or weights["W_in"].device != x.device
+        run is None
+        or look.is_heard()
+        or why_attention_as_installed(attn, look) is not None
+        or attn.cfg.positional_embedding_type == "alibi"  # which leaves something in its module
+        or (entry is not None and is_sdpa(attn))  # as this cache grows in place
+        or not fits(attn, (resid_pre,) * 3, entry)
+        or _are_functions_exchanged()
     ):
-        output: Residual = mlp(x)
-        return output
-    W_in, W_out = weights["W_in"], weights["W_out"]
-    act_fn = mlp.act_fn
-    if cls is MLP:
-        pre = _addmm(weights["b_in"], x, W_in)
-        if heard:
-            pre = at(modules, "hook_pre", pre)
-        post = act_fn(pre)
-    else:
-        W_gate = weights["W_gate"]
-        pre = torch.matmul(x, W_gate) if IS_2 else F.linear(x, W_gate.T.contiguous())
-        if heard:
-            pre = at(modules, "hook_pre", pre)
-        linear = torch.matmul(x, W_in) if IS_2 else F.linear(x, W_in.T.contiguous())
-        if heard:
-            linear = at(modules, "hook_pre_linear", linear)
-        post = act_fn(pre) * linear + weights["b_in"]
-    if heard:
-        post = at(modules, "hook_post", post)
-    if IS_2 or cls is MLP:
-        return _addmm(weights["b_out"], post, W_out)
-    return F.linear(post, W_out.T.contiguous(), weights["b_out"])
+        return None
+    inputs = {
+        "resid_pre": resid_pre,
+        "shortformer_pos_embed": shortformer_pos_embed,
+        "attention_mask": attention_mask,
+    }
+    return run(block, inputs, entry, look)  # type: ignore[no-any-return]
 
 
-def _addmm(bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """TransformerLens's `batch_addmm`."""
-    output = torch.addmm(bias, x.view(-1, x.size(-1)), weight)
-    return output.view(*x.shape[:-1], weight.shape[-1])
+def _are_functions_exchanged() -> bool:
+    """Whether a block would use functions that its rank lacks; warns once if so."""
+    names = exchanged_functions()
+    if names and names not in _warned_of:
+        _warned_of.add(names)
+        more = f" (and {len(names) - 1} more)" if names[1:] else ""
+        _log.warning(
+            f"{names[0]}{more} was replaced on this rank, but not on the others: until you put it "
+            "back, blocks run operation by operation, which takes longer"
+        )
+    return bool(names)

@@ -20,7 +20,6 @@ from tl_devicefix.checkpoints.hub import HUB_ARGUMENTS
 from tl_devicefix.gathering.gathering import STACKED
 from tl_devicefix.hooked_transformer.components import component_sizes
 from tl_devicefix.hooked_transformer.config import model_config
-from tl_devicefix.hooked_transformer.layout import empty_as_loaded
 from tl_devicefix.hooked_transformer.loading import empty_model
 from tl_devicefix.hooked_transformer.moving import place
 from tl_devicefix.placement.fitting import working_room
@@ -28,13 +27,7 @@ from tl_devicefix.placement.placement import ComponentSize, Placement
 
 
 class HookedBlueprint:
-    """A HookedTransformer as `from_pretrained` would load it.
-
-    Args:
-        name: what the user calls it.
-        cfg: its config, with one device.
-        cls: HookedTransformer, or a subclass of it.
-    """
+    """A HookedTransformer as `from_pretrained` would load it."""
 
     def __init__(self, name: str, cfg: Any, cls: Any) -> None:
         self.name, self._cfg, self._cls = name, cfg, cls
@@ -48,11 +41,7 @@ class HookedBlueprint:
         options: dict[str, Any],
         model_class: Any = None,
     ) -> HookedBlueprint:
-        """See `blueprint`.
-
-        Raises:
-            ValueError: if the config cannot be had.
-        """
+        """See `blueprint`."""
         cfg = _config_at_full_size(config_or_model_name, dtype, options)
         name = str(getattr(config_or_model_name, "model_name", config_or_model_name))
         return cls(name, cfg, model_class or HookedTransformer)
@@ -75,7 +64,7 @@ class HookedBlueprint:
         model = empty_model(self._cls, cfg, tokenizer)
         for name, parameter in list(model.named_parameters()):
             device = placement.device_for(name, of_weights=True)
-            values = empty_as_loaded(name, parameter.data, cfg.original_architecture, device)
+            values = _empty_as_loaded(name, parameter.data, cfg.original_architecture, device)
             path, _, leaf = name.rpartition(".")
             model.get_submodule(path)._parameters[leaf] = torch.nn.Parameter(values)
         place(model, placement)  # the buffers, and what makes it run there
@@ -140,14 +129,36 @@ def _config_at_full_size(
     return cfg
 
 
-class HookedGeneration:
-    """Generating with TransformerLens's KV cache.
+_OF_LINEAR = {
+    **dict.fromkeys(("W_Q", "W_K", "W_V", "_W_K", "_W_V"), (0, 2, 1)),
+    "W_O": (2, 0, 1),
+    **dict.fromkeys(("W_in", "W_gate", "W_out", "W_U"), (1, 0)),
+}
+"""Parameter -> its dimensions, slowest first, where the checkpoint has an nn.Linear."""
 
-    Args:
-        model: a HookedTransformer.
-        batch_size: how many prompts.
-        seq_len: tokens in each.
+_OF_CONV1D = {**dict.fromkeys(("W_Q", "W_K", "W_V"), (1, 0, 2)), "W_U": (1, 0)}
+"""Likewise, where it has transformers' Conv1D, whose weight is the other way round."""
+
+
+def _empty_as_loaded(
+    name: str, like: torch.Tensor, architecture: str | None, device: torch.device
+) -> torch.Tensor:
+    """A parameter without values, laid out as loading lays it out: as the checkpoint has it.
+
+    TransformerLens's shapes are mostly transposed views of a checkpoint's, and
+    `weight_processing/weights.py` keeps them so; what TransformerLens computes with them depends on
+    it, and so does its memory. An `architecture` of None is that of a model from no checkpoint.
     """
+    orders = _OF_CONV1D if architecture == "GPT2LMHeadModel" else _OF_LINEAR
+    order = orders.get(name.rpartition(".")[2]) if architecture else None
+    if order is None or len(order) != like.dim():
+        return torch.empty_like(like, device=device)
+    stored = torch.empty([like.shape[d] for d in order], dtype=like.dtype, device=device)
+    return stored.permute([order.index(d) for d in range(like.dim())])
+
+
+class HookedGeneration:
+    """Generating with TransformerLens's KV cache."""
 
     def __init__(self, model: Any, batch_size: int, seq_len: int) -> None:
         self._model = model

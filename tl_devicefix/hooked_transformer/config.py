@@ -76,9 +76,6 @@ def official_name(model_name: str) -> str:
     """The name that TransformerLens lists a model by.
 
     A checkpoint directory, and the name of another checkpoint on the hub, stay as they are.
-
-    Raises:
-        ValueError: if it can be none of these.
     """
     if is_checkpoint_directory(model_name):
         return model_name
@@ -99,15 +96,11 @@ def official_name(model_name: str) -> str:
     if re.fullmatch(r"\w[\w.-]*/[\w.-]+", model_name):
         return model_name
     close = difflib.get_close_matches(model_name, tl_loading.make_model_alias_map(), n=3)
+    meant = f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
     raise ValueError(
-        f"TransformerLens lists no model {model_name!r}"
-        f"{f' (did you mean {_either(close)}?)' if close else ''}, and it is neither a local "
+        f"TransformerLens lists no model {model_name!r}{meant}, and it is neither a local "
         "checkpoint directory nor a name on the hub (organisation/model)"
     )
-
-
-def _either(names: list[str]) -> str:
-    return " or ".join(repr(name) for name in names)
 
 
 def is_listed(model_name: str) -> bool:
@@ -213,7 +206,10 @@ def _config_of_architecture(
         cfg = _config_by_name(_CONFIGURED_BY_NAME[architecture], hf_config, **kwargs)
         sizes = olmo_sizes if architecture.startswith("Olmo") else gemma_sizes
         text_config = getattr(hf_config, "text_config", hf_config)
-        overrides = {**sizes(text_config), **_requested_sizes(kwargs)}
+        # What the caller chose, config.json must not undo.
+        chosen = {"n_layers": kwargs.get("first_n_layers"), "n_ctx": kwargs.get("n_ctx")}
+        overrides = sizes(text_config)
+        overrides |= {name: size for name, size in chosen.items() if size is not None}
     else:
         cfg = _config_by_name(_UnguessedPath(path), hf_config, **kwargs)
         overrides = overlooked(architecture, hf_config)
@@ -221,12 +217,7 @@ def _config_of_architecture(
 
 
 class _ReadableAutoConfig:
-    """transformers' AutoConfig, whose configs have the names that TransformerLens reads.
-
-    Args:
-        hf_config: the config to return, if it has been read.
-        token: the token to use; TransformerLens would take it from the environment.
-    """
+    """transformers' AutoConfig, whose configs have the names that TransformerLens reads."""
 
     def __init__(self, hf_config: Any, token: Any) -> None:
         self._hf_config = hf_config
@@ -244,12 +235,6 @@ class _ReadableAutoConfig:
         if "partial_rotary_factor" in rope and not hasattr(hf_config, "partial_rotary_factor"):
             hf_config.partial_rotary_factor = rope["partial_rotary_factor"]
         return hf_config
-
-
-def _requested_sizes(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The sizes that the caller chose: config.json must not undo them."""
-    requested = {"n_layers": kwargs.get("first_n_layers"), "n_ctx": kwargs.get("n_ctx")}
-    return {name: size for name, size in requested.items() if size is not None}
 
 
 @patches(
@@ -316,11 +301,7 @@ def _sizes(hf_config: Any, d_head: int) -> dict[str, Any]:
 
 
 def olmo_sizes(hf_config: Any) -> dict[str, Any]:
-    """Sizes of an OLMo or OLMo 2 from config.json, by TransformerLens's names.
-
-    Raises:
-        ValueError: if it has grouped-query attention, which TransformerLens does not read.
-    """
+    """Sizes of an OLMo or OLMo 2 from config.json, by TransformerLens's names."""
     if hf_config.num_key_value_heads not in (None, hf_config.num_attention_heads):
         raise ValueError(
             f"config.json has {hf_config.num_key_value_heads} key and value heads for "

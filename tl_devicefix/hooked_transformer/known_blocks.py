@@ -1,4 +1,4 @@
-"""Which blocks run `block.py`, and why others run the forward that is installed.
+"""Who listens in a block; which blocks run `block.py`, and why others run the installed forward.
 
     python -m tl_devicefix.hooked_transformer.known_blocks  # prints the installed digest
 
@@ -20,19 +20,61 @@ import torch
 import transformer_lens.components as components
 from packaging.version import Version
 from torch.nn.modules.module import _has_any_global_hook
-from transformer_lens.components import Attention, GroupedQueryAttention, TransformerBlock
+from transformer_lens.components import (
+    MLP,
+    Attention,
+    GatedMLP,
+    GroupedQueryAttention,
+    LayerNorm,
+    LayerNormPre,
+    RMSNorm,
+    RMSNormPre,
+    TransformerBlock,
+)
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities import attention as attention_utilities
 from transformer_lens.utilities.addmm import batch_addmm
 
 from tl_devicefix.attention.implementation import HOOKS
 from tl_devicefix.attention.one_forward import kept_in_forward, made_once
-from tl_devicefix.hooked_transformer.hook_points import MLPS, NORMS, OWN
-from tl_devicefix.monkeypatch.applying import is_enabled, original
+from tl_devicefix.monkeypatch.applying import original
 from tl_devicefix.monkeypatch.versions import installed
 
 IS_2 = installed() < Version("3.dev0")
 """Whether it is TransformerLens 2, whose operations differ in places."""
+POST_NORM = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
+"""TransformerLens's POST_NORM_ARCHITECTURES: norms follow attention and MLP."""
+
+NORMS = frozenset((LayerNorm, LayerNormPre, RMSNorm, RMSNormPre))
+MLPS = frozenset((MLP, GatedMLP))
+OWN = frozenset((*NORMS, *MLPS, Attention, GroupedQueryAttention, HookPoint))
+
+
+def is_heard(module: Any) -> bool:
+    """Whether calling a module does more than its class's forward."""
+    attributes = module.__dict__
+    return bool(
+        attributes["_forward_hooks"]
+        or attributes["_forward_pre_hooks"]
+        or attributes["_backward_hooks"]
+        or attributes["_backward_pre_hooks"]
+        or "forward" in attributes
+    )
+
+
+def sees(module: Any) -> bool:
+    """Whether a hook may see the input or output of a module or of its submodules."""
+    modules = (module, *module._modules.values())
+    return any(is_heard(submodule) or type(submodule) not in OWN for submodule in modules)
+
+
+def at(modules: dict[str, Any], name: str, x: torch.Tensor) -> torch.Tensor:
+    """An activation as it leaves its hook point, which is called if somebody listens there."""
+    point = modules[name]
+    if type(point) is HookPoint and not is_heard(point):
+        return x
+    return point(x)  # type: ignore[no-any-return]
+
 
 KNOWN = {"405070dd2689d6aa": "2.18.0", "61bc580051b6dc91": "3.8.0 - 3.9.0"}
 """Digest -> the versions of TransformerLens that have it."""
@@ -57,18 +99,13 @@ _STOOD_FOR = {
 """Class -> its methods that `block.py` stands for."""
 
 
-_METHODS = (
-    "apply_mlp",
-    "calculate_qkv_matrices",
-    "calculate_attention_scores",
-    "calculate_z_scores",
-    "apply_causal_mask",
-    "apply_rotary",
-    "rotate_every_two",
-    "_apply_qk_norm",
-    "_make_causal_mask",
-)
-"""Methods of a block and its attention that the functions here stand for."""
+_METHODS = [
+    method
+    for cls in ("TransformerBlock", "AbstractAttention", "GroupedQueryAttention")
+    for method in _STOOD_FOR[cls]
+    if method != "forward"
+] + ["_make_causal_mask"]
+"""Methods of a block and its attention, which an instance may have in place of its class's."""
 
 _CALLED_PAST = (
     (TransformerBlock, "apply_mlp"),
@@ -159,42 +196,17 @@ _LOOK = "_tl_devicefix_look"
 
 
 def why_as_installed(block: Any, look: Look | None = None) -> str | None:
-    """Why a block runs the installed forward; None if it does not.
-
-    Args:
-        block: the block.
-        look: at it just now, if there was one.
-    """
+    """Why a block runs the installed forward; None if it does not."""
     look = look_at(block) if look is None else look
     return look.why or _why_by_config(block.cfg, of_attention=False)
 
 
 def why_attention_as_installed(attn: Any, look: Look | None = None) -> str | None:
-    """Why a block's attention runs the installed forward; None if it does not.
-
-    Args:
-        attn: the attention.
-        look: at its block just now, if there was one.
-    """
+    """Why a block's attention runs the installed forward; None if it does not."""
     why = look_at(attn).why if look is None else look.why_attention
     if why is None and attn._parameters["b_O"].device.type == "mps":
         return "it is on an Apple GPU, where TransformerLens multiplies differently"
     return why or _why_by_config(attn.cfg, of_attention=True)
-
-
-def forward_of_each(model: Any) -> dict[str, str]:
-    """Name of each block of a HookedTransformer -> which forward it would run, and why."""
-    return {f"blocks.{index}": _forward_of(block) for index, block in enumerate(model.blocks)}
-
-
-def _forward_of(block: Any) -> str:
-    why = why_as_installed(block) if is_enabled() else "TransformerLens is unpatched"
-    if "forward" in vars(block):
-        why = "its forward was replaced"
-    if why is not None:
-        return f"as installed: {why}"
-    why = why_attention_as_installed(block.attn)
-    return "one function" if why is None else f"one function; attention as installed: {why}"
 
 
 def _why_as_built(module: Any) -> str | None:
@@ -216,18 +228,16 @@ def _why_by_config(cfg: Any, of_attention: bool) -> str | None:
     """Why all blocks with a config run the installed forward, or their attentions; None if not."""
     kept, key = kept_in_forward(), ("by config", id(cfg), of_attention)
     if key not in kept:
-        kept[key] = _why_now() or _of_block(cfg) or (_of_attention(cfg) if of_attention else None)
+        kept[key] = _why_now() or _why_of(cfg, of_attention)
     why: str | None = kept[key]
     return why
 
 
-def _of_block(cfg: Any) -> str | None:
+def _why_of(cfg: Any, of_attention: bool) -> str | None:
     if cfg.use_attn_in or cfg.use_split_qkv_input:
         return "use_split_qkv_input or use_attn_in is set"
-    return None
-
-
-def _of_attention(cfg: Any) -> str | None:
+    if not of_attention:
+        return None
     if cfg.use_attn_result:
         return "use_attn_result is set"
     if cfg.load_in_4bit:

@@ -16,7 +16,10 @@ from typing import Any
 
 import torch
 import transformer_lens.loading_from_pretrained as tl_loading
+from accelerate import init_empty_weights
+from torch import nn
 from transformer_lens import HookedTransformer
+from transformer_lens.components import TransformerBlock
 
 from tl_devicefix.attention.implementation import (
     check_attn_implementation,
@@ -25,20 +28,16 @@ from tl_devicefix.attention.implementation import (
 from tl_devicefix.checkpoints.checkpoint import load_hf_model
 from tl_devicefix.checkpoints.configs import torch_dtype
 from tl_devicefix.checkpoints.hub import (
+    TOKENIZER_FILES,
     is_checkpoint_directory,
     load_tokenizer,
     tokenizers_fetched_with,
 )
 from tl_devicefix.checkpoints.sources import HuggingFaceSource, Source, StateDictSource
-from tl_devicefix.hooked_transformer.components import component_sizes
-from tl_devicefix.hooked_transformer.config import (
-    is_listed,
-    model_config,
-    official_name,
-)
-from tl_devicefix.hooked_transformer.layout import give_buffers
+from tl_devicefix.hooked_transformer.components import attention_kind, component_sizes
+from tl_devicefix.hooked_transformer.config import is_listed, model_config, official_name
+from tl_devicefix.hooked_transformer.known_blocks import POST_NORM
 from tl_devicefix.hooked_transformer.moving import place
-from tl_devicefix.hooked_transformer.tokenizing import warn_without_tokenizer
 from tl_devicefix.hooked_transformer.units import fill, installed_conventions
 from tl_devicefix.misspelt import refuse_misspelt
 from tl_devicefix.monkeypatch.applying import original
@@ -165,7 +164,14 @@ def _load(
         device = arguments["device"]
         device = resolve(device) if isinstance(device, int) else device or default_device()
         model.cfg.device = str(device)
-    warn_without_tokenizer(model, arguments["model_name"])
+    if model.tokenizer is None:
+        logging.getLogger("tl_devicefix").warning(
+            "%r has no tokenizer (none of %s), so the model takes only tokens: pass "
+            "tokenizer=AutoTokenizer.from_pretrained(...) to from_pretrained, or give it to "
+            "model.set_tokenizer(...).",
+            arguments["model_name"],
+            ", ".join(TOKENIZER_FILES),
+        )
     print(f"Loaded pretrained model {arguments['model_name']} into HookedTransformer")
     return model
 
@@ -220,12 +226,8 @@ def _load_config(
     model_name: str, arguments: dict[str, Any], hf_kwargs: dict[str, Any], dtype: torch.dtype
 ) -> Any:
     passed_on = (
-        "checkpoint_index",
-        "checkpoint_value",
-        "fold_ln",
-        "default_prepend_bos",
-        "first_n_layers",
-        "n_ctx",
+        *("checkpoint_index", "checkpoint_value", "fold_ln", "default_prepend_bos"),
+        *("first_n_layers", "n_ctx"),
     )
     options = {name: arguments[name] for name in passed_on if name in arguments}
     hf_model = arguments["hf_model"]
@@ -247,7 +249,7 @@ def _steps(cfg: Any, arguments: dict[str, Any]) -> Steps:
     if cfg.positional_embedding_type == "shortformer":
         for name in ("fold_ln", "center_unembed", "center_writing_weights"):
             refused[name] = "a shortformer model"
-    if cfg.original_architecture in _post_norm_architectures():
+    if cfg.original_architecture in POST_NORM:
         for name in ("fold_ln", "center_writing_weights"):
             refused[name] = f"the post-norm architecture {cfg.original_architecture}"
     if (cfg.output_logits_soft_cap or 0) > 0:
@@ -257,14 +259,6 @@ def _steps(cfg: Any, arguments: dict[str, Any]) -> Steps:
             _log.warning("%s=True does not apply to %s: set to False", name, reason)
             steps[name] = False
     return Steps(**steps).applicable(cfg, installed_conventions())
-
-
-def _post_norm_architectures() -> tuple[str, ...]:
-    try:
-        from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
-    except ImportError:  # TransformerLens 2.x and early 3.x
-        return ("Olmo2ForCausalLM",)
-    return tuple(POST_NORM_ARCHITECTURES)
 
 
 def _place(
@@ -327,7 +321,7 @@ def _components_without_values() -> Iterator[None]:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         with torch.device("meta"):
             installed_init(self, *args, **kwargs)
-        give_buffers(self)
+        _give_buffers(self)
 
     installed_init = HookedTransformer.__init__
     HookedTransformer.__init__ = init  # type: ignore[method-assign]
@@ -335,3 +329,18 @@ def _components_without_values() -> Iterator[None]:
         yield
     finally:
         HookedTransformer.__init__ = installed_init  # type: ignore[method-assign]
+
+
+def _give_buffers(model: Any) -> None:
+    """Give a HookedTransformer that was constructed on meta its buffers, on the CPU.
+
+    They are made once for all blocks of one kind of attention, which share them.
+    """
+    made: dict[str | None, nn.Module] = {}
+    for layer, block in enumerate(model.blocks):
+        kind = attention_kind(model.cfg, layer)
+        if kind not in made:
+            with init_empty_weights(include_buffers=False):
+                made[kind] = TransformerBlock(model.cfg, layer)
+        for name, module in made[kind].named_modules():
+            block.get_submodule(name)._buffers.update(module._buffers)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Iterator
+import weakref
+from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from transformer_lens.train import train as transformer_lens_train
 
-from tl_devicefix.hooked_transformer.alignment import align, remember_placement, unalign
-from tl_devicefix.hooked_transformer.components import component_sizes
-from tl_devicefix.hooked_transformer.layout import Convert, converted_once, share_buffers
+from tl_devicefix.dispatch import forward as running
+from tl_devicefix.dispatch.carrying import first_block
+from tl_devicefix.dispatch.forward import is_aligned
+from tl_devicefix.dispatch.scheduler import device_of_turn
+from tl_devicefix.hooked_transformer.components import component_sizes, is_own
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.offload.visiting import pin
 from tl_devicefix.placement.deciding import decide_fitting
@@ -22,6 +26,8 @@ from tl_devicefix.placement.devices import HOST, resolve, resolve_to_move
 from tl_devicefix.placement.fitting import naming_full_devices
 from tl_devicefix.placement.in_use import use
 from tl_devicefix.placement.placement import Placement, component_of
+
+Convert = Callable[[torch.Tensor], torch.Tensor]
 
 
 def place(model: Any, placement: Placement) -> None:
@@ -198,11 +204,7 @@ def __setstate__(self: Any, state: dict[str, Any]) -> None:
 def train(model: Any, config: Any, dataset: Any) -> Any:
     """See `transformer_lens.train.train`. A spread model is trained where it lies.
 
-    Args:
-        model: a HookedTransformer.
-        config: if its `device` is None or the model's home, a spread model stays spread; another
-            device gathers it there, as TransformerLens does.
-        dataset: as TransformerLens takes it.
+    That holds if `config.device` is None or its home: another gathers it, as in TransformerLens.
     """
     placement = getattr(model, "placement", None)
     if placement is None or len(placement.memories) == 1:
@@ -211,15 +213,107 @@ def train(model: Any, config: Any, dataset: Any) -> Any:
         return transformer_lens_train(model, config, dataset)
     config = copy.copy(config)
     config.device = str(placement.home)
-    with _staying(model):
+    with mock.patch.object(model, "to", return_value=model):
         return transformer_lens_train(model, config, dataset)
 
 
-@contextlib.contextmanager
-def _staying(model: Any) -> Iterator[None]:
-    """Within it, `model.to(...)` moves nothing."""
-    model.__dict__["to"] = lambda *_args, **_kwargs: model
-    try:
-        yield
-    finally:
-        del model.__dict__["to"]
+def share_buffers(model: nn.Module) -> None:
+    """Let the blocks of a model that is constructed already share their buffers."""
+    shared: dict[Any, torch.Tensor] = {}
+    for module in model.modules():
+        kind = getattr(module, "attn_type", None)
+        for name, buffer in module._buffers.items() if kind is not None else ():
+            if buffer is not None and not buffer.is_meta:
+                key = (type(module), kind, name, buffer.shape, buffer.dtype, buffer.device)
+                first = shared.setdefault(key, buffer)
+                if first is not buffer and torch.equal(first, buffer):
+                    module._buffers[name] = first
+
+
+def converted_once(model: nn.Module, convert: Convert) -> Convert:
+    """A conversion by which a buffer that several blocks share stays shared."""
+    counts = Counter(
+        id(buffer) for module in model.modules() for buffer in module._buffers.values()
+    )
+    # With the original, so that no other tensor gets its id while this is in use.
+    converted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def convert_once(tensor: torch.Tensor) -> torch.Tensor:
+        if counts[id(tensor)] < 2:
+            return convert(tensor)
+        if id(tensor) not in converted:
+            converted[id(tensor)] = tensor, convert(tensor)
+        return converted[id(tensor)][1]
+
+    return convert_once
+
+
+def align(model: Any, placement: Placement) -> None:
+    """Make `model` run over the devices of `placement`, replacing any earlier alignment."""
+    unalign(model)
+    running.align(model, placement, lambda name: not name.startswith("blocks."), is_own)
+
+
+def unalign(model: Any) -> None:
+    """Undo `align`, also for ALiBi biases, which lie on an earlier device."""
+    running.unalign(model)
+    if model.cfg.positional_embedding_type == "alibi":
+        for block in model.blocks:
+            block.attn.alibi = None  # TransformerLens makes it anew
+
+
+@patches(
+    "HookedTransformer",
+    takes="self",
+    why="SAEs and the like run where they are, whatever block they are attached to",
+)
+def setup(original: Any, self: Any) -> Any:
+    """`HookedRootModule.setup`, which is called whenever a module has been attached or removed."""
+    result = original(self)
+    if is_aligned(self):
+        align(self, self.placement)
+    return result
+
+
+# Which placement belongs to a config: TransformerLens asks for a block's device by config alone.
+# Keyed by identity, as configs are not hashable, and forgotten with the config.
+_placements: dict[int, tuple[weakref.ref[Any], Placement]] = {}
+
+
+def remember_placement(cfg: Any, placement: Placement) -> None:
+    """Record that the model with this config object is placed so."""
+    key = id(cfg)
+    _placements[key] = (weakref.ref(cfg, lambda _: _placements.pop(key, None)), placement)
+
+
+def placement_of(cfg: Any) -> Placement | None:
+    """The placement of the model with this config object, if it has been placed."""
+    entry = _placements.get(id(cfg))
+    return entry[1] if entry is not None and entry[0]() is cfg else None
+
+
+@patches(
+    None,
+    takes="index cfg device",
+    why="route the residual stream by the placement",
+    until="3.9",
+)
+def get_device_for_block_index(
+    original: Any, index: int, cfg: Any, device: torch.device | str | None = None
+) -> torch.device:
+    """Where the residual stream must be for a block, by the model's placement.
+
+    Replaces TransformerLens's, which goes by index even where the block lies elsewhere.
+    TransformerLens also asks for index 0 when it means the device of the tokens, which is home;
+    block 0 fetches its own input if it lies elsewhere.
+    """
+    placement = placement_of(cfg)
+    if placement is None:
+        return original(index, cfg, device)  # type: ignore[no-any-return]
+    if index == 0 or len(placement.devices) == 1:
+        return placement.home
+    turn_device = device_of_turn()
+    if turn_device is not None and index > first_block():
+        return turn_device  # the block takes it along in its turn, on streams of the run's own
+    index = max(index, min(first_block(), cfg.n_layers - 1))  # none is skipped by way of others
+    return placement.device_of(f"blocks.{index}")

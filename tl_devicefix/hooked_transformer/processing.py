@@ -16,7 +16,7 @@ from transformer_lens.components import LayerNormPre, RMSNormPre
 
 from tl_devicefix.checkpoints.sources import full_name
 from tl_devicefix.dispatch.forward import changing_weights, is_unfinished, refuse_unfinished
-from tl_devicefix.hooked_transformer.components import component_sizes
+from tl_devicefix.hooked_transformer.components import component_sizes, final_norm_class
 from tl_devicefix.hooked_transformer.moving import settle
 from tl_devicefix.hooked_transformer.units import (
     _default_value,
@@ -26,7 +26,6 @@ from tl_devicefix.hooked_transformer.units import (
     device_of_unit,
     installed_conventions,
     load_component,
-    storage_of_unit,
 )
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.fitting import naming_full_devices
@@ -36,16 +35,13 @@ from tl_devicefix.weight_processing import (
     Steps,
     Weights,
     WorkingCopies,
+    check_refactorable,
+    process_component,
     working_dtype,
 )
 from tl_devicefix.weight_processing.steps import (
-    center_embedding,
-    center_unembed_weights,
-    center_writing_weights_of_block,
     fold_layer_norm_into_block,
     fold_layer_norm_into_unembed,
-    fold_value_biases_of_block,
-    refactor_attention_of_block,
 )
 
 _log = logging.getLogger(__name__)
@@ -66,35 +62,17 @@ def _fold_norms(
         fold_layer_norm_into_unembed(weights, fold_biases=fold_biases, **options)
 
 
-def _center_writing(model: Any, unit: str, weights: Weights) -> None:
-    (center_writing_weights_of_block if is_block(unit) else center_embedding)(weights)
+def _process(steps: Steps, model: Any, unit: str, weights: Weights) -> None:
+    process_component(unit, weights, model.cfg, steps, installed_conventions())
 
 
-def _center_unembed(model: Any, unit: str, weights: Weights) -> None:
-    center_unembed_weights(weights)
-
-
-def _fold_value_biases(model: Any, unit: str, weights: Weights) -> None:
-    if is_block(unit):
-        fold_value_biases_of_block(weights)
-
-
-def _refactor(model: Any, unit: str, weights: Weights) -> None:
-    Steps(refactor_factored_attn_matrices=True).applicable(model.cfg, installed_conventions())
-    if is_block(unit):
-        refactor_attention_of_block(weights)
-
-
-_STEPS: dict[str, Callable[..., None]] = {
-    "fold_layer_norm": _fold_norms,
-    "center_writing_weights": _center_writing,
-    "center_unembed": _center_unembed,
-    "fold_value_biases": _fold_value_biases,
-    "refactor_factored_attn_matrices": _refactor,
-}
-
-
-@patches("HookedTransformer", *_STEPS, takes="self state_dict", why=_FOLDS)
+@patches(
+    "HookedTransformer",
+    *("fold_layer_norm", "center_writing_weights", "center_unembed", "fold_value_biases"),
+    "refactor_factored_attn_matrices",
+    takes="self state_dict",
+    why=_FOLDS,
+)
 def one_step(
     original: Any, self: Any, state_dict: Mapping[str, torch.Tensor], *args: Any, **kwargs: Any
 ) -> Weights:
@@ -108,14 +86,20 @@ def one_step(
     Raises:
         ValueError: if attention matrices cannot be refactored.
     """
-    step, result = _STEPS[original.__name__], dict[str, torch.Tensor]()
+    method = original.__name__
+    step: Callable[..., None] = _fold_norms
+    if method != "fold_layer_norm":
+        step = partial(_process, Steps(**{method: True}))
+    if method == "refactor_factored_attn_matrices":
+        check_refactorable(self.cfg, is_grouped=self.cfg.n_key_value_heads is not None)
+    result: Weights = {}
     for unit, weights in by_component(state_dict, self.cfg):
         if not weights:
             continue
         device = device_of_unit(self, unit, weights)
         copies = WorkingCopies(weights, device, working_dtype(weights, torch.float32))
         step(self, unit, copies, *args, **kwargs)
-        stored_on = storage_of_unit(self, unit, weights)
+        stored_on = device_of_unit(self, unit, weights, stored=True)
         for name, value in copies.items():
             dtype = weights[name].dtype if name in weights else self.cfg.dtype
             result[full_name(unit, name)] = value.to(device=stored_on, dtype=dtype)
@@ -240,6 +224,6 @@ def fold_norm_modules(model: Any) -> None:
     for module in [model, *model.blocks, *(getattr(b, "mlp", None) for b in model.blocks)]:
         for name in ("ln1", "ln2", "ln", "ln_final"):
             if module is not None and name in module._modules:
-                is_final_rms = name == "ln_final" and model.cfg.final_rms
-                setattr(module, name, (RMSNormPre if is_final_rms else pre)(model.cfg))
+                norm = final_norm_class(model.cfg) if name == "ln_final" else pre
+                setattr(module, name, norm(model.cfg))
     model.setup()

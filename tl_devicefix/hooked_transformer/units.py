@@ -7,8 +7,7 @@ import functools
 import importlib.util
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import as_completed
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -28,7 +27,7 @@ from tl_devicefix.monkeypatch.applying import original
 from tl_devicefix.offload.staging import Staging
 from tl_devicefix.placement.fitting import naming_full_devices
 from tl_devicefix.placement.placement import Placement
-from tl_devicefix.placement.workers import each_on_its_device, sharing_cores, threads
+from tl_devicefix.placement.workers import each_on_its_device
 from tl_devicefix.weight_processing import Conventions, Steps, process_component
 from tl_devicefix.weight_processing import slices as slicing
 from tl_devicefix.weight_processing.steps import vocabulary_means
@@ -61,13 +60,9 @@ def load_component(
     """Process one unit's weights where they run and store them where they live, rounded once.
 
     It is done slice by slice, so that what is held beyond the model and the source is one slice.
-
-    Args:
-        weights: on any devices; left unchanged and not aliased.
-        steps: which steps to apply.
-        staging: what copies to the device where the unit runs; by default, torch alone.
     """
-    device, stored_on = device_of_unit(model, unit, weights), storage_of_unit(model, unit, weights)
+    device = device_of_unit(model, unit, weights)
+    stored_on = device_of_unit(model, unit, weights, stored=True)
     weights = {name: tensor for name, tensor in weights.items() if not _is_own_buffer(name)}
     dtype = working_dtype(weights, model.cfg.dtype)
     to_device = None if staging is None else staging.to_device
@@ -97,11 +92,7 @@ def load_component(
 
 
 def complete_unit(model: Any, unit: str, weights: Weights) -> Weights:
-    """One unit's weights with the missing ones filled in, checked against the model's.
-
-    Raises:
-        ValueError: if a weight is misshapen, or a matrix is missing.
-    """
+    """One unit's weights with the missing ones filled in, checked against the model's."""
     complete = dict(weights)
     for component in ("ln_final", "unembed") if unit == "unembed" else (unit,):
         if component not in component_names(model.cfg):
@@ -118,11 +109,7 @@ def complete_unit(model: Any, unit: str, weights: Weights) -> Weights:
 
 
 def check_shapes(model: nn.Module, state_dict: Mapping[str, torch.Tensor]) -> None:
-    """Check that each weight has the shape of the model's, and has values.
-
-    Raises:
-        ValueError: naming the weight, its shape, and the shape that the config asks for.
-    """
+    """Check that each weight has the shape of the model's, and has values."""
     for name, own in model.state_dict().items():
         if name in state_dict and not _is_own_buffer(name):
             _check_weight(name, state_dict[name], own)
@@ -145,16 +132,14 @@ def _check_weight(name: str, weight: torch.Tensor, own: torch.Tensor) -> None:
 def _default_value(name: str, own: torch.Tensor) -> torch.Tensor:
     """What a missing weight is: the model's own value, or if it has none yet, the neutral one."""
     leaf = name.rsplit(".", 1)[-1]
-    is_matrix = "W_" in name
     if not own.is_meta:
-        if is_matrix:
+        if "W_" in name:
             _log.warning("the state dict has no %s: the model keeps its own value", name)
         return own
     if leaf == "w":
         return torch.ones(own.shape, dtype=own.dtype)
-    if leaf == "b" or leaf.lstrip("_").startswith("b_") or leaf == "bias":
-        return torch.zeros(own.shape, dtype=own.dtype)
-    if leaf == "W_pos":  # ALiBi models have the module but never read it
+    # ALiBi models have a W_pos, but never read it.
+    if leaf in ("b", "bias", "W_pos") or leaf.lstrip("_").startswith("b_"):
         return torch.zeros(own.shape, dtype=own.dtype)
     raise ValueError(
         f"the weights have no {name} {tuple(own.shape)}, and nothing can stand in for a weight "
@@ -167,27 +152,19 @@ def _is_own_buffer(name: str) -> bool:
     return name.rsplit(".", 1)[-1] in ("mask", "IGNORE", "rotary_sin", "rotary_cos")
 
 
-def device_of_unit(model: Any, unit: str, weights: Mapping[str, torch.Tensor]) -> torch.device:
-    """Where a component runs: by the placement, else where the model has it."""
+def device_of_unit(
+    model: Any, unit: str, weights: Mapping[str, torch.Tensor], stored: bool = False
+) -> torch.device:
+    """Where a component runs, or its weights live: by the placement, else where the model has it.
+
+    Weights of an offloaded one live on the host.
+    """
     placement: Placement | None = getattr(model, "placement", None)
-    return _held_on(model, unit, weights) if placement is None else placement.device_of(unit)
-
-
-def storage_of_unit(model: Any, unit: str, weights: Mapping[str, torch.Tensor]) -> torch.device:
-    """Where a component's weights live: where it runs, or on the host if it is offloaded."""
-    placement: Placement | None = getattr(model, "placement", None)
-    return _held_on(model, unit, weights) if placement is None else placement.stored_on(unit)
-
-
-def _held_on(model: Any, unit: str, weights: Mapping[str, torch.Tensor]) -> torch.device:
-    try:
-        parameters: Iterable[torch.Tensor] = model.get_submodule(unit).parameters()
-    except AttributeError:
-        parameters = ()
-    for parameter in parameters:
-        if not parameter.is_meta:
-            return parameter.device
-    return next(iter(weights.values())).device
+    if placement is not None:
+        return placement.stored_on(unit) if stored else placement.device_of(unit)
+    modules = dict(model.named_modules())
+    held = modules[unit].parameters() if unit in modules else ()
+    return next(tensor.device for tensor in (*held, *weights.values()) if not tensor.is_meta)
 
 
 @cache
@@ -203,12 +180,6 @@ def installed_conventions() -> Conventions:
 def fill(model: Any, source: Source, placement: Placement, steps: Steps) -> None:
     """Read, process and store every component of a model, each on its planned device.
 
-    Args:
-        model: a HookedTransformer whose parameters are on meta.
-        source: where its weights come from.
-        placement: where they go.
-        steps: how they are processed on the way (`Steps.applicable`).
-
     Raises:
         ValueError: if the source has not the weights that the model's config asks for.
         torch.OutOfMemoryError: saying which device has no room.
@@ -223,15 +194,12 @@ def fill(model: Any, source: Source, placement: Placement, steps: Steps) -> None
         staging = {d: stack.enter_context(Staging(d)) for d in placement.devices}
         # No closure: a traceback would hold it, and it the model.
         fill_one = functools.partial(_fill_one, model, source, placement, steps, staging)
-        at_once = min(torch.get_num_threads(), _MOST_AT_ONCE)
         if source.computes:
-            for unit in units:
-                fill_one(unit)
-                progress.update()
-        elif at_once > 1 and {device.type for device in devices} == {"cpu"}:
-            _on_one_core_each(fill_one, units, at_once, progress.update)
-        else:
-            each_on_its_device(fill_one, units, devices, progress.update)
+            devices = devices[:1] * len(units)  # one at a time
+        elif {device.type for device in devices} == {"cpu"}:  # a worker a core, as if for a device
+            at_once = min(torch.get_num_threads(), _MOST_AT_ONCE)
+            devices = [torch.device("cpu", index % at_once) for index in range(len(units))]
+        each_on_its_device(fill_one, units, devices, progress.update)
 
 
 def _fill_one(
@@ -246,19 +214,6 @@ def _fill_one(
     with naming_full_devices(model, placement, unit):
         weights = complete_unit(model, unit, source.read(unit, device))
         load_component(model, unit, weights, steps, staging[device])
-
-
-def _on_one_core_each(
-    fill_one: Callable[[str], None], units: list[str], at_once: int, done: Callable[[], Any]
-) -> None:
-    """Fill several components of the CPU at once, the operations of each on one core."""
-    on_one_core = {"initializer": torch.set_num_threads, "initargs": (1,)}
-    with sharing_cores(at_once), threads(at_once, **on_one_core) as workers:
-        # The unembedding is the largest, so not the one to wait for at the end.
-        futures = [workers.submit(fill_one, unit) for unit in reversed(units)]
-        for future in as_completed(futures):
-            future.result()
-            done()
 
 
 _MOST_AT_ONCE = 8

@@ -26,6 +26,7 @@ __all__ = ["forward_of_each", "model_class", "view_of"]
 NAME = "TransformerBridge"
 RUNS = ("forward", "run_with_hooks")
 SETUP = "the Bridge was booted", "tl_devicefix.check(model, repair=True)"
+read_blueprint = BridgeBlueprint.read
 MINDS_TRAINING = True
 
 # Bridges of these hand the residual stream alone from one block to the next. What other blocks
@@ -49,10 +50,3 @@ def passes_stream_alone(model: Any) -> bool:
 def option_names(config_or_model_name: Any) -> tuple[str, ...]:
     """What its config depends on, as `boot_transformers` takes it."""
     return OPTIONS
-
-
-def read_blueprint(
-    config_or_model_name: Any, dtype: Any, options: dict[str, Any], cls: Any = None
-) -> BridgeBlueprint:
-    """See `BridgeBlueprint.read`."""
-    return BridgeBlueprint.read(config_or_model_name, dtype, options)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from operator import itemgetter
 from typing import Any
 
@@ -177,9 +177,6 @@ class PlainUnit:
 
     # A copy's unit makes its own.
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PlainUnit:
-        return PlainUnit()
-
     def __reduce__(self) -> Any:
         return PlainUnit, ()
 
@@ -187,8 +184,7 @@ class PlainUnit:
         """What may be called instead of the wrapper in this very forward, if anything."""
         attributes = wrapper.__dict__
         if (
-            (self._seen is not None and self._seen.is_heard_around())
-            or "forward" in attributes
+            "forward" in attributes
             or attributes.get("_start_at_layer_idx") is not None
             or attributes.get("_stop_at_layer_idx") is not None
             or not self.is_unheard(wrapper)
@@ -268,7 +264,6 @@ class PlainUnit:
             "_modules": {**block._modules, "_original_component": layer},
             "_maybe_wire_capture_hooks": _nothing,
             "_clear_attention_capture": _nothing,
-            "_filter_kwargs_for_forward": _filter_for(block.original_component),
         }
         self._is_all = replaced_in(block) is None and not _goes_its_own_way(type(block))
 
@@ -314,20 +309,6 @@ _PARTS = (
 
 def _nothing() -> None:
     """Stands in for calls that the plain layer does not need."""
-
-
-def _filter_for(layer: Any) -> Callable[..., dict[str, Any]]:
-    """`BlockBridge._filter_kwargs_for_forward`, by a signature that is looked up once."""
-    takes = inspect.signature(layer.forward).parameters
-    names, takes_any = list(takes), any(p.kind is p.VAR_KEYWORD for p in takes.values())
-
-    def accepted(kwargs: dict[str, Any], num_positional_args: int = 0) -> dict[str, Any]:
-        if takes_any:
-            return kwargs
-        by_name = names[num_positional_args:]
-        return {name: value for name, value in kwargs.items() if name in by_name}
-
-    return accepted
 
 
 def _differentiates_otherwise() -> bool:

@@ -32,13 +32,7 @@ OPTIONS = ("n_ctx", "hf_config_overrides")
 
 
 class BridgeBlueprint:
-    """A Bridge as `boot_transformers` would boot it, not in compatibility mode.
-
-    Args:
-        name: what the user calls it.
-        config: its transformers config.
-        dtype: of its weights.
-    """
+    """A Bridge as `boot_transformers` would boot it, not in compatibility mode."""
 
     def __init__(self, name: str, config: Any, dtype: torch.dtype) -> None:
         self.name, self.dtype = name, dtype
@@ -49,13 +43,13 @@ class BridgeBlueprint:
 
     @classmethod
     def read(
-        cls, config_or_model_name: Any, dtype: torch.dtype | str | None, options: dict[str, Any]
+        cls,
+        config_or_model_name: Any,
+        dtype: torch.dtype | str | None,
+        options: dict[str, Any],
+        model_class: Any = None,
     ) -> BridgeBlueprint:
-        """See `blueprint`.
-
-        Raises:
-            ValueError: if the config cannot be had.
-        """
+        """See `blueprint`."""
         config = copy.deepcopy(_hf_config(config_or_model_name))
         vars(config).update(_overrides(config, **options))
         if getattr(config, "pad_token_id", None) is None:  # as in `boot_transformers`
@@ -127,11 +121,7 @@ class BridgeBlueprint:
 
 
 def _hf_config(config_or_model_name: Any) -> Any:
-    """The transformers config of a model: that which is given, known here, or read.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """The transformers config of a model: that which is given, known here, or read."""
     if isinstance(config_or_model_name, PretrainedConfig):
         return config_or_model_name
     if not isinstance(config_or_model_name, str | os.PathLike):
@@ -197,13 +187,7 @@ def _size(model: Any, name: str) -> int:
 
 
 class BridgeGeneration:
-    """Generating with transformers' KV cache, as `TransformerBridge.generate` does.
-
-    Args:
-        bridge: the Bridge.
-        batch_size: how many prompts.
-        seq_len: tokens in each.
-    """
+    """Generating with transformers' KV cache, as `TransformerBridge.generate` does."""
 
     def __init__(self, bridge: Any, batch_size: int, seq_len: int) -> None:
         self._bridge = bridge

@@ -57,15 +57,14 @@ class Layout:
 
         An unembedding that is tied to the embedding is weighed too: processing unties it.
         """
-        weights, buffers = (
-            dict.fromkeys((*self.paths, REST), 0),
-            dict.fromkeys((*self.paths, REST), 0),
-        )
+        names: tuple[str, ...] = (*self.paths, REST)
+        weights, buffers = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
         for name, parameter in hf_model.named_parameters(remove_duplicate=False):
             weights[self.component_of(name)] += parameter.nbytes
         for name, buffer in hf_model.named_buffers(remove_duplicate=False):
             buffers[self.component_of(name)] += buffer.nbytes
-        names = self.paths if not weights[REST] + buffers[REST] else (*self.paths, REST)
+        if not weights[REST] + buffers[REST]:
+            names = names[:-1]
         return tuple(
             ComponentSize(name, weights[name], buffers[name], gives=_bytes_given(name, hf_model))
             for name in names
@@ -138,11 +137,7 @@ _OF_VALUES = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 def empty_hf_model(model_class: Any, config: Any, dtype: torch.dtype, **kwargs: Any) -> nn.Module:
-    """A Hugging Face model whose parameters have shapes but no values.
-
-    Raises:
-        ValueError: if the config has values of which none can be made.
-    """
+    """A Hugging Face model whose parameters have shapes but no values."""
     make = getattr(model_class, "from_config", None) or model_class._from_config
     called = getattr(config, "_name_or_path", None) or config.model_type
     with reading_config(called, _OF_VALUES), init_empty_weights():
@@ -150,11 +145,7 @@ def empty_hf_model(model_class: Any, config: Any, dtype: torch.dtype, **kwargs: 
 
 
 def adapter_for(config: Any, model_name: str, dtype: torch.dtype) -> Any:
-    """The adapter that TransformerLens would choose for a model with this transformers config.
-
-    Raises:
-        ValueError: if TransformerLens has none for its architecture.
-    """
+    """The adapter that TransformerLens would choose for a model with this transformers config."""
     architecture = determine_architecture_from_hf_config(config)
     cfg = build_bridge_config_from_hf(config, architecture, model_name, dtype)
     return ArchitectureAdapterFactory.select_architecture_adapter(cfg)

@@ -9,7 +9,7 @@ import torch
 
 from tl_devicefix.attention.implementation import is_sdpa
 from tl_devicefix.dispatch import forward as running
-from tl_devicefix.dispatch.scheduler import reading_text, take_own_tokenizer
+from tl_devicefix.dispatch.scheduler import take_own_tokenizer
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.devices import has_values
 from tl_devicefix.transformer_bridge.attention import (
@@ -68,12 +68,3 @@ def with_own_tokenizer(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
     """A method of a Bridge that changes the tokenizer's padding side while it runs."""
     take_own_tokenizer(self)
     return original(self, *args, **kwargs)
-
-
-@patches(
-    "TransformerBridge", "to_tokens", "to_str_tokens", takes="self input", why="one run at a time"
-)
-def reading(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """A method of a Bridge that calls the tokenizer."""
-    with reading_text():
-        return original(self, *args, **kwargs)

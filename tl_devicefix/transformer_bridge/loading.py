@@ -136,11 +136,7 @@ def _boot_over_devices(boot: Any, options: dict[str, Any]) -> Any:
 
 
 class _PlannedClass:
-    """A class of transformers, whose `from_pretrained` places the model by a plan.
-
-    Args:
-        wanted: the arguments of `boot_transformers`.
-    """
+    """A class of transformers, whose `from_pretrained` places the model by a plan."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options

@@ -10,7 +10,6 @@ vocabulary, are processed in place by `tl_devicefix.weight_processing`, with no 
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
 import warnings
@@ -32,6 +31,7 @@ from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.offload.visiting import pin
 from tl_devicefix.placement.devices import HOST
+from tl_devicefix.placement.fitting import naming_full_devices
 from tl_devicefix.placement.placement import Placement, in_short
 from tl_devicefix.placement.workers import each_on_its_device
 from tl_devicefix.transformer_bridge.block import forget
@@ -150,7 +150,7 @@ def _process(bridge: Any, processing: Processing, verbose: bool) -> None:
     def process(unit: Unit) -> None:
         if verbose:
             print(f"Processing {unit.name}")
-        with _naming(unit.name):
+        with naming_full_devices(bridge, getattr(bridge, "placement", None), unit.name):
             _process_unit(bridge, unit, processing)
 
     todo = units(bridge)
@@ -163,20 +163,6 @@ def _process(bridge: Any, processing: Processing, verbose: bool) -> None:
     if getattr(bridge, "placement", None) is not None:
         pin(bridge, bridge.placement)  # the weights are other tensors now
     bridge._weights_processed = True
-
-
-@contextlib.contextmanager
-def _naming(unit: str) -> Iterator[None]:
-    """Say what was being processed when a device had no room for it."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        reason = " ".join(str(error).split())
-        raise torch.OutOfMemoryError(
-            f"a device ran out of memory while {unit} was processed, which takes half as much "
-            f"again as its weights in float32, beside the model ({reason}): boot the bridge again, "
-            "with less on that device by max_memory"
-        ) from error
 
 
 def _process_unit(bridge: Any, unit: Unit, processing: Processing) -> None:
@@ -253,13 +239,7 @@ _BLOCK = "blocks.0."
 
 
 class Processing:
-    """How the weights of one Bridge are to be processed.
-
-    Args:
-        asked: the steps that are asked for.
-        cfg: the Bridge's config.
-        adapter: its architecture adapter.
-    """
+    """How the weights of one Bridge are to be processed."""
 
     def __init__(self, asked: Steps, cfg: Any, adapter: Any) -> None:
         self.asked = asked
@@ -269,24 +249,14 @@ class Processing:
         self.adapter = adapter
 
     def of_block(self, weights: Weights) -> None:
-        """Process one block's weights in place, as `ProcessWeights.process_weights` does.
-
-        Args:
-            weights: as `WorkingCopies`, named as those of block 0 ("blocks.0.attn.q.weight").
-        """
+        """Process one block's weights in place, which are named as those of block 0."""
         steps, adapter, cfg = self.steps, self.adapter, _OneBlock(self.cfg)
         self._preprocess(weights)
         if steps.fold_ln:
             centers, kv_prefix = uses_layer_norm(cfg), "" if cfg.n_key_value_heads is None else "_"
-            ProcessWeights._fold_layer(
-                weights,
-                cfg,
-                layer_idx=0,
-                fold_biases=centers,
-                center_weights=centers,
-                adapter=adapter,
-                gqa=kv_prefix,
-            )
+            options: dict[str, Any] = {"layer_idx": 0, "adapter": adapter, "gqa": kv_prefix}
+            options |= {"fold_biases": centers, "center_weights": centers}
+            ProcessWeights._fold_layer(weights, cfg, **options)
         if steps.center_writing_weights:
             _center_writing_weights(weights, cfg, adapter)
         if steps.fold_value_biases and f"{_BLOCK}attn.v.bias" in weights:
@@ -318,7 +288,8 @@ class Processing:
         if self.steps.center_unembed:
             center_unembed_weights(head)
         if self.steps.fold_ln and "ln_final.weight" in weights:
-            offset = float(_has_offset(self.cfg))
+            # Norms such as Gemma's multiply by 1 + weight.
+            offset = float(bool(getattr(self.cfg, "rmsnorm_uses_offset", False)))
             head["ln_final.w"] = weights["ln_final.weight"] + offset
             if "ln_final.bias" in weights:
                 head["ln_final.b"] = weights["ln_final.bias"]
@@ -342,11 +313,8 @@ class Processing:
 
 def _applicable(steps: Steps, cfg: Any, adapter: Any) -> Steps:
     """The steps that TransformerLens would take for such a model, with its warnings."""
-    for name, supported in (
-        ("fold_ln", "supports_fold_ln"),
-        ("center_writing_weights", "supports_center_writing_weights"),
-    ):
-        if getattr(steps, name) and not getattr(adapter, supported, True):
+    for name in ("fold_ln", "center_writing_weights"):
+        if getattr(steps, name) and not getattr(adapter, f"supports_{name}", True):
             warnings.warn(
                 f"{type(adapter).__name__} does not support {name}: it is left out.", stacklevel=6
             )
@@ -356,11 +324,6 @@ def _applicable(steps: Steps, cfg: Any, adapter: Any) -> Steps:
     if not uses_layer_norm(cfg) or getattr(cfg, "final_rms", False):
         steps = replace(steps, center_writing_weights=False)
     return replace(steps, recenter_b_O=steps.fold_value_biases and steps.center_writing_weights)
-
-
-def _has_offset(cfg: Any) -> bool:
-    """Whether norms multiply by 1 + weight, as Gemma's do."""
-    return bool(getattr(cfg, "rmsnorm_uses_offset", False))
 
 
 def _center_writing_weights(weights: Weights, cfg: Any, adapter: Any) -> None:
@@ -381,11 +344,7 @@ def _on_attention(step: Any, weights: Weights, cfg: Any, adapter: Any) -> None:
 
 
 class _OneBlock:
-    """A config as if the model had one block.
-
-    Args:
-        cfg: the config; it is not changed, and not copied, as a Bridge follows changes to its own.
-    """
+    """A config as if the model had one block; no copy, as a Bridge follows changes to its own."""
 
     n_layers = 1
 

@@ -36,10 +36,6 @@ def is_wrapper(module: Any) -> bool:
 class Unwrapped:
     """A block's layer without wrappers.
 
-    Args:
-        block: the Bridge's.
-        by_sdpa: ids of the attentions that are to go by SDPA.
-
     Raises:
         NotPlain: if there is something in the block that the layer would leave out.
     """

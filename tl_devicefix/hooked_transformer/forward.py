@@ -1,0 +1,75 @@
+"""`HookedTransformer.forward`, and what of its methods runs in flight share."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from tl_devicefix.attention.one_forward import one_forward
+from tl_devicefix.dispatch import forward as running
+from tl_devicefix.dispatch.scheduler import current_run, take_own_tokenizer
+from tl_devicefix.hooked_transformer.moving import placement_of, remember_placement
+from tl_devicefix.monkeypatch.patch import patches
+
+
+@patches(
+    "HookedTransformer",
+    takes="self input return_type start_at_layer stop_at_layer",
+    why="what leaves the model is at home",
+)
+def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`HookedTransformer.forward`, whose results are at home; blocks share masks and positions.
+
+    Raises:
+        RuntimeError: if the model's weights are only partly processed.
+    """
+    with one_forward(model=self):
+        return running.forward(original, self, *args, **kwargs)
+
+
+@patches(
+    "LocallyOverridenDefaults",
+    "__enter__",
+    takes="self",
+    why="runs in flight do not change what others read",
+    until="3.9",
+)
+def override_defaults(original: Any, self: Any) -> Any:
+    """`LocallyOverridenDefaults.__enter__`, which changes the config and the tokenizer of a model.
+
+    A run in flight changes copies of its own, as other runs read these meanwhile.
+    """
+    model, overrides = self.model, self.overrides
+    if current_run() is not None:
+        if _differs(overrides.get("padding_side"), getattr(model.tokenizer, "padding_side", None)):
+            take_own_tokenizer(model)
+        if _differs(overrides.get("prepend_bos"), model.cfg.default_prepend_bos):
+            placement = placement_of(model.cfg)
+            model.cfg = copy.copy(model.cfg)
+            if placement is not None:
+                remember_placement(model.cfg, placement)
+    return original(self)
+
+
+def _differs(value: Any, default: Any) -> bool:
+    # Without an argument it is None, or in TransformerLens 2 a string that says so.
+    return value in (True, False, "left", "right") and value != default
+
+
+@patches(
+    "HookedTransformer",
+    takes="self direction including_permanent level",
+    why="hook points without hooks are left alone, which takes a third of a forward's time",
+)
+def remove_all_hook_fns(
+    self: Any, direction: str = "both", including_permanent: bool = False, level: int | None = None
+) -> None:
+    """`HookedRootModule.remove_all_hook_fns`, which leaves hook points without hooks alone.
+
+    TransformerLens goes through all of them after each `run_with_hooks` and `run_with_cache`, which
+    takes as long as a third of a forward of a small model.
+    """
+    for point in self.hook_points():
+        for one_way, handles in (("fwd", point.fwd_hooks), ("bwd", point.bwd_hooks)):
+            if handles and direction in (one_way, "both"):
+                point.remove_hooks(one_way, including_permanent=including_permanent, level=level)
