@@ -87,45 +87,49 @@ _GEMMA_SIZES = {
 }
 _LOCAL = {"window_size": 4, "attn_types": ["local", "global", "local", "global", "local"]}
 
-ARCHITECTURES = {
-    architecture.name: architecture
-    for architecture in (
-        Architecture("gpt2", "gpt2", HF_CONFIGS["gpt2"]),
-        Architecture(
-            "llama", "01-ai/Yi-6B", HF_CONFIGS["llama"]
-        ),  # the Llama whose sizes are in its config
-        Architecture("qwen2", "Qwen/Qwen2-0.5B", HF_CONFIGS["qwen2"]),
-        Architecture("pythia", "EleutherAI/pythia-70m", HF_CONFIGS["pythia"]),
-        Architecture(
-            "gemma-2", "google/gemma-2-2b", HF_CONFIGS["gemma-2"], {**_GEMMA_SIZES, **_LOCAL}
-        ),
-        Architecture("mixtral", "mistralai/Mixtral-8x7B-v0.1", HF_CONFIGS["mixtral"]),
-        Architecture("bloom", "bigscience/bloom-560m", HF_CONFIGS["bloom"]),
-        Architecture("opt", "facebook/opt-125m", HF_CONFIGS["opt"]),
-        Architecture("phi", "microsoft/phi-1", HF_CONFIGS["phi"]),
-    )
+_OFFICIAL_NAMES = {
+    "gpt2": "gpt2",
+    "llama": "01-ai/Yi-6B",  # the Llama whose sizes are in its config
+    "qwen2": "Qwen/Qwen2-0.5B",
+    "pythia": "EleutherAI/pythia-70m",
+    "gemma-2": "google/gemma-2-2b",
+    "mixtral": "mistralai/Mixtral-8x7B-v0.1",
+    "bloom": "bigscience/bloom-560m",
+    "opt": "facebook/opt-125m",
+    "phi": "microsoft/phi-1",
+}
+_OTHER_NAMES = {
+    "gpt-neo": "EleutherAI/gpt-neo-125M",
+    "gpt-j": "EleutherAI/gpt-j-6B",
+    "mistral": "mistralai/Mistral-7B-v0.1",
+    "qwen3": "Qwen/Qwen3-0.6B",
+    "phi-3": "microsoft/Phi-3-mini-4k-instruct",
+    "gemma": "google/gemma-2b",
+    "gemma-3": "google/gemma-3-1b-pt",
+    "olmo": "allenai/OLMo-1B-hf",
+    "olmo-2": "allenai/OLMo-2-0425-1B",
+    "olmoe": "allenai/OLMoE-1B-7B-0924",
+    "apertus": "swiss-ai/Apertus-8B-2509",
+    "gpt-oss": "openai/gpt-oss-20b",
+}
+_SIZES_BY_NAME = {
+    "gemma-2": {**_GEMMA_SIZES, **_LOCAL},
+    "gemma-3": {**_GEMMA_SIZES, **_LOCAL},
+    "gemma": _GEMMA_SIZES,
+    "olmo": _SIZES,
+    "olmo-2": _SIZES,
 }
 
 
-OTHER_ARCHITECTURES = {
-    architecture.name: architecture
-    for architecture in (
-        Architecture("gpt-neo", "EleutherAI/gpt-neo-125M", HF_CONFIGS["gpt-neo"]),
-        Architecture("gpt-j", "EleutherAI/gpt-j-6B", HF_CONFIGS["gpt-j"]),
-        Architecture("mistral", "mistralai/Mistral-7B-v0.1", HF_CONFIGS["mistral"]),
-        Architecture("qwen3", "Qwen/Qwen3-0.6B", HF_CONFIGS["qwen3"]),
-        Architecture("phi-3", "microsoft/Phi-3-mini-4k-instruct", HF_CONFIGS["phi-3"]),
-        Architecture("gemma", "google/gemma-2b", HF_CONFIGS["gemma"], _GEMMA_SIZES),
-        Architecture(
-            "gemma-3", "google/gemma-3-1b-pt", HF_CONFIGS["gemma-3"], {**_GEMMA_SIZES, **_LOCAL}
-        ),
-        Architecture("olmo", "allenai/OLMo-1B-hf", HF_CONFIGS["olmo"], _SIZES),
-        Architecture("olmo-2", "allenai/OLMo-2-0425-1B", HF_CONFIGS["olmo-2"], _SIZES),
-        Architecture("olmoe", "allenai/OLMoE-1B-7B-0924", HF_CONFIGS["olmoe"]),
-        Architecture("apertus", "swiss-ai/Apertus-8B-2509", HF_CONFIGS["apertus"]),
-        Architecture("gpt-oss", "openai/gpt-oss-20b", HF_CONFIGS["gpt-oss"]),
-    )
-}
+def _made(official_names: dict[str, str]) -> dict[str, Architecture]:
+    return {
+        name: Architecture(name, official, HF_CONFIGS[name], _SIZES_BY_NAME.get(name, {}))
+        for name, official in official_names.items()
+    }
+
+
+ARCHITECTURES = _made(_OFFICIAL_NAMES)
+OTHER_ARCHITECTURES = _made(_OTHER_NAMES)
 """The rest of what TransformerLens converts; not every version has them all."""
 
 ALL_ARCHITECTURES = {**ARCHITECTURES, **OTHER_ARCHITECTURES}

@@ -26,6 +26,18 @@ MODULES = {
 """Modules of Hugging Face models: those at home, the blocks, and the final norm."""
 
 
+def balanced_map(name: str, devices: list[Any]) -> dict[str, str]:
+    """A `device_map` for transformers, as accelerate's "balanced": the final norm lies last.
+
+    That is not where the package's own plan puts it.
+    """
+    first, blocks, last = MODULES.get(name, MODULES["llama"])
+    device_map = dict.fromkeys(first, str(devices[0]))
+    for layer in range(N_LAYERS):
+        device_map[f"{blocks}.{layer}"] = str(devices[layer * len(devices) // N_LAYERS])
+    return {**device_map, last: str(devices[-1])}
+
+
 @pytest.fixture(scope="session")
 def references(checkpoints: Any) -> Callable[..., Any]:
     """`references("gpt2", compatible=True)`: as the unpatched release boots it, on one CPU.
@@ -49,19 +61,10 @@ def references(checkpoints: Any) -> Callable[..., Any]:
 
 @pytest.fixture
 def dispatched(checkpoints: Any, machine: Machine) -> Callable[[str], Any]:
-    """`dispatched("llama")`: over the devices as accelerate's "balanced" does it, as booted.
-
-    The final norm follows the last block, which is not where the package's own plan puts it; the
-    unpatched release takes such a map too.
-    """
+    """`dispatched("llama")`: over the devices by `balanced_map`, as booted."""
 
     def boot(name: str) -> Any:
-        n = len(machine.devices)
-        lie = {layer: f"sim:{min(layer * n // N_LAYERS, n - 1)}" for layer in range(N_LAYERS)}
-        first, blocks, last = MODULES[name]
-        device_map = dict.fromkeys(first, "sim:0")
-        device_map |= {f"{blocks}.{layer}": device for layer, device in lie.items()}
-        device_map[last] = lie[N_LAYERS - 1]
+        device_map = balanced_map(name, list(machine.devices))
         return TransformerBridge.boot_transformers(str(checkpoints(name)), device_map=device_map)
 
     return boot

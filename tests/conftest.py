@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import large_imports  # isort: skip  # before them
-
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,8 +25,6 @@ from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
 if has_hooked_transformer():
     from hooked_fixtures import references, unprocessed, without_weights  # noqa: F401
 
-large_imports.are_done()
-
 # A Bridge's tests of a package are in its folder `transformer_bridge`.
 HERE = Path(__file__).parent
 SHARED_ROOMS = (
@@ -40,18 +36,12 @@ SHARED_ROOMS = (
     "gathering",
     "dispatch",
 )
-# What is written once for both classes.
+# What is written once for both classes, beside "..._of_either_class".
 OF_EITHER = (
-    *("test_misspelt_arguments", "test_within_simulate", "test_logging"),
-    "test_gathering_of_either_class",
-    *("test_mixing_of_either_class", "test_put_in_by_hand"),
-    *("test_check_of_either_class", "test_estimate_of_either_class"),
-    "test_attention_of_either_class",
-    *("test_dry_run_of_either_class", "test_offload_of_either_class"),
-    *("test_pipeline_map_of_either_class", "test_pipeline_map_behind_the_host_of_either_class"),
-    "test_offloaded_pipeline_map_of_either_class",
-    "test_views_of_either_class",
-    *("test_sweep_of_either_class", "test_patching_loops_of_either_class"),
+    "test_misspelt_arguments",
+    "test_within_simulate",
+    "test_logging",
+    "test_put_in_by_hand",
 )
 OF_BRIDGE = [
     "transformer_bridge",
@@ -65,7 +55,7 @@ OF_HOOKED_TRANSFORMER = [
         str(path.relative_to(HERE))
         for room in SHARED_ROOMS
         for path in sorted((HERE / room).glob("test_*.py"))
-        if path.stem not in OF_EITHER
+        if path.stem not in OF_EITHER and not path.stem.endswith("_of_either_class")
     ),
     "surface/test_sweep.py",
     *(

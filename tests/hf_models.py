@@ -22,6 +22,7 @@ D_MLP = 24
 D_VOCAB = 40
 N_CTX = 32
 
+_TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 _ROTARY = {
     "hidden_size": D_MODEL,
     "intermediate_size": D_MLP,
@@ -29,91 +30,17 @@ _ROTARY = {
     "num_attention_heads": N_HEADS,
     "vocab_size": D_VOCAB,
     "max_position_embeddings": N_CTX,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
+    **_TOKENS,
 }
 _GROUPED = {**_ROTARY, "num_key_value_heads": N_KEY_VALUE_HEADS}
-_TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-
-
-def _gpt2() -> PretrainedConfig:
-    return transformers.GPT2Config(
-        n_embd=D_MODEL, n_layer=N_LAYERS, n_head=N_HEADS, vocab_size=D_VOCAB, n_positions=N_CTX,
-        n_ctx=N_CTX, **_TOKENS,
-    )  # fmt: skip
-
-
-def _opt() -> PretrainedConfig:
-    return transformers.OPTConfig(
-        hidden_size=D_MODEL, num_hidden_layers=N_LAYERS, num_attention_heads=N_HEADS, ffn_dim=D_MLP,
-        vocab_size=D_VOCAB, max_position_embeddings=N_CTX, word_embed_proj_dim=D_MODEL, **_TOKENS,
-    )  # fmt: skip
-
-
-def _bloom() -> PretrainedConfig:
-    return transformers.BloomConfig(
-        hidden_size=D_MODEL, n_layer=N_LAYERS, n_head=N_HEADS, vocab_size=D_VOCAB, **_TOKENS
-    )
+_GPT = {"n_embd": D_MODEL, "n_layer": N_LAYERS, "n_head": N_HEADS, "vocab_size": D_VOCAB}
+_GPT |= {"n_positions": N_CTX, **_TOKENS}
 
 
 def _phi() -> PretrainedConfig:
     config = transformers.PhiConfig(**_ROTARY, partial_rotary_factor=0.5)
     config.partial_rotary_factor = 0.5  # transformers 5 hides it where TransformerLens cannot see
     return config
-
-
-def _pythia() -> PretrainedConfig:
-    return transformers.GPTNeoXConfig(**_ROTARY, rotary_pct=0.5)
-
-
-def _llama() -> PretrainedConfig:
-    return transformers.LlamaConfig(**_GROUPED)
-
-
-def _qwen2() -> PretrainedConfig:
-    return transformers.Qwen2Config(**_GROUPED)
-
-
-def _gemma2() -> PretrainedConfig:
-    return transformers.Gemma2Config(
-        **_GROUPED, head_dim=8, query_pre_attn_scalar=8, sliding_window=4
-    )
-
-
-def _mixtral() -> PretrainedConfig:
-    return transformers.MixtralConfig(**_GROUPED, num_local_experts=3, num_experts_per_tok=2)
-
-
-def _gpt_neo() -> PretrainedConfig:
-    return transformers.GPTNeoConfig(
-        hidden_size=D_MODEL, num_layers=N_LAYERS, num_heads=N_HEADS, vocab_size=D_VOCAB,
-        max_position_embeddings=N_CTX, attention_types=[[["global", "local"], 2], [["global"], 1]],
-        window_size=4, **_TOKENS,
-    )  # fmt: skip
-
-
-def _gpt_j() -> PretrainedConfig:
-    return transformers.GPTJConfig(
-        n_embd=D_MODEL, n_layer=N_LAYERS, n_head=N_HEADS, vocab_size=D_VOCAB, n_positions=N_CTX,
-        n_inner=4 * D_MODEL, rotary_dim=4, **_TOKENS,
-    )  # fmt: skip
-
-
-def _mistral() -> PretrainedConfig:
-    return transformers.MistralConfig(**_GROUPED, sliding_window=4)
-
-
-def _qwen3() -> PretrainedConfig:
-    return transformers.Qwen3Config(**_GROUPED, head_dim=8)
-
-
-def _phi3() -> PretrainedConfig:
-    return transformers.Phi3Config(**_ROTARY)
-
-
-def _gemma() -> PretrainedConfig:
-    return transformers.GemmaConfig(**_GROUPED, head_dim=8)
 
 
 def _gemma3() -> PretrainedConfig:
@@ -124,52 +51,9 @@ def _gemma3() -> PretrainedConfig:
     )  # fmt: skip
 
 
-def _olmo() -> PretrainedConfig:
-    return transformers.OlmoConfig(**_ROTARY)
-
-
-def _olmo2() -> PretrainedConfig:
-    # With what TransformerLens has written down for the model that it lists.
-    return transformers.Olmo2Config(**_ROTARY, rope_theta=500000.0, rms_norm_eps=1e-6)
-
-
-def _olmoe() -> PretrainedConfig:
-    return transformers.OlmoeConfig(**_ROTARY, num_experts=3, num_experts_per_tok=2)
-
-
-def _apertus() -> PretrainedConfig:
-    return transformers.ApertusConfig(**_GROUPED)
-
-
-def _gpt_oss() -> PretrainedConfig:
-    return transformers.GptOssConfig(
-        **_GROUPED, head_dim=8, num_local_experts=3, num_experts_per_tok=2, sliding_window=4
-    )
-
-
 _RECURRENT = {"hidden_size": D_MODEL, "num_hidden_layers": N_LAYERS, "vocab_size": D_VOCAB}
 _RECURRENT |= {"state_size": 4, "conv_kernel": 3, **_TOKENS}
 _HEADS = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 4}
-
-
-def _mamba() -> PretrainedConfig:
-    return transformers.MambaConfig(**_RECURRENT, time_step_rank=2)
-
-
-def _falcon_mamba() -> PretrainedConfig:
-    return transformers.FalconMambaConfig(**_RECURRENT, time_step_rank=2)
-
-
-def _mamba2() -> PretrainedConfig:
-    return transformers.Mamba2Config(
-        **_RECURRENT, num_heads=4, head_dim=8, n_groups=2, chunk_size=4
-    )
-
-
-def _bamba() -> PretrainedConfig:
-    return transformers.BambaConfig(
-        **_GROUPED, **_HEADS, attn_layer_indices=[1, 3], mamba_chunk_size=4
-    )
 
 
 def _nemotron_h() -> PretrainedConfig:
@@ -192,31 +76,52 @@ def _olmo_hybrid() -> PretrainedConfig:
 
 
 HF_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
-    "gpt2": _gpt2,
-    "llama": _llama,
-    "qwen2": _qwen2,
-    "pythia": _pythia,
-    "gemma-2": _gemma2,
-    "mixtral": _mixtral,
-    "bloom": _bloom,
-    "opt": _opt,
+    "gpt2": lambda: transformers.GPT2Config(**_GPT, n_ctx=N_CTX),
+    "llama": lambda: transformers.LlamaConfig(**_GROUPED),
+    "qwen2": lambda: transformers.Qwen2Config(**_GROUPED),
+    "pythia": lambda: transformers.GPTNeoXConfig(**_ROTARY, rotary_pct=0.5),
+    "gemma-2": lambda: transformers.Gemma2Config(
+        **_GROUPED, head_dim=8, query_pre_attn_scalar=8, sliding_window=4
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(
+        **_GROUPED, num_local_experts=3, num_experts_per_tok=2
+    ),
+    "bloom": lambda: transformers.BloomConfig(
+        hidden_size=D_MODEL, n_layer=N_LAYERS, n_head=N_HEADS, vocab_size=D_VOCAB, **_TOKENS
+    ),
+    "opt": lambda: transformers.OPTConfig(**_ROTARY, ffn_dim=D_MLP, word_embed_proj_dim=D_MODEL),
     "phi": _phi,
-    "gpt-neo": _gpt_neo,
-    "gpt-j": _gpt_j,
-    "mistral": _mistral,
-    "qwen3": _qwen3,
-    "phi-3": _phi3,
-    "gemma": _gemma,
+    "gpt-neo": lambda: transformers.GPTNeoConfig(
+        hidden_size=D_MODEL,
+        num_layers=N_LAYERS,
+        num_heads=N_HEADS,
+        vocab_size=D_VOCAB,
+        max_position_embeddings=N_CTX,
+        attention_types=[[["global", "local"], 2], [["global"], 1]],
+        window_size=4,
+        **_TOKENS,
+    ),
+    "gpt-j": lambda: transformers.GPTJConfig(**_GPT, n_inner=4 * D_MODEL, rotary_dim=4),
+    "mistral": lambda: transformers.MistralConfig(**_GROUPED, sliding_window=4),
+    "qwen3": lambda: transformers.Qwen3Config(**_GROUPED, head_dim=8),
+    "phi-3": lambda: transformers.Phi3Config(**_ROTARY),
+    "gemma": lambda: transformers.GemmaConfig(**_GROUPED, head_dim=8),
     "gemma-3": _gemma3,
-    "olmo": _olmo,
-    "olmo-2": _olmo2,
-    "olmoe": _olmoe,
-    "apertus": _apertus,
-    "gpt-oss": _gpt_oss,
-    "mamba": _mamba,
-    "falcon-mamba": _falcon_mamba,
-    "mamba-2": _mamba2,
-    "bamba": _bamba,
+    "olmo": lambda: transformers.OlmoConfig(**_ROTARY),
+    "olmo-2": lambda: transformers.Olmo2Config(**_ROTARY, rope_theta=500000.0, rms_norm_eps=1e-6),
+    "olmoe": lambda: transformers.OlmoeConfig(**_ROTARY, num_experts=3, num_experts_per_tok=2),
+    "apertus": lambda: transformers.ApertusConfig(**_GROUPED),
+    "gpt-oss": lambda: transformers.GptOssConfig(
+        **_GROUPED, head_dim=8, num_local_experts=3, num_experts_per_tok=2, sliding_window=4
+    ),
+    "mamba": lambda: transformers.MambaConfig(**_RECURRENT, time_step_rank=2),
+    "falcon-mamba": lambda: transformers.FalconMambaConfig(**_RECURRENT, time_step_rank=2),
+    "mamba-2": lambda: transformers.Mamba2Config(
+        **_RECURRENT, num_heads=4, head_dim=8, n_groups=2, chunk_size=4
+    ),
+    "bamba": lambda: transformers.BambaConfig(
+        **_GROUPED, **_HEADS, attn_layer_indices=[1, 3], mamba_chunk_size=4
+    ),
     "nemotron-h": _nemotron_h,
     "olmo-hybrid": _olmo_hybrid,
 }

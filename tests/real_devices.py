@@ -38,31 +38,19 @@ LEAST = 1e-4 if TYPE else 0.0
 _OF_DTYPE = {torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 OF_SIMULATED_HOSTS = ("placement/test_hosts.py", "planning/test_over_hosts.py")
-NOT_RUN = (
-    *(("simulation", *OF_SIMULATED_HOSTS) if TYPE else ()),
-    *(("offload",) if TYPE == "cpu" else ()),
-)
-"""Folders of tests that are of simulated devices themselves, or of devices beside the host."""
+NOT_RUN = ("simulation", *OF_SIMULATED_HOSTS) if TYPE else ()
+"""Tests that are of simulated devices themselves."""
 
 _OF_SIMULATED_ONES = {
     "test_bytes_on_the_devices_of_a_machine_that_was_left": "real devices are not left",
     "test_the_demo_loads_compares_and_shows_the_heads": "names the demo's simulated devices",
     "test_what_does_not_fit_at_all_is_refused_as_by_a_plan": "names a dry run's devices",
 }
-_BESIDE_THE_HOST = (
-    "test_a_device_has_room_for_two_visiting_blocks_and_the_shared_buffers",
-    "test_a_device_map_to_what_is_no_device",
-    "test_a_device_without_an_index_gets_the_index_of_the_current_one",
-    "test_a_model_on_one_device_is_left_to_torch",
-    "test_offloaded_blocks_are_where_they_should_be",
-    "test_other_components_on_the_cpu_run_there",
-)
-"""Others, for which the CPU is not the device."""
 
 
 def device_count() -> int:
     """How many devices of the type there are."""
-    return 1 if TYPE == "cpu" else int(torch.get_device_module(TYPE).device_count())
+    return int(torch.get_device_module(TYPE).device_count())
 
 
 def _skip_as_too_few(count: int) -> NoReturn:
@@ -126,7 +114,6 @@ def simulate(n_devices: int, memory: Any = None, **options: Any) -> Iterator[Rea
         counting = _Counting(n_devices)
         stack.enter_context(mock.patch.object(devices, "_existing", counting.existing))
         stack.enter_context(mock.patch.object(devices, "device_count", counting.device_count))
-        stack.enter_context(mock.patch.object(devices, "with_index", counting.with_index))
         yield RealMachine(n_devices)
 
 
@@ -136,7 +123,6 @@ class _Counting:
     def __init__(self, count: int) -> None:
         self._count = count
         self._existing, self._device_count = devices._existing, devices.device_count
-        self._with_index = devices.with_index
 
     def existing(self, device: torch.device, named: str) -> torch.device:
         index = device.index or 0
@@ -149,18 +135,11 @@ class _Counting:
             return self._device_count(device_type)
         return self._count if self._count <= device_count() else _skip_as_too_few(self._count)
 
-    def with_index(self, device: torch.device) -> torch.device:
-        if device.type == TYPE == "cpu" and (device.index or 0) in range(1, self._count):
-            _skip_as_too_few(device.index + 1)  # torch takes cpu:1 for the CPU
-        return self._with_index(device)
-
 
 def skip_what_names_others(items: list[pytest.Item]) -> None:
     """Mark tests that name a device that is not here, in their code or their parameters."""
     for item in items:
         name = getattr(item, "originalname", "")
-        if TYPE == "cpu" and name in _BESIDE_THE_HOST:
-            item.add_marker(pytest.mark.skip(reason="needs a device beside the host"))
         if name in _OF_SIMULATED_ONES:
             item.add_marker(pytest.mark.skip(reason=_OF_SIMULATED_ONES[name]))
         texts = list(_texts(getattr(getattr(item, "function", None), "__code__", None)))
@@ -187,9 +166,7 @@ class _Named(ast.NodeTransformer):
 
     def visit_Constant(self, node: ast.Constant) -> ast.Constant:
         if isinstance(node.value, str) and "simulate" not in node.value:
-            first = TYPE if TYPE == "cpu" else f"{TYPE}:0"
-            text = re.sub(r"\bsim:0\b", first, node.value)
-            text = re.sub(r"\bsim:|^sim$", lambda match: match[0].replace("sim", TYPE), text)
+            text = re.sub(r"\bsim:|^sim$", lambda match: match[0].replace("sim", TYPE), node.value)
             return ast.copy_location(ast.Constant(text), node)
         return node
 

@@ -1,3 +1,4 @@
+# ruff: noqa: F401
 """Fixtures of either class's models over the devices of a machine that a whole module shares.
 
 A room's conftest imports all of it.
@@ -9,13 +10,10 @@ from either_class import cls, folded, folded_on_one, on_one, over_devices
 
 from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
 
-__all__ = ["cls", "folded", "folded_on_one", "on_one", "over_devices"]
-
 if has_bridge():
     from bridges import boot, dispatched
     from bridges import references as bridge_references
 
-    __all__ += ["boot", "bridge_references", "dispatched"]
 
 if has_hooked_transformer():
     from spread_models import (
@@ -34,9 +32,5 @@ if has_hooked_transformer():
         toys,
     )
 
-    __all__ += ["from_pretrained", "kind", "load", "mask", "model", "models", "on_cpu"]
-    __all__ += ["other_tokens", "reference", "simulated", "spread", "toys"]
 else:
     from machines import machine
-
-__all__ += ["machine"]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from functools import partial
-from types import MethodType
 from typing import Any
 from unittest import mock
 
@@ -16,6 +14,7 @@ from block_variants import (
     BLOCKS_AS_INSTALLED,
     DTYPES,
     VARIANTS,
+    Recorder,
     Seen,
     assert_all_as_installed,
     assert_as_installed,
@@ -23,14 +22,12 @@ from block_variants import (
     make,
     padded,
     points,
+    run,
     shared,
     tokens,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.utils import parametrize, prune
-from transformer_lens.components import Attention, LayerNorm
-from transformer_lens.hook_points import HookPoint
 
 import tl_devicefix
 from tl_devicefix.hooked_transformer import known_blocks
@@ -42,64 +39,6 @@ except ImportError:  # TransformerLens 2
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 either_grad = pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
-
-
-def run(
-    model: Any,
-    hooks: Any = (),
-    bwd_hooks: Any = (),
-    *,
-    n: int = 5,
-    grad: bool = True,
-    log: dict[str, Any] | None = None,
-    **options: Any,
-) -> Seen:
-    """Logits, and with `grad` gradients, of a run with hooks, which fill `log`."""
-    seen: dict[str, Any] = {} if log is None else log
-    seen.clear()
-    with torch.set_grad_enabled(grad), model.hooks(list(hooks), list(bwd_hooks)):
-        logits = model(tokens(n), **options)
-        if grad:
-            logits.float().pow(2).sum().backward()
-    return {"logits": logits.detach(), **seen, **(gradients(model) if grad else {})}
-
-
-class Recorder:
-    """Makes hooks that note what they are given, in the order they are called.
-
-    Args:
-        log: where they note it.
-    """
-
-    def __init__(self, log: dict[str, Any]) -> None:
-        self.log = log
-
-    def note(self, name: str, value: torch.Tensor) -> None:
-        self.log[f"{len(self.log)} {name}"] = value.detach().clone()
-
-    def read(self, value: torch.Tensor, hook: Any) -> None:
-        self.note(hook.name, value)
-
-    def edit(self, value: torch.Tensor, hook: Any) -> torch.Tensor:
-        self.note(hook.name, value)
-        value[:, 0] = 0.25
-        return value
-
-    def edit_quietly(self, value: torch.Tensor, hook: Any) -> None:
-        self.note(hook.name, value)
-        value[:, -1] *= 2
-
-    def replace(self, value: torch.Tensor, hook: Any) -> torch.Tensor:
-        self.note(hook.name, value)
-        return value * 1.25 + 0.125
-
-    def upcast(self, value: torch.Tensor, hook: Any) -> torch.Tensor:
-        self.note(hook.name, value)
-        return value.double() if hook.name.endswith(("hook_scale", "hook_pattern")) else value
-
-    def replace_gradient(self, value: torch.Tensor, hook: Any) -> tuple[torch.Tensor]:
-        self.note(hook.name, value)
-        return (value * 0.5,)
 
 
 FORWARD, BACKWARD = (
@@ -259,22 +198,6 @@ def test_a_kv_cache_with_padding(variant: str, grad: bool) -> None:
     assert_all_as_installed({str(mask): partial(generated, mask) for mask in masks})
 
 
-@every_variant
-def test_from_one_layer_to_another(variant: str) -> None:
-    model = shared(variant)
-
-    def parts() -> Seen:
-        with torch.no_grad():
-            middle = model(tokens(5), stop_at_layer=1)
-            embed = None
-            if model.cfg.positional_embedding_type == "shortformer":
-                embed = model.pos_embed(tokens(5))
-            given = {"start_at_layer": 1, "shortformer_pos_embed": embed}
-            return {"middle": middle, "end": model(middle, **given)}
-
-    assert_as_installed(parts)
-
-
 def test_hooks_that_add_and_remove_hooks() -> None:
     model = shared("qk-norm, grouped")
     log: dict[str, Any] = {}
@@ -300,309 +223,6 @@ def test_hooks_that_add_and_remove_hooks() -> None:
             seen = assert_as_installed(lambda grad=grad: run(model, hooks, grad=grad, log=log))
             assert len([key for key in seen if "hook" in key]) >= 3
             model.reset_hooks(including_permanent=True)
-
-
-class Coder(torch.nn.Module):
-    """Stands where a hook point was, as an SAE does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heard: list[torch.Tensor] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.heard.append(x.detach().clone())
-        return torch.relu(x) * 1.5
-
-
-@pytest.mark.parametrize("variant", ["LN", "qk-norm"])
-def test_a_module_in_the_place_of_each_hook_point(variant: str) -> None:
-    model = shared(variant)
-
-    def with_coder(path: str) -> Seen:
-        parent, _, name = path.rpartition(".")
-        holder, coder = model.get_submodule(parent), Coder()
-        with mock.patch.dict(holder._modules, {name: coder}):
-            seen = run(model)
-        return {**seen, **{f"heard {i}": tensor for i, tensor in enumerate(coder.heard)}}
-
-    assert_all_as_installed({path: partial(with_coder, path) for path in points(model)[::2]})
-
-
-@pytest.mark.parametrize("path", ["blocks.1.mlp.hook_post", "blocks.3.attn.hook_z"])
-@pytest.mark.parametrize("of_torch", [False, True], ids=["hook point", "module"])
-def test_a_hook_that_exchanges_a_module_of_its_block_or_a_later_one(
-    path: str, of_torch: bool
-) -> None:
-    model = make("RMS, grouped", n_layers=4)
-    parent, _, name = path.rpartition(".")
-    holder, coder = model.get_submodule(parent), Coder()
-
-    def exchange(*_: Any, **__: Any) -> None:
-        holder._modules[name] = coder
-
-    def exchanged() -> Seen:
-        coder.heard.clear()
-        with mock.patch.dict(holder._modules):
-            run(model, grad=False)  # the blocks are known as they are
-            if not of_torch:
-                seen = run(model, [("blocks.1.hook_resid_pre", exchange)], grad=False)
-            else:
-                with model.blocks[1].register_forward_pre_hook(exchange):
-                    seen = run(model, grad=False)
-        assert coder.heard
-        return seen
-
-    assert_as_installed(exchanged)
-
-
-def test_a_copy_of_a_model_has_its_own_hooks() -> None:
-    model = make("RMS, grouped")
-    before = run(model, grad=False)["logits"]
-    copied = copy.deepcopy(model)
-    copied.add_hook("blocks.1.hook_resid_mid", lambda activation, hook: activation * 0.5)
-    assert not torch.equal(run(copied, grad=False)["logits"], before)
-    assert torch.equal(run(model, grad=False)["logits"], before)
-    model.add_hook("blocks.0.hook_resid_mid", lambda activation, hook: activation * 0.5)
-    assert_as_installed(lambda: run(copied, grad=False))
-
-
-COMPONENTS = ("", ".attn", ".mlp", ".ln1", ".ln2", ".attn.q_norm", ".mlp.hook_pre")
-
-
-@either_grad
-@pytest.mark.parametrize("component", COMPONENTS)
-def test_hooks_of_torch_on_a_component(component: str, grad: bool) -> None:
-    model = make("qk-norm, grouped")
-    module = model.get_submodule(f"blocks.1{component}")
-    log: dict[str, Any] = {}
-    record = Recorder(log)
-
-    def before(module: Any, args: Any, kwargs: Any) -> Any:
-        given = [tensor for tensor in (*args, *kwargs.values()) if isinstance(tensor, torch.Tensor)]
-        for tensor in given:
-            record.note("before", tensor)
-        args = tuple(tensor * 1.5 for tensor in args)
-        if "query_input" in kwargs:
-            kwargs = {**kwargs, "query_input": kwargs["query_input"] * 1.5}
-        return args, kwargs
-
-    def after(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-        record.note("after", output)
-        return output * 0.5
-
-    def back(module: Any, grad_input: Any, grad_output: Any) -> None:
-        record.note("back", grad_output[0])
-
-    handles = [
-        module.register_forward_pre_hook(before, with_kwargs=True),
-        module.register_forward_hook(after),
-    ]
-    assert_as_installed(lambda: run(model, log=log, grad=grad))
-    assert len(log) >= 2
-    for handle in handles:
-        handle.remove()
-
-    module.register_full_backward_hook(back)
-    assert_as_installed(lambda: run(model, log=log, grad=grad))
-    assert bool(log) == grad
-
-
-@pytest.mark.parametrize("variant", ["LN", "no norm", "RMSPre, grouped"])
-def test_what_is_edited_in_place_before_attention_is_edited_there_alone(variant: str) -> None:
-    model = make(variant)
-    model.requires_grad_(False)
-
-    def before(module: Any, args: Any, kwargs: Any) -> None:
-        kwargs["query_input"][:, 0] = 0.5
-
-    model.blocks[1].attn.register_forward_pre_hook(before, with_kwargs=True)
-
-    def cached() -> Seen:
-        return dict(model.run_with_cache(tokens(5))[1])
-
-    assert_as_installed(cached)
-
-
-def test_hooks_of_torch_on_every_module() -> None:
-    model = shared("RMS, grouped")
-    log: list[str] = []
-    names = {module: name for name, module in model.named_modules()}
-
-    def called() -> Seen:
-        log.clear()
-        handle = torch.nn.modules.module.register_module_forward_hook(
-            lambda module, args, output: log.append(names[module])
-        )
-        with handle:
-            seen = run(model)
-        return {**seen, "called": list(log)}
-
-    assert "blocks.1.attn.hook_pattern" in assert_as_installed(called)["called"]
-
-
-@pytest.mark.parametrize(
-    "path",
-    ["attn", "mlp", "ln1", "ln2", "attn.k_norm", "attn.hook_z", "hook_resid_mid", "ln1.hook_scale"],
-)
-def test_a_forward_of_an_instance(path: str) -> None:
-    model = make("qk-norm")
-    module = model.get_submodule(f"blocks.0.{path}")
-    cls_forward = type(module).forward
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return type(self).forward(self, *args, **kwargs) * 1.5
-
-    module.forward = MethodType(forward, module)
-    changed = assert_as_installed(lambda: run(model))["logits"]
-    del module.forward
-
-    assert type(module).forward is cls_forward
-    assert not torch.equal(changed, run(model)["logits"])
-
-
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [
-        ("", "apply_mlp"),
-        ("attn", "calculate_qkv_matrices"),
-        ("attn", "calculate_attention_scores"),
-        ("attn", "calculate_z_scores"),
-        ("attn", "apply_causal_mask"),
-        ("attn", "_apply_qk_norm"),
-    ],
-)
-def test_a_method_of_an_instance(path: str, name: str) -> None:
-    model = make("qk-norm")
-    module = model.get_submodule(f"blocks.0.{path}".rstrip("."))
-    called: list[str] = []
-    method = getattr(module, name)
-
-    def own(*args: Any, **kwargs: Any) -> Any:
-        called.append(name)
-        return method(*args, **kwargs)
-
-    setattr(module, name, own)
-
-    with torch.no_grad():
-        model(tokens(5))
-
-    assert called
-
-
-@pytest.mark.parametrize(
-    ("cls", "name"),
-    [
-        (Attention, "calculate_z_scores"),
-        (Attention.__base__, "apply_causal_mask"),
-        (LayerNorm, "forward"),
-        (HookPoint, "forward"),
-    ],
-)
-def test_a_method_of_a_class_that_is_replaced(cls: Any, name: str) -> None:
-    model = shared("LN")
-    run(model)  # which has found out which way its blocks take
-    method = getattr(cls, name)
-
-    def own(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return method(self, *args, **kwargs) * 1.5
-
-    with mock.patch.object(cls, name, own):
-        changed = assert_as_installed(lambda: run(model))
-
-    again = assert_as_installed(lambda: run(model))
-    assert not torch.equal(changed["logits"], again["logits"])
-    assert known_blocks.why_as_installed(model.blocks[0]) is None
-
-
-class Doubled(torch.nn.Module):
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight * 2
-
-
-def weights_of(block: Any) -> list[tuple[Any, str]]:
-    return [
-        *((block.attn, name) for name in ("W_Q", "W_O", "b_Q")),
-        *((block.mlp, name) for name in ("W_in", "b_out")),
-        (block.ln1, "w"),
-    ]
-
-
-def parametrized(module: Any, name: str) -> None:
-    parametrize.register_parametrization(module, name, Doubled())
-
-
-def pruned(module: Any, name: str) -> None:
-    prune.random_unstructured(module, name, amount=0.5)
-
-
-def plain_tensor(module: Any, name: str) -> None:
-    weight = getattr(module, name).detach() * 2
-    delattr(module, name)
-    setattr(module, name, weight)
-
-
-def a_buffer(module: Any, name: str) -> None:
-    weight = getattr(module, name).detach() * 2
-    delattr(module, name)
-    module.register_buffer(name, weight)
-
-
-def other_data(module: Any, name: str) -> None:
-    getattr(module, name).data = getattr(module, name).data.flip(0)
-
-
-@either_grad
-@pytest.mark.cover(("change", "which"))
-@pytest.mark.parametrize("which", range(6), ids=["W_Q", "W_O", "b_Q", "W_in", "b_out", "w"])
-@pytest.mark.parametrize(
-    "change",
-    [
-        parametrized,
-        pruned,
-        plain_tensor,
-        a_buffer,
-        other_data,
-    ],
-)
-def test_weights_that_are_replaced(
-    change: Callable[[Any, str], None], which: int, grad: bool
-) -> None:
-    model = make("LN")
-    before = run(model, grad=grad)["logits"]
-    torch.manual_seed(0)
-
-    change(*weights_of(model.blocks[0])[which])
-
-    changed = assert_as_installed(lambda: run(model, grad=grad))
-    assert not torch.equal(changed["logits"], before)
-
-
-def test_gradients_of_examples_by_vmap() -> None:
-    model = shared("RMS, grouped")
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-
-    def loss(weights: Any, example: torch.Tensor) -> torch.Tensor:
-        logits = torch.func.functional_call(model, weights, (example[None],))
-        return logits.pow(2).sum()  # type: ignore[no-any-return]
-
-    per_example = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))
-
-    assert_as_installed(lambda: per_example(weights, tokens(5)))
-
-
-class OwnAttention(Attention):
-    def calculate_z_scores(self, v: torch.Tensor, pattern: torch.Tensor) -> torch.Tensor:
-        return super().calculate_z_scores(v, pattern) * 1.5
-
-
-def test_a_subclass_of_attention() -> None:
-    model = make("LN")
-    before = run(model)["logits"]
-    model.blocks[0].attn.__class__ = OwnAttention
-
-    changed = assert_as_installed(lambda: run(model))
-
-    assert not torch.equal(changed["logits"], before)
 
 
 CONTEXTS = {

@@ -14,8 +14,6 @@ from torch import nn
 from transformer_lens import HookedTransformer, HookedTransformerConfig
 from transformers import (
     AutoModelForCausalLM,
-    GemmaConfig,
-    GemmaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GPTJConfig,
@@ -161,15 +159,6 @@ def test_a_llama_that_would_be_wrong_is_refused(
         HookedTransformer.from_pretrained(tmp_path, device="cpu")
 
 
-def test_the_context_that_is_asked_for_is_shorter_than_the_checkpoints(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 16, "intermediate_size": 20, "vocab_size": 11, "head_dim": 8}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    config = GemmaConfig(**sizes, **heads, num_hidden_layers=2, max_position_embeddings=64)
-    GemmaForCausalLM(config).save_pretrained(tmp_path)
-    assert HookedTransformer.from_pretrained(tmp_path, device="cpu").cfg.n_ctx == 64
-    assert HookedTransformer.from_pretrained(tmp_path, device="cpu", n_ctx=24).cfg.n_ctx == 24
-
-
 def test_float32_weights_are_folded_in_the_float64_of_their_model(checkpoints: Any) -> None:
     load = partial(HookedTransformer.from_pretrained_no_processing, checkpoints("gpt2"))
     source, model = load(device="cpu"), load(device="cpu", dtype=torch.float64)
@@ -212,3 +201,19 @@ def test_a_model_without_a_tokenizer_says_so_when_it_is_loaded(
         assert record.name == "tl_devicefix"
         for text in (repr(str(tmp_path)), "tokenizer.json", "tokenizer=", "set_tokenizer"):
             assert text in record.getMessage()
+
+
+@pytest.mark.fails_unpatched
+def test_devices_that_are_simulated_are_the_default(machine: Any) -> None:
+    sizes: dict[str, Any] = {
+        "n_layers": 4,
+        "d_model": 8,
+        "n_ctx": 8,
+        "d_head": 4,
+        "d_vocab": 9,
+        "act_fn": "relu",
+    }
+    cfg = HookedTransformerConfig(**sizes, n_devices=4)
+    assert torch.device(cfg.device) == machine.devices[0]
+    placed = {p.device for p in HookedTransformer(cfg).parameters()}
+    assert placed == set(machine.devices)

@@ -101,20 +101,6 @@ def test_caching_an_sae_s_activations(models: Any, make_sae: Any, tokens: torch.
     assert_agrees(dict(cache.items()), dict(expected.items()), model.placement.home)
 
 
-def test_hooks_on_an_sae_s_features(models: Any, make_sae: Any, tokens: torch.Tensor) -> None:
-    def run(model: Any, sae: Any) -> torch.Tensor:
-        gains = torch.linspace(0, 2, 24, device=model.cfg.device)
-        return model.run_with_hooks_with_saes(
-            tokens,
-            saes=[sae],
-            fwd_hooks=[(f"{HOOK}.hook_sae_acts_post", lambda acts, hook: acts * gains)],
-        )
-
-    model, reference = models
-    actual, expected = run(model, make_sae("sim:0")), run(reference, make_sae("cpu"))
-    assert_agrees(actual, expected, model.placement.home)
-
-
 def test_an_sae_that_is_added_and_reset_is_left_as_it_was(
     models: Any, make_sae: Any, tokens: torch.Tensor
 ) -> None:

@@ -7,15 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sae_lens.cache_activations_runner
 import torch
 from comparison import assert_agrees
-from datasets import Dataset, load_from_disk
+from datasets import Dataset
 from hf_models import D_MODEL, D_VOCAB
 from sae_lens import (
     ActivationsStore,
-    CacheActivationsRunner,
-    CacheActivationsRunnerConfig,
     LanguageModelSAERunnerConfig,
     LanguageModelSAETrainingRunner,
     StandardTrainingSAEConfig,
@@ -84,36 +81,6 @@ def test_what_a_store_holds(device: str, both: tuple[Any, Any], data: Dataset) -
     actual = ours.next_batch()
     torch.manual_seed(0)
     assert_agrees(actual, theirs.next_batch(), torch.device(device))
-
-
-def test_what_is_cached_in_a_written_data_set(
-    both: tuple[Any, Any], data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def cached(model: Any, directory: Path) -> list[torch.Tensor]:
-        monkeypatch.setattr(sae_lens.cache_activations_runner, "load_model", lambda *_, **__: model)
-        config = CacheActivationsRunnerConfig(
-            dataset_path="in memory",
-            model_name="llama",
-            model_batch_size=2,
-            hook_name=HOOK,
-            d_in=D_MODEL,
-            training_tokens=64,
-            context_size=N_CTX,
-            new_cached_activations_path=str(directory),
-            shuffle=False,
-            device=str(model.cfg.device),
-            buffer_size_gb=1e-5,
-            prepend_bos=False,
-            streaming=False,
-        )
-        CacheActivationsRunner(config, override_dataset=data).run()
-        written = load_from_disk(str(directory)).with_format("torch")
-        return [written[HOOK][:], written["token_ids"][:]]
-
-    model, reference = both
-    actual = cached(model, tmp_path / "ours")
-    assert_agrees(actual, cached(reference, tmp_path / "theirs"))
-    assert actual[0].shape[1:] == (N_CTX, D_MODEL)
 
 
 @pytest.fixture

@@ -90,7 +90,7 @@ REFUSED_AND_THEN_NOT = """
     from tl_parts import MODEL_CLASS, ours, parts_of_transformer_lens
 
     replaced = {path.partition(":")[2] for path in ours(parts_of_transformer_lens())}
-    hooked = {"HookedTransformer.from_pretrained", "get_device_for_block_index"}
+    hooked = {"HookedTransformer.from_pretrained", "train"}
     bridge = {"TransformerBridge.process_weights"}
     assert (hooked if MODEL_CLASS.__name__ == "HookedTransformer" else bridge) <= replaced
     tl_devicefix.disable()

@@ -17,7 +17,6 @@ from architectures import (
 )
 from comparison import (
     assert_same_model,
-    assert_same_tensors,
     assert_same_weights,
     log_probs,
 )
@@ -228,23 +227,6 @@ def test_without_move_to_device_the_model_stays_on_the_cpu(
     assert {tensor.device.type for tensor in model.state_dict().values()} == {"cpu"}
     assert model.cfg.device == "sim:1"
     assert_same_weights(model, reference)
-
-
-def test_without_move_to_device_there_is_nothing_to_spread(load: Any, machine: Any) -> None:
-    with pytest.raises(ValueError, match="move_to_device=False leaves the model on the CPU"):
-        load("gpt2", move_to_device=False, n_devices=4)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "qwen2"])
-def test_the_hf_model_is_left_as_it_was(
-    name: str, hf_models: Any, tokenizer: Any, machine: Any
-) -> None:
-    hf_model = hf_models(name)
-    before = {name: tensor.clone() for name, tensor in hf_model.state_dict().items()}
-
-    load_hooked(ALL_ARCHITECTURES[name], hf_model, tokenizer, n_devices=4)
-
-    assert_same_tensors(hf_model.state_dict(), before, tolerance=0)
 
 
 def test_the_norms_of_mixtures_of_experts_are_folded_only_if_transformer_lens_does(

@@ -95,27 +95,8 @@ def run_with_gradients(run: Run) -> Any:
     return dict(model.run_with_cache(run.tokens, return_type="loss", incl_bwd=True)[1].items())
 
 
-@call("model.run_with_cache", "one_optimiser_step")
-def train_one_step(run: Run) -> Any:
-    model = run.changeable()
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model(run.tokens, return_type="loss").backward()
-    optimiser.step()
-    return model(run.tokens)
-
-
 # --------------------------------------------------------------------------------------------
 # The model: hooks. What a hook takes from elsewhere is at home, as people have it.
-
-
-@call("model.run_with_hooks", "patch_from_a_cache")
-def patch_from_cache(run: Run) -> Any:
-    clean = run.model.run_with_cache(run.other_tokens)[1]
-    kind = "resid_post" if run.model.cfg.parallel_attn_mlp else "resid_mid"
-    hooks = [
-        (f"blocks.{layer}.hook_{kind}", lambda a, hook: clean[hook.name]) for layer in range(5)
-    ]
-    return [run.model.run_with_hooks(run.tokens, fwd_hooks=[hook]) for hook in hooks]
 
 
 def changed(run: Run, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -8,7 +8,6 @@ otherwise.
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -76,37 +75,6 @@ class Sweep:
         assert_agrees(actual, expected, tolerance=0 if self._exact else 1e-4)
         # What a call moves to the CPU is there; nothing else is left on a block's device.
         assert devices_in(actual) <= {torch.device(run.model.cfg.device), torch.device("cpu")}
-
-    def check_with_sdpa(self, name: str, case: str, kind: str, run: Run) -> None:
-        """Check the same of models that build no pattern where nobody listens."""
-        with contextlib.ExitStack() as attending:
-            # Without a pattern, rounding is another: bit for bit, the reference does without too.
-            of_reference = (self._reference(kind),) if self._exact else ()
-            models = {
-                id(m): m
-                for one_run in (run, *of_reference)
-                for m in (one_run.model, one_run.unused)
-            }
-            for model in models.values():
-                if model is not None:
-                    attending.enter_context(tl_devicefix.set_attn_implementation(model, "sdpa"))
-            self.check(name, case, kind, run)
-
-    def check_in_flight(self, name: str, case: str, kind: str, run: Run) -> None:
-        """Check that runs of a call in flight give what they give in a loop, bit for bit."""
-
-        def call(model: Any, number: int) -> Any:
-            try:
-                return results(self._calls[name][case](Run(model, run.tokens, run.unused)))
-            except REFUSALS as error:
-                return type(error)
-
-        seed()
-        expected = [call(run.model, number) for number in range(2)]
-        seed()
-        actual = list(tl_devicefix.pipeline_map(run.model, call, range(2), max_in_flight=2))
-
-        assert_agrees(actual, expected, tolerance=0)
 
     def _expected(self, key: Key) -> Any:
         """What unpatched TransformerLens gives on one CPU: a result, or the type of the error."""

@@ -135,26 +135,3 @@ def test_it_is_as_on_one_device(
     name: str, case: str, kind: str, n_devices: int, runs: Any, sweep: Sweep
 ) -> None:
     sweep.check(name, case, kind, runs(kind, n_devices))
-
-
-SETS_THE_CONFIG = ("analysis.get_act_patch_direct_path",)
-"""What changes the config while it runs, which views share: docs/many_inputs.md says so."""
-
-
-@pytest.mark.full("in the default run: tests/pipelining, tests/attention")
-@pytest.mark.parametrize("how", ["check_in_flight", "check_with_sdpa"])
-@pytest.mark.parametrize(
-    ("name", "case", "kind", "n_devices"),
-    [
-        call
-        for call in EVERY_CALL  # on a Bridge in compatibility mode if it takes one
-        if (call.values[2:] == PATCHED or call.values[0].startswith("JacobianLens."))
-        and not call.values[0].startswith("patching.")
-    ],
-)
-def test_in_flight_and_with_sdpa_it_is_the_same(
-    name: str, case: str, kind: str, n_devices: int, how: str, runs: Any, sweep: Sweep
-) -> None:
-    if how == "check_in_flight" and name in SETS_THE_CONFIG:
-        pytest.skip("runs in flight share the config")
-    getattr(sweep, how)(name, case, kind, runs(kind, n_devices))

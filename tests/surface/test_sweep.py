@@ -144,15 +144,3 @@ def test_patching_is_as_on_one_device(
     name: str, case: str, kind: str, n_devices: int, run: Run, sweep: Sweep
 ) -> None:
     sweep.check(name, case, kind, run)
-
-
-@pytest.mark.full("in the default run: tests/pipelining, tests/attention")
-@pytest.mark.parametrize("how", ["check_in_flight", "check_with_sdpa"])
-@pytest.mark.parametrize(
-    ("name", "case", "kind", "n_devices"),
-    [call for call in EVERY_CALL if not is_patching(call) and call.values[2:] == ("llama", 4)],
-)
-def test_in_flight_and_with_sdpa_it_is_the_same(
-    name: str, case: str, kind: str, n_devices: int, how: str, run: Run, sweep: Sweep
-) -> None:
-    getattr(sweep, how)(name, case, kind, run)

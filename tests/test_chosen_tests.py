@@ -1,14 +1,16 @@
-"""What the tests do on real devices (`TL_DEVICEFIX_TEST_DEVICE`), tried on two simulated ones."""
+"""What tests are chosen by: a cover of a product, and devices (`TL_DEVICEFIX_TEST_DEVICE`)."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
 import real_devices
 import torch
+from covering import covering
 
 import tl_devicefix
 from tl_devicefix import plan
@@ -53,35 +55,34 @@ def test_what_is_not_here_skips_the_test(use: Callable[[Any], Any]) -> None:
             use(machine)
 
 
-def test_what_no_machine_has_is_an_error() -> None:
-    with real_devices.simulate(2) as machine, pytest.raises(AttributeError, match="no machine has"):
-        _ = machine.memory_alocated
-
-
-def test_what_no_machine_of_that_size_has_is_refused() -> None:
-    with real_devices.simulate(2), pytest.raises(ValueError, match=r"there are 2|has 2 device"):
-        devices.resolve("sim:2")
-
-
-def test_devices_of_a_given_size_skip_the_test() -> None:
-    with pytest.raises(pytest.skip.Exception, match="of a given size"):
-        real_devices.simulate(2, "1GiB").__enter__()
-
-
 @pytest.mark.parametrize(
-    ("kind", "code", "expected"),
+    ("code", "expected"),
     [
-        ("cuda", "'sim:1'", "cuda:1"),
-        ("cuda", "'sim'", "cuda"),
-        ("cuda", "f'sim:{i}'", "cuda:1"),
-        ("cuda", "'on sim:0, which simple'", "on cuda:0, which simple"),
-        ("cuda", "'simulate(2); to(sim:1)'", "simulate(2); to(sim:1)"),
-        ("cpu", "'sim:0'", "cpu"),
+        ("'sim:1'", "cuda:1"),
+        ("'sim'", "cuda"),
+        ("f'sim:{i}'", "cuda:1"),
+        ("'on sim:0, which simple'", "on cuda:0, which simple"),
+        ("'simulate(2); to(sim:1)'", "simulate(2); to(sim:1)"),
     ],
 )
 def test_names_of_devices_in_tests_are_those_of_real_ones(
-    kind: str, code: str, expected: str, monkeypatch: pytest.MonkeyPatch
+    code: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(real_devices, "TYPE", kind)
+    monkeypatch.setattr(real_devices, "TYPE", "cuda")
     renamed = real_devices._Named().visit(ast.parse(code, mode="eval"))
     assert eval(compile(renamed, "", "eval"), {"i": 1}) == expected
+
+
+def test_a_cover_has_every_pair_of_a_group_that_there_is_and_every_value_of_others() -> None:
+    values = product(["llama", "gpt2", "bloom"], [1, 3, 4], ["float32", "bfloat16"])
+    combinations = [dict(zip(("kind", "spread", "dtype"), combination)) for combination in values]
+    exist = [c for c in combinations if c["kind"] == "llama" or c["spread"] == 4]
+
+    def pairs(some: Any) -> set[Any]:
+        return {(combination["kind"], combination["spread"]) for combination in some}
+
+    cover = covering(exist, [("kind", "spread")])
+
+    assert pairs(cover) == pairs(exist)
+    assert len(cover) == len(pairs(exist)) < len(exist)
+    assert {combination["dtype"] for combination in cover} == {"float32", "bfloat16"}
