@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers.utils.logging as hf_logging
 from architectures import ARCHITECTURES, load_hooked
 from transformer_lens import HookedTransformer
 from transformers import AutoModelForCausalLM
@@ -144,24 +143,3 @@ def test_an_hf_model_that_is_on_devices_itself_stays_there(
     for name, tensor in model.named_parameters():
         assert tensor.device == model.placement.device_of(name)
         assert torch.equal(tensor.detach().cpu(), reference.get_parameter(name).detach()), name
-
-
-def test_a_progress_bar_is_shown_unless_transformers_shows_none(
-    load: Any, capfd: pytest.CaptureFixture[str], machine: Any
-) -> None:
-    were_shown = hf_logging.is_progress_bar_enabled()
-    try:
-        hf_logging.enable_progress_bar()
-        load("gpt2", n_devices=2)
-        output = capfd.readouterr().err
-        hf_logging.disable_progress_bar()
-        load("gpt2", n_devices=2)
-        hidden = capfd.readouterr().err
-    finally:
-        if were_shown:
-            hf_logging.enable_progress_bar()
-
-    assert "Loading components" in output
-    assert "100%" in output
-    assert "Loading components" not in hidden
-    assert "%" not in hidden

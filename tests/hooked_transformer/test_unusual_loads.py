@@ -67,30 +67,6 @@ def test_threads_may_load_at_once(checkpoints: Any) -> None:
     assert not any(parameter.is_meta for parameter in HookedTransformer(cfg).parameters())
 
 
-def test_a_dtype_changes_also_where_the_model_fills_its_devices(checkpoints: Any) -> None:
-    with tl_devicefix.simulate(2):
-        needed = tl_devicefix.plan(checkpoints("gpt2"), n_devices=2)
-        fullest = max(needed.bytes_on(device) for device in needed.devices)
-    with tl_devicefix.simulate(2, memory=2 * fullest) as machine:
-        model = HookedTransformer.from_pretrained(checkpoints("gpt2"), n_devices=2)
-        filler = torch.empty(machine.mem_get_info(1)[0], dtype=torch.uint8, device="sim:1")
-        model.to(torch.float32)
-        assert model.placement.devices == needed.devices
-        del filler
-
-
-@pytest.mark.parametrize("device", [0, "cpu"])
-def test_the_cpu_may_be_named_by_index_where_it_is_the_only_device(
-    device: Any, checkpoints: Any
-) -> None:
-    if tl_devicefix.placement.devices.default_device().type != "cpu":
-        pytest.skip("this machine has an accelerator, so index 0 is not the CPU")
-    model = HookedTransformer.from_pretrained(checkpoints("gpt2"), device=device)
-    assert model.cfg.device == "cpu"
-    with pytest.raises(ValueError, match="does not exist"):
-        HookedTransformer.from_pretrained(checkpoints("gpt2"), device=1)
-
-
 SMALL_GPTJ = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 11, "rotary_dim": 4}
 
 
