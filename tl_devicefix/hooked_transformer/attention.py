@@ -210,19 +210,15 @@ WHY_NOT.append(_why_not_sdpa)
 
 
 class Tables(NamedTuple):
-    """What a block's attention reads besides activations and weights.
-
-    Attributes:
-        of_queries: cosines and sines of queries' positions.
-        of_keys: those of keys' positions.
-        seen: which keys each query sees, [batch or 1, 1, query_pos, key_pos]; None for all.
-        names: equal for two forwards in which the same keys are known to have the same positions.
-    """
+    """What a block's attention reads besides activations and weights."""
 
     of_queries: tuple[torch.Tensor, ...]
+    """Cosines and sines of queries' positions; `of_keys` of keys'."""
     of_keys: tuple[torch.Tensor, ...]
     seen: Any
+    """Which keys each query sees, [batch or 1, 1, query_pos, key_pos]; None for all."""
     names: tuple[Any, ...]
+    """Equal for two forwards in which the same keys are known to have the same positions."""
 
 
 def _tables(

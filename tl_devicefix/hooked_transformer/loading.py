@@ -104,26 +104,16 @@ def from_pretrained(
         torch.OutOfMemoryError: saying which device was full, and what it held.
     """
     check_attn_implementation(attn_implementation)
-    with _nothing_left_of_a_failure():
+    handled = id(sys.exc_info()[1])  # what the caller was handling is not ours
+    try:
         model = _load(cls, _bind(cls, args, kwargs), device_map, max_memory)
+    except BaseException as error:
+        # Or its frames would hold what was loaded for as long as the error is kept.
+        let_go(error, but_not=[handled])
+        raise
     if attn_implementation is not None:
         set_attn_implementation(model, attn_implementation)
     return model
-
-
-@contextlib.contextmanager
-def _nothing_left_of_a_failure() -> Iterator[None]:
-    """Give back at once what a load had made when it failed, or was interrupted.
-
-    An error's traceback holds the frames that it came through, and they hold the model as far as it
-    was loaded, for as long as the error is kept: in a notebook, until the next one.
-    """
-    handled = id(sys.exc_info()[1])  # what the caller was handling is not ours
-    try:
-        yield
-    except BaseException as error:
-        let_go(error, but_not=[handled])
-        raise
 
 
 _COUNTS_DEVICES = {"num_gpus", "n_gpus", "num_devices", "gpus"}
