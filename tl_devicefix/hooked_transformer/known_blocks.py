@@ -4,7 +4,7 @@
 
 What `block.py` stands for is compared by a digest of its source. A TransformerLens whose digest is
 not among those below runs its own forwards. Add one after comparing what has changed, and once
-`tests/hooked_transformer/test_block.py` passes with it.
+`test_block.py` and `test_changed_blocks.py` of its tests pass with it.
 """
 
 from __future__ import annotations
