@@ -78,20 +78,11 @@ def test_a_directory_without_activations_or_of_another_version(tmp_path: Path) -
         tl_devicefix.load_activations(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda text: "{",
-        lambda text: "[]",
-        lambda text: f'{{"version": {VERSION}}}',
-    ],
-    ids=["cut off", "no object", "no shards"],
-)
-def test_an_index_that_cannot_be_read(change: Any, written: SavedActivations) -> None:
-    path = written.directory / INDEX
-    path.write_text(change(path.read_text()))
+@pytest.mark.parametrize("text", ["{", "[]", f'{{"version": {VERSION}}}'])
+def test_an_index_that_cannot_be_read(text: str, tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text(text)
     with pytest.raises(ValueError, match=r"index.json is damaged: put back a copy"):
-        tl_devicefix.load_activations(written.directory)
+        tl_devicefix.load_activations(tmp_path)
 
 
 @pytest.mark.parametrize(("old", "new"), [("bfloat16", "float16"), ("00001.safe", "00000.safe")])

@@ -17,8 +17,6 @@ class Fault:
     says: tuple[str, ...]
     fix: str | None
     """How the line begins; it is run with `values`, those of the reference under the name."""
-    first: Callable[[Any], Any] | None = None
-    """What is done before, to the model and to the reference."""
     mends: bool = True
     """Whether the results are the reference's after it."""
 

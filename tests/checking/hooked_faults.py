@@ -34,10 +34,6 @@ def not_finite(model: Any) -> None:
     values[0, 0, :3], values[1, 2, 3] = float("nan"), -float("inf")
 
 
-def equal_embeddings(model: Any) -> None:
-    model.unembed.W_U.data = model.embed.W_E.detach().T.clone()
-
-
 def tied(model: Any) -> None:
     model.unembed.W_U.data = model.embed.W_E.data.T
 
@@ -79,7 +75,7 @@ FAULTS = {
     "tied embeddings": Fault(
         tied, "storage", "unembed.W_U", ("shares its memory with embed.W_E",),
         "model.unembed.W_U = torch.nn.Parameter(model.unembed.W_U.detach().clone())",
-        first=equal_embeddings,
+        mends=False,
     ),
     "a hook": Fault(
         hook_left, "hooks", "blocks.2.hook_resid_post", ("identity",), "model.reset_hooks()"

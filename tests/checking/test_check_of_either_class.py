@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -103,10 +102,6 @@ def test_each_fault_is_found_alone_and_named(fault: Fault, model: Any) -> None:
 def test_the_line_that_is_given_mends_it(
     fault: Fault, model: Any, reference: Any, tokens: torch.Tensor
 ) -> None:
-    if fault.first is not None:
-        reference = copy.deepcopy(reference)
-        for item in (model, reference):
-            fault.first(item)
     fault.breaks(model)
     (finding,) = check(model).findings
     assert finding.fix is not None
