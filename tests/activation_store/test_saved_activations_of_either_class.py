@@ -196,6 +196,13 @@ def test_dtype_and_transform_change_activations_on_their_device(
     assert seen == {model.placement.device_of(RESID)}
 
 
+def test_each_batch_runs_once(folded_on_one: Any, batches: Any, run: Any) -> None:
+    model = folded_on_one("llama")
+    n_rows: list[int] = []
+    run(model, batches, RESID, transform=lambda kept: (n_rows.append(len(kept)), kept)[1])
+    assert sorted(n_rows) == sorted(map(len, batches))
+
+
 def test_token_mask_leaves_tokens_out(folded_on_one: Any, batches: Any, run: Any) -> None:
     model, tokens = folded_on_one("llama"), torch.cat(batches)
     expecteds = tokens % 3 != 0

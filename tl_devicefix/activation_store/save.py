@@ -191,6 +191,8 @@ class _Saving:
             self._saved.compare_index(index)
             self._saved.compare_tokens(batch.stored, 0, min(n_examples, saved.n_examples))
             self._saved.compare_activations(tensors)
+        is_on_disk = saved is not None and saved.n_examples >= n_examples
+        self._of_first = {} if is_on_disk else tensors
 
     def run(self, max_in_flight: int, progress: bool) -> None:
         """Save the batches that are not on disk yet."""
@@ -253,7 +255,10 @@ class _Saving:
 
     def _run(self, view: Any, batch: Batch) -> Copied:
         """Run a batch, and start to copy what is saved of it."""
-        tensors = self._forward(view, batch)
+        computed: dict[str, torch.Tensor] = {}
+        if batch.inputs is self._first.inputs:  # which `begin` has run
+            computed, self._of_first = self._of_first, {}
+        tensors = computed or self._forward(view, batch)
         before = {entry.name: entry for entry in self._entries}
         now = {entry.name: entry for entry in self._entries_of(batch, tensors)}
         for name in {**before, **now}:
