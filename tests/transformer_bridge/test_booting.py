@@ -200,7 +200,7 @@ def test_each_device_gets_masks_and_rotary_tables_once(
 
 def test_an_argument_of_compatibility_mode_says_where_it_belongs(boot: Any) -> None:
     with pytest.raises(TypeError, match=r"'fold_ln': give it to enable_compatibility_mode\(\)$"):
-        boot("llama", 2, fold_ln=False)
+        boot("llama", n_devices=2, fold_ln=False)
 
 
 def test_another_dtype_keeps_the_placement_at_half_the_weight(
