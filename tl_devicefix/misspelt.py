@@ -10,13 +10,7 @@ _NEAR = 0.85
 
 
 def did_you_mean(name: object, names: Collection[str], at_least: float = 0.6) -> str:
-    """The end of a sentence that names what is nearest: "; did you mean 'balanced'?", or nothing.
-
-    Args:
-        name: which does not exist.
-        names: those that do.
-        at_least: how alike they must be, from 0 to 1.
-    """
+    """The end of a sentence that names the nearest: "; did you mean 'balanced'?", or nothing."""
     close = difflib.get_close_matches(str(name), list(names), n=1, cutoff=at_least)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -25,14 +19,6 @@ def refuse_misspelt(function: str, arguments: Iterable[str], parameters: Iterabl
     """Refuse near misses of arguments that exist; what is like none of them may pass through.
 
     TransformerLens passes unknown arguments on to transformers, which swallows them.
-
-    Args:
-        function: its name.
-        arguments: the names that it does not have itself.
-        parameters: the names that it has.
-
-    Raises:
-        TypeError: naming the first of them, and what may be meant.
     """
     parameters = list(parameters)
     for name in arguments:
@@ -47,17 +33,7 @@ def refuse_misspelt(function: str, arguments: Iterable[str], parameters: Iterabl
 def refuse_unknown(
     function: str, arguments: Iterable[str], parameters: Iterable[str], where: str = ""
 ) -> None:
-    """Refuse every argument that does not exist.
-
-    Args:
-        function: its name.
-        arguments: the names that it was called with.
-        parameters: the names that it has.
-        where: added after the name, such as " for a directory".
-
-    Raises:
-        TypeError: naming the first of them, and what may be meant.
-    """
+    """Refuse every argument that does not exist; `where` is as " for a directory"."""
     parameters = list(parameters)
     for name in arguments:
         if name not in parameters:

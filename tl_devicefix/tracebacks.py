@@ -13,11 +13,9 @@ from collections.abc import Collection, Iterator
 
 
 def let_go(error: BaseException, but_not: Collection[int] = ()) -> None:
-    """Clear the frames of an error, and of those that it came from.
+    """Clear the frames of an error that is handled, and of those that it came from.
 
-    Args:
-        error: as it is being handled; frames that still run are left.
-        but_not: `id` of errors to leave, with what they came from.
+    Frames that still run are left, and errors whose `id` is in `but_not`, with what they came from.
     """
     seen = set(but_not)
     errors: list[BaseException | None] = [error]

@@ -134,12 +134,7 @@ class AttnImplementation:
 
 
 def attention_of_each(model: Any, attentions: dict[str, Any] | None = None) -> dict[str, str]:
-    """Name of each attention of a model -> "sdpa", or "eager" and why, if a forward came now.
-
-    Args:
-        model: any module.
-        attentions: those of the model, by name, if they were looked for before.
-    """
+    """Name of each attention of a model -> "sdpa", or "eager" and why, if a forward came now."""
     attentions = _all_that_attend(model) if attentions is None else attentions
     return {
         name: _implementation_of(model, name, attention) for name, attention in attentions.items()
@@ -147,11 +142,7 @@ def attention_of_each(model: Any, attentions: dict[str, Any] | None = None) -> d
 
 
 def check_attn_implementation(attn_implementation: str | None) -> None:
-    """Check that there is such an implementation, if one is asked for.
-
-    Raises:
-        ValueError: if there is not.
-    """
+    """Check that there is such an implementation, if one is asked for."""
     if attn_implementation not in (SDPA, EAGER, None):
         raise ValueError(
             f"attn_implementation must be 'sdpa' or 'eager', but is {attn_implementation!r}"

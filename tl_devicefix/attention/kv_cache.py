@@ -40,13 +40,9 @@ def let_go(entry: Any) -> None:
 def rotated_keys(
     entry: Any, keys: Heads, tables: tuple[Any, ...], rotate: Callable[[Heads, int], Heads]
 ) -> Heads:
-    """All keys of an entry, rotated; those that were rotated before are not rotated again.
+    """All keys, as `append` has returned them, rotated; none is rotated twice.
 
-    Args:
-        entry: what `append` has appended to.
-        keys: all keys, as `append` has returned them.
-        tables: what rotating depends on: equal tuples, equal rotations.
-        rotate: rotates some keys, the first of which is at a position.
+    Equal `tables` are equal rotations. `rotate` takes keys, and the position of the first.
     """
     grown = vars(entry).get(_GROWN)
     if grown is None or grown.keys is not keys:
@@ -72,12 +68,7 @@ def _is_of_transformer_lens(entry: Any) -> bool:
 
 
 class _Grown:
-    """Tensors with room, of which an entry's keys and values are the beginning.
-
-    Args:
-        entry: TransformerLens's.
-        length: how many positions there have to be at least.
-    """
+    """Tensors with room, of which an entry's keys and values are the beginning."""
 
     def __init__(self, entry: Any, length: int) -> None:
         self.room = length + max(length // 4, _LEAST_ROOM)

@@ -37,10 +37,7 @@ def made_once(
 ) -> Made:
     """Make something of some tensors, once in a forward.
 
-    Args:
-        of: the tensors, by identity: kept, so that no others get their ids.
-        what: all else that it depends on, as how often a tensor was changed.
-        make: makes it.
+    `what` is all else that it depends on. The tensors are kept, so that no others get their ids.
     """
     kept, key = kept_in_forward(), (what, *map(id, of))
     if key not in kept:
@@ -54,10 +51,7 @@ def cached_fact(
 ) -> bool:
     """A fact about a tensor's values, read from its device again only after it has changed.
 
-    Args:
-        tensor: a buffer of a model; without values, as in a dry run, the fact is taken for true.
-        what: names the fact.
-        find_out: finds it out.
+    Without values, as in a dry run, it is taken for true.
     """
     if not has_values(tensor):
         return True

@@ -39,15 +39,9 @@ def attend(
     seen: Seen | None,
     bias: Float[torch.Tensor, "head_index query_pos key_pos"] | None = None,
 ) -> Float[torch.Tensor, "batch head_index query_pos d_head"]:
-    """The values of each head, mixed as its pattern would.
+    """The values of each head, mixed as its pattern would; all keys are seen if `seen` is None.
 
-    Args:
-        q: queries.
-        k: keys, of which several heads of queries may share one head.
-        v: values, in as many heads as keys.
-        scale: what scores are multiplied with.
-        seen: which keys are seen; all if None.
-        bias: what is added to the scores.
+    Scores are multiplied with `scale`, and then `bias` is added.
     """
     dtype = v.dtype
     if bias is not None and dtype.itemsize < 4:

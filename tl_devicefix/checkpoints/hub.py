@@ -44,10 +44,7 @@ def is_checkpoint_directory(model_name: str) -> bool:
 def snapshot(name: str, listed: Collection[str] = (), **kwargs: Any) -> Path:
     """The folder in which a checkpoint's config.json is, once that is fetched.
 
-    Args:
-        name: the checkpoint's, on the hub.
-        listed: names of which one may be meant.
-        kwargs: as for `hub_arguments`.
+    Of the names in `listed`, one may be meant.
     """
     try:
         config: Any = cached_file(name, "config.json", **hub_arguments(kwargs))

@@ -81,14 +81,9 @@ def _best_ranges(
 ) -> list[int] | None:
     """How many blocks each device gets at the least cost, by dynamic programming; None if none can.
 
-    Args:
-        n_blocks: how many there are.
-        n_devices: how many devices.
-        nothing: the cost of no device.
-        extend: called with the cost of the devices before, a device's position, its first block,
-            the one after its last, and the best cost so far of reaching that. Returns the cost with
-            the device, or None if that is impossible or not better.
-        at_least: how many blocks each device gets.
+    `extend` is called with the cost of the devices before (of none, `nothing`), a device's
+    position, its first block, the one after its last, and the best cost so far of reaching that. It
+    returns the cost with the device, or None if that is impossible or not better.
     """
     best: dict[int, tuple[Any, list[int]]] = {0: (nothing, [])}
     for position in range(n_devices):

@@ -56,12 +56,7 @@ _PREFIXES = " KMGT"
 
 
 def bytes_of(size: int | str, called: str = "memory") -> int:
-    """Return a size in bytes, given as such or as accelerate writes sizes ("8GiB", "500MB").
-
-    Args:
-        size: as the user gives it.
-        called: what the user calls it.
-    """
+    """Return a size in bytes, given as such or as accelerate writes sizes ("8GiB", "500MB")."""
     n_bytes: float = size if type(size) is int else -1
     if isinstance(size, str):
         match = re.fullmatch(r"\s*(.+?)\s*([KMGT]i?B)\s*", size, re.IGNORECASE)

@@ -334,12 +334,7 @@ def _between_two_hosts(moved: Any, sites: Sequence[Site]) -> bool:
 
 
 def by_hosts(moved: Iterable[tuple[Any, int]], sites: Sequence[Site]) -> BetweenHosts:
-    """Sum the bytes that go from each host to each other.
-
-    Args:
-        moved: what goes from `source` to `target`, and its bytes.
-        sites: of which host each device is.
-    """
+    """Sum the bytes of what goes from a device (`source`) to another (`target`), by their hosts."""
     sums: BetweenHosts = {}
     for move, size in moved:
         if size and _between_two_hosts(move, sites):

@@ -101,18 +101,7 @@ def check_options(
     options: Iterable[str],
     cls: Any = None,
 ) -> None:
-    """Check the names of the options that a function was called with.
-
-    Args:
-        function: `estimate` or `dry_run`.
-        config_or_model_name: as for `plan`.
-        options: the names.
-        cls: the model's class, as for `blueprint`.
-
-    Raises:
-        TypeError: naming the first that does not exist, and what may be meant.
-        ValueError: if the class is no class of models.
-    """
+    """Check the names of the options that `estimate` or `dry_run` was called with."""
     adapter = adapter_to_load(config_or_model_name, cls)
     names = adapter.option_names(config_or_model_name)
     own = [name for name in inspect.signature(function).parameters if name != "options"]
@@ -122,20 +111,12 @@ def check_options(
 
 
 def is_of_bridge(config_or_model_name: Any, cls: Any = None) -> bool:
-    """Whether a model is a TransformerBridge's; for the arguments see `adapter_to_load`."""
+    """Whether a model would be a TransformerBridge."""
     return adapter_to_load(config_or_model_name, cls).NAME == "TransformerBridge"
 
 
 def adapter_to_load(config_or_model_name: Any, cls: Any = None) -> Adapter:
-    """The adapter of the class that a model would be of.
-
-    Args:
-        config_or_model_name: as for `plan`.
-        cls: its class, as for `blueprint`.
-
-    Raises:
-        ValueError: if the class is no class of models.
-    """
+    """The adapter of the class that a model would be of; for `cls` see `blueprint`."""
     hooked, bridge = map(adapters().get, ("HookedTransformer", "TransformerBridge"))
     if cls is None:
         is_of_transformers = hasattr(config_or_model_name, "model_type")

@@ -88,15 +88,7 @@ def plan(
 
 
 def by_index(named: Any, sites: Sequence[Site] = ()) -> Any:
-    """A `device_map` or `max_memory` with "cuda:1" called 1, as the machine may have none.
-
-    Args:
-        named: it.
-        sites: of which host each device is, by which "host1/cuda:1" has an index.
-
-    Raises:
-        ValueError: if no host has such a device.
-    """
+    """A `device_map` or `max_memory` with "cuda:1" called 1, as the machine may have none."""
 
     def index(device: Any) -> Any:
         if names_host(device):
@@ -124,11 +116,7 @@ class Described(NamedTuple):
 def described(
     n_devices: int | None, hosts: Hosts | None, device_map: Any, max_memory: Any, memory: Any
 ) -> Described:
-    """Read a user's arguments about devices; log a warning of any that do not exist.
-
-    Raises:
-        ValueError: if that does not fit together, or is more than there may be.
-    """
+    """Read a user's arguments about devices; log a warning of any that do not exist."""
     sites = sites_on(n_devices, hosts)
     device_map, max_memory, memory = (by_index(e, sites) for e in (device_map, max_memory, memory))
     named = [*(device_map.values() if isinstance(device_map, Mapping) else [device_map])]

@@ -231,15 +231,7 @@ def _check_cache(job: Job, model: Any) -> None:
 
 
 class _Usage:
-    """Bytes that a job allocates on each device of a machine, beyond those allocated now.
-
-    Args:
-        machine: a simulated one, with a model on it.
-        placement: the model's.
-
-    Attributes:
-        between_hosts: what it sends from host to host, by what that is; empty if there is one host.
-    """
+    """Bytes that a job allocates on each device of a machine, beyond those allocated now."""
 
     def __init__(self, machine: Machine, placement: Placement) -> None:
         self._machine, self._placement = machine, placement
