@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator
 from typing import Any
@@ -118,7 +119,7 @@ def hook_notes(model: Any) -> Iterator[Finding]:
     """Permanent hooks of users: they are meant to stay."""
     for path, module in named_modules(model):
         permanent = (handle for handle in _handles(module) if handle.is_permanent)
-        users = (h for h in permanent if not _is_of_library(getattr(h, "user_hook", h)))
+        users = (h for h in permanent if not _is_of_library(getattr(h, "user_hook", None)))
         if names := ", ".join(map(_name, users)):
             yield Finding("hooks", path, f"{path} has a permanent hook ({names})")
 
@@ -138,7 +139,8 @@ def _name(hook: Any) -> str:
         # TransformerLens 2.x keeps no user_hook, but its repr as the name of what it registers.
         if (own := getattr(hook, "user_hook", None)) is None:
             registered = (hook.hook.hooks_dict_ref() or {}).get(hook.hook.id)
-            return str(getattr(registered, "__name__", "unknown"))[:80]
+            name = str(getattr(registered, "__name__", "unknown"))
+            return re.sub(r"^<function (.*) at 0x\w+>$", r"\1", name)[:80]
         hook = own
     hook = getattr(hook, "func", hook)
     return (getattr(hook, "__qualname__", None) or type(hook).__name__)[:80]
