@@ -190,21 +190,21 @@ def loaded_to_the_host(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def emptied_copy(model: Any) -> Any:
-    twin = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     with torch.no_grad():
-        for parameter in twin.parameters():
+        for parameter in copied.parameters():
             parameter.zero_()
-    return twin
+    return copied
 
 
 @row("`safetensors.torch.save_model`")
 def in_safetensors(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    twin = emptied_copy(model)
+    copied = emptied_copy(model)
     with TemporaryDirectory() as directory:
         path = str(Path(directory) / "model.safetensors")
         safetensors.torch.save_model(model, path)
-        safetensors.torch.load_model(twin, path)
-    return twin(tokens)
+        safetensors.torch.load_model(copied, path)
+    return copied(tokens)
 
 
 @row("`register_module_forward_hook`, which adds a vector from home")

@@ -1,10 +1,10 @@
 """Views of a model: the same weights, with hook points, hooks and hook contexts of their own.
 
 Runs that are in flight together each have a view, so that no hook of one is seen by another. Its
-modules are twins of the model's: of the same class, with the same tensors. What a module holds is
-the same object in its twin, but for what is a module's own (its hooks, its dicts of parameters,
-buffers and children) and for what leads to a module of the model: a list, a bound method, a
-closure. That leads to the twin.
+modules are counterparts of the model's: of the same class, with the same tensors. What a module
+holds is the same object in its counterpart, but for what is a module's own (its hooks, its dicts of
+parameters, buffers and children) and for what leads to a module of the model: a list, a bound
+method, a closure. That leads to the counterpart.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tl_devicefix.offload.visiting import ForwardWithVisitors
 _AS_MADE = "_tl_devicefix_as_made"
 
 
-def view_of(model: Any, twins: Twins | None = None) -> Any:
+def view_of(model: Any, builder: ViewBuilder | None = None) -> Any:
     """A view of a model: a model of the same class with the same weights, and modules of its own.
 
     Parameters, buffers, config, placement, tokenizer and whatever else holds no module are the
@@ -39,12 +39,12 @@ def view_of(model: Any, twins: Twins | None = None) -> Any:
 
     Args:
         model: of either class, on whatever devices.
-        twins: new; afterwards, what belongs to the view.
+        builder: new; afterwards, it has what belongs to the view.
     """
-    twins = Twins() if twins is None else twins
-    view = twins.of(model)
+    builder = ViewBuilder() if builder is None else builder
+    view = builder.of(model)
     vars(view).pop(_AS_MADE, None)  # of a model that is a view
-    vars(view)[_AS_MADE] = _AsMade(view, twins)
+    vars(view)[_AS_MADE] = _AsMade(view, builder)
     return view
 
 
@@ -60,11 +60,11 @@ def restore(view: Any) -> None:
 class _AsMade:
     """What a view was like when it was made; it does not hold the view, which would live on."""
 
-    def __init__(self, view: Any, twins: Twins) -> None:
+    def __init__(self, view: Any, builder: ViewBuilder) -> None:
         self._of_view = dict(vars(view))
-        others = [vars(holder) for holder in twins.holders if holder is not view]
+        others = [vars(holder) for holder in builder.holders if holder is not view]
         self._others = [(attributes, dict(attributes)) for attributes in others]
-        self._filled = [(container, contents_of(container)) for container in twins.containers]
+        self._filled = [(container, contents_of(container)) for container in builder.containers]
 
     def restore(self, view: Any) -> None:
         """Bring it back."""
@@ -114,8 +114,8 @@ _OF_MODULES = frozenset(
 _OF_HOOK_POINTS = frozenset(("fwd_hooks", "bwd_hooks", "ctx"))
 
 
-class Twins:
-    """The twins that belong to one view: of a model's modules, and of what else it needs its own.
+class ViewBuilder:
+    """Makes the counterparts in one view: of a model's modules, and of what else it needs its own.
 
     In a function's closure or a partial's arguments, and in a user's hook, only modules of the
     model are exchanged: what else a user put there is the user's, such as a list of results.
@@ -123,10 +123,10 @@ class Twins:
 
     def __init__(self) -> None:
         self.holders: list[Any] = []
-        """The twins that have attributes: modules, and objects such as a Bridge's conversions."""
+        """Those of what has attributes: modules, and objects such as a Bridge's conversions."""
         self.containers: list[Any] = []
         """Dicts, lists and sets of their own."""
-        self._twins: dict[int, Any] = {}
+        self._counterparts: dict[int, Any] = {}
         # What is still to be filled: modules before callables, which exchange known modules only.
         self._holders: list[tuple[type, dict[str, Any]]] = []
         self._contents: list[tuple[Any, Any]] = []
@@ -135,8 +135,8 @@ class Twins:
         self._visits: list[tuple[ForwardWithVisitors, ForwardWithVisitors]] = []
 
     def of(self, model: nn.Module) -> Any:
-        """The twin of a model, complete."""
-        twin = self(model)
+        """The counterpart of a model, complete."""
+        counterpart = self(model)
         while self._holders or self._callables or self._contents:
             if self._holders:
                 self._fill(*self._holders.pop())
@@ -145,41 +145,41 @@ class Twins:
                 attributes[name] = self(value)
             else:
                 self._fill_container(*self._contents.pop())
-        for handle, its_twin in self._handles:
-            its_twin.__setstate__(self._state(handle))
+        for handle, its_counterpart in self._handles:
+            its_counterpart.__setstate__(self._state(handle))
         for visits, in_view in self._visits:
             visits.leave_to(in_view)
-        return twin
+        return counterpart
 
-    def twin_of(self, value: Any) -> Any:
-        """The twin of a value that has one; the value if it has none."""
-        return self._twins.get(id(value), value)
+    def counterpart_of(self, value: Any) -> Any:
+        """The counterpart of a value that has one; the value if it has none."""
+        return self._counterparts.get(id(value), value)
 
     def __call__(self, value: Any) -> Any:
-        """What a view has in a value's place: its twin, or the value."""
+        """What a view has in a value's place: its counterpart, or the value."""
         kind: type = type(value)
         if kind in _PLAIN:
             return value
-        twin = self._twins.get(id(value))
-        if twin is not None:
-            return twin
+        counterpart = self._counterparts.get(id(value))
+        if counterpart is not None:
+            return counterpart
         return _rule(kind)(self, value)
 
     def _deep_copy(self, value: Any) -> Any:
-        twin = self._twins[id(value)] = copy.deepcopy(value)
-        return twin
+        counterpart = self._counterparts[id(value)] = copy.deepcopy(value)
+        return counterpart
 
     def _holder(self, value: Any) -> Any:
         kind = type(value)
-        twin = self._twins[id(value)] = object.__new__(kind)
+        counterpart = self._counterparts[id(value)] = object.__new__(kind)
         attributes = dict(vars(value))
-        object.__setattr__(twin, "__dict__", attributes)
+        object.__setattr__(counterpart, "__dict__", attributes)
         self._holders.append((kind, attributes))
-        self.holders.append(twin)
-        return twin
+        self.holders.append(counterpart)
+        return counterpart
 
     def _fill(self, kind: type, attributes: dict[str, Any]) -> None:
-        """Exchange what a twin holds."""
+        """Exchange what a counterpart holds."""
         for name, value in attributes.items():
             its_kind = type(value)
             if its_kind in _PLAIN:
@@ -196,33 +196,35 @@ class Twins:
                 attributes[name] = self(value)
 
     def _own(self, value: Any) -> Any:
-        """A container that the twin has its own of, whatever is in it."""
-        twin = self._twins.get(id(value))
-        if twin is None:
-            twin = self._twins[id(value)] = type(value)()
-            self.containers.append(twin)
+        """A container that the counterpart has its own of, whatever is in it."""
+        counterpart = self._counterparts.get(id(value))
+        if counterpart is None:
+            counterpart = self._counterparts[id(value)] = type(value)()
+            self.containers.append(counterpart)
             if value:
-                self._contents.append((value, twin))
-        return twin
+                self._contents.append((value, counterpart))
+        return counterpart
 
-    def _fill_container(self, value: Any, twin: Any) -> None:
-        refill(twin, list(map(self, contents_of(value))))
+    def _fill_container(self, value: Any, counterpart: Any) -> None:
+        refill(counterpart, list(map(self, contents_of(value))))
 
     def _container(self, value: Any) -> Any:
-        """A container that leads to what has a twin, of its own; any other is shared."""
-        self._twins[id(value)] = value  # a container within itself
+        """A container that leads to what has a counterpart, of its own; any other is shared."""
+        self._counterparts[id(value)] = value  # a container within itself
         parts = contents_of(value)
-        twins = [self(part) for part in parts]
-        if all(map(is_, parts, twins)):
+        counterparts = [self(part) for part in parts]
+        if all(map(is_, parts, counterparts)):
             return value
         if isinstance(value, tuple):
-            twin = value._make(twins) if hasattr(value, "_make") else type(value)(twins)
+            counterpart = (
+                value._make(counterparts) if hasattr(value, "_make") else type(value)(counterparts)
+            )
         else:
-            twin = copy.copy(value)
-            refill(twin, twins)
-            self.containers.append(twin)
-        self._twins[id(value)] = twin
-        return twin
+            counterpart = copy.copy(value)
+            refill(counterpart, counterparts)
+            self.containers.append(counterpart)
+        self._counterparts[id(value)] = counterpart
+        return counterpart
 
     def _in_function(self, value: Any) -> Any:
         """What a function of a view has in place of a value of its closure or arguments."""
@@ -230,28 +232,28 @@ class Twins:
             return value
         kind = type(value)
         if issubclass(kind, nn.Module):
-            return self.twin_of(value)
+            return self.counterpart_of(value)
         return self(value)
 
     def _function(self, value: Any) -> Any:
         if not value.__closure__ and not vars(value):
             return value
-        self._twins[id(value)] = value  # a function that calls itself
+        self._counterparts[id(value)] = value  # a function that calls itself
         cells = tuple(map(self._cell, value.__closure__ or ()))
         attributes = {name: self._in_function(part) for name, part in vars(value).items()}
         unchanged = all(map(is_, cells, value.__closure__ or ()))
         if unchanged and all(map(is_, attributes.values(), vars(value).values())):
             return value
-        twin = types.FunctionType(
+        counterpart = types.FunctionType(
             value.__code__, value.__globals__, value.__name__, value.__defaults__, cells
         )
-        twin.__kwdefaults__ = value.__kwdefaults__
-        twin.__annotations__ = value.__annotations__
-        twin.__qualname__, twin.__doc__ = value.__qualname__, value.__doc__
-        twin.__module__ = value.__module__
-        vars(twin).update(attributes)
-        self._twins[id(value)] = twin
-        return twin
+        counterpart.__kwdefaults__ = value.__kwdefaults__
+        counterpart.__annotations__ = value.__annotations__
+        counterpart.__qualname__, counterpart.__doc__ = value.__qualname__, value.__doc__
+        counterpart.__module__ = value.__module__
+        vars(counterpart).update(attributes)
+        self._counterparts[id(value)] = counterpart
+        return counterpart
 
     def _cell(self, cell: Any) -> Any:
         """The same cell where it holds no module: functions may share it, and write to it."""
@@ -259,45 +261,49 @@ class Twins:
             value = cell.cell_contents
         except ValueError:  # not assigned yet
             return cell
-        twin = self._in_function(value)
-        return cell if twin is value else types.CellType(twin)
+        counterpart = self._in_function(value)
+        return cell if counterpart is value else types.CellType(counterpart)
 
     def _method(self, value: Any) -> Any:
         owner = value.__self__
         is_users = isinstance(owner, nn.Module) and not _is_of(type(owner), _LIBRARIES)
-        its_twin = self.twin_of(owner) if is_users else self(owner)
-        return value if its_twin is owner else types.MethodType(value.__func__, its_twin)
+        its_counterpart = self.counterpart_of(owner) if is_users else self(owner)
+        return (
+            value if its_counterpart is owner else types.MethodType(value.__func__, its_counterpart)
+        )
 
     def _partial(self, value: Any) -> Any:
         parts = [value.func, *value.args, *value.keywords.values()]
-        twins = [self._in_function(part) for part in parts]
-        if all(map(is_, parts, twins)):
+        counterparts = [self._in_function(part) for part in parts]
+        if all(map(is_, parts, counterparts)):
             return value
         n = 1 + len(value.args)
-        twin = type(value)(*twins[:n], **dict(zip(value.keywords, twins[n:])))
-        vars(twin).update((name, self._in_function(part)) for name, part in vars(value).items())
-        return twin
+        counterpart = type(value)(*counterparts[:n], **dict(zip(value.keywords, counterparts[n:])))
+        vars(counterpart).update(
+            (name, self._in_function(part)) for name, part in vars(value).items()
+        )
+        return counterpart
 
     def _handle(self, value: RemovableHandle) -> RemovableHandle:
-        twin = self._twins[id(value)] = object.__new__(type(value))
-        self._handles.append((value, twin))
-        return twin
+        counterpart = self._counterparts[id(value)] = object.__new__(type(value))
+        self._handles.append((value, counterpart))
+        return counterpart
 
     def _state(self, handle: RemovableHandle) -> Any:
-        """A handle's state, as torch has it pickled, of the twin's hooks."""
+        """A handle's state, as torch has it pickled, of the counterpart's hooks."""
         hooks, number, *others = handle.__getstate__()
-        extra = tuple(map(self.twin_of, others[0])) if others else ()
-        return self.twin_of(hooks), number, extra
+        extra = tuple(map(self.counterpart_of, others[0])) if others else ()
+        return self.counterpart_of(hooks), number, extra
 
     def _proxy(self, value: Any) -> Any:
         referent = value.__repr__.__self__  # a proxy hands this on to what it stands for
         return weakref.proxy(self(referent)) if isinstance(referent, nn.Module) else value
 
     def _visit(self, value: ForwardWithVisitors) -> ForwardWithVisitors:
-        twin: ForwardWithVisitors = self._holder(value)
+        counterpart: ForwardWithVisitors = self._holder(value)
         self.holders.pop()  # at rest it is always the same
-        self._visits.append((value, twin))
-        return twin
+        self._visits.append((value, counterpart))
+        return counterpart
 
 
 @functools.lru_cache(maxsize=4096)
@@ -331,35 +337,35 @@ def refill(container: Any, contents: list[Any]) -> None:
         container.extend(contents)
 
 
-def _same(twins: Twins, value: Any) -> Any:
+def _same(builder: ViewBuilder, value: Any) -> Any:
     return value
 
 
-_RULES: dict[type, Callable[[Twins, Any], Any]] = {
-    types.FunctionType: Twins._function,
-    types.MethodType: Twins._method,
-    functools.partial: Twins._partial,
-    RemovableHandle: Twins._handle,
-    weakref.ProxyType: Twins._proxy,
-    weakref.CallableProxyType: Twins._proxy,
-    ForwardWithVisitors: Twins._visit,
+_RULES: dict[type, Callable[[ViewBuilder, Any], Any]] = {
+    types.FunctionType: ViewBuilder._function,
+    types.MethodType: ViewBuilder._method,
+    functools.partial: ViewBuilder._partial,
+    RemovableHandle: ViewBuilder._handle,
+    weakref.ProxyType: ViewBuilder._proxy,
+    weakref.CallableProxyType: ViewBuilder._proxy,
+    ForwardWithVisitors: ViewBuilder._visit,
 }
 
 
 @functools.lru_cache(maxsize=4096)
-def _rule(kind: type) -> Callable[[Twins, Any], Any]:
+def _rule(kind: type) -> Callable[[ViewBuilder, Any], Any]:
     """What becomes of a value of a class."""
     if kind in _RULES:
         return _RULES[kind]
     if issubclass(kind, nn.Module):
-        return Twins._holder
+        return ViewBuilder._holder
     if issubclass(kind, (dict, list, tuple, set)):
-        return Twins._container
+        return ViewBuilder._container
     if not _is_of(kind, _WITH_STATE) or issubclass(kind, (type, Enum)) or _is_frozen(kind):
         return _same
     if hasattr(kind, "__deepcopy__"):
-        return Twins._deep_copy
-    return Twins._holder if hasattr(kind, "__dict__") else _same
+        return ViewBuilder._deep_copy
+    return ViewBuilder._holder if hasattr(kind, "__dict__") else _same
 
 
 def _is_of(kind: type, packages: tuple[str, ...]) -> bool:

@@ -84,15 +84,15 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
             )
         machine, device = self._allocation.machine, self._allocation.device
         values = copy.deepcopy(read(self), memo)
-        twin = wrap(machine.executor.upload(values, device.index), machine, device)
-        memo[id(self)] = twin
-        twin.requires_grad_(self.requires_grad)
+        copied = wrap(machine.executor.upload(values, device.index), machine, device)
+        memo[id(self)] = copied
+        copied.requires_grad_(self.requires_grad)
         if self.grad is not None:
-            twin.grad = copy.deepcopy(self.grad, memo)
+            copied.grad = copy.deepcopy(self.grad, memo)
         for name, value in self.__dict__.items():
             if name not in ("_cpu", "_allocation"):
-                twin.__dict__[name] = copy.deepcopy(value, memo)
-        return twin
+                copied.__dict__[name] = copy.deepcopy(value, memo)
+        return copied
 
     def __copy__(self) -> torch.Tensor:
         """Return another tensor on the same storage; by default this would be a pickled one."""
@@ -249,18 +249,18 @@ def _change_kind(tensor: torch.Tensor, value: torch.Tensor) -> None:
     ``torch.utils.swap_tensors`` would do, but refuses while a graph holds the tensor, and takes
     the attributes that a user has set on it away.
     """
-    twin = value.detach()
+    copied = value.detach()
     if isinstance(tensor, torch.nn.Parameter):
-        twin = torch.nn.Parameter(twin, requires_grad=tensor.requires_grad)
+        copied = torch.nn.Parameter(copied, requires_grad=tensor.requires_grad)
     else:
-        twin.requires_grad_(tensor.requires_grad)
+        copied.requires_grad_(tensor.requires_grad)
     grad, tensor.grad = tensor.grad, None
-    tensor.__class__, twin.__class__ = twin.__class__, tensor.__class__
+    tensor.__class__, copied.__class__ = copied.__class__, tensor.__class__
     for name in ("_cpu", "_allocation", "_is_param"):
         vars(tensor).pop(name, None)
-        if name in vars(twin):
-            vars(tensor)[name] = vars(twin)[name]
-    torch._C._swap_tensor_impl(tensor, twin)  # type: ignore[attr-defined]
+        if name in vars(copied):
+            vars(tensor)[name] = vars(copied)[name]
+    torch._C._swap_tensor_impl(tensor, copied)  # type: ignore[attr-defined]
     if grad is not None:
         set_data(grad, grad.to(tensor.device))
         tensor.grad = grad

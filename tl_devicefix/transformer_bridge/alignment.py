@@ -15,7 +15,7 @@ from transformer_lens.model_bridge.generalized_components import position_embedd
 
 from tl_devicefix.dispatch import views
 from tl_devicefix.dispatch.forward import align
-from tl_devicefix.dispatch.views import Twins
+from tl_devicefix.dispatch.views import ViewBuilder
 from tl_devicefix.gathering.gathering import home_of
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.devices import HOST, resolve_to_move, with_index
@@ -198,13 +198,13 @@ def let_pieces_mix(bridge: Any) -> None:
 def view_of(bridge: Any) -> Any:
     """A view of a Bridge: see `dispatch/views.py:view_of`."""
     prepare(bridge)
-    twins = Twins()
-    view = views.view_of(bridge, twins)
-    _register_attention(bridge, twins)
+    builder = ViewBuilder()
+    view = views.view_of(bridge, builder)
+    _register_attention(bridge, builder)
     return view
 
 
-def _register_attention(bridge: Any, twins: Twins) -> None:
+def _register_attention(bridge: Any, builder: ViewBuilder) -> None:
     """Let TransformerLens 3 find the components of the view's attention layers.
 
     It calls the hooks after the rotary embedding by a registry of which component wraps a layer.
@@ -215,4 +215,4 @@ def _register_attention(bridge: Any, twins: Twins) -> None:
     for module in bridge.modules():
         component = registry.get(id(module))
         if component is not None:
-            registry[id(twins.twin_of(module))] = twins.twin_of(component)
+            registry[id(builder.counterpart_of(module))] = builder.counterpart_of(component)

@@ -269,9 +269,9 @@ class PlainUnit:
 
     def around(self, block: Any) -> Any:
         """The block as it is now, around the plain layer."""
-        twin: Any = object.__new__(type(block))
-        twin.__dict__.update(block.__dict__, **self._in_block)
-        return twin
+        copied: Any = object.__new__(type(block))
+        copied.__dict__.update(block.__dict__, **self._in_block)
+        return copied
 
     def with_its_mask(
         self, block: Any, is_plain: bool, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -78,8 +78,8 @@ class Unwrapped:
             raise NotPlain(f"it contains a {kind.__name__}, which is not known")
         if name := replaced_in(module):
             raise NotPlain(f"it contains a {kind.__name__} with a {name} of its own")
-        twin = object.__new__(kind)
-        attributes = vars(twin)
+        copied = object.__new__(kind)
+        attributes = vars(copied)
         attributes.update(vars(module))
         attributes.update((name, OrderedDict()) for name in _HOOKS)
         if is_accelerated:  # the block's inputs are brought to its device
@@ -92,7 +92,7 @@ class Unwrapped:
         if id(module) in self._by_sdpa:
             attributes["config"] = config = copy.copy(module.config)
             vars(config)["_attn_implementation_internal"] = "sdpa"
-        return twin
+        return copied
 
     def _note_parts(self, wrapper: Any) -> None:
         """Have the parts of a projection stand for it, if the Bridge has split it."""
