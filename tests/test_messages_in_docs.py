@@ -20,6 +20,8 @@ OF_LIBRARIES = (
     "derivative for aten",
     "No space left on device",
     "The hostname of the client socket",
+    "not found. Valid official model names",
+    "KeyError",
 )
 """Beginnings of what torch, transformers and the system say."""
 VALUE = ""

@@ -77,7 +77,11 @@ def _add_estimate(commands: Any) -> None:
         "no devices are needed.",
     )
     estimate.add_argument("model", help="a name, or a local checkpoint directory")
-    estimate.add_argument("--n-devices", type=int, help="how many devices; default: as named")
+    estimate.add_argument(
+        "--n-devices",
+        type=int,
+        help="how many devices; default: as many as --max-memory or --device-map names, else 1",
+    )
     estimate.add_argument(
         "--hosts",
         type=_hosts,
