@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers.utils.logging as hf_logging
 from spread_of_either_class import *  # noqa: F403
 
 from tl_devicefix import save_activations
@@ -29,3 +30,13 @@ def run(tmp_path: Path) -> Callable[..., Any]:
         )
 
     return run
+
+
+@pytest.fixture
+def bars() -> Iterator[None]:
+    """Progress bars are shown, whatever a command has chosen before."""
+    were_shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.enable_progress_bar()
+    yield
+    if not were_shown:
+        hf_logging.disable_progress_bar()

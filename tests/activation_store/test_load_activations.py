@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import transformers.utils.logging as hf_logging
 from safetensors.torch import load_file
 from written_by_hand import D_MODEL, N_EXAMPLES, REDUCED, RESID, WIDTH, write_by_hand
 
@@ -114,16 +112,7 @@ def test_a_shard_is_compared_with_the_index_when_it_is_read(written: SavedActiva
     ]
 
 
-@pytest.fixture
-def bars_as_before() -> Iterator[None]:
-    """The command shows no progress bars of transformers."""
-    were_on = hf_logging.is_progress_bar_enabled()
-    yield
-    if were_on:
-        hf_logging.enable_progress_bar()
-
-
-@pytest.mark.usefixtures("bars_as_before")
+@pytest.mark.usefixtures("bars")
 def test_the_command_lists_activations_and_checks_shards(
     written: SavedActivations, capsys: Any
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,13 @@ from typing import Any
 import datasets
 import pytest
 import torch
-import transformers.utils.logging as hf_logging
 from comparison import assert_agrees
 from either_class import BRIDGE
-from safetensors.torch import load_file
 from torch.utils.data import DataLoader, TensorDataset
 from transformer_lens import ActivationCache
 from written_by_hand import assert_same_bits, files
 
+import tl_devicefix
 from tl_devicefix import save_activations
 from tl_devicefix.placement.memory import gib
 from tl_devicefix.simulation.machine import Machine
@@ -31,19 +31,33 @@ def cache_of(model: Any, batches: Any, **options: Any) -> ActivationCache:
     return model.run_with_cache(torch.cat(batches).to(model.cfg.device), **options)[1]
 
 
-def test_bfloat16_is_stored_as_it_was_computed(
-    machine: Machine, cls: str, batches: Any, run: Any, request: pytest.FixtureRequest
+@pytest.fixture(scope="module")
+def machine() -> Iterator[Machine]:
+    """Devices that compute later than they are told to, with streams and pinned memory."""
+    with tl_devicefix.simulate(4, asynchronous=True) as machine:
+        yield machine
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_activations_over_devices_are_those_of_a_loop_bit_for_bit(
+    dtype: torch.dtype, machine: Machine, folded: Any, batches: Any, run: Any
 ) -> None:
-    load = request.getfixturevalue("boot" if cls == BRIDGE else "from_pretrained")
-    model = load("llama", n_devices=4, dtype=torch.bfloat16)
+    model = folded("llama", 4).to(dtype)
+    names = [name for name in model.hook_dict if name.endswith(("resid_post", "pattern"))]
+    expected = [model.run_with_cache(batch, names_filter=names)[1] for batch in batches]
 
-    result = run(model, batches[:2], [RESID])
+    result = run(model, batches, names, shard_size=8000)
 
-    assert result[RESID].dtype == torch.bfloat16
-    expected = [model.run_with_cache(b, names_filter=RESID)[1][RESID] for b in batches[:2]]
-    assert_same_bits(result[RESID][:], torch.cat([item.cpu() for item in expected]))
-    plain = load_file(result.directory / result.index.shards[0].file)
-    assert_same_bits(plain[RESID], result[RESID][:])
+    assert len(result.index.shards) > 2
+    assert result.names == [name for name in expected[0] if name in names]  # but for aliases
+    assert result.is_complete
+    for name in result.names:
+        in_memory = [cache[name].cpu() for cache in expected]
+        assert_same_bits(result[name][:], torch.cat(in_memory))
+    assert torch.equal(result.tokens[:], torch.cat(batches))
+    assert not [
+        t for t in threading.enumerate() if t.name.startswith(("activations", "pipeline_map"))
+    ]
 
 
 METHODS: dict[str, Callable[[ActivationCache], Any]] = {
@@ -249,16 +263,6 @@ def test_offloaded_blocks(
     result = run(model, batches, RESID)
 
     assert_agrees(result[RESID][:], cache_of(model, batches, names_filter=RESID)[RESID].cpu())
-
-
-@pytest.fixture
-def bars() -> Iterator[None]:
-    """Progress bars are shown, whatever a command has chosen before."""
-    were_shown = hf_logging.is_progress_bar_enabled()
-    hf_logging.enable_progress_bar()
-    yield
-    if not were_shown:
-        hf_logging.disable_progress_bar()
 
 
 @pytest.mark.usefixtures("bars")

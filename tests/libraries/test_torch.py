@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from comparison import assert_agrees
-from either_class import BRIDGE, CLASSES, HOOKED
-from on_demand import OnDemand
-from torch_rows import OF_NEW_MODELS, ROWS
+from either_class import BRIDGE, HOOKED
+from torch_rows import ROWS
 
 import tl_devicefix
 
@@ -40,66 +38,12 @@ def test_every_row_of_the_page_is_run_and_all_that_is_run_is_on_it() -> None:
     assert list(TABLE) == list(ROWS)
 
 
-@pytest.fixture(params=CLASSES, scope="module")
-def cls(request: pytest.FixtureRequest) -> str:
-    """The class of the models."""
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def machine() -> Iterator[Any]:
-    """Four devices, on which models are shared."""
-    with tl_devicefix.simulate(4) as machine:
-        yield machine
-
-
-@pytest.fixture(scope="module")
-def of_either_class(
-    cls: str, machine: Any, checkpoints: Any, request: pytest.FixtureRequest
-) -> Callable[[str], Any]:
-    """`of_either_class("spread")`: a Llama over four devices; or "alone", unpatched on one CPU."""
-
-    def make(where: str) -> Any:
-        if cls == HOOKED and where == "spread":
-            return request.getfixturevalue("load")("llama")
-        if cls == HOOKED:
-            return copy.deepcopy(request.getfixturevalue("references")("llama"))
-        from transformer_lens.model_bridge import TransformerBridge
-
-        boot = TransformerBridge.boot_transformers
-        if where == "spread":
-            return boot(str(checkpoints("llama")), n_devices=4)
-        with tl_devicefix.disabled():
-            return boot(str(checkpoints("llama")), device="cpu")
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def shared(of_either_class: Any) -> Callable[[str], Any]:
-    """As `of_either_class`, loaded once."""
-    return OnDemand(of_either_class)
-
-
 @pytest.fixture
-def both(name: str, of_either_class: Any, shared: Any) -> Iterator[tuple[Any, Any]]:
-    """The spread model, and that on one CPU; afterwards they are as they were."""
-    get = of_either_class if name in OF_NEW_MODELS else shared
-    models = get("spread"), get("alone")
-    parameters = [parameter for model in models for parameter in model.parameters()]
-    before = [
-        (parameter.data, parameter.detach().clone(), parameter.requires_grad)
-        for parameter in parameters
-    ]
-    for parameter in parameters:
-        parameter.requires_grad_()
-    yield models
-    if name in OF_NEW_MODELS:
-        return
-    for parameter, (data, values, required) in zip(parameters, before):
-        parameter.data = data.copy_(values)
-        parameter.grad = None
-        parameter.requires_grad_(required)
+def both(cls: str, on_one: Any, machine: Any, request: pytest.FixtureRequest) -> tuple[Any, Any]:
+    """A Llama over four devices, and the same on one CPU, for a row to change as it likes."""
+    load = request.getfixturevalue("boot" if cls == BRIDGE else "from_pretrained")
+    models = load("llama", n_devices=4), copy.deepcopy(on_one("llama"))
+    return tuple(model.requires_grad_() for model in models)
 
 
 @pytest.mark.cover

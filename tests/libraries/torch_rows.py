@@ -23,11 +23,6 @@ Call = Callable[[Any, torch.Tensor], Any]
 ROWS: dict[str, Call] = {}
 """The name of a row -> what is called."""
 
-OF_NEW_MODELS = {
-    *("`functional_call`", "`torch.func.grad`", "`safetensors.torch.save_model`"),
-}
-"""Those that copy a model, as a Bridge cannot be that has run, or that leave something in it."""
-
 
 def row(name: str) -> Callable[[Call], Call]:
     """Put a function into `ROWS`."""

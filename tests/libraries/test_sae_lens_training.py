@@ -1,14 +1,23 @@
-"""SAELens trains on saved activations, unmodified: its trainer, and its run on a data set."""
+"""SAELens trains, unmodified: on saved activations, on a data set, and over a spread model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hf_models
 import pytest
 import torch
-from sae_lens import ActivationsStore, StandardTrainingSAE, StandardTrainingSAEConfig
+from comparison import assert_agrees
+from datasets import Array2D, Dataset, Features, Sequence, Value
+from sae_lens import (
+    ActivationsStore,
+    LanguageModelSAERunnerConfig,
+    LanguageModelSAETrainingRunner,
+    StandardTrainingSAE,
+    StandardTrainingSAEConfig,
+)
 from sae_lens.config import LoggingConfig, SAETrainerConfig
 from sae_lens.training.sae_trainer import SAETrainer
 from written_by_hand import D_MODEL, N_EXAMPLES, RESID, WIDTH, write_by_hand
@@ -66,7 +75,7 @@ def test_an_activation_store_reads_the_data_set(written: SavedActivations, tmp_p
     saved_as_data_set(written, saved)
     store = ActivationsStore(
         None,  # type: ignore[arg-type]  # no model is run
-        saved_tokens(written),
+        Dataset.from_dict({"input_ids": written.tokens[:].tolist()}),
         streaming=False,
         hook_name=RESID,
         hook_head_index=None,
@@ -90,7 +99,6 @@ def test_an_activation_store_reads_the_data_set(written: SavedActivations, tmp_p
 
 def saved_as_data_set(h: SavedActivations, path: Path) -> None:
     """As docs/save_activations.md has it; Arrow has no bfloat16."""
-    from datasets import Array2D, Dataset, Features, Sequence, Value
 
     def rows() -> Iterator[dict[str, Any]]:
         for number in range(len(h)):
@@ -104,8 +112,55 @@ def saved_as_data_set(h: SavedActivations, path: Path) -> None:
     Dataset.from_generator(rows, features, cache_dir=str(path.parent)).save_to_disk(path)
 
 
-def saved_tokens(written: SavedActivations) -> Any:
-    """What the store would tokenise, if it had to."""
-    from datasets import Dataset
+# --------------------------------------------------------------------------------------------
+# Over a model on four devices
 
-    return Dataset.from_dict({"input_ids": written.tokens[:].tolist()})
+HOOK, N_CTX = "blocks.3.hook_resid_post", 8
+
+
+@pytest.fixture(scope="module")
+def data() -> Dataset:
+    """Sequences of tokens that are tokenised already."""
+    generator = torch.Generator().manual_seed(4)
+    tokens = torch.randint(3, hf_models.D_VOCAB, (24, N_CTX), generator=generator)
+    return Dataset.from_dict({"input_ids": tokens.tolist()})
+
+
+@pytest.fixture
+def train(data: Dataset, tmp_path: Path) -> Callable[..., dict[str, torch.Tensor]]:
+    """`train(model, "sim:0")`: the weights of an SAE after a few steps."""
+
+    def train(model: Any, device: str) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        config = LanguageModelSAERunnerConfig(
+            sae=StandardTrainingSAEConfig(d_in=hf_models.D_MODEL, d_sae=24, device=device),
+            model_name="llama",
+            hook_name=HOOK,
+            dataset_path="in memory",
+            is_dataset_tokenized=True,
+            streaming=False,
+            context_size=N_CTX,
+            prepend_bos=False,
+            n_batches_in_buffer=4,
+            store_batch_size_prompts=2,
+            train_batch_size_tokens=16,
+            training_tokens=64,
+            lr=1e-2,
+            device=device,
+            n_checkpoints=0,
+            checkpoint_path=str(tmp_path),
+            output_path=str(tmp_path / "sae"),
+            logger=LoggingConfig(log_to_wandb=False),
+        )
+        runner = LanguageModelSAETrainingRunner(config, override_dataset=data, override_model=model)
+        return dict(runner.run().state_dict())
+
+    return train
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim:0", "sim:3"])
+def test_training_an_sae(device: str, model: Any, reference: Any, train: Any) -> None:
+    """Wherever the SAE is, of a hook point that is not at home."""
+    assert model.placement.device_of(HOOK) != model.placement.home
+    actual = train(model, device)
+    assert_agrees(actual, train(reference, "cpu"), torch.device(device), tolerance=1e-4)
