@@ -68,17 +68,6 @@ def test_shapes_changed_in_place_are_seen(machine):
     assert out.shape == (1, 3)
 
 
-def test_inference_mode_runs_without_gradients(machine):
-    weight = torch.ones(2, device="sim:1", requires_grad=True)
-
-    @torch.inference_mode()
-    def double():
-        return weight * 2
-
-    assert not double().requires_grad
-    assert (weight * 2).requires_grad
-
-
 def test_moving_a_module_keeps_its_parameters_their_ties_and_their_gradients(machine):
     tied = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     tied[1].weight = tied[0].weight
