@@ -63,10 +63,8 @@ OF_HOOKED_TRANSFORMER = [
         "multihost/test_blocks.py",
         "multihost/test_block_gradients.py",
     ),
-    "multihost/test_pipeline_map_over_ranks.py",
     # Processes that are lost or launched: it is no matter of which class their model is.
     "multihost/test_lost_ranks.py",
-    "multihost/test_what_is_launched.py",
 ]
 # Of TransformerLens 3.9 these are HookedTransformer's; a Bridge's are the same code as on 4.
 OF_BRIDGE_ON_4 = ["planning/transformer_bridge"]

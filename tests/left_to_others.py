@@ -13,10 +13,7 @@ from tl_devicefix.monkeypatch.versions import has_hooked_transformer, installed
 
 OF_FILES = ("test_saved_activations_resumed", "test_load_activations", "test_token_batches")
 """Saved activations, whichever model they are of."""
-OF_RANKS = (
-    *("test_errors_on_ranks", "test_lost_ranks"),
-    *("test_what_is_launched", "test_devices_of_a_host", "test_names_over_ranks", "test_signing"),
-)
+OF_RANKS = ("test_errors_on_ranks", "test_lost_ranks", "test_devices_of_a_host", "test_signing")
 BRIDGE_ON_3 = ("test_parity",)
 """Where the Bridge of TransformerLens 3.9 is tested: whether it gives what it gave unpatched."""
 

@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 import torch
 import transformer_lens.loading_from_pretrained as tl_loading
-from architectures import ALL_ARCHITECTURES, NO_PROCESSING, load_hooked
+from architectures import ALL_ARCHITECTURES, load_hooked
 from comparison import assert_same_model, log_probs
 from hf_models import D_MLP, D_MODEL, D_VOCAB, N_CTX, N_HEADS, randomize
 from hub_cache import HubCache
 from transformer_lens import HookedTransformer, HookedTransformerConfig
-from transformers import AutoModelForCausalLM
 
 import tl_devicefix
 
@@ -106,26 +105,6 @@ def test_any_dtype_is_loaded_in_any_other_and_loses_nothing(
         torch.testing.assert_close(
             parameter.double().cpu(), expected[key].double(), rtol=last_place, atol=10 * last_place
         )
-
-
-@pytest.mark.parametrize("options", [{}, NO_PROCESSING], ids=["processed", "not processed"])
-@pytest.mark.parametrize("name", ["gpt2", "gemma-2"])
-def test_tied_embeddings_become_two_matrices(
-    name: str, options: dict[str, bool], references: Any, machine: Any, tmp_path: Path
-) -> None:
-    references(name)
-    config = ALL_ARCHITECTURES[name].hf_config()
-    config.tie_word_embeddings = True
-    hf_model = AutoModelForCausalLM.from_config(config)
-    randomize(hf_model)
-    hf_model.save_pretrained(tmp_path)
-
-    model = HookedTransformer.from_pretrained(tmp_path, n_devices=3, **options)
-
-    W_E, W_U = model.embed.W_E.detach(), model.unembed.W_U.detach()
-    assert W_E.untyped_storage().data_ptr() != W_U.untyped_storage().data_ptr()
-    if options is NO_PROCESSING:
-        torch.testing.assert_close(W_U.cpu(), hf_model.lm_head.weight.detach().T, rtol=0, atol=0)
 
 
 # TransformerLens has a Gemma's vocabulary written down by its name, so that is read by directory.
@@ -231,28 +210,19 @@ def own_models(monkeypatch: pytest.MonkeyPatch) -> OwnModels:
 
 
 @pytest.mark.fails_unpatched
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*((name, {}) for name in OWN), ("NeelNanda/GELU_3L512W_C4_Code", {"checkpoint_index": 1})],
+)
 def test_transformer_lens_s_own_models(
-    name: str, own_models: OwnModels, machine: Any, tokens: torch.Tensor
+    name: str, options: dict[str, int], own_models: OwnModels, machine: Any, tokens: torch.Tensor
 ) -> None:
     with tl_devicefix.disabled():
-        reference = HookedTransformer.from_pretrained(name, device="cpu")
+        reference = HookedTransformer.from_pretrained(name, device="cpu", **options)
 
-    model = HookedTransformer.from_pretrained(name, n_devices=3)
+    model = HookedTransformer.from_pretrained(name, n_devices=3, **options)
 
-    assert_same_model(model, reference, tokens)
-
-
-def test_a_training_checkpoint_of_transformer_lens_s_own_models(
-    own_models: OwnModels, machine: Any, tokens: torch.Tensor
-) -> None:
-    name = "NeelNanda/GELU_3L512W_C4_Code"
-    with tl_devicefix.disabled():
-        reference = HookedTransformer.from_pretrained(name, checkpoint_index=1, device="cpu")
-
-    model = HookedTransformer.from_pretrained(name, checkpoint_index=1, n_devices=3)
-
-    assert own_models.fetched[-1][:2] == (name, FETCHED[2])
+    assert own_models.fetched[-1][:2] == (name, FETCHED[2 if options else 0])
     assert_same_model(model, reference, tokens)
 
 

@@ -94,16 +94,8 @@ def test_a_damaged_file(damage: str, n_files: int, write: Any, refused: Any) -> 
     checkpoint = write(n_files=n_files)
     file = checkpoint / file_of(checkpoint, NAME, SAFETENSORS)
     file.write_bytes(DAMAGE[damage](file.read_bytes()))
-    with refused(str(file), f"{file.stat().st_size} bytes", "again"):
+    with refused(str(file), "damaged or incomplete", f"{file.stat().st_size} bytes", "again"):
         load(checkpoint)
-
-
-def test_a_file_from_the_hub_that_is_cut_short(hub: Any, hf_models: Any, refused: Any) -> None:
-    snapshot = hub.add("someone/tune", hf_models("qwen2"), max_shard_size="20KB")
-    file = sorted(snapshot.glob("*.safetensors"))[-1]
-    file.write_bytes(file.read_bytes()[:-100])
-    with refused(str(file), "damaged or incomplete", "again"):
-        HookedTransformer.from_pretrained("someone/tune", n_devices=4)
 
 
 @pytest.mark.parametrize("file", [SAFETENSORS, PICKLE])

@@ -17,7 +17,6 @@ from transformers import CONFIG_MAPPING
 from tl_devicefix import plan, simulate
 from tl_devicefix.checkpoints.configs import known_config, known_fields
 from tl_devicefix.hooked_transformer.config import model_config
-from tl_devicefix.simulation.machine import Machine
 
 ASKED_OF_THE_HUB = (
     "EleutherAI/", "facebook/opt-", "gpt2", "distilgpt2", "microsoft/", "mistralai/", "Qwen/",
@@ -85,15 +84,6 @@ def test_a_known_config_is_what_transformer_lens_makes_of_the_fetched_one(
     unread = {"torch_dtype": "float16", "transformers_version": "4.40.0", "use_cache": True}
     hub.add_config(name, {**known_fields()[name], **unread})
     assert model_config(name, prefer_known=True).to_dict() == model_config(name).to_dict()
-
-
-def test_a_checkpoint_that_is_loaded_has_its_own_sizes(
-    machine: Machine, hub: HubCache, hf_models: Any, tokenizer: Any
-) -> None:
-    hub.add("gpt2", hf_models("gpt2"), tokenizer)
-    model = HookedTransformer.from_pretrained("gpt2", n_devices=2)
-    assert model.cfg.d_model == hf_models("gpt2").config.n_embd
-    assert model_config("gpt2", prefer_known=True).d_model == 768
 
 
 @pytest.mark.parametrize("use", [plan, HookedTransformer.from_pretrained])

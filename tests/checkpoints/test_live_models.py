@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import peft
 import pytest
 import torch
@@ -34,7 +33,7 @@ from live_models import (
 )
 from torch import nn
 from transformer_lens import HookedTransformer
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 import tl_devicefix
 
@@ -234,13 +233,6 @@ def test_computing_weights_takes_about_a_block_of_memory_and_only_while_loading(
 # Refusals
 
 
-def without_values(_: Parts) -> Any:
-    with accelerate.init_empty_weights():
-        hf_model = AutoModelForCausalLM.from_config(ALL_ARCHITECTURES["llama"].hf_config())
-    hf_model.config.architectures = ["LlamaForCausalLM"]
-    return hf_model
-
-
 def without_scales(parts: Parts) -> Any:
     hf_model = CASES["int8 mistral"].live(parts)
     layer = hf_model.model.layers[1].mlp.up_proj
@@ -286,11 +278,6 @@ REFUSED: dict[str, tuple[str, Make, tuple[str, ...]]] = {
         ("scales are lost", "without offloading"),
     ),
     "8 bits without scales": (MISTRAL, without_scales, ("scales are lost", "load it again")),
-    "no values anywhere": (
-        "llama",
-        without_values,
-        ("embed.W_E", "meta device", "load the model with its weights"),
-    ),
     "gptq": ("qwen2", quantised_by("gptq"), ("gptq", *QUANTISED)),
     "int8 without a scale": ("qwen2", of_a_byte(torch.int8), ("torch.int8", *QUANTISED)),
 }

@@ -278,14 +278,6 @@ def test_a_name_that_is_no_checkpoint(name: str, hub: HubCache, refused: Any) ->
     assert name != "xyzzy" or "did you mean" not in str(caught.value)
 
 
-def test_an_argument_that_no_function_takes(put: Any) -> None:
-    put()
-    with pytest.raises(TypeError, match="no argument 'num_gpus'; did you mean 'n_devices'"):
-        HookedTransformer.from_pretrained(FINE_TUNE, num_gpus=4)
-    with pytest.raises(TypeError, match="no argument 'xyzzy'"):
-        HookedTransformer.from_pretrained(FINE_TUNE, xyzzy=4)
-
-
 def test_a_training_checkpoint_of_a_fine_tune(put: Any, refused: Any) -> None:
     put()
     with refused("checkpoint_index", "leave out"):

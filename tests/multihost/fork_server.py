@@ -62,22 +62,16 @@ def _become(told: dict[str, Any]) -> None:
     os.setsid()
     # Who runs the tests in the background has interrupts ignored, by all that they start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if name == "stderr" and name not in told:
-            continue  # the tests' own
-        flags = os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT
-        os.dup2(os.open(told.get(name, os.devnull), flags), number)
-    if "stderr" in told:
-        faulthandler.register(signal.SIGUSR1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for number, path in enumerate(told["outputs"], start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    faulthandler.register(signal.SIGUSR1)
     os.environ.update(told["environment"])
-    if "network" in told:
-        with open(f"/run/netns/{told['network']}") as namespace:
+    sys.path[:0] = told["environment"].get("PYTHONPATH", "").split()
+    if "NETWORK" in os.environ:
+        with open(f"/run/netns/{os.environ['NETWORK']}") as namespace:
             if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _NETWORK):
                 raise OSError(ctypes.get_errno(), "setns")
-    if "token" in told:
-        os.environ["TL_DEVICEFIX_TOKEN"] = told["token"]
-    if "path" in told:
-        sys.path.insert(0, told["path"])
     sys.argv = told["arguments"]
     if sys.argv[0] == "-m":
         sys.argv = sys.argv[1:]

@@ -44,20 +44,10 @@ class ForkServer:
 
 
 class Launched:
-    """`a_script.py` on several ranks.
+    """`a_script.py` on several ranks, or another command: `what` is the function of rank 0.
 
-    Args:
-        server: starts them.
-        directory: for what they say.
-        what: which of its functions rank 0 calls.
-        world_size: how many there are to be.
-        started: which ones are started; by default all.
-        of_rank: what is different for one, by rank: see `fork_server.py`.
-        address: of rank 0.
-        port: of rank 0; by default one that is free.
-        command: instead of the script.
-        environment: of all, beside what a launcher sets.
-        options: of `init_hosts`.
+    `started` are the ranks that are started, by default all; `environment` is beside what a
+    launcher sets for all of them, `of_rank` for one; options are `init_hosts`'.
     """
 
     def __init__(
@@ -68,8 +58,7 @@ class Launched:
         world_size: int = 3,
         *,
         started: list[int] | None = None,
-        of_rank: dict[int, dict[str, Any]] | None = None,
-        address: str = "127.0.0.1",
+        of_rank: dict[int, dict[str, str]] | None = None,
         port: int | None = None,
         command: list[str] | None = None,
         environment: dict[str, str] | None = None,
@@ -81,15 +70,13 @@ class Launched:
         self._n_read = 0
         self.pids: dict[int, int] = {}
         for rank in range(world_size) if started is None else started:
-            launcher: dict[str, Any] = {"MASTER_ADDR": address, "MASTER_PORT": self.port}
-            launcher |= {"WORLD_SIZE": world_size, "RANK": rank} | (environment or {})
+            launcher = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
+            launcher |= {"WORLD_SIZE": str(world_size), "RANK": str(rank)} | (environment or {})
             arguments = [str(HERE / "a_script.py"), what, str(self._go), json.dumps(options)]
             self.pids[rank] = server.tell(
-                environment={name: str(value) for name, value in launcher.items()},
+                environment=launcher | (of_rank or {}).get(rank, {}),
                 arguments=command or arguments,
-                stdout=str(directory / f"said-{rank}"),
-                stderr=str(directory / f"stderr-{rank}"),
-                **(of_rank or {}).get(rank, {}),
+                outputs=[str(directory / f"{kind}-{rank}") for kind in ("said", "stderr")],
             )
 
     def says(self, rank: int = 0) -> list[Any]:

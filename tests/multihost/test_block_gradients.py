@@ -82,7 +82,13 @@ def with_a_bias_changed_before_the_backward(model: Any, tokens: torch.Tensor) ->
     bias.copy_(before)
 
 
-RUNS = [frozen, inputs_alone, twice_through_one_graph, changed_in_place]
+def with_a_hook(model: Any, tokens: torch.Tensor) -> None:
+    """That block is run by its components, beside those that are run whole."""
+    hooks = [(f"blocks.{FAR}.hook_resid_mid", lambda value, hook: value * 2)]
+    model.run_with_hooks(tokens, return_type="loss", fwd_hooks=hooks).backward()
+
+
+RUNS = [frozen, with_a_hook, inputs_alone, twice_through_one_graph, changed_in_place]
 RUNS += [with_a_bias_changed_before_the_backward]
 
 

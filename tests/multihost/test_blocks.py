@@ -18,7 +18,6 @@ from torch import nn
 from torch.nn.utils import parametrize
 from transformer_lens.components import AbstractAttention
 
-import tl_devicefix
 from tl_devicefix.multihost import peers
 from tl_devicefix.multihost.commands import set_as, settings
 
@@ -95,60 +94,33 @@ def test_what_is_changed_by_hand_counts(what: str, model: Any, tokens: torch.Ten
     torch.testing.assert_close(gradients, expected[1], **ROUNDED)
 
 
-def test_what_is_put_into_a_class_counts(
-    model: Any, tokens: torch.Tensor, told: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    alone = copy.deepcopy(model).to("cpu")
-    method = AbstractAttention.calculate_z_scores
+def doubled(function: Any) -> Any:
+    """A user's own, in the place of it and with its name."""
 
-    @functools.wraps(method)
+    @functools.wraps(function)
     def twice(*args: Any, **kwargs: Any) -> Any:
-        return method(*args, **kwargs) * 2
+        return function(*args, **kwargs) * 2
 
-    with torch.no_grad():
-        model(tokens).cpu()
-        monkeypatch.setattr(AbstractAttention, "calculate_z_scores", twice)
-        with tl_devicefix.disabled():
-            expected = alone(tokens)
-        told.clear()
-
-        torch.testing.assert_close(model(tokens).cpu(), expected, **EQUAL)
-    assert "call" not in names(told)  # of another rank, which lacks the change
+    return twice
 
 
-def test_what_is_put_into_the_class_of_a_kv_cache_s_entries_counts(
-    model: Any, tokens: torch.Tensor, told: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    alone = copy.deepcopy(model).to("cpu")
-    append = Entry.append
-
-    def louder(self: Any, keys: torch.Tensor, values: torch.Tensor) -> Any:
-        return append(self, keys * 2, values)
-
-    monkeypatch.setattr(Entry, "append", louder)
-    logits = []
-    for item in (model, alone):
-        cache = Cache.init_cache(item.cfg, item.cfg.device, len(tokens))
-        with torch.no_grad():
-            logits.append(item(tokens, past_kv_cache=cache).cpu())
-
-    torch.testing.assert_close(*logits, **EQUAL)
-    assert "call" not in names(told)
-
-
-def softmax(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """A user's own, of the name of torch's."""
-    return torch.softmax(*args, **kwargs) * 2
+def louder(append: Any) -> Any:
+    return lambda entry, keys, values: append(entry, keys * 2, values)
 
 
 @pytest.mark.parametrize(
-    ("of", "mine"),
-    [(F, softmax), (torch.Tensor, lambda x, *args, **kwargs: x.sigmoid())],
-    ids=["function", "method"],
+    ("of", "name", "replace"),
+    [
+        (AbstractAttention, "calculate_z_scores", doubled),
+        (Entry, "append", louder),
+        (F, "softmax", doubled),
+        (torch.Tensor, "softmax", lambda _: lambda x, *args, **kwargs: x.sigmoid()),
+    ],
 )
-def test_a_function_that_is_exchanged_counts(
+def test_what_is_put_into_a_class_or_into_torch_counts(
     of: Any,
-    mine: Any,
+    name: str,
+    replace: Any,
     model: Any,
     tokens: torch.Tensor,
     told: list[Any],
@@ -156,33 +128,27 @@ def test_a_function_that_is_exchanged_counts(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     alone = copy.deepcopy(model).to("cpu")
-    with torch.no_grad():
-        with monkeypatch.context() as exchanging:
-            model(tokens).cpu()
-            exchanging.setattr(of, "softmax", mine)
-            told.clear()
 
-            torch.testing.assert_close(model(tokens).cpu(), alone(tokens), **EQUAL)
-        assert "call" not in names(told)
-        (text,) = caplog.messages
-        where = "torch.Tensor" if of is torch.Tensor else of.__name__
-        assert text.startswith(f"{where}.softmax was replaced on this rank, but not on the others:")
+    def logits(model: Any) -> torch.Tensor:
+        cache = Cache.init_cache(model.cfg, model.cfg.device, len(tokens))
+        return model(tokens, past_kv_cache=cache).cpu()
+
+    with torch.no_grad():
+        plain = logits(model)
+        with monkeypatch.context() as replacing:
+            replacing.setattr(of, name, replace(getattr(of, name)))
+            told.clear()
+            changed = logits(model)
+            torch.testing.assert_close(changed, logits(alone), **EQUAL)
+        assert of is F or not torch.equal(changed, plain)
+        assert "call" not in names(told)  # of another rank, which lacks the change
+        if name == "softmax":
+            (text,) = caplog.messages
+            where = "torch.Tensor" if of is torch.Tensor else of.__name__
+            assert text.startswith(f"{where}.softmax was replaced on this rank, but not on the")
 
         model(tokens)
         assert "call" in names(told)
-
-
-def test_all_blocks_may_be_run_operation_by_operation(
-    model: Any, tokens: torch.Tensor, far: Any, told: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with torch.no_grad():
-        expected = model(tokens).cpu()
-        monkeypatch.setattr(far, "run_block", None)  # as `init_hosts(whole_blocks=False)` has it
-        told.clear()
-
-        torch.testing.assert_close(model(tokens).cpu(), expected, **EQUAL)
-
-    assert "call" not in names(told)
 
 
 def test_what_a_forward_sets_in_a_block_is_set_here(
@@ -223,25 +189,15 @@ def test_all_settings_of_torch_are_set() -> None:
     assert changed != before
 
 
-def test_settings_of_torch_are_rank_0_s(model: Any, tokens: torch.Tensor) -> None:
-    alone, tiny = copy.deepcopy(model).to("cpu"), 1e-38
-    for item in (model, alone):
-        item.requires_grad_(False)
-        item.blocks[FAR].mlp.W_in.mul_(tiny)
-        item.blocks[FAR].mlp.W_out.mul_(1 / tiny)
+def test_settings_of_torch_are_rank_0_s(machine: Any) -> None:
+    small = torch.full((3,), 1e-38, device="sim:3")
     try:
-        plain = model(tokens).cpu()
         assert torch.set_flush_denormal(True)
-        result, expected = model(tokens).cpu(), alone(tokens)
+        flushed = (small / 8).any().item()
     finally:
         torch.set_flush_denormal(False)
-        again = model(tokens).cpu()
-        model.blocks[FAR].mlp.W_in.mul_(1 / tiny)
-        model.blocks[FAR].mlp.W_out.mul_(tiny)
-        model.requires_grad_(True)
-
-    assert not torch.equal(result, plain)
-    torch.testing.assert_close([result, again], [expected, plain], **EQUAL)
+    assert not flushed
+    assert (small / 8).any().item()
 
 
 def test_values_go_with_their_command_whenever_all_is_sent(

@@ -1,4 +1,4 @@
-"""A rank that is lost is named to whoever waits, and no process stays behind."""
+"""What is launched on several ranks; one that is lost is named to whoever waits, and none stays."""
 
 from __future__ import annotations
 
@@ -151,13 +151,26 @@ def test_another_version_on_one_rank(launch: Launch, tmp_path: Path) -> None:
     metadata = "Metadata-Version: 2.1\nName: tl_devicefix\nVersion: 9.9\n"
     (tmp_path / "tl_devicefix-9.9.dist-info" / "METADATA").write_text(metadata)
 
-    launched = launch("forwards", of_rank={1: {"path": str(tmp_path)}})
+    launched = launch("forwards", of_rank={1: {"PYTHONPATH": str(tmp_path)}})
 
     assert launched.ends() == [3, 3, 3]
     for rank in range(3):
         text = launched.text("said", rank)
         assert "has tl_devicefix 9.9, and rank 0 (" in text
         assert "install the same on both" in text
+
+
+def test_another_token_on_one_rank(launch: Launch) -> None:
+    launched = launch(
+        "forwards", 2, of_rank={1: {"TL_DEVICEFIX_TOKEN": "another that is long enough"}}
+    )
+
+    assert launched.ends() == [3, 3]
+    for rank in range(2):
+        text = launched.text("said", rank)
+        assert f"rank {1 - rank} has another token than rank {rank}, which has that of TL_" in text
+        assert "set TL_DEVICEFIX_TOKEN to the same on all ranks, as `openssl" in text
+        assert "long enough" not in text + launched.text("stderr", rank)
 
 
 def test_ranks_that_never_come(launch: Launch) -> None:
@@ -238,6 +251,29 @@ def test_another_number_of_ranks_and_two_processes_of_one_rank(launch: Launch) -
     assert [*launched.ends(), *last.ends()] == [0, 0, 0]
 
 
+def test_the_selfcheck(launch: Launch) -> None:
+    launched = launch("selfcheck", 2, command=["-m", "tl_devicefix", "selfcheck"])
+
+    assert launched.ends() == [0, 0]
+    text = launched.text("said", 0)
+    assert (
+        "the same versions on all ranks, which have 2 devices:\nsim:0  host0/cpu:0, of rank 0, "
+        in text
+    )
+    for pair in ("cpu -> sim:1", "sim:0 -> sim:1", "sim:1 -> sim:0", "sim:1 -> cpu"):
+        assert f"copy {pair}: ok" in text
+    assert "parity on sim:0, sim:1: ok" in text
+    assert "can be trusted" in text
+    assert launched.text("said", 1) == ""
+
+
+def test_process_groups_of_the_user_s(launch: Launch) -> None:
+    launched = launch("beside_a_group", 2)
+
+    assert launched.says() == [1]
+    assert launched.ends() == [0, 0]
+
+
 def ip(*command: str) -> None:
     subprocess.run(["ip", *command], check=True, capture_output=True)
 
@@ -265,8 +301,10 @@ def two_hosts() -> Iterator[list[str]]:
     os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root, and ip"
 )
 def test_a_host_that_is_cut_off(two_hosts: list[str], launch: Launch) -> None:
-    of_rank = {rank: {"network": name} for rank, name in enumerate(two_hosts)}
-    launched = launch("for_ever", 2, timeout=3, of_rank=of_rank, address="10.77.0.1")
+    of_rank = {
+        rank: {"NETWORK": name, "MASTER_ADDR": "10.77.0.1"} for rank, name in enumerate(two_hosts)
+    }
+    launched = launch("for_ever", 2, timeout=3, of_rank=of_rank)
     launched.until_ready()
 
     ip("-n", two_hosts[1], "link", "set", "cable1", "down")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -11,8 +13,10 @@ import torch
 from hf_models import N_LAYERS
 from ranks import devices_of
 from torch.utils._pytree import tree_leaves
+from written_by_hand import files
 
 import tl_devicefix
+from tl_devicefix import save_activations
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.multihost.init_hosts import Ranks
 
@@ -79,8 +83,42 @@ def with_sdpa(model: Any, tokens: torch.Tensor) -> Any:
         return model(tokens), model.generate(tokens, **GREEDY)
 
 
+STOP = N_LAYERS - 1  # after the last one, a Bridge goes on to what is behind the blocks
+POINTS = ["blocks.0.hook_resid_post", f"blocks.{STOP - 1}.hook_resid_post"]
+SAVINGS: list[dict[str, Any]] = [
+    {"stop_at_layer": STOP},
+    # None of a shard's tokens.
+    {"token_mask": lambda tokens: (tokens == tokens[0, 0]) & (tokens[0, 0] % 2 == 0)},
+    {"transform": {POINTS[0]: lambda activation: activation.half()}},
+]
+
+
+def saved(model: Any, tokens: torch.Tensor) -> Any:
+    """The bytes of all files."""
+    batches = [tokens.roll(shift, 1) for shift in range(5)]
+    with TemporaryDirectory() as directory:
+        result = []
+        for number, options in enumerate(SAVINGS):
+            options = {"directory": Path(directory, str(number)), "shard_size": 6000, **options}
+            activations = save_activations(model, batches, POINTS, progress=False, **options)
+            assert len(activations.index.shards) > 1
+            assert activations.verify() == []
+            result.append(files(activations.directory))
+    return result
+
+
 RUNS = [
-    *(steered, zeroed_in_place, cached, gradients, without_gradients, padded, generated, with_sdpa),
+    *(
+        steered,
+        zeroed_in_place,
+        cached,
+        gradients,
+        without_gradients,
+        padded,
+        generated,
+        with_sdpa,
+        saved,
+    ),
     *([read] if has_hooked_transformer() else []),
 ]
 
@@ -125,24 +163,6 @@ def test_the_same_bits(run: Any, both: Any, tokens: torch.Tensor) -> None:
 
 
 @pytest.mark.skipif(
-    not has_hooked_transformer(), reason="blocks of a Bridge are run operation by operation"
-)
-@pytest.mark.parametrize("hooked", [[], [f"blocks.{FAR_BLOCK}.hook_resid_mid"]])
-def test_gradients_are_those_of_one_cpu(hooked: list[str], both: Any, tokens: torch.Tensor) -> None:
-    """A block that is hooked is run by its components, beside those that are run whole."""
-    model, _ = both
-    alone = on_cpu(model)
-    hooks = [(name, lambda value, hook: value * 2) for name in hooked]
-
-    for item in (model, alone):
-        item.run_with_hooks(tokens, return_type="loss", fwd_hooks=hooks).backward()
-
-    for one, other in zip(model.parameters(), alone.parameters()):
-        torch.testing.assert_close(one.grad.cpu(), other.grad, **EQUAL)
-    model.zero_grad()
-
-
-@pytest.mark.skipif(
     not has_hooked_transformer(), reason="a Bridge keeps what has a graph, and cannot be copied"
 )
 def test_an_optimizer_changes_weights_where_they_are(both: Any, tokens: torch.Tensor) -> None:
@@ -156,10 +176,5 @@ def test_an_optimizer_changes_weights_where_they_are(both: Any, tokens: torch.Te
         return at_home(list(model.parameters()))
 
     model, _ = both
-    for one, other in zip(trained(model), trained(on_cpu(model))):
+    for one, other in zip(trained(model), trained(copy.deepcopy(model).to("cpu"))):
         torch.testing.assert_close(one, other, **EQUAL)
-
-
-def on_cpu(model: Any) -> Any:
-    twin = copy.deepcopy(model)
-    return twin.to("cpu")

@@ -145,19 +145,6 @@ def test_to_the_byte(
     assert min(sent.values()) > 0
 
 
-@pytest.mark.skipif(
-    not has_hooked_transformer(), reason="a Bridge's masks and rotary tables cross too"
-)
-def test_a_forward_as_the_placement_says(over_ranks: Any, wire: Wire, tokens: torch.Tensor) -> None:
-    forward(over_ranks, tokens)
-
-    sent = wire.during(lambda: forward(over_ranks, tokens))
-
-    present = over_ranks.placement.between_hosts(*tokens.shape)
-    stream = tokens.numel() * over_ranks.cfg.d_model * 4
-    assert sent == present == dict.fromkeys((THERE, BACK), stream)
-
-
 @pytest.mark.skipif(not has_hooked_transformer(), reason="a Bridge's masks cross too")
 def test_weights_of_an_offloaded_block_visit_its_host(
     load_over: Any, wire: Wire, tokens: torch.Tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from typing import Any
 
@@ -10,6 +11,9 @@ import pytest
 import torch
 from hf_models import N_LAYERS
 
+import tl_devicefix
+from tl_devicefix import pipeline_map
+from tl_devicefix.multihost.far_devices import FarDevices
 from tl_devicefix.multihost.init_hosts import Ranks
 
 
@@ -72,18 +76,6 @@ def test_messages_have_an_end(machine: Any, ranks: Ranks) -> None:
     assert 8 <= ranks.peers[1].messages - before <= 8 + 8
 
 
-def test_a_token_is_as_many_messages_as_a_forward(
-    model: Any, tokens: torch.Tensor, ranks: Ranks, told: list[Any]
-) -> None:
-    options = {"do_sample": False, "stop_at_eos": False, "verbose": False}
-    model.generate(tokens.to("sim:0"), max_new_tokens=1, **options)
-    before = ranks.peers[1].messages
-
-    model.generate(tokens.to("sim:0"), max_new_tokens=5, **options)
-
-    assert ranks.peers[1].messages - before == 5 * messages_for(len(far_blocks(model)))
-
-
 def test_a_hook_brings_its_activation_home_and_back(
     model: Any, tokens: torch.Tensor, told: list[Any]
 ) -> None:
@@ -132,3 +124,70 @@ def test_values_lie_as_on_one_cpu_when_they_are_back(values: torch.Tensor, machi
     for back in (far.cpu(), copy.deepcopy(far), values.to("sim:0").to("sim:3").to("sim:0")):
         assert back.stride() == values.clone().stride()
         assert torch.equal(back.cpu(), values)
+
+
+# --------------------------------------------------------------------------------------------
+# Runs in flight: stages of different ranks compute at the same time
+
+FOREVER = 30
+"""Seconds, after which nobody waits any more."""
+BOTH = threading.Barrier(2)
+
+
+def meet() -> None:
+    BOTH.wait(FOREVER)
+
+
+class Meeting:
+    """A rank that unpickles it waits for rank 0, as if it computed for long."""
+
+    def __reduce__(self) -> Any:
+        return meet, ()
+
+
+def test_a_rank_is_at_one_run_while_rank_0_is_at_the_next(
+    model: Any, tokens: torch.Tensor, far: FarDevices
+) -> None:
+    has_begun = threading.Event()
+
+    def begin(value: torch.Tensor, hook: Any) -> None:
+        has_begun.set()
+
+    def meet_there(value: torch.Tensor, hook: Any) -> None:
+        far.tell(1, "free", (Meeting(),))
+
+    def meet_here(value: torch.Tensor, hook: Any) -> None:
+        meet()
+
+    far_point = f"blocks.{N_LAYERS - 1}.hook_resid_pre"
+    hooks = {
+        0: [("blocks.0.hook_resid_pre", begin), (far_point, meet_there)],
+        1: [("blocks.0.hook_resid_post", meet_here)],
+    }
+
+    def run(view: Any, number: int) -> torch.Tensor:
+        if number:
+            has_begun.wait(FOREVER)  # or it might wait where run 0 has still to come
+        with torch.no_grad():
+            return view.run_with_hooks(tokens.roll(number, 1), fwd_hooks=hooks.get(number, []))
+
+    result = list(pipeline_map(model, run, range(3)))
+
+    with torch.no_grad():
+        for number, logits in enumerate(result):
+            assert torch.equal(logits.cpu(), model(tokens.roll(number, 1)).cpu())
+
+
+def test_blocks_run_whole_in_flight_too_and_are_held_once_for_all_runs(
+    model: Any, tokens: torch.Tensor, told: list[Any]
+) -> None:
+    def run(view: Any, number: int) -> torch.Tensor:
+        with torch.no_grad():
+            return view(tokens.roll(number, 1))
+
+    run(model, 0)
+    with tl_devicefix.mix_devices():
+        list(pipeline_map(model, run, range(3)))
+
+    assert names(told).count("call") == 4 * len(far_blocks(model))
+    assert names(told).count("build") <= len(far_blocks(model))  # or it was before

@@ -1,4 +1,4 @@
-"""What torch has beside plain tensors and gradients, and what libraries and scripts do."""
+"""What torch has beside plain tensors and gradients, and what libraries, scripts and threads do."""
 
 from __future__ import annotations
 
