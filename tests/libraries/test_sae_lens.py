@@ -78,27 +78,19 @@ def test_a_model_loaded_through_its_own_kwargs_is_spread(
 
 
 @pytest.mark.parametrize("at", ["sim:0", "sim:2"])
-def test_running_with_an_sae_on_a_block_of_the_third_device(
+def test_running_with_an_sae_and_caching_its_activations(
     at: str, models: Any, make_sae: Any, tokens: torch.Tensor
 ) -> None:
     model, reference = models
-    expected = reference.run_with_saes(tokens, saes=[make_sae("cpu")])
+    expected, theirs = reference.run_with_cache_with_saes(tokens, saes=[make_sae("cpu")])
     assert not torch.allclose(expected, reference(tokens))
 
-    actual = model.run_with_saes(tokens, saes=[make_sae(at)])
-
-    assert_agrees(actual, expected, model.placement.home)
-    assert_agrees(model(tokens), reference(tokens), model.placement.home)
-
-
-def test_caching_an_sae_s_activations(models: Any, make_sae: Any, tokens: torch.Tensor) -> None:
-    model, reference = models
-    _, expected = reference.run_with_cache_with_saes(tokens, saes=[make_sae("cpu")])
-
-    _, cache = model.run_with_cache_with_saes(tokens, saes=[make_sae("sim:0")])
+    logits, cache = model.run_with_cache_with_saes(tokens, saes=[make_sae(at)])
 
     assert f"{HOOK}.hook_sae_acts_post" in cache
-    assert_agrees(dict(cache.items()), dict(expected.items()), model.placement.home)
+    home = model.placement.home
+    assert_agrees([logits, dict(cache.items())], [expected, dict(theirs.items())], home)
+    assert_agrees(model(tokens), reference(tokens), home)
 
 
 def test_an_sae_that_is_added_and_reset_is_left_as_it_was(
