@@ -107,3 +107,19 @@ def assert_agrees(
         assert actual == pytest.approx(expected, rel=tolerance, abs=tolerance)
     else:
         assert actual == expected
+
+
+def assert_bit_equal(actual: Any, expected: Any) -> None:
+    """The same bits, on the same devices."""
+    if isinstance(expected, torch.Tensor):
+        assert actual.device == expected.device
+        assert torch.equal(actual, expected)
+    elif isinstance(expected, dict):
+        assert list(actual) == list(expected)
+        assert_bit_equal(list(actual.values()), list(expected.values()))
+    elif isinstance(expected, (list, tuple)):
+        assert len(actual) == len(expected)
+        for one, other in zip(actual, expected):
+            assert_bit_equal(one, other)
+    else:
+        assert actual == expected

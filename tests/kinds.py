@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformer_lens
 from architectures import NO_PROCESSING
+from comparison import assert_agrees
 from transformer_lens import HookedTransformer
 
 
@@ -41,6 +42,10 @@ SCATTERED = {
     "unembed": 1,
 }
 """A device_map in which nothing is next to what it exchanges with, and home is sim:2."""
+
+GREEDY: dict[str, Any] = {
+    "do_sample": False, "stop_at_eos": False, "max_new_tokens": 3, "verbose": False,
+}  # fmt: skip
 
 Spread = int | str
 """Over how many devices a model lies, or "scattered"."""
@@ -74,6 +79,18 @@ def devices_of(model: Any) -> set[str]:
 def home_of(model: HookedTransformer) -> torch.device:
     """Where tokens go in and logits come out, as the config tells users."""
     return torch.device(model.cfg.device)
+
+
+def assert_runs(model: HookedTransformer, reference: HookedTransformer, tokens: Any) -> None:
+    """A forward, an activation cache and generation with a KV cache are as on one device."""
+    home = home_of(model)
+    for block in reference.blocks:
+        block.attn.alibi = None  # of a longer text, which shifts scores
+    expected, expected_cache = reference.run_with_cache(tokens, return_type="both")
+    actual, cache = model.run_with_cache(tokens, return_type="both")
+    assert_agrees([actual, cache], [expected, expected_cache], home)
+    text = model.generate(tokens.to(home), **GREEDY)
+    assert_agrees(text, reference.generate(tokens, **GREEDY), home)
 
 
 def on_one_device(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

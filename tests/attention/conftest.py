@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
 import pytest
 import torch.nn.functional as F
 from spread_of_either_class import *  # noqa: F403
+
+import tl_devicefix
+from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
 
 @pytest.fixture
@@ -19,3 +26,22 @@ def fused_blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", counting)
     return calls
+
+
+@pytest.fixture
+def on_one_cpu(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """`on_one_cpu("llama")`: a HookedTransformer, or of TransformerLens 4 a Bridge."""
+    return request.getfixturevalue("on_cpu" if has_hooked_transformer() else "bridge_references")
+
+
+@pytest.fixture
+def sdpa(on_one_cpu: Any) -> Iterator[Callable[..., Any]]:
+    """`sdpa("llama")`: a model on the CPU that attends so, for as long as a test takes."""
+    with ExitStack() as chosen:
+
+        def get(name: str, **options: Any) -> Any:
+            model = on_one_cpu(name, **options)
+            chosen.enter_context(tl_devicefix.set_attn_implementation(model, "sdpa"))
+            return model
+
+        yield get

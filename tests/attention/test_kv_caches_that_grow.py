@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -50,15 +50,18 @@ def read(
     return logits, cache
 
 
-def contents(cache: Any) -> list[torch.Tensor]:
-    entries = [(entry.past_keys, entry.past_values) for entry in cache.entries]
-    return [tensor for pair in entries for tensor in pair] + [cache.previous_attention_mask]
+def assert_grows_as_installed(
+    model: Any, text: torch.Tensor, mask: torch.Tensor, step: Step | None = None
+) -> None:
+    """The logits of a text, and what is in the cache afterwards, are the same either way."""
 
+    def of(way: str) -> list[Any]:
+        logits, cache = read(model, text, mask.clone(), way, step)
+        contents = [(entry.past_keys, entry.past_values) for entry in cache.entries]
+        return [logits, contents, cache.previous_attention_mask]
 
-@pytest.fixture
-def without_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+    expected = of("eager")
+    assert_agrees(of("sdpa"), expected)
 
 
 @pytest.mark.cover(("mask", "inference"))
@@ -70,11 +73,7 @@ def test_logits_and_what_is_in_the_cache(
 ) -> None:
     model = on_cpu(name)
     with torch.inference_mode() if inference else torch.no_grad():
-        expected, as_installed = read(model, text, masks[mask], "eager")
-        actual, cache = read(model, text, masks[mask], "sdpa")
-
-    assert_agrees(actual, expected)
-    assert_agrees(contents(cache), contents(as_installed))
+        assert_grows_as_installed(model, text, masks[mask])
 
 
 def test_it_is_written_behind_what_is_there_and_keys_are_rotated_once(
@@ -100,15 +99,12 @@ def test_it_is_written_behind_what_is_there_and_keys_are_rotated_once(
     assert rotated == [6, *[1] * (N_TOKENS - 9), 3]
 
 
-def test_it_grows_beyond_its_room(on_cpu: Any, text: torch.Tensor, masks: Any) -> None:
-    model = on_cpu("gpt2")
-    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tl_devicefix.attention.kv_cache._LEAST_ROOM", 2)
-        expected = read(model, text, masks["padded"], "eager")
-        actual = read(model, text, masks["padded"], "sdpa")
-
-    assert_agrees(actual[0], expected[0])
-    assert_agrees(contents(actual[1]), contents(expected[1]))
+def test_it_grows_beyond_its_room(
+    on_cpu: Any, text: torch.Tensor, masks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tl_devicefix.attention.kv_cache._LEAST_ROOM", 2)
+    with torch.no_grad():
+        assert_grows_as_installed(on_cpu("gpt2"), text, masks["padded"])
 
 
 def exchange_values(cache: Any) -> None:
@@ -144,11 +140,7 @@ def test_what_is_done_to_a_cache_by_hand(
             change(cache)
 
     with mode():
-        expected = read(model, text, masks[mask].clone(), "eager", step)
-        actual = read(model, text, masks[mask].clone(), "sdpa", step)
-
-    assert_agrees(actual[0], expected[0])
-    assert_agrees(contents(actual[1]), contents(expected[1]))
+        assert_grows_as_installed(model, text, masks[mask], step)
 
 
 def edit_rotated(value: torch.Tensor, hook: Any) -> torch.Tensor:
@@ -177,7 +169,7 @@ def shallow(cache: Any) -> Any:
     return copied
 
 
-@pytest.mark.usefixtures("without_gradients")
+@torch.no_grad()
 @pytest.mark.parametrize("duplicate", [shallow, copy.deepcopy])
 def test_two_texts_with_one_beginning(duplicate: Any, on_cpu: Any, text: torch.Tensor) -> None:
     model, other = on_cpu("llama"), text.flip(1)
@@ -198,7 +190,7 @@ def test_two_texts_with_one_beginning(duplicate: Any, on_cpu: Any, text: torch.T
     assert_agrees([torch.cat(logits, dim=1) for logits in actual], expected)
 
 
-@pytest.mark.usefixtures("without_gradients")
+@torch.no_grad()
 def test_a_cache_that_is_cut_and_read_on(on_cpu: Any, text: torch.Tensor) -> None:
     model, one = on_cpu("llama"), torch.ones_like(text[:, :1])
 

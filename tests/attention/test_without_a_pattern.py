@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import copy
-import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from architectures import ALL_ARCHITECTURES
+from attending import ShapesMade, installed, padded, with_gradients
 from comparison import assert_agrees
-from hf_models import D_VOCAB, N_CTX, N_LAYERS
+from hf_models import N_CTX, N_LAYERS
 from kinds import home_of
-from shapes_made import ShapesMade
 from torch.nn.modules.module import register_module_forward_hook
 
 import tl_devicefix
@@ -23,45 +22,6 @@ from tl_devicefix.multihost.far_devices import FarDevices
 AS_INSTALLED = {"gemma-2": "soft cap", "gpt-oss": "attention sinks"}
 """Architecture -> why its blocks take the installed path."""
 PADDED = {"left": slice(0, 3), "right": slice(-3, None), "between": slice(3, 6)}
-
-
-@pytest.fixture
-def sdpa(on_cpu: Any) -> Iterator[Callable[[str], Any]]:
-    """`sdpa("llama")`: a model on the CPU that attends so, for as long as a test takes."""
-    chosen = []
-
-    def get(name: str) -> Any:
-        model = on_cpu(name)
-        chosen.append(tl_devicefix.set_attn_implementation(model, "sdpa"))
-        return model
-
-    yield get
-    for setting in reversed(chosen):
-        setting.__exit__(None, None, None)
-
-
-def installed(model: Any, run: Callable[[Any], Any]) -> Any:
-    """What a run of a model gives as it is installed."""
-    with tl_devicefix.set_attn_implementation(model, "eager"):
-        return run(model)
-
-
-def padded(tokens: torch.Tensor, where: str) -> torch.Tensor:
-    mask = torch.ones_like(tokens)
-    mask[0, PADDED[where]] = 0
-    return mask
-
-
-def with_gradients(tokens: torch.Tensor, **options: Any) -> Callable[[Any], Any]:
-    """A run that gives logits, and the gradients of the loss."""
-
-    def run(model: Any) -> Any:
-        logits = model(tokens, **options)
-        loss = model.loss_fn(logits, tokens)
-        weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        return logits, torch.autograd.grad(loss, weights, allow_unused=True)
-
-    return run
 
 
 def assert_same_bits(actual: Any, expected: Any) -> None:
@@ -97,7 +57,7 @@ def test_logits_and_gradients(
 def test_padding(
     name: str, where: str, sdpa: Any, tokens: torch.Tensor, fused_blocks: list[int]
 ) -> None:
-    model, run = sdpa(name), with_gradients(tokens, attention_mask=padded(tokens, where))
+    model, run = sdpa(name), with_gradients(tokens, attention_mask=padded(tokens, PADDED[where]))
 
     assert_agrees(run(model), installed(model, run))
     assert len(fused_blocks) == N_LAYERS
@@ -242,30 +202,12 @@ def test_transforms_of_functions_take_the_installed_path(
 
 
 @pytest.mark.cover
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["llama", "bloom"])
-def test_sixteen_bits_are_no_further_from_float32(name: str, dtype: torch.dtype, sdpa: Any) -> None:
-    # So many that the mean is steady: of one prompt the ratio is anything from 0.8 to 1.15.
-    prompts = torch.randint(0, D_VOCAB, (128, N_CTX), generator=torch.Generator().manual_seed(0))
-    exact = sdpa(name)(prompts)
-    model = copy.deepcopy(sdpa(name))
-    model.cfg.dtype = dtype
-    model.to(dtype)
-
-    def distance(model: Any) -> float:
-        return (model(prompts).float() - exact).abs().mean().item()
-
-    with torch.no_grad():
-        assert distance(model) <= 1.02 * installed(model, distance)
-
-
-@pytest.mark.cover
 @pytest.mark.parametrize("kind", ["llama", "bloom"])
 @pytest.mark.parametrize("spread", [4, "scattered"])
 def test_over_several_devices(
     model: Any, reference: Any, tokens: torch.Tensor, machine: Any, fused_blocks: list[int]
 ) -> None:
-    mask = padded(tokens, "left")
+    mask = padded(tokens)
     with tl_devicefix.set_attn_implementation(model, "sdpa"):
         actual = [model(tokens), model(tokens, attention_mask=mask)]
 
@@ -308,10 +250,10 @@ def test_memory_grows_with_the_tokens_and_not_with_their_square(
     assert peak(32) > 2.5 * peak(16)
 
 
-@pytest.mark.parametrize(("name", "where"), [("llama", "left"), ("mistral", None)])
-def test_a_mask_is_made_once_for_all_blocks(name: str, where: str | None, sdpa: Any) -> None:
+@pytest.mark.parametrize(("name", "is_padded"), [("llama", True), ("mistral", False)])
+def test_a_mask_is_made_once_for_all_blocks(name: str, is_padded: bool, sdpa: Any) -> None:
     tokens = torch.full((1, 29), 7)
-    options = {"attention_mask": padded(tokens, where)} if where else {}
+    options = {"attention_mask": padded(tokens)} if is_padded else {}
     model = sdpa(name)
 
     with ShapesMade() as made, torch.no_grad():
@@ -336,16 +278,6 @@ def test_for_a_while(on_cpu: Any, tokens: torch.Tensor, fused_blocks: list[int])
     assert_same_bits(model(tokens), before)
     assert len(fused_blocks) == N_LAYERS
     assert set(tl_devicefix.set_attn_implementation(model).blocks.values()) == {"eager"}
-
-
-def test_copies_attend_as_the_model_does(
-    sdpa: Any, tokens: torch.Tensor, fused_blocks: list[int]
-) -> None:
-    model = sdpa("gpt2")
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        fused_blocks.clear()
-        copied(tokens)
-        assert len(fused_blocks) == N_LAYERS
 
 
 def test_a_run_in_flight_attends_as_its_own_view_does(

@@ -48,10 +48,6 @@ class Reader(Probe):
         return Read(super().forward(residual), {"norm": (residual * self.scale).norm(dim=-1)})
 
 
-def own_module(model: Any) -> None:
-    model.blocks[4].mlp = Probe(model.cfg.d_model).to(model.cfg.device)
-
-
 def torch_s_module(model: Any) -> None:
     width = model.cfg.d_model
     linear = nn.Linear(width, width)
@@ -67,7 +63,7 @@ def wrappers(model: Any) -> None:
         model.blocks[layer].mlp = Beside(model.blocks[layer].mlp, probe)
 
 
-@pytest.fixture(params=[own_module, torch_s_module, wrappers])
+@pytest.fixture(params=[torch_s_module, wrappers])
 def attached(request: pytest.FixtureRequest, model: Any, reference: Any) -> tuple[Any, Any]:
     """Copies of a spread model and its reference with something attached."""
     pair = copy.deepcopy(model), copy.deepcopy(reference)

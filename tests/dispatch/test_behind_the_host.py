@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from comparison import assert_agrees
-from kinds import home_of
+from kinds import GREEDY, home_of
 
 from tl_devicefix.simulation.machine import Machine
 
@@ -36,8 +36,7 @@ def steered(model: Any, tokens: torch.Tensor) -> Any:
 
 
 def generated(model: Any, tokens: torch.Tensor) -> Any:
-    options = {"max_new_tokens": 3, "do_sample": False, "stop_at_eos": False, "verbose": False}
-    return model.generate(tokens, **options).cpu()
+    return model.generate(tokens, **GREEDY).cpu()
 
 
 def cached(model: Any, tokens: torch.Tensor) -> Any:

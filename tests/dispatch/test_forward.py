@@ -13,14 +13,12 @@ import pytest
 import torch
 from comparison import assert_agrees
 from hf_models import N_LAYERS
-from kinds import everywhere, home_of, new_kv_cache, on_one_device
-from transformer_lens import HookedTransformer
+from kinds import GREEDY, everywhere, home_of, new_kv_cache, on_one_device
 
 from tl_devicefix.hooked_transformer.known_blocks import IS_2
 
 Call = Callable[[Any, torch.Tensor], Any]
 SENTENCES = ["w5 w6 w7", "w8 w9 w10 w11 w12 w13"]
-GREEDY = {"do_sample": False, "stop_at_eos": False, "max_new_tokens": 3, "verbose": False}
 RESIDUALS = [f"blocks.{i}.hook_resid_post" for i in range(N_LAYERS)]
 
 
@@ -68,34 +66,6 @@ def generated(model: Any, tokens: torch.Tensor) -> Any:
     ]
 
 
-def streamed(model: Any, tokens: torch.Tensor) -> Any:
-    options = {**GREEDY, "max_new_tokens": 5, "max_tokens_per_yield": 2}
-    parts = list(model.generate_stream(tokens, **options))
-    assert len(parts) > 1
-    return parts
-
-
-def hooked(model: Any, tokens: torch.Tensor) -> Any:
-    """A hook on each block; an ablated head; what another run has cached."""
-
-    def ablate_head(value: torch.Tensor, hook: Any) -> torch.Tensor:
-        value[:, :, 2] = 0
-        return value
-
-    def patch(value: torch.Tensor, hook: Any) -> torch.Tensor:
-        value[:, -1] = clean[hook.name][:, -1]  # in place: torch copies from any device
-        return value
-
-    _, clean = model.run_with_cache(tokens.flip(1))
-    runs = (
-        [(name, lambda value, hook: value * 2) for name in RESIDUALS],
-        [("blocks.3.attn.hook_z", ablate_head), ("hook_embed", lambda value, hook: value * 2)],
-        [(RESIDUALS[4], patch)],
-        [(RESIDUALS[1], lambda value, hook: clean[hook.name])],
-    )
-    return [model.run_with_hooks(tokens, fwd_hooks=hooks) for hooks in runs]
-
-
 CALLS: dict[str, Call] = {
     "logits and loss": lambda model, tokens: model(tokens, return_type="both"),
     "a mask": lambda model, tokens: model(tokens, attention_mask=masked(model, tokens)),
@@ -108,11 +78,9 @@ CALLS: dict[str, Call] = {
     },
     **{
         call.__name__.replace("_", " "): call
-        for call in (from_layer_to_layer, in_pieces, left_padded_in_pieces, generated, hooked)
+        for call in (from_layer_to_layer, in_pieces, left_padded_in_pieces, generated)
     },
 }
-if hasattr(HookedTransformer, "generate_stream"):
-    CALLS["streamed"] = streamed
 
 
 @pytest.mark.cover(("kind", "call"), ("call", "spread"), ("call", "fails_unpatched"))
@@ -192,23 +160,3 @@ def test_every_gradient(model: Any, reference: Any, tokens: torch.Tensor) -> Non
         assert (parameter.grad is None) == (expected is None), name
         if expected is not None:
             assert_agrees(parameter.grad, expected, parameter.device)
-
-
-@pytest.mark.fails_unpatched
-def test_backward_hooks(model: Any, reference: Any, tokens: torch.Tensor) -> None:
-    def gradients(model: Any) -> dict[str, torch.Tensor]:
-        kept: dict[str, torch.Tensor] = {}
-
-        def keep(gradient: torch.Tensor, hook: Any) -> None:
-            kept[hook.name] = gradient.clone()
-
-        with model.hooks(bwd_hooks=[(name, keep) for name in RESIDUALS]):
-            logits = model(tokens)
-            (logits[:, -1, 5] - logits[:, -1, 7]).sum().backward()
-        return kept
-
-    actual = gradients(model)
-
-    assert_agrees(actual, gradients(reference))
-    devices = {name: gradient.device for name, gradient in actual.items()}
-    assert devices == {name: model.placement.device_of(name) for name in reversed(RESIDUALS)}

@@ -15,7 +15,6 @@ import pytest
 import torch
 from comparison import assert_agrees
 from torch import nn
-from transformer_lens import ActivationCache
 
 import tl_devicefix
 from tl_devicefix.tracebacks import ON_MIXED_DEVICES
@@ -98,10 +97,6 @@ ROWS: dict[str, tuple[Script, Script]] = {
     "what hooks kept": (
         lambda model, tokens: torch.stack(residuals(model, tokens)),
         lambda model, tokens: torch.stack([home(model, x) for x in residuals(model, tokens)]),
-    ),
-    "what hooks kept in a dict": (
-        lambda model, tokens: torch.stack(residuals(model, tokens)),
-        lambda model, tokens: torch.stack([*ActivationCache(kept(model, tokens), model).values()]),
     ),
     "modules called by hand": (
         lambda model, tokens: [

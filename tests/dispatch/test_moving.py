@@ -11,16 +11,7 @@ from typing import Any
 import pytest
 import torch
 from comparison import assert_agrees
-from kinds import devices_of, home_of, new_kv_cache
-
-
-def assert_runs(model: Any, reference: Any, tokens: torch.Tensor) -> None:
-    """A forward, a KV cache and an activation cache work, at home."""
-    home = home_of(model)
-    expected, expected_cache = reference.run_with_cache(tokens)
-    logits, cache = model.run_with_cache(tokens)
-    in_pieces = model(tokens, past_kv_cache=new_kv_cache(model, len(tokens)))
-    assert_agrees([logits, in_pieces, cache], [expected, expected, expected_cache], home)
+from kinds import assert_runs, devices_of
 
 
 def zero(*models: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from kinds import every_kind, home_of
+from kinds import GREEDY, KINDS, every_kind, home_of
 
 from tl_devicefix.simulation import Machine, Transfer
 
@@ -27,27 +27,25 @@ def transfers_of(machine: Machine) -> Callable[..., list[Transfer]]:
     return transfers_of
 
 
-@pytest.fixture
-def at_home(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """The tokens, where the model wants them."""
-    return tokens.to(home_of(model))
-
-
-@pytest.mark.cover
-@every_number
-@every_kind
-def test_a_forward_copies_the_residual_stream_once_from_device_to_device(
-    spread: int, model: Any, tokens: torch.Tensor, at_home: torch.Tensor, transfers_of: Any
+@pytest.mark.parametrize(
+    ("kind", "spread"), [*zip(KINDS, [1, 2, 3, 4, 2, 3]), ("llama", 4), ("llama", "scattered")]
+)
+def test_a_forward_copies_the_residual_stream_once_where_it_must(
+    model: Any, tokens: torch.Tensor, at_home: torch.Tensor, transfers_of: Any
 ) -> None:
     residual = torch.Size([*tokens.shape, model.cfg.d_model])
-    devices = [torch.device(f"sim:{i}") for i in range(spread)]
-    hops = list(zip(devices, [*devices[1:], devices[0]])) if spread > 1 else []
+    device_of, home = model.placement.device_map, home_of(model)
+    blocks = [device_of[f"blocks.{i}"] for i in range(model.cfg.n_layers)]
+    # ln_final and unembed each give back what they compute at home.
+    path = [home, *blocks, device_of.get("ln_final", home), home, device_of["unembed"], home]
 
     first = transfers_of(model, at_home)
     second = transfers_of(model, at_home)
 
+    hops = [(source, target) for source, target in pairwise(path) if source != target]
     assert [(t.source, t.target) for t in first] == hops
-    assert all(t.shape == residual and t.bytes == 4 * residual.numel() for t in first)
+    of_stream = first[:-1] if device_of["unembed"] != home else first  # without the logits
+    assert all(t.shape == residual and t.bytes == 4 * residual.numel() for t in of_stream)
     assert second == first
 
 
@@ -79,29 +77,12 @@ def test_an_attention_mask_adds_one_copy_for_each_further_device(
     assert len({t.target for t in of_mask}) == spread - 1
 
 
-@pytest.mark.parametrize("spread", ["scattered"])
-def test_a_scattered_model_copies_the_residual_stream_only_where_it_must(
-    model: Any, at_home: torch.Tensor, transfers_of: Any
-) -> None:
-    device_of = model.placement.device_map
-    blocks = [device_of[f"blocks.{i}"] for i in range(model.cfg.n_layers)]
-    home = home_of(model)
-    # ln_final and unembed each give back what they compute at home.
-    path = [home, *blocks, device_of["ln_final"], home, device_of["unembed"], home]
-
-    copies = transfers_of(model, at_home)
-
-    hops = [(source, target) for source, target in pairwise(path) if source != target]
-    assert [(t.source, t.target) for t in copies] == hops
-
-
 @every_number
 def test_a_generated_token_copies_no_more_than_a_forward_of_one_token(
     spread: int, model: Any, at_home: torch.Tensor, transfers_of: Any
 ) -> None:
     def generating(n_tokens: int) -> list[Transfer]:
-        options = {"do_sample": False, "stop_at_eos": False, "verbose": False}
-        return transfers_of(model.generate, at_home, max_new_tokens=n_tokens, **options)
+        return transfers_of(model.generate, at_home, **{**GREEDY, "max_new_tokens": n_tokens})
 
     two, five = generating(2), generating(5)
 
@@ -179,6 +160,10 @@ OF_WEIGHTS: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
     "W_out": (lambda model: model.W_out, ("mlp.W_out",)),
     "OV": (lambda model: model.OV, ("attn.W_V", "attn.W_O")),
     "accumulated_bias": (lambda model: model.accumulated_bias(5), ("attn.b_O", "mlp.b_out")),
+    "grouped": (  # copied as they are, and repeated there
+        lambda model: (model.W_K, model.W_V),
+        ("attn._W_K", "attn._W_V"),
+    ),
     "Q-composition": (
         lambda model: model.all_composition_scores("Q"),
         ("attn.W_Q", "attn.W_K", "attn.W_V", "attn.W_O"),
@@ -186,18 +171,10 @@ OF_WEIGHTS: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
 }
 
 
-def test_grouped_keys_and_values_are_copied_as_they_are_and_repeated_there(
-    model: Any, transfers_of: Any
-) -> None:
-    paths = ("attn._W_K", "attn._W_V")
-
-    copied = transfers_of(lambda model: (model.W_K, model.W_V), model)
-
-    assert sum(t.bytes for t in copied) == of_blocks_elsewhere(model, *paths) > 0
-
-
-@pytest.mark.parametrize("kind", ["gpt2"])
-@pytest.mark.parametrize("analysis", OF_WEIGHTS)
+@pytest.mark.parametrize(
+    ("kind", "analysis"),
+    [("llama" if analysis == "grouped" else "gpt2", analysis) for analysis in OF_WEIGHTS],
+)
 def test_weights_that_are_gathered_are_copied_once(
     analysis: str, model: Any, transfers_of: Any
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from comparison import assert_bit_equal
 from either_class import BRIDGE, CLASSES, HOOKED
 from torch import nn
 
@@ -62,22 +63,6 @@ def halve(activation: torch.Tensor, hook: Any) -> torch.Tensor:
     return activation / 2
 
 
-def assert_equal(actual: Any, expected: Any) -> None:
-    """The same bits, on the same devices."""
-    if isinstance(expected, torch.Tensor):
-        assert actual.device == expected.device
-        assert torch.equal(actual.cpu(), expected.cpu())
-    elif isinstance(expected, dict):
-        assert list(actual) == list(expected)
-        assert_equal(list(actual.values()), list(expected.values()))
-    elif isinstance(expected, (list, tuple)):
-        assert len(actual) == len(expected)
-        for one, other in zip(actual, expected):
-            assert_equal(one, other)
-    else:
-        assert actual == expected
-
-
 # --------------------------------------------------------------------------------------------
 # The same results
 
@@ -99,8 +84,8 @@ def test_it_gives_the_same_bits(model: Any, view_of: Any, tokens: torch.Tensor) 
     view = view_of(model)
 
     assert type(view) is type(model)
-    assert_equal(results(view, tokens), expected)
-    assert_equal(results(model, tokens), expected)
+    assert_bit_equal(results(view, tokens), expected)
+    assert_bit_equal(results(model, tokens), expected)
 
 
 @pytest.mark.parametrize(("cls", "kind"), OTHERS)
@@ -109,7 +94,7 @@ def test_so_do_other_architectures(
 ) -> None:
     model = folded(kind, 2)
 
-    assert_equal(results(view_of(model), tokens), results(model, tokens))
+    assert_bit_equal(results(view_of(model), tokens), results(model, tokens))
 
 
 # --------------------------------------------------------------------------------------------
@@ -172,9 +157,9 @@ def test_it_leads_to_no_module_of_the_model(hooked: bool, model: Any, view_of: A
 
 
 @everywhere
-def test_it_is_gone_when_it_is_dropped(model: Any, view_of: Any, tokens: torch.Tensor) -> None:
+def test_it_is_gone_when_it_is_dropped(model: Any, view_of: Any, at_home: torch.Tensor) -> None:
     view = view_of(model)
-    view(tokens.to(model.cfg.device))
+    view(at_home)
     restore(view)
     gone = weakref.ref(view), weakref.ref(view.blocks[0])
 
@@ -189,7 +174,7 @@ def test_it_is_gone_when_it_is_dropped(model: Any, view_of: Any, tokens: torch.T
 
 
 def test_what_a_user_s_class_adds_is_the_model_s(
-    model: Any, view_of: Any, tokens: torch.Tensor
+    model: Any, view_of: Any, at_home: torch.Tensor
 ) -> None:
     class Recording(type(model)):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -204,7 +189,7 @@ def test_what_a_user_s_class_adds_is_the_model_s(
     model.add_perma_hook(RESIDUAL, model.record)
 
     view = view_of(model)
-    view(tokens.to(model.cfg.device))
+    view(at_home)
 
     assert type(view) is Recording
     assert view.watched[0] is view.blocks[1]
@@ -227,9 +212,8 @@ def hook_lists(model: Any) -> dict[str, list[list[Any]]]:
 
 @everywhere
 def test_what_is_hooked_in_one_is_seen_by_no_other(
-    model: Any, view_of: Any, tokens: torch.Tensor
+    model: Any, view_of: Any, at_home: torch.Tensor
 ) -> None:
-    at_home = tokens.to(model.cfg.device)
     expected = model(at_home)
     first, second = view_of(model), view_of(model)
 
@@ -240,13 +224,13 @@ def test_what_is_hooked_in_one_is_seen_by_no_other(
     model.hook_dict[RESIDUAL].ctx["seen by the model"] = True
 
     assert not torch.equal(first(at_home).cpu(), expected.cpu())
-    assert_equal([second(at_home), model(at_home)], [expected, expected])
+    assert_bit_equal([second(at_home), model(at_home)], [expected, expected])
     assert not second.hook_dict[RESIDUAL].ctx
     assert list(first.hook_dict[RESIDUAL].ctx) == ["seen"]
     second.reset_hooks(including_permanent=True)
     assert not torch.equal(first(at_home).cpu(), expected.cpu())
     first.reset_hooks(including_permanent=True)
-    assert_equal(first(at_home), expected)
+    assert_bit_equal(first(at_home), expected)
     assert list(model.hook_dict[RESIDUAL].ctx) == ["seen by the model"]
 
 
@@ -280,9 +264,8 @@ def described(handles: list[Any]) -> list[Any]:
 
 @everywhere
 def test_all_hooks_of_the_model_are_there_and_get_its_hook_points(
-    model: Any, view_of: Any, tokens: torch.Tensor
+    model: Any, view_of: Any, at_home: torch.Tensor
 ) -> None:
-    at_home = tokens.to(model.cfg.device)
     calls: list[Any] = []
     add_all_kinds_of_hooks(model, calls)
     model(at_home, return_type="loss").backward()
@@ -309,7 +292,7 @@ def test_all_hooks_of_the_model_are_there_and_get_its_hook_points(
 
 
 def test_a_hook_with_the_model_in_its_closure_has_the_view_there(
-    model: Any, view_of: Any, tokens: torch.Tensor
+    model: Any, view_of: Any, at_home: torch.Tensor
 ) -> None:
     calls = 0
     seen: list[Any] = []
@@ -323,8 +306,8 @@ def test_a_hook_with_the_model_in_its_closure_has_the_view_there(
     model.add_hook(RESIDUAL, look)
 
     view = view_of(model)
-    view(tokens.to(model.cfg.device))
-    original(tokens.to(model.cfg.device))
+    view(at_home)
+    original(at_home)
 
     assert calls == 2
     assert seen[0] is view
@@ -370,9 +353,8 @@ def state_of(model: Any) -> dict[str, Any]:
 
 @everywhere
 def test_what_a_run_changed_is_gone_when_it_is_restored(
-    model: Any, view_of: Any, tokens: torch.Tensor
+    model: Any, view_of: Any, at_home: torch.Tensor
 ) -> None:
-    at_home = tokens.to(model.cfg.device)
     expected = model(at_home)
     of_model = state_of(model)
     view = view_of(model)
@@ -388,15 +370,15 @@ def test_what_a_run_changed_is_gone_when_it_is_restored(
             assert type(now[name]) is type(value), name
             if not isinstance(value, torch.Tensor):
                 assert now[name] is value or now[name] == value, name
-        assert_equal(view(at_home), expected)
+        assert_bit_equal(view(at_home), expected)
     assert {name: id(type(v)) for name, v in state_of(model).items()} == {
         name: id(type(v)) for name, v in of_model.items()
     }
-    assert_equal(model(at_home), expected)
+    assert_bit_equal(model(at_home), expected)
 
 
 def test_hooks_that_the_model_had_are_back_when_it_is_restored(
-    model: Any, view_of: Any, tokens: torch.Tensor
+    model: Any, view_of: Any, at_home: torch.Tensor
 ) -> None:
     calls: list[Any] = []
     add_all_kinds_of_hooks(model, calls)
@@ -406,7 +388,7 @@ def test_hooks_that_the_model_had_are_back_when_it_is_restored(
     assert not view.hook_dict[RESIDUAL].ctx
 
     restore(view)
-    view(tokens.to(model.cfg.device), return_type="loss").backward()
+    view(at_home, return_type="loss").backward()
 
     assert len(calls) == 6
     assert list(view.hook_dict[RESIDUAL].ctx) == ["of the model"]
@@ -415,8 +397,9 @@ def test_hooks_that_the_model_had_are_back_when_it_is_restored(
     assert len(model.hook_dict[RESIDUAL]._forward_hooks) == 5
 
 
-def test_a_view_of_a_view_and_a_copy_of_one(model: Any, view_of: Any, tokens: torch.Tensor) -> None:
-    at_home = tokens.to(model.cfg.device)
+def test_a_view_of_a_view_and_a_copy_of_one(
+    model: Any, view_of: Any, at_home: torch.Tensor
+) -> None:
     view = view_of(model)
     view.add_hook(RESIDUAL, halve)
 
@@ -425,5 +408,5 @@ def test_a_view_of_a_view_and_a_copy_of_one(model: Any, view_of: Any, tokens: to
 
     expected = model(at_home)
     halved = model.run_with_hooks(at_home, fwd_hooks=[(RESIDUAL, halve)])
-    assert_equal([view(at_home), second(at_home)], [expected, halved])
-    assert_equal(copied(at_home), halved)
+    assert_bit_equal([view(at_home), second(at_home)], [expected, halved])
+    assert_bit_equal(copied(at_home), halved)

@@ -10,72 +10,22 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, NO_PROCESSING, attention_only_config, load_hooked
+from architectures import ARCHITECTURES, attention_only_config, load_hooked
 from comparison import assert_agrees
 from hf_models import randomize
-from kinds import devices_of, home_of, on_one_device
+from kinds import GREEDY, assert_runs, devices_of, on_one_device
 from transformer_lens import HookedTransformer
 
-OPTIONS = {"max_new_tokens": 3, "do_sample": False, "stop_at_eos": False, "verbose": False}
 
-
-def assert_runs(model: Any, reference: Any, tokens: torch.Tensor, n_devices: int) -> None:
-    """It is on so many devices, and a forward, a cache and generation are as on one."""
-    home = home_of(model)
-    expected, expected_cache = reference.run_with_cache(tokens, return_type="both")
-    actual, cache = model.run_with_cache(tokens, return_type="both")
-    assert_agrees([actual, cache], [expected, expected_cache], home)
-    text = model.generate(tokens.to(home), **OPTIONS)
-    assert_agrees(text, reference.generate(tokens, **OPTIONS), home)
-    assert len(devices_of(model)) == n_devices
-
-
-UNFOLDED = {"blocks": 1, "embed": 3, "ln_final": 2, "unembed": 0}
-LAST_BLOCK = {"": 0, "blocks.2": 1, "blocks.3": 2, "blocks.4": 1}
-LOADS: dict[str, tuple[str, dict[str, Any]]] = {
-    "absolute positions, whose embedding is on another device": (
-        *("gpt2", {"device_map": {"": 0, "pos_embed": 1}}),
-    ),
-    **{
-        f"layer norms that are not folded, on {n}": ("pythia", {"n_devices": n, **NO_PROCESSING})
-        for n in (2, 3)
-    },
-    "906: the devices from the named one on": ("gpt2", {"device": "sim:2", "n_devices": 2}),
-    **{
-        f"the last block on sim:1, and the unembedding on sim:{unembed}": (
-            *("llama", {"device_map": {**LAST_BLOCK, "unembed": unembed}}),
-        )
-        for unembed in (0, 3)
-    },
-    **{
-        f"{name}'s embeddings, norm and unembedding each on a device of its own": (
-            *(name, {"device_map": {**UNFOLDED, **others}, **NO_PROCESSING}),
-        )
-        for name, others in (("llama", {}), ("bloom", {"pos_embed": 0}))
-    },
-}
-BY_LUCK = [case for case, (_, options) in LOADS.items() if "device_map" in options]
-"""Which a TransformerLens without patches refuses otherwise, as it knows no device_map."""
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=() if case in BY_LUCK else pytest.mark.fails_unpatched)
-        for case in LOADS
-    ],
-)
-def test_a_model_runs_as_on_one_device(
-    case: str, from_pretrained: Any, on_cpu: Any, tokens: torch.Tensor, simulated: Any
+@pytest.mark.fails_unpatched
+def test_906_the_devices_from_the_named_one_on(
+    from_pretrained: Any, on_cpu: Any, tokens: torch.Tensor, simulated: Any
 ) -> None:
-    name, options = LOADS[case]
-    kept = {option: value for option, value in options.items() if option in NO_PROCESSING}
     with simulated(4) as machine:
-        model = from_pretrained(name, **options)
-        on = set(map(str, model.placement.devices))
-        assert_runs(model, on_cpu(name, **kept), tokens, len(on))
-        for device in machine.devices:
-            assert str(device) in on or machine.max_memory_allocated(device) == 0
+        model = from_pretrained("gpt2", device="sim:2", n_devices=2)
+        assert_runs(model, on_cpu("gpt2"), tokens)
+        assert len(devices_of(model)) == 2
+        assert [machine.max_memory_allocated(device) for device in machine.devices[:2]] == [0, 0]
 
 
 @pytest.mark.fails_unpatched
@@ -85,7 +35,8 @@ def test_968_one_device_slightly_freer_than_the_other(
     with simulated(2):
         ballast = torch.zeros(1000, device="sim:0")  # of another model, or another process
         model = from_pretrained("gpt2", n_devices=2)
-        assert_runs(model, on_cpu("gpt2"), tokens, 2)
+        assert_runs(model, on_cpu("gpt2"), tokens)
+        assert len(devices_of(model)) == 2
         assert model.cfg.device == "sim:0"
         del ballast
 
@@ -98,7 +49,8 @@ def test_199_911_inputs_follow_the_model_to_the_device_that_it_is_moved_to(
     with simulated(2):
         model = from_pretrained("gpt2", n_devices=1).to(torch.device("sim:1"))
         assert model.cfg.device == "sim:1"
-        assert_runs(model, on_cpu("gpt2"), tokens, 1)
+        assert_runs(model, on_cpu("gpt2"), tokens)
+        assert len(devices_of(model)) == 1
 
 
 @pytest.mark.fails_unpatched
@@ -140,7 +92,7 @@ def test_872_1260_generating_a_batch_with_left_padding_and_the_kv_cache_in_16_bi
     name: str, from_pretrained: Any, simulated: Any
 ) -> None:
     sentences = ["w5 w6 w7", "w8 w9 w10 w11 w12 w13", "w14"]
-    options = {**OPTIONS, "padding_side": "left"}
+    options = {**GREEDY, "padding_side": "left"}
     reference = from_pretrained(name, dtype=torch.bfloat16, device="cpu")
     expected = on_one_device(reference.generate, sentences, **options)
     with simulated(4):

@@ -1,30 +1,26 @@
-"""`gather_on`: what is spread is read together on a device that has room for it."""
+"""What is spread is read together at home, or where `gather_on` says, if that has room for it.
+
+Options of `run_with_cache`, and what is computed from a cache, are in tests/surface.
+"""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from comparison import assert_agrees
-from kinds import home_of
+from hf_models import N_LAYERS
+from kinds import everywhere, home_of
 
 import tl_devicefix
 from tl_devicefix import gather_on
 
 CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize("spread", [1, 4])
-def test_a_cache_and_the_unembedding_meet(model: Any, reference: Any, tokens: torch.Tensor) -> None:
-    expected = reference.run_with_cache(tokens)[1]["resid_post", 3] @ reference.W_U
-    _, cache = model.run_with_cache(tokens)
-
-    with gather_on("cpu"):
-        assert_agrees(cache["resid_post", 3] @ model.W_U, expected, CPU)
-        assert {value.device for value in cache.values()} == {CPU}
-    assert_agrees(cache["resid_post", 3] @ model.W_U, expected, home_of(model))
 
 
 @pytest.mark.parametrize("spread", ["scattered"])
@@ -94,3 +90,123 @@ def test_stacked_weights_are_one_copy(model: Any, machine: Any) -> None:
     machine.reset_peak_memory_stats(0)
     weight = model.W_in
     assert machine.max_memory_allocated(0) - before == weight.nbytes
+
+
+# --------------------------------------------------------------------------------------------
+# `run_with_cache`: every activation as on one device, kept where it was computed
+
+RESIDUALS = [f"blocks.{i}.hook_resid_post" for i in range(N_LAYERS)]
+LAST = RESIDUALS[-1]
+
+
+@pytest.mark.cover(("kind", "fails_unpatched"))
+@everywhere
+def test_every_activation(model: Any, reference: Any, tokens: torch.Tensor) -> None:
+    expected = reference.run_with_cache(tokens)
+
+    logits, cache = model.run_with_cache(tokens)
+
+    assert_agrees((logits, cache), expected, home_of(model))
+    for name, kept in getattr(cache.cache_dict, "stored", dict)().items():
+        if name.startswith("blocks."):
+            assert kept.device == model.placement.device_of(name), name
+
+
+@pytest.mark.fails_unpatched
+@pytest.mark.parametrize("options", [{"stop_at_layer": 3}, {"pos_slice": (1, 4)}], ids=str)
+def test_options(options: dict[str, Any], model: Any, reference: Any, tokens: torch.Tensor) -> None:
+    expected_output, expected = reference.run_with_cache(tokens, **options)
+
+    output, cache = model.run_with_cache(tokens, **options)
+
+    assert_agrees((output, cache), (expected_output, expected), home_of(model))
+
+
+@pytest.mark.fails_unpatched
+def test_a_slice_that_is_made_within_gather_on_is_read_at_home_afterwards(
+    model: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    _, expected = reference.run_with_cache(tokens)
+    _, cache = model.run_with_cache(tokens)
+
+    with gather_on("cpu"):
+        first = cache.apply_slice_to_batch_dim(0)
+        assert first["resid_post", 4].device == CPU
+
+    assert_agrees(first, expected.apply_slice_to_batch_dim(0), home_of(model))
+
+
+def test_reading_a_cache_leaves_nothing_behind_at_home(
+    model: Any, machine: Any, tokens: torch.Tensor
+) -> None:
+    _, cache = model.run_with_cache(tokens)
+    before = [machine.memory_allocated(device) for device in machine.devices]
+
+    for name, activation in cache.items():
+        assert activation.device == cache[name].device == home_of(model)
+    del activation
+
+    assert [machine.memory_allocated(device) for device in machine.devices] == before
+
+
+def updated(cache: Any) -> dict[str, torch.Tensor]:
+    copied: dict[str, torch.Tensor] = {}
+    copied.update(cache)
+    return copied
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "dict": dict,
+    "**": lambda cache: {**cache},
+    "|": lambda cache: cache | {},
+    "update": updated,
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "keys and values": lambda cache: dict(zip(cache.keys(), cache.values())),
+    "get": lambda cache: {name: cache.get(name) for name in cache},
+    "pop": lambda cache: {name: cache.pop(name) for name in list(cache)},
+    "setdefault": lambda cache: {name: cache.setdefault(name) for name in cache},
+    "popitem": lambda cache: dict(cache.popitem() for _ in range(len(cache))),
+}
+
+
+@pytest.mark.fails_unpatched
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_a_copy_of_a_cache_is_at_home_too(
+    copied: Any, model: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    options = {"names_filter": RESIDUALS, "return_cache_object": False}
+    _, expected = reference.run_with_cache(tokens, **options)
+    _, cache = model.run_with_cache(tokens, **options)
+    assert LAST in cache
+    assert len(cache) == N_LAYERS
+
+    actual = copied(cache)
+
+    assert_agrees({name: actual[name] for name in expected}, expected, home_of(model))
+
+
+def test_a_cache_can_be_saved_and_loaded(
+    model: Any, reference: Any, tokens: torch.Tensor, tmp_path: Path
+) -> None:
+    """By default, torch loads nothing but plain dicts and tensors."""
+    options = {"names_filter": RESIDUALS, "return_cache_object": False}
+    torch.save(model.run_with_cache(tokens, **options)[1], tmp_path / "cache.pt")
+
+    loaded = torch.load(tmp_path / "cache.pt", map_location="cpu")
+
+    assert_agrees(loaded, reference.run_with_cache(tokens, **options)[1])
+
+
+def test_a_cache_that_the_user_brings_holds_plain_tensors_where_they_were_computed(
+    model: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    mine: dict[str, torch.Tensor] = {}
+
+    cache, forward, _ = model.get_caching_hooks(cache=mine)
+    with model.hooks(fwd_hooks=forward):
+        model(tokens)
+
+    assert cache is mine
+    assert_agrees(mine, dict(reference.run_with_cache(tokens)[1].items()))
+    assert mine[LAST].device == model.placement.device_of(LAST) != home_of(model)

@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
-from either_class import cls  # noqa: F401
+from offloads import OFFLOADED
+from spread_of_either_class import *  # noqa: F403
 
-from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
 
-if has_bridge():
-    from bridges import boot  # noqa: F401
-    from bridges import references as bridge_references  # noqa: F401
+@pytest.fixture
+def kind() -> str:
+    """Which architecture the model has; parametrise it for others."""
+    return "llama"
 
-if has_hooked_transformer():
-    from offloaded_models import load, model, models, offload  # noqa: F401
-    from spread_models import (  # noqa: F401
-        from_pretrained,
-        kind,
-        machine,
-        on_cpu,
-        reference,
-        simulated,
-        toys,
-    )
-else:
-    from machines import machine  # noqa: F401
 
-    @pytest.fixture
-    def kind() -> str:
-        """Which architecture the model has; parametrise it for others."""
-        return "llama"
+@pytest.fixture(scope="module")
+def load(machine: Any, from_pretrained: Any) -> Callable[..., Any]:
+    """`load("gpt2", "all of one device")`: a model for one test to change as it likes."""
+
+    def load(name: str, offload: str, **options: Any) -> Any:
+        return from_pretrained(name, device_map=OFFLOADED[offload], **options)
+
+    return load
+
+
+@pytest.fixture
+def offload() -> str:
+    """Which of `OFFLOADED` the model is; parametrise it for others."""
+    return "some of one device"
+
+
+@pytest.fixture
+def spread(offload: str) -> str:
+    """What `model` is loaded with."""
+    return offload

@@ -18,10 +18,12 @@ from tl_devicefix.monkeypatch.versions import installed
 
 # TransformerLens 3 cannot fold a Bridge's offloaded blocks.
 FOLDED = (False, True) if installed() >= Version("4.0") else (False,)
+OF_THREE = "some of three devices"
 EVERY = list(product(["llama", "gpt2"], OFFLOADED))
+OTHERS = list(zip(["mixtral", "pythia", "bloom", "gemma-2"], 2 * ["all of one device", OF_THREE]))
 OF_BRIDGE = [
-    *(("llama", "some of three devices"), ("gpt2", "all but one of two devices")),
-    *(("gemma-2", "some of three devices"), ("mixtral", "some of one device")),
+    *(("llama", OF_THREE), ("gpt2", "all but one of two devices")),
+    *(("gemma-2", OF_THREE), ("mixtral", "some of one device")),
     ("pythia", "all but one of two devices"),
 ]
 
@@ -70,7 +72,7 @@ def reference(cls: str, kind: str, folded: bool, request: Any) -> Any:
 @pytest.mark.parametrize(
     ("cls", "kind", "offload", "folded"),
     of_each(
-        HookedTransformer=[(*variant, True) for variant in EVERY],
+        HookedTransformer=[(*variant, True) for variant in [*EVERY, *OTHERS]],
         TransformerBridge=[(*variant, folded) for variant in OF_BRIDGE for folded in FOLDED],
     ),
 )
@@ -143,3 +145,46 @@ def test_a_device_gathers_the_model(
     assert not is_aligned(model)
     assert all("forward" not in vars(module) for module in model.modules())
     assert_agrees(model(tokens.to(target)), reference(tokens), target)
+
+
+# --------------------------------------------------------------------------------------------
+# A Bridge's; a HookedTransformer's are in test_offload_results.py and test_offload_memory.py
+
+a_bridge = pytest.mark.parametrize("cls", [cls for cls in CLASSES if cls == BRIDGE])
+OF_FOUR = installed() >= Version("4.0")
+
+
+@a_bridge
+@pytest.mark.skipif(OF_FOUR, reason="TransformerLens 4 can fold them")
+@pytest.mark.parametrize(("kind", "offload"), [("llama", "some of one device")])
+def test_transformer_lens_3_says_that_it_cannot_fold_them(offloaded: Any) -> None:
+    with pytest.raises(ValueError, match=r"blocks.1, 2, 4 are offloaded.*TransformerLens 4"):
+        offloaded().enable_compatibility_mode()
+
+
+@a_bridge
+def test_max_memory_decides_which_blocks_are_offloaded(
+    machine: Any, boot: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    bridge = boot("llama", max_memory={0: "24KiB", "cpu": "1GiB"})
+
+    assert offloaded_blocks(bridge)
+    assert_agrees(bridge(tokens), reference(tokens), machine.devices[0])
+
+
+@a_bridge
+@pytest.mark.skipif(not OF_FOUR, reason="TransformerLens 3 cannot fold offloaded blocks")
+@pytest.mark.parametrize(("kind", "offload", "folded"), [("gpt2", OF_THREE, True)])
+def test_hooks_and_generation(
+    offloaded: Any, reference: Any, machine: Any, tokens: torch.Tensor
+) -> None:
+    def steered_and_generated(model: Any) -> list[torch.Tensor]:
+        at_home = torch.ones(model.cfg.d_model, device=model.cfg.device)
+        hooks = [("blocks.4.hook_resid_pre", lambda residual, hook: residual + at_home)]
+        options = {"max_new_tokens": 4, "do_sample": False, "verbose": False}
+        return [
+            model.run_with_hooks(tokens, fwd_hooks=hooks).to(at_home.device),
+            model.generate(tokens, **options).to(at_home.device),
+        ]
+
+    assert_agrees(steered_and_generated(offloaded()), steered_and_generated(reference))

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import NO_PROCESSING
 from comparison import assert_agrees, assert_same_weights
 from kinds import home_of, new_kv_cache
 from offloads import (
@@ -21,19 +20,8 @@ from offloads import (
 )
 
 import tl_devicefix
+from tl_devicefix.offload.copying import keeping_on_host
 from tl_devicefix.simulation.machine import Machine
-
-
-@pytest.mark.cover
-@some_offload
-@pytest.mark.parametrize("kind", ["mixtral", "pythia", "bloom", "gemma-2"])
-def test_other_architectures_are_the_same_too(
-    kind: str, offload: str, load: Any, on_cpu: Any, tokens: torch.Tensor
-) -> None:
-    model, reference = load(kind, offload, **NO_PROCESSING), on_cpu(kind, **NO_PROCESSING)
-
-    assert_agrees(model(tokens), reference(tokens), home_of(model))
-    assert_at_rest(model)
 
 
 @pytest.mark.cover
@@ -148,11 +136,13 @@ def test_after_a_hook_that_raises_the_model_is_whole_and_no_memory_stays(
 
 
 @pytest.mark.parametrize("change", ["in place", "data"])
-def test_what_a_hook_changes_in_its_block_s_weights_stays_changed(
-    change: str, load: Any, reference: Any, tokens: torch.Tensor
+@pytest.mark.parametrize("hooked", ["blocks.2.hook_resid_pre", "blocks.1.hook_resid_post"])
+def test_what_a_hook_changes_in_the_weights_of_its_block_or_the_next_stays_changed(
+    hooked: str, change: str, load: Any, reference: Any, tokens: torch.Tensor
 ) -> None:
     model, reference = load("llama", "all of one device"), copy.deepcopy(reference)
 
+    results = []
     for variant in (model, reference):
         with torch.no_grad():  # before a forward
             variant.blocks[1].attn.W_O[:, :, 3] += 1
@@ -166,8 +156,65 @@ def test_what_a_hook_changes_in_its_block_s_weights_stays_changed(
             else:
                 weight.mul_(0.5)
 
-        variant.run_with_hooks(tokens, fwd_hooks=[("blocks.2.hook_resid_pre", halve)])
+        results.append(variant.run_with_hooks(tokens, fwd_hooks=[(hooked, halve)]))
 
+    assert_agrees(*results)
     assert_at_rest(model)
     assert_same_weights(model, reference)
     assert_agrees(model(tokens), reference(tokens))
+
+
+# --------------------------------------------------------------------------------------------
+# Gradients arrive at the parameters on the host; training is what it is elsewhere
+
+LOOKS_INTO_ALL = (lambda name: True, lambda value, hook: None)
+"""A hook by which no block is run whole by a rank, whose graph would not be counted here."""
+
+
+@some_offload
+def test_training_is_the_same(
+    offload: str, load: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    model, reference = load("llama", offload), copy.deepcopy(reference)
+    for variant in (model, reference):
+        optimiser = torch.optim.AdamW(variant.parameters(), lr=1e-2)
+        for _ in range(3):
+            optimiser.zero_grad()
+            variant(tokens, return_type="loss").backward()
+            torch.nn.utils.clip_grad_norm_(variant.parameters(), 1.0)
+            optimiser.step()
+
+    assert_same_weights(model, reference, tolerance=1e-4)
+    assert_at_rest(model)
+
+
+@every_kind
+def test_a_graph_does_not_keep_the_weights_that_have_visited(
+    kind: str, models: Any, from_pretrained: Any, tokens: torch.Tensor, machine: Machine
+) -> None:
+    """But for GPT-2's W_Q, W_K and W_V, of which TransformerLens makes copies on any device."""
+    kept = []
+    for model in (models(kind, "all of one device"), from_pretrained(kind, device_map=0)):
+        gc.collect()
+        before = machine.memory_allocated(0)
+        loss = model.run_with_hooks(tokens, return_type="loss", fwd_hooks=[LOOKS_INTO_ALL])
+        gc.collect()
+        kept.append(machine.memory_allocated(0) - before)
+        del loss
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize("changed", ["activation", "weight"])
+def test_what_backward_needs_may_not_be_changed_before(changed: str) -> None:
+    """Not simulated: there, torch cannot pass on an error that Python raises in backward."""
+    tensors = {name: torch.ones(3, requires_grad=True) for name in ("weight", "activation")}
+    copy_there = tensors["weight"] * 1
+    with keeping_on_host([(copy_there, tensors["weight"])], HOST):
+        result = (tensors["activation"] * copy_there).exp()
+    assert_agrees(torch.autograd.grad(result.sum(), copy_there, retain_graph=True), [result])
+
+    with torch.no_grad():
+        {**tensors, "activation": result}[changed].mul_(2)
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.sum().backward()

@@ -93,18 +93,3 @@ RUNS = (
         gradients_of_weights,
     ),
 )
-
-
-def assert_bit_equal(actual: Any, expected: Any) -> None:
-    if isinstance(expected, torch.Tensor):
-        assert actual.device == expected.device
-        assert torch.equal(actual, expected)
-    elif isinstance(expected, dict):
-        assert actual.keys() == expected.keys()
-        assert_bit_equal(list(actual.values()), list(expected.values()))
-    elif isinstance(expected, (list, tuple)):
-        assert len(actual) == len(expected)
-        for one, other in zip(actual, expected):
-            assert_bit_equal(one, other)
-    else:
-        assert actual == expected

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from comparison import assert_bit_equal
 from either_class import BRIDGE
+from offloads import HOST, assert_at_rest, offloaded_blocks, weights_of
 from runs_of_users import (
     LAST,
     Run,
-    assert_bit_equal,
     generated,
     gradients_of_activations,
     gradients_of_weights,
@@ -25,7 +26,6 @@ import tl_devicefix
 from tl_devicefix import pipeline_map
 from tl_devicefix.simulation.machine import Machine
 
-HOST = torch.device("cpu")
 ON_ONE = {"": 0, "blocks": "cpu"}
 ON_TWO = {"": 0, "blocks": "cpu", "blocks.2": 1}  # which lives there, as no other block does
 
@@ -58,20 +58,7 @@ def batches(tokens: torch.Tensor) -> list[torch.Tensor]:
 
 def offloaded_bytes(model: Any) -> list[int]:
     """Of each offloaded block."""
-    modules = dict(model.named_modules())
-    return [
-        sum(parameter.nbytes for parameter in modules[component.name].parameters())
-        for component in model.placement.components
-        if component.offloaded
-    ]
-
-
-def assert_weights_are_home(model: Any) -> None:
-    modules = dict(model.named_modules())
-    for component in model.placement.components:
-        for parameter in modules[component.name].parameters():
-            assert parameter.is_leaf, f"a visitor in {component.name}"
-            assert parameter.device == component.stored_on, component.name
+    return [weights_of(model.blocks[layer]) for layer in offloaded_blocks(model)]
 
 
 def forwards_within_forwards(model: Any, batch: torch.Tensor) -> Any:
@@ -124,7 +111,7 @@ def test_results_are_those_of_a_loop_bit_for_bit(
 
     assert_bit_equal(list(pipeline_map(model, run, batches[:3], 3)), expected)
 
-    assert_weights_are_home(model)
+    assert_at_rest(model)
 
 
 @NOT_BEHIND
@@ -199,6 +186,6 @@ def test_nothing_of_runs_that_did_not_finish_stays_on_the_device(
     del results
     gc.collect()
 
-    assert_weights_are_home(model)
+    assert_at_rest(model)
     assert list(map(either_machine.memory_allocated, either_machine.devices)) == before
     assert_bit_equal(list(pipeline_map(model, logits, batches[:2], 2)), [*map(model, batches[:2])])

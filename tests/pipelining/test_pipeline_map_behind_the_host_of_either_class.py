@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from runs_of_users import Run, a_number_that_is_waited_for, assert_bit_equal, some_of_the_cache
+from comparison import assert_bit_equal
+from runs_of_users import Run, a_number_that_is_waited_for, some_of_the_cache
 
 import tl_devicefix
 from tl_devicefix import pipeline_map

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 import transformers.utils.logging as hf_logging
+from comparison import assert_bit_equal
 from runs_of_users import (
     LAST,
     RUNS,
     Run,
     a_number_that_is_waited_for,
-    assert_bit_equal,
     logits,
 )
 
@@ -37,6 +37,12 @@ def batches(tokens: torch.Tensor) -> list[torch.Tensor]:
     return [tokens.roll(shift, 1) for shift in range(4)]
 
 
+@pytest.fixture
+def model(over_devices: Any) -> Any:
+    """A new model over four devices."""
+    return over_devices("llama")
+
+
 class Failed(Exception):
     pass
 
@@ -49,10 +55,7 @@ def assert_nothing_is_left(model: Any) -> None:
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
-def test_results_are_those_of_a_loop_bit_for_bit(
-    machine: Any, over_devices: Any, batches: Any, run: Run
-) -> None:
-    model = over_devices("llama")
+def test_results_are_those_of_a_loop_bit_for_bit(model: Any, batches: Any, run: Run) -> None:
     expected = [run(model, batch) for batch in batches]
 
     assert_bit_equal(list(pipeline_map(model, run, batches, 3)), expected)
@@ -61,9 +64,9 @@ def test_results_are_those_of_a_loop_bit_for_bit(
 
 
 def test_a_run_computes_on_one_device_while_another_is_on_the_next(
-    machine: Any, over_devices: Any, batches: Any
+    model: Any, batches: Any
 ) -> None:
-    model, begun = over_devices("llama"), threading.Event()
+    begun = threading.Event()
 
     def run(view: Any, number: int) -> bool | None:
         result = []
@@ -85,7 +88,7 @@ def test_a_run_computes_on_one_device_while_another_is_on_the_next(
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_forward_within_a_hook_leaves_the_run_the_device_that_it_had(
-    machine: Any, over_devices: Any, batches: Any, fails: bool
+    model: Any, batches: Any, fails: bool
 ) -> None:
     def fail(activation: torch.Tensor, hook: Any) -> None:
         if fails:
@@ -103,16 +106,14 @@ def test_a_forward_within_a_hook_leaves_the_run_the_device_that_it_had(
         view.run_with_hooks(batch, fwd_hooks=[(LAST, within)])
         return [*held, device_of_turn()]
 
-    for before, after, at_the_end in pipeline_map(over_devices("llama"), run, batches):
+    for before, after, at_the_end in pipeline_map(model, run, batches):
         assert before == after == torch.device("sim:3")
         assert at_the_end is None
 
 
 def test_hooks_of_the_model_are_there_and_a_run_may_change_them_for_itself(
-    machine: Any, over_devices: Any, batches: Any
+    model: Any, batches: Any
 ) -> None:
-    model = over_devices("llama")
-
     def run(view: Any, batch: torch.Tensor) -> Any:
         with_it, point = view(batch), view.hook_dict[LAST]
         view.reset_hooks()
@@ -154,10 +155,7 @@ def samples_tokens(model: Any, batch: torch.Tensor) -> torch.Tensor:
     [draws_after_a_seed_of_its_own, draws_from_what_runs_before_it_left, samples_tokens],
     ids=lambda run: run.__name__,
 )
-def test_random_numbers_are_those_of_a_loop(
-    machine: Any, over_devices: Any, batches: Any, run: Run
-) -> None:
-    model = over_devices("llama")
+def test_random_numbers_are_those_of_a_loop(model: Any, batches: Any, run: Run) -> None:
     torch.manual_seed(3)
     expected = [run(model, batch) for batch in batches[:3]]
     left = torch.get_rng_state()
@@ -169,11 +167,8 @@ def test_random_numbers_are_those_of_a_loop(
     assert torch.equal(torch.get_rng_state(), left)
 
 
-def test_a_hook_that_draws_in_a_thread_of_autograds_is_refused(
-    machine: Any, over_devices: Any, batches: Any
-) -> None:
+def test_a_hook_that_draws_in_a_thread_of_autograds_is_refused(model: Any, batches: Any) -> None:
     """Real devices have such threads, with what is in force where autograd was called."""
-    model = over_devices("llama")
 
     def run(view: Any, batch: torch.Tensor) -> Any:
         def draws(gradient: torch.Tensor, hook: Any) -> None:
@@ -195,9 +190,9 @@ def test_a_hook_that_draws_in_a_thread_of_autograds_is_refused(
 
 @pytest.mark.parametrize("ends", ["by an error", "early"])
 def test_runs_that_a_loop_would_not_have_begun_change_nothing_that_is_shared(
-    machine: Any, over_devices: Any, batches: Any, ends: str
+    model: Any, batches: Any, ends: str
 ) -> None:
-    model, begun = over_devices("llama"), threading.Event()
+    begun = threading.Event()
     model.zero_grad()
 
     def run(view: Any, number: int) -> None:
@@ -251,10 +246,7 @@ def what_is_in_force(model: Any, batch: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_what_is_in_force_for_the_caller_is_in_force_in_a_run(
-    machine: Any, over_devices: Any, name: str
-) -> None:
-    model = over_devices("llama")
+def test_what_is_in_force_for_the_caller_is_in_force_in_a_run(model: Any, name: str) -> None:
     outside = what_is_in_force(model, None)
     with STATES[name]():
         expected = what_is_in_force(model, None)
@@ -265,15 +257,8 @@ def test_what_is_in_force_for_the_caller_is_in_force_in_a_run(
 @pytest.mark.parametrize("max_in_flight", [1, 4])
 @pytest.mark.parametrize(("error", "raised_as"), [(Failed, Failed), (StopIteration, RuntimeError)])
 def test_an_error_is_raised_when_its_turn_comes_and_names_the_item(
-    machine: Any,
-    over_devices: Any,
-    batches: Any,
-    error: type[Exception],
-    raised_as: type[Exception],
-    max_in_flight: int,
+    model: Any, batches: Any, error: Any, raised_as: Any, max_in_flight: int
 ) -> None:
-    model = over_devices("llama")
-
     def run(view: Any, item: tuple[int, torch.Tensor]) -> int:
         number, batch = item
 
@@ -299,10 +284,8 @@ def test_an_error_is_raised_when_its_turn_comes_and_names_the_item(
     assert next(results, "no more") == "no more"
 
 
-def test_of_an_endless_iterator_no_more_is_read_than_needed(
-    machine: Any, over_devices: Any, batches: Any
-) -> None:
-    model, read = over_devices("llama"), []
+def test_of_an_endless_iterator_no_more_is_read_than_needed(model: Any, batches: Any) -> None:
+    read = []
 
     def endless() -> Iterator[torch.Tensor]:
         for number in itertools.count():
@@ -322,9 +305,9 @@ def test_of_an_endless_iterator_no_more_is_read_than_needed(
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, Failed])
 def test_an_error_of_the_items_comes_after_the_results_before_it(
-    machine: Any, over_devices: Any, batches: Any, error: type[BaseException]
+    model: Any, batches: Any, error: type[BaseException]
 ) -> None:
-    model, fetched = over_devices("llama"), []
+    fetched = []
 
     def items() -> Iterator[torch.Tensor]:
         yield from batches[:2]
@@ -336,9 +319,9 @@ def test_an_error_of_the_items_comes_after_the_results_before_it(
 
 
 def test_runs_that_nobody_waits_for_end_and_give_their_memory_back(
-    machine: Any, over_devices: Any, batches: Any
+    model: Any, batches: Any
 ) -> None:
-    model, waits, goes_on = over_devices("llama"), threading.Event(), threading.Event()
+    waits, goes_on = threading.Event(), threading.Event()
 
     def run(view: Any, number: int) -> int:
         if number:
@@ -362,10 +345,8 @@ def test_runs_that_nobody_waits_for_end_and_give_their_memory_back(
     assert not [item for item in alive if item() is not None]
 
 
-def test_no_more_runs_than_asked_for_hold_activations(
-    machine: Any, over_devices: Any, batches: Any
-) -> None:
-    model, alive, most = over_devices("llama"), weakref.WeakSet(), []
+def test_no_more_runs_than_asked_for_hold_activations(model: Any, batches: Any) -> None:
+    alive, most = weakref.WeakSet(), []
 
     class Kept:
         pass
@@ -383,11 +364,7 @@ def test_no_more_runs_than_asked_for_hold_activations(
 
 
 @pytest.mark.parametrize("changed_by", ["a run", "the caller"])
-def test_a_weight_that_is_changed_is_refused(
-    machine: Any, over_devices: Any, batches: Any, changed_by: str
-) -> None:
-    model = over_devices("llama")
-
+def test_a_weight_that_is_changed_is_refused(model: Any, batches: Any, changed_by: str) -> None:
     @torch.no_grad()
     def change(model: Any) -> None:
         next(iter(model.blocks[2].parameters())).mul_(1)
@@ -409,17 +386,7 @@ def test_what_makes_no_sense_is_refused_at_once(on_one: Any, max_in_flight: Any)
         pipeline_map(torch.nn.Linear(2, 2), logits, [])  # type: ignore[arg-type]
 
 
-def test_runs_on_one_device(on_one: Any, batches: Any) -> None:
-    model = on_one("llama")
-    expected = [logits(model, batch) for batch in batches]
-    for options in ({}, {"max_in_flight": 2}):
-        assert_bit_equal(list(pipeline_map(model, logits, batches, **options)), expected)
-
-
-def test_progress_and_report(
-    machine: Any, over_devices: Any, batches: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = over_devices("llama")
+def test_progress_and_report(model: Any, batches: Any, capsys: pytest.CaptureFixture[str]) -> None:
     shows = hf_logging.is_progress_bar_enabled()
     hf_logging.enable_progress_bar()
     list(pipeline_map(model, a_number_that_is_waited_for, batches, progress=True, report=True))
@@ -431,16 +398,19 @@ def test_progress_and_report(
     assert "sim:3 busy" in text.out
 
 
-def test_a_report_of_one_device_claims_no_share_of_it(
-    on_one: Any, batches: Any, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("options", [{}, {"max_in_flight": 2}], ids=str)
+def test_runs_on_one_device_whose_report_claims_no_share_of_it(
+    on_one: Any, batches: Any, options: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    list(pipeline_map(on_one("llama"), a_number_that_is_waited_for, batches, report=True))
+    model = on_one("llama")
+    actual = list(pipeline_map(model, logits, batches, report=True, **options))
+    assert_bit_equal(actual, [logits(model, batch) for batch in batches])
     text = capsys.readouterr().out
     assert re.fullmatch(r"4 runs in \d+\.\d\d s, all on cpu\n", text)
 
 
-def test_how_one_run_reads_text_is_seen_by_no_other(machine: Any, over_devices: Any) -> None:
-    model, texts = over_devices("llama"), ["t1 t2", "t3 t4 t5"]
+def test_how_one_run_reads_text_is_seen_by_no_other(model: Any) -> None:
+    texts = ["t1 t2", "t3 t4 t5"]
     reading, has_read = threading.Event(), threading.Event()
 
     def meanwhile(activation: torch.Tensor, hook: Any) -> None:

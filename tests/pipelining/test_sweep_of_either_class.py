@@ -54,6 +54,12 @@ def assert_same(actual: Any, expected: Any) -> None:
     assert_agrees(actual, expected, tolerance=0)
 
 
+@pytest.fixture
+def model(on_one: Any) -> Any:
+    """On one CPU."""
+    return on_one("llama")
+
+
 @pytest.fixture(autouse=True)
 def no_grad() -> Iterator[None]:
     with torch.no_grad():
@@ -122,14 +128,13 @@ def test_a_run_copies_nothing_for_the_blocks_that_it_skips(
 
 @pytest.mark.parametrize("order", ["ascending", "descending", "in turns"])
 def test_in_any_order_few_blocks_are_run_twice(
-    order: str, on_one: Any, tokens: torch.Tensor
+    order: str, model: Any, tokens: torch.Tensor
 ) -> None:
     layers = {
         "ascending": [0, 0, 1, 1, 2, 2, 3, 3, 4, 4],
         "descending": [4, 4, 3, 3, 2, 2, 1, 1, 0, 0],
         "in turns": [0, 1, 2, 3, 4, 0, 1, 2, 3, 4],
     }[order]
-    model = on_one("llama")
     with blocks_run(model) as count:
         list(tl_devicefix.sweep(model, tokens, map(at, layers)))
     needed = sum(N_LAYERS - layer for layer in layers)
@@ -210,21 +215,19 @@ CASES: dict[str, Callable[[Any], Case]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_starts_at_the_first_block_if_that_may_differ(
-    name: str, on_one: Any, tokens: torch.Tensor
+    name: str, model: Any, tokens: torch.Tensor
 ) -> None:
-    model = on_one("llama")
     with CASES[name](model) as (hooks, arguments):
         runs = [[*at(3), *hooks], [*at(4), *hooks]]
-        expected = sequential(model, tokens, runs, **arguments)
         with blocks_run(model) as count:
-            assert_same(list(tl_devicefix.sweep(model, tokens, runs, **arguments)), expected)
+            actual = list(tl_devicefix.sweep(model, tokens, runs, **arguments))
+        assert_same(actual, sequential(model, tokens, runs, **arguments))
     assert count.blocks == 2 * N_LAYERS
 
 
 def test_it_starts_at_the_first_block_that_anything_of_the_users_is_in(
-    on_one: Any, tokens: torch.Tensor
+    model: Any, tokens: torch.Tensor
 ) -> None:
-    model = on_one("llama")
     with blocks_run(model) as count, permanent(model, "blocks.2.hook_mlp_out"):
         list(tl_devicefix.sweep(model, tokens, [at(4)]))
     assert count.blocks == 2 + 3  # two of the unpatched run
@@ -246,11 +249,10 @@ def test_a_bridge_starts_at_the_first_block(
     assert count.blocks == N_LAYERS
 
 
-def test_an_error_in_a_hook_leaves_nothing_behind(on_one: Any, tokens: torch.Tensor) -> None:
+def test_an_error_in_a_hook_leaves_nothing_behind(model: Any, tokens: torch.Tensor) -> None:
     def fail(activation: torch.Tensor, hook: Any) -> None:
         raise ValueError("in the hook")
 
-    model = on_one("llama")
     before = model(tokens)
     results = tl_devicefix.sweep(model, tokens, [at(3), [("blocks.4.hook_mlp_out", fail)], at(2)])
     next(results)
@@ -262,10 +264,10 @@ def test_an_error_in_a_hook_leaves_nothing_behind(on_one: Any, tokens: torch.Ten
 
 @pytest.mark.parametrize("name", ["fwd_hooks", "bwd_hooks", "reset_hooks_end"])
 def test_what_would_leave_hooks_behind_is_refused(
-    name: str, on_one: Any, tokens: torch.Tensor
+    name: str, model: Any, tokens: torch.Tensor
 ) -> None:
     with pytest.raises(TypeError, match=f"sweep\\(\\) takes no {name}"):
-        tl_devicefix.sweep(on_one("llama"), tokens, [], **{name: []})
+        tl_devicefix.sweep(model, tokens, [], **{name: []})
 
 
 @pytest.mark.parametrize(
@@ -282,17 +284,16 @@ def test_what_would_leave_hooks_behind_is_refused(
     ],
 )
 def test_a_run_that_would_be_without_its_hooks_is_refused(
-    run: Any, message: str, on_one: Any, tokens: torch.Tensor
+    run: Any, message: str, model: Any, tokens: torch.Tensor
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        next(tl_devicefix.sweep(on_one("llama"), tokens, [run]))
+        next(tl_devicefix.sweep(model, tokens, [run]))
 
 
 @pytest.mark.parametrize("by", ["context", "variable"])
 def test_it_can_be_turned_off(
-    by: str, on_one: Any, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+    by: str, model: Any, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = on_one("llama")
     if by == "variable":
         monkeypatch.setenv("TL_DEVICEFIX_SEQUENTIAL", "1")
     with (

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from attending import ShapesMade, installed, padded, with_gradients
 from comparison import assert_agrees
 from hf_models import N_LAYERS
-from shapes_made import ShapesMade
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import tl_devicefix
@@ -29,44 +28,6 @@ AS_INSTALLED = {
 """Architecture -> why its blocks take the installed path."""
 SDPA = ["llama", "qwen2", "gpt2", "mixtral", "pythia", "gemma", "gemma-3", "phi", "phi-3"]
 SDPA += ["mistral", "qwen3", "olmo", "olmo-2", "olmoe", "apertus", "opt"]
-
-
-@pytest.fixture
-def sdpa(references: Any) -> Iterator[Callable[..., Any]]:
-    """`sdpa("llama", compatible=True)`: a Bridge that attends so, for as long as a test takes."""
-    chosen = []
-
-    def get(name: str, **options: Any) -> Any:
-        bridge = references(name, **options)
-        chosen.append(tl_devicefix.set_attn_implementation(bridge, "sdpa"))
-        return bridge
-
-    yield get
-    for setting in chosen:
-        setting.__exit__(None, None, None)
-
-
-def installed(bridge: Any, run: Callable[[Any], Any]) -> Any:
-    with tl_devicefix.set_attn_implementation(bridge, "eager"):
-        return run(bridge)
-
-
-def with_gradients(tokens: torch.Tensor, **options: Any) -> Callable[[Any], Any]:
-    def run(bridge: Any) -> Any:
-        logits = bridge(tokens, **options)
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-        weights = [parameter for parameter in bridge.parameters() if parameter.requires_grad]
-        gradients = torch.autograd.grad(loss, weights, allow_unused=True)
-        return [tensor for tensor in (logits, *gradients) if tensor is not None]
-
-    return run
-
-
-@pytest.fixture
-def mask(tokens: torch.Tensor) -> torch.Tensor:
-    mask = torch.ones_like(tokens)
-    mask[0, :3] = 0
-    return mask
 
 
 @pytest.mark.parametrize("name", [*SDPA, *AS_INSTALLED])
@@ -94,14 +55,9 @@ def test_logits_and_gradients(
 @pytest.mark.parametrize("compatible", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
 def test_padding(
-    name: str,
-    compatible: bool,
-    sdpa: Any,
-    tokens: torch.Tensor,
-    mask: torch.Tensor,
-    fused_blocks: list[int],
+    name: str, compatible: bool, sdpa: Any, tokens: torch.Tensor, fused_blocks: list[int]
 ) -> None:
-    bridge = sdpa(name, compatible=compatible)
+    bridge, mask = sdpa(name, compatible=compatible), padded(tokens)
     run = with_gradients(tokens, attention_mask=mask)
 
     assert_agrees(run(bridge), installed(bridge, run))
@@ -176,7 +132,7 @@ LONG = torch.full((1, 29), 7)
 
 
 def test_booted_so_over_several_devices(
-    machine: Any, boot: Any, references: Any, fused_blocks: list[int]
+    machine: Any, boot: Any, bridge_references: Any, fused_blocks: list[int]
 ) -> None:
     bridge = boot("llama", n_devices=4, attn_implementation="sdpa")
 
@@ -185,7 +141,7 @@ def test_booted_so_over_several_devices(
 
     assert len(fused_blocks) == N_LAYERS
     assert not made.of_pairs(29)
-    assert_agrees(actual, references("llama", compatible=False)(LONG), machine.devices[0])
+    assert_agrees(actual, bridge_references("llama", compatible=False)(LONG), machine.devices[0])
 
 
 @pytest.mark.cover

@@ -1,0 +1,74 @@
+"""Runs of models that attend by SDPA: what they give as installed, and what they compute."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from comparison import assert_agrees
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import tl_devicefix
+
+
+def installed(model: Any, run: Callable[[Any], Any]) -> Any:
+    """What a run of a model gives as it is installed."""
+    with tl_devicefix.set_attn_implementation(model, "eager"):
+        return run(model)
+
+
+def assert_either_way(model: Any, run: Callable[[Any], Any]) -> None:
+    """A run of a model gives the same with "sdpa" and as installed."""
+    expected = installed(model, run)
+    with tl_devicefix.set_attn_implementation(model, "sdpa"):
+        actual = run(model)
+    assert_agrees(actual, expected)
+
+
+def with_gradients(tokens: torch.Tensor, **options: Any) -> Callable[[Any], Any]:
+    """A run that gives logits, and the gradients of a loss."""
+
+    def run(model: Any) -> Any:
+        logits = model(tokens, **options)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+        weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return logits, torch.autograd.grad(loss, weights, allow_unused=True)
+
+    return run
+
+
+def padded(tokens: torch.Tensor, where: slice = slice(3)) -> torch.Tensor:
+    """A mask of the first sequence's pads."""
+    mask = torch.ones_like(tokens)
+    mask[0, where] = 0
+    return mask
+
+
+def silence_a_head(value: torch.Tensor, hook: Any) -> torch.Tensor:
+    value[:, :, 1] = 0
+    return value
+
+
+class ShapesMade(TorchDispatchMode):
+    """Within it, all operations, and the shapes of what they make, views among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[tuple[int, ...]] = set()
+        self.operations: Counter[str] = Counter()
+
+    def __torch_dispatch__(  # type: ignore[override]
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.operations[str(func)] += 1
+        tensors = (tensor for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor))
+        self.shapes.update(tuple(tensor.shape) for tensor in tensors)
+        return result
+
+    def of_pairs(self, n_tokens: int) -> list[tuple[int, ...]]:
+        """Those of every query and key, of a number of tokens that no other size is."""
+        return [shape for shape in self.shapes if shape.count(n_tokens) > 1]
