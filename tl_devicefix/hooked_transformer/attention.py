@@ -137,7 +137,7 @@ def _mixed(
         combined = combined - combined.max(dim=-1, keepdim=True).values
         pattern = F.softmax(combined, dim=-1)[..., :-1]
     else:
-        pattern = scores.softmax(-1)
+        pattern = F.softmax(scores, dim=-1)
     if torch.is_grad_enabled():
         pattern = torch.where(torch.isnan(pattern), torch.zeros_like(pattern), pattern)
     else:
