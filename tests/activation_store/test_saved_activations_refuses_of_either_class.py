@@ -22,7 +22,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"names_filter": [RESID, "blocks.4.hook_residpost"]},
         "'blocks.4.hook_residpost', which is no hook .* mean 'blocks.4.hook_resid_post'",
     ),
-    ({"names_filter": "blocks.*.hook_resid_post"}, "or a function such as lambda name"),
+    ({"names_filter": "blocks.*.hook_resid_post"}, "a function such as lambda name"),
     ({"names_filter": "resid_post"}, "did you mean .blocks.0.hook_resid_post., or that of another"),
     ({"names_filter": []}, "names_filter is empty"),
     ({"names_filter": 3}, "names_filter must be .* but is a int"),
@@ -74,6 +74,14 @@ def test_a_sentence_says_what_is_wrong(
     with pytest.raises((ValueError, TypeError), match=message):
         run(model, options.pop("data"), **options)
     assert not (tmp_path / "out" / INDEX).exists()
+
+
+def test_a_token_mask_without_tokens_is_refused_at_the_end(
+    folded_on_one: Any, run: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="token_mask leaves out every token"):
+        run(folded_on_one("llama"), [IDS[None]] * 2, RESID, token_mask=lambda tokens: tokens < 0)
+    assert not load_activations(tmp_path / "out").is_complete
 
 
 def test_names_of_any_kind_and_a_dtype_by_its_name(folded_on_one: Any, run: Any) -> None:

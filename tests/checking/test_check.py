@@ -197,17 +197,19 @@ def test_a_model_without_a_placement_is_compared_with_its_config() -> None:
     assert {parameter.device for parameter in model.parameters()} == {torch.device("cpu")}
 
 
-def test_a_model_that_is_not_on_its_device_yet(machine: Any) -> None:
+@pytest.mark.parametrize(("n", "fix"), [(1, 'model.to("sim:1")'), (3, "move_model_modules")])
+def test_a_model_that_is_not_on_its_devices_yet(n: int, fix: str, machine: Any) -> None:
     cfg = attention_only_config()
-    cfg.device = "sim:1"
+    cfg.device, cfg.n_devices = "sim:1", n
     model = HookedTransformer(cfg, move_to_device=False)
     randomize(model)
 
     (finding,) = check(model).findings
-    assert finding.fix == 'model.to("sim:1")'
+    assert fix in str(finding)
     assert check(model, repair=True)
 
-    assert {str(parameter.device) for parameter in model.parameters()} == {"sim:1"}
+    used = {str(parameter.device) for parameter in model.parameters()}
+    assert used == {f"sim:{1 + i}" for i in range(n)}
 
 
 # --------------------------------------------------------------------------------------------

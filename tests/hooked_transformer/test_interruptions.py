@@ -247,7 +247,7 @@ def test_running_out_of_memory_says_what_was_there(checkpoints: Any) -> None:
 
         message = str(caught.value)
         allocated, planned = re.search(  # type: ignore[union-attr]
-            r"sim:1.* ran out of memory while blocks\.\d was brought there: ([\d.]+) KiB of the "
+            r"sim:1.* ran out of memory while blocks\.\d was brought there or processed: ([\d.]+) KiB of the "
             r"([\d.]+) KiB planned for it were there",
             message,
         ).groups()

@@ -219,9 +219,10 @@ def test_it_starts_at_the_first_block_if_that_may_differ(
 ) -> None:
     with CASES[name](model) as (hooks, arguments):
         runs = [[*at(3), *hooks], [*at(4), *hooks]]
-        with blocks_run(model) as count:
+        expected = sequential(model, tokens, runs, **arguments)
+        with blocks_run(model) as count:  # from here on, its class has another forward
             actual = list(tl_devicefix.sweep(model, tokens, runs, **arguments))
-        assert_same(actual, sequential(model, tokens, runs, **arguments))
+        assert_same(actual, expected)
     assert count.blocks == 2 * N_LAYERS
 
 

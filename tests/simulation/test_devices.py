@@ -95,9 +95,11 @@ def test_data_can_be_set_across_devices(machine):
     parameter.data = parameter.data.to("sim:2") * 2
     assert parameter.device == torch.device("sim:2")
     assert (parameter + 0).tolist() == [2, 2, 2]
-    parameter.data = torch.zeros(1)
+    loss = (parameter * parameter).sum()
+    parameter.data = torch.zeros(3)  # while a graph holds it
     assert type(parameter) is torch.nn.Parameter
-    assert parameter.tolist() == [0]
+    assert parameter.tolist() == [0, 0, 0]
+    loss.backward()
 
 
 def test_deepcopy_is_independent_and_keeps_ties(machine):

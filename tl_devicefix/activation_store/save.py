@@ -203,9 +203,9 @@ class _Saving:
             unit=" examples",
             disable=not progress,
         )
-        writer = Writer(self._directory, self._index, max_in_flight + 3)
         arriving: deque[Copied] = deque()
-        is_complete = False
+        is_complete, n_saved = False, sum(shard.tokens for shard in self._index.shards)
+        writer = Writer(self._directory, self._index, max_in_flight + 3)
         try:
             batches = self._left(writer)
             results: Any = pipeline_map(self._model, self._run, batches, max_in_flight)
@@ -213,11 +213,16 @@ class _Saving:
                 for copied in results:
                     writer.put(copied)
                     bar.update(len(copied.tokens) - copied.skip)
+                    n_saved += sum(copied.tokens[copied.skip :])
                     arriving.append(copied)
                     if len(arriving) > 1:  # devices wait for slow copies too
                         arriving.popleft().wait()
                 bar.total = bar.n  # the last batch may have had fewer examples
                 bar.refresh()
+            if not n_saved:
+                raise ValueError(
+                    "token_mask leaves out every token: let it return True for those to save"
+                )
             is_complete = not self._index.is_complete
         finally:
             writer.close(is_complete)

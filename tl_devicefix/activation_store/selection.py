@@ -182,9 +182,9 @@ def checked_names(names_filter: Any, model: Any) -> Any:
     for name in names:
         if name not in model.hook_dict:
             raise ValueError(
-                f"names_filter has {name!r}, which is no hook point of this model: give names of "
-                "model.hook_dict, or a function such as lambda name: "
-                f'name.endswith("hook_resid_post"){_meant(name, model.hook_dict)}'
+                f"names_filter has {name!r}, which is no hook point of this model (names are in "
+                'model.hook_dict; a function such as lambda name: name.endswith("hook_resid_post") '
+                f"selects several){_meant(name, model.hook_dict)}"
             )
     return names
 

@@ -109,11 +109,13 @@ class AttnImplementation:
         # The model as a whole too, for what a forward makes for all blocks.
         self._set = {"": model, **self._modules}
         self._before = {name: vars(m).get(_IMPLEMENTATION) for name, m in self._set.items()}
-        if attn_implementation is not None:
-            for module in self._set.values():
-                _set(module, attn_implementation)
+        self._asked = attn_implementation
+        self.__enter__()
 
     def __enter__(self) -> AttnImplementation:
+        if self._asked is not None:
+            for module in self._set.values():
+                _set(module, self._asked)
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from transformer_lens.components import LayerNorm, LayerNormPre, RMSNorm, RMSNormPre
 
-from tl_devicefix.checking.places import bring_back, placement_of
+from tl_devicefix.checking.places import bring_back, is_unspread, placement_of
 from tl_devicefix.checking.report import Finding
 from tl_devicefix.dispatch.naming import listed
 from tl_devicefix.dispatch.user_modules import attached_modules, runs_where_it_is
@@ -77,6 +77,9 @@ def _wrong_norms(model: Any) -> dict[str, type[nn.Module]]:
 
 def put_right(model: Any) -> None:
     """Move what is misplaced, and make the config and the hooks across devices follow."""
+    if is_unspread(model):
+        model.move_model_modules_to_device()
+        return
     placement = placement_of(model)
     bring_back(model, attached(model))
     share_buffers(model)

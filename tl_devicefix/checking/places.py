@@ -36,6 +36,12 @@ def placement_of(model: Any) -> Placement | None:
     return getattr(model, "placement", None)
 
 
+def is_unspread(model: Any) -> bool:
+    """Whether it is built for several devices, and not on them yet (`move_to_device=False`)."""
+    is_built_first = hasattr(model, "move_model_modules_to_device")  # a Bridge is not
+    return is_built_first and placement_of(model) is None and model.cfg.n_devices > 1
+
+
 def planned_by(model: Any) -> Callable[[str, bool], torch.device]:
     """A name in the model, and whether it is a weight's -> its device.
 
@@ -72,6 +78,10 @@ def _moved(tensor: torch.Tensor, device: torch.device, ids: Container[int]) -> t
 def config_findings(model: Any) -> Iterator[Finding]:
     """A `cfg.device` or `cfg.n_devices` that is not the placement's."""
     placement, cfg = placement_of(model), model.cfg
+    if is_unspread(model):
+        message = f"cfg.n_devices is {cfg.n_devices}, but the model has not been spread"
+        fix = "model.move_model_modules_to_device()"
+        yield Finding("config", "cfg.n_devices", message, fix)
     if placement is None:
         return
     home, count = placement.home, len(placement.devices)
@@ -127,6 +137,8 @@ def device_findings(
         attached: the modules of attached ones, and their paths.
         hint: what else may be done about a path.
     """
+    if is_unspread(model):
+        return
     own = list(tensors(model, attached))
     modules = _misplaced_modules(own, apart=attached.values())
     groups: dict[str, list[PlacedTensor]] = defaultdict(list)

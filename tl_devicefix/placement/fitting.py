@@ -59,7 +59,8 @@ def _out_of_memory(
     held = sum(tensor.nbytes for tensor in tensors if tensor.device == device)
     reason = ". ".join(" ".join(str(error).split()).split(". ")[:3]).rstrip(".")
     return torch.OutOfMemoryError(
-        f"{printed(device)} ran out of memory while {unit} was brought there: {gib(held)} of the "
-        f"{gib(placement.bytes_on(device))} planned for it were there, and no more would fit "
-        f"({reason}); free memory that others hold there, or {_HINT}"
+        f"{printed(device)} ran out of memory while {unit} was brought there or processed: "
+        f"{gib(held)} of the {gib(placement.bytes_on(device))} planned for it were there, and no "
+        f"more would fit ({reason}); free memory that others hold there, or load again with less "
+        "on it: a smaller max_memory for it, more devices or a smaller dtype"
     )

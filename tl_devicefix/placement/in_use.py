@@ -37,7 +37,7 @@ def gather_on(device: DeviceLike) -> Iterator[None]:
         Nothing.
 
     Raises:
-        ValueError: if there is no such device.
+        ValueError: if there is no such device; of an index, once something is gathered.
 
     >>> with gather_on("cpu"):  # doctest: +SKIP
     ...     norms = model.W_in.norm(dim=(1, 2))

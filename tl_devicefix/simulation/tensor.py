@@ -257,9 +257,10 @@ def _change_kind(tensor: torch.Tensor, value: torch.Tensor) -> None:
     grad, tensor.grad = tensor.grad, None
     tensor.__class__, copied.__class__ = copied.__class__, tensor.__class__
     for name in ("_cpu", "_allocation", "_is_param"):
-        vars(tensor).pop(name, None)
-        if name in vars(copied):
-            vars(tensor)[name] = vars(copied)[name]
+        own, others = (vars(owner).pop(name, None) for owner in (tensor, copied))
+        for owner, attribute in ((tensor, others), (copied, own)):  # a graph may hold the copy
+            if attribute is not None:
+                vars(owner)[name] = attribute
     torch._C._swap_tensor_impl(tensor, copied)  # type: ignore[attr-defined]
     if grad is not None:
         set_data(grad, grad.to(tensor.device))

@@ -172,10 +172,14 @@ class PlainUnit:
         self._why: str | None = None
         self._layer: Any = None
         self._is_all = False  # whether the layer may be called instead of the block
+        self._forward: Any = None  # the one of its class, then
         self._is_causal_itself, self._mask_at = False, -1
         self._in_block: dict[str, Any] = {}
 
-    # A copy's unit makes its own.
+    # A copy's unit makes its own, and so does a view's.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlainUnit:
+        return PlainUnit()
 
     def __reduce__(self) -> Any:
         return PlainUnit, ()
@@ -189,6 +193,7 @@ class PlainUnit:
             or attributes.get("_stop_at_layer_idx") is not None
             or not self.is_unheard(wrapper)
             or not self._is_all
+            or type(wrapper).forward is not self._forward
             or (self._seen is not None and self._seen.is_heard_around())  # as it is seen now
         ):
             return None
@@ -234,6 +239,7 @@ class PlainUnit:
     def _look_through(self, wrapper: Any) -> _Seen:
         """Make the layer, or know why not."""
         self._seen = seen = _Seen(wrapper)
+        self._forward = type(wrapper).forward
         self.attends_by_sdpa, self._layer, self._is_all = False, None, False
         try:
             (self._make_layer if wrapper.is_list_item else self._make_part)(wrapper)
