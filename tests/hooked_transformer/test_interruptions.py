@@ -247,8 +247,8 @@ def test_running_out_of_memory_says_what_was_there(checkpoints: Any) -> None:
 
         message = str(caught.value)
         allocated, planned = re.search(  # type: ignore[union-attr]
-            r"sim:1.* ran out of memory while blocks\.\d was brought there or processed: ([\d.]+) KiB of the "
-            r"([\d.]+) KiB planned for it were there",
+            r"sim:1.* ran out of memory while blocks\.\d was brought there or processed: "
+            r"([\d.]+) KiB of the ([\d.]+) KiB planned for it were there",
             message,
         ).groups()
         assert 0 < float(allocated) < float(planned) == pytest.approx(second / 2**10, rel=0.05)
