@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from operator import itemgetter
 from typing import Any
 
@@ -270,6 +270,7 @@ class PlainUnit:
             "_modules": {**block._modules, "_original_component": layer},
             "_maybe_wire_capture_hooks": _nothing,
             "_clear_attention_capture": _nothing,
+            "_filter_kwargs_for_forward": _filter_for(block.original_component),
         }
         self._is_all = replaced_in(block) is None and not _goes_its_own_way(type(block))
 
@@ -315,6 +316,20 @@ _PARTS = (
 
 def _nothing() -> None:
     """Stands in for calls that the plain layer does not need."""
+
+
+def _filter_for(layer: Any) -> Callable[..., dict[str, Any]]:
+    """`BlockBridge._filter_kwargs_for_forward`, by a signature that is looked up once."""
+    takes = inspect.signature(layer.forward).parameters
+    names, takes_any = list(takes), any(p.kind is p.VAR_KEYWORD for p in takes.values())
+
+    def accepted(kwargs: dict[str, Any], num_positional_args: int = 0) -> dict[str, Any]:
+        if takes_any:
+            return kwargs
+        by_name = names[num_positional_args:]
+        return {name: value for name, value in kwargs.items() if name in by_name}
+
+    return accepted
 
 
 def _differentiates_otherwise() -> bool:
