@@ -72,11 +72,11 @@ def test_blocks_of_all_shards_are_mixed(written: SavedActivations) -> None:
     assert len({number // per_shard for number in first}) > 1
 
 
-@pytest.mark.parametrize("given", [0, 3, 9, 10, 14])
-def test_others_go_on_where_some_were(given: int, written: SavedActivations) -> None:
+@pytest.mark.parametrize("n_batches", [0, 3, 9, 10, 14])
+def test_others_go_on_where_some_were(n_batches: int, written: SavedActivations) -> None:
     options: Any = {"batch_size": 7, "epochs": 2, "seed": 1}
     first = written.activations(RESID, **options)
-    seen = list(itertools.islice(first, given))
+    seen = list(itertools.islice(first, n_batches))
     others = written.activations(RESID, **options)
     others.load_state_dict(first.state_dict())
     expected = numbers(written.activations(RESID, **options))

@@ -33,7 +33,7 @@ import tl_devicefix
 from tl_devicefix import check
 
 
-def found(model: Any) -> list[tuple[str, str]]:
+def findings(model: Any) -> list[tuple[str, str]]:
     """The kind and name of what a check finds."""
     return [(finding.kind, finding.name) for finding in check(model).findings]
 
@@ -87,7 +87,7 @@ def test_interrupted_processing_is_found(model: Any, monkeypatch: pytest.MonkeyP
     with pytest.raises(KeyboardInterrupt):
         model.load_and_process_state_dict(model.state_dict())
 
-    assert found(model) == [("processing", "model")]
+    assert findings(model) == [("processing", "model")]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "solu"])
@@ -102,7 +102,7 @@ def test_one_norm_that_is_not_folded_is_found(name: str, load: Any) -> None:
     setattr(parent, norm.rpartition(".")[2], other.blocks[0].get_submodule(norm))
     folded.setup()
 
-    assert found(folded) == [("norms", f"blocks.0.{norm}")]
+    assert findings(folded) == [("norms", f"blocks.0.{norm}")]
 
 
 def test_many_faults_of_a_kind_are_all_found_and_a_few_printed(model: Any) -> None:
@@ -167,7 +167,7 @@ def test_repair_leaves_what_was_set_up_where_it_is(model: Any, tokens: torch.Ten
 def test_torch_s_modules_of_a_block_that_was_moved_are_not_taken_for_attached(load: Any) -> None:
     model = load("mixtral")  # whose experts are in torch's lists
     model.blocks[2].to("sim:0")
-    assert found(model) == [("device", "blocks.2")]
+    assert findings(model) == [("device", "blocks.2")]
 
     with pytest.warns(UserWarning, match="moved to their component"):
         model.setup()
@@ -230,7 +230,7 @@ def test_a_check_changes_nothing_and_copies_nothing(model: Any, machine: Any) ->
     before, placement = everything_in(model), model.placement
     machine.reset_transfers()
 
-    assert {kind for kind, _ in found(model)} == {"device", "meta", "values", "hooks"}
+    assert {kind for kind, _ in findings(model)} == {"device", "meta", "values", "hooks"}
 
     assert machine.transfers == []
     assert everything_in(model) == before

@@ -142,7 +142,7 @@ def test_a_model_that_is_none(tokenizer: Any, refused: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("named", "given", "reason"),
+    ("named", "passed", "reason"),
     [
         ("qwen2", "llama", "a weight of a Qwen2ForCausalLM is missing"),
         ("qwen2", "gpt2", "'GPT2LMHeadModel' object has no attribute 'model'"),
@@ -150,10 +150,10 @@ def test_a_model_that_is_none(tokenizer: Any, refused: Any) -> None:
     ],
 )
 def test_both_architectures_are_named(
-    hf_models: Any, tokenizer: Any, named: str, given: str, reason: str
+    hf_models: Any, tokenizer: Any, named: str, passed: str, reason: str
 ) -> None:
-    model = hf_models(given)
-    names = [type(hf_models(name_of_model)).__name__ for name_of_model in (given, named)]
+    model = hf_models(passed)
+    names = [type(hf_models(name_of_model)).__name__ for name_of_model in (passed, named)]
     sentence = f"hf_model is a {names[0]}, but the name belongs to a {names[1]} "
     remedy = "; pass the model of that name, as AutoModelForCausalLM loads it"
     with pytest.raises(ValueError, match=re.escape(f"{sentence}({reason}){remedy}")):

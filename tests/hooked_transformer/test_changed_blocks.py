@@ -106,8 +106,10 @@ def test_hooks_of_torch_on_a_component(component: str, grad: bool) -> None:
     record = Recorder(log)
 
     def before(module: Any, args: Any, kwargs: Any) -> Any:
-        given = [tensor for tensor in (*args, *kwargs.values()) if isinstance(tensor, torch.Tensor)]
-        for tensor in given:
+        tensors = [
+            tensor for tensor in (*args, *kwargs.values()) if isinstance(tensor, torch.Tensor)
+        ]
+        for tensor in tensors:
             record.note("before", tensor)
         args = tuple(tensor * 1.5 for tensor in args)
         if "query_input" in kwargs:

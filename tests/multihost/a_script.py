@@ -87,10 +87,10 @@ def beside_a_group() -> None:
 def in_load() -> None:
     put, weights = FarDevices._put, iter(range(20))
 
-    def and_pause(*given: Any) -> None:
+    def and_pause(*arguments: Any) -> None:
         if next(weights, None) == 10:
             pause()
-        put(*given)
+        put(*arguments)
 
     FarDevices._put = and_pause  # type: ignore[assignment, method-assign]
     load()

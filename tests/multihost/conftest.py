@@ -52,17 +52,17 @@ def far(machine: Machine) -> FarDevices:
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[Command]:
+def commands(monkeypatch: pytest.MonkeyPatch) -> list[Command]:
     """Every command that is given."""
-    commands: list[Command] = []
+    given_commands: list[Command] = []
     append = Peer.append
 
     def and_note(peer: Peer, command: Command) -> None:
-        commands.append(command)
+        given_commands.append(command)
         append(peer, command)
 
     monkeypatch.setattr(Peer, "append", and_note)
-    return commands
+    return given_commands
 
 
 @pytest.fixture(scope="module")

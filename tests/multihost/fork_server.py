@@ -57,22 +57,22 @@ def _status(pid: int, seconds: float) -> int | None:
     return None
 
 
-def _become(told: dict[str, Any]) -> None:
+def _become(message: dict[str, Any]) -> None:
     """Be the process that is wanted."""
     os.setsid()
     # Who runs the tests in the background has interrupts ignored, by all that they start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    for number, path in enumerate(told["outputs"], start=1):
+    for number, path in enumerate(message["outputs"], start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     faulthandler.register(signal.SIGUSR1)
-    os.environ.update(told["environment"])
-    sys.path[:0] = told["environment"].get("PYTHONPATH", "").split()
+    os.environ.update(message["environment"])
+    sys.path[:0] = message["environment"].get("PYTHONPATH", "").split()
     if "NETWORK" in os.environ:
         with open(f"/run/netns/{os.environ['NETWORK']}") as namespace:
             if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _NETWORK):
                 raise OSError(ctypes.get_errno(), "setns")
-    sys.argv = told["arguments"]
+    sys.argv = message["arguments"]
     if sys.argv[0] == "-m":
         sys.argv = sys.argv[1:]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

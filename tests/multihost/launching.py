@@ -31,10 +31,10 @@ class ForkServer:
             text=True,
         )
 
-    def tell(self, **told: Any) -> Any:
+    def tell(self, **message: Any) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        print(json.dumps(told), file=self._process.stdin, flush=True)
+        print(json.dumps(message), file=self._process.stdin, flush=True)
         return json.loads(self._process.stdout.readline().replace("None", "null"))
 
     def end(self) -> None:

@@ -29,23 +29,27 @@ def loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_a_backward_is_one_command_a_block(
-    attention: str, model: Any, tokens: torch.Tensor, told: list[Any]
+    attention: str, model: Any, tokens: torch.Tensor, commands: list[Any]
 ) -> None:
     with tl_devicefix.set_attn_implementation(model, attention):
         loss(model, tokens).backward()
 
-    assert names(told).count("record") == names(told).count("backward") == len(far_blocks(model))
+    assert (
+        names(commands).count("record")
+        == names(commands).count("backward")
+        == len(far_blocks(model))
+    )
 
 
 def test_gradients_lie_as_their_weights_and_none_is_copied(
-    model: Any, tokens: torch.Tensor, told: list[Any]
+    model: Any, tokens: torch.Tensor, commands: list[Any]
 ) -> None:
     loss(model, tokens).backward()
 
     weights = list(model.blocks[FAR].parameters())
     assert not all(item.is_contiguous() for item in weights)
     assert [item.grad.stride() for item in weights] == [item.stride() for item in weights]
-    operations = {item.arguments[0] for item in told if item.name == "run"}
+    operations = {item.arguments[0] for item in commands if item.name == "run"}
     assert not operations & {"aten::new_empty_strided", "aten::clone"}
 
 

@@ -123,7 +123,7 @@ def test_what_is_put_into_a_class_or_into_torch_counts(
     replace: Any,
     model: Any,
     tokens: torch.Tensor,
-    told: list[Any],
+    commands: list[Any],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -137,18 +137,18 @@ def test_what_is_put_into_a_class_or_into_torch_counts(
         plain = logits(model)
         with monkeypatch.context() as replacing:
             replacing.setattr(of, name, replace(getattr(of, name)))
-            told.clear()
+            commands.clear()
             changed = logits(model)
             torch.testing.assert_close(changed, logits(alone), **EQUAL)
         assert of is F or not torch.equal(changed, plain)
-        assert "call" not in names(told)  # of another rank, which lacks the change
+        assert "call" not in names(commands)  # of another rank, which lacks the change
         if name == "softmax":
             (text,) = caplog.messages
             where = "torch.Tensor" if of is torch.Tensor else of.__name__
             assert text.startswith(f"{where}.softmax was replaced on this rank, but not on the")
 
         model(tokens)
-        assert "call" in names(told)
+        assert "call" in names(commands)
 
 
 def test_what_a_forward_sets_in_a_block_is_set_here(
@@ -219,18 +219,18 @@ def test_autocast_of_another_type_of_device_is_no_one_s(model: Any, tokens: torc
 
 
 def test_a_block_that_is_looked_into_runs_operation_by_operation(
-    model: Any, reference: Any, tokens: torch.Tensor, told: list[Any]
+    model: Any, reference: Any, tokens: torch.Tensor, commands: list[Any]
 ) -> None:
     points = [f"blocks.{FAR}.{name}" for name in ("hook_resid_pre", "hook_resid_mid")]
     seen: dict[str, torch.Tensor] = {}
     hooks = [(name, lambda value, hook: seen.update({hook.name: value.cpu()})) for name in points]
     with torch.no_grad():
         model.run_with_hooks(tokens, fwd_hooks=hooks)
-        told.clear()
+        commands.clear()
         model.run_with_hooks(tokens, fwd_hooks=hooks)
         expected = reference.run_with_cache(tokens, names_filter=points)[1]
 
-    assert names(told).count("call") == len(far_blocks(model)) - 1
+    assert names(commands).count("call") == len(far_blocks(model)) - 1
     for name in points:
         torch.testing.assert_close(seen[name], expected[name])
 

@@ -79,15 +79,15 @@ def test_devices_that_two_ranks_would_have(ranks: Any, error: str) -> None:
         parts(*ranks)
 
 
-@pytest.mark.parametrize("told", [{"uuid": "abab"}, {"uuid": "0000", "pci_bus_id": "1212"}, {}])
+@pytest.mark.parametrize("fields", [{"uuid": "abab"}, {"uuid": "0000", "pci_bus_id": "1212"}, {}])
 def test_processes_of_a_machine_see_the_same_devices(
-    told: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    fields: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As an accelerator's module of torch tells of them; no machine of CI has one."""
     of_type: dict[str, Any] = {"device_count": lambda: 2}
-    if told:
+    if fields:
         result = iter(
-            [SimpleNamespace(**dict(zip(told, values))) for values in zip(*told.values())]
+            [SimpleNamespace(**dict(zip(fields, values))) for values in zip(*fields.values())]
         )
         of_type["get_device_properties"] = lambda device: next(result)
     monkeypatch.setattr(handshake, "real_accelerator", lambda: torch.device("cuda"))

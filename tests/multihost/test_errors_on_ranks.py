@@ -46,22 +46,22 @@ def in_a_file(path: Path) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(values)[256:]
 
 
-def test_a_rank_reads_its_own_file(machine: Any, told: Any, tmp_path: Path) -> None:
+def test_a_rank_reads_its_own_file(machine: Any, commands: Any, tmp_path: Path) -> None:
     tensor = in_a_file(tmp_path / "model.safetensors")
 
     present = tensor.view(-1, 16).T.to("sim:3")
 
-    assert told[-1].name == "load"
+    assert commands[-1].name == "load"
     assert torch.equal(present.cpu(), tensor.view(-1, 16).T)
 
 
-def test_what_was_written_to_is_sent(machine: Any, told: Any, tmp_path: Path) -> None:
+def test_what_was_written_to_is_sent(machine: Any, commands: Any, tmp_path: Path) -> None:
     tensor = in_a_file(tmp_path / "model.safetensors")
     tensor[5000] += 1
 
     present = tensor.to("sim:3")
 
-    assert told[-1].name == "put"
+    assert commands[-1].name == "put"
     assert torch.equal(present.cpu(), tensor)
 
 

@@ -17,8 +17,8 @@ from tl_devicefix.multihost.far_devices import FarDevices
 from tl_devicefix.multihost.init_hosts import Ranks
 
 
-def names(told: list[Any]) -> list[str]:
-    return [command.name for command in told]
+def names(commands: list[Any]) -> list[str]:
+    return [command.name for command in commands]
 
 
 def far_blocks(model: Any) -> list[Any]:
@@ -31,33 +31,33 @@ def messages_for(n_blocks: int) -> int:
 
 
 def test_a_forward_is_a_few_messages(
-    model: Any, tokens: torch.Tensor, ranks: Ranks, told: list[Any]
+    model: Any, tokens: torch.Tensor, ranks: Ranks, commands: list[Any]
 ) -> None:
     with torch.no_grad():
         model(tokens)
-        told.clear()
+        commands.clear()
         before = ranks.peers[1].messages
         model(tokens)
 
     n_far = len(far_blocks(model))
     assert ranks.peers[1].messages - before == messages_for(n_far)
-    assert names(told).count("put") == names(told).count("read") == 1
-    assert names(told).count("call") == n_far
+    assert names(commands).count("put") == names(commands).count("read") == 1
+    assert names(commands).count("call") == n_far
 
 
 def test_a_rank_begins_while_rank_0_still_tells(
-    model: Any, tokens: torch.Tensor, ranks: Ranks, told: list[Any]
+    model: Any, tokens: torch.Tensor, ranks: Ranks, commands: list[Any]
 ) -> None:
     def until_it_begins(value: torch.Tensor, hook: Any) -> None:
         until = time.monotonic() + 30
         while ranks.peers[1].messages == before and time.monotonic() < until:
             time.sleep(0.001)
         assert ranks.peers[1].messages == before + 1
-        assert names(told).count("call") == 1
+        assert names(commands).count("call") == 1
 
     with torch.no_grad():
         model(tokens)
-        told.clear()
+        commands.clear()
         before = ranks.peers[1].messages
         second = model.cfg.n_layers - len(far_blocks(model)) + 1
         name = f"blocks.{second}.hook_resid_pre"
@@ -77,7 +77,7 @@ def test_messages_have_an_end(machine: Any, ranks: Ranks) -> None:
 
 
 def test_a_hook_brings_its_activation_home_and_back(
-    model: Any, tokens: torch.Tensor, told: list[Any]
+    model: Any, tokens: torch.Tensor, commands: list[Any]
 ) -> None:
     def through_numpy(value: torch.Tensor, hook: Any) -> torch.Tensor:
         return torch.from_numpy(value.detach().cpu().numpy() * 2).to(value.device)
@@ -85,12 +85,12 @@ def test_a_hook_brings_its_activation_home_and_back(
     name = f"blocks.{N_LAYERS - 1}.hook_resid_pre"
     with torch.no_grad():
         model(tokens)
-        told.clear()
+        commands.clear()
         model.run_with_hooks(tokens, fwd_hooks=[(name, through_numpy)])
 
     stream = (*tokens.shape, model.cfg.d_model)
-    read = [command.arguments[0].shape for command in told if command.name == "read"]
-    put = [command.arguments[1] for command in told if command.name == "put"]
+    read = [command.arguments[0].shape for command in commands if command.name == "read"]
+    put = [command.arguments[1] for command in commands if command.name == "put"]
     assert read == put == [stream, stream]  # to the hook, and home
 
 
@@ -179,7 +179,7 @@ def test_a_rank_is_at_one_run_while_rank_0_is_at_the_next(
 
 
 def test_blocks_run_whole_in_flight_too_and_are_held_once_for_all_runs(
-    model: Any, tokens: torch.Tensor, told: list[Any]
+    model: Any, tokens: torch.Tensor, commands: list[Any]
 ) -> None:
     def run(view: Any, number: int) -> torch.Tensor:
         with torch.no_grad():
@@ -189,5 +189,5 @@ def test_blocks_run_whole_in_flight_too_and_are_held_once_for_all_runs(
     with tl_devicefix.mix_devices():
         list(pipeline_map(model, run, range(3)))
 
-    assert names(told).count("call") == 4 * len(far_blocks(model))
-    assert names(told).count("build") <= len(far_blocks(model))  # or it was before
+    assert names(commands).count("call") == 4 * len(far_blocks(model))
+    assert names(commands).count("build") <= len(far_blocks(model))  # or it was before

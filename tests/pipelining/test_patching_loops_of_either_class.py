@@ -68,11 +68,11 @@ def test_a_table_of_indices(model: Any, few: torch.Tensor) -> None:
 
 @in_4
 def test_several_metrics_for_each_example_and_a_baseline(model: Any, tokens: torch.Tensor) -> None:
-    def each(logits: torch.Tensor) -> torch.Tensor:
+    def metric(logits: torch.Tensor) -> torch.Tensor:
         return logits[:, -1, 5]
 
     few = tokens[:, :2]
-    metrics = {"one": each, "two": lambda logits: -each(logits)}
+    metrics = {"one": metric, "two": lambda logits: -metric(logits)}
     arguments = {"metric": metrics, "reduce": "none", "baseline": True}
     expected = unpatched("get_act_patch_mlp_out", model, few, **arguments)
     actual = patch("get_act_patch_mlp_out", model, few, **arguments)

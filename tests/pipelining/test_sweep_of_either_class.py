@@ -93,14 +93,14 @@ def test_with_the_arguments_of_a_forward(
     arguments: Arguments, on_one: Any, tokens: torch.Tensor
 ) -> None:
     model = on_one("gpt2")
-    given: Any = tokens
+    texts_or_tokens: Any = tokens
     if arguments == {"text": True}:
-        given, arguments = ["w5 w6 w7", "w8"], {"padding_side": "left"}
+        texts_or_tokens, arguments = ["w5 w6 w7", "w8"], {"padding_side": "left"}
     elif "attention_mask" in arguments:
         arguments = {"attention_mask": torch.ones_like(tokens)}
         arguments["attention_mask"][0, :3] = 0
-    expected = sequential(model, given, RUNS[:5], **arguments)
-    assert_same(list(tl_devicefix.sweep(model, given, RUNS[:5], **arguments)), expected)
+    expected = sequential(model, texts_or_tokens, RUNS[:5], **arguments)
+    assert_same(list(tl_devicefix.sweep(model, texts_or_tokens, RUNS[:5], **arguments)), expected)
 
 
 def test_over_devices(machine: Any, over_devices: Any, tokens: torch.Tensor) -> None:

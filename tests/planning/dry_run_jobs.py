@@ -56,7 +56,7 @@ CASES: list[tuple[str, int, Job]]
 """An architecture, over how many devices, and what is done with it."""
 if has_hooked_transformer():
     spread = [("llama", 1), ("llama", 3), ("gpt2", 3), ("pythia", 3), ("gemma-2", 3)]
-    CASES = [(*each, job) for each, job in product(spread, (*OF_EITHER, analyse))]
+    CASES = [(*devices, job) for devices, job in product(spread, (*OF_EITHER, analyse))]
     COVERED: tuple[str, ...] = ("job", "n_devices")
 else:
     CASES = [("llama", 1, generate), *(("llama", 3, job) for job in (*OF_EITHER, fold))]

@@ -96,13 +96,13 @@ def test_each_part_of_a_job_is_told_apart() -> None:
     assert "- its backward: host0 -> host1 12.0 KiB, host1 -> host0 12.0 KiB" in repr(result)
 
 
-def _site(found: Any) -> Any:
-    sites = {site.torch_device: site for site in found.placement.sites}
+def _site(result: Any) -> Any:
+    sites = {site.torch_device: site for site in result.placement.sites}
     return lambda component: sites[component.device]
 
 
-def _blocks(found: Any) -> list[Any]:
-    return [item for item in found.placement.components if item.name.startswith("blocks")]
+def _blocks(result: Any) -> list[Any]:
+    return [item for item in result.placement.components if item.name.startswith("blocks")]
 
 
 def test_more_hosts_are_what_would_fit() -> None:

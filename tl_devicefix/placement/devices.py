@@ -270,11 +270,11 @@ def resolve_to_move(device: DeviceLike, home: torch.device) -> torch.device:
 def _existing(device: torch.device, named: str) -> torch.device:
     count = device_count(device.type)
     if (device.index or 0) >= count:
-        there = f"this machine has {count} device(s) of type {device.type!r}"
+        present = f"this machine has {count} device(s) of type {device.type!r}"
         if site_of(torch.device(device.type, 0)) is not None:
-            there = f"the hosts have {count} ({listed(sites_here())})"
+            present = f"the hosts have {count} ({listed(sites_here())})"
         raise ValueError(
-            f"device {named!r} does not exist: {there}; name one that is there, or use fewer"
+            f"device {named!r} does not exist: {present}; name one that is there, or use fewer"
         )
     return device
 
@@ -295,14 +295,14 @@ def consecutive(first: torch.device, count: int) -> list[torch.device]:
     available = device_count(first.type)
     if first.type == "cpu" or start + count > available:
         names = ", ".join(str(torch.device(first.type, i)) for i in range(start, available))
-        there = f"there are {max(available - start, 0)} ({names})"
+        present = f"there are {max(available - start, 0)} ({names})"
         if first.type == "cpu":
-            there = "the CPU is one device"
+            present = "the CPU is one device"
         elif site_of(first) is not None:
-            there = f"the hosts have {available - start} ({listed(sites_here()[start:])})"
+            present = f"the hosts have {available - start} ({listed(sites_here()[start:])})"
         raise ValueError(
             f"n_devices={count} from {str(first)!r} on needs {count} devices of type "
-            f"{first.type!r}, but {there}; lower n_devices, or load on simulated ones, within "
+            f"{first.type!r}, but {present}; lower n_devices, or load on simulated ones, within "
             f"`with tl_devicefix.simulate({start + count}):`"
         )
     return [torch.device(first.type, start + i) for i in range(count)]
