@@ -35,7 +35,7 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities import attention as attention_utilities
 from transformer_lens.utilities.addmm import batch_addmm
 
-from tl_devicefix.attention.implementation import HOOKS
+from tl_devicefix.attention.implementation import HOOKS, looks_away
 from tl_devicefix.attention.one_forward import kept_in_forward, made_once
 from tl_devicefix.monkeypatch.applying import original
 from tl_devicefix.monkeypatch.versions import installed
@@ -63,9 +63,17 @@ def is_heard(module: Any) -> bool:
 
 
 def sees(module: Any) -> bool:
-    """Whether a hook may see the input or output of a module or of its submodules."""
+    """Whether a hook sees the input or output of a module or of its submodules."""
     modules = (module, *module._modules.values())
-    return any(is_heard(submodule) or type(submodule) not in OWN for submodule in modules)
+    hooks = (
+        hook
+        for submodule in modules
+        for name in HOOKS
+        for hook in submodule.__dict__[name].values()
+    )
+    return not all(map(looks_away, hooks)) or any(
+        "forward" in submodule.__dict__ or type(submodule) not in OWN for submodule in modules
+    )
 
 
 def at(modules: dict[str, Any], name: str, x: torch.Tensor) -> torch.Tensor:
