@@ -16,6 +16,7 @@ from comparison import assert_agrees
 from hf_models import D_VOCAB, N_CTX, N_LAYERS
 
 import tl_devicefix
+from tl_devicefix.attention import sdpa
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
 HOOKED = has_hooked_transformer()
@@ -196,3 +197,16 @@ def test_sixteen_bits_are_no_further_from_float32(
 
     assert 0 < distance("sdpa") <= 1.02 * distance("eager")
     assert len(fused_blocks) == N_LAYERS
+
+
+def test_large_biases_are_added_in_float32() -> None:
+    n = 600  # of which bfloat16 does not hold every integer
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 1, n, 8, generator=generator).bfloat16()
+    bias = torch.arange(n).float().expand(1, n, n)
+
+    actual = sdpa.attend(q, k, v, 1.0, None, bias)
+
+    scores = q.float() @ k.float().mT + bias
+    expected = scores.softmax(-1) @ v.float()
+    torch.testing.assert_close(actual.float(), expected, rtol=0.01, atol=0.01)

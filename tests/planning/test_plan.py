@@ -191,3 +191,10 @@ def mentions_of_cuda(source: Path) -> list[tuple[str, int]]:
         if any(isinstance(name, str) and name.lower().startswith("cuda") for name in names):
             result.append((source.name, getattr(node, "lineno", 0)))
     return result
+
+
+def test_a_config_is_weighed_in_the_dtype_that_is_asked_for(config: Any) -> None:
+    def weights(**options: Any) -> int:
+        return sum(component.weights for component in plan(config(), **options).components)
+
+    assert weights(dtype="bfloat16") == weights() // 2
