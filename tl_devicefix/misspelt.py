@@ -15,6 +15,14 @@ def did_you_mean(name: object, names: Collection[str], at_least: float = 0.6) ->
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+def which_hook_point(name: object, hook_points: Collection[str]) -> str:
+    """As `did_you_mean`; "resid_post" alone is meant of some block, so the first shows the form."""
+    for full_name in hook_points:
+        if full_name.endswith((f".{name}", f".hook_{name}")):
+            return f"; did you mean {full_name!r}, or that of another block?"
+    return did_you_mean(name, hook_points, 0.85)
+
+
 def refuse_misspelt(function: str, arguments: Iterable[str], parameters: Iterable[str]) -> None:
     """Refuse near misses of arguments that exist; what is like none of them may pass through.
 

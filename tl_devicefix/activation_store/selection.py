@@ -10,7 +10,7 @@ import torch
 
 from tl_devicefix.activation_store.format import CODES, NOT_BY_TOKEN, Entry, dtype_name
 from tl_devicefix.gathering.caches import CacheAtHome
-from tl_devicefix.misspelt import did_you_mean
+from tl_devicefix.misspelt import did_you_mean, which_hook_point
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
 TokenMask = Callable[[torch.Tensor], torch.Tensor] | Literal["attention_mask"]
@@ -184,14 +184,6 @@ def checked_names(names_filter: Any, model: Any) -> Any:
             raise ValueError(
                 f"names_filter has {name!r}, which is no hook point of this model (names are in "
                 'model.hook_dict; a function such as lambda name: name.endswith("hook_resid_post") '
-                f"selects several){_meant(name, model.hook_dict)}"
+                f"selects several){which_hook_point(name, model.hook_dict)}"
             )
     return names
-
-
-def _meant(name: Any, hook_points: Mapping[str, Any]) -> str:
-    """As `did_you_mean`; "resid_post" alone is meant of some block, so the first shows the form."""
-    for full_name in hook_points:
-        if full_name.endswith((f".{name}", f".hook_{name}")):
-            return f"; did you mean {full_name!r}, or that of another block?"
-    return did_you_mean(name, hook_points, 0.85)

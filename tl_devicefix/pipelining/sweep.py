@@ -20,7 +20,7 @@ from transformer_lens.hook_points import HookPoint
 from tl_devicefix.adapters import Adapter, adapter_of
 from tl_devicefix.attention.implementation import HOOKS
 from tl_devicefix.dispatch.carrying import move, output_of, skipping
-from tl_devicefix.misspelt import did_you_mean
+from tl_devicefix.misspelt import which_hook_point
 from tl_devicefix.pipelining.pipeline_map import pipeline_map
 
 Hooks = Sequence[tuple[Any, Any]]
@@ -91,7 +91,7 @@ def sweep(model: Any, tokens: Any, runs: Iterable[Hooks], **arguments: Any) -> I
                 f"sweep() takes no {name}, as the hooks of a run are on the model during that run "
                 "only: pass forward hooks in `runs`, and call run_with_hooks for others"
             )
-    runs = (_checked(run, model) for run in runs)
+    runs = _checked(runs, model)
     if is_sequential():
         return (model.run_with_hooks(tokens, fwd_hooks=run, **arguments) for run in runs)
 
@@ -112,18 +112,20 @@ def sweep(model: Any, tokens: Any, runs: Iterable[Hooks], **arguments: Any) -> I
     return pipeline_map(model, run_from, starts())
 
 
-def _checked(run: Any, model: Any) -> Hooks:
-    """The hooks of a run; some Bridges ignore hooks of names that they do not have."""
-    hooks, points = list(run), model.hook_dict
-    for item in hooks:
-        if isinstance(item, str) or len(item) != 2:
-            raise ValueError(f"a run must be a list of (name, hook), but has {item!r} in it")
-        if isinstance(item[0], str) and item[0] not in points:
-            raise ValueError(
-                f"this model has no hook point {item[0]!r}: take a name of model.hook_dict"
-                f"{did_you_mean(item[0], points, 0.85)}"
-            )
-    return hooks
+def _checked(runs: Iterable[Any], model: Any) -> Iterator[Hooks]:
+    """The hooks of each run; some Bridges ignore hooks of names that they do not have."""
+    points = model.hook_dict  # a Bridge makes it at each look
+    for run in runs:
+        hooks = list(run)
+        for item in hooks:
+            if isinstance(item, str) or len(item) != 2:
+                raise ValueError(f"a run must be a list of (name, hook), but has {item!r} in it")
+            if isinstance(item[0], str) and item[0] not in points:
+                raise ValueError(
+                    f"this model has no hook point {item[0]!r}: take a name of model.hook_dict"
+                    f"{which_hook_point(item[0], points)}"
+                )
+        yield hooks
 
 
 class _Start(NamedTuple):
