@@ -14,7 +14,6 @@ from tl_devicefix.dispatch.carrying import bring_home, carry, is_output_read
 from tl_devicefix.dispatch.hooking import let_hooks_be, let_hooks_mix
 from tl_devicefix.dispatch.scheduler import device_of_turn, going_to, return_to
 from tl_devicefix.dispatch.user_modules import IsOwn, detach, look_through, watch
-from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.offload.visiting import let_stay, let_visit, touring
 from tl_devicefix.placement.devices import HOST
 from tl_devicefix.placement.placement import Placement
@@ -25,7 +24,7 @@ _UNFINISHED = "_tl_devicefix_unfinished"
 
 WHY_REFUSED = (
     "this model's weights are only partly processed, because that was interrupted: load the model "
-    "again (or give a HookedTransformer's load_and_process_state_dict all unprocessed weights)"
+    "again"
 )
 
 
@@ -101,19 +100,6 @@ def changing_weights(model: Any) -> Iterator[None]:
     model.__dict__[_UNFINISHED] = True
     yield
     del model.__dict__[_UNFINISHED]
-
-
-@patches(
-    "HookedTransformer",
-    takes="self state_dict",
-    why="with all weights, a model whose processing was interrupted can be used again",
-)
-def load_state_dict(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`torch.nn.Module.load_state_dict`: with all the weights, the model can be used again."""
-    result = original(self, *args, **kwargs)
-    if not result.missing_keys:
-        self.__dict__.pop(_UNFINISHED, None)
-    return result
 
 
 def is_unfinished(model: Any) -> bool:

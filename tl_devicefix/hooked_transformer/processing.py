@@ -15,12 +15,11 @@ import torch
 from transformer_lens.components import LayerNormPre, RMSNormPre
 
 from tl_devicefix.checkpoints.sources import full_name
-from tl_devicefix.dispatch.forward import changing_weights, is_unfinished, refuse_unfinished
+from tl_devicefix.dispatch.forward import changing_weights, refuse_unfinished
 from tl_devicefix.hooked_transformer.components import component_sizes, final_norm_class
 from tl_devicefix.hooked_transformer.moving import settle
 from tl_devicefix.hooked_transformer.units import (
     _default_value,
-    _is_own_buffer,
     by_component,
     check_shapes,
     device_of_unit,
@@ -140,16 +139,16 @@ def load_and_process_state_dict(
     Args:
         state_dict: weights on any devices and in any dtypes; not changed.
 
-    If it is interrupted, the model has some of the new weights only, and does not run until all
-    are loaded.
+    There is no second copy of the weights: if it is interrupted, the model has to be loaded again,
+    and says so when it is used.
 
     Raises:
+        RuntimeError: if an earlier call was interrupted.
         ValueError: if a tensor is misshapen; the model is then unchanged. A matrix that is
             missing keeps the model's own value, with a warning, as in TransformerLens.
         torch.OutOfMemoryError: saying which device of a placed model had no room.
     """
-    if is_unfinished(self):
-        _refuse_incomplete(self, state_dict)
+    refuse_unfinished(self)
     filled = self.fill_missing_keys(state_dict)
     check_shapes(self, filled)
     steps = Steps(
@@ -179,51 +178,15 @@ def _load_unit(model: Any, steps: Steps, named: tuple[str, Weights]) -> None:
         load_component(model, unit, weights, steps)
 
 
-def _refuse_incomplete(model: Any, state_dict: Mapping[str, torch.Tensor]) -> None:
-    own = (name for name in model.state_dict() if not _is_own_buffer(name))
-    if missing := sorted(set(own) - state_dict.keys()):
-        raise ValueError(
-            f"the state dict lacks {missing[0]} and {len(missing) - 1} more, but this model's "
-            "weights are only partly processed: give a state dict with all of them"
-        )
-
-
-@patches("HookedTransformer", takes="self fold_ln", why=_FOLDS)
-def process_weights_(
-    self: Any,
-    fold_ln: bool = True,
-    center_writing_weights: bool = True,
-    center_unembed: bool = True,
-    refactor_factored_attn_matrices: bool = False,
-) -> None:
-    """Process the model's own weights in place, each component on its own device.
-
-    A model that is folded already, wholly or in part, is left as it is in what is done. There is no
-    second copy of the weights: if this is interrupted, the model has to be loaded again, and says
-    so when it is used.
-
-    Raises:
-        RuntimeError: if an earlier call was interrupted.
-    """
-    refuse_unfinished(self)
-    self.load_and_process_state_dict(
-        self.state_dict(),
-        fold_ln=fold_ln,
-        center_writing_weights=center_writing_weights,
-        center_unembed=center_unembed,
-        refactor_factored_attn_matrices=refactor_factored_attn_matrices,
-    )
-
-
 def fold_norm_modules(model: Any) -> None:
     """Replace LayerNorm by LayerNormPre (or RMSNorm by RMSNormPre): what is left after folding."""
-    if model.cfg.normalization_type not in ("LN", "RMS"):
-        return
-    pre = LayerNormPre if model.cfg.normalization_type == "LN" else RMSNormPre
-    model.cfg.normalization_type += "Pre"
-    for module in [model, *model.blocks, *(getattr(b, "mlp", None) for b in model.blocks)]:
-        for name in ("ln1", "ln2", "ln", "ln_final"):
-            if module is not None and name in module._modules:
-                norm = final_norm_class(model.cfg) if name == "ln_final" else pre
-                setattr(module, name, norm(model.cfg))
+    kind = model.cfg.normalization_type
+    if kind in ("LN", "RMS"):  # or `process_weights_` of TransformerLens 2 has done so
+        model.cfg.normalization_type += "Pre"
+        pre = LayerNormPre if kind == "LN" else RMSNormPre
+        for module in [model, *model.blocks, *(getattr(b, "mlp", None) for b in model.blocks)]:
+            for name in ("ln1", "ln2", "ln", "ln_final"):
+                if module is not None and name in module._modules:
+                    norm = final_norm_class(model.cfg) if name == "ln_final" else pre
+                    setattr(module, name, norm(model.cfg))
     model.setup()
