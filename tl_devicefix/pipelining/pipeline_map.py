@@ -15,7 +15,7 @@ import torch
 import transformers.utils.logging as hf_logging
 
 from tl_devicefix.adapters import adapter_of, class_names
-from tl_devicefix.dispatch.scheduler import Run, Streams, Turns, running
+from tl_devicefix.dispatch.scheduler import Run, Streams, Turns, running, take_own_tokenizer
 from tl_devicefix.dispatch.views import restore
 from tl_devicefix.offload.copying import values_of
 from tl_devicefix.pipelining.in_order import InOrder, seeding_in_order
@@ -246,6 +246,7 @@ class _Workers:
         run = Run(number, self._turns, streams)
         try:
             with running(run), InOrder(run):
+                take_own_tokenizer(view)
                 return _run_on(view, self._run, number, item)
         finally:
             self._views.append(viewed)
