@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -62,30 +62,17 @@ class CacheAtHome(dict[str, torch.Tensor]):
     def __or__(self, other: Any) -> Any:
         return dict(self) | other
 
-    def setdefault(self, name: str, default: Any = None) -> Any:
-        """As `dict.setdefault`, at home."""
-        return self._at_home(super().setdefault(name, default))
-
     def popitem(self) -> tuple[str, torch.Tensor]:
         """As `dict.popitem`, at home."""
         name, value = super().popitem()
         return name, self._at_home(value)
 
-    def get(self, name: str, default: Any = None) -> Any:
-        """As `dict.get`, at home."""
-        return self._at_home(super().get(name, default))
-
-    def pop(self, name: str, *default: Any) -> Any:
-        """As `dict.pop`, at home."""
-        return self._at_home(super().pop(name, *default))
-
-    def values(self) -> ValuesView[torch.Tensor]:  # type: ignore[override]
-        """As `dict.values`; each tensor comes home when it is reached."""
-        return ValuesView(self)
-
-    def items(self) -> ItemsView[str, torch.Tensor]:  # type: ignore[override]
-        """As `dict.items`; each tensor comes home when it is reached."""
-        return ItemsView(self)
+    # A dict's own read it past `__getitem__`.
+    get: Any = MutableMapping.get
+    pop: Any = MutableMapping.pop
+    setdefault: Any = MutableMapping.setdefault
+    items: Any = MutableMapping.items
+    values: Any = MutableMapping.values
 
     def copy(self) -> CacheAtHome:
         """A shallow copy that reads at home too."""

@@ -181,27 +181,18 @@ class ReadWhereRun:
         ]
 
 
-@patches("HookedTransformer", "accumulated_bias", takes="self", why=_GATHERS)
+@patches("HookedTransformer", "W_E_pos", "accumulated_bias", takes="self", why=_GATHERS)
 @patches("HookedTransformer", "all_composition_scores", takes="self mode", why=_GATHERS)
 @patches("TransformerBridge", "accumulated_bias", takes="self", why=_GATHERS)
+@patches("TransformerBridge", "W_E_pos", takes="self", why=_GATHERS, since="4.0")
 @patches("TransformerBridge", "all_composition_scores", takes="self mode", why=_GATHERS)
 def gathered(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """A method of a model that reads weights of several blocks, reading them together."""
+    """A method (or property) of a model that reads weights of several components together."""
     device = gathering_device(self)
     if device is None:
         return original(self, *args, **kwargs)
     with gather_on(device), noting_mixed_devices():
         return original(ReadOn(self, device), *args, **kwargs)
-
-
-@patches("HookedTransformer", why=_GATHERS)
-@patches("TransformerBridge", why=_GATHERS, since="4.0")
-def W_E_pos(original: Any, self: Any) -> torch.Tensor:
-    """`HookedTransformer.W_E_pos`, also where the two are on different devices."""
-    device = gathering_device(self)
-    if device is None:
-        return original(self)
-    return torch.cat([move(self.W_E, device), move(self.W_pos, device)], dim=0)
 
 
 @patches("HookedTransformer", takes="self tokens", why=_GATHERS)
