@@ -140,7 +140,7 @@ STAGES: dict[str, tuple[str, int]] = {
     "reading a component": ("tl_devicefix.checkpoints.sources.HuggingFaceSource.read", 4),
     "folding the last slice": (f"{_WING}.units.process_component", 13),
     "writing the thirtieth weight": (f"{_WING}.units.write", 30),
-    "placing the buffers": (f"{_WING}.moving.Counter", 2),
+    "placing the buffers": ("tl_devicefix.placement.fitting.naming_full_devices", 2),
     "aligning the model": (f"{_WING}.moving.settle", 1),
 }
 """What to interrupt: a function, and which of its calls."""

@@ -26,6 +26,7 @@ from tl_devicefix.dispatch.mixing import JoinedAt, bytes_of, tensors_in
 from tl_devicefix.dispatch.naming import expression, joined, listed, stacklevel_of_user
 from tl_devicefix.monkeypatch.replacing import AroundForward
 from tl_devicefix.offload.visiting import pin
+from tl_devicefix.placement.fitting import move_parameter
 from tl_devicefix.placement.memory import gib
 from tl_devicefix.placement.placement import PlacedComponent, Placement
 
@@ -177,7 +178,7 @@ class Watch:
                     continue
                 moved.append(tensor)
                 if tensor.is_weight:
-                    _move(tensor.value, tensor.planned)
+                    move_parameter(tensor.value, tensor.planned)
                 else:  # another block may have it too, rightly
                     key = id(tensor.value), tensor.planned
                     if key not in copies:
@@ -273,15 +274,6 @@ def _shared(model: Any, placement: Placement) -> Callable[[Any], bool]:
             for owned in (module, *module._parameters.values()):
                 places[id(owned)].add(component.stored_on)
     return lambda owned: len(places[id(owned)]) > 1
-
-
-def _move(parameter: torch.Tensor, device: torch.device) -> None:
-    """Move a parameter, which stays the same object, and its gradient."""
-    gradient = parameter.grad
-    parameter.data = parameter.data.to(device)
-    if gradient is not None and gradient.device != device:
-        parameter.grad = None
-        parameter.grad = gradient.to(device)
 
 
 def _warn(moved: list[PlacedTensor], left: list[PlacedTensor]) -> None:

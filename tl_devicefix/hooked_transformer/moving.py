@@ -6,7 +6,6 @@ import copy
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -22,10 +21,10 @@ from tl_devicefix.hooked_transformer.components import component_sizes, is_own
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.offload.visiting import pin
 from tl_devicefix.placement.deciding import decide_fitting
-from tl_devicefix.placement.devices import HOST, resolve, resolve_to_move
-from tl_devicefix.placement.fitting import naming_full_devices
+from tl_devicefix.placement.devices import resolve, resolve_to_move
+from tl_devicefix.placement.fitting import move_components
 from tl_devicefix.placement.in_use import use
-from tl_devicefix.placement.placement import Placement, component_of
+from tl_devicefix.placement.placement import Placement
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
@@ -37,22 +36,8 @@ def place(model: Any, placement: Placement) -> None:
     `cfg.device` and `cfg.n_devices` say so afterwards.
     """
     share_buffers(model)
-    for device in placement.devices:
-        move = converted_once(model, partial(torch.Tensor.to, device=device))
-        for component in placement.components:
-            if component.device == device:
-                with naming_full_devices(model, placement, component.name):
-                    module = model.get_submodule(component.name)
-                    module._apply(
-                        partial(_of_offloaded, module, move) if component.offloaded else move
-                    )
-    _bring_rest_home(model, placement)
+    move_components(model, placement, rest=model)
     settle(model, placement)
-
-
-def _of_offloaded(block: nn.Module, move: Convert, tensor: torch.Tensor) -> torch.Tensor:
-    """A buffer of an offloaded block goes to the device; parameters and gradients to the host."""
-    return move(tensor) if any(tensor is buffer for buffer in block.buffers()) else tensor.to(HOST)
 
 
 def settle(model: Any, placement: Placement) -> None:
@@ -76,17 +61,6 @@ def _tell_accelerate(model: Any, placement: Placement) -> None:
         model.hf_device_map = {
             component.name: component.stored_on for component in placement.components
         }
-
-
-def _bring_rest_home(model: Any, placement: Placement) -> None:
-    components = placement.device_map
-    for path, module in model.named_modules():
-        if component_of(path) in components:
-            continue
-        for parameter in module.parameters(recurse=False):
-            parameter.data = parameter.data.to(placement.home)
-        for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(placement.home)
 
 
 @patches(

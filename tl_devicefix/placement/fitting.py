@@ -1,4 +1,4 @@
-"""Whether a placement fits into its devices' memory, and what is said where it does not."""
+"""Whether a placement fits into its devices' memory, what is said where not; moving a model."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from tl_devicefix.placement.devices import printed
 from tl_devicefix.placement.memory import MaxMemory, by_device, capacity, gib, is_out_of_memory
@@ -36,6 +37,46 @@ def check_fit(placement: Placement, max_memory: MaxMemory | None) -> None:
     ]
     if over:
         raise ValueError(f"the weights do not fit: {', '.join(over)}; {_HINT}")
+
+
+def move_components(model: nn.Module, placement: Placement, rest: nn.Module) -> None:
+    """Move each component of a model to its planned device, and what else is in `rest` home.
+
+    What several components share goes to the first one's; buffers that modules on one device share
+    stay shared.
+    """
+    placed: set[int] = set()
+    buffers: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def move(module: nn.Module, device: torch.device, stored_on: torch.device) -> None:
+        for submodule in module.modules():
+            for parameter in submodule.parameters(recurse=False):
+                if id(parameter) not in placed:
+                    move_parameter(parameter, stored_on)
+                    placed.add(id(parameter))
+            for name, buffer in submodule.named_buffers(recurse=False):
+                if id(submodule) not in placed:
+                    key = id(buffer), device
+                    if key not in buffers:  # with the buffer, so that no other gets its id
+                        buffers[key] = buffer, buffer.to(device)
+                    submodule._buffers[name] = buffers[key][1]
+            placed.add(id(submodule))
+
+    modules = dict(model.named_modules())
+    for component in placement.components:
+        if component.name in modules:
+            with naming_full_devices(model, placement, component.name):
+                move(modules[component.name], component.device, component.stored_on)
+    move(rest, placement.home, placement.home)
+
+
+def move_parameter(parameter: torch.Tensor, device: torch.device) -> None:
+    """Move a parameter, which stays the same object, and its gradient."""
+    gradient = parameter.grad
+    parameter.data = parameter.data.to(device)
+    if gradient is not None and gradient.device != device:
+        parameter.grad = None
+        parameter.grad = gradient.to(device)
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from tl_devicefix.dispatch.views import ViewBuilder
 from tl_devicefix.gathering.gathering import home_of
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.devices import HOST, resolve_to_move, with_index
+from tl_devicefix.placement.fitting import move_components
 from tl_devicefix.placement.in_use import use
 from tl_devicefix.placement.placement import ComponentSize, PlacedComponent, Placement
 from tl_devicefix.transformer_bridge.block import prepare
@@ -135,29 +136,8 @@ def place_bridge(bridge: Any, placement: Placement) -> None:
     hf_model = bridge.original_model
     # By which TransformerLens, and transformers, would think that accelerate offloads to the CPU.
     vars(hf_model).pop("hf_device_map", None)
-    modules = dict(bridge.named_modules())
-    placed: set[int] = set()
-    for component in placement.components:
-        module = modules.get(component.name)
-        if module is not None:
-            _move(module, component.device, component.stored_on, placed)
-    _move(hf_model, placement.home, placement.home, placed)
+    move_components(bridge, placement, rest=hf_model)
     settle_bridge(bridge, placement)
-
-
-def _move(
-    module: torch.nn.Module, device: torch.device, stored_on: torch.device, placed: set[int]
-) -> None:
-    """Move what is in a module, and was not moved before, in place."""
-    for submodule in module.modules():
-        for parameter in submodule.parameters(recurse=False):
-            if id(parameter) not in placed and parameter.device != stored_on:
-                parameter.data = parameter.data.to(stored_on)
-            placed.add(id(parameter))
-        for name, buffer in submodule.named_buffers(recurse=False):
-            if id(buffer) not in placed:
-                submodule._buffers[name] = buffer.to(device)
-                placed.add(id(submodule._buffers[name]))
 
 
 def placement_as_it_lies(bridge: Any) -> Placement | None:
