@@ -47,6 +47,7 @@ OF_BRIDGE = [
     "transformer_bridge",
     *(f"{room}/transformer_bridge" for room in SHARED_ROOMS),
     "surface/test_bridge_sweep.py",
+    "multihost/test_bridge_blocks.py",
 ]
 OF_HOOKED_TRANSFORMER = [
     *("checkpoints", "weight_processing", "hooked_transformer", "parity", "placement"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import os
@@ -63,7 +64,10 @@ def lend_from_a_thread() -> Ranks:
         with contextlib.closing(transport):
             worker.lend()
 
-    threading.Thread(target=lend, daemon=True, name="rank 1").start()
+    thread = threading.Thread(target=lend, daemon=True, name="rank 1")
+    thread.start()
+    # Once the ranks have left: Python ends the process if a thread comes back from torch too late.
+    atexit.register(thread.join, 10)
     return Ranks(hellos, Transport({1: first}, {}), None)
 
 

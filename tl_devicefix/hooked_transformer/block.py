@@ -9,13 +9,13 @@ makes it, or has hooks of torch's, is called as the module that it is.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
 from transformer_lens.components import AbstractAttention, TransformerBlock
 
 from tl_devicefix.attention.implementation import is_sdpa
+from tl_devicefix.attention.kv_cache import CacheOfBlock
 from tl_devicefix.hooked_transformer.attention import Padding, Residual, alibi_bias, run_attention
 from tl_devicefix.hooked_transformer.known_blocks import (
     IS_2,
@@ -31,11 +31,9 @@ from tl_devicefix.hooked_transformer.known_blocks import (
 )
 from tl_devicefix.hooked_transformer.layers import run_mlp, run_norm
 from tl_devicefix.monkeypatch.applying import original as installed
-from tl_devicefix.monkeypatch.exchanged import exchanged_functions
 from tl_devicefix.monkeypatch.patch import patches
+from tl_devicefix.placement.in_use import other_hosts
 
-_log = logging.getLogger(__name__)
-_warned_of: set[tuple[str, ...]] = set()
 _PLAIN = "one function of the weights; hook points are called where somebody listens"
 
 
@@ -194,17 +192,14 @@ def _run_on_its_rank(
 
     None if it has to run operation by operation.
     """
-    allocation = getattr(resid_pre, "_allocation", None)
-    run = None if allocation is None else getattr(allocation.machine.executor, "run_block", None)
-    attn = block.attn
+    hosts, attn = other_hosts(), block.attn
     if (
-        run is None
+        hosts is None
+        or hosts.run_block is None
         or look.is_heard()
         or why_attention_as_installed(attn, look) is not None
-        or attn.cfg.positional_embedding_type == "alibi"  # which leaves something in its module
         or (entry is not None and is_sdpa(attn))  # as this cache grows in place
         or not fits(attn, (resid_pre,) * 3, entry)
-        or _are_functions_exchanged()
     ):
         return None
     inputs = {
@@ -212,17 +207,8 @@ def _run_on_its_rank(
         "shortformer_pos_embed": shortformer_pos_embed,
         "attention_mask": attention_mask,
     }
-    return run(block, inputs, entry, look)  # type: ignore[no-any-return]
-
-
-def _are_functions_exchanged() -> bool:
-    """Whether a block would use functions that its rank lacks; warns once if so."""
-    names = exchanged_functions()
-    if names and names not in _warned_of:
-        _warned_of.add(names)
-        more = f" (and {len(names) - 1} more)" if names[1:] else ""
-        _log.warning(
-            f"{names[0]}{more} was replaced on this rank, but not on the others: until you put it "
-            "back, blocks run operation by operation, which takes longer"
-        )
-    return bool(names)
+    cache = None
+    if entry is not None:
+        names = "past_keys", "past_values"
+        cache = CacheOfBlock("past_kv_cache_entry", entry, (type(entry),), names, "append", 1)
+    return hosts.run_block(block, inputs, cache, look)

@@ -4,7 +4,10 @@ as by `torch.nn.functional.softmax = mine`: other ranks know nothing of them.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import sys
+from collections.abc import Iterable
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -15,6 +18,9 @@ import transformer_lens.hook_points  # noqa: F401  # and with it all components
 PACKAGES = ("torch", "transformer_lens", "tl_devicefix", "transformers", "numpy", "einops")
 """Those of which blocks are made, beside Python itself: of one version on all ranks."""
 _PACKAGES = {*sys.stdlib_module_names, *PACKAGES} - {"__main__"}
+_FOREIGN = "torch", "transformers"
+_IMPORTED = frozenset(("accelerate", "huggingface_hub", "safetensors", "tqdm", "typing_extensions"))
+"""Of which transformers imports functions, that no layer calls."""
 
 
 def _package(module: str) -> str:
@@ -25,9 +31,12 @@ def _written_in(function: FunctionType) -> str:
     return str(function.__globals__.get("__name__"))
 
 
-def _is_of_packages(function: FunctionType) -> bool:
-    """Whether a function is of these packages, by its claimed and its real module."""
-    return {_package(str(function.__module__)), _package(_written_in(function))} <= _PACKAGES
+def is_of_packages(definition: Any, others: frozenset[str] = frozenset()) -> bool:
+    """Whether a function or class is of these packages, by its claimed and its real module."""
+    modules = {_package(str(definition.__module__))}
+    if hasattr(definition, "__globals__"):
+        modules.add(_package(_written_in(definition)))
+    return modules <= _PACKAGES | others
 
 
 class _Functions:
@@ -42,9 +51,9 @@ class _Functions:
             for name in (dir(of) if is_class else vars(of))
             if (is_class or name[0] != "_") and _is_function(getattr(of, name))
         }
-        if _package(self._name) == "torch":  # what is not torch's was exchanged before this
+        if _package(self._name) in _FOREIGN:  # what is of nobody known was exchanged before this
             for name, function in self._first.items():
-                if isinstance(function, FunctionType) and not _is_of_packages(function):
+                if isinstance(function, FunctionType) and not is_of_packages(function, _IMPORTED):
                     self._first[name] = self
         self._seen: tuple[Any, list[str]] = None, []
 
@@ -70,7 +79,7 @@ def _is_function(value: Any) -> bool:
 
 def _is_ours(value: Any, name: str) -> bool:
     """Whether it is a function that was put there by torch, by TransformerLens, or by us."""
-    if not isinstance(value, FunctionType) or not _is_of_packages(value):
+    if not isinstance(value, FunctionType) or not is_of_packages(value):
         return False
     return value.__name__ == name or _package(_written_in(value)) == "tl_devicefix"
 
@@ -103,6 +112,22 @@ _KV_CACHES = (
 _FUNCTIONS = list(map(_Functions, _namespaces()))
 
 
-def exchanged_functions() -> tuple[str, ...]:
+@functools.cache
+def functions_of(cls: type) -> frozenset[_Functions]:
+    """Those that a class of transformers' or torch's uses, beside the ones that all blocks may."""
+    classes = [base for base in cls.__mro__ if _package(base.__module__) in _FOREIGN]
+    modules = {base.__module__ for base in classes if _package(base.__module__) == "transformers"}
+    for name in tuple(modules):
+        values = vars(sys.modules[name]).values()
+        written = {_written_in(value) for value in values if isinstance(value, FunctionType)}
+        modules |= {helper for helper in written if _package(helper) == "transformers"}
+    return frozenset(map(_functions_in, (*classes, *map(sys.modules.get, modules))))
+
+
+_functions_in = functools.cache(_Functions)
+
+
+def exchanged_functions(others: Iterable[_Functions] = ()) -> tuple[str, ...]:
     """Functions that blocks may use and that are not what was imported: "torch.bmm", say."""
-    return tuple(name for functions in _FUNCTIONS for name in functions.exchanged())
+    all_functions = itertools.chain(_FUNCTIONS, others)
+    return tuple(name for functions in all_functions for name in functions.exchanged())

@@ -4,6 +4,6 @@ Each device of each rank is one of a `tl_devicefix.simulation` machine, whose op
 the tensors are: those of rank 0 at once, those of another rank when the commands get there. Read in
 this order: ``init_hosts`` (how ranks find each other), ``far_devices`` (what becomes of an
 operation), ``commands`` (how it is said), ``rpc_worker`` (who does it), ``peers`` and ``transport``
-(how it gets there), ``blocks`` (those that are one command), ``rendezvous`` (where they meet, and
-what becomes of it all when a rank is lost).
+(how it gets there), ``blocks`` and ``built_blocks`` (those that are one command), ``rendezvous``
+(where they meet, and what becomes of it all when a rank is lost).
 """

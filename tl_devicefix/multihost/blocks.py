@@ -1,229 +1,73 @@
 """Blocks that a rank runs by one command, forward and backward.
 
-A rank builds such a block of its config, as TransformerLens's constructor does: so it has to be
-just what that makes, but for its tensors, which each command names. If anything else is set in it,
-or listens in it, it is run operation by operation. With gradients, the rank holds the graph, which
-is one node of autograd's here.
+The rank first runs a block on trial: what keeps something in its modules, draws random numbers, or
+returns more than the residual stream is run operation by operation, and so is a block with anything
+in it that other ranks may not have. With gradients, the rank holds the graph, which is one node of
+autograd's here.
 """
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
-from transformer_lens.hook_points import HookPoint
 
+from tl_devicefix.attention.kv_cache import CacheOfBlock
 from tl_devicefix.dispatch.mixing import OutsideBlocks
-from tl_devicefix.multihost.commands import RemoteTensor
+from tl_devicefix.monkeypatch.exchanged import exchanged_functions, functions_of, is_of_packages
+from tl_devicefix.multihost.built_blocks import (
+    OURS,
+    Arguments,
+    Built,
+    Graph,
+    Trial,
+    changed,
+    components,
+    containers,
+    description,
+    entry_with,
+    slots_in,
+)
+from tl_devicefix.multihost.commands import exchanged
 from tl_devicefix.multihost.far_devices import FarDevices
 from tl_devicefix.multihost.peers import Owner
 from tl_devicefix.simulation.geometry import Geometry, geometry_of
 from tl_devicefix.simulation.tensor import SimTensor, wrap
 
-Key = str | int
-"""Of a tensor of a block's forward: an argument's name, or which of the block's tensors it is."""
-Entry = tuple[type, Any, Any, bool]
-"""Of a KV cache: class, keys, values, and whether it is frozen."""
-_OURS = "_tl_devicefix"
-_NOT_SETTINGS = {*vars(nn.Module()), "cfg", "name"}
-
-
-class Recipe(NamedTuple):
-    """Of what a rank builds a block, but for its tensors.
-
-    Attributes:
-        layer: the block's index.
-        config_cls: class of the config.
-        config: the settings in that, but for the device.
-        marks: settings of this package in each of the components, as "sdpa".
-    """
-
-    layer: int
-    config_cls: Any
-    config: dict[str, Any]
-    marks: list[dict[str, str]]
-
-    def build(self, device: torch.device) -> Any:
-        """Build a block for tensors of a device; its own are on meta."""
-        from transformer_lens.components import TransformerBlock  # which TransformerLens 4 lacks
-
-        config = self.config_cls.__new__(self.config_cls)
-        vars(config).update(self.config, device="meta")
-        with torch.device("meta"):
-            block = TransformerBlock(config, self.layer)
-        vars(config)["device"] = str(device)
-        for component, marks in zip(_components(block), self.marks, strict=True):
-            vars(component).update(marks)
-        return block
-
-
-def _recipe(block: Any) -> Recipe | None:
-    """A block's; None if it is not what its constructor makes, or other ranks cannot build it."""
-    config = {name: value for name, value in vars(block.cfg).items() if name != "device"}
-    if not type(block.cfg).__module__.startswith("transformer_lens.") or not _is_plain(config):
-        return None
-    marks = [
-        {
-            name: mark
-            for name, mark in vars(component).items()
-            if name.startswith(_OURS) and type(mark) is str
-        }
-        for component in _components(block)
-    ]
-    recipe = Recipe(block.attn.layer_id, type(block.cfg), config, marks)
-    return recipe if _is_as_built(block, recipe) else None
-
-
-def _is_plain(value: Any) -> bool:
-    if type(value) is dict:
-        return all(map(_is_plain, (*value, *value.values())))
-    if type(value) in (list, tuple, set):
-        return all(map(_is_plain, value))
-    is_one = value is None or isinstance(value, bool | int | float | str | torch.dtype)
-    return is_one and type(value).__module__ in ("builtins", "numpy", "torch")
-
-
-def _is_as_built(block: Any, recipe: Recipe) -> bool:
-    """Whether a block is what its constructor makes, but for its tensors and for hooks."""
-    try:
-        built = recipe.build(torch.device("meta"))
-        pairs = list(zip(_components(block), _components(built)))
-        return (
-            list(map(type, block.modules())) == list(map(type, built.modules()))
-            and _named(block) == _named(built)
-            and all(getattr(component, "cfg", block.cfg) is block.cfg for component, _ in pairs)
-            and all(_settings(component) == _settings(other) for component, other in pairs)
-        )
-    except Exception:  # noqa: BLE001  # the constructor's, of a config that was changed since
-        return False
-
-
-def _settings(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module, but for None, and those of torch and this package."""
-    return {
-        name: (type(value), value)
-        for name, value in vars(module).items()
-        if value is not None and name not in _NOT_SETTINGS and not name.startswith(_OURS)
-    } | {"compiled": module._compiled_call_impl}
-
-
-def _components(block: nn.Module) -> list[Any]:
-    """A block and the modules in it, but for hook points."""
-    return [module for module in block.modules() if type(module) is not HookPoint]
-
-
-def _containers(block: nn.Module) -> list[dict[str, Any]]:
-    """The dicts in which a block and its components have their tensors, in order."""
-    return [kind for module in _components(block) for kind in (module._parameters, module._buffers)]
-
-
-def _tensors_in(containers: list[dict[str, Any]]) -> list[tuple[str, Any]]:
-    return [item for items in containers for item in items.items() if item[1] is not None]
-
-
-def _named(block: nn.Module) -> list[str]:
-    return [name for name, _ in _tensors_in(_containers(block))]
-
-
-class Built:
-    """A block that a rank has built of a pickled recipe, for tensors of a device."""
-
-    def __init__(self, recipe: bytes, device: torch.device) -> None:
-        self._recipe, self._device = pickle.loads(recipe), device
-        self._blocks = [self._recipe.build(device)]
-
-    def run(
-        self, tensors: Sequence[torch.Tensor], inputs: dict[str, Any], entry: Entry | None = None
-    ) -> list[torch.Tensor]:
-        """Run the block with these tensors; return its output, and an entry's new keys, values."""
-        try:
-            block = self._blocks.pop()
-        except IndexError:  # another thread runs it
-            block = self._recipe.build(self._device)
-        slots = [
-            (container, name)
-            for container in _containers(block)
-            for name, blank in container.items()
-            if blank is not None
-        ]
-        blanks = [container[name] for container, name in slots]
-        try:
-            for (container, name), tensor in zip(slots, tensors, strict=True):
-                container[name] = tensor
-            if entry is None:
-                return [block(**inputs)]
-            cls, keys, values, is_frozen = entry
-            cache = cls(past_keys=keys, past_values=values, frozen=is_frozen)
-            output = block(**inputs, past_kv_cache_entry=cache)
-            return [output] if is_frozen else [output, cache.past_keys, cache.past_values]
-        finally:
-            for (container, name), blank in zip(slots, blanks):
-                container[name] = blank
-            self._blocks.append(block)
-
-
-class Graph:
-    """A forward of a block, and its graph, for gradients of its tensors and inputs by key.
-
-    Attributes:
-        output: of the forward.
-    """
-
-    def __init__(
-        self,
-        built: Built,
-        tensors: Sequence[torch.Tensor],
-        inputs: dict[str, Any],
-        keys: Sequence[Key],
-    ) -> None:
-        named = dict[Key, Any](enumerate(tensors)) | inputs
-        leaves = {key: named[key].detach().requires_grad_() for key in keys}
-        self._leaves = list(leaves.values())
-        named |= leaves
-        own = [named[index] for index in range(len(tensors))]
-        with torch.enable_grad():
-            (self._output,) = built.run(own, {name: named[name] for name in inputs})
-        # The gradient of a sum does not need the sum, which may be changed in place.
-        node = self._output.grad_fn
-        is_sum = node is not None and node.name() == "AddBackward0"
-        self.output = self._output.detach() if is_sum else self._output.detach().clone()
-
-    def backward(
-        self, gradient: torch.Tensor, which: Sequence[int], keeps: bool = False
-    ) -> list[torch.Tensor]:
-        """Gradients of tensors of some of the keys; it keeps the graph for another backward."""
-        leaves = [self._leaves[index] for index in which]
-        return list(
-            torch.autograd.grad(
-                self._output, leaves, gradient, retain_graph=keeps, materialize_grads=True
-            )
-        )
+_log = logging.getLogger(__name__)
+_warned_of: set[tuple[str, ...]] = set()
 
 
 class _Snapshot:
     """Settings and tensors of a block, by which a change of them is noticed.
 
-    All else that may change in a block is noticed by the `Look` that has this snapshot: modules
-    and their classes, hooks, and attributes that come or go.
+    All else that may change in a block is noticed by who has this snapshot: modules and their
+    classes, hooks, and attributes that come or go.
 
     Attributes:
-        recipe: of which a rank builds the block, pickled; None if it cannot.
+        description: of what a rank builds the block; None if it cannot.
+        functions: those that the block may use, beside torch's and TransformerLens's.
         names: of its tensors, in order.
+        trials: what running it has shown, by the kinds of its arguments.
     """
 
-    def __init__(self, block: Any) -> None:
-        namespaces = [*map(vars, _components(block)), vars(block.cfg)]
+    def __init__(self, block: nn.Module) -> None:
+        modules = components(block)
+        configs = [vars(module).get(name) for module in modules for name in ("cfg", "config")]
+        owners = {id(owner): owner for owner in (*modules, *configs) if owner is not None}
+        namespaces = map(vars, owners.values())
         self._seen = [(space, tuple(space), tuple(space.values())) for space in namespaces]
-        self._containers = _containers(block)
-        self.names = _named(block)
+        self._containers = containers(block)
+        self.names = [name for _, name in slots_in(self._containers)]
         self._layout = self._lying()
-        recipe = _recipe(block)
-        self.recipe = None if recipe is None else pickle.dumps(recipe, protocol=5)
+        self.functions = frozenset[Any]().union(*map(functions_of, set(map(type, modules))))
+        self.description = description(block)
+        self.trials: dict[tuple[Any, ...], Trial | None] = {}
 
     def holds(self) -> bool:
         """Whether all settings are still the same objects."""
@@ -232,18 +76,14 @@ class _Snapshot:
             for space, names, values in self._seen
         )
 
-    def tensors(self, device: torch.device) -> list[Any] | None:
-        """The block's; None if one is elsewhere, or they have other names, shapes or dtypes now."""
-        tensors = [tensor for _, tensor in _tensors_in(self._containers)]
-        return tensors if _are_on(device, tensors) and self._lying() == self._layout else None
+    def tensors(self) -> list[Any] | None:
+        """The block's; None if they have other names, shapes or dtypes now."""
+        tensors = [items[name] for items, name in slots_in(self._containers)]
+        return tensors if self._lying() == self._layout else None
 
     def _lying(self) -> list[Any]:
-        named = _tensors_in(self._containers)
-        return [(name, tensor.shape, tensor.dtype) for name, tensor in named]
-
-
-def _are_on(device: torch.device, tensors: Sequence[Any]) -> bool:
-    return all(type(tensor) is SimTensor and tensor.device == device for tensor in tensors)
+        slots = slots_in(self._containers)
+        return [(name, items[name].shape, items[name].dtype) for items, name in slots]
 
 
 def _is_looked_into() -> bool:
@@ -258,70 +98,111 @@ def _is_looked_into() -> bool:
     )
 
 
+def _are_exchanged(functions: Any) -> bool:
+    """Whether a block would use functions that its rank lacks; warns once if so."""
+    names = exchanged_functions(functions)
+    if names and names not in _warned_of:
+        _warned_of.add(names)
+        more = f" (and {len(names) - 1} more)" if names[1:] else ""
+        _log.warning(
+            f"{names[0]}{more} was replaced on this rank, but not on the others: until you put it "
+            "back, blocks run operation by operation, which takes longer"
+        )
+    return bool(names)
+
+
 def run_by_command(
-    far: FarDevices, block: Any, inputs: dict[str, Any], entry: Any, look: Any
+    far: FarDevices, block: Any, inputs: dict[str, Any], cache: CacheOfBlock | None, look: Any
 ) -> torch.Tensor | None:
     """Run a block by one command; None if it has to be run operation by operation.
 
     Args:
         far: the devices.
-        block: one that runs the plain function, in which nobody listens.
-        inputs: its arguments, but for the entry; the first is the residual stream.
-        entry: the block's of a KV cache, if there is one.
-        look: at the block just now, which keeps the snapshot.
+        block: one in which nobody listens.
+        inputs: its arguments, but for the cache; the first is the residual stream.
+        cache: its part of a KV cache, if there is one.
+        look: who keeps the snapshot, which is None as soon as there is something else in the block.
     """
     residual = next(iter(inputs.values()))
-    device, dtype = residual.device, residual.dtype
     if look.snapshot is None or not look.snapshot.holds():
         look.snapshot = _Snapshot(block)
     snapshot: _Snapshot = look.snapshot
-    # Of another dtype, or lying otherwise, it would give another one.
+    attributes = {} if cache is None else _attributes(cache.entry)
+    own = snapshot.tensors()
+    # If the stream lies otherwise, so would the output.
+    if snapshot.description is None or own is None or not residual.is_contiguous():
+        return None
+    leaves = list(_leaves(inputs))
+    names, classes = ((), ()) if cache is None else (cache.names, cache.classes)
+    kept = [attributes[name] for name in names]
+    tensors = [leaf for leaf in (*own, *leaves, *kept) if isinstance(leaf, torch.Tensor)]
     if (
-        snapshot.recipe is None
-        or dtype != block.cfg.dtype
-        or not residual.is_contiguous()
+        not _are_on(residual.device, tensors)
+        or not all(map(_is_plain, (*leaves, *attributes.values())))
+        or not all(map(is_of_packages, classes))
         or _is_looked_into()
+        or _are_exchanged(snapshot.functions.union(*map(functions_of, classes)))
     ):
         return None
-    others = [argument for argument in inputs.values() if isinstance(argument, torch.Tensor)]
-    if entry is not None:
-        others += [entry.past_keys, entry.past_values]
-        if not type(entry).__module__.startswith("transformer_lens."):
-            return None
-    tensors = snapshot.tensors(device) if _are_on(device, others) else None
-    if tensors is None:
-        return None
-    call = _Call(far, device, snapshot, tensors, inputs)
+    call = _Call(far, residual, snapshot, [own, inputs, attributes], cache)
     far.wait_for_room(call.rank)
-    if torch.is_grad_enabled():
-        named = dict[Key, Any](enumerate(tensors)) | inputs
-        keys = tuple(
-            key for key, tensor in named.items() if tensor is not None and tensor.requires_grad
-        )
-        if keys:
-            saves_by_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-            if entry is not None or torch.is_anomaly_enabled() or saves_by_hooks:
-                return None
-            return _Whole.apply(call, keys, *(named[key] for key in keys))  # type: ignore[no-any-return]
-    outputs, past = [_output(residual)], None
-    if entry is not None:
-        past = type(entry), entry.past_keys._cpu, entry.past_values._cpu, entry.frozen
-        if not entry.frozen:
-            for batch, length, *heads in (tensor.shape for tensor in past[1:3]):
-                outputs.append(_contiguous((batch, length + residual.shape[1], *heads), dtype))
-    output, *cached = call.run(past, outputs)
-    if cached:
-        entry.past_keys, entry.past_values = cached
-    return output
+    kinds = (
+        *classes,
+        *inputs,
+        *(leaf.dtype if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves),
+    )
+    if kinds not in snapshot.trials:
+        snapshot.trials[kinds] = call.try_out()
+    trial = snapshot.trials[kinds]
+    if trial is None:
+        return None
+    named = call.tensors() if torch.is_grad_enabled() else []
+    which = tuple(number for number, tensor in enumerate(named) if tensor.requires_grad)
+    if which:
+        if (
+            torch.is_anomaly_enabled()
+            or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        ):
+            return None
+        made = _Whole.apply(call, trial, which, *(named[number] for number in which))
+    else:
+        made = call.run(trial)
+    output, *cached = made
+    call.store(trial, cached)
+    return output  # type: ignore[no-any-return]
 
 
-def _output(residual: torch.Tensor) -> Geometry:
-    """Of a block's output: the shape of the residual stream."""
-    return _contiguous(residual.shape, residual.dtype)
+def _attributes(entry: Any) -> dict[str, Any]:
+    """Those of a part of a KV cache, but for its device, which is another one there."""
+    return {
+        name: value
+        for name, value in vars(entry).items()
+        if not isinstance(value, torch.device) and not name.startswith(OURS)
+    }
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """What is in lists, tuples and dicts, as `exchanged` goes through them."""
+    if type(value) in (list, tuple, dict):
+        for item in value.values() if type(value) is dict else value:
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def _is_plain(leaf: Any) -> bool:
+    is_one = leaf is None or isinstance(leaf, bool | int | float | str | torch.dtype)
+    return isinstance(leaf, torch.Tensor) or (
+        is_one and type(leaf).__module__ in ("builtins", "numpy", "torch")
+    )
+
+
+def _are_on(device: torch.device, tensors: Sequence[Any]) -> bool:
+    return all(type(tensor) is SimTensor and tensor.device == device for tensor in tensors)
 
 
 def _contiguous(shape: Any, dtype: torch.dtype) -> Geometry:
-    return Geometry(torch.Size(shape), torch.empty(shape, device="meta").stride(), dtype)
+    return geometry_of(torch.empty(tuple(shape), dtype=dtype, device="meta"))
 
 
 class _Call:
@@ -330,84 +211,160 @@ class _Call:
     def __init__(
         self,
         far: FarDevices,
-        device: torch.device,
+        residual: Any,
         snapshot: _Snapshot,
-        tensors: list[SimTensor],
-        inputs: dict[str, Any],
+        arguments: Arguments,
+        cache: CacheOfBlock | None,
     ) -> None:
-        self.far, self._device, self.snapshot = far, device, snapshot
-        self.tensors, self.inputs = tensors, inputs
-        self._machine = next(iter(inputs.values()))._allocation.machine
-        self._place = far.places[device.index]
+        self.far, self._residual, self._names = far, residual, snapshot.names
+        self._arguments, self._cache = arguments, cache
+        self._machine, self._device = residual._allocation.machine, residual.device
+        self._place = far.places[self._device.index]
         self.rank = self._place.rank
-        assert snapshot.recipe is not None
-        key = device.index, snapshot.recipe
-        self._runner = far.built.get(key) or far.built.setdefault(key, self._build(snapshot.recipe))
+        assert snapshot.description is not None
+        key = self._device.index, snapshot.description
+        self._block = far.built.get(key) or far.built.setdefault(key, self._build(key[1]))
+        self._after: tuple[Any, list[str]] | None = None
 
-    def _build(self, recipe: bytes) -> Built | Owner:
+    def _build(self, description: bytes) -> Built | Owner:
         if not self.rank:
-            return Built(recipe, self._place.device)
+            return Built(description, self._place.device)
         owner = self.far.owner(self.rank)
-        self.far.tell(self.rank, "build", owner.number, recipe, self._place.number)
+        self.far.tell(self.rank, "build", owner.number, description, self._place.number)
         return owner
 
-    def _behind(self) -> tuple[list[torch.Tensor], dict[str, Any]]:
-        """The block's tensors, and its arguments, as they are behind those of the machine."""
-        named = self.inputs.items()
-        inputs = {name: value._cpu if type(value) is SimTensor else value for name, value in named}
-        return [tensor._cpu for tensor in self.tensors], inputs
+    def tensors(self) -> list[Any]:
+        """All of the arguments, in order."""
+        tensors: list[Any] = []
+        exchanged(self._arguments, tensors.append)
+        return tensors
 
-    def wrapped(self, made: torch.Tensor) -> SimTensor:
-        """A result, on its device."""
-        return wrap(made, self._machine, self._device)
+    def saved(self) -> list[Any]:
+        """Tensors that a backward reads, also frozen weights; but biases may be changed before."""
+        own, *others = self._arguments
+        weights = [tensor for tensor, name in zip(own, self._names) if not _is_bias(name)]
+        tensors: list[Any] = []
+        exchanged(others, tensors.append)
+        return weights + [tensor for tensor in tensors if type(tensor) is SimTensor]
 
-    def run(self, entry: Entry | None, outputs: list[Geometry]) -> list[SimTensor]:
-        """Run it without a graph; return its output, and an entry's new keys and values."""
-        if isinstance(self._runner, Built):
+    def wrapped(self, made: Any) -> list[Any]:
+        """Results, on their device."""
+        return [wrap(tensor, self._machine, self._device) for tensor in made]
+
+    def _behind(self) -> tuple[Arguments, CacheOfBlock | None]:
+        """The arguments as they are behind those of the machine."""
+        arguments = exchanged(
+            self._arguments, lambda item: item._cpu if type(item) is SimTensor else item
+        )
+        cache = self._cache and self._cache._replace(entry=None)
+        return arguments, cache
+
+    def _command(self, block: Owner) -> tuple[int, Arguments, CacheOfBlock | None]:
+        """The block and its arguments, as a command names them."""
+        arguments, cache = self._behind()
+        return block.number, self.far.named(arguments), cache
+
+    def try_out(self) -> Trial | None:
+        """Run it on trial."""
+        if isinstance(self._block, Built):
             with torch.no_grad():
-                made = self._runner.run(*self._behind(), entry)
+                trial = self._block.try_out(*self._behind())
         else:
-            if entry is not None:
-                cls, keys, values, is_frozen = entry
-                entry = cls, self.far.stored(keys), self.far.stored(values), is_frozen
-            made = [self.far.promise(geometry, self.rank) for geometry in outputs]
-            storages = self.far.storages_of(made)
-            self.far.tell(self.rank, "call", *self._arguments(self._runner), entry, storages)
-        return list(map(self.wrapped, made))
+            command = "try_out", *self._command(self._block)
+            trial = self.far.answer(self.rank, command, lambda: None)
+        like = _contiguous(self._residual.shape, self._residual.dtype)
+        if trial is None or trial.output != like:
+            return None
+        sizes = {(shape[0], shape[self._cache.length_dim]) for shape, _ in trial.new if self._cache}
+        return trial if sizes <= {tuple(self._residual.shape[:2])} else None
 
-    def _arguments(self, block: Owner) -> tuple[int, tuple[RemoteTensor, ...], dict[str, Any]]:
-        """The block, its tensors and its arguments, as a command names them."""
-        tensors, inputs = self._behind()
-        return block.number, tuple(map(self.far.stored, tensors)), self.far.named(inputs)
+    def run(self, trial: Trial) -> list[SimTensor]:
+        """Run it without a graph; return its output, and its cache's new keys and values."""
+        if isinstance(self._block, Built):
+            with torch.no_grad():
+                return self.wrapped(self._block.run(*self._behind()))
+        made = self._promises(trial)
+        storages = self.far.storages_of(made)
+        self.far.tell(self.rank, "call", *self._command(self._block), storages)
+        return self.wrapped(made)
 
-    def record(self, keys: tuple[Key, ...], leaves: Any) -> tuple[SimTensor, Graph | _FarGraph]:
-        """Run it; return its output, and the graph for gradients of some tensors, by key."""
-        if isinstance(self._runner, Built):
-            graph = Graph(self._runner, *self._behind(), keys)
-            return self.wrapped(graph.output), graph
-        output = self.far.promise(_output(next(iter(self.inputs.values()))), self.rank)
-        far_graph = _FarGraph(self.far, self.rank, leaves)
-        graph_and_keys = far_graph.number, keys, self.far.storages_of([output])
-        self.far.tell(self.rank, "record", *self._arguments(self._runner), *graph_and_keys)
-        return self.wrapped(output), far_graph
+    def record(
+        self, trial: Trial, which: tuple[int, ...], leaves: Any
+    ) -> tuple[list[SimTensor], Graph | _FarGraph]:
+        """Run it; return what `run` does, and the graph for gradients of some tensors."""
+        if isinstance(self._block, Built):
+            graph = Graph(self._block, *self._behind(), which)
+            return self.wrapped(graph.outputs), graph
+        made = self._promises(trial)
+        far_graph = _FarGraph(self.far, self.rank, which, leaves)
+        others = far_graph.number, which, self.far.storages_of(made)
+        self.far.tell(self.rank, "record", *self._command(self._block), *others)
+        return self.wrapped(made), far_graph
+
+    def _promises(self, trial: Trial) -> list[torch.Tensor]:
+        """What the rank is about to make."""
+        geometries = [_contiguous(self._residual.shape, self._residual.dtype)]
+        if self._cache is not None:
+            grown, names = self._grown(self._cache, trial)
+            geometries += [geometry_of(getattr(grown, name)) for name in names]
+        return [self.far.promise(geometry, self.rank) for geometry in geometries]
+
+    def _grown(self, cache: CacheOfBlock, trial: Trial) -> tuple[Any, list[str]]:
+        """The cache after the run, without values, and the names of what is new in it."""
+        if self._after is None:
+            attributes = exchanged(self._arguments[2], _blank)
+            grown = entry_with(cache.classes[0], attributes)
+            n_batch, n_new = self._residual.shape[:2]
+            new = []
+            for shape, dtype in trial.new:
+                sizes = [n_batch, *shape[1:]]
+                sizes[cache.length_dim] = n_new
+                new.append(torch.empty(sizes, dtype=dtype, device="meta"))
+            getattr(grown, cache.grow)(*new)
+            self._after = grown, [name for name, _ in changed(grown, cache, attributes)]
+        return self._after
+
+    def store(self, trial: Trial, cached: Sequence[torch.Tensor]) -> None:
+        """Have the cache as it is after the run."""
+        if self._cache is None:
+            return
+        grown, names = self._grown(self._cache, trial)
+        after = {
+            name: self._device if isinstance(value, torch.device) else value
+            for name, value in vars(grown).items()
+            if not isinstance(value, torch.Tensor)
+        }
+        vars(self._cache.entry).update(after, **dict(zip(names, cached, strict=True)))
+
+
+def _blank(tensor: Any) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _is_bias(name: str) -> bool:
+    return name == "b" or name.lstrip("_").startswith("b_") or "bias" in name
 
 
 class _FarGraph:
     """A `Graph` that another rank holds, until this is let go."""
 
-    def __init__(self, far: FarDevices, rank: int, leaves: Sequence[SimTensor]) -> None:
+    def __init__(
+        self, far: FarDevices, rank: int, which: Sequence[int], leaves: Sequence[SimTensor]
+    ) -> None:
         self._far, self._rank = far, rank
         self._owner: Owner | None = far.owner(rank)
         self.number = self._owner.number
         # As parameters lie: autograd copies a gradient that lies otherwise.
-        self._like = [geometry_of(torch.empty_like(leaf._cpu)) for leaf in leaves]
+        self._like = {
+            number: geometry_of(torch.empty_like(leaf._cpu)) for number, leaf in zip(which, leaves)
+        }
 
     def backward(
-        self, gradient: torch.Tensor, which: tuple[int, ...], keeps: bool
+        self, gradients: Sequence[torch.Tensor | None], which: tuple[int, ...], keeps: bool
     ) -> list[torch.Tensor]:
-        """Tell the rank to make gradients of tensors of some of the keys."""
-        made = [self._far.promise(self._like[index], self._rank) for index in which]
-        arguments = self.number, self._far.stored(gradient), which, keeps
+        """Tell the rank to make gradients of some of the leaves."""
+        made = [self._far.promise(self._like[number], self._rank) for number in which]
+        arguments = self.number, self._far.named(gradients), which, keeps
         self._far.tell(self._rank, "backward", *arguments, self._far.storages_of(made))
         if not keeps:
             self._owner = None
@@ -418,31 +375,24 @@ class _Whole(torch.autograd.Function):
     """A block's forward and backward, each one command."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, keys: tuple[Key, ...], *leaves: Any) -> Any:  # type: ignore[override]
-        output, ctx.graph = call.record(keys, leaves)
-        # Also frozen weights; but a bias may be changed before the backward, as nothing reads it.
-        weights = [
-            tensor
-            for tensor, name in zip(call.tensors, call.snapshot.names)
-            if name.lstrip("_")[0] in "Ww"
-        ]
-        inputs = [
-            argument for argument in call.inputs.values() if isinstance(argument, torch.Tensor)
-        ]
-        ctx.save_for_backward(*weights, *inputs)
-        ctx.wrapped, call.inputs = call.wrapped, {}
-        return output
+    def forward(ctx: Any, call: _Call, trial: Trial, which: tuple[int, ...], *leaves: Any) -> Any:  # type: ignore[override]
+        outputs, ctx.graph = call.record(trial, which, leaves)
+        ctx.save_for_backward(*call.saved())
+        ctx.wrapped, ctx.which = call.wrapped, which
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Any) -> Any:  # type: ignore[override]
         assert ctx.saved_tensors  # which raises if something was changed, or there was one before
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "gradients of gradients do not pass through blocks that another rank runs by one "
                 "command: call init_hosts(whole_blocks=False)"
             )
-        which = tuple(index for index, need in enumerate(ctx.needs_input_grad[2:]) if need)
+        needed = ctx.needs_input_grad[3:]
+        which = tuple(number for number, need in zip(ctx.which, needed) if need)
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
-        made = ctx.graph.backward(gradient._cpu, which, keeps)
-        gradients = dict(zip(which, map(ctx.wrapped, made)))
-        return None, None, *(gradients.get(index) for index in range(len(ctx.needs_input_grad) - 2))
+        behind = [None if gradient is None else gradient._cpu for gradient in gradients]
+        made = iter(ctx.wrapped(ctx.graph.backward(behind, which, keeps)))
+        return None, None, None, *(next(made) if need else None for need in needed)

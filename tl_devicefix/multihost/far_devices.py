@@ -53,10 +53,9 @@ class FarDevices(Executor):
 
     def __init__(self, places: list[Place], peers: dict[int, Peer]) -> None:
         self.places = places
-        #: Runs a block by one command, if that is possible now; see `blocks.run_by_command`.
-        self.run_block: Callable[[Any, dict[str, Any], Any, Any], torch.Tensor | None] | None = None
+        self.run_block: Callable[..., torch.Tensor | None] | None = None
         self._peers = peers
-        #: What ranks have built, by device and recipe.
+        #: What ranks have built, by device and description.
         self.built: dict[tuple[int, bytes], Any] = {}
         self._same: dict[tuple[int, File], bool] = {}  # whether a rank has a file of rank 0's
         self._between_ranks = threading.Lock()
@@ -109,7 +108,7 @@ class FarDevices(Executor):
         """Have an operation run whose result is not known before, and wait for it."""
         owners = {owner.number: owner for owner in (self.owner(rank) for _ in func._schema.returns)}
         command = "ask", func.name(), *self.named([args, kwargs]), list(owners)
-        answer = self._answer(rank, command, lambda: _of_zeros(func, args, kwargs))
+        answer = self.answer(rank, command, lambda: _of_zeros(func, args, kwargs))
 
         def make(part: Any) -> Any:
             if isinstance(part, NewStorage):
@@ -319,7 +318,7 @@ class FarDevices(Executor):
         shape, stride, dtype = geometry_of(aten._to_copy.default(tensor))
         # Values come in the order of memory, whichever of the dimensions that is.
         order = sorted(range(tensor.dim()), key=lambda dim: -stride[dim])
-        values: torch.Tensor = self._answer(
+        values: torch.Tensor = self.answer(
             rank,
             ("read", self.stored(tensor.permute(order))),
             lambda: torch.zeros(shape, dtype=dtype),
@@ -346,9 +345,9 @@ class FarDevices(Executor):
         """Wait for all that was given to a device."""
         rank = self.places[device].rank
         if rank:
-            self._answer(rank, ("synchronize",), lambda: None)
+            self.answer(rank, ("synchronize",), lambda: None)
 
-    def _answer(self, rank: int, command: Any, otherwise: Callable[[], Any]) -> Any:
+    def answer(self, rank: int, command: Any, otherwise: Callable[[], Any]) -> Any:
         """What a rank answers; in a backward, something else after an error, which is kept."""
         try:
             return self._of(rank, self._wait_for(rank, *command))

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from tl_devicefix.attention.kv_cache import CacheOfBlock
 from tl_devicefix.multihost import commands
-from tl_devicefix.multihost.blocks import Built, Entry, Graph, Key
+from tl_devicefix.multihost.built_blocks import Arguments, Built, Graph, Trial
 from tl_devicefix.multihost.checkpoint_files import File, InFile, differences, read
 from tl_devicefix.multihost.commands import (
     Failure,
@@ -22,9 +23,9 @@ from tl_devicefix.multihost.transport import HostLost, Transport
 from tl_devicefix.simulation.geometry import Geometry, geometry_of, tensors_in
 
 _NEVER = "its inputs were never computed, as an earlier operation failed"
-_ANSWERED = {"ask", "read", "compare", "synchronize"}
+_ANSWERED = {"ask", "try_out", "read", "compare", "synchronize"}
 _CALLED = {
-    **dict.fromkeys(("call", "record"), "a block"),
+    **dict.fromkeys(("try_out", "call", "record"), "a block"),
     "backward": "a backward through a block",
 }
 """What errors call a command, if not by its name or that of its operation."""
@@ -107,51 +108,50 @@ class Worker:
 
     # Commands: blocks
 
-    def _build(self, number: int, recipe: bytes, device: int) -> None:
-        self._built[number] = Built(recipe, self._devices[device])
+    def _build(self, number: int, description: bytes, device: int) -> None:
+        self._built[number] = Built(description, self._devices[device])
+
+    def _try_out(
+        self, block: int, arguments: Arguments, cache: CacheOfBlock | None
+    ) -> Trial | None:
+        return self._built[block].try_out(self._resolved(arguments), cache)
 
     def _call(
         self,
         block: int,
-        tensors: Sequence[RemoteTensor],
-        inputs: dict[str, Any],
-        entry: Entry | None,
+        arguments: Arguments,
+        cache: CacheOfBlock | None,
         outputs: Sequence[NewStorage],
     ) -> None:
         """Run a block without a graph."""
-        if entry is not None:
-            cls, keys, values, is_frozen = entry
-            entry = cls, self._tensor(keys), self._tensor(values), is_frozen
-        own = list(map(self._tensor, tensors))
-        self._keep_all(self._built[block].run(own, self._resolved(inputs), entry), outputs)
+        self._keep_all(self._built[block].run(self._resolved(arguments), cache), outputs)
 
     def _record(
         self,
         block: int,
-        tensors: Sequence[RemoteTensor],
-        inputs: dict[str, Any],
+        arguments: Arguments,
+        cache: CacheOfBlock | None,
         graph: int,
-        keys: tuple[Key, ...],
+        which: tuple[int, ...],
         outputs: Sequence[NewStorage],
     ) -> None:
-        """Run a block, and hold its graph for gradients of some of its tensors and inputs."""
-        own = list(map(self._tensor, tensors))
-        recorded = Graph(self._built[block], own, self._resolved(inputs), keys)
+        """Run a block, and hold its graph for gradients of some of its arguments' tensors."""
+        recorded = Graph(self._built[block], self._resolved(arguments), cache, which)
         self._graphs[graph] = recorded
-        self._keep_all([recorded.output], outputs)
+        self._keep_all(recorded.outputs, outputs)
 
     def _backward(
         self,
         graph: int,
-        gradient: RemoteTensor,
+        gradients: Sequence[RemoteTensor | None],
         which: tuple[int, ...],
         keeps: bool,
         outputs: Sequence[NewStorage],
     ) -> None:
-        """Run a backward through a graph, to some of its keys."""
+        """Run a backward through a graph, to some of those tensors."""
         if graph not in self._graphs:
             raise _NeverComputed(_NEVER)
-        made = self._graphs[graph].backward(self._tensor(gradient), which, keeps)
+        made = self._graphs[graph].backward(self._resolved(gradients), which, keeps)
         self._keep_all(made, outputs)
 
     # Commands: memory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, Protocol, runtime_checkable
 
@@ -127,7 +127,13 @@ def placements_in_use() -> list[Placement]:
 
 @runtime_checkable
 class OtherHosts(Protocol):
-    """Hosts that `init_hosts` has joined."""
+    """Hosts that `init_hosts` has joined.
+
+    Attributes:
+        run_block: runs a block by one command, if that is possible now; see `multihost.blocks`.
+    """
+
+    run_block: Callable[..., torch.Tensor | None] | None
 
     def check_checkpoint(self, model_name: str, placement: Placement, **kwargs: Any) -> None:
         """Raise ValueError if a rank's files of a checkpoint are not the same as rank 0's."""

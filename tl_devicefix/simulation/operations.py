@@ -117,8 +117,9 @@ def _histc(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     counted, *rest = args
     if counted.is_floating_point():
         return run_on_one_device(func, args, kwargs)
-    counts = run_on_one_device(func, (counted.double(), *rest), kwargs)
-    return counts.to(counted.dtype)
+    as_float = aten._to_copy.default(counted, dtype=torch.float64)
+    counts = run_on_one_device(func, (as_float, *rest), kwargs)
+    return aten._to_copy.default(counts, dtype=counted.dtype)
 
 
 def _index_error(indexed: torch.device) -> RuntimeError:

@@ -44,10 +44,12 @@ from tl_devicefix.transformer_bridge.attention import (
     why_no_sdpa,
     why_not_eager,
 )
+from tl_devicefix.transformer_bridge.remote_layer import RemoteLayer
 from tl_devicefix.transformer_bridge.unwrapping import (
+    NormOfBridge,
     NotPlain,
     Unwrapped,
-    as_bridge_computes,
+    computes_itself,
     is_wrapper,
     replaced_in,
 )
@@ -75,6 +77,8 @@ def call(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     if unit is not None:
         now = this_forward.get()
         if now.is_of_bridge and (plain := unit.instead_of(self, now)) is not None:
+            if args and type(args[0]) is not torch.Tensor and self.is_list_item:
+                plain = unit.remote_layer()
             return plain(*args, **kwargs)
     return original(self, *args, **kwargs)
 
@@ -90,7 +94,10 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     is_plain = now.is_of_bridge and unit.is_unheard(self)
     if now.config_of_sdpa or unit.attends_by_sdpa or (now.may_pad and unit.minds_padding(self)):
         is_plain, args, kwargs = unit.with_its_mask(self, is_plain, args, kwargs)
-    return original(unit.around(self) if is_plain else self, *args, **kwargs)
+    if is_plain:
+        is_local = not args or type(args[0]) is torch.Tensor
+        self = unit.around(self) if is_local else unit.around(self, unit.remote_layer())
+    return original(self, *args, **kwargs)
 
 
 def why_installed(block: Any) -> str | None:
@@ -171,6 +178,7 @@ class PlainUnit:
         self._seen: _Seen | None = None
         self._why: str | None = None
         self._layer: Any = None
+        self._remote: RemoteLayer | None = None
         self._is_all = False  # whether the layer may be called instead of the block
         self._forward: Any = None  # the one of its class, then
         self._is_causal_itself, self._mask_at = False, -1
@@ -252,7 +260,9 @@ class PlainUnit:
         if type(wrapper) not in _PARTS:
             raise NotPlain(f"a {type(wrapper).__name__} computes in its own way")
         Unwrapped(wrapper, set())  # checks it; it is run with accelerate's hooks, though
-        self._layer = as_bridge_computes(wrapper) or wrapper.original_component
+        self._layer = wrapper.original_component
+        if computes_itself(wrapper):
+            self._layer = NormOfBridge(wrapper, self._layer)
         self._is_all = not any(map(is_wrapper, self._layer.modules()))
 
     def _make_layer(self, block: Any) -> None:
@@ -263,22 +273,29 @@ class PlainUnit:
         chosen = [module.original_component for module in attentions if is_sdpa(module)]
         by_sdpa = {id(attention) for attention in chosen if why_no_sdpa(attention) is None}
         self.attends_by_sdpa = bool(by_sdpa)
-        layer = self._layer = Unwrapped(block, by_sdpa).layer
+        self._layer, self._remote = Unwrapped(block, by_sdpa).layer, None
         self._is_causal_itself = any(map(is_causal_itself, block.original_component.modules()))
         self._mask_at = place_of_mask(block.original_component)
         self._in_block = {
-            "_modules": {**block._modules, "_original_component": layer},
             "_maybe_wire_capture_hooks": _nothing,
             "_clear_attention_capture": _nothing,
             "_filter_kwargs_for_forward": _filter_for(block.original_component),
         }
         self._is_all = replaced_in(block) is None and not _goes_its_own_way(type(block))
 
-    def around(self, block: Any) -> Any:
-        """The block as it is now, around the plain layer."""
+    def around(self, block: Any, layer: Any = None) -> Any:
+        """The block as it is now, around the plain layer, or what stands for this."""
         copied: Any = object.__new__(type(block))
         copied.__dict__.update(block.__dict__, **self._in_block)
+        layer = self._layer if layer is None else layer
+        copied.__dict__["_modules"] = {**block._modules, "_original_component": layer}
         return copied
+
+    def remote_layer(self) -> RemoteLayer:
+        """The layer for tensors that may be of another host."""
+        if self._remote is None:
+            self._remote = RemoteLayer(self._layer)
+        return self._remote
 
     def with_its_mask(
         self, block: Any, is_plain: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -360,7 +377,8 @@ class _Seen:
         # A list that grows when the block's own forward runs first.
         self._wired = vars(unit).get("_capture_hook_handles", ())
         self._harmless = {number for module in inside for number in _relays(module)}
-        parents = [module for module in inside if module._modules]
+        # Of others, the plain layer has no copy.
+        parents = [module for module in inside if module._modules or "_hf_hook" in vars(module)]
         # Of which any may get a forward of its own.
         self._attributes_of_parents = list(map(vars, parents))
         self._lengths = list(map(len, self._attributes_of_parents))

@@ -59,9 +59,8 @@ class Unwrapped:
 
     def _of(self, module: Any) -> nn.Module:
         while is_wrapper(module):
-            norm = None if self._by_sdpa else as_bridge_computes(module)
-            if norm is not None:
-                return norm
+            if not self._by_sdpa and computes_itself(module):
+                return NormOfBridge(module, self._copy(module.original_component))
             self._note_parts(module)
             if module.original_component is None:
                 raise NotPlain(f"it contains a {type(module).__name__} that wraps no module")
@@ -168,22 +167,30 @@ def _check_dropout(module: nn.Module) -> None:
         raise NotPlain("it applies dropout in training")
 
 
-class _Norm(nn.Module):
+def computes_itself(wrapper: Any) -> bool:
+    """Whether a wrapper is of a norm and does not call transformers' own."""
+    if type(wrapper).forward is not NormalizationBridge.forward:
+        return False
+    folds = getattr(wrapper.config, "layer_norm_folding", False)
+    return not (wrapper.use_native_layernorm_autograd or folds)
+
+
+class NormOfBridge(nn.Module):
     """A norm in the Bridge's own steps, which are others than transformers', but for its hooks."""
 
-    def __init__(self, wrapper: Any) -> None:
+    def __init__(self, wrapper: Any, norm: Any) -> None:
         super().__init__()
-        wrapped = wrapper.original_component
-        self._parameters, self._buffers = wrapped._parameters, wrapped._buffers
-        self.forward = wrapper._python_norm_forward
-
-
-def as_bridge_computes(wrapper: Any) -> nn.Module | None:
-    """A norm for a wrapper that does not call transformers' own; None for any other wrapper."""
-    if type(wrapper).forward is not NormalizationBridge.forward:
-        return None
-    folds = getattr(wrapper.config, "layer_norm_folding", False)
-    return None if wrapper.use_native_layernorm_autograd or folds else _Norm(wrapper)
+        self._parameters, self._buffers, self.config = (
+            norm._parameters,
+            norm._buffers,
+            wrapper.config,
+        )
+        bare: Any = object.__new__(type(wrapper))
+        settings = vars(wrapper).items()
+        vars(bare).update((k, v) for k, v in settings if not isinstance(v, torch.Tensor))
+        points = {name: nn.Identity() for name in ("hook_scale", "hook_normalized")}
+        bare._modules = {"_original_component": norm, **points}
+        self.forward = bare._python_norm_forward
 
 
 class _Joined(nn.Module):
@@ -195,10 +202,12 @@ class _Joined(nn.Module):
             is there already.
     """
 
+    _order: torch.Tensor | None
+
     def __init__(self, parts: list[nn.Module], order: torch.Tensor | None) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
-        self._order = order
+        self.register_buffer("_order", order, persistent=False)
 
     def forward(self, residual: torch.Tensor) -> torch.Tensor:
         """Return the projection's output."""
