@@ -84,8 +84,6 @@ def to(
         if print_details:
             print("Changing model dtype to", device_or_dtype)
         nn.Module.to(self, device_or_dtype)
-        if getattr(self, "placement", None) is not None:
-            settle(self, self.placement.reweighed(component_sizes(self.cfg)))
         return self
     device = resolve_to_move(device_or_dtype, torch.device(self.cfg.device))
     if print_details:
@@ -106,8 +104,8 @@ def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
     if _devices(self) != before:
         share_buffers(self)
         _follow_weights(self)
-    elif getattr(self, "placement", None) is not None:
-        pin(self, self.placement)  # a new dtype is a new tensor
+    elif getattr(self, "placement", None) is not None:  # it may have another dtype
+        settle(self, self.placement.reweighed(self))
     return self
 
 

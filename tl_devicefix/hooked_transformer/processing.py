@@ -16,7 +16,7 @@ from transformer_lens.components import LayerNormPre, RMSNormPre
 
 from tl_devicefix.checkpoints.sources import full_name
 from tl_devicefix.dispatch.forward import changing_weights, refuse_unfinished
-from tl_devicefix.hooked_transformer.components import component_sizes, final_norm_class
+from tl_devicefix.hooked_transformer.components import final_norm_class
 from tl_devicefix.hooked_transformer.moving import settle
 from tl_devicefix.hooked_transformer.units import (
     _default_value,
@@ -166,7 +166,7 @@ def load_and_process_state_dict(
             fold_norm_modules(self)
             if placement is not None:
                 # The norms are other modules now.
-                settle(self, placement.reweighed(component_sizes(self.cfg)))
+                settle(self, placement.reweighed(self))
         units = list(by_component(filled, self.cfg))
         devices = [device_of_unit(self, unit, weights) for unit, weights in units]
         each_on_its_device(partial(_load_unit, self, steps), units, devices)

@@ -215,16 +215,20 @@ class Placement:
         )
         return Placement(tuple(gathered), self.sites)
 
-    def reweighed(self, sizes: Sequence[ComponentSize]) -> Placement:
-        """The same devices, with these sizes of the components."""
-        by_name = {component.name: component for component in self.components}
-        return Placement(
-            tuple(
-                placed_as(size, by_name[size.name].device, by_name[size.name].offloaded)
-                for size in sizes
-            ),
-            self.sites,
-        )
+    def reweighed(self, model: Any) -> Placement:
+        """The same devices, with the sizes that the components of a model have now."""
+        modules = dict(model.named_modules())
+        components = [
+            replace(
+                component,
+                weights=sum(tensor.nbytes for tensor in modules[component.name].parameters()),
+                buffers=sum(tensor.nbytes for tensor in modules[component.name].buffers()),
+            )
+            if component.name in modules
+            else component
+            for component in self.components
+        ]
+        return Placement(tuple(components), self.sites)
 
     @cached_property
     def crossings(self) -> tuple[Crossing, ...]:

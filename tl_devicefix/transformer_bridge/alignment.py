@@ -21,7 +21,7 @@ from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.devices import HOST, resolve_to_move, with_index
 from tl_devicefix.placement.fitting import move_components
 from tl_devicefix.placement.in_use import use
-from tl_devicefix.placement.placement import ComponentSize, PlacedComponent, Placement
+from tl_devicefix.placement.placement import PlacedComponent, Placement
 from tl_devicefix.transformer_bridge.block import prepare
 from tl_devicefix.transformer_bridge.components import bridge_components
 
@@ -104,26 +104,12 @@ def to(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     if len(placement.memories) == 1:
         placement = placement_as_it_lies(self)
     else:
-        placement = placement.reweighed(sizes_now(self, placement))
+        placement = placement.reweighed(self)
         lie_on = {with_index(parameter.device) for parameter in self.parameters()}
         if len(lie_on) == 1 and len(placement.devices) == 1:  # it was moved, and is whole again
             placement = placement.gathered_on(lie_on.pop())
     settle_bridge(self, placement)
     return moved
-
-
-def sizes_now(bridge: Any, placement: Placement) -> list[ComponentSize]:
-    """What each component of a placement weighs, as the Bridge has it."""
-    modules = dict(bridge.named_modules())
-    sizes = []
-    for component in placement.components:
-        module = modules.get(component.name)
-        weights, buffers = component.weights, component.buffers
-        if module is not None:
-            weights = sum(parameter.nbytes for parameter in module.parameters())
-            buffers = sum(buffer.nbytes for buffer in module.buffers())
-        sizes.append(ComponentSize(component.name, weights, buffers, gives=component.gives))
-    return sizes
 
 
 def place_bridge(bridge: Any, placement: Placement) -> None:
