@@ -56,6 +56,7 @@ tl_named_parameters: dict(model.tl_named_parameters())
 parameters: [each.cpu() for each in model.parameters()]
 named_parameters: on_cpu(dict(model.named_parameters()))
 state_dict: on_cpu(model.state_dict())
+load_state_dict: moved(run, lambda model: model.load_state_dict(model.state_dict()))
 hf_generate: model.hf_generate(tokens_at_home, max_new_tokens=3, do_sample=False,
     stop_at_eos=False)
 hf_generate text: model.hf_generate(TEXT, max_new_tokens=3, do_sample=False)

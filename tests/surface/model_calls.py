@@ -211,7 +211,6 @@ CALLS.expressions(
 to device: moved(run, lambda model: model.to(model.cfg.device))
 to dtype: moved(run, lambda model: model.to(torch.float64))
 cpu: moved(run, lambda model: model.cpu())
-load_state_dict: moved(run, lambda model: model.load_state_dict(model.state_dict()))
 to_tokens: model.to_tokens([TEXT, OTHER_TEXT])
 to_string: model.to_string(tokens_at_home)
 to_str_tokens: model.to_str_tokens(tokens_at_home[0])

@@ -141,9 +141,8 @@ def read_all(original: Any, self: Any, *args: Any) -> Any:
 
 @patches(
     "ActivationCache",
-    *("accumulated_resid", "apply_ln_to_stack", "decompose_resid", "get_full_resid_decomposition"),
-    *("get_neuron_results", "logit_attrs", "stack_activation", "stack_head_results"),
-    "stack_neuron_results",
+    *("apply_ln_to_stack", "get_full_resid_decomposition", "get_neuron_results", "logit_attrs"),
+    *("stack_head_results", "stack_neuron_results"),
     takes="self",
     why="cached activations meet weights on one device",
 )
