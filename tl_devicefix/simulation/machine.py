@@ -321,16 +321,17 @@ def active_machine() -> Machine:
 
 
 @contextmanager
-def entered(machine: Machine) -> Iterator[Machine]:
+def entered(machine: Machine, within_another: bool = False) -> Iterator[Machine]:
     """Within it, ``sim`` devices are those of this machine; later, they can be read only.
 
     Raises:
-        RuntimeError: if another one is entered.
+        RuntimeError: if another one is entered, unless this is for within it.
     """
     global _active
-    if _active is not None:
+    outer = _active
+    if outer is not None and not within_another:
         raise RuntimeError(
-            f"simulate is entered already, with {len(_active.devices)} device(s): leave that"
+            f"simulate is entered already, with {len(outer.devices)} device(s): leave that"
             " `with` block before you enter another"
         )
     _active = machine
@@ -338,27 +339,4 @@ def entered(machine: Machine) -> Iterator[Machine]:
         yield machine
     finally:
         machine.is_open = False
-        _active = None
-
-
-@contextmanager
-def set_aside() -> Iterator[bool]:
-    """Within it, no machine is entered; afterwards that which was is again, with its counts.
-
-    Yields:
-        Whether there was one.
-    """
-    global _active
-    outer = _active
-    if outer is None:
-        yield False
-        return
-    transfers, peak, current = outer.transfers, list(outer._peak), outer.current_index
-    outer.transfers, _active = Transfers(), None
-    try:
-        yield True
-    finally:
         _active = outer
-        outer.transfers, outer.current_index = transfers, current
-        outer.settle()
-        outer._peak = [max(pair) for pair in zip(peak, outer._allocated)]

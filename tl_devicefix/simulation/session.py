@@ -23,7 +23,7 @@ from tl_devicefix.simulation.asynchronous import (
     pin_memory,
 )
 from tl_devicefix.simulation.executor import Executor, MetaExecutor
-from tl_devicefix.simulation.machine import Machine, active_machine, entered, set_aside
+from tl_devicefix.simulation.machine import Machine, active_machine, entered, entered_machine
 from tl_devicefix.simulation.tensor import TENSOR_DATA, SimTensor, set_data
 
 # torch's guard and hooks for backends in Python are private: 2.9 had none, and the tests pass with
@@ -183,9 +183,7 @@ def _running_behind(machine: Machine, executor: AsynchronousExecutor) -> Iterato
 def simulate_apart(
     n_devices: int, memory: int | str | Sequence[int | str] = "80GiB", hosts: Hosts | None = None
 ) -> Iterator[Machine]:
-    """`simulate(..., values=False)`, also inside another `simulate`, which is set aside meanwhile.
-
-    Afterwards the outer machine is as it was: its devices, tensors, transfers and peaks.
+    """`simulate(..., values=False)`, also inside another `simulate`, which then goes on as it was.
 
     Args:
         n_devices: as for `simulate`.
@@ -195,21 +193,20 @@ def simulate_apart(
     Yields:
         The machine.
     """
-    with set_aside() as within_another:
-        if within_another:  # by which torch is changed already
-            capacities, sites = _capacities(n_devices, memory), sites_on(n_devices, hosts)
-            apart = _with_masks(Machine(capacities, MetaExecutor(), sites))
-        else:
-            apart = simulate(n_devices, memory, values=False, hosts=hosts)
-        with apart as machine:
-            yield machine
+    if entered_machine() is None:
+        apart = simulate(n_devices, memory, values=False, hosts=hosts)
+    else:  # by which torch is changed already
+        capacities, sites = _capacities(n_devices, memory), sites_on(n_devices, hosts)
+        apart = _with_masks(Machine(capacities, MetaExecutor(), sites), within_another=True)
+    with apart as machine:
+        yield machine
 
 
 @contextmanager
-def _with_masks(machine: Machine) -> Iterator[Machine]:
+def _with_masks(machine: Machine, within_another: bool = False) -> Iterator[Machine]:
     """Have ``sim`` devices be those of this machine; without values, a mask selects everything."""
     select_all = _meta_setting(meta_nonzero_assume_all_nonzero=True)
-    with entered(machine), nullcontext() if machine.has_values else select_all:
+    with entered(machine, within_another), nullcontext() if machine.has_values else select_all:
         yield machine
 
 
