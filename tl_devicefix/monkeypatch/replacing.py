@@ -1,51 +1,13 @@
-"""Replace attributes, or one module's forward, for a while, and put them back."""
+"""Replace one module's forward for a while, and put it back."""
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch import nn
 
 Kind = TypeVar("Kind", bound="AroundForward")
-Replacement = tuple[Any, str, Callable[[Any], Any]]
-"""An owner, the name of its attribute, and a function that makes the new value."""
-
-
-class Replacing:
-    """Attributes that are replaced for all threads, for as long as any of them is within it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._n_within = 0
-        self._replaced: dict[tuple[int, str], tuple[Any, Any, Any]] = {}
-
-    @contextlib.contextmanager
-    def __call__(self, replacements: Iterable[Replacement]) -> Iterator[None]:
-        """Replace these too, within a `with` block."""
-        with self._lock:
-            self._n_within += 1
-            for owner, name, make in replacements:
-                if (id(owner), name) not in self._replaced:
-                    before = getattr(owner, name)
-                    after = make(before)
-                    self._replaced[id(owner), name] = owner, before, after
-                    setattr(owner, name, after)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._n_within -= 1
-                if not self._n_within:
-                    self._restore()
-
-    def _restore(self) -> None:
-        for (_, name), (owner, before, after) in self._replaced.items():
-            if getattr(owner, name) is after:  # or else someone has replaced it since
-                setattr(owner, name, before)
-        self._replaced.clear()
 
 
 class AroundForward:

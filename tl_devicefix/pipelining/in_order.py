@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from torch.overrides import TorchFunctionMode
 
 from tl_devicefix.dispatch.mixing import OutsideBlocks, redispatch
 from tl_devicefix.dispatch.scheduler import Run, current_run
-from tl_devicefix.monkeypatch.replacing import Replacing
 
 _ALWAYS = {
     *("backward", "alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "rrelu", "rrelu_"),
@@ -100,19 +100,37 @@ _SEEDS = (
 )
 """Functions of torch's that read or set the state of a generator that all runs share."""
 
-_replacing = Replacing()
+_lock = threading.RLock()
+_n_within = 0
+_replaced: dict[tuple[Any, str], tuple[Any, Any]] = {}
+"""While any thread is within `seeding_in_order`: owner and name -> its own function, and ours."""
 
 
-def seeding_in_order(kinds: Iterable[str]) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def seeding_in_order(kinds: Iterable[str]) -> Iterator[None]:
     """Within it, pipelined runs call torch's functions of seeds in order too.
 
     Args:
         kinds: the types of the model's devices.
     """
-    owners = (torch, torch.random, *map(torch.get_device_module, kinds))
-    return _replacing(
-        (owner, name, _after_earlier) for owner in owners for name in _SEEDS if name in vars(owner)
-    )
+    global _n_within
+    with _lock:
+        _n_within += 1
+        for owner in (torch, torch.random, *map(torch.get_device_module, kinds)):
+            for name in _SEEDS:
+                if name in vars(owner) and (owner, name) not in _replaced:
+                    own = getattr(owner, name)
+                    _replaced[owner, name] = own, _after_earlier(own)
+                    setattr(owner, name, _replaced[owner, name][1])
+    try:
+        yield
+    finally:
+        with _lock:
+            _n_within -= 1
+            while _replaced and not _n_within:
+                (owner, name), (own, ours) = _replaced.popitem()
+                if getattr(owner, name) is ours:  # or else someone has replaced it since
+                    setattr(owner, name, own)
 
 
 def _after_earlier(own: Callable[..., Any]) -> Callable[..., Any]:
