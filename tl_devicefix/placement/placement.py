@@ -5,8 +5,8 @@ Loading, routing, moving and reporting all read the same one. `deciding.py` comp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -102,11 +102,11 @@ class Placement:
     @property
     def device_map(self) -> dict[str, torch.device]:
         """Component name -> device, in the order the components run. A fresh dict at each read."""
-        return dict(self._device_by_name)
+        return {component.name: component.device for component in self.components}
 
     @cached_property
-    def _device_by_name(self) -> dict[str, torch.device]:
-        return {component.name: component.device for component in self.components}
+    def _by_name(self) -> dict[str, PlacedComponent]:
+        return {component.name: component for component in self.components}
 
     @property
     def home(self) -> torch.device:
@@ -138,12 +138,12 @@ class Placement:
         Raises:
             KeyError: if the name belongs to no component of this model.
         """
-        return self._of_component(self._device_by_name, name)
+        return self._component(name).device
 
     def device_for(self, name: str, of_weights: bool = False) -> torch.device:
         """The device of anything in the model, by name: home, if it is in no component."""
-        devices = self._stored_by_name if of_weights else self._device_by_name
-        return devices.get(component_of(name), self.home)
+        component = self._by_name.get(component_of(name), self.components[0])
+        return component.stored_on if of_weights else component.device
 
     def stored_on(self, name: str) -> torch.device:
         """Where a component's weights are while it does not run.
@@ -157,23 +157,19 @@ class Placement:
         Raises:
             KeyError: if the name belongs to no component of this model.
         """
-        return self._of_component(self._stored_by_name, name)
+        return self._component(name).stored_on
 
-    def _of_component(self, devices: Mapping[str, torch.device], name: str) -> torch.device:
-        """Look up the device of a name's component in a dict from components to devices."""
+    def _component(self, name: str) -> PlacedComponent:
+        """The component that has something, by name; the first, which is at home, of its hooks."""
         if name in _HOOKS_AT_HOME:
-            return self.home
+            return self.components[0]
         component = component_of(name)
-        if component not in devices:
+        if component not in self._by_name:
             raise UnknownComponent(
-                f"{name!r} is in no component of this model, which has {in_short(list(devices))}"
-                f"{did_you_mean(component, devices)}"
+                f"{name!r} is in no component of this model, which has "
+                f"{in_short(list(self._by_name))}{did_you_mean(component, self._by_name)}"
             )
-        return devices[component]
-
-    @cached_property
-    def _stored_by_name(self) -> dict[str, torch.device]:
-        return {component.name: component.stored_on for component in self.components}
+        return self._by_name[component]
 
     def bytes_on(self, device: DeviceLike) -> int:
         """Bytes of weights and buffers planned for a device.
@@ -291,10 +287,7 @@ def placed_as(
     size: ComponentSize, device: torch.device, offloaded: bool = False
 ) -> PlacedComponent:
     """A component of this size, on a device."""
-    sized = {
-        size_field.name: getattr(size, size_field.name) for size_field in fields(ComponentSize)
-    }
-    return PlacedComponent(**sized, device=device, offloaded=offloaded)
+    return PlacedComponent(**vars(size), device=device, offloaded=offloaded)
 
 
 def in_short(names: Sequence[str]) -> str:
