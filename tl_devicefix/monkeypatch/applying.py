@@ -70,9 +70,8 @@ def _replace(table: Sequence[Patch]) -> None:
     for patch in table:
         for owner in owners(patch, imported):
             before = vars(owner).get(patch.name, _MISSING)
-            replacements.append(
-                _Replacement(owner, patch.name, before, _like_installed(patch, owner, before))
-            )
+            after = _like_installed(inspect.getattr_static(owner, patch.name), patch.replacement)
+            replacements.append(_Replacement(owner, patch.name, before, after))
     _applied, _replaced, _originals = table, tuple(replacements), {}
     for owner, name, _, after in _replaced:
         setattr(owner, name, after)
@@ -160,23 +159,20 @@ def _find_original(cls: type, name: str) -> Any:
     raise AttributeError(f"{cls.__name__} has no {name}")
 
 
-def _like_installed(patch: Patch, owner: Any, installed: Any) -> Any:
-    """The replacement in the form of what it replaces: a classmethod stays one."""
-    if isinstance(installed, classmethod):
-        return _classmethod_like(installed, patch.replacement)
-    if isinstance(installed, property | staticmethod):
-        return _descriptor_like(installed, patch.replacement)
-    if takes_original(patch.replacement):
-        return _around(getattr(owner, patch.name), patch.replacement)
-    return patch.replacement
-
-
-def takes_original(replacement: Callable[..., Any]) -> bool:
-    """Whether a replacement is to be called with what is installed first: `original`."""
-    return next(iter(inspect.signature(replacement).parameters), None) == "original"
-
-
 @cache  # so that applying again puts the same object there
+def _like_installed(installed: Any, replacement: Callable[..., Any]) -> Any:
+    """The replacement in the form of what it replaces; a property keeps its docstring."""
+    if isinstance(installed, classmethod):
+        return _classmethod_like(installed, replacement)
+    if next(iter(inspect.signature(replacement).parameters), None) == "original":
+        is_property = isinstance(installed, property)
+        function = installed.fget if is_property else getattr(installed, "__func__", installed)
+        replacement = _around(function, replacement)
+    if isinstance(installed, property):
+        return property(replacement, doc=installed.__doc__)
+    return staticmethod(replacement) if isinstance(installed, staticmethod) else replacement
+
+
 def _around(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
     """A wrapper of the installed function that calls a replacement with it.
 
@@ -195,18 +191,6 @@ def _around(original: Callable[..., Any], replacement: Callable[..., Any]) -> Ca
     return method
 
 
-@cache
-def _descriptor_like(installed: Any, replacement: Callable[..., Any]) -> Any:
-    """A property or a static method that calls the replacement; a property keeps its docstring."""
-    is_property = isinstance(installed, property)
-    if takes_original(replacement):
-        replacement = _around(installed.fget if is_property else installed.__func__, replacement)
-    return (
-        property(replacement, doc=installed.__doc__) if is_property else staticmethod(replacement)
-    )
-
-
-@cache
 def _classmethod_like(installed: Any, replacement: Callable[..., Any]) -> Any:
     target = installed.__func__
     new = [
