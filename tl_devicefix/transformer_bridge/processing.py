@@ -45,7 +45,7 @@ from tl_devicefix.weight_processing import (
     working_dtype,
 )
 from tl_devicefix.weight_processing.steps import (
-    center_embedding,
+    center,
     center_unembed_weights,
     fold_layer_norm_into_unembed,
 )
@@ -268,12 +268,12 @@ class Processing:
 
     def of_embedding(self, weights: Weights) -> None:
         """Process "embed.weight" or "pos_embed.weight" [tokens or positions, d_model] in place."""
-        named = {"embed.W_E": "embed.weight"}
+        names = ["embed.weight"]
         if self.cfg.positional_embedding_type not in ("rotary", "alibi", "none"):
-            named["pos_embed.W_pos"] = "pos_embed.weight"
+            names.append("pos_embed.weight")
         is_post_norm = getattr(self.cfg, "original_architecture", None) in POST_NORM_ARCHITECTURES
         if self.steps.center_writing_weights and not is_post_norm:
-            center_embedding({name: weights[key] for name, key in named.items() if key in weights})
+            center(weights, *names)
 
     def of_unembed(self, weights: Weights) -> None:
         """Process "unembed.weight" [d_vocab, d_model] and its bias with ln_final, in place."""

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tl_devicefix.weight_processing.steps import (
-    center_attention_bias,
-    center_embedding,
+    center,
     center_unembed_weights,
     center_writing_weights_of_block,
     fold_layer_norm_into_block,
@@ -120,7 +119,7 @@ def process_component(
         # ALiBi models carry a W_pos that is never read.
         unread = name == "pos_embed" and cfg.positional_embedding_type == "alibi"
         if steps.center_writing_weights and not unread:
-            center_embedding(weights)
+            center(weights, "embed.W_E", "pos_embed.W_pos")  # over d_model
     elif name == "unembed":
         # TransformerLens centres after folding. The two act on different dimensions, so the order
         # does not matter; this way round, the mean over the vocabulary can be known beforehand.
@@ -139,6 +138,6 @@ def process_component(
         if steps.fold_value_biases:
             fold_value_biases_of_block(weights)
         if steps.recenter_b_O:
-            center_attention_bias(weights)
+            center(weights, "attn.b_O")
         if steps.refactor_factored_attn_matrices:
             refactor_attention_of_block(weights)

@@ -110,27 +110,17 @@ def _retire(weights: Weights, norm: str, keep: bool) -> None:
 
 def center_writing_weights_of_block(block: Weights) -> None:
     """Centre W_O, b_O, W_out and b_out of one block over d_model."""
-    for name in ("attn.W_O", "attn.b_O", "mlp.W_out", "mlp.b_out"):
-        _center(block, name)
+    center(block, "attn.W_O", "attn.b_O", "mlp.W_out", "mlp.b_out")
     for name in block:
         if name.startswith("mlp.experts.") and name.endswith(("W_out.weight", "W_out.bias")):
-            _center(block, name, dim=0)  # experts are nn.Linear: [d_model, d_mlp], [d_model]
+            center(block, name, dim=0)  # experts are nn.Linear: [d_model, d_mlp], [d_model]
 
 
-def center_embedding(embedding: Weights) -> None:
-    """Centre W_E [d_vocab, d_model] or W_pos [n_ctx, d_model] over d_model."""
-    for name in ("embed.W_E", "pos_embed.W_pos"):
-        _center(embedding, name)
-
-
-def center_attention_bias(block: Weights) -> None:
-    """Centre b_O [d_model] of one block."""
-    _center(block, "attn.b_O")
-
-
-def _center(weights: Weights, name: str, dim: int = -1) -> None:
-    if name in weights:
-        weights[name] -= weights[name].mean(dim=dim, keepdim=True)
+def center(weights: Weights, *names: str, dim: int = -1) -> None:
+    """Centre those of these weights that there are."""
+    for name in names:
+        if name in weights:
+            weights[name] -= weights[name].mean(dim=dim, keepdim=True)
 
 
 # --------------------------------------------------------------------------------------------
@@ -141,10 +131,10 @@ _OVER_VOCABULARY = ("unembed.W_U", "unembed.b_U")
 
 def center_unembed_weights(head: Weights, means: Weights | None = None) -> None:
     """Centre "unembed.W_U" [d_model, d_vocab] and "unembed.b_U" [d_vocab] over the vocabulary."""
-    for name in _OVER_VOCABULARY:
-        if means is None:
-            _center(head, name)
-        elif name in head:
+    if means is None:
+        center(head, *_OVER_VOCABULARY)
+    else:
+        for name in means:
             head[name] -= means[name]
 
 
