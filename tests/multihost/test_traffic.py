@@ -191,3 +191,4 @@ def test_blocks_run_whole_in_flight_too_and_are_held_once_for_all_runs(
 
     assert names(commands).count("call") == 4 * len(far_blocks(model))
     assert names(commands).count("build") <= len(far_blocks(model))  # or it was before
+    assert names(commands).count("try_out") <= len(far_blocks(model))

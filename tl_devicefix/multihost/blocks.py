@@ -53,7 +53,6 @@ class _Snapshot:
         description: of what a rank builds the block; None if it cannot.
         functions: those that the block may use, beside torch's and TransformerLens's.
         names: of its tensors, in order.
-        trials: what running it has shown, by the kinds of its arguments.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -67,7 +66,6 @@ class _Snapshot:
         self._layout = self._lying()
         self.functions = frozenset[Any]().union(*map(functions_of, set(map(type, modules))))
         self.description = description(block)
-        self.trials: dict[tuple[Any, ...], Trial | None] = {}
 
     def holds(self) -> bool:
         """Whether all settings are still the same objects."""
@@ -151,9 +149,9 @@ def run_by_command(
         *inputs,
         *(leaf.dtype if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves),
     )
-    if kinds not in snapshot.trials:
-        snapshot.trials[kinds] = call.try_out()
-    trial = snapshot.trials[kinds]
+    if kinds not in call.trials:
+        call.trials[kinds] = call.try_out()
+    trial = call.trials[kinds]
     if trial is None:
         return None
     named = call.tensors() if torch.is_grad_enabled() else []
@@ -206,7 +204,12 @@ def _contiguous(shape: Any, dtype: torch.dtype) -> Geometry:
 
 
 class _Call:
-    """A call of a block by one command, with or without a graph."""
+    """A call of a block by one command, with or without a graph.
+
+    Attributes:
+        rank: the block's.
+        trials: what running it has shown, by the kinds of its arguments.
+    """
 
     def __init__(
         self,
@@ -223,7 +226,9 @@ class _Call:
         self.rank = self._place.rank
         assert snapshot.description is not None
         key = self._device.index, snapshot.description
-        self._block = far.built.get(key) or far.built.setdefault(key, self._build(key[1]))
+        if key not in far.built:
+            far.built[key] = self._build(key[1]), {}
+        self._block, self.trials = far.built[key]
         self._after: tuple[Any, list[str]] | None = None
 
     def _build(self, description: bytes) -> Built | Owner:

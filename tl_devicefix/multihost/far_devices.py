@@ -55,8 +55,8 @@ class FarDevices(Executor):
         self.places = places
         self.run_block: Callable[..., torch.Tensor | None] | None = None
         self._peers = peers
-        #: What ranks have built, by device and description.
-        self.built: dict[tuple[int, bytes], Any] = {}
+        #: Blocks that ranks have built, and their trials, by device and description.
+        self.built: dict[tuple[int, bytes], tuple[Any, dict[Any, Any]]] = {}
         self._same: dict[tuple[int, File], bool] = {}  # whether a rank has a file of rank 0's
         self._between_ranks = threading.Lock()
 
