@@ -4,12 +4,12 @@
                                [--repeats 9] [--threads 1] [--flights 16] [--cache DIR]
     python benchmarks/ranks.py --startup 4
 
-A Llama with random weights is loaded twice into this process: on the CPU, and over the CPU and that
-of another process, which lends it. Both do the same in turns; ratios are medians of those of
-neighbours in time. Each process keeps to its half of the cores, and has `--threads`. With
-`--flights`, runs in flight (`tl_devicefix.pipeline_map`) over both ranks are compared with the
-loop on one. Beside it stands what two processes that know nothing of each other do here in the
-time that one takes.
+A Llama with random weights (on TransformerLens 4 a TransformerBridge) is loaded twice into this
+process: on the CPU, and over the CPU and that of another process, which lends it. Both do the same
+in turns; ratios are medians of those of neighbours in time. Each process keeps to its half of the
+cores, and has `--threads`. With `--flights`, runs in flight (`tl_devicefix.pipeline_map`) over both
+ranks are compared with the loop on one. Beside it stands what two processes that know nothing of
+each other do here in the time that one takes.
 With `--startup`, nothing else is done: so many processes of this host import, wait until all have,
 and join; it is printed what each took.
 """
@@ -27,12 +27,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from forward import SIZES, make_checkpoint
 from load import HUB_NAME
+from packaging.version import Version
 
 
 def timed(run: Callable[[], Any]) -> float:
@@ -85,14 +87,23 @@ def lend(arguments: argparse.Namespace) -> tuple[str, float]:
     return master, time.perf_counter()
 
 
+def loader() -> Any:
+    """What loads a model as it is, of the newest class that there is."""
+    import transformer_lens
+
+    if Version(version("transformer_lens")) < Version("4.0"):
+        return transformer_lens.HookedTransformer.from_pretrained_no_processing
+    from transformer_lens.model_bridge import TransformerBridge
+
+    return TransformerBridge.boot_transformers
+
+
 def compare(arguments: argparse.Namespace) -> None:
     """Load, and print the table."""
     master, started = lend(arguments)
-    from transformer_lens import HookedTransformer
-
     import tl_devicefix
 
-    load = HookedTransformer.from_pretrained_no_processing
+    load = loader()
     here = load(HUB_NAME, device="cpu")
     tl_devicefix.init_hosts(master, 0, 2)
     print(f"joined {time.perf_counter() - started:.1f} s after the other process was started")
@@ -138,7 +149,8 @@ def show_backward(far: Any, here: Any, arguments: argparse.Namespace) -> None:
     def run(model: Any) -> torch.Tensor:
         model.zero_grad(set_to_none=True)
         model(tokens, return_type="loss").backward()
-        gradient: torch.Tensor = model.embed.W_E.grad  # the last one, behind all blocks
+        # The last one, behind all blocks.
+        gradient: torch.Tensor = next(model.embed.parameters()).grad
         return gradient[0]
 
     found = side_by_side(lambda: run(far), lambda: run(here), arguments.repeats)
@@ -221,9 +233,7 @@ def beside(arguments: argparse.Namespace) -> Iterator[None]:
 
 def run_for_ever(arguments: argparse.Namespace) -> None:
     """Run forwards until this process is killed."""
-    from transformer_lens import HookedTransformer
-
-    model = HookedTransformer.from_pretrained_no_processing(HUB_NAME, device="cpu")
+    model = loader()(HUB_NAME, device="cpu")
     with torch.inference_mode():
         for count in itertools.count():
             model(torch.randint(3, 1000, (1, arguments.context)))

@@ -205,7 +205,7 @@ def test_experts_of_a_block_with_hooks_run_on_their_rank(
     boot_over: Any, bridge_references: Any, tokens: torch.Tensor
 ) -> None:
     def run(bridge: Any) -> Any:
-        hooks = [(f"blocks.{FAR}.ln2.hook_normalized", lambda value, hook: value * 2)]
+        hooks = [(f"blocks.{FAR}.hook_resid_mid", lambda value, hook: value * 2)]
         with torch.no_grad():
             return bridge.run_with_hooks(tokens, fwd_hooks=hooks).cpu()
 
