@@ -6,6 +6,7 @@ import copy
 import gc
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,8 +23,7 @@ from tl_devicefix.placement import in_use
 def of_this_module_only() -> Iterator[None]:
     """Models of other modules' tests may live on, and their devices be in use."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(in_use, "_placements", {})
-        patch.setattr(in_use, "_cached", [])
+        patch.setattr(in_use, "_placements", weakref.WeakValueDictionary())
         yield
 
 

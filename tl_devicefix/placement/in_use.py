@@ -15,10 +15,7 @@ from tl_devicefix.placement.placement import Placement
 
 _chosen: ContextVar[DeviceLike | None] = ContextVar("gather_on", default=None)
 # By identity, as equal placements of two models are two; in the order they were placed.
-_placements: dict[int, weakref.ref[Placement]] = {}
-# Their devices, and the home of the latest, once asked for. At each change it is a fresh list, as
-# models come and go in any thread: what was found out meanwhile stays in the old one.
-_cached: list[tuple[frozenset[torch.device], torch.device | None]] = []
+_placements: weakref.WeakValueDictionary[int, Placement] = weakref.WeakValueDictionary()
 
 
 @contextlib.contextmanager
@@ -69,33 +66,16 @@ def chosen_device(home: torch.device | None) -> torch.device | None:
 
 def use(placement: Placement) -> None:
     """Count a placement's devices as in use, as long as a model (or anyone) holds it."""
-    global _cached
-    key = id(placement)
-    _placements.pop(key, None)
-    _placements[key] = weakref.ref(placement, lambda _: _forget(key))
-    _cached = []
-
-
-def _forget(key: int) -> None:
-    global _cached
-    _placements.pop(key, None)
-    _cached = []
+    _placements.pop(id(placement), None)
+    _placements[id(placement)] = placement
 
 
 def devices_in_use() -> frozenset[torch.device]:
     """All placed models' devices, the host if blocks are offloaded, and that of `gather_on`."""
-    devices, latest_home = _find()
-    chosen = chosen_device(latest_home)
+    placements = placements_in_use()
+    devices = frozenset(device for placement in placements for device in placement.memories)
+    chosen = chosen_device(placements[-1].home if placements else None)
     return devices if chosen is None else devices | {chosen}
-
-
-def _find() -> tuple[frozenset[torch.device], torch.device | None]:
-    cached = _cached
-    if not cached:
-        placements = placements_in_use()
-        devices = frozenset(device for placement in placements for device in placement.memories)
-        cached.append((devices, placements[-1].home if placements else None))
-    return cached[0]
 
 
 def device_of_result(devices: frozenset[torch.device]) -> torch.device:
@@ -104,14 +84,11 @@ def device_of_result(devices: frozenset[torch.device]) -> torch.device:
     That of `gather_on`; else the home of the model that was placed last, of those that are on all
     of the devices, or, where none is, on one of them; else, where all have just gone, one of them.
     """
-    chosen = chosen_device(_find()[1])
+    placements = placements_in_use()[::-1]
+    chosen = chosen_device(placements[0].home if placements else None)
     if chosen is not None:
         return chosen
-    latest = [
-        placement
-        for placement in reversed(placements_in_use())
-        if devices & set(placement.memories)
-    ]
+    latest = [placement for placement in placements if devices & set(placement.memories)]
     if not latest:
         return min(devices, key=str)
     return next(
@@ -121,7 +98,8 @@ def device_of_result(devices: frozenset[torch.device]) -> torch.device:
 
 def placements_in_use() -> list[Placement]:
     """Those that a model, or anyone, holds, in the order they were placed."""
-    references = (reference() for reference in list(_placements.values()))
+    # Not `values()`, as other threads may place models meanwhile.
+    references = (reference() for reference in _placements.valuerefs())
     return [placement for placement in references if placement is not None]
 
 
