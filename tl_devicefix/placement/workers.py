@@ -43,39 +43,22 @@ def each_on_its_device(
             do(unit)
             done()
         return
-    begun: list[Future[bool]] = []
-    stopped = threading.Event()
+    begun: list[Future[None]] = []
     with contextlib.ExitStack() as stack:
         cores = stack.enter_context(sharing_cores(len(of_each)))
         caller = CallersState(of_each)
         workers = {device: stack.enter_context(threads(1)) for device in of_each}
-        stack.callback(stopped.set)  # before the workers are waited for
+        stack.callback(lambda: [future.cancel() for future in begun])  # before workers are awaited
         for unit, device in zip(units, devices):
-            begun.append(workers[device].submit(_do_unless, stopped, do, unit, caller, cores))
+            begun.append(workers[device].submit(caller.run, _on_cores, cores, do, unit))
         for future in as_completed(begun):
-            if future.exception() is None and future.result():
-                done()
-    errors = [error for future in begun if (error := future.exception()) is not None]
+            if future.exception() is not None:
+                break
+            done()
+    errors = list(filter(None, (future.exception() for future in begun if not future.cancelled())))
+    del future
     begun.clear()  # or an error's traceback would hold them, and they the error
     _raise_first(errors)
-
-
-def _do_unless(
-    stopped: threading.Event,
-    do: Callable[[Any], None],
-    unit: Any,
-    caller: CallersState,
-    cores: int,
-) -> bool:
-    """Do it to one unit, in a worker, unless they are stopped; say whether it was done."""
-    if stopped.is_set():
-        return False
-    try:
-        caller.run(_on_cores, cores, do, unit)
-    except BaseException:
-        stopped.set()
-        raise
-    return True
 
 
 def _on_cores(cores: int, do: Callable[[Any], None], unit: Any) -> None:
