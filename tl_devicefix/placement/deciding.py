@@ -214,15 +214,12 @@ def _run_where_others_do(placed: Sequence[PlacedComponent]) -> tuple[PlacedCompo
     home = placed[0].device
     on_device = [c for c in placed if is_block(c.name) and c.device != HOST]
     device = on_device[0].device if on_device else home
-    running = []
-    for component in placed:
-        if not is_block(component.name) or home == HOST:
-            running.append(component)
-        elif component.device == HOST:
-            running.append(replace(component, device=device, offloaded=True))
-        else:
+    running = list(placed)
+    for position, component in enumerate(placed):
+        if is_block(component.name) and component.device != HOST:
             device = component.device
-            running.append(component)
+        elif is_block(component.name) and home != HOST:
+            running[position] = replace(component, device=device, offloaded=True)
     return tuple(running)
 
 

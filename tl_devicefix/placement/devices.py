@@ -327,7 +327,8 @@ def free_memory(device: torch.device) -> int | None:
     try:
         free, total = module.mem_get_info(device)
     except RuntimeError as error:
-        if _says_not_supported(error):  # some XPUs have no such query
+        # Some XPUs have no such query, nor has torch as it was built for others.
+        if isinstance(error, NotImplementedError) or re.search("n[o']t support", str(error)):
             return None
         raise
     if not hasattr(module, "memory_reserved"):
@@ -338,11 +339,6 @@ def free_memory(device: torch.device) -> int | None:
         allowed = module.get_per_process_memory_fraction(device) * total - allocated
         free = min(free, allowed)  # less than nothing, if more was allocated before it was set
     return max(int(free), 0)
-
-
-def _says_not_supported(error: RuntimeError) -> bool:
-    """Whether torch says that the device, or torch as it was built, has no such query."""
-    return isinstance(error, NotImplementedError) or bool(re.search("n[o']t support", str(error)))
 
 
 def has_values(tensor: torch.Tensor) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -309,15 +310,7 @@ def _without_pattern(asked: Setting) -> Iterator[Change]:
     yield f"attn_implementation={SDPA!r}", tried
 
 
-def _smaller_batch(asked: Setting) -> Iterator[Change]:
-    return _halved(asked, "batch_size", least=1)
-
-
-def _shorter(asked: Setting) -> Iterator[Change]:
-    return _halved(asked, "seq_len", least=64)
-
-
-def _halved(asked: Setting, name: str, least: int) -> Iterator[Change]:
+def _halved(name: str, least: int, asked: Setting) -> Iterator[Change]:
     value = getattr(asked.job, name) // 2
     while value >= least:
         changed: dict[str, Any] = {name: value}
@@ -330,5 +323,10 @@ def _less_cached(asked: Setting) -> Iterator[Change]:
         yield "caching nothing", replace(asked, job=replace(asked.job, cache=None))
 
 
-_OF_THE_JOB = (_without_pattern, _smaller_batch, _shorter, _less_cached)
+_OF_THE_JOB = (
+    _without_pattern,
+    partial(_halved, "batch_size", 1),
+    partial(_halved, "seq_len", 64),
+    _less_cached,
+)
 _CHANGES = (_more_devices, _smaller_dtype, _offloaded, *_OF_THE_JOB)
