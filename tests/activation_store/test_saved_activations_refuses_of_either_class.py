@@ -107,7 +107,7 @@ def test_a_directory_without_shards_is_used_again(
 READ: list[tuple[Callable[[SavedActivations], Any], str]] = [
     (lambda h: h.cache("a"), "numbers, slices and lists of numbers, not by str"),
     (lambda h: h.cache([0, 99]), "there is no example 99 among 11"),
-    (lambda h: h.cache(0)["embed"], "hook_embed was not saved"),
+    (lambda h: h.cache(0)["embed"], "hook_embed"),
     (lambda h: h[3], "3 was not saved"),
     (lambda h: h["resid_post", 5], "blocks.5.hook_resid_post was not saved; did you mean"),
     (lambda h: h[WRITTEN][11], "no example 11 among 11"),

@@ -6,6 +6,7 @@ TransformerLens is imported by what returns its classes: importing it takes long
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from tl_devicefix.activation_store.format import (
 from tl_devicefix.activation_store.shards import Stored
 from tl_devicefix.activation_store.token_batches import Shuffle, TokenBatches
 from tl_devicefix.misspelt import did_you_mean
+from tl_devicefix.placement.devices import HOST
 from tl_devicefix.placement.memory import gib
 
 if TYPE_CHECKING:
@@ -75,7 +77,9 @@ class SavedActivations:
 
     def __getitem__(self, name: str | tuple[Any, ...]) -> Stored:
         if isinstance(name, tuple):  # as a cache is indexed: saved["resid_post", 2]
-            name = _act_name(*name)
+            from transformer_lens.patching import utils
+
+            name = utils.get_act_name(*name)
         if name not in self.names:
             raise KeyError(f"{name} was not saved{did_you_mean(name, self.names)}")
         return self.stored[name]
@@ -114,7 +118,9 @@ class SavedActivations:
             IndexError: if there is no such example.
             TypeError: if `examples` is no number, slice or list of numbers.
         """
-        from tl_devicefix.activation_store.cache import cache_of
+        from transformer_lens import ActivationCache
+
+        from tl_devicefix.gathering.caches import CacheAtHome
 
         if self.token_mask is not None:
             raise ValueError(
@@ -128,7 +134,13 @@ class SavedActivations:
                     f"model that you pass has {name}={own}"
                 )
         self.tokens.numbers(examples)  # refuses other indices
-        return cache_of({name: self.stored[name] for name in self.names}, examples, model)
+        if (placement := getattr(model, "placement", None)) is not None:
+            home = placement.home
+        else:
+            home = HOST if model is None else next(model.parameters()).device
+        reads: Any = {name: partial(self.stored[name].__getitem__, examples) for name in self.names}
+        cache = CacheAtHome(home).of(reads)
+        return ActivationCache(cache, model, has_batch_dim=not isinstance(examples, int))
 
     def activations(
         self,
@@ -194,12 +206,3 @@ class SavedActivations:
             *self.missing(),
         ]
         return "\n".join(lines)
-
-
-def _act_name(*parts: Any) -> str:
-    """The name of a hook point, as TransformerLens writes it."""
-    try:
-        from transformer_lens.utilities import get_act_name
-    except ImportError:  # TransformerLens 2.x
-        from transformer_lens.utils import get_act_name
-    return get_act_name(*parts)

@@ -8,18 +8,12 @@ import fcntl
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tl_devicefix.activation_store.format import (
-    INDEX,
-    Index,
-    read_index,
-    shard_name,
-)
+from tl_devicefix.activation_store.format import INDEX, Index, read_index, shard_name
 from tl_devicefix.activation_store.reader import SavedActivations
 from tl_devicefix.placement.memory import gib
 
@@ -113,24 +107,15 @@ def model_fields(model: Any) -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, str]:
-    """The versions of the packages that compute and write."""
-    return {name: version(name) for name in ("tl_devicefix", "transformer_lens", "torch")}
-
-
-class Saved:
+class Saved(SavedActivations):
     """Activations on disk, to be compared with those that would be saved now.
 
     Each method raises a ValueError that names the first difference.
     """
 
-    def __init__(self, directory: Path, index: Index) -> None:
-        self._directory, self._index = directory, index
-        self._stored = SavedActivations(directory, index).stored
-
     def compare_index(self, index: Index) -> None:
         """Compare the index with the one that would be written now."""
-        before, now = _fields(self._index), _fields(index)
+        before, now = _fields(self.index), _fields(index)
         for field in {**before, **now}:
             if before.get(field) != now.get(field):
                 raise self._other(
@@ -141,7 +126,7 @@ class Saved:
     def compare_activations(self, activations: Mapping[str, torch.Tensor]) -> None:
         """Compare the first batch's activations with those that the model computes now."""
         for name, computed in activations.items():
-            stored = self._stored[name].of_shard(0)
+            stored = self.stored[name].of_shard(0)
             n_rows = min(len(stored), len(computed))
             if not _same_bits(stored[:n_rows], computed[:n_rows].cpu()):
                 raise self._other(
@@ -158,7 +143,7 @@ class Saved:
             count: how many of its examples are on disk.
         """
         for name, rows in beside.items() if count else ():
-            if not torch.equal(self._stored[name][start : start + count], rows[:count]):
+            if not torch.equal(self.stored[name][start : start + count], rows[:count]):
                 raise self.other_data(
                     f"from example {start} on, batches has other values of {name}, or "
                     f"{self._damaged}"
@@ -166,7 +151,7 @@ class Saved:
 
     @property
     def _damaged(self) -> str:
-        command = f"python -m tl_devicefix activations verify {self._directory}"
+        command = f"python -m tl_devicefix activations verify {self.directory}"
         return f"a shard is damaged (`{command}` finds it)"
 
     def other_data(self, difference: str) -> ValueError:
@@ -175,7 +160,7 @@ class Saved:
 
     def _other(self, difference: str) -> ValueError:
         return ValueError(
-            f"the activations in {self._directory} are not those of this call: {difference}, or "
+            f"the activations in {self.directory} are not those of this call: {difference}, or "
             "give another directory"
         )
 

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from inspect import signature
 from itertools import chain
+from operator import length_hint
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +16,21 @@ import torch
 import transformers.utils.logging as hf_logging
 
 from tl_devicefix.activation_store import resume as on_disk
-from tl_devicefix.activation_store.batches import Batch, Batches
-from tl_devicefix.activation_store.format import (
-    Entry,
-    Index,
-    dtype_name,
-    write_index,
-)
+from tl_devicefix.activation_store.format import Entry, Index, dtype_name, write_index
 from tl_devicefix.activation_store.reader import SavedActivations, load_activations
 from tl_devicefix.activation_store.selection import (
+    Batch,
     Selection,
     TokenMask,
     Transform,
     checked_names,
+    read_batches,
 )
 from tl_devicefix.activation_store.writer import Copied, Writer, start_copies
 from tl_devicefix.checkpoints.configs import torch_dtype
 from tl_devicefix.dispatch.carrying import outputs_unread
 from tl_devicefix.misspelt import refuse_misspelt
+from tl_devicefix.monkeypatch.versions import versions
 from tl_devicefix.pipelining.pipeline_map import n_in_flight, pipeline_map
 from tl_devicefix.placement.memory import bytes_of, gib
 
@@ -108,12 +106,11 @@ def save_activations(
     directory = Path(directory)
     dtype = None if dtype is None else torch_dtype(dtype)
     selection = Selection(checked_names(names_filter, model), dtype, transform, token_mask)
-    source = Batches(batches, model, selection)
     shard_bytes = bytes_of(shard_size, "shard_size")
     if shard_bytes < 1:
         raise ValueError(f"shard_size must be 1 byte or more, but is {shard_size!r}")
     with torch.no_grad(), on_disk.locked(directory):
-        saving = _Saving(model, source, selection, arguments, directory)
+        saving = _Saving(model, batches, selection, arguments, directory)
         saving.begin(on_disk.saved_index(directory, resume), shard_bytes)
         saving.run(n_runs, progress)
     return load_activations(directory)
@@ -137,13 +134,14 @@ class _Saving:
     def __init__(
         self,
         model: Any,
-        source: Batches,
+        batches: Iterable[Any],
         selection: Selection,
         arguments: dict[str, Any],
         directory: Path,
     ) -> None:
         self._model, self._selection, self._directory = model, selection, directory
-        self._source, self._batches = source, iter(source)
+        self._n_batches = length_hint(batches, -1)
+        self._batches = read_batches(batches, model, selection)
         self._arguments = arguments
 
     def begin(self, saved: Index | None, shard_bytes: int) -> None:
@@ -167,22 +165,23 @@ class _Saving:
         if not any(name.startswith("unembed") for name in tensors):  # logits are not needed
             self._arguments = {"return_type": None, **self._arguments}
 
-        self._total, self._n_bytes = self._source.most_examples(n_examples), None
-        if self._total is not None:
+        self._total = self._n_bytes = None
+        if self._n_batches >= 0:  # at most: the last one may be smaller
             of_first = sum(t.nbytes for t in (*batch.stored.values(), *tensors.values()))
-            self._n_bytes = of_first * self._total // n_examples
+            self._total, self._n_bytes = (size * self._n_batches for size in (n_examples, of_first))
             if saved is None or not saved.is_complete:
                 written = 0 if saved is None else saved.n_bytes
                 on_disk.check_disk(self._directory, self._n_bytes - written)
 
         entries = (
             *(Entry(n, dtype_name(t.dtype), tuple(t.shape[1:])) for n, t in batch.stored.items()),
-            *self._entries,
+            *self._entries.values(),
         )
         rows = {"example": 1, "token": self._width}  # at most: fewer tokens may be saved
         of_example = sum(entry.row_bytes * rows[entry.axis] for entry in entries)
         per_shard = max(1, shard_bytes // of_example)
-        index = Index(on_disk.model_fields(self._model), on_disk.versions(), entries, per_shard)
+        made_by = versions(("tl_devicefix", "transformer_lens", "torch"))
+        index = Index(on_disk.model_fields(self._model), made_by, entries, per_shard)
         self._index = index if saved is None else saved
         self._saved = on_disk.Saved(self._directory, self._index)
         if saved is None:
@@ -264,8 +263,7 @@ class _Saving:
         if batch.inputs is self._first.inputs:  # which `begin` has run
             computed, self._of_first = self._of_first, {}
         tensors = computed or self._forward(view, batch)
-        before = {entry.name: entry for entry in self._entries}
-        now = {entry.name: entry for entry in self._entries_of(batch, tensors)}
+        before, now = self._entries, self._entries_of(batch, tensors)
         for name in {**before, **now}:
             if before.get(name) != now.get(name):
                 raise ValueError(
@@ -288,6 +286,6 @@ class _Saving:
             )
         return self._selection.of(cache, len(batch.inputs), batch.saved)
 
-    def _entries_of(self, batch: Batch, tensors: dict[str, torch.Tensor]) -> list[Entry]:
+    def _entries_of(self, batch: Batch, tensors: dict[str, torch.Tensor]) -> dict[str, Entry]:
         n_rows = len(batch.inputs) if batch.saved is None else int(batch.saved.sum())
         return self._selection.entries_of(tensors, n_rows, self._arguments.get("stop_at_layer"))

@@ -1,14 +1,23 @@
-"""Which activations are saved: by name, transformed, in a dtype, of which tokens."""
+"""Which activations are saved: by name, transformed, in a dtype, of which batches and tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
+from transformer_lens.patching import utils
 
-from tl_devicefix.activation_store.format import CODES, NOT_BY_TOKEN, Entry, dtype_name
+from tl_devicefix.activation_store.format import (
+    CODES,
+    MASK,
+    NOT_BY_TOKEN,
+    TOKEN_MASK,
+    TOKENS,
+    Entry,
+    dtype_name,
+)
 from tl_devicefix.gathering.caches import CacheAtHome
 from tl_devicefix.misspelt import did_you_mean, which_hook_point
 
@@ -120,7 +129,7 @@ class Selection:
 
     def entries_of(
         self, tensors: Mapping[str, torch.Tensor], n_rows: int, stop_at_layer: int | None
-    ) -> list[Entry]:
+    ) -> dict[str, Entry]:
         """How the activations of a batch are stored.
 
         Args:
@@ -156,10 +165,10 @@ class Selection:
                     f"{name} is {list(tensor.shape)}, which has no row for each of {n_rows} "
                     f"{axis}s: remove it from names_filter, or have transform return [batch, ...]"
                 )
-        return [
-            Entry(name, dtype_name(tensor.dtype), tuple(tensor.shape[1:]), axis)
+        return {
+            name: Entry(name, dtype_name(tensor.dtype), tuple(tensor.shape[1:]), axis)
             for name, tensor in tensors.items()
-        ]
+        }
 
 
 def checked_names(names_filter: Any, model: Any) -> Any:
@@ -187,3 +196,90 @@ def checked_names(names_filter: Any, model: Any) -> Any:
                 f"selects several){which_hook_point(name, model.hook_dict)}"
             )
     return names
+
+
+class Batch(NamedTuple):
+    """The input of one forward.
+
+    Attributes:
+        inputs: tokens `[batch, pos]`, where the user has them.
+        arguments: the attention mask for the forward, if there is one.
+        stored: tokens and masks `[batch, pos]` that are stored beside activations, on the CPU.
+        skip: how many of its examples are on disk already.
+    """
+
+    inputs: torch.Tensor
+    arguments: dict[str, Any]
+    stored: dict[str, torch.Tensor]
+    skip: int = 0
+
+    @property
+    def saved(self) -> torch.Tensor | None:
+        """Which tokens' activations are saved; None for all."""
+        return self.stored.get(TOKEN_MASK)
+
+
+def read_batches(items: Iterable[Any], model: Any, selection: Selection) -> Iterator[Batch]:
+    """The batches that a user gives; see `save_activations`.
+
+    Args:
+        items: the batches.
+        model: whose tokenizer reads texts.
+        selection: which says which tokens' activations are saved.
+
+    Raises:
+        TypeError: for an item that is no batch.
+        ValueError: for tokens that are not `[batch, pos]`, or a mask of another shape.
+    """
+    if isinstance(items, (str, Mapping)):
+        raise TypeError(
+            f"batches must be an iterable of batches, but is a {type(items).__name__}: give "
+            "a list of them, such as [[text, text], [text]]"
+        )
+    for number, item in enumerate(items):
+        inputs, mask = _tokens_and_mask(item, number)
+        if isinstance(inputs, list):
+            inputs = model.to_tokens(inputs)
+            bos = model.cfg.default_prepend_bos
+            mask = utils.get_attention_mask(model.tokenizer, inputs, bos)
+            mask = None if mask.all() else mask
+        if inputs.dim() != 2 or not inputs.numel():
+            raise ValueError(
+                f"a batch must be one or more tokens [batch, pos], but is {list(inputs.shape)}: "
+                "make batches of examples, as tokens.split(8) or a DataLoader does"
+            )
+        inputs = inputs.clone()  # a loader may put its next batch into the same memory
+        mask = None if mask is None else torch.as_tensor(mask).clone()
+        if mask is not None and mask.shape != inputs.shape:
+            raise ValueError(
+                f"the attention_mask of a batch is {list(mask.shape)}, but its tokens are "
+                f"{list(inputs.shape)}: give one value for each token"
+            )
+        tokens = inputs.cpu().long()
+        seen = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.cpu().bool()
+        stored = {TOKENS: tokens, MASK: seen}
+        if (saved := selection.saved_tokens(tokens, seen)) is not None:
+            stored[TOKEN_MASK] = saved
+        yield Batch(inputs, {} if mask is None else {"attention_mask": mask}, stored)
+
+
+def _tokens_and_mask(item: Any, number: int) -> tuple[list[str] | torch.Tensor, Any]:
+    """The tokens or texts of an item, and its mask."""
+    tokens, mask = item, None
+    if isinstance(item, Mapping):
+        tokens, mask = item.get("tokens", item.get("input_ids")), item.get("attention_mask")
+    elif isinstance(item, (list, tuple)) and len(item) == 1 and isinstance(item[0], torch.Tensor):
+        (tokens,) = item  # as a DataLoader of a TensorDataset has them
+    if isinstance(tokens, (list, tuple)) and len(tokens) and isinstance(tokens[0], str):
+        return list(tokens), None
+    try:
+        tokens = torch.as_tensor(tokens)
+    except (TypeError, ValueError, RuntimeError):
+        tokens = torch.tensor(0)
+    if not tokens.dim():
+        kind = f"dict with {sorted(item)}" if isinstance(item, Mapping) else type(item).__name__
+        raise TypeError(
+            f"item {number} of batches is a {kind}: give tokens [batch, pos], a list of texts, or "
+            'a dict with "tokens" or "input_ids", and "attention_mask" if there is padding'
+        )
+    return tokens, mask

@@ -7,7 +7,6 @@ the CPU before any model is. After `tl_devicefix.init_hosts`, the devices are th
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import io
 import platform
 from itertools import permutations
@@ -23,6 +22,7 @@ from tl_devicefix.demo.demo import (
     load_checkpoint,
 )
 from tl_devicefix.demo.recall_task import recall_prompts
+from tl_devicefix.monkeypatch.versions import versions
 from tl_devicefix.placement.devices import (
     consecutive,
     default_device,
@@ -89,7 +89,7 @@ def _verdict(checks: list[bool], good: str) -> bool:
 
 def _show_versions() -> None:
     print(f"Python {platform.python_version()} on {platform.platform()}")
-    print(", ".join(f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES))
+    print(", ".join(f"{name} {version}" for name, version in versions(_PACKAGES).items()))
 
 
 def _show_ranks(devices: list[torch.device]) -> None:

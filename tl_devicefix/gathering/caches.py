@@ -7,9 +7,10 @@ in force.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from tl_devicefix.tracebacks import noting_mixed_devices
 
 class CacheAtHome(dict[str, torch.Tensor]):
     """A cache of activations that stores each tensor where it was computed and reads it at home.
+
+    A `functools.partial` stands for a tensor on disk: it is called each time that you ask for it.
 
     Args:
         home: the device that every read brings the tensor to.
@@ -44,16 +47,12 @@ class CacheAtHome(dict[str, torch.Tensor]):
         return self._at_home(super().__getitem__(name))
 
     def _at_home(self, value: Any) -> Any:
-        return move(self._where_it_lies(value), self.home)
-
-    def _where_it_lies(self, value: Any) -> Any:
-        """The tensor that something stored here is; a subclass may store what stands for one."""
-        return value
+        return move(_read(value), self.home)
 
     def stored(self) -> dict[str, torch.Tensor]:
         """The tensors where they were computed, as a plain dict."""
         get = super().__getitem__
-        return {name: self._where_it_lies(get(name)) for name in self}
+        return {name: _read(get(name)) for name in self}
 
     def __iter__(self) -> Iterator[str]:
         # Python copies a dict's values as they lie (dict(cache), {**cache}) unless it has this.
@@ -76,17 +75,14 @@ class CacheAtHome(dict[str, torch.Tensor]):
 
     def copy(self) -> CacheAtHome:
         """A shallow copy that reads at home too."""
-        return self._with(lambda value: value)
+        get = super().__getitem__
+        return self.of({name: get(name) for name in self})
 
     def __copy__(self) -> CacheAtHome:
         return self.copy()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CacheAtHome:
-        return self._with(lambda value: copy.deepcopy(value, memo))
-
-    def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> CacheAtHome:
-        """A cache of changed tensors, each where this one has it."""
-        return self.of({name: change(value) for name, value in self.stored().items()})
+        return self.of(copy.deepcopy(self.stored(), memo))
 
     def of(self, activations: Mapping[str, torch.Tensor]) -> CacheAtHome:
         """A cache of other activations, wherever they are, that is read where this one is."""
@@ -97,6 +93,10 @@ class CacheAtHome(dict[str, torch.Tensor]):
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Saved as a plain dict, at home, so that torch.load can load it with weights_only.
         return OrderedDict, (), None, None, iter(self.items())
+
+
+def _read(value: Any) -> Any:
+    return value() if isinstance(value, functools.partial) else value
 
 
 _CACHING = "get_caching_hooks", "add_caching_hooks"

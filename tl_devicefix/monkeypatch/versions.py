@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+from collections.abc import Iterable
 from functools import cache
 
 from packaging.version import Version
@@ -19,6 +20,12 @@ class UnsupportedTransformerLens(ImportError):
 def installed() -> Version:
     """The version of TransformerLens."""
     return Version(importlib.metadata.version("transformer_lens"))
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """The versions of packages, of which this one may be on the path and not installed."""
+    own = {"tl_devicefix": importlib.import_module("tl_devicefix").__version__}
+    return {name: own.get(name) or importlib.metadata.version(name) for name in packages}
 
 
 @cache

@@ -9,7 +9,6 @@ import uuid
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import psutil
 import torch
 
 from tl_devicefix.monkeypatch.exchanged import PACKAGES
+from tl_devicefix.monkeypatch.versions import versions
 from tl_devicefix.placement.devices import Site
 from tl_devicefix.placement.in_use import placements_in_use
 from tl_devicefix.placement.memory import bytes_of
@@ -73,7 +73,7 @@ def hello(
         "session": secrets.token_hex(16),
         # Within one of Python as "3.12", classes are pickled alike.
         "versions": {
-            **{name: version(name) for name in PACKAGES},
+            **versions(PACKAGES),
             "Python": "{}.{}".format(*sys.version_info),
         },
     }
