@@ -204,8 +204,7 @@ def test_torchs_own_error_gets_a_note_in_what_passes_through_here(
         lambda: model(at_home),
         lambda: model.run_with_cache(at_home),
         lambda: model.generate(at_home, max_new_tokens=1, verbose=False),
-        cache.accumulated_resid,
-        cache.decompose_resid,
+        lambda: cache.get_full_resid_decomposition(expand_neurons=False),
     ]
     for number, run in enumerate(runs):
         if number == 3:

@@ -217,24 +217,6 @@ def test_cached_activations_that_are_gathered_are_copied_once_and_no_weights_are
     assert sum(t.bytes for t in copied) == cached_elsewhere(model, cache, *names)
 
 
-def test_a_hook_that_uses_a_tensor_from_home_again_and_again_copies_it_once(
-    model: Any, at_home: torch.Tensor, transfers_of: Any
-) -> None:
-    vector = torch.ones(model.cfg.d_model, device=home_of(model)) / model.cfg.d_model
-    plain = transfers_of(model, at_home)
-
-    def project_out(activation: torch.Tensor, hook: Any) -> torch.Tensor:
-        for _ in range(3):
-            activation = activation - (activation @ vector)[..., None] * vector
-        return activation
-
-    copied = transfers_of(
-        model.run_with_hooks, at_home, fwd_hooks=[("blocks.4.hook_resid_post", project_out)]
-    )
-
-    assert len(copied) == len(plain) + 1
-
-
 def test_a_hook_that_looks_up_in_a_table_at_home_copies_the_rows(
     model: Any, at_home: torch.Tensor, transfers_of: Any
 ) -> None:

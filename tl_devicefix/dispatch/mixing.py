@@ -21,9 +21,6 @@ from tl_devicefix.placement.devices import HOST
 from tl_devicefix.placement.in_use import device_of_result, devices_in_use
 from tl_devicefix.placement.memory import gib
 
-Copies = dict[int, tuple[torch.Tensor, torch.Tensor, int | None]]
-"""By the `id` of a tensor: it, its copy, and how often one of them had been changed."""
-
 
 class OutsideBlocks:
     """Of a mode for torch functions: it changes nothing that is computed within a block.
@@ -38,9 +35,6 @@ class Joining(OutsideBlocks, TorchFunctionMode):
     What is changed in place, or by `out=`, stays where it is, and what is indexed does too: the
     others come to it. Where to otherwise, and which devices, is a subclass's to say.
     """
-
-    _kept: Copies | None = None
-    """Copies that earlier calls have made, if they are kept."""
 
     def devices(self) -> frozenset[torch.device]:
         """The devices that may be mixed; torch refuses tensors of any other."""
@@ -94,20 +88,17 @@ class Joining(OutsideBlocks, TorchFunctionMode):
 
         That is `out=` on several devices, lists of `torch._foreach_*_`, running statistics.
         """
-        others, copies, nbytes = self.devices() - {target}, Copies(), 0
-        kept = {} if self._kept is None else self._kept
+        others, nbytes = self.devices() - {target}, 0
+        # By the `id` of a tensor: it, its copy, and how often that had been changed.
+        copies: dict[int, tuple[torch.Tensor, torch.Tensor, int | None]] = {}
 
         def joined(value: Any) -> Any:
             nonlocal nbytes
             if not isinstance(value, torch.Tensor) or value.device not in others:
                 return mapped(value, joined)
             if id(value) not in copies:
-                copy = _kept_copy(kept, value, target)
-                if copy is None:
-                    copy = value.to(target)
-                    nbytes += bytes_of(copy)
-                    if bytes_of(copy) <= _SMALL:
-                        kept[id(value)] = value, copy, _version(value)
+                copy = value.to(target)
+                nbytes += bytes_of(copy)
                 copies[id(value)] = value, copy, _version(copy)
             return copies[id(value)][1]
 
@@ -117,7 +108,6 @@ class Joining(OutsideBlocks, TorchFunctionMode):
             if _version(copy) != version or any(original is tensor for tensor in changed):
                 original.copy_(copy)
                 nbytes += bytes_of(copy)
-                kept.pop(id(original), None)
             originals[id(copy)] = original
         self.count(nbytes)
         return originals.get(id(result), result)
@@ -176,16 +166,12 @@ redispatch = getattr(torch.overrides, "redispatch_function", None)
 
 
 class JoinedAt(Joining):
-    """Within it, torch functions that mix the model's devices are called with all on one device.
-
-    A tensor is copied once, however often it is mixed in unchanged.
-    """
+    """Within it, torch functions that mix the model's devices are called with all on one device."""
 
     def __init__(self, device: torch.device, devices: frozenset[torch.device]) -> None:
         super().__init__()
         self._device = device
         self._devices = devices
-        self._kept = {}
 
     def devices(self) -> frozenset[torch.device]:
         """The model's."""
@@ -194,20 +180,6 @@ class JoinedAt(Joining):
     def target(self, tensors: list[torch.Tensor], devices: frozenset[torch.device]) -> torch.device:
         """The one device."""
         return self._device
-
-
-def _kept_copy(kept: Copies, tensor: torch.Tensor, device: torch.device) -> torch.Tensor | None:
-    """An earlier copy of a tensor that has not changed since, and that is in the graph if it is."""
-    original, copy, version = kept.get(id(tensor), (None, tensor, None))
-    graph = torch.is_grad_enabled() and tensor.requires_grad
-    same = original is tensor and version == _version(tensor) and version is not None
-    if not same or copy.device != device or graph != copy.requires_grad:
-        return None
-    return copy
-
-
-_SMALL = 2**24
-"""Bytes of a copy that is kept for the next call: a steering vector, not an embedding."""
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
