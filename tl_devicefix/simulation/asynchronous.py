@@ -8,7 +8,7 @@ poisoned: all bits are 1, which is NaN, or -1.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from tl_devicefix.simulation.executor import Executor
 from tl_devicefix.simulation.geometry import Geometry, tensors_in, written
-from tl_devicefix.simulation.ordering import Access, Launcher, Memory, StreamKey
+from tl_devicefix.simulation.ordering import Launcher, Memory
 
 aten = torch.ops.aten
 
@@ -151,7 +151,8 @@ class AsynchronousExecutor(Executor):
             return func(*args, **kwargs)
         stream, operands = self.launcher.current(device), tensors_in((args, list(kwargs.values())))
         reads = [] if func in _OF_A_SHAPE else operands
-        launched = self._launch(str(func), stream, reads, written(func, args, kwargs))
+        used = _memories_of(reads), _memories_of(written(func, args, kwargs))
+        launched = self.launcher.launch(str(func), stream, *used)
         result = func(*args, **kwargs)
         for tensor in tensors_in(result):
             if _memory_of(tensor) is None:
@@ -169,7 +170,7 @@ class AsynchronousExecutor(Executor):
     def read(self, tensor: torch.Tensor, device: int) -> torch.Tensor:
         """Wait until the device's current stream is done."""
         self.launcher.wait(self.launcher.record(self.launcher.current(device)))
-        self.host_uses("a read of its values", [tensor], ())
+        self.launcher.host_uses("a read of its values", _memories_of([tensor]), ())
         return tensor
 
     # Copies
@@ -205,7 +206,8 @@ class AsynchronousExecutor(Executor):
         waits = host is not None and not (non_blocking and (of is None or is_pinned(host)))
         if taking is not None:
             self.launcher.order(stream, self.launcher.record(taking))
-        launched = self._launch("copy_", stream, [source], [target], is_copy)
+        used = _memories_of([source]), _memories_of([target])
+        launched = self.launcher.launch("copy_", stream, *used, is_copy)
         if host is not None:
             self.launcher.arrive(self.launcher.clock_of(stream))
         if to is None and not waits:
@@ -235,31 +237,6 @@ class AsynchronousExecutor(Executor):
         self.copy(copied, source, to, of, non_blocking, has_values=True)
         return copied
 
-    # Order
-
-    def host_uses(
-        self, name: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]
-    ) -> None:
-        """Check that the host's own reads and writes are ordered.
-
-        Raises:
-            RaceError: if an operation on a device may still use the memory.
-        """
-        self.launcher.host_uses(name, _memories_of(reads), _memories_of(writes))
-
-    def _launch(
-        self,
-        name: str,
-        stream: StreamKey,
-        reads: Sequence[torch.Tensor],
-        writes: Sequence[torch.Tensor],
-        is_copy: bool = False,
-    ) -> Access:
-        """Launch an operation on tensors."""
-        self.launcher.free_first()
-        read, changed = (_memories_of(tensors) for tensors in (reads, writes))
-        return self.launcher.launch(name, stream, read, changed, is_copy)
-
 
 def _must_wait(func: Any, operands: list[torch.Tensor]) -> bool:
     """Whether an operation's result is a number, or its shape depends on values."""
@@ -271,9 +248,9 @@ def _must_wait(func: Any, operands: list[torch.Tensor]) -> bool:
 class WatchingHost(TorchDispatchMode):
     """Within it, the host's own use of pinned memory is checked, in the thread that entered."""
 
-    def __init__(self, executor: AsynchronousExecutor) -> None:
+    def __init__(self, launcher: Launcher) -> None:
         super().__init__()
-        self._executor = executor
+        self._launcher = launcher
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -285,7 +262,7 @@ class WatchingHost(TorchDispatchMode):
             if all(tensor.device.type == "cpu" for tensor in tensors):
                 changed = written(func, args, kwargs)
                 reads = [t for t in tensors if not any(t is other for other in changed)]
-                self._executor.host_uses(str(func), reads, changed)
+                self._launcher.host_uses(str(func), _memories_of(reads), _memories_of(changed))
         if kwargs.get("pin_memory"):
             return _pinned(func(*args, **{**kwargs, "pin_memory": False}))
         return func(*args, **kwargs)

@@ -281,6 +281,7 @@ class Launcher:
         Raises:
             RaceError: if nothing orders it after who used the memory before.
         """
+        self.free_first()
         with self.lock:
             operation = Operation(name, stream, line())
             clock = self.clock_of(stream)

@@ -174,7 +174,7 @@ def _running_behind(machine: Machine, executor: AsynchronousExecutor) -> Iterato
         stack.push(lambda kind, *_: executor.launcher.finish(hurry=kind is not None))
         _replace(stack, torch.Tensor, "pin_memory", pin_memory)
         _replace(stack, torch.Tensor, "is_pinned", is_pinned)
-        stack.enter_context(WatchingHost(executor))
+        stack.enter_context(WatchingHost(executor.launcher))
         yield
     executor.launcher.raise_errors()
 
