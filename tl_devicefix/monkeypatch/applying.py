@@ -148,12 +148,8 @@ def _find_original(cls: type, name: str) -> Any:
         # A subclass's own from_pretrained is not TransformerLens's: look further up.
         if base.__module__.partition(".")[0] not in ("transformer_lens", "torch"):
             continue
-        replaced = {
-            replacement.name: replacement.before
-            for replacement in _replaced
-            if replacement.owner is base
-        }
-        attribute = replaced.get(name, vars(base).get(name, _MISSING))
+        own = vars(base).get(name, _MISSING)
+        attribute = next((r.before for r in _replaced if (r.owner, r.name) == (base, name)), own)
         if attribute is not _MISSING:
             return attribute
     raise AttributeError(f"{cls.__name__} has no {name}")

@@ -5,10 +5,10 @@ Loading, routing, moving and reporting all read the same one. `deciding.py` comp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -71,21 +71,15 @@ class PlacedComponent(ComponentSize):
         return HOST if self.offloaded else self.device
 
 
-@dataclass(frozen=True)
-class Crossing:
-    """A transfer from a device of one host to one of another.
-
-    Attributes:
-        source: where from; the CPU is the script's host's.
-        target: where to.
-        per_token: bytes for each token of each sequence.
-        per_forward: bytes however many tokens there are.
-    """
+class Crossing(NamedTuple):
+    """A transfer from a device of one host to one of another; the CPU is the script's host's."""
 
     source: torch.device
     target: torch.device
     per_token: int = 0
+    """Bytes for each token of each sequence."""
     per_forward: int = 0
+    """Bytes however many tokens there are."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -228,9 +222,18 @@ class Placement:
 
     @cached_property
     def crossings(self) -> tuple[Crossing, ...]:
-        """Transfers between hosts in a forward, in order; a backward reverses them."""
-        moves = _moves(self.components)
-        return tuple(move for move in moves if _between_two_hosts(move, self.sites))
+        """Transfers between hosts in a forward, in order; a backward reverses them.
+
+        The residual stream, once for each boundary and once home; and the weights of offloaded
+        blocks, which are in the memory of the script's host.
+        """
+        passing_on = [component for component in self.components if component.gives]
+        moves = []
+        for component, following in zip(passing_on, [*passing_on[1:], *passing_on[:1]]):
+            if component.offloaded:
+                moves.append(Crossing(HOST, component.device, per_forward=component.weights))
+            moves.append(Crossing(component.device, following.device, per_token=component.gives))
+        return tuple(move for move in moves if len(set(_hosts(move, self.sites))) > 1)
 
     def between_hosts(self, batch: int = 1, pos: int = 1) -> BetweenHosts:
         """Bytes that a forward sends from each host to each other, by their names.
@@ -312,40 +315,21 @@ def _number(block: str) -> int:
     return int(block.rpartition(".")[2])
 
 
-def _moves(components: Sequence[PlacedComponent]) -> Iterator[Crossing]:
-    """Transfers from device to device in a forward.
-
-    The residual stream, once for each boundary and once home; and the weights of offloaded blocks,
-    which are in the memory of the script's host.
-    """
-    passing_on = [component for component in components if component.gives]
-    for component, following in zip(passing_on, [*passing_on[1:], *passing_on[:1]]):
-        if component.offloaded:
-            yield Crossing(HOST, component.device, per_forward=component.weights)
-        yield Crossing(component.device, following.device, per_token=component.gives)
-
-
-def _between_two_hosts(moved: Any, sites: Sequence[Site]) -> bool:
-    """Whether something (with `source` and `target`) goes from one host to another."""
-    return _host(moved.source, sites) != _host(moved.target, sites)
-
-
 def by_hosts(moved: Iterable[tuple[Any, int]], sites: Sequence[Site]) -> BetweenHosts:
     """Sum the bytes of what goes from a device (`source`) to another (`target`), by their hosts."""
     sums: BetweenHosts = {}
     for move, size in moved:
-        if size and _between_two_hosts(move, sites):
-            pair = _host(move.source, sites), _host(move.target, sites)
-            sums[pair] = sums.get(pair, 0) + size
+        source, target = _hosts(move, sites)
+        if size and source != target:
+            sums[source, target] = sums.get((source, target), 0) + size
     return sums
 
 
-def _host(device: torch.device, sites: Sequence[Site]) -> str:
-    """The name of a device's host; by default, that of the host where the script runs."""
-    site = site_of(device, sites)
-    if site is None:
-        return sites[0].hostname if sites else ""
-    return site.hostname
+def _hosts(move: Any, sites: Sequence[Site]) -> tuple[str, str]:
+    """The names of the hosts of `source` and `target`; by default, of that of the script."""
+    own = sites[0].hostname if sites else ""
+    source, target = site_of(move.source, sites), site_of(move.target, sites)
+    return source.hostname if source else own, target.hostname if target else own
 
 
 def in_words(sums: BetweenHosts) -> str:
