@@ -40,7 +40,6 @@ SHARED_ROOMS = (
 OF_EITHER = (
     "test_misspelt_arguments",
     "test_within_simulate",
-    "test_logging",
     "test_put_in_by_hand",
 )
 OF_BRIDGE = [
@@ -67,12 +66,9 @@ OF_HOOKED_TRANSFORMER = [
     # Processes that are lost or launched: it is no matter of which class their model is.
     "multihost/test_lost_ranks.py",
 ]
-# Of TransformerLens 3.9 these are HookedTransformer's; a Bridge's are the same code as on 4.
-OF_BRIDGE_ON_4 = ["planning/transformer_bridge"]
 collect_ignore_glob = [
     *([] if has_bridge() else OF_BRIDGE),
     *([] if has_hooked_transformer() else OF_HOOKED_TRANSFORMER),
-    *(OF_BRIDGE_ON_4 if has_hooked_transformer() else []),
     *real_devices.NOT_RUN,
 ]
 

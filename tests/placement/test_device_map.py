@@ -73,12 +73,3 @@ def test_max_memory_bounds_what_a_device_holds(limit: int | str, config: Any, ma
 
     assert 0 < placement.bytes_on(sim_1) <= 15_000
     assert placement.devices == devices(0, 1, 2, 3)
-
-
-def test_max_memory_of_a_device_that_is_not_used_is_ignored_with_a_warning(
-    config: Any, machine: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    room = {0: "1GiB", 1: "1GiB", 3: "1GiB", "cpu": "64GiB"}
-    assert plan(config(), n_devices=2, max_memory=room).devices == devices(0, 1)
-    assert "max_memory names sim:3" in caplog.text
-    assert "only sim:0, sim:1, cpu may be used" in caplog.text

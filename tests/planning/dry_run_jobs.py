@@ -7,11 +7,15 @@ from itertools import product
 from typing import Any
 
 import torch
+import transformers
 
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
 Job = Callable[[Any], Any]
 TOKENS = torch.arange(18).reshape(2, 9) % 30 + 5
+TINY = transformers.GPT2Config(n_layer=4, n_embd=8, n_head=2, vocab_size=11, n_positions=16)
+NAME: Any = "gpt2" if has_hooked_transformer() else TINY
+"""A model that needs no network: a HookedTransformer by its name, or a Bridge by its config."""
 
 
 def forward(model: Any) -> Any:

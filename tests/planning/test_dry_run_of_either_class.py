@@ -5,16 +5,18 @@ By a name that is of a HookedTransformer, or with TransformerLens 4 of a Bridge.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
 import torch
-from dry_run_jobs import CASES, COVERED, TOKENS, Job, forward, n_transfers
+from dry_run_jobs import CASES, COVERED, NAME, TOKENS, Job, fold, forward, n_transfers
 from packaging.version import Version
 
 from tl_devicefix import dry_run, estimate, plan, simulate
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer, installed
 
+a_bridge_s = pytest.mark.skipif(has_hooked_transformer(), reason="a name is HookedTransformer's")
 LLAMA_70B = "meta-llama/Llama-2-70b-hf"
 
 
@@ -147,29 +149,33 @@ def test_offloaded_blocks_visit_their_device() -> None:
     assert copied == offloaded + TOKENS.nbytes
 
 
-def said_by_us(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [item.getMessage() for item in caplog.records if item.name.startswith("tl_devicefix.")]
-
-
-def test_devices_that_only_max_memory_names_are_not_used_and_the_log_says_so(
-    caplog: pytest.LogCaptureFixture,
+def test_devices_that_only_max_memory_names_are_not_used_and_the_package_s_own_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    limits = dict.fromkeys(range(3), "1GiB")
+    # As in a user's process: the root logger is the user's; pytest has handlers of its own.
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(logging.getLogger("tl_devicefix"), "handlers", [caplog.handler])
+    limits = {**dict.fromkeys(range(3), "1GiB"), "cpu": "64GiB"}
     with simulate(3):
-        planned = plan("gpt2", 2, max_memory=limits).device_map
-    (message,) = said_by_us(caplog)
+        planned = plan(NAME, 2, max_memory=limits).device_map
 
-    dry = dry_run("gpt2", type, 2, max_memory=limits)
-    estimated = estimate("gpt2", 2, max_memory=limits, seq_len=8)
+    dry = dry_run(NAME, type, 2, max_memory=limits)
+    estimated = estimate(NAME, 2, max_memory=limits, seq_len=8)
 
     assert dry.placement.device_map == estimated.placement.device_map == planned
-    assert said_by_us(caplog) == [message] * 3
+    assert logging.getLogger().handlers == []
+    assert {item.name for item in caplog.records} == {"tl_devicefix.placement.deciding"}
+    message, *others = (item.getMessage() for item in caplog.records)
+    assert others == [message] * 2
     assert "max_memory names sim:2, where nothing is placed" in message
+    assert "only sim:0, sim:1, cpu may be used" in message
 
 
-def test_what_is_no_function_is_refused() -> None:
+def test_what_is_no_function_or_class_is_refused() -> None:
     with pytest.raises(ValueError, match=r"run must be a function .*, but is 'forward'"):
         dry_run("gpt2", "forward")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"cls must be .*, but is"):
+        dry_run("gpt2", forward, cls=dict)
 
 
 def test_the_caller_s_grad_mode_stays() -> None:
@@ -179,3 +185,36 @@ def test_the_caller_s_grad_mode_stays() -> None:
     dry_run("gpt2", job)
 
     assert torch.is_grad_enabled()
+
+
+# --------------------------------------------------------------------------------------------
+# A Bridge's own
+
+
+@a_bridge_s
+def test_compatibility_mode_takes_little_more_than_the_weights() -> None:
+    options: Any = {"dtype": torch.bfloat16, "hf_config_overrides": {"num_hidden_layers": 4}}
+    dry = dry_run("EleutherAI/pythia-1.4b", fold, 2, **options)
+
+    assert dry.runs, dry
+    largest = max(component.weights for component in dry.placement.components)
+    for peak, held in zip(dry.peaks, dry.weights):
+        assert peak.bytes - held < 4 * largest  # in float32, twice
+
+
+@a_bridge_s
+def test_the_config_s_fields_may_be_others_as_for_booting() -> None:
+    options: Any = {"n_ctx": 64, "hf_config_overrides": {"num_hidden_layers": 2}}
+    dry = dry_run("EleutherAI/pythia-70m", lambda it: (it.cfg.n_ctx, it.cfg.n_layers), **options)
+
+    assert dry.result == (64, 2)
+
+
+@a_bridge_s
+def test_a_local_checkpoint_brings_its_tokenizer(checkpoints: Any) -> None:
+    from transformer_lens.model_bridge import TransformerBridge
+
+    path = str(checkpoints("llama"))
+    dry = dry_run(path, lambda bridge: bridge("a b").shape[0], cls=TransformerBridge)
+
+    assert dry.result == 1, dry

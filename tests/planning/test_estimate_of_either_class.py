@@ -1,4 +1,4 @@
-"""`estimate` by a name: a HookedTransformer, or with TransformerLens 4 a Bridge."""
+"""`plan` and `estimate` by a name: a HookedTransformer, or with TransformerLens 4 a Bridge."""
 
 from __future__ import annotations
 
@@ -8,10 +8,48 @@ import pytest
 import torch
 from hf_models import N_CTX
 
-from tl_devicefix import estimate, simulate
+from tl_devicefix import estimate, plan, simulate
 from tl_devicefix.__main__ import main
+from tl_devicefix.checkpoints.configs import known_config
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.planning.usage import Job
+
+a_bridge_s = pytest.mark.skipif(has_hooked_transformer(), reason="a name is HookedTransformer's")
+
+BILLIONS = {
+    "gpt2": 0.124, "gpt2-xl": 1.558, "EleutherAI/gpt-neo-2.7B": 2.651, "EleutherAI/gpt-j-6B": 6.051,
+    "EleutherAI/gpt-neox-20b": 20.55, "EleutherAI/pythia-12b": 11.85, "facebook/opt-66b": 65.72,
+    "microsoft/phi-2": 2.780, "microsoft/Phi-3-mini-4k-instruct": 3.821,
+    "mistralai/Mistral-7B-v0.1": 7.242, "mistralai/Mixtral-8x7B-v0.1": 46.70,
+    "meta-llama/Llama-2-70b-hf": 68.98, "meta-llama/Llama-3.1-405B": 405.9,
+    "meta-llama/Llama-3.2-1B": 1.236, "meta-llama/Meta-Llama-3-8B": 8.030,
+    "google/gemma-7b": 8.538, "google/gemma-2-9b": 9.242, "Qwen/Qwen-14B": 14.17,
+    "Qwen/Qwen1.5-4B": 3.950, "Qwen/Qwen2-7B": 7.616, "Qwen/Qwen2.5-72B": 72.71,
+    "Qwen/Qwen3-14B": 14.77,
+}  # fmt: skip
+"""The published numbers of parameters, a tied embedding counted once."""
+NOT_A_BRIDGE = None if has_hooked_transformer() else "Qwen/Qwen-14B"
+
+
+@pytest.mark.parametrize("name", [name for name in BILLIONS if name != NOT_A_BRIDGE])
+def test_a_plan_weighs_the_published_number_of_parameters(name: str) -> None:
+    """K and V of grouped-query attention stay grouped.
+
+    A HookedTransformer has an unembedding matrix even if it is tied, and every bias, if only zeros:
+    for these at most 0.2% more.
+    """
+    config = known_config(name)
+    with simulate(4, "1TiB"):
+        placement = plan(name, n_devices=4)
+        if not has_hooked_transformer():
+            assert placement == plan(config, n_devices=4)
+
+    count = sum(component.weights for component in placement.components) / 4
+    if config.tie_word_embeddings:
+        count -= config.vocab_size * config.hidden_size
+    assert count == pytest.approx(1e9 * BILLIONS[name], rel=0.01)
+    assert len(placement.devices) == 4
+
 
 # A Bridge is estimated with an unembedding of its own, but booted with a tied one.
 TIED = ["gpt2"] if has_hooked_transformer() else []
@@ -52,6 +90,23 @@ def test_it_is_what_a_loaded_model_takes(
     assert [d.cached for d in result.devices] == pytest.approx(held, rel=0.05)
     running = [d.weights + d.buffers + d.cached + d.working for d in result.devices]
     assert running == pytest.approx(peaks, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "width"), [("gpt2", 12, 768), ("Qwen/Qwen2-0.5B", 24, 2 * 64)]
+)
+def test_the_kv_cache_is_that_of_all_tokens(name: str, layers: int, width: int) -> None:
+    result = estimate(name, batch_size=2, seq_len=100, max_new_tokens=29)
+    in_blocks = 2 * 2 * 128 * width * 4 * layers
+    assert result.devices[0].kv_cache == pytest.approx(in_blocks, rel=0.01)
+
+
+@a_bridge_s
+def test_attention_in_a_window_caches_the_window() -> None:
+    result = estimate("google/gemma-2-2b", dtype="bfloat16", seq_len=6000, max_new_tokens=100)
+    local, everywhere = 13 * 4095, 13 * 6099  # tokens
+    expected = 2 * (local + everywhere) * 4 * 256 * 2
+    assert result.devices[0].kv_cache == pytest.approx(expected, rel=0.01)
 
 
 def test_gradients_take_those_of_the_weights_and_more() -> None:

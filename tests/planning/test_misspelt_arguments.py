@@ -5,19 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import transformers
+from dry_run_jobs import NAME, TINY
 
 from tl_devicefix import dry_run, estimate
 from tl_devicefix.misspelt import refuse_misspelt
 from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
-
-TINY: dict[str, Any] = {"n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 11, "n_positions": 16}
-
-
-def name_or_config() -> Any:
-    """Of a model that needs no network: a name, or where that is a Bridge's, a config."""
-    return "gpt2" if has_hooked_transformer() else transformers.GPT2Config(**TINY)
-
 
 CALLS = {
     "estimate": lambda model, **options: estimate(model, seq_len=8, **options),
@@ -33,7 +25,7 @@ def test_a_near_miss_is_named(call: str) -> None:
     with pytest.raises(
         TypeError, match=rf"^{call} has .*'n_device'.*; did you mean 'n_devices'\?$"
     ):
-        CALLS[call](name_or_config(), n_device=4)
+        CALLS[call](NAME, n_device=4)
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -62,7 +54,7 @@ def test_what_the_config_depends_on_passes(call: str) -> None:
 @bridged
 def test_a_bridge_is_meant(call: str) -> None:
     with pytest.raises(TypeError, match="'n_ctxt' for a TransformerBridge; did you mean 'n_ctx'"):
-        CALLS[call](transformers.GPT2Config(**TINY), n_ctxt=4)
+        CALLS[call](TINY, n_ctxt=4)
 
 
 @pytest.mark.parametrize(
@@ -81,13 +73,7 @@ def test_a_bridge_is_not_booted(misspelt: dict[str, Any], says: str) -> None:
 
 
 PASSED_ON = (
-    "device_mesh",
-    "dtype",
-    "hf_model",
-    "load_in_8bit",
-    "torch_dtype",
-    "tp_size",
-    "use_cache",
+    *("device_mesh", "dtype", "hf_model", "load_in_8bit", "torch_dtype", "tp_size", "use_cache"),
 )
 """Those of what transformers' `from_pretrained` takes that are most like arguments of ours."""
 

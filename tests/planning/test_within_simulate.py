@@ -8,13 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.fx.experimental._config as meta_config
-import transformers
+from dry_run_jobs import NAME
 
-import tl_devicefix
 from tl_devicefix import dry_run, estimate, simulate
 from tl_devicefix.simulation.machine import Machine
-
-CONFIG = transformers.GPT2Config(n_layer=4, n_embd=8, n_head=2, vocab_size=11, n_positions=16)
 
 
 def forward(model: Any) -> Any:
@@ -31,31 +28,24 @@ def interrupt(model: Any) -> Any:
     raise KeyboardInterrupt
 
 
-def model_name() -> Any:
-    """A HookedTransformer's name where there is one, and a Bridge's config elsewhere."""
-    return "gpt2" if tl_devicefix.monkeypatch.versions.has_hooked_transformer() else CONFIG
-
-
 def refused() -> None:
     with pytest.raises(ValueError, match="batch_size must be"):
-        estimate(model_name(), 2, batch_size=0)
+        estimate(NAME, 2, batch_size=0)
 
 
 def interrupted() -> None:
     with pytest.raises(KeyboardInterrupt):
-        dry_run(model_name(), interrupt, 2)
+        dry_run(NAME, interrupt, 2)
 
 
 DRY_RUNS: dict[str, Callable[[], Any]] = {
-    "estimate": lambda: estimate(model_name(), 2, seq_len=4, cache="all"),
-    "an estimate with advice": lambda: estimate(model_name(), 2, seq_len=4, max_memory="1MiB"),
-    "dry_run": lambda: dry_run(model_name(), forward, 3),
-    "a job that fails": lambda: dry_run(model_name(), fail, 3),
+    "estimate": lambda: estimate(NAME, 2, seq_len=4, cache="all"),
+    "an estimate with advice": lambda: estimate(NAME, 2, seq_len=4, max_memory="1MiB"),
+    "dry_run": lambda: dry_run(NAME, forward, 3),
+    "a job that fails": lambda: dry_run(NAME, fail, 3),
     "a job that is interrupted": interrupted,
     "what is refused": refused,
-    "a dry run in a dry run": lambda: dry_run(
-        model_name(), lambda _: dry_run(model_name(), forward, 2)
-    ),
+    "a dry run in a dry run": lambda: dry_run(NAME, lambda _: dry_run(NAME, forward, 2)),
 }
 
 
@@ -101,20 +91,20 @@ def test_the_outer_machine_is_as_it_was(case: str, outer: Machine) -> None:
 
 def test_the_same_outside() -> None:
     with simulate(4):
-        inside = estimate(model_name(), 2, seq_len=4), dry_run(model_name(), forward, 3)
-    outside = estimate(model_name(), 2, seq_len=4), dry_run(model_name(), forward, 3)
+        inside = estimate(NAME, 2, seq_len=4), dry_run(NAME, forward, 3)
+    outside = estimate(NAME, 2, seq_len=4), dry_run(NAME, forward, 3)
     assert inside[0] == outside[0]
     assert repr(inside[1]) == repr(outside[1])
 
 
 def test_a_job_is_told_of_tensors_of_the_outer_machine(outer: Machine) -> None:
     vector = torch.ones(1, device="sim:0")
-    dry = dry_run(model_name(), lambda model: forward(model) + vector, 2)
+    dry = dry_run(NAME, lambda model: forward(model) + vector, 2)
     assert "belong to different simulated machines" in str(dry.error)
 
 
 def test_entering_simulate_itself_is_refused_still(outer: Machine) -> None:
-    dry = dry_run(model_name(), lambda _: simulate(2).__enter__())
+    dry = dry_run(NAME, lambda _: simulate(2).__enter__())
     assert "entered already, with 1 device" in str(dry.error)
     with pytest.raises(RuntimeError, match="entered already, with 4 device"), simulate(2):
         pass
