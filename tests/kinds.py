@@ -11,6 +11,7 @@ import torch
 import transformer_lens
 from architectures import NO_PROCESSING
 from comparison import assert_agrees
+from offloads import OFFLOADED
 from transformer_lens import HookedTransformer
 
 
@@ -48,7 +49,7 @@ GREEDY: dict[str, Any] = {
 }  # fmt: skip
 
 Spread = int | str
-"""Over how many devices a model lies, or "scattered"."""
+"""Over how many devices a model lies, or "scattered", or which of `OFFLOADED` it is."""
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 everywhere = pytest.mark.parametrize(
@@ -65,6 +66,8 @@ everywhere = pytest.mark.parametrize(
 
 def where_to(kind: str, spread: Spread) -> dict[str, Any]:
     """The arguments of `from_pretrained` that spread this kind of model so."""
+    if spread in OFFLOADED:
+        return {"device_map": OFFLOADED[spread]}
     if spread != "scattered":
         return {"n_devices": spread}
     has_pos_embed = KINDS[kind].name in ("gpt2", "bloom")

@@ -4,14 +4,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import takewhile
 from typing import Any
 
 import torch
 from comparison import assert_agrees
+from hf_models import HF_CONFIGS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import tl_devicefix
+from tl_devicefix.monkeypatch.versions import has_hooked_transformer
+from tl_devicefix.monkeypatch.versions import installed as version
+
+NAMES = list(takewhile(lambda name: name != "mamba", HF_CONFIGS))
+"""The architectures that attend."""
+HOOKED = has_hooked_transformer()
+AS_INSTALLED = {
+    "gemma-2": "soft cap",
+    **({} if version().major == 2 else {"gpt-oss": "attention sinks"}),  # which it overlooks
+    **dict.fromkeys(() if HOOKED else ("bloom", "gpt-neo", "gpt-j"), "in its own way"),
+}
+"""Architecture -> why its blocks take the installed path."""
 
 
 def installed(model: Any, run: Callable[[Any], Any]) -> Any:

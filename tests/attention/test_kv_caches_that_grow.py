@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from comparison import assert_agrees
-from hf_models import N_LAYERS
-from kinds import home_of, new_kv_cache
+from kinds import new_kv_cache
 
 import tl_devicefix
 from tl_devicefix.hooked_transformer import attention as block
@@ -235,17 +234,3 @@ def test_with_gradients(on_cpu: Any, text: torch.Tensor, masks: Any) -> None:
         return torch.autograd.grad(model.loss_fn(logits, text), weights, allow_unused=True)
 
     assert_agrees(run("sdpa"), run("eager"))
-
-
-@pytest.mark.cover
-@pytest.mark.parametrize("kind", ["llama", "bloom"])
-@pytest.mark.parametrize("spread", [1, 4])
-def test_generate(
-    model: Any, reference: Any, tokens: torch.Tensor, fused_blocks: list[int]
-) -> None:
-    options = {"max_new_tokens": 6, "do_sample": False, "stop_at_eos": False, "verbose": False}
-    with tl_devicefix.set_attn_implementation(model, "sdpa"):
-        actual = model.generate(tokens.to(home_of(model)), **options)
-
-    assert len(fused_blocks) == 6 * N_LAYERS
-    assert_agrees(actual, reference.generate(tokens, **options), home_of(model))

@@ -11,27 +11,128 @@ from typing import Any
 
 import pytest
 import torch
-from attending import assert_either_way, padded, silence_a_head, with_gradients
+from attending import (
+    AS_INSTALLED,
+    HOOKED,
+    NAMES,
+    assert_either_way,
+    installed,
+    padded,
+    silence_a_head,
+    with_gradients,
+)
 from comparison import assert_agrees
 from hf_models import D_VOCAB, N_CTX, N_LAYERS
 
 import tl_devicefix
 from tl_devicefix.attention import sdpa
-from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
-HOOKED = has_hooked_transformer()
 of_hooked = pytest.mark.skipif(not HOOKED, reason="of a HookedTransformer")
 of_bridge = pytest.mark.skipif(HOOKED, reason="of a Bridge of TransformerLens 4")
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not support:UserWarning")
 
-NAMES = ["q", "k", "v", "z"]
+POINTS = ["q", "k", "v", "z"]
+PADDED = {"left": slice(0, 3), "right": slice(-3, None), "between": slice(3, 6)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_and_gradients(
+    name: str, sdpa: Any, tokens: torch.Tensor, fused_blocks: list[int]
+) -> None:
+    model, run = sdpa(name), with_gradients(tokens)
+    expected = installed(model, run)
+    assert not fused_blocks
+
+    actual = run(model)
+
+    implementations = tl_devicefix.set_attn_implementation(model).blocks.values()
+    if name in AS_INSTALLED:
+        assert all(AS_INSTALLED[name] in reason for reason in implementations)
+        assert not fused_blocks
+        assert_agrees(actual, expected, tolerance=0)
+    else:
+        assert set(implementations) == {"sdpa"}
+        assert len(fused_blocks) == N_LAYERS
+        assert_agrees(actual, expected)
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("where", PADDED)
+@pytest.mark.parametrize("options", [{}, *([] if HOOKED else [{"compatible": True}])], ids=str)
+@pytest.mark.parametrize(
+    "name", ["llama", *(["bloom", "gpt-neo"] if HOOKED else ["gpt2", "mistral"])]
+)
+def test_padding(
+    name: str, options: Any, where: str, sdpa: Any, tokens: torch.Tensor, fused_blocks: list[int]
+) -> None:
+    model, mask = sdpa(name, **options), padded(tokens, PADDED[where])
+    run = with_gradients(tokens, attention_mask=mask)
+
+    assert_agrees(run(model), installed(model, run))
+    assert len(fused_blocks) == N_LAYERS or not HOOKED
+    with torch.no_grad():
+        expected = installed(model, lambda model: model(tokens, attention_mask=mask))
+        fused_blocks.clear()
+        assert_agrees(model(tokens, attention_mask=mask), expected)
+    assert len(fused_blocks) == N_LAYERS
+
+
+def listening(model: Any, tokens: torch.Tensor, hook: str) -> tuple[Any, Any]:
+    """What a hook point sees forward and backward; gradients of the weights."""
+    options = {"names_filter": hook, "return_type": "loss", "incl_bwd": True}
+    _, cache = model.run_with_cache(tokens, **options)
+    gradients = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    return dict(cache.items()), gradients
+
+
+OUTER = [f"blocks.0.hook_{name}" for name in ("in", "out", "resid_pre", "resid_post")]
+SCORES = ("hook_attn_scores", "hook_pattern")
+OTHERS = pytest.mark.full("dozens of forwards and backwards each; in the default run, of one")
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [(name, {}) for name in ("llama", "gpt2", "bloom")]
+    if HOOKED
+    else [
+        pytest.param(
+            name, {"compatible": folded}, marks=() if (name, folded) == ("llama", True) else OTHERS
+        )
+        for name in NAMES
+        for folded in (True, False)
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Backward hooks on hook_scale:UserWarning")
+def test_each_hook_point_listened_to_in_turn(
+    name: str, options: Any, sdpa: Any, tokens: torch.Tensor, fused_blocks: list[int]
+) -> None:
+    model = sdpa(name, **options)
+    for hook in model.run_with_cache(tokens)[1]:
+        if "blocks.0." not in hook and (not HOOKED or hook.startswith("blocks.")):
+            continue  # a later block's input has been rounded otherwise
+        if name == "olmo" and ".ln" in hook:
+            continue  # TransformerLens fails to take a backward hook of a norm without a weight
+        expected, expected_gradients = installed(
+            model, lambda m, hook=hook: listening(m, tokens, hook)
+        )
+        fused_blocks.clear()
+
+        seen, gradients = listening(model, tokens, hook)
+
+        runs_as_installed = hook.endswith(SCORES) if HOOKED else hook not in OUTER
+        goes_without = name not in AS_INSTALLED
+        assert len(fused_blocks) == (N_LAYERS - runs_as_installed if goes_without else 0)
+        tolerance = 0 if runs_as_installed or not goes_without else 1e-5
+        assert_agrees(seen.pop(hook), expected.pop(hook), tolerance=tolerance)
+        assert_agrees([seen, gradients], [expected, expected_gradients])
 
 
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        *(("llama", name) for name in [*NAMES, *(["rot_q", "rot_k"] if HOOKED else [])]),
-        *(("gpt2", name) for name in NAMES),
+        *(("llama", name) for name in [*POINTS, *(["rot_q", "rot_k"] if HOOKED else [])]),
+        *(("gpt2", name) for name in POINTS),
     ],
 )
 def test_edits_in_place_have_their_gradients(
