@@ -337,3 +337,30 @@ def test_over_several_devices(
 
     assert ways(bridge) == [None] * N_LAYERS
     assert_agrees(actual, references("gpt2")(tokens), machine.devices[0], tolerance=0)
+
+
+def test_router_logits_that_a_config_asks_for_are_recorded_on_several_devices(
+    boot: Any, machine: Any, references: Any, tokens: torch.Tensor
+) -> None:
+    """transformers makes a loss of them, which a Bridge gives to nobody."""
+    bridge = boot("mixtral", n_devices=len(machine.devices))
+    bridge.original_model.config.output_router_logits = True
+
+    with torch.no_grad():
+        assert_agrees(bridge(tokens).cpu(), references("mixtral")(tokens), tolerance=0)
+
+
+@pytest.mark.parametrize(("part", "setting"), [("ln2", "variance_epsilon"), ("attn", "scaling")])
+def test_settings_changed_on_several_devices_count(
+    part: str, setting: str, boot: Any, machine: Any, tokens: torch.Tensor
+) -> None:
+    bridge, alone = boot("llama", n_devices=len(machine.devices)), boot("llama", device="cpu")
+    results = []
+    with torch.no_grad():
+        for changed in (bridge, alone):
+            before = changed(tokens)
+            setattr(getattr(changed.blocks[-1], part).original_component, setting, 1.0)
+            results.append(changed(tokens).cpu())
+            assert not torch.equal(results[-1], before.cpu())
+
+    assert torch.equal(*results)

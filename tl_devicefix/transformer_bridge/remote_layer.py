@@ -45,8 +45,7 @@ class RemoteLayer:
         self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> torch.Tensor | None:
         inputs = dict(zip(self._names, args)) | kwargs
-        # What transformers records by hooks in the layer stays here.
-        if any(name.startswith("output_") and value for name, value in inputs.items()):
+        if inputs.get("output_router_logits"):  # transformers records them by hooks in the layer
             return None
         cache_name = next((n for n, value in inputs.items() if type(value) is DynamicCache), None)
         if cache_name is None:

@@ -71,7 +71,8 @@ class Unwrapped:
 
     def _copy(self, module: nn.Module) -> nn.Module:
         kind, is_accelerated = type(module), _is_carried_by_accelerate(module)
-        if not (is_accelerated or any(map(is_wrapper, module.modules()))):
+        has_wrappers = any(map(is_wrapper, module.modules()))
+        if not (is_accelerated or has_wrappers):
             return module
         if kind.__module__.partition(".")[0] not in _LIBRARIES:  # a user's may keep what it sees
             raise NotPlain(f"it contains a {kind.__name__}, which is not known")
@@ -80,7 +81,8 @@ class Unwrapped:
         copied = object.__new__(kind)
         attributes = vars(copied)
         attributes.update(vars(module))
-        attributes.update((name, OrderedDict()) for name in _HOOKS)
+        if has_wrappers:  # whose forward calls no hooks of what they stand for
+            attributes.update((name, OrderedDict()) for name in _HOOKS)
         if is_accelerated:  # the block's inputs are brought to its device
             for name in ("forward", "_hf_hook", "_old_forward"):
                 attributes.pop(name, None)
@@ -207,6 +209,8 @@ class _Joined(nn.Module):
     def __init__(self, parts: list[nn.Module], order: torch.Tensor | None) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
+        if order is not None:
+            order = order.to(next(parts[0].parameters()).device)
         self.register_buffer("_order", order, persistent=False)
 
     def forward(self, residual: torch.Tensor) -> torch.Tensor:
