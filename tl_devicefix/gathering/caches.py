@@ -99,6 +99,14 @@ def _read(value: Any) -> Any:
     return value() if isinstance(value, functools.partial) else value
 
 
+def cache_for(model: Any, device: Any = None) -> CacheAtHome | None:
+    """An empty cache that is read at home, or on a device; None for a model on one device."""
+    placement: Placement | None = getattr(model, "placement", None)
+    if placement is None or len(placement.devices) == 1:
+        return None
+    return CacheAtHome(placement.home if device is None else with_index(torch.device(device)))
+
+
 _CACHING = "get_caching_hooks", "add_caching_hooks"
 _CACHES, _AT_HOME = "self names_filter incl_bwd device", "cached activations are read at home"
 _READ = "activations are read at home, or on the device of `gather_on`"
@@ -113,14 +121,9 @@ def with_cache_at_home(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
     With a `device` that the caller names, activations stay there and are read there. A model on one
     device, and a dict that the caller brings, are left as they are.
     """
-    placement: Placement | None = getattr(self, "placement", None)
-    if placement is None or len(placement.devices) == 1:
-        return original(self, *args, **kwargs)
     call = inspect.signature(original).bind(self, *args, **kwargs)
     if call.arguments.get("cache") is None:
-        device = call.arguments.get("device")
-        read_on = placement.home if device is None else with_index(torch.device(device))
-        call.arguments["cache"] = CacheAtHome(read_on)
+        call.arguments["cache"] = cache_for(self, call.arguments.get("device"))
     return original(*call.args, **call.kwargs)
 
 

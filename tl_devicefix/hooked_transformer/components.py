@@ -69,7 +69,11 @@ def _size_on_meta(name: str, cfg: Any) -> ComponentSize:
 def empty_component(name: str, cfg: Any) -> nn.Module:
     """TransformerLens's module of this name, on meta: as it is before anyone changes it."""
     with torch.device("meta"):
-        return _build(name, cfg)
+        if name.startswith("blocks."):
+            return TransformerBlock(cfg, int(name.split(".")[1]))
+        if name == "ln_final":
+            return final_norm_class(cfg)(cfg)
+        return {"embed": Embed, "pos_embed": PosEmbed, "unembed": Unembed}[name](cfg)
 
 
 def is_own(model: Any, path: str, module: nn.Module) -> bool:
@@ -80,14 +84,6 @@ def is_own(model: Any, path: str, module: nn.Module) -> bool:
     except (AttributeError, KeyError):  # no such module, or no such component
         return False
     return type(own) is type(module)
-
-
-def _build(name: str, cfg: Any) -> nn.Module:
-    if name.startswith("blocks."):
-        return TransformerBlock(cfg, int(name.split(".")[1]))
-    if name == "ln_final":
-        return final_norm_class(cfg)(cfg)
-    return {"embed": Embed, "pos_embed": PosEmbed, "unembed": Unembed}[name](cfg)
 
 
 def final_norm_class(cfg: Any) -> type[nn.Module]:

@@ -13,10 +13,9 @@ from transformer_lens import ActivationCache
 
 from tl_devicefix.dispatch.carrying import bring_home, is_output_read
 from tl_devicefix.dispatch.mixing import mix_devices
-from tl_devicefix.gathering.caches import CacheAtHome
+from tl_devicefix.gathering.caches import CacheAtHome, cache_for
 from tl_devicefix.gathering.gathering import gathering_device, stack_on
 from tl_devicefix.monkeypatch.patch import patches
-from tl_devicefix.placement.devices import with_index
 
 _STACKS = "stack weights of any devices in one copy"
 _Reshape = Callable[[torch.Tensor], torch.Tensor]
@@ -32,20 +31,18 @@ def run_with_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
     With `device`, they are moved there as they are computed, and read there.
     """
-    placement = getattr(self, "placement", None)
-    if placement is None or len(placement.devices) == 1:
+    at_home = cache_for(self, kwargs.get("device"))
+    if at_home is None:
         return original(self, *args, **kwargs)
     with warnings.catch_warnings():
         # TransformerLens says that it ignores `device`, and does not.
         warnings.filterwarnings("ignore", message=r"run_with_cache\(device=.*ignored")
         output, cache = original(self, *args, **kwargs)
-    device = kwargs.get("device")
-    read_on = placement.home if device is None else with_index(torch.device(device))
     if isinstance(cache, ActivationCache):
-        cache.cache_dict = CacheAtHome(read_on).of(cache.cache_dict)
+        cache.cache_dict = at_home.of(cache.cache_dict)
     else:
-        cache = CacheAtHome(read_on).of(cache)
-    return bring_home(output, placement.home) if is_output_read() else output, cache
+        cache = at_home.of(cache)
+    return bring_home(output, self.placement.home) if is_output_read() else output, cache
 
 
 @patches(
@@ -119,10 +116,9 @@ def get_act_patch_direct_path(original: Any, *args: Any, **kwargs: Any) -> Any:
 def cache_activation_and_gradient(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """See TransformerLens's. Activations and gradients are read at home, as cached ones are."""
     cache: Any = original(model, *args, **kwargs)
-    placement = getattr(model, "placement", None)
-    if placement is None or len(placement.devices) == 1:
+    at_home = cache_for(model)
+    if at_home is None:
         return cache
-    at_home = CacheAtHome(placement.home)
     return dataclasses.replace(
         cache, activations=at_home.of(cache.activations), gradients=at_home.of(cache.gradients)
     )

@@ -13,7 +13,6 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -199,8 +198,8 @@ def _device_of_unit(bridge: Any, unit: Unit) -> torch.device:
 def _replace(unit: Unit, originals: Weights, processed: WorkingCopies) -> None:
     """Give the Bridge's components their processed weights, rounded, where the old ones were."""
     by_component: dict[str, Weights] = {name: {} for name in unit.components}
-    for named, tensor in _popped(processed):
-        name = named
+    for named in list(processed):
+        name, tensor = named, dict.pop(processed, named)
         if unit.name.startswith("blocks."):
             name = named.replace(_BLOCK, f"{unit.name}.", 1)
         if name not in originals:  # a bias that folding has made is like its weight
@@ -215,12 +214,6 @@ def _replace(unit: Unit, originals: Weights, processed: WorkingCopies) -> None:
     for component, weights in by_component.items():
         if weights:
             unit.components[component].set_processed_weights(weights)  # type: ignore[operator]
-
-
-def _popped(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-    while weights:
-        name = next(iter(weights))
-        yield name, dict.pop(weights, name)
 
 
 def _fold_into_batched_experts(bridge: Any, unit: Unit) -> None:
