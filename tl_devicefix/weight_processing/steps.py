@@ -38,7 +38,7 @@ def fold_layer_norm_into_block(
             # Grouped-query attention keeps its keys and values under an underscore.
             underscore = "" if f"attn.W_{letter}" in block else "_"
             weight, bias = f"attn.{underscore}W_{letter}", f"attn.{underscore}b_{letter}"
-            _fold_into_heads(block, weight, bias, fold_biases, center_weights)
+            _fold_norm(block, "ln1", weight, bias, fold_biases, center_weights)
         _retire(block, "ln1", keep_norms)
     if "ln2.w" in block:
         if any(name.startswith("mlp.experts.") for name in block):
@@ -47,10 +47,10 @@ def fold_layer_norm_into_block(
             # TransformerLens does not centre W_gate; it reads a mean-zero stream anyway.
             if "mlp.W_gate" in block:
                 block["mlp.W_gate"] *= block["ln2.w"][:, None]
-            _fold_into_rows(block, "ln2", "mlp.W_in", "mlp.b_in", fold_biases, center_weights)
+            _fold_norm(block, "ln2", "mlp.W_in", "mlp.b_in", fold_biases, center_weights)
         _retire(block, "ln2", keep_norms)
     if "mlp.ln.w" in block:
-        _fold_into_rows(block, "mlp.ln", "mlp.W_out", "mlp.b_out", fold_biases, center_weights)
+        _fold_norm(block, "mlp.ln", "mlp.W_out", "mlp.b_out", fold_biases, center_weights)
         _retire(block, "mlp.ln", keep_norms)
 
 
@@ -59,33 +59,23 @@ def fold_layer_norm_into_unembed(
 ) -> None:
     """Fold ln_final into the unembedding."""
     if "ln_final.w" in head:
-        _fold_into_rows(head, "ln_final", "unembed.W_U", "unembed.b_U", fold_biases, center_weights)
+        _fold_norm(head, "ln_final", "unembed.W_U", "unembed.b_U", fold_biases, center_weights)
         _retire(head, "ln_final", keep_norms)
 
 
-def _fold_into_heads(
-    block: Weights, weight: str, bias: str, fold_biases: bool, center_weights: bool
-) -> None:
-    matrix: Float[torch.Tensor, "heads d_model d_head"] = block[weight]
-    if fold_biases and "ln1.b" in block:
-        block[bias] = block[bias] + einops.einsum(
-            matrix, block["ln1.b"], "heads d_model d_head, d_model -> heads d_head"
-        )
-    matrix *= block["ln1.w"][None, :, None]
-    if center_weights:
-        matrix -= matrix.mean(dim=1, keepdim=True)
-
-
-def _fold_into_rows(
+def _fold_norm(
     weights: Weights, norm: str, weight: str, bias: str, fold_biases: bool, center_weights: bool
 ) -> None:
-    """Fold a norm into a matrix whose first dimension is the norm's."""
-    matrix: Float[torch.Tensor, "d_in d_out"] = weights[weight]
-    if fold_biases and f"{norm}.b" in weights and bias in weights:
-        weights[bias] = weights[bias] + weights[f"{norm}.b"] @ matrix
+    """Fold a norm into a matrix of d_in rows, or one for each head."""
+    matrix: Float[torch.Tensor, "... d_in d_out"] = weights[weight]
+    has_bias = norm == "ln1" or bias in weights  # as attention always has
+    if fold_biases and f"{norm}.b" in weights and has_bias:
+        weights[bias] = weights[bias] + einops.einsum(
+            matrix, weights[f"{norm}.b"], "... d_in d_out, d_in -> ... d_out"
+        )
     matrix *= weights[f"{norm}.w"][:, None]
     if center_weights:
-        matrix -= matrix.mean(dim=0, keepdim=True)
+        matrix -= matrix.mean(dim=-2, keepdim=True)
 
 
 def _fold_into_experts(block: Weights) -> None:
