@@ -115,9 +115,13 @@ def _devices_to_use(
     home = default_device() if device is None else resolve(device)
     if n_devices is not None and strategy is None:
         return consecutive(home, n_devices)
-    named = _named(home.type, limits)
+    of_type = (other for other in limits or () if other.type == home.type)
+    named = sorted(of_type, key=lambda other: other.index or 0)
+    if named and device is not None:  # those after home, and then those before it
+        after = [other for other in named if (other.index or 0) > (home.index or 0)]
+        named = [home, *after, *(other for other in named if other not in (home, *after))]
     if named:
-        return named if device is None else _from(home, named)
+        return named
     if strategy is None:
         return [home]
     if limits is not None:
@@ -126,18 +130,6 @@ def _devices_to_use(
             f"{', '.join(map(named_in_full, limits)) or 'none'}{and_there_are()}"
         )
     return all_from(home)
-
-
-def _named(device_type: str, limits: Limits | None) -> list[torch.device]:
-    """The devices of a type that `max_memory` names, in order."""
-    named = [device for device in limits or () if device.type == device_type]
-    return sorted(named, key=lambda device: device.index or 0)
-
-
-def _from(home: torch.device, devices: Sequence[torch.device]) -> list[torch.device]:
-    """Order devices from home on: home, the devices after it, and then those before it."""
-    others = [device for device in devices if device != home]
-    return [home, *sorted(others, key=lambda d: ((d.index or 0) < (home.index or 0), d.index or 0))]
 
 
 def _warn_of_unused(limits: Limits | None, devices: Sequence[torch.device]) -> None:
