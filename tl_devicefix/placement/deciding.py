@@ -17,10 +17,10 @@ from tl_devicefix.placement.balance import Share, balanced, filled_in_order, fit
 from tl_devicefix.placement.devices import (
     HOST,
     DeviceLike,
-    all_from,
     and_there_are,
     consecutive,
     default_device,
+    device_count,
     is_device,
     named_in_full,
     names_host,
@@ -129,7 +129,7 @@ def _devices_to_use(
             f"max_memory must name a {home.type!r} device, but names "
             f"{', '.join(map(named_in_full, limits)) or 'none'}{and_there_are()}"
         )
-    return all_from(home)
+    return consecutive(home, max(device_count(home.type) - (home.index or 0), 1))
 
 
 def _warn_of_unused(limits: Limits | None, devices: Sequence[torch.device]) -> None:

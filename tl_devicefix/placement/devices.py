@@ -308,11 +308,6 @@ def consecutive(first: torch.device, count: int) -> list[torch.device]:
     return [torch.device(first.type, start + i) for i in range(count)]
 
 
-def all_from(home: torch.device) -> list[torch.device]:
-    """`home` and all devices of its type after it."""
-    return consecutive(home, max(device_count(home.type) - (home.index or 0), 1))
-
-
 def free_memory(device: torch.device) -> int | None:
     """Bytes that the device itself reports as free; None where it does not say.
 

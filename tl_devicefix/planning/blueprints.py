@@ -110,11 +110,6 @@ def check_options(
     refuse_unknown(function.__name__, options, [*own, *names], where)
 
 
-def is_of_bridge(config_or_model_name: Any, cls: Any = None) -> bool:
-    """Whether a model would be a TransformerBridge."""
-    return adapter_to_load(config_or_model_name, cls).NAME == "TransformerBridge"
-
-
 def adapter_to_load(config_or_model_name: Any, cls: Any = None) -> Adapter:
     """The adapter of the class that a model would be of; for `cls` see `blueprint`."""
     hooked, bridge = map(adapters().get, ("HookedTransformer", "TransformerBridge"))

@@ -20,7 +20,7 @@ from tl_devicefix.placement.devices import (
 )
 from tl_devicefix.placement.memory import MaxMemory
 from tl_devicefix.placement.placement import Placement
-from tl_devicefix.planning.blueprints import blueprint, is_of_bridge
+from tl_devicefix.planning.blueprints import adapter_to_load, blueprint
 from tl_devicefix.simulation import simulate_apart
 
 UNLIMITED = 2**60
@@ -76,7 +76,8 @@ def plan(
     """
     sites = sites_on(n_devices, hosts)
     # Norms are weighed too; of a Bridge, nothing is folded as it is booted.
-    options = {} if is_of_bridge(config_or_model_name) else {"fold_ln": False}
+    is_of_bridge = adapter_to_load(config_or_model_name).NAME == "TransformerBridge"
+    options = {} if is_of_bridge else {"fold_ln": False}
     model = blueprint(config_or_model_name, dtype, options)
     sizes = model.sizes()
     if not sites:
