@@ -9,12 +9,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from operator import length_hint
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import transformers.utils.logging as hf_logging
 
-from tl_devicefix.adapters import adapter_of, class_names
+from tl_devicefix.adapters import Adapter, adapter_of, class_names
 from tl_devicefix.dispatch.scheduler import Run, Streams, Turns, running, take_own_tokenizer
 from tl_devicefix.dispatch.views import restore
 from tl_devicefix.offload.copying import values_of
@@ -83,8 +83,8 @@ def pipeline_map(
     ...     return model(tokens).mean().item()
     >>> means = list(pipeline_map(model, run, batches))  # doctest: +SKIP
     """
-    make_view = viewing(model)
     max_in_flight = n_in_flight(model, max_in_flight)
+    make_view = functools.partial(cast(Adapter, adapter_of(model)).view_of, model)
     hint = length_hint(items, -1)
     count = None if hint < 0 else hint
     bar = functools.partial(
@@ -93,14 +93,14 @@ def pipeline_map(
     if max_in_flight == 1 and not report:
         return _in_a_loop(make_view, run, items, bar)
     n_views = max_in_flight if count is None else min(max_in_flight, count)
-    workers = _Workers(model, run, make_view, max_in_flight, n_views, report)
-    return _pipelined(workers, items, max_in_flight, bar)
+    return _pipelined(model, make_view, run, items, max_in_flight, n_views, report, bar)
 
 
 def n_in_flight(model: Any, max_in_flight: int | None) -> int:
     """How many runs are in flight at most; see `pipeline_map`."""
-    viewing(model)  # refuses anything but a model
-    n_devices = len(devices_of(model))
+    if adapter_of(model) is None:
+        raise TypeError(f"the model must be a {class_names()}, but is a {type(model).__name__}")
+    n_devices = len(_devices_of(model))
     if max_in_flight is None:
         return n_devices + 1 if n_devices > 1 else 1
     if isinstance(max_in_flight, bool) or not isinstance(max_in_flight, int) or max_in_flight < 1:
@@ -123,38 +123,76 @@ def _in_a_loop(
 
 
 def _pipelined(
-    workers: _Workers, items: Iterable[Any], max_in_flight: int, make_bar: Callable[[], Any]
-) -> Iterator[Any]:
+    model: Any,
+    make_view: Callable[[], Any],
+    run: Callable[[Any, Any], Result],
+    items: Iterable[Any],
+    max_in_flight: int,
+    n_views: int,
+    report: bool,
+    make_bar: Callable[[], Any],
+) -> Iterator[Result]:
     """The schedule: start as many runs as may be under way, and one more for each result."""
-    runs, starts = deque[Future[Any]](), _starting(workers, items)
-    with workers, make_bar() as bar:
+    devices = _devices_of(model)
+    turns = WatchedTurns(devices) if report else Turns()
+
+    def start(number: int, item: Any) -> Future[Result]:
+        """Have a run begin, with the modes of this thread."""
+        viewed = views.pop() if views else (make_view(), Streams())
+        return pool.submit(CallersState(devices).run, work, number, item, viewed)
+
+    def work(number: int, item: Any, viewed: tuple[Any, Streams]) -> Result:
+        view, streams = viewed
+        this_run = Run(number, turns, streams)
+        try:
+            with running(this_run), InOrder(this_run):
+                take_own_tokenizer(view)
+                return _run_on(view, run, number, item)
+        finally:
+            views.append(viewed)
+
+    with contextlib.ExitStack() as within:
+        within.callback(turns.visits.clear)
+        within.enter_context(seeding_in_order({device.type for device in devices}))
+        pool = within.enter_context(threads(max_in_flight, thread_name_prefix="pipeline_map"))
+        within.callback(turns.end)  # before the threads are waited for
+        # Made before the first run begins, so that runs have visits of offloaded blocks in common.
+        views = [(make_view(), Streams()) for _ in range(n_views)]
+        # `W.data.mul_(2)` is not seen, as torch does not count it.
+        named = model.named_parameters() if max_in_flight > 1 else ()
+        weights = [(name, weight, _state(weight)) for name, weight in named]
+        bar = within.enter_context(make_bar())
+        runs, starts = deque[Future[Result]](), _starting(start, items)
         runs.extend(itertools.islice(starts, max_in_flight))
         number = 0
         while runs:
-            workers.want(number)
+            turns.want(number)
             if runs[0].exception() is None:  # which waits for the run
-                workers.check_weights(number)
+                _check_weights(weights, number)
                 runs.extend(itertools.islice(starts, max_in_flight + 1 - len(runs)))
             yield runs.popleft().result()  # by no name, which would hold it for the next run's time
             bar.update()
             number += 1
-        workers.print_report()
+        if isinstance(turns, WatchedTurns):
+            print(turns.report())
 
 
-def _starting(workers: _Workers, items: Iterable[Any]) -> Iterator[Future[Any]]:
+def _starting(
+    start: Callable[[int, Any], Future[Result]], items: Iterable[Any]
+) -> Iterator[Future[Result]]:
     """Start a run for each item that is asked for; an error of `items` is a failed run's."""
     numbered = enumerate(items)
     while True:
         try:
             following = next(numbered, None)
         except Exception as error:  # noqa: BLE001  # raised when the runs before it are fetched
-            failed = Future[Any]()
+            failed = Future[Result]()
             failed.set_exception(error)
             yield failed
             return
         if following is None:
             return
-        yield workers.start(*following)
+        yield start(*following)
 
 
 def _run_on(view: Any, run: Callable[[Any, Any], Result], number: int, item: Any) -> Result:
@@ -168,107 +206,21 @@ def _run_on(view: Any, run: Callable[[Any, Any], Result], number: int, item: Any
         restore(view)
 
 
-class _Workers:
-    """Threads with a view of the model each, which take turns on the devices.
-
-    Args:
-        model: whose views they get.
-        run: what each does.
-        make_view: makes a view.
-        n_threads: how many runs may be under way.
-        n_views: how many begin together. They are made before the first begins, so that runs have
-            visits of offloaded blocks in common.
-        report: whether to watch where the time goes.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        run: Callable[[Any, Any], Any],
-        make_view: Callable[[], Any],
-        n_threads: int,
-        n_views: int,
-        report: bool,
-    ) -> None:
-        self._model, self._run, self._make_view = model, run, make_view
-        self._n_threads, self._n_views = n_threads, n_views
-        self._devices = devices_of(model)
-        self._turns = WatchedTurns(self._devices) if report else Turns()
-        self._within = contextlib.ExitStack()
-
-    def __enter__(self) -> _Workers:
-        kinds = dict.fromkeys(device.type for device in self._devices)
-        self._within.callback(self._turns.visits.clear)
-        self._within.enter_context(seeding_in_order(kinds))
-        self._pool = self._within.enter_context(
-            threads(self._n_threads, thread_name_prefix="pipeline_map")
-        )
-        self._within.callback(self._turns.end)  # before the threads are waited for
-        self._views = [(self._make_view(), Streams()) for _ in range(self._n_views)]
-        # `W.data.mul_(2)` is not seen, as torch does not count it.
-        named = self._model.named_parameters() if self._n_threads > 1 else ()
-        self._weights = [(name, weight, _state(weight)) for name, weight in named]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._within.close()
-
-    def want(self, number: int) -> None:
-        """Say that a run's result is waited for."""
-        self._turns.want(number)
-
-    def check_weights(self, number: int) -> None:
-        """Check that no run has changed a weight that others use at the same time.
-
-        Raises:
-            RuntimeError: naming one that was changed.
-        """
-        for name, weight, state in self._weights:
-            if _state(weight) != state:
-                raise RuntimeError(
-                    f"{name} was changed while the run of item {number} and others used it: change "
-                    "a copy of it in a hook, or pass max_in_flight=1"
-                )
-
-    def print_report(self) -> None:
-        """Print where the time went, if a report was asked for."""
-        if isinstance(self._turns, WatchedTurns):
-            print(self._turns.report())
-
-    def start(self, number: int, item: Any) -> Future[Any]:
-        """Have a run begin, with the modes of this thread."""
-        state = CallersState(self._devices)
-        viewed = self._views.pop() if self._views else (self._make_view(), Streams())
-        return self._pool.submit(state.run, self._work, number, item, viewed)
-
-    def _work(self, number: int, item: Any, viewed: tuple[Any, Streams]) -> Any:
-        view, streams = viewed
-        run = Run(number, self._turns, streams)
-        try:
-            with running(run), InOrder(run):
-                take_own_tokenizer(view)
-                return _run_on(view, self._run, number, item)
-        finally:
-            self._views.append(viewed)
+def _check_weights(weights: Iterable[tuple[str, torch.Tensor, Any]], number: int) -> None:
+    """Check that no run has changed a weight that others use at the same time."""
+    for name, weight, state in weights:
+        if _state(weight) != state:
+            raise RuntimeError(
+                f"{name} was changed while the run of item {number} and others used it: change "
+                "a copy of it in a hook, or pass max_in_flight=1"
+            )
 
 
-def devices_of(model: Any) -> tuple[torch.device, ...]:
+def _devices_of(model: Any) -> tuple[torch.device, ...]:
     """The devices that a model computes on."""
     if hasattr(model, "placement"):
         return tuple(model.placement.devices)
     return tuple(dict.fromkeys(parameter.device for parameter in model.parameters()))
-
-
-def viewing(model: Any) -> Callable[[], Any]:
-    """A function that makes views of a model: modules and hooks of their own, the same weights.
-
-    Raises:
-        TypeError: if the model is of neither class.
-    """
-    adapter = adapter_of(model)
-    if adapter is not None:
-        return functools.partial(adapter.view_of, model)
-    raise TypeError(f"the model must be a {class_names()}, but is a {type(model).__name__}")
 
 
 def _state(weight: torch.Tensor) -> Any:
