@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import errno
 import functools
-import queue
-import threading
-from collections import defaultdict
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -95,13 +93,10 @@ class Writer:
         self.index = index
         self._directory, self._n_batches = directory, n_batches
         self._begin_shard()
-        self._largest = self._in_memory = 0
-        self._changed = threading.Condition()
-        self._queue: queue.SimpleQueue[Copied | bool] = queue.SimpleQueue()
-        self._interrupted = False
+        self._largest, self._n_taken = 0, index.n_examples
+        self._has_ended = False
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="activations writer")
-        self._written = self._pool.submit(self._write)
-        self._written.add_done_callback(lambda _: self._free(0))
+        self._writes: deque[Future[None]] = deque()  # batches that may not be on disk yet
 
     def make_room(self, n_examples: int) -> None:
         """Wait until host memory has room for more examples.
@@ -109,19 +104,17 @@ class Writer:
         Raises:
             Exception: what went wrong in writing.
         """
-        with self._changed:
-            self._largest = max(self._largest, n_examples)
-            most = 2 * self.index.examples_per_shard + self._n_batches * self._largest
-            self._changed.wait_for(
-                lambda: self._written.done() or self._in_memory + n_examples <= most
-            )
-            self._in_memory += n_examples
-        if self._written.done():
-            self._written.result()
+        self._largest = max(self._largest, n_examples)
+        self._n_taken += n_examples
+        most = 2 * self.index.examples_per_shard + self._n_batches * self._largest
+        while self._writes and (
+            self._writes[0].done() or self._n_taken - self.index.n_examples > most
+        ):
+            self._writes.popleft().result()
 
     def put(self, copied: Copied) -> None:
         """Queue a batch to be written, for which `make_room` has made room."""
-        self._queue.put(copied)
+        self._writes.append(self._pool.submit(self._unless_ended, self._add, copied))
 
     def close(self, is_complete: bool) -> None:
         """Wait until all is written.
@@ -135,28 +128,26 @@ class Writer:
             KeyboardInterrupt: when it comes, after the shard that is being written.
         """
         try:
-            self._queue.put(is_complete)
-            wait([self._written])
+            if is_complete:
+                self._writes.append(self._pool.submit(self._unless_ended, self._complete))
+            wait(self._writes)
         except BaseException:
-            self._interrupted = True
+            self._has_ended = True
             raise
         finally:
             self._pool.shutdown()  # until then, nobody else may write to the directory
-        if is_complete:
-            self._written.result()
+        for written in self._writes if is_complete else ():
+            written.result()
 
-    def _write(self) -> None:
+    def _unless_ended(self, write: Callable[..., None], *args: Copied) -> None:
+        """Write, unless that has failed before: shards that follow would lack examples."""
+        if self._has_ended:
+            return
         try:
-            while not isinstance(copied := self._queue.get(), bool):
-                copied.wait()
-                self._add(copied)
-            if copied and self._n_examples:
-                self._write_shard(is_last=True)
-            elif copied:
-                self.index = replace(self.index, is_complete=True)
-                write_index(self._directory, self.index)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            write(*args)
+        except BaseException as error:
+            self._has_ended = True
+            if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             raise OSError(
                 error.errno,
@@ -171,6 +162,7 @@ class Writer:
 
     def _add(self, copied: Copied) -> None:
         """Add a batch's examples to the shards where they belong."""
+        copied.wait()
         ends = [0, *accumulate(copied.tokens)]
         start, count = copied.skip, len(copied.tokens)
         while start < count:
@@ -186,7 +178,7 @@ class Writer:
                 self._write_shard()
 
     def _write_shard(self, is_last: bool = False) -> None:
-        if self._interrupted:
+        if self._has_ended:
             raise InterruptedError
         file, start = shard_name(len(self.index.shards)), self.index.n_examples
         stop = start + self._n_examples
@@ -195,9 +187,10 @@ class Writer:
         self.index = replace(self.index, shards=(*self.index.shards, shard), is_complete=is_last)
         write_index(self._directory, self.index)
         self._begin_shard()
-        self._free(stop - start)
 
-    def _free(self, n_examples: int) -> None:
-        with self._changed:
-            self._in_memory -= n_examples
-            self._changed.notify_all()
+    def _complete(self) -> None:
+        if self._n_examples:
+            self._write_shard(is_last=True)
+        else:
+            self.index = replace(self.index, is_complete=True)
+            write_index(self._directory, self.index)
