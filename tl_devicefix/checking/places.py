@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from tl_devicefix.dispatch.carrying import not_carried_to
 from tl_devicefix.dispatch.naming import WRAPPED, expression, joined, listed, named_modules
 from tl_devicefix.dispatch.user_modules import PlacedTensor, device_of_weights, held_tensors
 from tl_devicefix.placement.devices import HOST, printed, resolve, site_of, with_index
+from tl_devicefix.placement.fitting import move_parameter
 from tl_devicefix.placement.memory import gib
 from tl_devicefix.placement.placement import Placement, by_hosts, in_short, in_words
 
@@ -60,15 +60,10 @@ def planned_by(model: Any) -> Callable[[str, bool], torch.device]:
 def bring_back(model: Any, attached: Container[nn.Module] = ()) -> None:
     """Move each misplaced tensor, with its gradient, to its device."""
     for tensor in list(tensors(model, attached)):
-        if tensor.is_misplaced:
-            # Others of its module stay: an offloaded block's buffers are not on the host.
-            ids = {id(tensor.value), id(tensor.value.grad)}
-            move = partial(_moved, device=tensor.planned, ids=ids)
-            nn.Module._apply(tensor.module, move, recurse=False)
-
-
-def _moved(tensor: torch.Tensor, device: torch.device, ids: Container[int]) -> torch.Tensor:
-    return tensor.to(device) if id(tensor) in ids else tensor
+        if tensor.is_misplaced and tensor.is_weight:
+            move_parameter(tensor.value, tensor.planned)
+        elif tensor.is_misplaced:
+            tensor.module._buffers[tensor.name] = tensor.value.to(tensor.planned)
 
 
 # --------------------------------------------------------------------------------------------
