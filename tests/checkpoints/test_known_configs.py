@@ -14,7 +14,7 @@ from transformer_lens import HookedTransformer
 from transformers import CONFIG_MAPPING
 
 from tl_devicefix import plan
-from tl_devicefix.checkpoints.configs import known_fields
+from tl_devicefix.checkpoints.hub import known_fields
 from tl_devicefix.hooked_transformer.config import model_config
 
 ASKED_OF_THE_HUB = (

@@ -10,7 +10,7 @@ from hf_models import N_CTX
 
 from tl_devicefix import estimate, plan, simulate
 from tl_devicefix.__main__ import main
-from tl_devicefix.checkpoints.configs import known_config
+from tl_devicefix.checkpoints.hub import known_config
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.planning.usage import Job
 

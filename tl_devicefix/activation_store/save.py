@@ -27,7 +27,7 @@ from tl_devicefix.activation_store.selection import (
     read_batches,
 )
 from tl_devicefix.activation_store.writer import Copied, Writer, start_copies
-from tl_devicefix.checkpoints.configs import torch_dtype
+from tl_devicefix.checkpoints.hub import torch_dtype
 from tl_devicefix.dispatch.carrying import outputs_unread
 from tl_devicefix.misspelt import refuse_misspelt
 from tl_devicefix.monkeypatch.versions import versions

@@ -22,11 +22,13 @@ import transformer_lens.loading_from_pretrained as tl_loading
 from transformer_lens import HookedTransformerConfig
 from transformers import AutoConfig
 
-from tl_devicefix.checkpoints.configs import known_config, read_config, reading_config
 from tl_devicefix.checkpoints.hub import (
     has_tokenizer,
     hub_arguments,
     is_checkpoint_directory,
+    known_config,
+    read_config,
+    reading_config,
     snapshot,
 )
 from tl_devicefix.hooked_transformer.components import component_sizes

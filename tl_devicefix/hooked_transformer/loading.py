@@ -26,12 +26,12 @@ from tl_devicefix.attention.implementation import (
     set_attn_implementation,
 )
 from tl_devicefix.checkpoints.checkpoint import load_hf_model
-from tl_devicefix.checkpoints.configs import torch_dtype
 from tl_devicefix.checkpoints.hub import (
     TOKENIZER_FILES,
     is_checkpoint_directory,
     load_tokenizer,
     tokenizers_fetched_with,
+    torch_dtype,
 )
 from tl_devicefix.checkpoints.sources import HuggingFaceSource, Source, StateDictSource
 from tl_devicefix.hooked_transformer.components import attention_kind, component_sizes

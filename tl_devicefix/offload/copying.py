@@ -21,11 +21,6 @@ from torch import nn
 from tl_devicefix.placement.devices import HOST
 
 
-def copies_beside_computing(device: torch.device) -> bool:
-    """Whether the device copies while it computes, which needs pinned memory."""
-    return module_with_streams(device) is not None
-
-
 def wait_until_copied(device: torch.device) -> None:
     """Return when all copies to a device that were started have read the host's memory.
 
@@ -36,7 +31,7 @@ def wait_until_copied(device: torch.device) -> None:
 
 
 def module_with_streams(device: torch.device) -> Any:
-    """torch's module of the device, if that has streams."""
+    """torch's module of the device, if that has streams: it copies pinned memory as it computes."""
     module = torch.get_device_module(device.type)
     return module if hasattr(module, "Stream") and device.type != "cpu" else None
 

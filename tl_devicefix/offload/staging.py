@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tl_devicefix.offload.copying import copies_beside_computing
+from tl_devicefix.offload.copying import module_with_streams
 
 BYTES_AT_ONCE = 2**24
 """The size of a chunk: two of them are pinned."""
@@ -32,10 +32,9 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._module: Any = torch.get_device_module(device.type)
-        self._buffers: list[_Buffer] = []
-        if copies_beside_computing(device):
-            self._buffers = [_Buffer(self._module.Event()) for _ in range(2)]
+        self._module = module_with_streams(device)
+        count = 0 if self._module is None else 2
+        self._buffers = [_Buffer(self._module.Event()) for _ in range(count)]
 
     def __enter__(self) -> Staging:
         return self

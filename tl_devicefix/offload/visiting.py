@@ -21,8 +21,8 @@ from tl_devicefix.monkeypatch.replacing import AroundForward
 from tl_devicefix.offload.copying import (
     Sent,
     Visitor,
-    copies_beside_computing,
     keeping_on_host,
+    module_with_streams,
     wait_until_copied,
 )
 from tl_devicefix.placement.devices import HOST
@@ -53,7 +53,7 @@ def let_stay(model: Any) -> None:
 def pin(model: Any, placement: Placement) -> None:
     """Pin the weights of offloaded blocks, where that lets them be copied during a computation."""
     for block, device in _offloaded_blocks(model, placement):
-        if copies_beside_computing(device):
+        if module_with_streams(device) is not None:
             for parameter in block.parameters():
                 if parameter.device == HOST and not parameter.is_pinned():
                     parameter.data = parameter.data.pin_memory()

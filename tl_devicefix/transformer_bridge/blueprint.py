@@ -13,8 +13,7 @@ from torch import nn
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 from transformers import AutoTokenizer, DynamicCache, PretrainedConfig
 
-from tl_devicefix.checkpoints.configs import known_config, read_config, torch_dtype
-from tl_devicefix.checkpoints.hub import TOKENIZER_FILES
+from tl_devicefix.checkpoints.hub import TOKENIZER_FILES, known_config, read_config, torch_dtype
 from tl_devicefix.gathering.gathering import STACKED
 from tl_devicefix.placement.in_use import gather_on
 from tl_devicefix.placement.placement import ComponentSize, Placement

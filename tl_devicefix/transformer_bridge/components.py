@@ -28,7 +28,7 @@ except ImportError:  # TransformerLens 3.9
         get_hf_model_class_for_architecture,
     )
 
-from tl_devicefix.checkpoints.configs import reading_config
+from tl_devicefix.checkpoints.hub import reading_config
 from tl_devicefix.placement.placement import ComponentSize, Placement, is_block
 from tl_devicefix.weight_processing import Weights
 

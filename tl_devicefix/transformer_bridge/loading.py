@@ -17,8 +17,7 @@ from tl_devicefix.attention.implementation import (
     check_attn_implementation,
     set_attn_implementation,
 )
-from tl_devicefix.checkpoints.configs import read_config, torch_dtype
-from tl_devicefix.checkpoints.hub import is_checkpoint_directory
+from tl_devicefix.checkpoints.hub import is_checkpoint_directory, read_config, torch_dtype
 from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.deciding import decide_fitting
