@@ -36,6 +36,7 @@ MOVES: dict[str, tuple[Callable[[Any], Any], str]] = {
 def test_a_device_gathers_the_model(
     move: str, kind: str, spread: int, load: Any, reference: Any, tokens: torch.Tensor
 ) -> None:
+    """TransformerLens's issues 199 and 911 too: inputs did not follow."""
     model, (call, device) = load(kind, spread), MOVES[move]
     model(tokens)  # leaves ALiBi biases where the blocks were
 

@@ -5,12 +5,11 @@ The numbers are those of TransformerLens's issues.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, attention_only_config, load_hooked
+from architectures import attention_only_config
 from comparison import assert_agrees
 from hf_models import randomize
 from kinds import GREEDY, assert_runs, devices_of, on_one_device
@@ -42,18 +41,6 @@ def test_968_one_device_slightly_freer_than_the_other(
 
 
 @pytest.mark.fails_unpatched
-def test_199_911_inputs_follow_the_model_to_the_device_that_it_is_moved_to(
-    from_pretrained: Any, on_cpu: Any, tokens: torch.Tensor, simulated: Any
-) -> None:
-    """As `Accelerator.prepare` moves it in its second process; the index was lost."""
-    with simulated(2):
-        model = from_pretrained("gpt2", n_devices=1).to(torch.device("sim:1"))
-        assert model.cfg.device == "sim:1"
-        assert_runs(model, on_cpu("gpt2"), tokens)
-        assert len(devices_of(model)) == 1
-
-
-@pytest.mark.fails_unpatched
 @pytest.mark.parametrize(("n_layers", "n_devices"), [(26, 8), (32, 3)])
 def test_837_layers_that_do_not_divide_by_the_devices(
     n_layers: int, n_devices: int, tokens: torch.Tensor, simulated: Any
@@ -67,23 +54,6 @@ def test_837_layers_that_do_not_divide_by_the_devices(
         randomize(model)
         assert_agrees(model(tokens), reference(tokens), torch.device("sim:0"), tolerance=1e-4)
         assert len(devices_of(model)) == n_devices
-
-
-@pytest.mark.fails_unpatched
-@pytest.mark.parametrize(
-    ("name", "where"),
-    [("gpt2", "sim:0"), ("llama", "sim:1"), ("qwen2", "sim:1"), ("mixtral", "sim:0")],
-)
-def test_371_an_hf_model_that_is_on_a_device_already(
-    name: str, where: str, hf_models: Any, tokenizer: Any, on_cpu: Any, tokens: torch.Tensor,
-    simulated: Any,
-) -> None:  # fmt: skip
-    reference = on_cpu(name)
-    with simulated(3):
-        hf_model = copy.deepcopy(hf_models(name)).to(where)
-        model = load_hooked(ARCHITECTURES[name], hf_model, tokenizer, n_devices=3)
-        assert_agrees(model(tokens), reference(tokens), torch.device("sim:0"))
-        assert (len(devices_of(model)), devices_of(hf_model)) == (3, {where})
 
 
 @pytest.mark.fails_unpatched

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import transformer_lens.loading_from_pretrained as tl_loading
 from architectures import ALL_ARCHITECTURES, ARCHITECTURES, load_hooked
-from transformers import PreTrainedModel
 
 from tl_devicefix import plan
 
@@ -51,6 +51,13 @@ NONSENSE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no layers": ({"first_n_layers": 0}, ("first_n_layers=0",)),
     "more layers than there are": ({"first_n_layers": 9}, ("9 layers", "5", "first_n_layers")),
     "quantising": ({"load_in_4bit": True}, ("load_in_4bit",)),
+    **{
+        f"a misspelt {meant}": ({misspelt: 4}, (repr(misspelt), repr(meant)))
+        for misspelt, meant in (
+            *(("ndevices", "n_devices"), ("num_devices", "n_devices"), ("devicemap", "device_map")),
+            *(("max_memmory", "max_memory"), ("center_unembeds", "center_unembed")),
+        )
+    },
 }
 
 
@@ -62,25 +69,6 @@ def test_is_refused(case: str, hf_models: Any, tokenizer: Any, refused: Any) -> 
         load_hooked(QWEN, hf_model, tokenizer, **options)
 
 
-@pytest.mark.parametrize(
-    ("misspelt", "meant"),
-    [
-        ("n_device", "n_devices"),
-        ("ndevices", "n_devices"),
-        ("devicemap", "device_map"),
-        ("max_memmory", "max_memory"),
-        ("num_devices", "n_devices"),
-        ("center_unembeds", "center_unembed"),
-    ],
-)
-def test_a_misspelt_argument_is_refused_and_not_swallowed(
-    misspelt: str, meant: str, hf_models: Any, tokenizer: Any, refused: Any
-) -> None:
-    hf_model = hf_models("qwen2")
-    with refused(repr(misspelt), repr(meant), error=TypeError, hf_model=hf_model):
-        load_hooked(QWEN, hf_model, tokenizer, **{misspelt: 4})
-
-
 def test_more_devices_than_one_are_refused_where_there_is_only_the_cpu() -> None:
     if torch.accelerator.is_available() and torch.accelerator.device_count() > 1:
         pytest.skip("this machine has several devices")
@@ -89,50 +77,43 @@ def test_more_devices_than_one_are_refused_where_there_is_only_the_cpu() -> None
     assert "\n" not in str(caught.value)
 
 
-def without_values(hf_model: PreTrainedModel, name: str) -> PreTrainedModel:
-    hf_model.get_submodule(name).to("meta")
-    return hf_model
+def on_meta(name: str) -> Callable[[Any], Any]:
+    return lambda hf_model: hf_model.get_submodule(name).to("meta")
 
 
-@pytest.mark.parametrize(
-    ("module", "says"),
-    [
-        ("", "embed"),
-        ("model.layers.4.mlp.up_proj", "blocks.4"),
-        ("model.norm", "ln_final"),
-        ("lm_head", "unembed"),
-    ],
-)
-def test_a_model_with_a_tensor_on_the_meta_device(
-    module: str, says: str, hf_models: Any, tokenizer: Any, refused: Any
+WITHOUT_VALUES = ("meta device", "load the model with its weights")
+UNUSABLE: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
+    "no values": (on_meta(""), ("embed", *WITHOUT_VALUES)),
+    "a matrix without values": (
+        on_meta("model.layers.4.mlp.up_proj"),
+        ("blocks.4", *WITHOUT_VALUES),
+    ),
+    "a norm without values": (on_meta("model.norm"), ("ln_final", *WITHOUT_VALUES)),
+    "an unembedding without values": (on_meta("lm_head"), ("unembed", *WITHOUT_VALUES)),
+    "another shape": (
+        lambda hf_model: setattr(hf_model.model.layers[4].mlp, "up_proj", torch.nn.Linear(16, 20)),
+        ("blocks.4.mlp.W_in", "(16, 20)", "(16, 24)"),
+    ),
+    "fewer layers": (
+        lambda hf_model: setattr(hf_model.model, "layers", hf_model.model.layers[:3]),
+        ("Qwen2ForCausalLM", "5 blocks"),
+    ),
+    "a missing module": (
+        lambda hf_model: delattr(hf_model.model.layers[4].mlp, "up_proj"),
+        ("up_proj", "Qwen2"),
+    ),
+}
+"""What is done to a model, which then is not that of its config, and what the refusal says."""
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+def test_a_model_that_cannot_be_used(
+    case: str, hf_models: Any, tokenizer: Any, refused: Any
 ) -> None:
-    hf_model = without_values(copy.deepcopy(hf_models("qwen2")), module)
-    with refused(says, "meta device", "load the model with its weights", hf_model=hf_model):
-        load_hooked(QWEN, hf_model, tokenizer, n_devices=4)
-
-
-def test_a_model_of_another_shape_than_its_config(
-    hf_models: Any, tokenizer: Any, refused: Any
-) -> None:
+    spoil, says = UNUSABLE[case]
     hf_model = copy.deepcopy(hf_models("qwen2"))
-    hf_model.model.layers[4].mlp.up_proj = torch.nn.Linear(16, 20, bias=False)
-    with refused("blocks.4.mlp.W_in", "(16, 20)", "(16, 24)", hf_model=hf_model):
-        load_hooked(QWEN, hf_model, tokenizer, n_devices=4)
-
-
-def test_a_model_of_fewer_layers_than_its_config(
-    hf_models: Any, tokenizer: Any, refused: Any
-) -> None:
-    hf_model = copy.deepcopy(hf_models("qwen2"))
-    hf_model.model.layers = hf_model.model.layers[:3]
-    with refused("Qwen2ForCausalLM", "5 blocks", hf_model=hf_model):
-        load_hooked(QWEN, hf_model, tokenizer, n_devices=4)
-
-
-def test_a_model_without_one_of_its_modules(hf_models: Any, tokenizer: Any, refused: Any) -> None:
-    hf_model = copy.deepcopy(hf_models("qwen2"))
-    del hf_model.model.layers[4].mlp.up_proj
-    with refused("up_proj", "Qwen2", error=(ValueError, AttributeError), hf_model=hf_model):
+    spoil(hf_model)
+    with refused(*says, error=(ValueError, AttributeError), hf_model=hf_model):
         load_hooked(QWEN, hf_model, tokenizer, n_devices=4)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import pkgutil
 import re
 import sys
 import threading
@@ -136,7 +137,7 @@ STAGES: dict[str, tuple[str, int]] = {
     "the plan": (f"{_WING}.loading.decide_fitting", 1),
     "opening the source": ("tl_devicefix.checkpoints.sources.HuggingFaceSource.__init__", 1),
     "constructing the third block": ("transformer_lens.components.TransformerBlock.__init__", 3),
-    "finishing the empty model": ("transformer_lens.HookedTransformer.setup", 1),
+    "finishing the empty model": ("transformer_lens.HookedTransformer.HookedTransformer.setup", 1),
     "reading a component": ("tl_devicefix.checkpoints.sources.HuggingFaceSource.read", 4),
     "folding the last slice": (f"{_WING}.units.process_component", 13),
     "writing the thirtieth weight": (f"{_WING}.units.write", 30),
@@ -154,7 +155,7 @@ def stopped_at(stage: str, stop: Callable[[], Any]) -> Iterator[list[int]]:
     """
     target, which = STAGES[stage]
     path, _, name = target.rpartition(".")
-    owner: Any = resolve(path)
+    owner: Any = pkgutil.resolve_name(path)
     original, calls, counting = getattr(owner, name), [0], threading.Lock()
 
     def stopping(*args: Any, **kwargs: Any) -> Any:
@@ -168,16 +169,6 @@ def stopped_at(stage: str, stop: Callable[[], Any]) -> Iterator[list[int]]:
 
     with mock.patch.object(owner, name, stopping):
         yield calls
-
-
-def resolve(path: str) -> Any:
-    """The module or class of this name."""
-    if path == "transformer_lens.HookedTransformer":  # there is a module of this name too
-        return HookedTransformer
-    if path in sys.modules:
-        return sys.modules[path]
-    module, _, name = path.rpartition(".")
-    return getattr(sys.modules[module], name)
 
 
 def raising(error: BaseException) -> Callable[[], None]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, load_hooked
+from architectures import ARCHITECTURES, NO_PROCESSING, load_hooked
 from transformer_lens import HookedTransformer
-from transformers import AutoModelForCausalLM
-
-NO_PROCESSING = {"fold_ln": False, "center_writing_weights": False, "center_unembed": False}
 
 
 @pytest.fixture
@@ -89,57 +87,42 @@ def test_every_tensor_crosses_to_its_device_and_no_other(load: Any, machine: Any
 @pytest.mark.parametrize("options", [{}, NO_PROCESSING], ids=["processed", "not processed"])
 @pytest.mark.parametrize("device", ["cpu", "sim:1"])
 @pytest.mark.parametrize("name", ["gpt2", "qwen2", "gemma-2", "bloom"])
-def test_no_two_parameters_share_memory_not_even_tied_embeddings(
-    name: str, device: str, options: dict[str, Any], load: Any, machine: Any
+def test_no_two_parameters_share_memory_nor_any_with_the_hf_model(
+    name: str, device: str, options: Any, load: Any, hf_models: Any, snapshot: Any, machine: Any
 ) -> None:
+    """Not even tied embeddings."""
+    hf_model = snapshot(hf_models(name))
+
     model = load(name, device=device, **options)
 
     for (one, tensor), (other, another) in itertools.combinations(model.named_parameters(), 2):
         if tensor.numel() and another.numel():
             addresses = tensor.untyped_storage().data_ptr(), another.untyped_storage().data_ptr()
             assert addresses[0] != addresses[1], (one, other)
-    before = model.W_U.detach().clone()
-    with torch.no_grad():
-        model.W_E.zero_()
-    assert torch.equal(model.W_U.detach(), before)
-
-
-@pytest.mark.cover(("name", "options"))
-@pytest.mark.parametrize("options", [{}, NO_PROCESSING], ids=["processed", "not processed"])
-@pytest.mark.parametrize("device", ["cpu", "sim:1"])
-@pytest.mark.parametrize("name", ["gpt2", "qwen2", "bloom"])
-def test_the_model_and_the_hf_model_share_nothing(
-    name: str,
-    device: str,
-    options: dict[str, Any],
-    load: Any,
-    hf_models: Any,
-    snapshot: Any,
-    machine: Any,
-) -> None:
-    before = snapshot(hf_models(name))
-
-    model = load(name, device=device, **options)
-    before.assert_unchanged()
-
+    hf_model.assert_unchanged()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    before.assert_unchanged()
+    hf_model.assert_unchanged()
 
 
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [("qwen2", (3, 2, 1, 0)), ("gpt2", (0,)), ("llama", (1,)), ("mixtral", (0,))],
+)
 def test_an_hf_model_that_is_on_devices_itself_stays_there(
-    checkpoints: Any, load: Any, snapshot: Any, machine: Any
+    name: str, devices: tuple[int, ...], hf_models: Any, load: Any, snapshot: Any, machine: Any
 ) -> None:
-    hf_model = AutoModelForCausalLM.from_pretrained(checkpoints("qwen2"))
-    for i, layer in enumerate(hf_model.model.layers):
-        layer.to(f"sim:{3 - i % 4}")
+    """TransformerLens's issue 371."""
+    reference = load(name, device="cpu")
+    hf_model = copy.deepcopy(hf_models(name)).to(f"sim:{devices[0]}")
+    for i, layer in enumerate(getattr(hf_model, "model", hf_model).children()):
+        layer.to(f"sim:{devices[i % len(devices)]}")
     before = snapshot(hf_model)
 
-    model = load("qwen2", hf_model=hf_model, n_devices=4)
+    model = load(name, hf_model=hf_model, n_devices=4)
 
     before.assert_unchanged()
-    reference = load("qwen2", device="cpu")
     for name, tensor in model.named_parameters():
         assert tensor.device == model.placement.device_of(name)
         assert torch.equal(tensor.detach().cpu(), reference.get_parameter(name).detach()), name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import unittest.mock
+from itertools import product
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ PROCESSING: dict[str, dict[str, bool]] = {
     "none": NO_PROCESSING,
     **{f"without {flag}": {flag: False} for flag in NO_PROCESSING},
 }
+REFACTORED = {"refactor_factored_attn_matrices": True}
 IN_FULL = ("gpt2", "qwen2")
 """Architectures that see every option on every number of devices: LayerNorm, and RMSNorm with
 grouped-query attention and biases. The others see fewer combinations."""
@@ -52,63 +54,25 @@ def load(request: pytest.FixtureRequest, hf_models: Any, checkpoints: Any, token
     return load
 
 
-@pytest.mark.cover(("name", "processing"), ("name", "n_devices"), ("n_devices", "load"))
-@pytest.mark.fails_unpatched
-@pytest.mark.parametrize("n_devices", [1, 2, 3, 4])
-@pytest.mark.parametrize("processing", PROCESSING)
-@pytest.mark.parametrize("name", IN_FULL)
-def test_every_processing_option_on_any_number_of_devices(
-    name: str,
-    processing: str,
-    n_devices: int,
-    load: Any,
-    references: Any,
-    machine: Any,
-    tokens: Any,
-) -> None:
-    options = PROCESSING[processing]
-    reference = references(name, **options)
-
-    model = load(name, n_devices=n_devices, **options)
-
-    assert_same_model(model, reference, tokens)
-
-
 @pytest.mark.cover(("name", "processing"), ("name", "n_devices"), ("name", "load"))
 @pytest.mark.fails_unpatched
-@pytest.mark.parametrize("n_devices", [1, 4])
 @pytest.mark.parametrize(
-    ("name", "processing"),
+    ("name", "processing", "n_devices"),
     [
-        *((name, how) for name in ARCHITECTURES if name not in IN_FULL for how in PROCESSING),
-        *((name, "default") for name in OTHER_ARCHITECTURES),
+        *product(IN_FULL, PROCESSING, (1, 2, 3, 4)),
+        *product([name for name in ARCHITECTURES if name not in IN_FULL], PROCESSING, (1, 4)),
+        *product(OTHER_ARCHITECTURES, ("default",), (1, 4)),
+        *((name, "refactored", 4) for name, kind in ARCHITECTURES.items() if kind.can_refactor),
     ],
 )
-def test_every_architecture(
-    name: str,
-    processing: str,
-    n_devices: int,
-    load: Any,
-    references: Any,
-    machine: Any,
+def test_it_is_what_transformer_lens_loads(
+    name: str, processing: str, n_devices: int, load: Any, references: Any, machine: Any,
     tokens: Any,
-) -> None:
-    options = PROCESSING[processing]
+) -> None:  # fmt: skip
+    options = {**PROCESSING, "refactored": REFACTORED}[processing]
     reference = references(name, **options)
 
     model = load(name, n_devices=n_devices, **options)
-
-    assert_same_model(model, reference, tokens)
-
-
-@pytest.mark.parametrize("name", [a.name for a in ARCHITECTURES.values() if a.can_refactor])
-def test_refactored_attention_matrices(
-    name: str, load: Any, references: Any, machine: Any, tokens: Any
-) -> None:
-    options = {"refactor_factored_attn_matrices": True}
-    reference = references(name, **options)
-
-    model = load(name, n_devices=4, **options)
 
     assert_same_model(model, reference, tokens)
 
@@ -118,7 +82,7 @@ def test_attention_matrices_that_cannot_be_refactored_are_refused(
     name: str, load: Any, machine: Any
 ) -> None:
     with pytest.raises(ValueError, match="refactor_factored_attn_matrices=True cannot be used"):
-        load(name, n_devices=4, refactor_factored_attn_matrices=True)
+        load(name, n_devices=4, **REFACTORED)
 
 
 def test_no_processing(checkpoints: Any, references: Any, machine: Any, tokens: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -148,28 +149,21 @@ def load_in_slices(
     return load
 
 
-def cases() -> list[tuple[str, int]]:
-    few = [(name, elements) for name in MODELS if name not in IN_FULL for elements in (1, 300)]
-    return [(name, elements) for name in IN_FULL for elements in SIZES] + few
+REFACTORED = {"refactor_factored_attn_matrices": True}
 
 
-@pytest.mark.cover
-@pytest.mark.parametrize(("name", "elements"), cases())
+def cases() -> list[tuple[str, int, dict[str, bool]]]:
+    few = [name for name in MODELS if name not in IN_FULL]
+    refactored = product(["gpt2", "opt", "bloom", *TOYS], (1, 300), [REFACTORED])
+    return [*product(IN_FULL, SIZES, [{}]), *product(few, (1, 300), [{}]), *refactored]
+
+
+@pytest.mark.cover(("name", "options"))
+@pytest.mark.parametrize(("name", "elements", "options"), cases())
 def test_slices_of_any_size_give_what_the_whole_gives(
-    name: str, elements: int, load_in_slices: Any, unprocessed: Any
+    name: str, elements: int, options: dict[str, bool], load_in_slices: Any, unprocessed: Any
 ) -> None:
     unprocessed(name)  # skips what the installed TransformerLens cannot convert
-    uncut = load_in_slices(name, EVERYTHING)
-
-    in_slices = load_in_slices(name, elements)
-
-    assert_same_tensors(in_slices, uncut, tolerance=1e-12)
-
-
-@pytest.mark.parametrize("elements", [1, 300])
-@pytest.mark.parametrize("name", ["gpt2", "opt", "bloom", *TOYS])
-def test_refactored_in_slices(name: str, elements: int, load_in_slices: Any) -> None:
-    options = {"refactor_factored_attn_matrices": True}
     uncut = load_in_slices(name, EVERYTHING, **options)
 
     in_slices = load_in_slices(name, elements, **options)
