@@ -37,6 +37,12 @@ def over_devices(cls: str, request: pytest.FixtureRequest) -> Get:
 
 
 @pytest.fixture
+def from_checkpoint(cls: str, request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """`from_checkpoint("llama", device_map=...)`: a new model, as users load it."""
+    return request.getfixturevalue("boot" if cls == BRIDGE else "from_pretrained")
+
+
+@pytest.fixture
 def on_one(cls: str, request: pytest.FixtureRequest) -> Get:
     """`on_one("llama")`: the same weights, as TransformerLens alone has them on one CPU."""
     if cls == BRIDGE:

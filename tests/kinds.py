@@ -60,7 +60,12 @@ everywhere = pytest.mark.parametrize(
         for kind in KINDS
         for spread in (3, 4)
     ]
-    + [pytest.param(kind, "scattered") for kind in KINDS if kind != "attention-only"],
+    + [pytest.param(kind, "scattered") for kind in KINDS if kind != "attention-only"]
+    + [
+        (kind, offload)
+        for kind in ("llama", "gpt2")
+        for offload in ("all of one device", "some of three devices")
+    ],
 )
 
 

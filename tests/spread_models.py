@@ -10,7 +10,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, attention_only_config, load_hooked
 from hf_models import randomize
-from kinds import KINDS, Spread, devices_of, where_to
+from kinds import KINDS, Kind, Spread, devices_of, where_to
 from machines import how_devices_run
 from transformer_lens import HookedTransformer
 from unpatched_tl import transformer_lens_alone
@@ -76,8 +76,9 @@ def load(machine: Machine, from_pretrained: Any, toys: Any) -> Callable[..., Any
         if kind == "attention-only":
             model = toys("sim:0", spread)
         else:
-            options = {**where_to(kind, spread), **KINDS[kind].options, **options}
-            model = from_pretrained(KINDS[kind].name, **options)
+            of_kind = KINDS.get(kind, Kind(kind))
+            options = {**where_to(kind, spread), **of_kind.options, **options}
+            model = from_pretrained(of_kind.name, **options)
         assert (len(devices_of(model)) > 1) == (spread != 1)
         return model
 

@@ -6,7 +6,7 @@ A room's conftest imports all of it.
 
 from __future__ import annotations
 
-from either_class import cls, folded, folded_on_one, on_one, over_devices
+from either_class import cls, folded, folded_on_one, from_checkpoint, on_one, over_devices
 
 from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
 

@@ -12,7 +12,6 @@ import datasets
 import pytest
 import torch
 from comparison import assert_agrees
-from either_class import BRIDGE
 from torch.utils.data import DataLoader, TensorDataset
 from transformer_lens import ActivationCache
 from written_by_hand import assert_same_bits, files
@@ -254,11 +253,8 @@ def test_shards_depend_on_the_arguments_only(
     assert files(tmp_path / "1") == files(tmp_path / "4")
 
 
-def test_offloaded_blocks(
-    machine: Machine, cls: str, batches: Any, run: Any, request: pytest.FixtureRequest
-) -> None:
-    load = request.getfixturevalue("boot" if cls == BRIDGE else "from_pretrained")
-    model = load("llama", device_map={"": 0, "blocks": "cpu"})
+def test_offloaded_blocks(machine: Machine, from_checkpoint: Any, batches: Any, run: Any) -> None:
+    model = from_checkpoint("llama", device_map={"": 0, "blocks": "cpu"})
 
     result = run(model, batches, RESID)
 

@@ -14,6 +14,7 @@ import torch
 from comparison import assert_agrees
 from hf_models import N_LAYERS
 from kinds import GREEDY, everywhere, home_of, new_kv_cache, on_one_device
+from offloads import assert_at_rest
 
 from tl_devicefix.hooked_transformer.known_blocks import IS_2
 
@@ -92,6 +93,8 @@ def test_it_is_as_on_one_device_and_at_home(
     expected = on_one_device(CALLS[call], reference, tokens)
 
     assert_agrees(CALLS[call](model, tokens), expected, home_of(model))
+    if hasattr(model, "placement"):  # or it is a toy on one device
+        assert_at_rest(model)
 
 
 @pytest.mark.fails_unpatched
@@ -134,6 +137,7 @@ def test_a_mask_that_a_hook_edits_between_blocks(
     assert_agrees(run(model), run(reference), home_of(model))
 
 
+@pytest.mark.parametrize("spread", [4, "some of three devices"])
 def test_keys_and_values_are_kept_where_their_block_is(model: Any, tokens: torch.Tensor) -> None:
     kv_cache = new_kv_cache(model, batch_size=len(tokens))
     empty = [(entry.past_keys.device, entry.past_values.device) for entry in kv_cache.entries]

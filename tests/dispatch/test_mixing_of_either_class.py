@@ -104,7 +104,7 @@ ROWS: dict[str, tuple[Script, Script]] = {
             model.blocks[4].ln1(cached(model, tokens, "blocks.4.hook_resid_pre")),
         ],
         lambda model, tokens: [
-            module(cached(model, tokens, "blocks.4.hook_resid_pre").to(device_of(module, model)))
+            module(cached(model, tokens, "blocks.4.hook_resid_pre").to(of_block_4(model)))
             for module in (model.blocks[4].mlp, model.blocks[4].ln1)
         ],
     ),
@@ -120,7 +120,7 @@ MAY_WORK = ("modules called by hand",)
 """What works where accelerate brings arguments to a Bridge's modules."""
 
 
-def device_of(module: nn.Module, model: Any) -> torch.device:
+def of_block_4(model: Any) -> torch.device:
     return model.placement.device_of("blocks.4")
 
 

@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 import torch
 from comparison import assert_agrees
-from kinds import assert_runs, devices_of
+from kinds import Spread, assert_runs, devices_of
+from offloads import assert_at_rest
+
+OFFLOADS = ("all of one device", "some of three devices")
+everywhere = pytest.mark.parametrize("spread", [4, *OFFLOADS])
 
 
 def zero(*models: Any) -> None:
@@ -52,8 +56,11 @@ def test_a_device_gathers_the_model(
         model.run_with_hooks(tokens, fwd_hooks=[hook])
 
 
-def test_a_dtype_changes_where_the_model_lies(load: Any, on_cpu: Any, tokens: torch.Tensor) -> None:
-    model = load("llama")
+@everywhere
+def test_a_dtype_changes_where_the_model_lies(
+    spread: Spread, load: Any, on_cpu: Any, tokens: torch.Tensor
+) -> None:
+    model = load("llama", spread)
     devices = model.placement.device_map
     weights = sum(c.weights for c in model.placement.components)
 
@@ -62,6 +69,7 @@ def test_a_dtype_changes_where_the_model_lies(load: Any, on_cpu: Any, tokens: to
     assert {p.dtype for p in model.parameters()} == {model.cfg.dtype} == {torch.float64}
     assert model.placement.device_map == devices
     assert sum(c.weights for c in model.placement.components) == 2 * weights
+    assert_at_rest(model)
     assert_runs(model, copy.deepcopy(on_cpu("llama")).to(torch.float64), tokens)
 
 
@@ -93,18 +101,22 @@ def test_a_model_moved_as_part_of_another_module_takes_tokens_where_it_is(
 
 
 @pytest.mark.fails_unpatched
-@pytest.mark.parametrize("kind", ["llama", "bloom"])
+@pytest.mark.parametrize(
+    ("kind", "spread"), [("llama", 4), ("bloom", 4), *(("llama", offload) for offload in OFFLOADS)]
+)
 def test_a_copy_runs_and_moves_by_itself(
-    kind: str, load: Any, reference: Any, tokens: torch.Tensor
+    kind: str, spread: Spread, load: Any, reference: Any, tokens: torch.Tensor
 ) -> None:
-    model = load(kind)
+    model = load(kind, spread)
     model(tokens)
 
     copied, moved = copy.deepcopy(model), copy.deepcopy(model).to("sim:2")
     assert copied.placement == model.placement
-    assert (devices_of(moved), len(devices_of(model))) == ({"sim:2"}, 4)
+    assert (devices_of(moved), devices_of(copied)) == ({"sim:2"}, devices_of(model))
+    zero(model)
     del model
     gc.collect()
+    assert_at_rest(copied)
 
     assert_runs(copied, reference, tokens)
     assert_runs(moved, reference, tokens)
@@ -128,10 +140,11 @@ def test_a_state_dict_goes_from_any_spread_to_any_other_and_through_a_file(
         assert_runs(other, reference, tokens)
 
 
+@everywhere
 def test_a_pickled_model_runs_where_it_is_put(
-    load: Any, reference: Any, tokens: torch.Tensor, tmp_path: Path
+    spread: Spread, load: Any, reference: Any, tokens: torch.Tensor, tmp_path: Path
 ) -> None:
-    torch.save(load("llama"), tmp_path / "model.pt")
+    torch.save(load("llama", spread), tmp_path / "model.pt")
 
     model = torch.load(tmp_path / "model.pt", map_location="cpu", weights_only=False)
     model.cpu()

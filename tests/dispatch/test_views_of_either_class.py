@@ -39,12 +39,11 @@ def where() -> str:
 
 
 @pytest.fixture
-def model(cls: str, where: str, machine: Any, request: pytest.FixtureRequest) -> Any:
+def model(where: str, machine: Any, folded: Any, from_checkpoint: Any) -> Any:
     """A new model; without compatibility mode, if it is a Bridge with offloaded blocks."""
-    if not isinstance(WHERE[where], dict):
-        return request.getfixturevalue("folded")("llama", WHERE[where])
-    load = request.getfixturevalue("boot" if cls == BRIDGE else "from_pretrained")
-    return load("llama", device_map=WHERE[where])
+    if isinstance(WHERE[where], dict):
+        return from_checkpoint("llama", device_map=WHERE[where])
+    return folded("llama", WHERE[where])
 
 
 @pytest.fixture
@@ -203,13 +202,6 @@ def test_what_a_user_s_class_adds_is_the_model_s(
 # Hooks of its own
 
 
-def hook_lists(model: Any) -> dict[str, list[list[Any]]]:
-    return {
-        name: [*map(list, (point.fwd_hooks, point.bwd_hooks))]
-        for name, point in model.hook_dict.items()
-    }
-
-
 @everywhere
 def test_what_is_hooked_in_one_is_seen_by_no_other(
     model: Any, view_of: Any, at_home: torch.Tensor
@@ -339,14 +331,9 @@ def state_of(model: Any) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
-            contents = (
-                list(value.items())
-                if isinstance(value, dict)
-                else list(value)
-                if isinstance(value, (list, set))
-                else value
-            )
-            state[f"{name}: {attribute}"] = contents
+            value = list(value.items()) if isinstance(value, dict) else value
+            value = list(value) if isinstance(value, (list, set)) else value
+            state[f"{name}: {attribute}"] = value
     state.pop(": _tl_devicefix_as_made", None)
     return state
 

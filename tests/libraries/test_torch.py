@@ -260,10 +260,9 @@ def test_every_row_of_the_page_is_run_and_all_that_is_run_is_on_it() -> None:
 
 
 @pytest.fixture
-def both(cls: str, on_one: Any, machine: Any, request: pytest.FixtureRequest) -> tuple[Any, Any]:
+def both(from_checkpoint: Any, on_one: Any, machine: Any) -> tuple[Any, Any]:
     """A Llama over four devices, and the same on one CPU, for a row to change as it likes."""
-    load = request.getfixturevalue("boot" if cls == BRIDGE else "from_pretrained")
-    models = load("llama", n_devices=4), copy.deepcopy(on_one("llama"))
+    models = from_checkpoint("llama", n_devices=4), copy.deepcopy(on_one("llama"))
     return tuple(model.requires_grad_() for model in models)
 
 

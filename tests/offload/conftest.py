@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
-from offloads import OFFLOADED
 from spread_of_either_class import *  # noqa: F403
 
 
@@ -14,16 +10,6 @@ from spread_of_either_class import *  # noqa: F403
 def kind() -> str:
     """Which architecture the model has; parametrise it for others."""
     return "llama"
-
-
-@pytest.fixture(scope="module")
-def load(machine: Any, from_pretrained: Any) -> Callable[..., Any]:
-    """`load("gpt2", "all of one device")`: a model for one test to change as it likes."""
-
-    def load(name: str, offload: str, **options: Any) -> Any:
-        return from_pretrained(name, device_map=OFFLOADED[offload], **options)
-
-    return load
 
 
 @pytest.fixture

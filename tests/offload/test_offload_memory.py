@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from comparison import assert_agrees
 from kinds import home_of
-from offloads import HOST, assert_at_rest, every_kind, offloaded_blocks, some_offload, weights_of
+from offloads import HOST, every_kind, offloaded_blocks, some_offload, weights_of
 
 from tl_devicefix.placement.fitting import working_room
 from tl_devicefix.simulation.machine import Machine, Transfer
@@ -118,21 +117,3 @@ def test_loading_needs_no_more_of_a_device_than_running_and_what_is_being_folded
     for device in placement.devices:
         taken = machine.max_memory_allocated(device) - before[device.index]
         assert taken <= placement.bytes_on(device) + folding
-
-
-@pytest.mark.parametrize("limited", [{0: 0.6}, {0: 0.6, 1: 0.4}])
-def test_max_memory_offloads_what_does_not_fit(
-    limited: dict[int, float], machine: Machine, from_pretrained: Any, reference: Any,
-    tokens: torch.Tensor,
-) -> None:  # fmt: skip
-    total = from_pretrained("llama", device_map=3).placement.bytes_on(3)
-    max_memory = {device: int(part * total) for device, part in limited.items()}
-
-    n_devices = len(limited)
-    model = from_pretrained("llama", n_devices=n_devices, max_memory={**max_memory, "cpu": "1GiB"})
-
-    assert offloaded_blocks(model)
-    for device, limit in max_memory.items():
-        assert model.placement.bytes_on(device) <= limit
-    assert_at_rest(model)
-    assert_agrees(model(tokens), reference(tokens), home_of(model))

@@ -147,6 +147,23 @@ def test_a_device_gathers_the_model(
     assert_agrees(model(tokens.to(target)), reference(tokens), target)
 
 
+@pytest.mark.parametrize("limited", [{0: 0.6}, {0: 0.6, 1: 0.4}])
+def test_max_memory_offloads_what_does_not_fit(
+    limited: dict[int, float], from_checkpoint: Any, machine: Any, reference: Any,
+    tokens: torch.Tensor,
+) -> None:  # fmt: skip
+    total = from_checkpoint("llama", device_map=3).placement.bytes_on(3)
+    max_memory = {device: int(part * total) for device, part in limited.items()}
+
+    model = from_checkpoint("llama", max_memory={**max_memory, "cpu": "1GiB"})
+
+    assert offloaded_blocks(model)
+    for device, limit in max_memory.items():
+        assert model.placement.bytes_on(device) <= limit
+    assert_at_rest(model)
+    assert_agrees(model(tokens), reference(tokens), machine.devices[0])
+
+
 # --------------------------------------------------------------------------------------------
 # A Bridge's; a HookedTransformer's are in test_offload_results.py and test_offload_memory.py
 
@@ -160,16 +177,6 @@ OF_FOUR = installed() >= Version("4.0")
 def test_transformer_lens_3_says_that_it_cannot_fold_them(offloaded: Any) -> None:
     with pytest.raises(ValueError, match=r"blocks.1, 2, 4 are offloaded.*TransformerLens 4"):
         offloaded().enable_compatibility_mode()
-
-
-@a_bridge
-def test_max_memory_decides_which_blocks_are_offloaded(
-    machine: Any, boot: Any, reference: Any, tokens: torch.Tensor
-) -> None:
-    bridge = boot("llama", max_memory={0: "24KiB", "cpu": "1GiB"})
-
-    assert offloaded_blocks(bridge)
-    assert_agrees(bridge(tokens), reference(tokens), machine.devices[0])
 
 
 @a_bridge

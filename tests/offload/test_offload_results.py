@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import NO_PROCESSING
 from comparison import assert_agrees, assert_same_weights
-from kinds import home_of, new_kv_cache
+from kinds import home_of
 from offloads import (
     HOST,
     assert_at_rest,
@@ -24,41 +25,14 @@ from tl_devicefix.offload.copying import keeping_on_host
 from tl_devicefix.simulation.machine import Machine
 
 
-@pytest.mark.cover
-@every_kind
 @some_offload
-def test_generating_is_the_same(
+def test_one_block_may_be_run_by_itself(
     offload: str, model: Any, reference: Any, tokens: torch.Tensor
 ) -> None:
-    options = {"max_new_tokens": 4, "do_sample": False, "stop_at_eos": False, "verbose": False}
-    in_pieces = new_kv_cache(model, len(tokens))
-
-    assert_agrees(
-        model.generate(tokens.to(home_of(model)), **options),
-        reference.generate(tokens, **options),
-        home_of(model),
-    )
-    model(tokens[:, :4], past_kv_cache=in_pieces)
-    assert_agrees(
-        model(tokens[:, 4:], past_kv_cache=in_pieces), reference(tokens)[:, 4:], home_of(model)
-    )
-    keys = [entry.past_keys.device for entry in in_pieces.entries]
-    assert keys == [model.placement.device_of(f"blocks.{i}") for i in range(model.cfg.n_layers)]
-
-
-@some_offload
-def test_a_forward_may_start_and_stop_at_layers_and_one_block_be_run_by_itself(
-    offload: str, model: Any, reference: Any, tokens: torch.Tensor
-) -> None:
-    def run(model: Any) -> list[torch.Tensor]:
-        residual = reference(tokens, stop_at_layer=2)
-        parts = [{"start_at_layer": 2}, {"start_at_layer": 2, "stop_at_layer": -1}]
-        return [model(tokens, stop_at_layer=2), *(model(residual, **part) for part in parts)]
-
     residual = reference(tokens, stop_at_layer=1)
 
-    assert_agrees(run(model), run(reference), home_of(model))
     of_block = model.blocks[1](residual.to(model.placement.device_of("blocks.1")))
+
     assert_agrees(of_block, reference.blocks[1](residual))
     assert_at_rest(model)
 
@@ -218,3 +192,50 @@ def test_what_backward_needs_may_not_be_changed_before(changed: str) -> None:
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         result.sum().backward()
+
+
+# --------------------------------------------------------------------------------------------
+# A model that is changed
+
+
+@some_offload
+def test_weights_are_processed_on_the_device_and_kept_on_the_host(
+    offload: str, load: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    model = load("llama", offload, **NO_PROCESSING)
+
+    model.process_weights_()
+
+    assert_at_rest(model)
+    assert_agrees(model(tokens).log_softmax(-1), reference(tokens).log_softmax(-1), home_of(model))
+    before = model.placement
+    model.move_model_modules_to_device()
+    model.setup()
+    assert model.placement == before
+    assert_at_rest(model)
+
+
+class Probe(torch.nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.linspace(-1, 1, width))
+
+    def forward(self, residual: torch.Tensor) -> torch.Tensor:
+        return residual * self.scale
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("device", ["sim:0", "sim:3", "cpu"])
+@some_offload
+def test_attached_modules_run_wherever_they_are(
+    device: str, offload: str, load: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    model, reference = load("llama", offload), copy.deepcopy(reference)
+    if device == "sim:3":
+        device = str(model.placement.devices[-1])
+    for variant, location in ((model, device), (reference, "cpu")):
+        variant.blocks[3].mlp = Probe(variant.cfg.d_model).to(location)
+        variant.setup()
+
+    assert_agrees(model(tokens), reference(tokens), home_of(model))
+    assert model.blocks[3].mlp.scale.device == torch.device(device)

@@ -31,13 +31,9 @@ ON_TWO = {"": 0, "blocks": "cpu", "blocks.2": 1}  # which lives there, as no oth
 
 
 @pytest.fixture
-def offloaded(cls: str, request: pytest.FixtureRequest) -> Callable[..., Any]:
+def offloaded(from_checkpoint: Any) -> Callable[..., Any]:
     """`offloaded(ON_ONE)`: a new model, over the devices of the machine that is open."""
-    if cls == BRIDGE:
-        boot = request.getfixturevalue("boot")
-        return lambda device_map: boot("llama", device_map=device_map)
-    from_pretrained = request.getfixturevalue("from_pretrained")
-    return lambda device_map: from_pretrained("llama", device_map=device_map)
+    return lambda device_map: from_checkpoint("llama", device_map=device_map)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["", "behind the host"])

@@ -8,8 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from comparison import assert_bit_equal
-from runs_of_users import Run, a_number_that_is_waited_for, some_of_the_cache
+from comparison import assert_agrees, assert_bit_equal
+from runs_of_users import (
+    Run,
+    a_number_that_is_waited_for,
+    generated,
+    gradients_of_weights,
+    some_of_the_cache,
+    steered_at_a_block_elsewhere,
+)
 
 import tl_devicefix
 from tl_devicefix import pipeline_map
@@ -27,6 +34,9 @@ def machine() -> Iterator[Machine]:
         yield machine
 
 
+RUNS = (generated, gradients_of_weights, some_of_the_cache, steered_at_a_block_elsewhere)
+
+
 @pytest.mark.cover
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("run", [a_number_that_is_waited_for, some_of_the_cache])
@@ -38,6 +48,16 @@ def test_on_devices_that_run_behind_the_host(
         batches = [tokens.roll(shift, 1) for shift in range(3)]
         expected = [run(model, batch) for batch in batches]
         assert_bit_equal(list(pipeline_map(model, run, batches)), expected)
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("run", RUNS)
+def test_one_run_there_gives_what_a_cpu_gives(
+    machine: Any, folded: Any, folded_on_one: Any, tokens: torch.Tensor, kind: str, run: Run
+) -> None:
+    with torch.no_grad():
+        assert_agrees(run(folded(kind, 4), tokens), run(folded_on_one(kind), tokens))
 
 
 def test_the_residual_stream_goes_on_streams_of_its_run(

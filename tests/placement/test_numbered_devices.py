@@ -33,13 +33,9 @@ def machine() -> Iterator[Machine]:
 
 
 @pytest.fixture
-def load(cls: str, request: pytest.FixtureRequest, machine: Machine) -> Load:
+def load(from_checkpoint: Any, machine: Machine) -> Load:
     """`load(device="sim:0", ...)`: a new GPT-2 of either class."""
-    if cls == "TransformerBridge":
-        boot = request.getfixturevalue("boot")
-        return lambda **options: boot("gpt2", **options)
-    from_pretrained = request.getfixturevalue("from_pretrained")
-    return lambda **options: from_pretrained("gpt2", **options)
+    return lambda **options: from_checkpoint("gpt2", **options)
 
 
 def where(model: Any) -> list[str]:
