@@ -42,13 +42,17 @@ def place(model: Any, placement: Placement) -> None:
 
 def settle(model: Any, placement: Placement) -> None:
     """Record a placement that the weights have already, and align the model with it."""
-    model.placement = placement
-    use(placement)
+    _record(model, placement)
     model.cfg.device = str(placement.home)
     model.cfg.n_devices = len(placement.devices)
-    remember_placement(model.cfg, placement)
     _tell_accelerate(model, placement)
     align(model, placement)
+
+
+def _record(model: Any, placement: Placement) -> None:
+    model.placement = placement
+    use(placement)
+    remember_placement(model.cfg, placement)
 
 
 def _tell_accelerate(model: Any, placement: Placement) -> None:
@@ -105,7 +109,8 @@ def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
         share_buffers(self)
         _follow_weights(self)
     elif getattr(self, "placement", None) is not None:  # it may have another dtype
-        settle(self, self.placement.reweighed(self))
+        _record(self, self.placement.reweighed(self))
+        pin(self, self.placement)
     return self
 
 
