@@ -58,7 +58,11 @@ def each_on_its_device(
     errors = list(filter(None, (future.exception() for future in begun if not future.cancelled())))
     del future
     begun.clear()  # or an error's traceback would hold them, and they the error
-    _raise_first(errors)
+    try:
+        if errors:
+            raise errors[0]
+    finally:
+        errors.clear()  # or its traceback would hold the others, and they what was being done
 
 
 def _on_cores(cores: int, do: Callable[[Any], None], unit: Any) -> None:
@@ -78,15 +82,6 @@ def threads(count: int, **options: Any) -> Iterator[ThreadPoolExecutor]:
         except BaseException:
             pool.shutdown()
             raise
-
-
-def _raise_first(errors: list[BaseException]) -> None:
-    """Raise the first of some errors, if any."""
-    try:
-        if errors:
-            raise errors[0]
-    finally:
-        errors.clear()  # or its traceback would hold the others, and they what was being done
 
 
 # torch.set_num_threads also sets what new threads begin with: one load at a time.
@@ -131,7 +126,8 @@ class CallersState:
             functools.partial(torch.inference_mode, torch.is_inference_mode_enabled()),
             functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()),
             functools.partial(torch.autograd.set_multithreading_enabled, multithreading),
-            *(_autocast(kind) for kind in _casting((*types, "cpu"))),
+            # There are types of device that do not support it.
+            *map(_autocast, filter(torch.is_autocast_enabled, dict.fromkeys((*types, "cpu")))),
             *_saved_tensors_hooks(),
             *_modes(_get_current_function_mode_stack(), _push_mode, _pop_mode),
             *_modes(
@@ -164,11 +160,6 @@ def _current_stream(device: torch.device) -> Iterator[Callable[[], Any]]:
     module = torch.get_device_module(device.type)
     if device.type != "cpu" and hasattr(module, "set_stream"):
         yield functools.partial(module.set_stream, module.current_stream(device))
-
-
-def _casting(kinds: Iterable[str]) -> Iterator[str]:
-    """The types of device that autocast is on for: there are types that do not support it."""
-    return filter(torch.is_autocast_enabled, dict.fromkeys(kinds))
 
 
 def _autocast(kind: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
