@@ -59,14 +59,19 @@ def adapters() -> dict[str, Adapter]:
     return {adapter.NAME: cast(Adapter, adapter) for adapter in installed}
 
 
-def adapter_of(model: Any) -> Adapter | None:
-    """The adapter of a model's class; None if it is of neither."""
-    of_class = (
-        adapter for adapter in adapters().values() if isinstance(model, adapter.model_class)
-    )
-    return next(of_class, None)
+def is_model(model: Any) -> bool:
+    """Whether this is a model of one of the two classes."""
+    return isinstance(model, tuple(adapter.model_class for adapter in adapters().values()))
 
 
-def class_names() -> str:
-    """The classes that models may be of, for a sentence."""
-    return " or a ".join(adapters())
+def adapter_of(model: Any) -> Adapter:
+    """The adapter of a model's class.
+
+    Raises:
+        TypeError: if it is of neither class.
+    """
+    for adapter in adapters().values():
+        if isinstance(model, adapter.model_class):
+            return adapter
+    names = " or a ".join(adapters())
+    raise TypeError(f"the model must be a {names}, but this is a {type(model).__name__}")

@@ -160,17 +160,12 @@ def _report_of_patches() -> PatchReport:
 
 def _report_of_model(model: Any) -> ModelReport:
     # Imported here for the same reason as in `table`.
-    from tl_devicefix.adapters import adapter_of, class_names
+    from tl_devicefix.adapters import adapter_of
     from tl_devicefix.attention.implementation import attention_of_each
     from tl_devicefix.placement.memory import format_table
     from tl_devicefix.placement.placement import in_short
 
     adapter = adapter_of(model)
-    if adapter is None:
-        raise TypeError(
-            f"report takes a {class_names()}, but this is a {type(model).__name__}: give the "
-            "model itself, or no model to see what is replaced in TransformerLens"
-        )
     attends = attention_of_each(model)
     model_report = ModelReport()
     for name, forward in adapter.forward_of_each(model).items():

@@ -115,5 +115,5 @@ def test_a_block_of_a_bridge_runs_transformers_layer_unless_somebody_listens(cap
 
 
 def test_what_is_no_model_is_refused_in_a_sentence():
-    with pytest.raises(TypeError, match=r"report takes a .* but this is a Linear"):
+    with pytest.raises(TypeError, match=r"the model must be a .* but this is a Linear"):
         tl_devicefix.report(torch.nn.Linear(1, 1))

@@ -27,6 +27,7 @@ from tl_devicefix.activation_store.selection import (
     read_batches,
 )
 from tl_devicefix.activation_store.writer import Copied, Writer, start_copies
+from tl_devicefix.adapters import adapter_of
 from tl_devicefix.checkpoints.hub import torch_dtype
 from tl_devicefix.dispatch.carrying import outputs_unread
 from tl_devicefix.misspelt import refuse_misspelt
@@ -96,6 +97,7 @@ def save_activations(
         OSError: if the disk is too small, before activations are written; or is full.
         HostLost: if another host is lost. Shards that the index lists are complete.
     """
+    adapter_of(model)  # refuses anything but a model
     n_runs = n_in_flight(model, max_in_flight)
     for name in _INSTEAD.keys() & arguments.keys():
         raise TypeError(f"save_activations() has no argument {name!r}: {_INSTEAD[name]}")

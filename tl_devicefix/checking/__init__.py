@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tl_devicefix.adapters import adapter_of, class_names
+from tl_devicefix.adapters import adapter_of
 from tl_devicefix.checking.places import (
     attached_notes,
     config_findings,
@@ -58,11 +58,6 @@ def check(model: Any, repair: bool = False) -> Report:
     >>> assert check(model)  # doctest: +SKIP
     """
     adapter = adapter_of(model)
-    if adapter is None:
-        raise TypeError(
-            f"check looks through a {class_names()}, but this is a {type(model).__name__}: give "
-            "the model itself"
-        )
     kind = _of_class(adapter.NAME)
     findings = _repairable(model, kind, adapter.SETUP)
     repaired: list[Finding] = []

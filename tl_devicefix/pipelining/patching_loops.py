@@ -17,7 +17,7 @@ import torch
 from transformer_lens import patching
 from transformer_lens.patching import utils
 
-from tl_devicefix.adapters import adapter_of
+from tl_devicefix.adapters import is_model
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.pipelining.sweep import Hooks, is_sequential, sweep
 
@@ -56,7 +56,7 @@ def generic_activation_patch(
         return_index_df=return_index_df,
         **others,
     )
-    if is_sequential() or adapter_of(model) is None:
+    if is_sequential() or not is_model(model):
         return call(model, corrupted_tokens, clean_cache)
 
     def runs() -> Iterator[Hooks]:

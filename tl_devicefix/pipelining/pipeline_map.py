@@ -9,12 +9,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from operator import length_hint
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import transformers.utils.logging as hf_logging
 
-from tl_devicefix.adapters import Adapter, adapter_of, class_names
+from tl_devicefix.adapters import adapter_of
 from tl_devicefix.dispatch.scheduler import Run, Streams, Turns, running, take_own_tokenizer
 from tl_devicefix.dispatch.views import restore
 from tl_devicefix.offload.copying import values_of
@@ -83,8 +83,8 @@ def pipeline_map(
     ...     return model(tokens).mean().item()
     >>> means = list(pipeline_map(model, run, batches))  # doctest: +SKIP
     """
+    make_view = functools.partial(adapter_of(model).view_of, model)
     max_in_flight = n_in_flight(model, max_in_flight)
-    make_view = functools.partial(cast(Adapter, adapter_of(model)).view_of, model)
     hint = length_hint(items, -1)
     count = None if hint < 0 else hint
     bar = functools.partial(
@@ -98,8 +98,6 @@ def pipeline_map(
 
 def n_in_flight(model: Any, max_in_flight: int | None) -> int:
     """How many runs are in flight at most; see `pipeline_map`."""
-    if adapter_of(model) is None:
-        raise TypeError(f"the model must be a {class_names()}, but is a {type(model).__name__}")
     n_devices = len(_devices_of(model))
     if max_in_flight is None:
         return n_devices + 1 if n_devices > 1 else 1

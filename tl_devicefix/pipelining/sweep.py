@@ -205,8 +205,8 @@ class _FirstBlock:
         by_library = _package(type(forward)) == "tl_devicefix" or "_hf_hook" in attributes
         if forward is not None and not by_library:
             return True
-        minds = self._adapter is None or self._adapter.MINDS_TRAINING
-        return module.training and (minds or isinstance(module, _UNSTEADY))
+        minds = self._adapter.MINDS_TRAINING or isinstance(module, _UNSTEADY)
+        return module.training and minds
 
 
 def _package(item: Any) -> str:
@@ -218,9 +218,9 @@ def _needs_gradient(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled()
 
 
-def _is_known(model: Any, adapter: Adapter | None) -> bool:
+def _is_known(model: Any, adapter: Adapter) -> bool:
     """Whether a model runs its blocks as TransformerLens does, passing on the stream alone."""
-    if adapter is None or not adapter.passes_stream_alone(model):
+    if not adapter.passes_stream_alone(model):
         return False
     base = next(cls for cls in type(model).__mro__ if _package(cls) == "transformer_lens")
     return not any(
