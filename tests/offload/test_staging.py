@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import tl_devicefix
-from tl_devicefix.offload import staging as module
-from tl_devicefix.offload.staging import Staging
+from tl_devicefix.offload import copying as module
+from tl_devicefix.offload.copying import Staging
 
 SHAPES: dict[str, torch.Tensor] = {
     "a scalar": torch.tensor(3.0),

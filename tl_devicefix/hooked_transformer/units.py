@@ -24,7 +24,7 @@ from tl_devicefix.checkpoints.sources import (
 )
 from tl_devicefix.hooked_transformer.components import component_names
 from tl_devicefix.monkeypatch.applying import original
-from tl_devicefix.offload.staging import Staging
+from tl_devicefix.offload.copying import Staging
 from tl_devicefix.placement.fitting import naming_full_devices
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.placement.workers import each_on_its_device
