@@ -55,11 +55,6 @@ class Architecture:
         return self.name in ("gpt2", "opt", "bloom")
 
     @property
-    def is_moe(self) -> bool:
-        """Whether the MLP is a mixture of experts."""
-        return self.name == "mixtral"
-
-    @property
     def has_rms_norms(self) -> bool:
         """Whether the norms are RMSNorms: they have no bias and leave the mean."""
         return self.name in ("llama", "qwen2", "gemma-2", "mixtral")

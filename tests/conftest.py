@@ -16,7 +16,7 @@ from covering import fails_unpatched, left_out
 from hf_models import D_VOCAB, HF_CONFIGS, make_hf_model, make_tokenizer, save_checkpoint
 from hub_cache import HubCache, go_offline
 from left_to_others import is_left_to_others
-from machines import machine, n_devices  # noqa: F401
+from machines import machine, n_devices, simulated  # noqa: F401
 from on_demand import OnDemand
 from transformers import PreTrainedModel
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -22,20 +22,29 @@ def n_devices() -> int:
     return 4
 
 
-def how_devices_run(config: pytest.Config) -> dict[str, Any]:
-    """What `simulate` is given: with `--asynchronous`, devices that run behind the host."""
-    return {"asynchronous": config.getoption("--asynchronous")}
+@pytest.fixture(scope="session")
+def simulated(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """`with simulated(4) as machine`: as `tl_devicefix.simulate`.
+
+    With `--unpatched` it is without the patches, and with `--asynchronous` behind the host.
+    """
+
+    @contextlib.contextmanager
+    def simulated(*args: Any, **options: Any) -> Iterator[Machine]:
+        options = {"asynchronous": request.config.getoption("--asynchronous"), **options}
+        with tl_devicefix.simulate(*args, **options) as machine:
+            unpatched: Any = contextlib.nullcontext()
+            if request.config.getoption("--unpatched"):
+                alone = has_hooked_transformer()
+                unpatched = transformer_lens_alone(machine) if alone else tl_devicefix.disabled()
+            with unpatched:
+                yield machine
+
+    return simulated
 
 
 @pytest.fixture
-def machine(n_devices: int, request: pytest.FixtureRequest) -> Iterator[Machine]:
+def machine(n_devices: int, simulated: Any) -> Iterator[Machine]:
     """A simulated machine, on which models load by default."""
-    with tl_devicefix.simulate(n_devices, **how_devices_run(request.config)) as machine:
-        if not request.config.getoption("--unpatched"):
-            unpatched: Any = contextlib.nullcontext()
-        elif has_hooked_transformer():
-            unpatched = transformer_lens_alone(machine)
-        else:
-            unpatched = tl_devicefix.disabled()
-        with unpatched:
-            yield machine
+    with simulated(n_devices) as machine:
+        yield machine

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -11,27 +10,10 @@ import torch
 from architectures import ARCHITECTURES, attention_only_config, load_hooked
 from hf_models import randomize
 from kinds import KINDS, Kind, Spread, devices_of, where_to
-from machines import how_devices_run
+from on_demand import OnDemand
 from transformer_lens import HookedTransformer
-from unpatched_tl import transformer_lens_alone
 
-import tl_devicefix
 from tl_devicefix.simulation.machine import Machine
-
-
-@pytest.fixture(scope="session")
-def simulated(request: pytest.FixtureRequest) -> Callable[..., AbstractContextManager[Machine]]:
-    """`with simulated(4) as machine`: as `tl_devicefix.simulate`, and without it if --unpatched."""
-
-    @contextmanager
-    def simulated(*args: Any, **options: Any) -> Iterator[Machine]:
-        options = {**how_devices_run(request.config), **options}
-        with tl_devicefix.simulate(*args, **options) as machine:
-            unpatched = request.config.getoption("--unpatched")
-            with transformer_lens_alone(machine) if unpatched else nullcontext():
-                yield machine
-
-    return simulated
 
 
 @pytest.fixture(scope="module")
@@ -88,14 +70,7 @@ def load(machine: Machine, from_pretrained: Any, toys: Any) -> Callable[..., Any
 @pytest.fixture(scope="module")
 def models(load: Any) -> Callable[..., HookedTransformer]:
     """As `load`, but loaded once for the tests of a module: not to be changed."""
-    loaded: dict[Any, HookedTransformer] = {}
-
-    def get(kind: str, spread: Spread) -> HookedTransformer:
-        if (kind, spread) not in loaded:
-            loaded[kind, spread] = load(kind, spread)
-        return loaded[kind, spread]
-
-    return get
+    return OnDemand(load)
 
 
 @pytest.fixture

@@ -27,7 +27,6 @@ if has_hooked_transformer():
         on_cpu,
         other_tokens,
         reference,
-        simulated,
         spread,
         toys,
     )

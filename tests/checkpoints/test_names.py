@@ -161,9 +161,10 @@ def test_the_text_model_of_a_multimodal_fine_tune(
 
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("where", ["hub", "directory"])
-def test_without_a_tokenizer_there_the_model_has_none(
-    where: str, hub: HubCache, hf_models: Any, tmp_path: Path, tokens: Any
-) -> None:
+def test_without_a_tokenizer_there_the_model_has_none_and_says_so(
+    where: str, hub: HubCache, hf_models: Any, tokenizer: Any, tmp_path: Path, tokens: Any,
+    caplog: Any,
+) -> None:  # fmt: skip
     hub.add(FINE_TUNE, hf_models("qwen2"))
     hf_models("qwen2").save_pretrained(tmp_path / "model")
     name = FINE_TUNE if where == "hub" else tmp_path / "model"
@@ -171,6 +172,12 @@ def test_without_a_tokenizer_there_the_model_has_none(
     model = HookedTransformer.from_pretrained(name, n_devices=2)
 
     assert model.tokenizer is None
+    (warning,) = [item for item in caplog.records if "has no tokenizer" in item.getMessage()]
+    assert warning.name == "tl_devicefix"
+    for text in (repr(str(name)), "tokenizer.json", "tokenizer=", "set_tokenizer"):
+        assert text in warning.getMessage()
+    HookedTransformer.from_pretrained(name, tokenizer=tokenizer, n_devices=2)
+    assert caplog.text.count("has no tokenizer") == 1
     assert model(tokens).shape[:2] == tokens.shape
 
 

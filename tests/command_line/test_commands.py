@@ -46,25 +46,19 @@ def test_the_demo_fails_where_the_numbers_differ(capsys: Any, monkeypatch: Any) 
     assert "TOO LARGE" in capsys.readouterr().out
 
 
-def test_the_selfcheck_trusts_a_machine_that_computes_right(capsys: Any) -> None:
+@pytest.mark.parametrize("is_default", [True, False])
+def test_the_selfcheck_trusts_a_machine_that_computes_right(
+    is_default: bool, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     with tl_devicefix.simulate(2):
-        assert main(["selfcheck"]) == 0
+        if not is_default:
+            monkeypatch.setattr(devices, "simulated_device", lambda: None)
+        assert main(["selfcheck", *([] if is_default else ["--device", "sim"])]) == 0
     output = capsys.readouterr().out
     assert "copy sim:0 -> sim:1: ok" in output
     assert "copy sim:1 -> cpu: ok" in output
     assert "parity on sim:0, sim:1: ok" in output
     assert "can be trusted" in output
-
-
-def test_the_selfcheck_is_told_of_devices_that_are_not_the_default(
-    monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    with tl_devicefix.simulate(2):
-        monkeypatch.setattr(devices, "simulated_device", lambda: None)
-        assert main(["selfcheck", "--device", "sim"]) == 0
-    output = capsys.readouterr().out
-    assert "copy sim:0 -> sim:1: ok" in output
-    assert "parity on sim:0, sim:1: ok" in output
 
 
 def test_the_selfcheck_distrusts_a_machine_that_computes_wrong(

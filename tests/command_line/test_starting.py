@@ -33,17 +33,18 @@ def python(*arguments: str, cwd: Path, path: Path = ROOT) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "says"),
+    ("arguments", "status", "says", "imports"),
     [
-        (["--help"], 0, "{demo,selfcheck,estimate,activations,worker}"),
-        (["estimate", "--help"], 0, "--max-memory"),
-        (["estimate"], 2, "the following arguments are required: model"),
-        (["nonsense"], 2, "invalid choice: 'nonsense'"),
-        (["estimate", "--n-devices", "x"], 2, "invalid int value: 'x'"),
+        (["--help"], 0, "{demo,selfcheck,estimate,activations,worker}", []),
+        (["estimate", "--help"], 0, "--max-memory", []),
+        (["estimate"], 2, "the following arguments are required: model", []),
+        (["nonsense"], 2, "invalid choice: 'nonsense'", []),
+        (["estimate", "--n-devices", "x"], 2, "invalid int value: 'x'", []),
+        (["activations", "info", "none"], 1, "no saved activations in none", ["torch"]),
     ],
 )
-def test_help_and_mistakes_import_nothing_large(
-    arguments: list[str], status: int, says: str, tmp_path: Path
+def test_help_lists_and_mistakes_import_nothing_large(
+    arguments: list[str], status: int, says: str, imports: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "usercustomize.py").write_text("")
     (tmp_path / "sitecustomize.py").write_text(AT_EXIT)
@@ -51,13 +52,4 @@ def test_help_and_mistakes_import_nothing_large(
     assert done.returncode == status, done.stderr
     assert says in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
-    assert done.stdout.splitlines()[-1].split() == ["IMPORTED"]
-
-
-def test_listing_saved_activations_imports_no_models(tmp_path: Path) -> None:
-    (tmp_path / "usercustomize.py").write_text("")
-    (tmp_path / "sitecustomize.py").write_text(AT_EXIT)
-    done = python("-m", "tl_devicefix", "activations", "info", "nothing", cwd=tmp_path)
-    assert done.returncode == 1
-    assert "there are no saved activations in nothing" in done.stderr
-    assert done.stdout.split() == ["IMPORTED", "torch"]
+    assert done.stdout.splitlines()[-1].split() == ["IMPORTED", *imports]

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import attention_only_config
 from comparison import assert_agrees
-from hf_models import N_LAYERS
-from kinds import GREEDY, everywhere, home_of, new_kv_cache, on_one_device
+from hf_models import N_LAYERS, randomize
+from kinds import GREEDY, devices_of, everywhere, home_of, new_kv_cache, on_one_device
 from offloads import assert_at_rest
+from transformer_lens import HookedTransformer
 
 from tl_devicefix.hooked_transformer.known_blocks import IS_2
 
@@ -164,3 +166,35 @@ def test_every_gradient(model: Any, reference: Any, tokens: torch.Tensor) -> Non
         assert (parameter.grad is None) == (expected is None), name
         if expected is not None:
             assert_agrees(parameter.grad, expected, parameter.device)
+
+
+# --------------------------------------------------------------------------------------------
+# TransformerLens's issues 837, 872 and 1260
+
+
+@pytest.mark.fails_unpatched
+@pytest.mark.parametrize(("n_layers", "n_devices"), [(26, 4), (32, 3)])
+def test_layers_that_do_not_divide_by_the_devices(
+    n_layers: int, n_devices: int, tokens: torch.Tensor, machine: Any
+) -> None:
+    reference = HookedTransformer(attention_only_config(n_layers=n_layers))
+    randomize(reference)
+    cfg = attention_only_config(n_layers=n_layers, device="sim:0")
+    cfg.n_devices = n_devices  # as an argument, TransformerLens would count CUDA devices
+    model = HookedTransformer(cfg)
+    randomize(model)
+    assert_agrees(model(tokens), reference(tokens), torch.device("sim:0"), tolerance=1e-4)
+    assert len(devices_of(model)) == n_devices
+
+
+@pytest.mark.fails_unpatched
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_generating_a_batch_with_left_padding_and_the_kv_cache_in_16_bits(
+    name: str, from_pretrained: Any, machine: Any
+) -> None:
+    options = {**GREEDY, "padding_side": "left"}
+    reference = from_pretrained(name, dtype=torch.bfloat16, device="cpu")
+    expected = on_one_device(reference.generate, [*SENTENCES, "w14"], **options)
+    model = from_pretrained(name, dtype=torch.bfloat16, n_devices=4)
+    assert len(devices_of(model)) == 4
+    assert model.generate([*SENTENCES, "w14"], **options) == expected

@@ -15,6 +15,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import tl_devicefix
+from tl_devicefix import plan
 from tl_devicefix.dispatch.mixing import JoinedAt
 from tl_devicefix.placement import in_use
 
@@ -114,6 +115,20 @@ def test_a_device_that_is_not_in_use_is_left_to_torch(model: Any) -> None:
         pytest.raises(RuntimeError, match="same device"),
     ):
         torch.ones(3) + torch.ones(3, device="sim:0")
+
+
+def test_a_result_goes_to_the_home_of_the_model_that_is_on_all_of_its_devices(
+    machine: Any,
+) -> None:
+    on_both = plan("gpt2", device_map={"": 1, "blocks.3": 0})
+    on_one = plan("gpt2", device_map=0)
+    in_use.use(on_both)
+    in_use.use(on_one)  # the latest, which is no reason
+
+    with tl_devicefix.mix_devices():
+        result = torch.ones(2, device="sim:0") + torch.ones(2, device="sim:1")
+
+    assert result.device == on_both.home == torch.device("sim:1")
 
 
 def test_gather_on_s_device_is_in_use_and_home(model: Any) -> None:

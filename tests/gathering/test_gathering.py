@@ -113,16 +113,6 @@ def test_every_activation(model: Any, reference: Any, tokens: torch.Tensor) -> N
 
 
 @pytest.mark.fails_unpatched
-@pytest.mark.parametrize("options", [{"stop_at_layer": 3}, {"pos_slice": (1, 4)}], ids=str)
-def test_options(options: dict[str, Any], model: Any, reference: Any, tokens: torch.Tensor) -> None:
-    expected_output, expected = reference.run_with_cache(tokens, **options)
-
-    output, cache = model.run_with_cache(tokens, **options)
-
-    assert_agrees((output, cache), (expected_output, expected), home_of(model))
-
-
-@pytest.mark.fails_unpatched
 def test_a_slice_that_is_made_within_gather_on_is_read_at_home_afterwards(
     model: Any, reference: Any, tokens: torch.Tensor
 ) -> None:

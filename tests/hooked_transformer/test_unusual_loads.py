@@ -163,33 +163,10 @@ def test_a_step_leaves_an_offloaded_blocks_weights_on_the_host(checkpoints: Any)
         assert folded["blocks.0.attn.b_O"].device.type == "sim"
 
 
-@pytest.mark.parametrize("with_tokenizer", [False, True])
-def test_a_model_without_a_tokenizer_says_so_when_it_is_loaded(
-    with_tokenizer: bool, tmp_path: Path, hf_models: Any, tokenizer: Any, caplog: Any
-) -> None:
-    hf_models("qwen2").save_pretrained(tmp_path)
-    HookedTransformer.from_pretrained(
-        tmp_path, tokenizer=tokenizer if with_tokenizer else None, device="cpu"
-    )
-    warnings = [record for record in caplog.records if "has no tokenizer" in record.getMessage()]
-    assert len(warnings) == (not with_tokenizer)
-    for record in warnings:
-        assert record.name == "tl_devicefix"
-        for text in (repr(str(tmp_path)), "tokenizer.json", "tokenizer=", "set_tokenizer"):
-            assert text in record.getMessage()
-
-
 @pytest.mark.fails_unpatched
 def test_devices_that_are_simulated_are_the_default(machine: Any) -> None:
-    sizes: dict[str, Any] = {
-        "n_layers": 4,
-        "d_model": 8,
-        "n_ctx": 8,
-        "d_head": 4,
-        "d_vocab": 9,
-        "act_fn": "relu",
-    }
-    cfg = HookedTransformerConfig(**sizes, n_devices=4)
+    sizes = {"n_layers": 4, "d_model": 8, "n_ctx": 8, "d_head": 4, "d_vocab": 9}
+    cfg = HookedTransformerConfig(**sizes, act_fn="relu", n_devices=4)
     assert torch.device(cfg.device) == machine.devices[0]
     placed = {p.device for p in HookedTransformer(cfg).parameters()}
     assert placed == set(machine.devices)

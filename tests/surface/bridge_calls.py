@@ -17,7 +17,7 @@ import model_calls
 import module_calls
 import result_calls
 import torch
-from module_calls import metric
+from module_calls import metric, trained
 from registry import LAST, RESID, Calls, Run, left_out
 
 CALLS = Calls()
@@ -67,8 +67,6 @@ forward several_texts: model([TEXT, "w5 w6"])
 forward predictions: model(TEXT, return_type="predictions")
 train: run.changeable().train()(tokens)
 input_to_embed and_on: model(model.input_to_embed(tokens)[0], start_at_layer=0)
-run_with_cache stop_at_layer: dict(model.run_with_cache(tokens, stop_at_layer=3)[1].items())
-run_with_cache pos_slice: dict(model.run_with_cache(tokens, pos_slice=-1)[1].items())
 run_with_hooks block_input: model.run_with_hooks(tokens, fwd_hooks=[(f"blocks.{LAST}.hook_in",
     steer(run))])
 run_with_hooks attention: model.run_with_hooks(tokens,
@@ -277,13 +275,7 @@ merge: type(lens(run)).merge([lens(run), lens(run)]).jacobians
 def train(run: Run) -> Any:
     from transformer_lens.tools.training import TrainConfig, train
 
-    model = run.changeable()
-    config = TrainConfig(
-        num_epochs=2, batch_size=2, optimizer_name="SGD", lr=1e-2, device=model.cfg.device
-    )
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        torch.manual_seed(0)
-        return train(model, config, [{"tokens": row} for row in run.tokens])(run.tokens)
+    return trained(run, train, TrainConfig)
 
 
 # --------------------------------------------------------------------------------------------

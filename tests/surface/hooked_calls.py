@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from typing import Any
 
 import model_calls
 import module_calls
 import result_calls
-import torch
+from module_calls import trained
 from registry import Calls, Run, left_out
 
 CALLS = Calls()
@@ -38,14 +36,7 @@ set_ungroup_grouped_query_attention: with_more_hooks(run, "set_ungroup_grouped_q
 def train(run: Run) -> Any:
     from transformer_lens.train import HookedTransformerTrainConfig, train
 
-    model = run.changeable()
-    dataset = [{"tokens": row} for row in run.tokens]
-    config = HookedTransformerTrainConfig(
-        num_epochs=2, batch_size=2, optimizer_name="SGD", lr=1e-2, device=model.cfg.device
-    )
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        torch.manual_seed(0)
-        return train(model, config, dataset)(run.tokens)
+    return trained(run, train, HookedTransformerTrainConfig)
 
 
 LEFT_OUT: dict[str, str] = {

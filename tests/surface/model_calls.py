@@ -82,6 +82,8 @@ run_with_cache names: dict(model.run_with_cache(tokens, names_filter=lambda name
 run_with_cache to_the_CPU: {name: value.cpu() for name, value in model.run_with_cache(tokens,
     device="cpu")[1].items()}
 run_with_cache as_a_dict: dict(model.run_with_cache(tokens, return_cache_object=False)[1])
+run_with_cache stop_at_layer: dict(model.run_with_cache(tokens, stop_at_layer=3)[1].items())
+run_with_cache pos_slice: dict(model.run_with_cache(tokens, pos_slice=-1)[1].items())
 run_with_cache remove_batch_dim: model.run_with_cache(tokens[:1],
     remove_batch_dim=True)[1].stack_head_results(apply_ln=True)
 """,

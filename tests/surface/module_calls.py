@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 from typing import Any
 from unittest import mock
 
@@ -95,6 +97,15 @@ calls(
         ),
     },
 )
+
+
+def trained(run: Run, train: Any, config: Any) -> Any:
+    """The logits after two epochs."""
+    model, batches = run.changeable(), [{"tokens": row} for row in run.tokens]
+    options = {"num_epochs": 2, "batch_size": 2, "optimizer_name": "SGD", "lr": 1e-2}
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        torch.manual_seed(0)
+        return train(model, config(**options, device=model.cfg.device), batches)(run.tokens)
 
 
 @call("evals.induction_loss")

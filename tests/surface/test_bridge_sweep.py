@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from bridge_calls import CALLS, LEFT_OUT, NEW_IN_4
+from on_demand import OnDemand
 from public import RESULTS, public_names
 from registry import Run
 from sweeping import Sweep, keys_of
@@ -64,7 +65,6 @@ def runs(
     Without a number of devices, the unpatched one on the CPU, or over ranks (`--ranks`) this
     package's own. Booted once; calls change copies.
     """
-    booted: dict[Any, Run] = {}
 
     def boot(kind: str, **options: Any) -> Any:
         bridge = TransformerBridge.boot_transformers(str(checkpoints(kind.split()[0])), **options)
@@ -77,27 +77,18 @@ def runs(
             own = request.config.getoption("--ranks")
             with contextlib.nullcontext() if own else tl_devicefix.disabled():
                 return Run(boot(kind, device="cpu"), tokens, unused=boot(kind, device="cpu"))
-        if (kind, n_devices) not in booted:
-            bridge = boot(kind, n_devices=n_devices)
-            at_home = tokens.to(bridge.cfg.device)
-            booted[kind, n_devices] = Run(bridge, at_home, unused=boot(kind, n_devices=n_devices))
-        return booted[kind, n_devices]
+        bridge = boot(kind, n_devices=n_devices)
+        at_home = tokens.to(bridge.cfg.device)
+        return Run(bridge, at_home, unused=boot(kind, n_devices=n_devices))
 
     with tl_devicefix.simulate(4):
-        yield get
+        yield OnDemand(get)
 
 
 @pytest.fixture(scope="module")
 def sweep(runs: Callable[..., Run], request: pytest.FixtureRequest) -> Sweep:
-    cached: dict[str, Run] = {}
-
-    def reference(kind: str) -> Run:
-        if kind not in cached:
-            cached[kind] = runs(kind)
-        return cached[kind]
-
     exact = bool(request.config.getoption("--ranks"))
-    return Sweep(CALLS, reference, keys_of(request.session.items), exact)
+    return Sweep(CALLS, runs, keys_of(request.session.items), exact)
 
 
 NOT_IN_3 = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from typing import Any
@@ -17,9 +16,7 @@ from public import RESULTS, public_names
 from registry import Run
 from sweeping import Sweep, keys_of
 from transformer_lens import HookedTransformer
-from unpatched_tl import transformer_lens_alone
 
-import tl_devicefix
 from tl_devicefix.simulation.machine import Machine
 
 KINDS = {"gpt2": (1, 3, 4), "llama": (1, 3, 4), "phi-3": (3,)}
@@ -43,29 +40,20 @@ def test_what_is_compared_exists() -> None:
 
 
 @pytest.fixture(scope="module")
-def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
+def machine(simulated: Any) -> Iterator[Machine]:
     """A simulated machine, open for the whole module so that models are shared."""
-    unpatched = request.config.getoption("--unpatched")
-    with (
-        tl_devicefix.simulate(4) as machine,
-        transformer_lens_alone(machine) if unpatched else contextlib.nullcontext(),
-    ):
+    with simulated(4) as machine:
         yield machine
 
 
 @pytest.fixture(scope="module")
 def spread_models(machine: Machine, hf_models: Any, tokenizer: Any) -> Callable[[str, int], Any]:
     """`spread_models("gpt2", 4)`: loaded once; calls change copies only."""
-    loaded: dict[tuple[str, int], Any] = {}
-
-    def get(kind: str, n_devices: int) -> Any:
-        if (kind, n_devices) not in loaded:
-            loaded[kind, n_devices] = load_hooked(
-                ALL_ARCHITECTURES[kind], hf_models(kind), tokenizer, n_devices=n_devices
-            )
-        return loaded[kind, n_devices]
-
-    return get
+    return OnDemand(
+        lambda kind, n: load_hooked(
+            ALL_ARCHITECTURES[kind], hf_models(kind), tokenizer, n_devices=n
+        )
+    )
 
 
 @pytest.fixture(scope="module")
