@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any, Protocol, cast
 
 from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
+from tl_devicefix.placement.placement import Placement
 
 
 class Adapter(Protocol):
@@ -27,6 +28,12 @@ class Adapter(Protocol):
 
     def view_of(self, model: Any) -> Any:
         """A view of a model: modules and hooks of its own, the same weights."""
+
+    def are_tied(self, model: Any, one: str, other: str) -> bool:
+        """Whether two of its parameters may share memory."""
+
+    def realign(self, model: Any, placement: Placement | None) -> None:
+        """Have the config and the hooks follow what was moved or put in."""
 
     def forward_of_each(self, model: Any) -> dict[str, str]:
         """Name of each block -> which forward it would run, and why."""

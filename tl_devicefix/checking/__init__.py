@@ -1,21 +1,25 @@
 """Check a live model: whether all of it is where the placement says, with values, and nothing else.
 
-`places` and `values` ask the same of either class; what differs is in `hooked` and `bridge`.
+`places` and `values` ask the same of either class; what differs is in `hooked` and the adapters.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
-from tl_devicefix.adapters import adapter_of
+from tl_devicefix.adapters import Adapter, adapter_of
 from tl_devicefix.checking.places import (
     attached_notes,
+    bring_back,
     config_findings,
     count_parameters,
     device_findings,
     host_findings,
     host_notes,
+    is_unspread,
     memory,
+    placement_of,
     setup_findings,
 )
 from tl_devicefix.checking.report import Finding, Report
@@ -58,15 +62,17 @@ def check(model: Any, repair: bool = False) -> Report:
     >>> assert check(model)  # doctest: +SKIP
     """
     adapter = adapter_of(model)
-    kind = _of_class(adapter.NAME)
-    findings = _repairable(model, kind, adapter.SETUP)
+    hooked: Any = None
+    if adapter.NAME == "HookedTransformer":  # of which TransformerLens 4 lacks the components
+        hooked = importlib.import_module("tl_devicefix.checking.hooked")
+    findings = _repairable(model, adapter, hooked)
     repaired: list[Finding] = []
     if repair and findings:
         before = findings
-        kind.put_right(model)
-        findings = _repairable(model, kind, adapter.SETUP)
+        _put_right(model, adapter, hooked)
+        findings = _repairable(model, adapter, hooked)
         repaired = [finding for finding in before if finding not in findings]
-    attached = kind.attached(model)
+    attached = hooked.attached(model) if hooked else {}
     interrupted = [Finding("processing", "model", WHY_REFUSED)] if is_unfinished(model) else []
     return Report(
         findings=(
@@ -74,8 +80,8 @@ def check(model: Any, repair: bool = False) -> Report:
             *findings,
             *host_findings(model),
             *value_findings(model),
-            *storage_findings(model, attached, kind.are_tied),
-            *kind.norm_findings(model),
+            *storage_findings(model, attached, adapter.are_tied),
+            *(hooked.norm_findings(model) if hooked else ()),
             *hook_findings(model),
         ),
         repaired=tuple(repaired),
@@ -85,22 +91,20 @@ def check(model: Any, repair: bool = False) -> Report:
     )
 
 
-def _of_class(name: str) -> Any:
-    """The module with the checks of a model's class: `hooked`, or `bridge` with the same names."""
-    # Imported here, as TransformerLens may lack the one class or the other.
-    if name == "TransformerBridge":
-        from tl_devicefix.checking import bridge
-
-        return bridge
-    from tl_devicefix.checking import hooked
-
-    return hooked
-
-
-def _repairable(model: Any, kind: Any, setup: tuple[str, str]) -> list[Finding]:
+def _repairable(model: Any, adapter: Adapter, hooked: Any) -> list[Finding]:
     """What `repair` mends."""
+    attached, hint = (hooked.attached(model), hooked.hint) if hooked else ({}, None)
     return [
         *config_findings(model),
-        *device_findings(model, kind.attached(model), kind.hint),
-        *setup_findings(model, setup),
+        *device_findings(model, attached, hint),
+        *setup_findings(model, adapter.SETUP),
     ]
+
+
+def _put_right(model: Any, adapter: Adapter, hooked: Any) -> None:
+    """Move what is misplaced, and make the config and the hooks follow."""
+    if is_unspread(model):
+        model.move_model_modules_to_device()
+        return
+    bring_back(model, hooked.attached(model) if hooked else {})
+    adapter.realign(model, placement_of(model))

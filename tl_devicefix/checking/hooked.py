@@ -1,4 +1,4 @@
-"""The checks of a HookedTransformer that differ from those of a TransformerBridge."""
+"""The checks of a HookedTransformer that a TransformerBridge does not need."""
 
 from __future__ import annotations
 
@@ -8,19 +8,13 @@ from typing import Any
 from torch import nn
 from transformer_lens.components import LayerNorm, LayerNormPre, RMSNorm, RMSNormPre
 
-from tl_devicefix.checking.places import bring_back, is_unspread, placement_of
+from tl_devicefix.checking.places import placement_of
 from tl_devicefix.checking.report import Finding
 from tl_devicefix.dispatch.naming import listed
 from tl_devicefix.dispatch.user_modules import attached_modules, runs_where_it_is
 from tl_devicefix.hooked_transformer.components import is_own
-from tl_devicefix.hooked_transformer.moving import settle, share_buffers
 
 _NORMS = (LayerNorm, LayerNormPre, RMSNorm, RMSNormPre)
-
-
-def are_tied(model: Any, one: str, other: str) -> bool:
-    """Whether two parameters may share memory: in TransformerLens each has its own."""
-    return False
 
 
 def attached(model: Any) -> dict[nn.Module, str]:
@@ -73,16 +67,3 @@ def _wrong_norms(model: Any) -> dict[str, type[nn.Module]]:
             if not is_right[key]:
                 wrong[path] = type(module)
     return wrong
-
-
-def put_right(model: Any) -> None:
-    """Move what is misplaced, and make the config and the hooks across devices follow."""
-    if is_unspread(model):
-        model.move_model_modules_to_device()
-        return
-    placement = placement_of(model)
-    bring_back(model, attached(model))
-    share_buffers(model)
-    if placement is not None:
-        settle(model, placement)
-    model.setup()

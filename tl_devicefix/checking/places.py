@@ -123,14 +123,14 @@ def memory(model: Any) -> tuple[Memory, ...]:
 
 
 def device_findings(
-    model: Any, attached: dict[nn.Module, str], hint: Callable[[Any, str], str]
+    model: Any, attached: dict[nn.Module, str], hint: Callable[[Any, str], str] | None
 ) -> Iterator[Finding]:
     """The largest modules of which all is misplaced, or else tensors, by the module they are in.
 
     Args:
         model: the model.
         attached: the modules of attached ones, and their paths.
-        hint: what else may be done about a path.
+        hint: says what else may be done about a path.
     """
     if is_unspread(model):
         return
@@ -155,7 +155,7 @@ def device_findings(
             if planned == HOST:  # .to(...) would move the buffers too
                 fix = "tl_devicefix.check(model, repair=True)"
         message = f"{name} ({size}) is on {devices}, but {by} puts it on {printed(planned)}"
-        yield Finding("device", name, message + hint(model, path), fix)
+        yield Finding("device", name, message + (hint(model, path) if hint else ""), fix)
 
 
 def _misplaced_modules(own: list[PlacedTensor], apart: Any) -> set[str]:

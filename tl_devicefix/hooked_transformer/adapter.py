@@ -24,6 +24,7 @@ from tl_devicefix.hooked_transformer.known_blocks import (
     why_attention_as_installed,
 )
 from tl_devicefix.monkeypatch.applying import is_enabled
+from tl_devicefix.placement.placement import Placement
 
 __all__ = ["model_class", "option_names", "view_of"]
 
@@ -37,6 +38,19 @@ MINDS_TRAINING = False  # it is in training mode from the start, and has nothing
 def passes_stream_alone(model: Any) -> bool:
     """A HookedTransformer's blocks hand on nothing else."""
     return True
+
+
+def are_tied(model: Any, one: str, other: str) -> bool:
+    """No two parameters of a HookedTransformer are: each has its own memory."""
+    return False
+
+
+def realign(model: Any, placement: Placement | None) -> None:
+    """See `Adapter.realign`."""
+    moving.share_buffers(model)
+    if placement is not None:
+        moving.settle(model, placement)
+    model.setup()
 
 
 def forward_of_each(model: Any) -> dict[str, str]:

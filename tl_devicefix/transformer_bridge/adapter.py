@@ -9,6 +9,7 @@ from typing import Any
 
 from transformer_lens.model_bridge import TransformerBridge as model_class
 
+from tl_devicefix.placement.placement import Placement
 from tl_devicefix.transformer_bridge import (  # noqa: F401  # which have patches
     alignment,
     block,
@@ -45,6 +46,24 @@ def passes_stream_alone(model: Any) -> bool:
     """Whether its blocks do, in this very call."""
     is_generating = getattr(model, "_capture_hf_cache", False)
     return model.cfg.architecture in _RESIDUAL_STREAM_ALONE and not is_generating
+
+
+def are_tied(bridge: Any, one: str, other: str) -> bool:
+    """The embedding and the unembedding may be, until the weights are processed.
+
+    So may parts of one attention or MLP, as q, k and v are views of GPT-2's combined weight.
+    """
+    heads = {one.partition(".")[0], other.partition(".")[0]}
+    if heads == {"embed", "unembed"}:
+        return not bridge._weights_processed
+    return one.startswith("blocks.") and one.split(".")[:3] == other.split(".")[:3]
+
+
+def realign(bridge: Any, placement: Placement | None) -> None:
+    """See `Adapter.realign`."""
+    if placement is not None:
+        alignment.settle_bridge(bridge, placement)
+    alignment.register_hooks(bridge)
 
 
 def option_names(config_or_model_name: Any) -> tuple[str, ...]:
