@@ -36,6 +36,12 @@ NO_PROCESSING = {
     "fold_value_biases": False,
 }
 """What turns off all of `from_pretrained`'s processing."""
+PROCESSING: dict[str, dict[str, bool]] = {
+    "default": {},
+    "none": NO_PROCESSING,
+    **{f"without {flag}": {flag: False} for flag in NO_PROCESSING},
+    "refactored": {"refactor_factored_attn_matrices": True},
+}
 
 
 @dataclass(frozen=True)
@@ -184,15 +190,16 @@ def load_hooked(
 
 def attention_only_config(**overrides: Any) -> HookedTransformerConfig:
     """A model of attention layers alone, as in "A Mathematical Framework"."""
-    return _toy_config(attn_only=True, **overrides)
+    return toy_config(attn_only=True, **overrides)
 
 
 def solu_config(**overrides: Any) -> HookedTransformerConfig:
     """A model whose MLP has a norm within its activation."""
-    return _toy_config(act_fn="solu_ln", d_mlp=D_MLP, **overrides)
+    return toy_config(act_fn="solu_ln", d_mlp=D_MLP, **overrides)
 
 
-def _toy_config(**options: Any) -> HookedTransformerConfig:
+def toy_config(**options: Any) -> HookedTransformerConfig:
+    """A model of the sizes of the others, built from its config."""
     sizes = {
         "n_layers": N_LAYERS,
         "d_model": D_MODEL,

@@ -37,11 +37,7 @@ SHARED_ROOMS = (
     "dispatch",
 )
 # What is written once for both classes, beside "..._of_either_class".
-OF_EITHER = (
-    "test_misspelt_arguments",
-    "test_within_simulate",
-    "test_put_in_by_hand",
-)
+OF_EITHER = ("test_misspelt_arguments", "test_within_simulate", "test_put_in_by_hand")
 OF_BRIDGE = [
     "transformer_bridge",
     *(f"{room}/transformer_bridge" for room in SHARED_ROOMS),
@@ -58,11 +54,7 @@ OF_HOOKED_TRANSFORMER = [
         if path.stem not in OF_EITHER and not path.stem.endswith("_of_either_class")
     ),
     "surface/test_sweep.py",
-    *(
-        "multihost/test_traffic.py",
-        "multihost/test_blocks.py",
-        "multihost/test_block_gradients.py",
-    ),
+    *("multihost/test_traffic.py", "multihost/test_blocks.py", "multihost/test_block_gradients.py"),
     # Processes that are lost or launched: it is no matter of which class their model is.
     "multihost/test_lost_ranks.py",
 ]

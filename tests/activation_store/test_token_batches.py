@@ -108,10 +108,7 @@ def test_a_script_may_end_amid_them_and_imports_no_models(written: SavedActivati
         print(sorted(large & sys.modules.keys()))
     """
     ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False
     )
 
     assert (ended.returncode, ended.stdout) == (0, "7\n[]\n"), ended.stderr

@@ -8,12 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import (
-    EVERY_ARCHITECTURE,
-    NO_PROCESSING,
-    TOYS,
-    attention_only_config,
-)
+from architectures import EVERY_ARCHITECTURE, NO_PROCESSING, TOYS, attention_only_config
 from comparison import assert_agrees
 from faults import block_moved, identity
 from hf_models import D_MODEL, randomize

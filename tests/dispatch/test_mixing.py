@@ -88,9 +88,7 @@ def test_a_hook_of_a_gradient_mixes_in_any_thread(model: Any, register: str) -> 
 # Where results lie
 
 
-def test_results_lie_at_home_or_where_one_operand_is_larger_than_all_the_others(
-    model: Any,
-) -> None:
+def test_results_lie_at_home_or_where_one_operand_is_larger_than_all_the_others(model: Any) -> None:
     small, large = (torch.ones(n, device=f"sim:{n}") for n in (1, 3))
     with tl_devicefix.mix_devices():
         assert (small + large).device == large.device
@@ -110,16 +108,11 @@ def test_what_is_changed_or_indexed_stays_where_it_is(model: Any) -> None:
 
 
 def test_a_device_that_is_not_in_use_is_left_to_torch(model: Any) -> None:
-    with (
-        tl_devicefix.mix_devices(),
-        pytest.raises(RuntimeError, match="same device"),
-    ):
+    with tl_devicefix.mix_devices(), pytest.raises(RuntimeError, match="same device"):
         torch.ones(3) + torch.ones(3, device="sim:0")
 
 
-def test_a_result_goes_to_the_home_of_the_model_that_is_on_all_of_its_devices(
-    machine: Any,
-) -> None:
+def test_a_result_goes_to_the_home_of_the_model_that_is_on_all_of_its_devices(machine: Any) -> None:
     on_both = plan("gpt2", device_map={"": 1, "blocks.3": 0})
     on_one = plan("gpt2", device_map=0)
     in_use.use(on_both)

@@ -231,13 +231,7 @@ def plain_tensor(module: Any, name: str) -> None:
 @either_grad
 @pytest.mark.cover(("change", "which"))
 @pytest.mark.parametrize("which", range(6), ids=["W_Q", "W_O", "b_Q", "W_in", "b_out", "w"])
-@pytest.mark.parametrize(
-    "change",
-    [
-        parametrized,
-        plain_tensor,
-    ],
-)
+@pytest.mark.parametrize("change", [parametrized, plain_tensor])
 def test_weights_that_are_replaced(
     change: Callable[[Any, str], None], which: int, grad: bool
 ) -> None:

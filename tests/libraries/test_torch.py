@@ -49,9 +49,7 @@ def gradients(model: Any) -> list[torch.Tensor]:
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
-def trained(
-    make: Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer],
-) -> Call:
+def trained(make: Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]) -> Call:
     """Two steps; the losses before, between and after them."""
 
     def run(model: Any, tokens: torch.Tensor) -> list[torch.Tensor]:

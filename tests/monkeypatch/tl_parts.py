@@ -13,13 +13,7 @@ if importlib.util.find_spec("transformer_lens.HookedTransformer"):
 else:
     from transformer_lens.model_bridge import TransformerBridge as MODEL_CLASS
 
-__all__ = [
-    "MODEL_CLASS",
-    "changed",
-    "changed_in_modules_of",
-    "ours",
-    "parts_of_transformer_lens",
-]
+__all__ = ["MODEL_CLASS", "changed", "changed_in_modules_of", "ours", "parts_of_transformer_lens"]
 
 Parts = dict[str, Any]
 

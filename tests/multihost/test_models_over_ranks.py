@@ -125,7 +125,7 @@ RUNS = [
 EQUAL = {"rtol": 0, "atol": 0}
 CLOSE = {
     # SDPA of simulated devices is another kernel than the CPU's, if there is a bias.
-    with_sdpa: {"rtol": 0, "atol": 1e-5},
+    with_sdpa: {"rtol": 0, "atol": 1e-5}
 }
 
 

@@ -102,8 +102,7 @@ def test_results_and_caches_are_the_same_and_are_made_where_the_blocks_run(
 
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize(
-    ("cls", "kind", "offload"),
-    of_each(HookedTransformer=EVERY, TransformerBridge=OF_BRIDGE[:1]),
+    ("cls", "kind", "offload"), of_each(HookedTransformer=EVERY, TransformerBridge=OF_BRIDGE[:1])
 )
 def test_gradients_arrive_at_the_parameters(
     offloaded: Any, reference: Any, tokens: torch.Tensor

@@ -13,12 +13,7 @@ import torch
 from architectures import NO_PROCESSING
 from comparison import assert_agrees, assert_same_weights
 from kinds import home_of
-from offloads import (
-    HOST,
-    assert_at_rest,
-    every_kind,
-    some_offload,
-)
+from offloads import HOST, assert_at_rest, every_kind, some_offload
 
 import tl_devicefix
 from tl_devicefix.offload.copying import keeping_on_host

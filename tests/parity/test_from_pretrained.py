@@ -14,24 +14,16 @@ from architectures import (
     ARCHITECTURES,
     NO_PROCESSING,
     OTHER_ARCHITECTURES,
+    PROCESSING,
     load_hooked,
 )
-from comparison import (
-    assert_same_model,
-    assert_same_weights,
-    log_probs,
-)
+from comparison import assert_same_model, assert_same_weights, log_probs
 from hf_models import N_CTX, N_LAYERS
 from transformer_lens import HookedTransformer
 
 from tl_devicefix.hooked_transformer.units import installed_conventions
 
-PROCESSING: dict[str, dict[str, bool]] = {
-    "default": {},
-    "none": NO_PROCESSING,
-    **{f"without {flag}": {flag: False} for flag in NO_PROCESSING},
-}
-REFACTORED = {"refactor_factored_attn_matrices": True}
+UNREFACTORED = [name for name in PROCESSING if name != "refactored"]
 IN_FULL = ("gpt2", "qwen2")
 """Architectures that see every option on every number of devices: LayerNorm, and RMSNorm with
 grouped-query attention and biases. The others see fewer combinations."""
@@ -59,8 +51,8 @@ def load(request: pytest.FixtureRequest, hf_models: Any, checkpoints: Any, token
 @pytest.mark.parametrize(
     ("name", "processing", "n_devices"),
     [
-        *product(IN_FULL, PROCESSING, (1, 2, 3, 4)),
-        *product([name for name in ARCHITECTURES if name not in IN_FULL], PROCESSING, (1, 4)),
+        *product(IN_FULL, UNREFACTORED, (1, 2, 3, 4)),
+        *product([name for name in ARCHITECTURES if name not in IN_FULL], UNREFACTORED, (1, 4)),
         *product(OTHER_ARCHITECTURES, ("default",), (1, 4)),
         *((name, "refactored", 4) for name, kind in ARCHITECTURES.items() if kind.can_refactor),
     ],
@@ -69,7 +61,7 @@ def test_it_is_what_transformer_lens_loads(
     name: str, processing: str, n_devices: int, load: Any, references: Any, machine: Any,
     tokens: Any,
 ) -> None:  # fmt: skip
-    options = {**PROCESSING, "refactored": REFACTORED}[processing]
+    options = PROCESSING[processing]
     reference = references(name, **options)
 
     model = load(name, n_devices=n_devices, **options)
@@ -82,7 +74,7 @@ def test_attention_matrices_that_cannot_be_refactored_are_refused(
     name: str, load: Any, machine: Any
 ) -> None:
     with pytest.raises(ValueError, match="refactor_factored_attn_matrices=True cannot be used"):
-        load(name, n_devices=4, **REFACTORED)
+        load(name, n_devices=4, **PROCESSING["refactored"])
 
 
 def test_no_processing(checkpoints: Any, references: Any, machine: Any, tokens: Any) -> None:
@@ -173,10 +165,7 @@ def test_a_training_checkpoint_is_fetched_by_its_revision(
     assert model.cfg.checkpoint_label_type == "step"
     assert (
         asked.items()
-        <= {
-            "checkpoint_index": model.cfg.checkpoint_index,
-            "checkpoint_value": step,
-        }.items()
+        <= {"checkpoint_index": model.cfg.checkpoint_index, "checkpoint_value": step}.items()
     )
     assert_same_weights(model, reference)
 

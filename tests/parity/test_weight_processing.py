@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, NO_PROCESSING, TOYS
+from architectures import ARCHITECTURES, NO_PROCESSING, PROCESSING, TOYS
 from comparison import (
     Weights,
     assert_same_model,
@@ -35,14 +35,6 @@ METHODS = [
     *(("fold_value_biases", {}, name) for name in LAYER_NORM + RMS_NORM),
     *(("refactor_factored_attn_matrices", {}, name) for name in REFACTORABLE),
 ]
-PROCESSING: dict[str, dict[str, bool]] = {
-    "default": {},
-    "none": NO_PROCESSING,
-    **{f"without {flag}": {flag: False} for flag in NO_PROCESSING},
-    "refactored": {"refactor_factored_attn_matrices": True},
-}
-
-
 ONE_MATRIX_AT_A_TIME = ("center_writing_weights", "center_unembed")
 
 
@@ -208,10 +200,7 @@ def test_processing_the_rest_of_a_wholly_or_partly_processed_model(
     machine: Any,
     tokens: torch.Tensor,
 ) -> None:
-    at_once, in_two_steps = (
-        without_weights(name, n_devices=4),
-        without_weights(name, n_devices=4),
-    )
+    at_once, in_two_steps = (without_weights(name, n_devices=4), without_weights(name, n_devices=4))
     for model in (at_once, in_two_steps):
         model.load_state_dict(unprocessed(name).state_dict())
     at_once.process_weights_()

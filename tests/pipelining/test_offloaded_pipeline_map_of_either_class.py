@@ -92,11 +92,7 @@ OF_HOOKED = (blocks_in_another_order,)
 
 @pytest.mark.cover
 @pytest.mark.parametrize("device_map", [ON_ONE, ON_TWO], ids=["one device", "two devices"])
-@pytest.mark.parametrize(
-    "run",
-    [*RUNS, *OF_HOOKED],
-    ids=lambda run: run.__name__,
-)
+@pytest.mark.parametrize("run", [*RUNS, *OF_HOOKED], ids=lambda run: run.__name__)
 def test_results_are_those_of_a_loop_bit_for_bit(
     either_machine: Any, offloaded: Any, batches: Any, cls: str, device_map: Any, run: Run
 ) -> None:

@@ -16,13 +16,7 @@ import pytest
 import torch
 import transformers.utils.logging as hf_logging
 from comparison import assert_bit_equal
-from runs_of_users import (
-    LAST,
-    RUNS,
-    Run,
-    a_number_that_is_waited_for,
-    logits,
-)
+from runs_of_users import LAST, RUNS, Run, a_number_that_is_waited_for, logits
 
 import tl_devicefix
 from tl_devicefix import pipeline_map

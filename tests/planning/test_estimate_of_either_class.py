@@ -125,10 +125,7 @@ def test_gathering_takes_the_largest_stack_there(where: str | int) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"cache": "resid_pots"},
-            "'resid_pots', but .* has no such hook.* 'resid_post'",
-        ),
+        ({"cache": "resid_pots"}, "'resid_pots', but .* has no such hook.* 'resid_post'"),
         (
             {"seq_len": 1000, "max_new_tokens": 100},
             "are 1100 tokens together, more than the model's n_ctx of 1024",

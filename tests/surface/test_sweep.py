@@ -117,8 +117,7 @@ def patching() -> Iterator[Any]:
 
 @pytest.mark.cover(("name", "case"), ("kind", "n_devices"))
 @pytest.mark.parametrize(
-    ("name", "case", "kind", "n_devices"),
-    [call for call in EVERY_CALL if not is_patching(call)],
+    ("name", "case", "kind", "n_devices"), [call for call in EVERY_CALL if not is_patching(call)]
 )
 def test_it_is_as_on_one_device(
     name: str, case: str, kind: str, n_devices: int, run: Run, sweep: Sweep

@@ -9,13 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import (
-    ALL_ARCHITECTURES,
-    ARCHITECTURES,
-    NO_PROCESSING,
-    TOYS,
-    load_hooked,
-)
+from architectures import ALL_ARCHITECTURES, ARCHITECTURES, NO_PROCESSING, TOYS, load_hooked
 from comparison import assert_same_tensors
 from hf_models import N_LAYERS
 from transformer_lens import HookedTransformer
