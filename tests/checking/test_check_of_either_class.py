@@ -9,6 +9,7 @@ import torch
 from comparison import assert_agrees
 from either_class import BRIDGE, CLASSES, HOOKED
 from faults import Fault
+from hf_models import D_VOCAB, HF_CONFIGS
 from torch import nn
 
 from tl_devicefix import check
@@ -163,3 +164,56 @@ def test_what_is_no_model_is_refused(cls: str, unpatched: Any) -> None:
     if cls == BRIDGE:
         with pytest.raises(TypeError, match=r"TransformerBridge, but this is a GPT2LMHeadModel"):
             check(unpatched("gpt2").original_model)
+
+
+# --------------------------------------------------------------------------------------------
+# A Bridge's own
+
+a_bridge = pytest.mark.parametrize("cls", [cls for cls in CLASSES if cls == BRIDGE])
+# In TransformerLens 3.9 it is the same code.
+NAMES = ["llama", "gpt2", "gemma-2", "mixtral"] if has_hooked_transformer() else [*HF_CONFIGS]
+
+
+@a_bridge
+@pytest.mark.parametrize("name", NAMES)
+def test_a_booted_bridge_is_well_before_and_after_folding(
+    cls: str, name: str, boot: Any, machine: Any, tokens: torch.Tensor
+) -> None:
+    bridge = boot(name, n_devices=3)
+    for fold in (False, True):
+        if fold:
+            bridge.enable_compatibility_mode()
+        report = check(bridge)
+        assert (report.findings, report.notes) == ((), ())
+        held = [machine.memory_allocated(index) for index in range(3)]
+        assert [item.held for item in report.memory] == held
+    bridge(tokens)
+    assert check(bridge), check(bridge)
+
+
+@a_bridge
+def test_parameters_in_one_memory_are_counted_once(
+    cls: str, bridge_references: Any, hf_models: Any
+) -> None:
+    expected = sum(parameter.numel() for parameter in hf_models("gemma-2").parameters())
+    zeros = D_VOCAB  # a bias of the unembedding, which the release adds
+    assert check(bridge_references("gemma-2")).n_parameters in (expected, expected + zeros)
+
+
+@a_bridge
+def test_processing_without_folding_leaves_all_norms(cls: str, boot: Any, machine: Any) -> None:
+    bridge = boot("llama", n_devices=3)
+    bridge.enable_compatibility_mode(fold_ln=False)
+    assert check(bridge), check(bridge)
+
+
+@a_bridge
+def test_a_repair_keeps_what_is_tied_tied(cls: str, boot: Any, machine: Any) -> None:
+    bridge = boot("gpt2", n_devices=3)
+    bridge.embed.to("sim:2")
+
+    assert check(bridge, repair=True), check(bridge)
+
+    embed, unembed = bridge.embed._original_component, bridge.unembed._original_component
+    assert embed.weight is unembed.weight
+    assert embed.weight.device == machine.devices[0]

@@ -12,7 +12,6 @@ import transformers.utils.logging as hf_logging
 import tl_devicefix
 from tl_devicefix.__main__ import main
 from tl_devicefix.demo import demo, selfcheck
-from tl_devicefix.demo.recall_task import recall_prompts
 from tl_devicefix.placement import devices
 
 ALL_RECALLED = f"recalled {demo.N_PROMPTS} of {demo.N_PROMPTS}"
@@ -89,12 +88,3 @@ def test_commands_apply_the_patches_that_are_not_applied(capsys: Any) -> None:
     with tl_devicefix.disabled():
         assert main(["demo", "--n-devices", "1"]) == 0
     assert ALL_RECALLED in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("n_facts", [4, 12])
-def test_a_prompts_positions_point_at_its_words(n_facts: int) -> None:
-    for prompt in recall_prompts(20, seed=3, n_facts=n_facts):
-        words = ["<bos>", *prompt.text.split()]
-        assert words[prompt.answer_position] == prompt.answer
-        assert prompt.query_position == len(words) - 1
-        assert words[prompt.query_position - 1] == words[prompt.answer_position - 2]

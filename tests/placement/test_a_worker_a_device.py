@@ -50,18 +50,6 @@ def no_thread_is_left(doing: Doing) -> bool:
     return not any(thread.is_alive() for thread in others)
 
 
-def test_those_of_one_device_are_done_in_order_by_one_thread(devices: Any) -> None:
-    doing = Doing()
-
-    each_on_its_device(doing, UNITS, devices)
-
-    for one, next_one in ((0, 1), (2, 3)):
-        assert doing.begun.index(one) < doing.begun.index(next_one)
-        assert doing.threads[one] is doing.threads[next_one]
-    assert len(set(doing.threads.values())) == 3
-    assert no_thread_is_left(doing)
-
-
 def test_after_an_error_no_unit_is_begun(devices: Any) -> None:
     many = list(range(500))
     doing = Doing({**dict.fromkeys(many, lambda: time.sleep(0.01)), 1: raising(ValueError("of 1"))})

@@ -163,12 +163,6 @@ def test_leaving_restores_torch_even_after_an_error():
     assert changeable_state() == before
 
 
-def test_entering_twice_at_once_is_refused(machine):
-    with pytest.raises(RuntimeError, match="entered already, with 4 device"), simulate(2):
-        pass
-    assert torch.get_device_module("sim").device_count() == 4
-
-
 @pytest.mark.parametrize("version", ["2.9.1", "2.16.0+cpu"])
 def test_an_untested_torch_is_refused(monkeypatch, version):
     monkeypatch.setattr(torch, "__version__", version)
