@@ -23,9 +23,15 @@ def installed() -> Version:
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """The versions of packages, of which this one may be on the path and not installed."""
-    own = {"tl_devicefix": importlib.import_module("tl_devicefix").__version__}
-    return {name: own.get(name) or importlib.metadata.version(name) for name in packages}
+    """The versions of packages."""
+    return {name: _version(name) for name in packages}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # as of a source tree on the path
+        return str(importlib.import_module(package).__version__)
 
 
 @cache
