@@ -61,6 +61,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "a parameter": a_parameter,
     "another part of a storage": another_part_of_a_storage,
     "a function that draws": rectified_at_random,
+    "a function of a user's": lambda block: setattr(block.mlp, "act_fn", lambda x: x.sigmoid()),
     "a hook of torch": lambda block: block.mlp.register_forward_hook(lambda *args: args[2] * 2),
     "a parametrization": lambda block: parametrize.register_parametrization(
         block.mlp, "W_in", nn.Softplus()
