@@ -38,16 +38,6 @@ def assert_at_rest(model: Any) -> None:
         assert buffer.device == model.placement.device_of(name), name
 
 
-def run_while_a_hook_halves_the_next_block(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """The logits; the weight is changed while its block may be on its way."""
-
-    @torch.no_grad()
-    def halve_next(activation: torch.Tensor, hook: Any) -> None:
-        model.blocks[3].mlp.W_out.mul_(0.5)
-
-    return model.run_with_hooks(tokens, fwd_hooks=[("blocks.2.hook_resid_pre", halve_next)])
-
-
 def weights_of(block: torch.nn.Module) -> int:
     """Bytes of a block's parameters."""
     return sum(parameter.nbytes for parameter in block.parameters())

@@ -15,7 +15,6 @@ from kinds import GREEDY, home_of
 from torch.nn.modules.module import register_module_forward_hook
 
 import tl_devicefix
-from tl_devicefix.hooked_transformer.known_blocks import IS_2
 from tl_devicefix.multihost.far_devices import FarDevices
 
 
@@ -242,20 +241,3 @@ def test_a_way_that_is_not_there(on_cpu: Any, from_pretrained: Any) -> None:
         from_pretrained("gpt2", attn_implementation="flash")
     with pytest.raises(ValueError, match="no module of the Linear attends"):
         tl_devicefix.set_attn_implementation(torch.nn.Linear(1, 1), "sdpa")
-
-
-@pytest.mark.skipif(IS_2, reason="TransformerLens 2 extends tables as it rotates")
-def test_the_first_text_longer_than_the_rotary_tables(
-    on_cpu: Any, fused_blocks: list[int], tokens: torch.Tensor
-) -> None:
-    model = copy.deepcopy(on_cpu("llama"))
-    for block in model.blocks:
-        for name in ("rotary_sin", "rotary_cos"):
-            setattr(block.attn, name, getattr(block.attn, name)[:4])
-    with torch.no_grad():
-        expected = copy.deepcopy(model)(tokens)
-        with tl_devicefix.set_attn_implementation(model, "sdpa"):
-            logits = model(tokens)
-    assert fused_blocks == [tokens.shape[1]] * model.cfg.n_layers
-    torch.testing.assert_close(logits, expected)
-    assert len(model.blocks[0].attn.rotary_cos) >= tokens.shape[1]

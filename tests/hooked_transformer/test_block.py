@@ -267,6 +267,12 @@ def test_a_prompt_longer_than_the_tables() -> None:
 
     tables = copy.deepcopy(model)
     assert_as_installed(lambda: run(copy.deepcopy(tables), grad=False, n=9))
+    expected = run(copy.deepcopy(tables), grad=False, n=9)["logits"]
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    counted = mock.patch.object(torch.nn.functional, sdpa.__name__, wraps=sdpa)
+    with tl_devicefix.set_attn_implementation(model, "sdpa"), counted as fused:
+        torch.testing.assert_close(run(model, grad=False, n=9)["logits"], expected)
+    assert fused.call_count == len(model.blocks) or known_blocks.IS_2
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from comparison import assert_agrees, assert_same_weights
 from kinds import home_of
-from offloads import assert_at_rest, run_while_a_hook_halves_the_next_block
+from offloads import assert_at_rest
 
 from tl_devicefix.offload.copying import Sent
 from tl_devicefix.simulation.machine import Machine
@@ -117,9 +117,15 @@ def test_copies_that_are_out_of_date_arrive_before_their_memory_is_someone_else_
 ) -> None:
     model, reference = load("llama", "all of one device"), copy.deepcopy(reference)
 
-    results = [
-        run_while_a_hook_halves_the_next_block(variant, tokens) for variant in (model, reference)
-    ]
+    results = []
+    for variant in (model, reference):
+
+        @torch.no_grad()
+        def halve_next(activation: torch.Tensor, hook: Any, variant: Any = variant) -> None:
+            variant.blocks[3].mlp.W_out.mul_(0.5)
+
+        hooks = [("blocks.2.hook_resid_pre", halve_next)]
+        results.append(variant.run_with_hooks(tokens, fwd_hooks=hooks))
 
     assert_agrees(*results)
     assert_same_weights(model, reference)

@@ -21,7 +21,6 @@ from tl_devicefix.hooked_transformer.units import (
 )
 from tl_devicefix.weight_processing import Steps, Weights, WorkingCopies, process_component
 from tl_devicefix.weight_processing import slices as slices_module
-from tl_devicefix.weight_processing.slices import slices
 from tl_devicefix.weight_processing.steps import center_writing_weights_of_block
 
 pytestmark = pytest.mark.usefixtures("hub")  # so that nothing is fetched
@@ -47,23 +46,6 @@ def components(unprocessed: Any) -> Callable[[str], dict[str, Weights]]:
 # What a slice has
 
 
-@pytest.mark.cover
-@pytest.mark.parametrize("elements", [1, 100, 500, EVERYTHING])
-@pytest.mark.parametrize("name", MODELS)
-def test_every_weight_is_cut_into_slices_that_make_it_up_once_or_is_whole(
-    name: str, elements: int, components: Any
-) -> None:
-    for unit, weights in components(name).items():
-        times = {key: torch.zeros(tensor.shape, dtype=int) for key, tensor in weights.items()}
-        uncut: set[str] = set()
-        for part in slices(weights, elements):
-            for key, index in part.cut.items():
-                times[key][index] += 1
-            uncut |= set(part.uncut)
-        for key, count in times.items():
-            assert (count == (key not in uncut)).all(), (unit, key)
-
-
 def test_experts_are_centred_over_the_residual_stream() -> None:
     block = {
         "mlp.experts.1.W_out.weight": torch.randn(4, 6),
@@ -77,11 +59,6 @@ def test_experts_are_centred_over_the_residual_stream() -> None:
     for name, tensor in before.items():
         mean = tensor.mean(dim=0, keepdim=True) if "W_out" in name else 0
         torch.testing.assert_close(block[name], tensor - mean)
-
-
-def test_an_mlp_whose_inner_norm_mixes_its_neurons_is_not_cut(components: Any) -> None:
-    weights = components("solu")["blocks.0"]
-    assert not any("mlp.W_in" in part.cut for part in slices(weights, 1))
 
 
 # --------------------------------------------------------------------------------------------
