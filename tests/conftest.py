@@ -23,7 +23,8 @@ from transformers import PreTrainedModel
 from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer, installed
 
 if has_hooked_transformer():
-    from hooked_fixtures import references, unprocessed, without_weights  # noqa: F401
+    from hooked_fixtures import config, references, unprocessed, without_weights  # noqa: F401
+    from refusals import refused, snapshot  # noqa: F401
 
 # A Bridge's tests of a package are in its folder `transformer_bridge`.
 HERE = Path(__file__).parent

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import transformer_lens.loading_from_pretrained as tl_loading
-from architectures import ALL_ARCHITECTURES, NO_PROCESSING, TOYS, load_hooked
+from architectures import ALL_ARCHITECTURES, NO_PROCESSING, TOYS, load_hooked, toy_config
 from hf_models import randomize
 from on_demand import OnDemand
 from transformer_lens import HookedTransformer
@@ -93,3 +93,11 @@ def without_weights(unprocessed: Any) -> Callable[..., HookedTransformer]:
         return HookedTransformer(cfg)
 
     return make
+
+
+@pytest.fixture
+def config() -> Callable[..., Any]:
+    """`config(n_layers=26, d_vocab=500)`."""
+
+    sizes = {"n_layers": 6, "d_mlp": 24, "n_ctx": 8, "act_fn": "relu", "init_weights": True}
+    return lambda **options: toy_config(**{**sizes, **options})

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from refusals import refused, snapshot  # noqa: F401
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 

@@ -12,7 +12,6 @@ from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
 if has_hooked_transformer():
     from architectures import ALL_ARCHITECTURES, load_hooked
-    from toy_configs import config  # noqa: F401
 else:
     from bridges import boot  # noqa: F401
 
