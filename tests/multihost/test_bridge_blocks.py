@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hf_models import N_LAYERS
+from test_traffic import names
 from torch import nn
 from transformers.cache_utils import DynamicCache
 from transformers.models.llama import modeling_llama
@@ -16,7 +17,6 @@ from transformers.models.llama import modeling_llama
 from tl_devicefix.simulation.machine import Machine
 
 FAR = N_LAYERS - 1
-GREEDY = {"max_new_tokens": 6, "do_sample": False, "stop_at_eos": False, "verbose": False}
 
 Run = Callable[[Any, torch.Tensor], Any]
 
@@ -25,10 +25,6 @@ Run = Callable[[Any, torch.Tensor], Any]
 def boot_over(boot: Any, machine: Machine) -> Callable[..., Any]:
     """`boot_over("llama")`: a new Bridge over four devices, half of them of the other rank."""
     return lambda name: boot(name, n_devices=4)
-
-
-def names(commands: list[Any]) -> list[str]:
-    return [command.name for command in commands]
 
 
 def n_far(bridge: Any) -> int:
@@ -74,19 +70,13 @@ def residual_streams(bridge: Any, tokens: torch.Tensor) -> Any:
     return [value.cpu() for value in cache.values()]
 
 
-def generated(bridge: Any, tokens: torch.Tensor) -> Any:
-    return bridge.generate(tokens, **GREEDY).cpu()
-
-
 @pytest.mark.parametrize(
     ("run", "command"),
     [
-        (logits, "call"),
         (loss_and_gradients, "backward"),
         (gradients_through_a_cache, "backward"),
         (caches, "call"),
         (residual_streams, "call"),
-        (generated, "call"),
     ],
 )
 @pytest.mark.parametrize("name", ["llama", "gpt2", "pythia", "gemma-3", "mixtral"])
