@@ -149,7 +149,7 @@ def _add_activations(commands: Any) -> None:
 def _add_worker(commands: Any) -> None:
     worker = commands.add_parser("worker", help="lend this host's devices to a script on another")
     worker.add_argument("--master", required=True, help="where rank 0 listens: host:port")
-    worker.add_argument("--rank", type=int, required=True, help="which one this is, from 1 on")
+    worker.add_argument("--rank", type=int, required=True, help="which one this is, starting at 1")
     worker.add_argument("--world-size", type=int, required=True, help="how many ranks there are")
     worker.add_argument(
         "--n-devices",

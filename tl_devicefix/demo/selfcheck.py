@@ -70,7 +70,9 @@ def run_selfcheck(device_type: str | None = None) -> bool:
         with simulate(_SIMULATED) as machine:
             home = machine.devices[0]
             checks += [_check_parity(n, home) for n in range(2, _SIMULATED + 1)]
-        return _verdict(checks, "The package works here; there is no accelerator to distrust.")
+        return _verdict(
+            checks, "The package works here; no accelerator was found, so no copies were tested."
+        )
     n_devices = device_count(accelerator.type)
     devices = consecutive(torch.device(accelerator.type, 0), n_devices)
     _show_ranks(devices)

@@ -301,7 +301,7 @@ def consecutive(first: torch.device, count: int) -> list[torch.device]:
         elif site_of(first) is not None:
             present = f"the hosts have {available - start} ({listed(sites_here()[start:])})"
         raise ValueError(
-            f"n_devices={count} from {str(first)!r} on needs {count} devices of type "
+            f"n_devices={count}, starting at {str(first)!r}, needs {count} devices of type "
             f"{first.type!r}, but {present}; lower n_devices, or load on simulated ones, within "
             f"`with tl_devicefix.simulate({start + count}):`"
         )
