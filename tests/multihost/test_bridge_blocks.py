@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 from transformers.cache_utils import DynamicCache
 from transformers.models.llama import modeling_llama
 
+from tl_devicefix.multihost.init_hosts import Ranks
 from tl_devicefix.simulation.machine import Machine
 
 FAR = N_LAYERS - 1
@@ -151,6 +153,7 @@ def test_what_is_changed_by_hand_counts(
         (modeling_llama.LlamaMLP, "forward"),
         (F, "linear"),
         (DynamicCache, "update"),
+        (modeling_llama.ALL_ATTENTION_FUNCTIONS, "eager"),
     ],
 )
 def test_what_is_put_into_transformers_or_torch_counts(
@@ -163,14 +166,16 @@ def test_what_is_put_into_transformers_or_torch_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bridge, alone = boot_over("llama"), boot("llama", device="cpu")
-    before, function = logits(bridge, tokens), getattr(of, name)
+    before = logits(bridge, tokens)
+    is_registry = isinstance(of, MutableMapping)
+    function = modeling_llama.eager_attention_forward if is_registry else getattr(of, name)
 
     def changed(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
         return tuple(item * 2 for item in result) if type(result) is tuple else result * 2
 
     with monkeypatch.context() as replacing:
-        replacing.setattr(of, name, changed)
+        (replacing.setitem if is_registry else replacing.setattr)(of, name, changed)
         commands.clear()
         result = logits(bridge, tokens)
         torch.testing.assert_close(result, logits(alone, tokens))
@@ -179,6 +184,46 @@ def test_what_is_put_into_transformers_or_torch_counts(
 
     logits(bridge, tokens)
     assert "call" in names(commands)
+
+
+def test_a_cache_s_own_update_counts(boot_over: Any, boot: Any, tokens: torch.Tensor) -> None:
+    results = []
+    for bridge in (boot_over("llama"), boot("llama", device="cpu")):
+        cache = DynamicCache()
+        logits(bridge, tokens)
+        update = cache.update
+        cache.update = lambda keys, *args, update=update: update(2 * keys, *args)
+        with torch.no_grad():
+            results.append(bridge(tokens, past_key_values=cache, use_cache=True).cpu())
+
+    torch.testing.assert_close(*results)
+
+
+def test_gradients_with_checkpointing(boot_over: Any, boot: Any, tokens: torch.Tensor) -> None:
+    results = []
+    for bridge in (boot_over("llama"), boot("llama", device="cpu")):
+        bridge.train()
+        bridge.original_model.gradient_checkpointing_enable()
+        results.append(loss_and_gradients(bridge, tokens))
+
+    torch.testing.assert_close(*results)
+
+
+def test_graphs_that_are_let_go_are_let_go_there(
+    boot_over: Any, tokens: torch.Tensor, ranks: Ranks
+) -> None:
+    bridge = boot_over("llama")
+
+    def run() -> int:
+        bridge(tokens)
+        loss_and_gradients(bridge, tokens)
+        gc.collect()
+        torch.get_device_module("sim").synchronize("sim:3")
+        return len(ranks.peers[1]._owned)
+
+    first = run()
+
+    assert run() == run() == first
 
 
 def test_a_layer_that_returns_more_runs_operation_by_operation(

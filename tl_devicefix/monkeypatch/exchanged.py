@@ -7,20 +7,23 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
 import einops
 import torch
 import transformer_lens.hook_points  # noqa: F401  # and with it all components
+from transformers.utils.generic import GeneralInterface
 
 PACKAGES = ("torch", "transformer_lens", "tl_devicefix", "transformers", "numpy", "einops")
 """Those of which blocks are made, beside Python itself: of one version on all ranks."""
 _PACKAGES = {*sys.stdlib_module_names, *PACKAGES} - {"__main__"}
 _FOREIGN = "torch", "transformers"
-_IMPORTED = frozenset(("accelerate", "huggingface_hub", "safetensors", "tqdm", "typing_extensions"))
-"""Of which transformers imports functions, that no layer calls."""
+_IMPORTED = frozenset(
+    ("accelerate", "huggingface_hub", "jaxtyping", "safetensors", "tqdm", "typing_extensions")
+)
+"""Of which transformers and TransformerLens have functions that compute nothing of a layer."""
 
 
 def _package(module: str) -> str:
@@ -40,26 +43,29 @@ def is_of_packages(definition: Any, others: frozenset[str] = frozenset()) -> boo
 
 
 class _Functions:
-    """Functions of a module, or methods of a class, as they were at first."""
+    """Functions of a module, a class or a registry, as they were at first.
 
-    def __init__(self, of: ModuleType | type) -> None:
-        is_class = isinstance(of, type)
-        self._of = of
-        self._name = f"{of.__module__}.{of.__name__}" if is_class else of.__name__
-        self._first = {
-            name: vars(of).get(name)  # None of what is inherited
-            for name in (dir(of) if is_class else vars(of))
-            if (is_class or name[0] != "_") and _is_function(getattr(of, name))
-        }
-        if _package(self._name) in _FOREIGN:  # what is of nobody known was exchanged before this
+    Args:
+        name: of what has them.
+        space: where they are looked up.
+        names: theirs.
+        are_known: whether they are what they were at import, as nobody had time to change them.
+    """
+
+    def __init__(
+        self, name: str, space: Mapping[str, Any], names: Iterable[str], are_known: bool
+    ) -> None:
+        self._name, self._space = name, space
+        self._first = {name: space.get(name) for name in names}  # None of what is inherited
+        if not are_known:
             for name, function in self._first.items():
-                if isinstance(function, FunctionType) and not is_of_packages(function, _IMPORTED):
+                if not _is_known(function):
                     self._first[name] = self
         self._seen: tuple[Any, list[str]] = None, []
 
     def exchanged(self) -> list[str]:
         """Names of functions that have been replaced since."""
-        values = tuple(map(vars(self._of).get, self._first))
+        values = tuple(map(self._space.get, self._first))
         if values != self._seen[0]:
             pairs = zip(self._first.items(), values)
             self._seen = (
@@ -73,8 +79,43 @@ class _Functions:
         return self._seen[1]
 
 
+@functools.cache
+def _functions_in(of: Any) -> _Functions:
+    """Those of a module, or of a class."""
+    is_class = isinstance(of, type)
+    names = [
+        name
+        for name in (dir(of) if is_class else vars(of))
+        if (is_class or name[0] != "_") and _is_function(getattr(of, name))
+    ]
+    name = f"{of.__module__}.{of.__name__}" if is_class else of.__name__
+    are_known = _package(name) not in _FOREIGN and not is_class
+    return _Functions(name, vars(of), names, are_known)
+
+
+@functools.cache
+def _registered_in(registry_id: int) -> tuple[_Functions, ...]:
+    """Those of a registry of transformers', as of attention."""
+    registry = _registries[registry_id]
+    name = f"transformers.{type(registry).__name__}"
+    spaces = registry._local_mapping, registry._global_mapping
+    names = [*registry, "eager"]  # which is a modeling file's own, if it is none of a registry
+    return tuple(_Functions(name, space, names, are_known=False) for space in spaces)
+
+
+_registries: dict[int, Any] = {}
+
+
 def _is_function(value: Any) -> bool:
     return callable(value) and not isinstance(value, type)
+
+
+def _is_known(value: Any) -> bool:
+    """Whether something that is called as a function is of the packages."""
+    value = value.func if isinstance(value, functools.partial) else value
+    definition = value if hasattr(value, "__qualname__") else type(value)
+    is_builtin = getattr(definition, "__module__", None) is None
+    return is_builtin or is_of_packages(definition, _IMPORTED)
 
 
 def _is_ours(value: Any, name: str) -> bool:
@@ -109,22 +150,27 @@ _KV_CACHES = (
 )
 
 
-_FUNCTIONS = list(map(_Functions, _namespaces()))
+_FUNCTIONS = list(map(_functions_in, _namespaces()))
+
+
+def functions_of(classes: Iterable[type]) -> frozenset[_Functions]:
+    """Those that these classes use, beside the ones that all blocks may."""
+    return frozenset[_Functions]().union(*map(_functions_of, classes))
 
 
 @functools.cache
-def functions_of(cls: type) -> frozenset[_Functions]:
-    """Those that a class of transformers' or torch's uses, beside the ones that all blocks may."""
-    classes = [base for base in cls.__mro__ if _package(base.__module__) in _FOREIGN]
-    modules = {base.__module__ for base in classes if _package(base.__module__) == "transformers"}
-    for name in tuple(modules):
-        values = vars(sys.modules[name]).values()
-        written = {_written_in(value) for value in values if isinstance(value, FunctionType)}
-        modules |= {helper for helper in written if _package(helper) == "transformers"}
-    return frozenset(map(_functions_in, (*classes, *map(sys.modules.get, modules))))
-
-
-_functions_in = functools.cache(_Functions)
+def _functions_of(cls: type) -> frozenset[_Functions]:
+    watched = (*_FOREIGN, "transformer_lens")
+    classes = [base for base in cls.__mro__ if _package(base.__module__) in watched]
+    names = {base.__module__ for base in classes if _package(base.__module__) == "transformers"}
+    values = [value for name in names for value in vars(sys.modules[name]).values()]
+    registries = [value for value in values if isinstance(value, GeneralInterface)]
+    values += [value for registry in registries for value in registry.values()]
+    names |= {_written_in(value) for value in values if isinstance(value, FunctionType)}
+    modules = [sys.modules[name] for name in names if _package(name) == "transformers"]
+    _registries.update((id(registry), registry) for registry in registries)
+    registered = (_registered_in(id(registry)) for registry in registries)
+    return frozenset(map(_functions_in, (*classes, *modules))).union(*registered)
 
 
 def exchanged_functions(others: Iterable[_Functions] = ()) -> tuple[str, ...]:

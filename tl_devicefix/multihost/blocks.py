@@ -8,6 +8,7 @@ autograd's here.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator, Sequence
 from operator import is_
@@ -51,8 +52,9 @@ class _Snapshot:
 
     Attributes:
         description: of what a rank builds the block; None if it cannot.
-        functions: those that the block may use, beside torch's and TransformerLens's.
+        functions: those that the block may use, beside the ones that all blocks may.
         names: of its tensors, in order.
+        dtypes: theirs.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -64,8 +66,9 @@ class _Snapshot:
         self._containers = containers(block)
         self.names = [name for _, name in slots_in(self._containers)]
         self._layout = self._lying()
-        self.functions = frozenset[Any]().union(*map(functions_of, set(map(type, modules))))
-        self.description = description(block)
+        self.dtypes = frozenset(dtype for *_, dtype in self._layout)
+        self.description, classes = description(block)
+        self.functions = functions_of(classes)
 
     def holds(self) -> bool:
         """Whether all settings are still the same objects."""
@@ -124,6 +127,8 @@ def run_by_command(
     residual = next(iter(inputs.values()))
     if look.snapshot is None or not look.snapshot.holds():
         look.snapshot = _Snapshot(block)
+    if look.snapshot.tensors() is None:  # of another dtype now, say
+        look.snapshot = _Snapshot(block)
     snapshot: _Snapshot = look.snapshot
     attributes = {} if cache is None else _attributes(cache.entry)
     own = snapshot.tensors()
@@ -139,19 +144,26 @@ def run_by_command(
         or not all(map(_is_plain, (*leaves, *attributes.values())))
         or not all(map(is_of_packages, classes))
         or _is_looked_into()
-        or _are_exchanged(snapshot.functions.union(*map(functions_of, classes)))
+        or _are_exchanged(snapshot.functions | functions_of(classes))
     ):
         return None
     call = _Call(far, residual, snapshot, [own, inputs, attributes], cache)
     far.wait_for_room(call.rank)
-    kinds = (
+    n_batch = residual.shape[:1]  # an input may be one for all of them
+    kinds: tuple[Any, ...] = (
+        snapshot.dtypes,
         *classes,
         *inputs,
-        *(leaf.dtype if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves),
+        *(
+            (leaf.dtype, leaf.shape[:1] == n_batch) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf in leaves
+        ),
     )
-    if kinds not in call.trials:
-        call.trials[kinds] = call.try_out()
-    trial = call.trials[kinds]
+    shapes = *kinds, *(leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor))
+    if not {kinds, shapes} & call.trials.keys():
+        trial, has_raised = call.try_out()
+        call.trials[shapes if has_raised else kinds] = trial
+    trial = call.trials.get(kinds)
     if trial is None:
         return None
     named = call.tensors() if torch.is_grad_enabled() else []
@@ -221,7 +233,9 @@ class _Call:
     ) -> None:
         self.far, self._residual, self._names = far, residual, snapshot.names
         self._arguments, self._cache = arguments, cache
-        self._machine, self._device = residual._allocation.machine, residual.device
+        self._device = residual.device
+        # Apart from the call, which holds the cache, and this a graph that has it.
+        self.wrap = functools.partial(_wrapped, residual._allocation.machine, self._device)
         self._place = far.places[self._device.index]
         self.rank = self._place.rank
         assert snapshot.description is not None
@@ -252,10 +266,6 @@ class _Call:
         exchanged(others, tensors.append)
         return weights + [tensor for tensor in tensors if type(tensor) is SimTensor]
 
-    def wrapped(self, made: Any) -> list[Any]:
-        """Results, on their device."""
-        return [wrap(tensor, self._machine, self._device) for tensor in made]
-
     def _behind(self) -> tuple[Arguments, CacheOfBlock | None]:
         """The arguments as they are behind those of the machine."""
         arguments = exchanged(
@@ -269,29 +279,30 @@ class _Call:
         arguments, cache = self._behind()
         return block.number, self.far.named(arguments), cache
 
-    def try_out(self) -> Trial | None:
-        """Run it on trial."""
+    def try_out(self) -> tuple[Trial | None, bool]:
+        """Run it on trial; if that gives nothing, also whether others may fare better."""
         if isinstance(self._block, Built):
             with torch.no_grad():
-                trial = self._block.try_out(*self._behind())
+                trial, has_raised = self._block.try_out(*self._behind())
         else:
             command = "try_out", *self._command(self._block)
-            trial = self.far.answer(self.rank, command, lambda: None)
+            trial, has_raised = self.far.answer(self.rank, command, lambda: (None, True))
+        if trial is None:
+            return None, has_raised
         like = _contiguous(self._residual.shape, self._residual.dtype)
-        if trial is None or trial.output != like:
-            return None
         sizes = {(shape[0], shape[self._cache.length_dim]) for shape, _ in trial.new if self._cache}
-        return trial if sizes <= {tuple(self._residual.shape[:2])} else None
+        fits = trial.output == like and sizes <= {tuple(self._residual.shape[:2])}
+        return (trial, False) if fits else (None, True)
 
     def run(self, trial: Trial) -> list[SimTensor]:
         """Run it without a graph; return its output, and its cache's new keys and values."""
         if isinstance(self._block, Built):
             with torch.no_grad():
-                return self.wrapped(self._block.run(*self._behind()))
+                return self.wrap(self._block.run(*self._behind()))
         made = self._promises(trial)
         storages = self.far.storages_of(made)
         self.far.tell(self.rank, "call", *self._command(self._block), storages)
-        return self.wrapped(made)
+        return self.wrap(made)
 
     def record(
         self, trial: Trial, which: tuple[int, ...], leaves: Any
@@ -299,12 +310,12 @@ class _Call:
         """Run it; return what `run` does, and the graph for gradients of some tensors."""
         if isinstance(self._block, Built):
             graph = Graph(self._block, *self._behind(), which)
-            return self.wrapped(graph.outputs), graph
+            return self.wrap(graph.outputs), graph
         made = self._promises(trial)
         far_graph = _FarGraph(self.far, self.rank, which, leaves)
         others = far_graph.number, which, self.far.storages_of(made)
         self.far.tell(self.rank, "record", *self._command(self._block), *others)
-        return self.wrapped(made), far_graph
+        return self.wrap(made), far_graph
 
     def _promises(self, trial: Trial) -> list[torch.Tensor]:
         """What the rank is about to make."""
@@ -340,6 +351,10 @@ class _Call:
             if not isinstance(value, torch.Tensor)
         }
         vars(self._cache.entry).update(after, **dict(zip(names, cached, strict=True)))
+
+
+def _wrapped(machine: Any, device: torch.device, made: Sequence[Any]) -> list[SimTensor]:
+    return [wrap(tensor, machine, device) for tensor in made]
 
 
 def _blank(tensor: Any) -> torch.Tensor:
@@ -383,7 +398,7 @@ class _Whole(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, trial: Trial, which: tuple[int, ...], *leaves: Any) -> Any:  # type: ignore[override]
         outputs, ctx.graph = call.record(trial, which, leaves)
         ctx.save_for_backward(*call.saved())
-        ctx.wrapped, ctx.which = call.wrapped, which
+        ctx.wrap, ctx.which = call.wrap, which
         ctx.set_materialize_grads(False)
         return tuple(outputs)
 
@@ -399,5 +414,5 @@ class _Whole(torch.autograd.Function):
         which = tuple(number for number, need in zip(ctx.which, needed) if need)
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
         behind = [None if gradient is None else gradient._cpu for gradient in gradients]
-        made = iter(ctx.wrapped(ctx.graph.backward(behind, which, keeps)))
+        made = iter(ctx.wrap(ctx.graph.backward(behind, which, keeps)))
         return None, None, None, *(next(made) if need else None for need in needed)

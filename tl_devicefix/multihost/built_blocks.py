@@ -42,6 +42,7 @@ class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=5)
         self.n_tensors = 0
+        self.classes: set[type] = set()
 
     def persistent_id(self, obj: Any) -> str | None:
         if isinstance(obj, torch.Tensor):
@@ -53,6 +54,8 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, type) or (callable(obj) and hasattr(obj, "__qualname__")):
             if not is_of_packages(obj):
                 raise _Unknown
+            if isinstance(obj, type):
+                self.classes.add(obj)
         elif isinstance(obj, HookPoint):
             return type(obj), ()
         elif isinstance(obj, nn.Module):
@@ -89,15 +92,16 @@ class _Unpickler(pickle.Unpickler):
         return self._device if pid == "device" else torch.empty(0, device="meta")
 
 
-def description(block: nn.Module) -> bytes | None:
-    """Of what a rank builds a block; None if other ranks cannot."""
+def description(block: nn.Module) -> tuple[bytes | None, set[type]]:
+    """Of what a rank builds a block, and the classes in it; None if other ranks cannot."""
     pickler = _Pickler(file := io.BytesIO())
     try:
         pickler.dump(block)
     except Exception:  # noqa: BLE001  # whatever somebody has put into it
-        return None
+        return None, set()
     # Each call fills a module's own tensors in, but no others.
-    return file.getvalue() if pickler.n_tensors == len(_slots(block)) else None
+    is_whole = pickler.n_tensors == len(_slots(block))
+    return file.getvalue() if is_whole else None, pickler.classes
 
 
 def components(block: nn.Module) -> list[Any]:
@@ -149,25 +153,34 @@ class Built:
         with self._with(tensors) as block:
             return _run(block, inputs, cache, attributes)
 
-    def try_out(self, arguments: Arguments, cache: CacheOfBlock | None) -> Trial | None:
-        """Run the block and report; None if it cannot be run by one command."""
-        tensors, inputs, attributes = arguments
+    def try_out(
+        self, arguments: Arguments, cache: CacheOfBlock | None
+    ) -> tuple[Trial | None, bool]:
+        """Run the block and report; None if it cannot be run by one command.
+
+        Also whether these very arguments have raised an error, so that others may fare better.
+        """
+        tensors, (inputs, attributes) = arguments[0], exchanged(arguments[1:], torch.clone)
         new: list[tuple[tuple[int, ...], torch.dtype]] = []
         with self._with(tensors) as block, self._random_numbers_kept() as state:
+            buffers = _with_copies_of_buffers(block)
             before = _all_in(block), state()
             try:
                 outputs = _run(block, inputs, cache, attributes, new)
             except torch.OutOfMemoryError:
                 raise
             except Exception:  # noqa: BLE001  # of an operation, which then fails by itself too
-                return None
+                return None, True
             after = _all_in(block), state()
-        is_as_before = len(before[0]) == len(after[0]) and all(map(is_, before[0], after[0]))
-        if not is_as_before or not torch.equal(before[1], after[1]):
-            return None
-        if not isinstance(outputs[0], torch.Tensor) or len(new) != (0 if cache is None else 2):
-            return None
-        return Trial(geometry_of(outputs[0]), new)
+            is_as_before = (
+                len(before[0]) == len(after[0])
+                and all(map(is_, before[0], after[0]))
+                and torch.equal(before[1], after[1])
+                and all(items[name] is copied for items, name, copied, _ in buffers)
+                and all(torch.equal(copied, value) for *_, copied, value in buffers)
+            )
+        is_one = isinstance(outputs[0], torch.Tensor) and len(new) == (0 if cache is None else 2)
+        return (Trial(geometry_of(outputs[0]), new) if is_as_before and is_one else None), False
 
     @contextlib.contextmanager
     def _random_numbers_kept(self) -> Iterator[Callable[[], torch.Tensor]]:
@@ -197,6 +210,15 @@ class Built:
             for (container, name), blank in zip(slots, blanks):
                 container[name] = blank
             self._blocks.append(block)
+
+
+def _with_copies_of_buffers(block: nn.Module) -> list[tuple[dict[str, Any], str, Any, Any]]:
+    """Put copies in the place of buffers; returns where, the copies, and what they are of."""
+    slots = slots_in([module._buffers for module in components(block)])
+    copied = [(items, name, items[name].clone(), items[name]) for items, name in slots]
+    for items, name, copy, _ in copied:
+        items[name] = copy
+    return copied
 
 
 def _all_in(block: nn.Module) -> list[Any]:

@@ -113,7 +113,7 @@ class Worker:
 
     def _try_out(
         self, block: int, arguments: Arguments, cache: CacheOfBlock | None
-    ) -> Trial | None:
+    ) -> tuple[Trial | None, bool]:
         return self._built[block].try_out(self._resolved(arguments), cache)
 
     def _call(

@@ -33,6 +33,9 @@ class RemoteLayer:
         self._names = list(inspect.signature(layer.forward).parameters)
         indices = {getattr(module, "layer_idx", None) for module in layer.modules()} - {None}
         self._index = indices.pop() if len(indices) == 1 else None
+        self._checkpointing = [
+            module for module in layer.modules() if hasattr(module, "gradient_checkpointing")
+        ]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it: by one command, or else operation by operation."""
@@ -46,6 +49,8 @@ class RemoteLayer:
     ) -> torch.Tensor | None:
         inputs = dict(zip(self._names, args)) | kwargs
         if inputs.get("output_router_logits"):  # transformers records them by hooks in the layer
+            return None
+        if any(module.training and module.gradient_checkpointing for module in self._checkpointing):
             return None
         cache_name = next((n for n, value in inputs.items() if type(value) is DynamicCache), None)
         if cache_name is None:
@@ -66,6 +71,8 @@ class RemoteLayer:
 def _entry(past: Any, index: int | None) -> Any:
     """A layer's part of a cache; None if it is none that grows by keys and values alone."""
     if index is None or past.offloading or index > len(past.layers):
+        return None
+    if vars(past).keys() - vars(DynamicCache()).keys():  # as a method of its own
         return None
     if index < len(past.layers):
         entry = past.layers[index]
