@@ -17,6 +17,7 @@ from comparison import (
     log_probs,
     on_cpu,
 )
+from transformer_lens import HookedTransformer
 
 import tl_devicefix
 from tl_devicefix.hooked_transformer import processing
@@ -256,3 +257,16 @@ def test_a_placed_model_s_device_that_has_no_room_for_other_weights_is_named(
 
     with pytest.raises(torch.OutOfMemoryError, match=r"sim:3.* ran out of memory while blocks\.\d"):
         model.load_and_process_state_dict(unprocessed("gpt2").state_dict())
+
+
+def test_a_model_whose_processing_is_refused_is_as_it_was(
+    checkpoints: Any, machine: Any, tokens: Any
+) -> None:
+    model = HookedTransformer.from_pretrained_no_processing(str(checkpoints("pythia")), n_devices=4)
+    expected, norm = model(tokens), model.cfg.normalization_type
+
+    with pytest.raises(ValueError, match="refactor_factored_attn_matrices=True cannot be used"):
+        model.process_weights_(refactor_factored_attn_matrices=True)
+
+    assert model.cfg.normalization_type == norm
+    assert torch.equal(model(tokens), expected)

@@ -178,6 +178,32 @@ def _load_unit(model: Any, steps: Steps, named: tuple[str, Weights]) -> None:
         load_component(model, unit, weights, steps)
 
 
+@patches("HookedTransformer", takes="self fold_ln", why=_FOLDS)
+def process_weights_(
+    self: Any,
+    fold_ln: bool = True,
+    center_writing_weights: bool = True,
+    center_unembed: bool = True,
+    refactor_factored_attn_matrices: bool = False,
+) -> None:
+    """Process the model's own weights in place, each component on its own device.
+
+    A model that is folded already, wholly or in part, is left as it is in what is done.
+    TransformerLens 2 exchanges the norms first, and leaves them so if the rest is refused.
+
+    Raises:
+        RuntimeError: if an earlier call was interrupted.
+    """
+    refuse_unfinished(self)
+    self.load_and_process_state_dict(
+        self.state_dict(),
+        fold_ln=fold_ln,
+        center_writing_weights=center_writing_weights,
+        center_unembed=center_unembed,
+        refactor_factored_attn_matrices=refactor_factored_attn_matrices,
+    )
+
+
 def fold_norm_modules(model: Any) -> None:
     """Replace LayerNorm by LayerNormPre (or RMSNorm by RMSNormPre): what is left after folding."""
     kind = model.cfg.normalization_type
