@@ -176,6 +176,14 @@ def test_a_copy_of_a_cache_is_at_home_too(
     assert_agrees({name: actual[name] for name in expected}, expected, home_of(model))
 
 
+def test_a_name_that_a_cache_lacks(model: Any, tokens: torch.Tensor) -> None:
+    _, cache = model.run_with_cache(tokens, return_cache_object=False)
+
+    assert cache.pop("none", None) is cache.get("none") is None
+    with pytest.raises(KeyError, match="none"):
+        cache.pop("none")
+
+
 def test_a_cache_can_be_saved_and_loaded(
     model: Any, reference: Any, tokens: torch.Tensor, tmp_path: Path
 ) -> None:

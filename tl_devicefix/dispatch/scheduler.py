@@ -328,10 +328,10 @@ def reading(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         return original(self, *args, **kwargs)
 
 
-def take_own_tokenizer(view: Any) -> None:
+def take_own_tokenizer(model: Any) -> None:
     """Have a run's view change a copy's padding side: other runs read the tokenizer's meanwhile.
 
     What is behind the copy is shared, and is told the side at each call.
     """
-    with _reads_text:
-        view.tokenizer = copy.copy(view.tokenizer)
+    if _run.get() is not None and model.tokenizer is not None:
+        model.tokenizer = copy.copy(model.tokenizer)

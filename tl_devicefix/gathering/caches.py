@@ -61,6 +61,10 @@ class CacheAtHome(dict[str, torch.Tensor]):
     def __or__(self, other: Any) -> Any:
         return dict(self) | other
 
+    def pop(self, name: str, *default: Any) -> Any:
+        """As `dict.pop`, at home."""
+        return self._at_home(super().pop(name, *default))
+
     def popitem(self) -> tuple[str, torch.Tensor]:
         """As `dict.popitem`, at home."""
         name, value = super().popitem()
@@ -68,7 +72,6 @@ class CacheAtHome(dict[str, torch.Tensor]):
 
     # A dict's own read it past `__getitem__`.
     get: Any = MutableMapping.get
-    pop: Any = MutableMapping.pop
     setdefault: Any = MutableMapping.setdefault
     items: Any = MutableMapping.items
     values: Any = MutableMapping.values

@@ -7,7 +7,7 @@ from typing import Any
 
 from tl_devicefix.attention.one_forward import one_forward
 from tl_devicefix.dispatch import forward as running
-from tl_devicefix.dispatch.scheduler import current_run
+from tl_devicefix.dispatch.scheduler import current_run, take_own_tokenizer
 from tl_devicefix.hooked_transformer.moving import placement_of, remember_placement
 from tl_devicefix.monkeypatch.patch import patches
 
@@ -35,17 +35,25 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     until="3.9",
 )
 def override_defaults(original: Any, self: Any) -> Any:
-    """`LocallyOverridenDefaults.__enter__`, which changes a model's config (and its tokenizer).
+    """`LocallyOverridenDefaults.__enter__`, which changes the config and the tokenizer of a model.
 
-    A run in flight changes a copy of its own, as other runs read the config meanwhile.
+    A run in flight changes copies of its own, as other runs read these meanwhile.
     """
-    cfg, prepend_bos = self.model.cfg, self.overrides.get("prepend_bos")
-    # Without an argument it is None, or in TransformerLens 2 a string that says so.
-    if current_run() is not None and prepend_bos is (not cfg.default_prepend_bos):
-        self.model.cfg = copy.copy(cfg)
-        if (placement := placement_of(cfg)) is not None:
-            remember_placement(self.model.cfg, placement)
+    model, overrides = self.model, self.overrides
+    if current_run() is not None:
+        if _differs(overrides.get("padding_side"), getattr(model.tokenizer, "padding_side", None)):
+            take_own_tokenizer(model)
+        if _differs(overrides.get("prepend_bos"), model.cfg.default_prepend_bos):
+            placement = placement_of(model.cfg)
+            model.cfg = copy.copy(model.cfg)
+            if placement is not None:
+                remember_placement(model.cfg, placement)
     return original(self)
+
+
+def _differs(value: Any, default: Any) -> bool:
+    # Without an argument it is None, or in TransformerLens 2 a string that says so.
+    return value in (True, False, "left", "right") and value != default
 
 
 @patches(

@@ -114,9 +114,10 @@ def seeding_in_order(kinds: Iterable[str]) -> Iterator[None]:
         kinds: the types of the model's devices.
     """
     global _n_within
+    owners = torch, torch.random, *map(torch.get_device_module, kinds)
     with _lock:
         _n_within += 1
-        for owner in (torch, torch.random, *map(torch.get_device_module, kinds)):
+        for owner in owners:
             for name in _SEEDS:
                 if name in vars(owner) and (owner, name) not in _replaced:
                     own = getattr(owner, name)

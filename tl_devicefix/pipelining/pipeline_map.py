@@ -15,7 +15,7 @@ import torch
 import transformers.utils.logging as hf_logging
 
 from tl_devicefix.adapters import adapter_of
-from tl_devicefix.dispatch.scheduler import Run, Streams, Turns, running, take_own_tokenizer
+from tl_devicefix.dispatch.scheduler import Run, Streams, Turns, running
 from tl_devicefix.dispatch.views import restore
 from tl_devicefix.offload.copying import values_of
 from tl_devicefix.pipelining.in_order import InOrder, seeding_in_order
@@ -144,7 +144,6 @@ def _pipelined(
         this_run = Run(number, turns, streams)
         try:
             with running(this_run), InOrder(this_run):
-                take_own_tokenizer(view)
                 return _run_on(view, run, number, item)
         finally:
             views.append(viewed)

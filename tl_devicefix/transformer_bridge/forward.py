@@ -1,4 +1,4 @@
-"""`TransformerBridge.forward`."""
+"""`TransformerBridge.forward`, and the methods of a Bridge that call the tokenizer."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from tl_devicefix.attention.implementation import is_sdpa
 from tl_devicefix.dispatch import forward as running
+from tl_devicefix.dispatch.scheduler import take_own_tokenizer
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.devices import has_values
 from tl_devicefix.transformer_bridge.attention import (
@@ -55,3 +56,15 @@ def _leaves_out(mask: Any) -> bool:
     if isinstance(mask, torch.Tensor) and mask.dim() == 2 and has_values(mask):
         return not bool(mask.all())
     return mask is not None
+
+
+@patches(
+    "TransformerBridge",
+    *("generate", "generate_stream"),
+    takes="self input",
+    why="runs in flight do not change what others read",
+)
+def with_own_tokenizer(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A method of a Bridge that changes the tokenizer's padding side while it runs."""
+    take_own_tokenizer(self)
+    return original(self, *args, **kwargs)
