@@ -75,3 +75,11 @@ def test_an_architecture(name: str, compatible: bool, tokenizer: Any, tmp_path: 
     else:
         assert all(reason in str(way) for way in ways)
     assert_agrees(actual, expected, tolerance=1e-5)
+    with tl_devicefix.simulate(2):
+        spread = TransformerBridge.boot_transformers(
+            str(tmp_path), tokenizer=tokenizer, n_devices=2
+        )
+        if compatible:
+            spread.enable_compatibility_mode(disable_warnings=True)
+        assert len(spread.placement.devices) == 2
+        assert_agrees(spread(tokens).cpu(), expected[2], tolerance=1e-5)
