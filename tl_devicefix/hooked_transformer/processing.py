@@ -188,8 +188,9 @@ def process_weights_(
 ) -> None:
     """Process the model's own weights in place, each component on its own device.
 
-    A model that is folded already, wholly or in part, is left as it is in what is done.
-    TransformerLens 2 exchanges the norms first, and leaves them so if the rest is refused.
+    A model that is folded already, wholly or in part, is left as it is in what is done. There is no
+    second copy of the weights: if this is interrupted, the model has to be loaded again, and says
+    so when it is used.
 
     Raises:
         RuntimeError: if an earlier call was interrupted.
@@ -206,13 +207,13 @@ def process_weights_(
 
 def fold_norm_modules(model: Any) -> None:
     """Replace LayerNorm by LayerNormPre (or RMSNorm by RMSNormPre): what is left after folding."""
-    kind = model.cfg.normalization_type
-    if kind in ("LN", "RMS"):  # or `process_weights_` of TransformerLens 2 has done so
-        model.cfg.normalization_type += "Pre"
-        pre = LayerNormPre if kind == "LN" else RMSNormPre
-        for module in [model, *model.blocks, *(getattr(b, "mlp", None) for b in model.blocks)]:
-            for name in ("ln1", "ln2", "ln", "ln_final"):
-                if module is not None and name in module._modules:
-                    norm = final_norm_class(model.cfg) if name == "ln_final" else pre
-                    setattr(module, name, norm(model.cfg))
+    if model.cfg.normalization_type not in ("LN", "RMS"):
+        return
+    pre = LayerNormPre if model.cfg.normalization_type == "LN" else RMSNormPre
+    model.cfg.normalization_type += "Pre"
+    for module in [model, *model.blocks, *(getattr(b, "mlp", None) for b in model.blocks)]:
+        for name in ("ln1", "ln2", "ln", "ln_final"):
+            if module is not None and name in module._modules:
+                norm = final_norm_class(model.cfg) if name == "ln_final" else pre
+                setattr(module, name, norm(model.cfg))
     model.setup()
