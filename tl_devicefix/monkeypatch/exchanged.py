@@ -93,17 +93,18 @@ def _functions_in(of: Any) -> _Functions:
     return _Functions(name, vars(of), names, are_known)
 
 
-@functools.cache
-def _registered_in(registry_id: int) -> tuple[_Functions, ...]:
+_registered: dict[int, list[_Functions]] = {}
+"""By the id of a registry's own mapping, which they keep."""
+
+
+def _registered_in(registry: Any) -> list[_Functions]:
     """Those of a registry of transformers', as of attention."""
-    registry = _registries[registry_id]
-    name = f"transformers.{type(registry).__name__}"
     spaces = registry._local_mapping, registry._global_mapping
-    names = [*registry, "eager"]  # which is a modeling file's own, if it is none of a registry
-    return tuple(_Functions(name, space, names, are_known=False) for space in spaces)
-
-
-_registries: dict[int, Any] = {}
+    if id(spaces[0]) not in _registered:
+        name = f"transformers.{type(registry).__name__}"
+        names = [*registry, "eager"]  # which is a modeling file's own, if it is none of a registry
+        _registered[id(spaces[0])] = [_Functions(name, space, names, False) for space in spaces]
+    return _registered[id(spaces[0])]
 
 
 def _is_function(value: Any) -> bool:
@@ -168,8 +169,7 @@ def _functions_of(cls: type) -> frozenset[_Functions]:
     values += [value for registry in registries for value in registry.values()]
     names |= {_written_in(value) for value in values if isinstance(value, FunctionType)}
     modules = [sys.modules[name] for name in names if _package(name) == "transformers"]
-    _registries.update((id(registry), registry) for registry in registries)
-    registered = (_registered_in(id(registry)) for registry in registries)
+    registered = map(_registered_in, registries)
     return frozenset(map(_functions_in, (*classes, *modules))).union(*registered)
 
 

@@ -64,8 +64,9 @@ class _Snapshot:
         namespaces = map(vars, owners.values())
         self._seen = [(space, tuple(space), tuple(space.values())) for space in namespaces]
         self._containers = containers(block)
-        self.names = [name for _, name in slots_in(self._containers)]
-        self._layout = self._lying()
+        slots = slots_in(self._containers)
+        self.names = [name for _, name in slots]
+        self._layout = _layout(slots)
         self.dtypes = frozenset(dtype for *_, dtype in self._layout)
         self.description, classes = description(block)
         self.functions = functions_of(classes)
@@ -79,12 +80,13 @@ class _Snapshot:
 
     def tensors(self) -> list[Any] | None:
         """The block's; None if they have other names, shapes or dtypes now."""
-        tensors = [items[name] for items, name in slots_in(self._containers)]
-        return tensors if self._lying() == self._layout else None
-
-    def _lying(self) -> list[Any]:
         slots = slots_in(self._containers)
-        return [(name, items[name].shape, items[name].dtype) for items, name in slots]
+        is_as_before = _layout(slots) == self._layout
+        return [items[name] for items, name in slots] if is_as_before else None
+
+
+def _layout(slots: Sequence[tuple[dict[str, Any], str]]) -> list[tuple[str, Any, torch.dtype]]:
+    return [(name, items[name].shape, items[name].dtype) for items, name in slots]
 
 
 def _is_looked_into() -> bool:
@@ -125,22 +127,20 @@ def run_by_command(
         look: who keeps the snapshot, which is None as soon as there is something else in the block.
     """
     residual = next(iter(inputs.values()))
-    if look.snapshot is None or not look.snapshot.holds():
-        look.snapshot = _Snapshot(block)
-    if look.snapshot.tensors() is None:  # of another dtype now, say
-        look.snapshot = _Snapshot(block)
-    snapshot: _Snapshot = look.snapshot
-    attributes = {} if cache is None else _attributes(cache.entry)
-    own = snapshot.tensors()
+    snapshot: _Snapshot | None = look.snapshot
+    own = snapshot.tensors() if snapshot is not None and snapshot.holds() else None
+    if snapshot is None or own is None:  # as it has another dtype now, say
+        snapshot = look.snapshot = _Snapshot(block)
+        own = snapshot.tensors()
     # If the stream lies otherwise, so would the output.
     if snapshot.description is None or own is None or not residual.is_contiguous():
         return None
+    attributes = {} if cache is None else _attributes(cache.entry)
     leaves = list(_leaves(inputs))
     names, classes = ((), ()) if cache is None else (cache.names, cache.classes)
     kept = [attributes[name] for name in names]
-    tensors = [leaf for leaf in (*own, *leaves, *kept) if isinstance(leaf, torch.Tensor)]
     if (
-        not _are_on(residual.device, tensors)
+        not _are_on(residual.device, _tensors([own, leaves, kept]))
         or not all(map(_is_plain, (*leaves, *attributes.values())))
         or not all(map(is_of_packages, classes))
         or _is_looked_into()
@@ -200,6 +200,10 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in _leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
 def _is_plain(leaf: Any) -> bool:
     is_one = leaf is None or isinstance(leaf, bool | int | float | str | torch.dtype)
     return isinstance(leaf, torch.Tensor) or (
@@ -252,19 +256,15 @@ class _Call:
         self.far.tell(self.rank, "build", owner.number, description, self._place.number)
         return owner
 
-    def tensors(self) -> list[Any]:
+    def tensors(self) -> list[torch.Tensor]:
         """All of the arguments, in order."""
-        tensors: list[Any] = []
-        exchanged(self._arguments, tensors.append)
-        return tensors
+        return _tensors(self._arguments)
 
     def saved(self) -> list[Any]:
         """Tensors that a backward reads, also frozen weights; but biases may be changed before."""
         own, *others = self._arguments
         weights = [tensor for tensor, name in zip(own, self._names) if not _is_bias(name)]
-        tensors: list[Any] = []
-        exchanged(others, tensors.append)
-        return weights + [tensor for tensor in tensors if type(tensor) is SimTensor]
+        return weights + [tensor for tensor in _tensors(others) if type(tensor) is SimTensor]
 
     def _behind(self) -> tuple[Arguments, CacheOfBlock | None]:
         """The arguments as they are behind those of the machine."""

@@ -100,7 +100,7 @@ def description(block: nn.Module) -> tuple[bytes | None, set[type]]:
     except Exception:  # noqa: BLE001  # whatever somebody has put into it
         return None, set()
     # Each call fills a module's own tensors in, but no others.
-    is_whole = pickler.n_tensors == len(_slots(block))
+    is_whole = pickler.n_tensors == len(slots_in(containers(block)))
     return file.getvalue() if is_whole else None, pickler.classes
 
 
@@ -112,10 +112,6 @@ def components(block: nn.Module) -> list[Any]:
 def containers(block: nn.Module) -> list[dict[str, Any]]:
     """The dicts in which a block and its components have their tensors, in order."""
     return [kind for module in components(block) for kind in (module._parameters, module._buffers)]
-
-
-def _slots(block: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    return slots_in(containers(block))
 
 
 def slots_in(containers: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
@@ -200,7 +196,7 @@ class Built:
             block = self._blocks.pop()
         except IndexError:  # another thread runs it
             block = self._build()
-        slots = _slots(block)
+        slots = slots_in(containers(block))
         blanks = [container[name] for container, name in slots]
         try:
             for (container, name), tensor in zip(slots, tensors, strict=True):

@@ -56,23 +56,26 @@ class RemoteLayer:
         if cache_name is None:
             return run(self._layer, inputs, None, self)  # type: ignore[no-any-return]
         past = inputs.pop(cache_name)
-        entry = _entry(past, self._index)
-        if entry is None or self._index is None:
+        index = self._index
+        entry = None if index is None else _entry(past, index)
+        if index is None or entry is None:
             return None
         classes, names = (type(entry), DynamicCache), ("keys", "values")
-        as_cache = functools.partial(cache_with, self._index)
+        as_cache = functools.partial(cache_with, index)
         cache = CacheOfBlock(cache_name, entry, classes, names, "update", 2, as_cache)
         output = run(self._layer, inputs, cache, self)
-        if output is not None and self._index == len(past.layers):
+        if output is not None and index == len(past.layers):
             past.layers.append(entry)
         return output  # type: ignore[no-any-return]
 
 
-def _entry(past: Any, index: int | None) -> Any:
+_OF_EVERY_CACHE = vars(DynamicCache()).keys()
+
+
+def _entry(past: Any, index: int) -> Any:
     """A layer's part of a cache; None if it is none that grows by keys and values alone."""
-    if index is None or past.offloading or index > len(past.layers):
-        return None
-    if vars(past).keys() - vars(DynamicCache()).keys():  # as a method of its own
+    has_more = vars(past).keys() - _OF_EVERY_CACHE  # as a method of its own
+    if has_more or past.offloading or index > len(past.layers):
         return None
     if index < len(past.layers):
         entry = past.layers[index]
