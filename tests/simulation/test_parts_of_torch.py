@@ -76,7 +76,7 @@ def test_a_generator_on_a_device_gives_the_cpu_s_numbers(machine: Machine) -> No
     generator = torch.Generator("sim:1").manual_seed(3)
     assert generator.device == torch.device("sim:1")
     assert torch.Generator("sim").device == torch.device("sim:0")
-    with pytest.raises(RuntimeError, match=r"device sim:7 does not exist: .* 2 device"):
+    with pytest.raises(RuntimeError, match=r"device sim:7 does not exist: there are 2"):
         torch.Generator("sim:7")
     actual = torch.randn(4, device="sim:1", generator=generator)
     assert torch.equal(actual.cpu(), torch.randn(4, generator=torch.Generator().manual_seed(3)))

@@ -9,15 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from tl_devicefix.placement.devices import printed
+from tl_devicefix.placement.devices import HOST, printed
 from tl_devicefix.placement.memory import MaxMemory, by_device, capacity, gib, is_out_of_memory
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.weight_processing import slices
 
-_HINT = (
-    "use more devices, a larger max_memory, a smaller dtype or first_n_layers, or offload blocks: "
-    "name 'cpu' in max_memory. tl_devicefix.estimate names what would fit"
-)
+_OFFLOAD = ", or offload blocks: name 'cpu' in max_memory"
 
 
 def working_room(placement: Placement, dtype: torch.dtype) -> int:
@@ -36,7 +33,11 @@ def check_fit(placement: Placement, max_memory: MaxMemory | None) -> None:
         and (needed := placement.bytes_on(memory)) > room
     ]
     if over:
-        raise ValueError(f"the weights do not fit: {', '.join(over)}; {_HINT}")
+        raise ValueError(
+            f"the weights do not fit: {', '.join(over)}; use more devices, a larger max_memory, a "
+            f"smaller dtype or first_n_layers{'' if HOST in (limits or {}) else _OFFLOAD}. "
+            "tl_devicefix.estimate names what would fit"
+        )
 
 
 def move_components(model: nn.Module, placement: Placement, rest: nn.Module) -> None:

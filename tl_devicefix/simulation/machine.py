@@ -220,8 +220,8 @@ class Machine:
         index = self.current_index if device is None else device
         if not 0 <= index < len(self.devices):
             raise RuntimeError(
-                f"device {DEVICE_TYPE}:{index} does not exist: the simulated machine has"
-                f" {len(self.devices)} device(s), {DEVICE_TYPE}:0 to {self.devices[-1]}"
+                f"device {DEVICE_TYPE}:{index} does not exist: there are {len(self.devices)}, "
+                f"{DEVICE_TYPE}:0 to {self.devices[-1]}"
             )
         return index
 
