@@ -210,7 +210,7 @@ def dictionary_learning(session: nox.Session) -> None:
     install(session, "3.9.0", "-e", ".[test]")
     # Without what they ask for, which is for plots and models on other machines, but for imports.
     session.install("--no-deps", "dictionary-learning==0.1.0", "nnsight==0.3.7")
-    session.install("wandb", "python-socketio[client]")
+    session.install("wandb", "pillow", "python-socketio[client]")
     session.run("pytest", *(session.posargs or ["tests/libraries/test_dictionary_learning.py"]))
 
 
