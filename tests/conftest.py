@@ -23,7 +23,13 @@ from transformers import PreTrainedModel
 from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer, installed
 
 if has_hooked_transformer():
-    from hooked_fixtures import config, references, unprocessed, without_weights  # noqa: F401
+    from hooked_fixtures import (  # noqa: F401
+        config,
+        from_pretrained,
+        references,
+        unprocessed,
+        without_weights,
+    )
     from refusals import refused, snapshot  # noqa: F401
 
 # A Bridge's tests of a package are in its folder `transformer_bridge`.

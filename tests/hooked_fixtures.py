@@ -62,6 +62,21 @@ def references(hf_models: Any, tokenizer: Any) -> Callable[..., HookedTransforme
 
 
 @pytest.fixture(scope="session")
+def from_pretrained(hf_models: Any, tokenizer: Any, references: Any) -> Callable[..., Any]:
+    """`from_pretrained("gpt2", n_devices=4)`: as users load it, on the machine that is entered.
+
+    Of the tiny model in float32, or of one that is given.
+    """
+
+    def load(name: str, hf_model: Any = None, **options: Any) -> HookedTransformer:
+        references(name)  # skips what TransformerLens itself cannot convert
+        hf_model = hf_models(name) if hf_model is None else hf_model
+        return load_hooked(ALL_ARCHITECTURES[name], hf_model, tokenizer, **options)
+
+    return load
+
+
+@pytest.fixture(scope="session")
 def unprocessed(references: Any) -> Callable[[str], HookedTransformer]:
     """`unprocessed("gpt2")`, on the CPU, for all of ARCHITECTURES and TOYS; not to be changed."""
 

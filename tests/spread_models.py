@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, attention_only_config, load_hooked
+from architectures import attention_only_config
 from hf_models import randomize
 from kinds import KINDS, Kind, Spread, devices_of, where_to
 from on_demand import OnDemand
@@ -35,19 +35,6 @@ def toys(tokenizer: Any) -> Callable[..., HookedTransformer]:
         return model
 
     return build
-
-
-@pytest.fixture(scope="session")
-def from_pretrained(
-    hf_models: Any, tokenizer: Any, references: Any
-) -> Callable[..., HookedTransformer]:
-    """`from_pretrained("gpt2", n_devices=4)`: as users load it, on the machine that is entered."""
-
-    def load(name: str, **options: Any) -> HookedTransformer:
-        references(name)  # skips what TransformerLens itself cannot convert
-        return load_hooked(ARCHITECTURES[name], hf_models(name), tokenizer, **options)
-
-    return load
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ if has_bridge():
 
 if has_hooked_transformer():
     from spread_models import (
-        from_pretrained,
         kind,
         load,
         machine,

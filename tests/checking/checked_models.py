@@ -6,15 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from architectures import ALL_ARCHITECTURES, TOYS, load_hooked
+from architectures import TOYS
 from hf_models import randomize
 from transformer_lens import HookedTransformer
 
 
 @pytest.fixture
-def load(
-    machine: Any, hf_models: Any, tokenizer: Any, references: Any
-) -> Callable[..., HookedTransformer]:
+def load(machine: Any, from_pretrained: Any) -> Callable[..., HookedTransformer]:
     """`load("gpt2", n_devices=3)`: by default over four devices. Toys are built from configs."""
 
     def load(name: str, n_devices: int = 4, **options: Any) -> HookedTransformer:
@@ -24,9 +22,7 @@ def load(
             model = HookedTransformer(cfg)
             randomize(model)
             return model
-        references(name)  # skips what TransformerLens itself cannot convert
-        architecture, hf_model = ALL_ARCHITECTURES[name], hf_models(name)
-        return load_hooked(architecture, hf_model, tokenizer, n_devices=n_devices, **options)
+        return from_pretrained(name, n_devices=n_devices, **options)
 
     return load
 

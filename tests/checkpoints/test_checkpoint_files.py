@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import transformer_lens.loading_from_pretrained as tl_loading
-from architectures import ALL_ARCHITECTURES, load_hooked
 from comparison import assert_same_model, log_probs
 from hf_models import D_MLP, D_MODEL, D_VOCAB, N_CTX, N_HEADS, randomize
 from hub_cache import HubCache
@@ -41,14 +40,9 @@ FILES: dict[str, tuple[str, int, dict[str, Any]]] = {
 @pytest.mark.parametrize("kind", FILES)
 @pytest.mark.parametrize("name", ["gpt2", "qwen2"])
 def test_every_kind_of_file_holds_the_same_model(
-    name: str,
-    kind: str,
-    hf_models: Any,
-    write_checkpoint: Any,
-    references: Any,
-    machine: Any,
+    name: str, kind: str, hf_models: Any, write_checkpoint: Any, references: Any, machine: Any,
     tokens: torch.Tensor,
-) -> None:
+) -> None:  # fmt: skip
     hf_model = hf_models(name)
     tensors = {key: tensor.detach().clone() for key, tensor in hf_model.state_dict().items()}
     if hf_model.config.tie_word_embeddings:
@@ -74,27 +68,18 @@ LOADED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # The converters of these compute, those of others move weights.
 @pytest.mark.parametrize("name", ["gpt2", "pythia", "mixtral", "gemma", "gemma-2", "gemma-3"])
 def test_any_dtype_is_loaded_in_any_other_and_loses_nothing(
-    name: str,
-    stored: torch.dtype,
-    loaded: torch.dtype,
-    form: str,
-    hf_models: Any,
-    tokenizer: Any,
-    checkpoints: Any,
-    references: Any,
-    machine: Any,
-) -> None:
+    name: str, stored: torch.dtype, loaded: torch.dtype, form: str, hf_models: Any,
+    checkpoints: Any, from_pretrained: Any, machine: Any,
+) -> None:  # fmt: skip
     """Whatever converters compute (Gemma's scaled embedding, its norms plus one) is in float32."""
-    references(name)  # skips what the installed TransformerLens cannot convert
-    architecture = ALL_ARCHITECTURES[name]
     in_float64 = hf_models(name, stored, torch.float64)
-    exact = load_hooked(architecture, in_float64, tokenizer, dtype=torch.float64, device="cpu")
+    exact = from_pretrained(name, in_float64, dtype=torch.float64, device="cpu")
 
     options = {"dtype": str(loaded)[6:] if form == "checkpoint" else loaded, "n_devices": 3}
     if form == "checkpoint":
         model = HookedTransformer.from_pretrained(checkpoints(name, stored), **options)
     else:
-        model = load_hooked(architecture, hf_models(name, stored), tokenizer, **options)
+        model = from_pretrained(name, hf_models(name, stored), **options)
 
     assert model.cfg.dtype == loaded
     last_place = torch.finfo(loaded).eps
@@ -112,16 +97,10 @@ def test_any_dtype_is_loaded_in_any_other_and_loses_nothing(
     ("name", "form"), [("qwen2", "hf_model"), ("gpt2", "checkpoint"), ("gemma-2", "checkpoint")]
 )
 def test_a_padded_vocabulary(
-    name: str,
-    form: str,
-    hf_models: Any,
-    tokenizer: Any,
-    references: Any,
-    machine: Any,
-    tokens: torch.Tensor,
-    tmp_path: Path,
-) -> None:
-    references(name)  # skips where TransformerLens itself cannot read it
+    name: str, form: str, hf_models: Any, references: Any, from_pretrained: Any, machine: Any,
+    tokens: torch.Tensor, tmp_path: Path,
+) -> None:  # fmt: skip
+    expected = log_probs(references(name), tokens)
     hf_model = copy.deepcopy(hf_models(name))
     hf_model.resize_token_embeddings(D_VOCAB + 1, pad_to_multiple_of=8)
 
@@ -129,13 +108,11 @@ def test_a_padded_vocabulary(
         hf_model.save_pretrained(tmp_path)
         model = HookedTransformer.from_pretrained(tmp_path, n_devices=3)
     else:
-        model = load_hooked(ALL_ARCHITECTURES[name], hf_model, tokenizer, n_devices=3)
+        model = from_pretrained(name, hf_model, n_devices=3)
 
     assert model.cfg.d_vocab == model.cfg.d_vocab_out == model(tokens).shape[-1] == D_VOCAB + 8
     of_real_tokens = model(tokens)[..., :D_VOCAB].detach().cpu().log_softmax(dim=-1)
-    torch.testing.assert_close(
-        of_real_tokens, log_probs(references(name), tokens), rtol=1e-5, atol=1e-5
-    )
+    torch.testing.assert_close(of_real_tokens, expected, rtol=1e-5, atol=1e-5)
 
 
 # --------------------------------------------------------------------------------------------

@@ -10,11 +10,8 @@ from typing import Any
 import pytest
 import torch
 import transformer_lens.loading_from_pretrained as tl_loading
-from architectures import ALL_ARCHITECTURES, ARCHITECTURES, load_hooked
 
 from tl_devicefix import plan
-
-QWEN = ARCHITECTURES["qwen2"]
 
 # What is asked, and what the refusal says of it.
 NONSENSE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
@@ -62,11 +59,10 @@ NONSENSE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", NONSENSE)
-def test_is_refused(case: str, hf_models: Any, tokenizer: Any, refused: Any) -> None:
+def test_is_refused(case: str, hf_models: Any, from_pretrained: Any, refused: Any) -> None:
     options, says = NONSENSE[case]
-    hf_model = hf_models("qwen2")
-    with refused(*says, error=(ValueError, TypeError), hf_model=hf_model):
-        load_hooked(QWEN, hf_model, tokenizer, **options)
+    with refused(*says, error=(ValueError, TypeError), hf_model=hf_models("qwen2")):
+        from_pretrained("qwen2", **options)
 
 
 def test_more_devices_than_one_are_refused_where_there_is_only_the_cpu() -> None:
@@ -108,18 +104,18 @@ UNUSABLE: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("case", UNUSABLE)
 def test_a_model_that_cannot_be_used(
-    case: str, hf_models: Any, tokenizer: Any, refused: Any
+    case: str, hf_models: Any, from_pretrained: Any, refused: Any
 ) -> None:
     spoil, says = UNUSABLE[case]
     hf_model = copy.deepcopy(hf_models("qwen2"))
     spoil(hf_model)
     with refused(*says, error=(ValueError, AttributeError), hf_model=hf_model):
-        load_hooked(QWEN, hf_model, tokenizer, n_devices=4)
+        from_pretrained("qwen2", hf_model, n_devices=4)
 
 
-def test_a_model_that_is_none(tokenizer: Any, refused: Any) -> None:
+def test_a_model_that_is_none(from_pretrained: Any, refused: Any) -> None:
     with refused("hf_model", "Linear", "config"):
-        load_hooked(QWEN, torch.nn.Linear(2, 2), tokenizer, n_devices=4)  # type: ignore[arg-type]
+        from_pretrained("qwen2", torch.nn.Linear(2, 2), n_devices=4)
 
 
 @pytest.mark.parametrize(
@@ -131,22 +127,23 @@ def test_a_model_that_is_none(tokenizer: Any, refused: Any) -> None:
     ],
 )
 def test_both_architectures_are_named(
-    hf_models: Any, tokenizer: Any, named: str, passed: str, reason: str
+    hf_models: Any, from_pretrained: Any, named: str, passed: str, reason: str
 ) -> None:
     model = hf_models(passed)
     names = [type(hf_models(name_of_model)).__name__ for name_of_model in (passed, named)]
     sentence = f"hf_model is a {names[0]}, but the name belongs to a {names[1]} "
     remedy = "; pass the model of that name, as AutoModelForCausalLM loads it"
     with pytest.raises(ValueError, match=re.escape(f"{sentence}({reason}){remedy}")):
-        load_hooked(ALL_ARCHITECTURES[named], model, tokenizer, device="cpu")
+        from_pretrained(named, model, device="cpu")
 
 
 def test_no_room_is_no_wrong_architecture(
-    hf_models: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    hf_models: Any, from_pretrained: Any, references: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_room(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("there is no room")
 
+    references("qwen2")
     monkeypatch.setattr(tl_loading, "get_pretrained_state_dict", no_room)
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
-        load_hooked(ALL_ARCHITECTURES["qwen2"], hf_models("llama"), tokenizer, device="cpu")
+        from_pretrained("qwen2", hf_models("llama"), device="cpu")

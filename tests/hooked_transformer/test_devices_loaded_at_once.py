@@ -9,8 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, load_hooked
-from transformer_lens import HookedTransformer
 
 from tl_devicefix.checkpoints.sources import HuggingFaceSource
 from tl_devicefix.hooked_transformer import units
@@ -19,15 +17,9 @@ SOON = 30.0  # seconds, within which threads that run at once have met
 
 
 @pytest.fixture
-def load(hf_models: Any, tokenizer: Any, machine: Any) -> Callable[..., HookedTransformer]:
-    """`load("gpt2")`, over four devices."""
-
-    def load(name: str = "gpt2", dtype: Any = torch.float32, **options: Any) -> Any:
-        options = {"n_devices": 4, **options}
-        hf_model = hf_models(name, dtype)
-        return load_hooked(ARCHITECTURES[name], hf_model, tokenizer, dtype=dtype, **options)
-
-    return load
+def load(from_pretrained: Any, machine: Any) -> Callable[..., Any]:
+    """`load()`: a GPT-2, over four devices."""
+    return lambda **options: from_pretrained("gpt2", **{"n_devices": 4, **options})
 
 
 Meanwhile = Callable[[str, torch.device], Any]
@@ -118,15 +110,17 @@ def test_what_computes_weights_is_read_one_at_a_time_by_the_caller(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["gpt2", "gemma-2", "qwen2", "bloom"])
 def test_the_weights_are_bit_for_bit_those_of_one_after_the_other(
-    name: str, dtype: torch.dtype, load: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    max_in_flight = load(name, dtype).state_dict()
+    name: str, dtype: torch.dtype, from_pretrained: Any, hf_models: Any, machine: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    of, options = (name, hf_models(name, dtype)), {"dtype": dtype, "n_devices": 4}
+    at_once = from_pretrained(*of, **options).state_dict()
 
     monkeypatch.setattr(units, "each_on_its_device", one_after_the_other)
-    expected = load(name, dtype).state_dict()
+    expected = from_pretrained(*of, **options).state_dict()
 
-    assert max_in_flight.keys() == expected.keys()
-    for name, tensor in max_in_flight.items():
+    assert at_once.keys() == expected.keys()
+    for name, tensor in at_once.items():
         assert torch.equal(tensor.cpu(), expected[name].cpu()), name
 
 

@@ -9,21 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, NO_PROCESSING, load_hooked
+from architectures import NO_PROCESSING
 from transformer_lens import HookedTransformer
-
-
-@pytest.fixture
-def load(hf_models: Any, tokenizer: Any) -> Any:
-    """`load("gpt2", torch.bfloat16, n_devices=4)`, from a Hugging Face model of that dtype."""
-
-    def load(
-        name: str, dtype: torch.dtype = torch.float32, hf_model: Any = None, **options: Any
-    ) -> HookedTransformer:
-        hf_model = hf_models(name, dtype) if hf_model is None else hf_model
-        return load_hooked(ARCHITECTURES[name], hf_model, tokenizer, dtype=dtype, **options)
-
-    return load
 
 
 def tensors_of(model: HookedTransformer) -> dict[str, torch.Tensor]:
@@ -47,9 +34,9 @@ def component_of(name: str) -> str:
 )
 @pytest.mark.parametrize("name", ["gpt2", "gemma-2", "bloom", "opt"])
 def test_every_parameter_and_buffer_is_where_the_placement_says(
-    name: str, options: dict[str, Any], load: Any, machine: Any
+    name: str, options: dict[str, Any], from_pretrained: Any, machine: Any
 ) -> None:
-    model = load(name, **options)
+    model = from_pretrained(name, **options)
 
     planned = model.placement.device_map
     assert {component_of(name) for name in tensors_of(model)} <= planned.keys()
@@ -63,9 +50,9 @@ def test_every_parameter_and_buffer_is_where_the_placement_says(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["gpt2", "qwen2", "gemma-2", "opt"])
 def test_a_device_holds_its_share_and_while_loading_one_component_more(
-    name: str, dtype: torch.dtype, load: Any, machine: Any
+    name: str, dtype: torch.dtype, from_pretrained: Any, hf_models: Any, machine: Any
 ) -> None:
-    model = load(name, dtype, n_devices=4)
+    model = from_pretrained(name, hf_models(name, dtype), dtype=dtype, n_devices=4)
     gc.collect()
 
     for device in model.placement.devices:
@@ -78,8 +65,10 @@ def test_a_device_holds_its_share_and_while_loading_one_component_more(
         assert machine.max_memory_allocated(device) <= share + 1.25 * in_float32
 
 
-def test_every_tensor_crosses_to_its_device_and_no_other(load: Any, machine: Any) -> None:
-    load("qwen2", n_devices=4)
+def test_every_tensor_crosses_to_its_device_and_no_other(
+    from_pretrained: Any, machine: Any
+) -> None:
+    from_pretrained("qwen2", n_devices=4)
     assert {transfer.source.type for transfer in machine.transfers} == {"cpu"}
 
 
@@ -88,12 +77,13 @@ def test_every_tensor_crosses_to_its_device_and_no_other(load: Any, machine: Any
 @pytest.mark.parametrize("device", ["cpu", "sim:1"])
 @pytest.mark.parametrize("name", ["gpt2", "qwen2", "gemma-2", "bloom"])
 def test_no_two_parameters_share_memory_nor_any_with_the_hf_model(
-    name: str, device: str, options: Any, load: Any, hf_models: Any, snapshot: Any, machine: Any
-) -> None:
+    name: str, device: str, options: Any, from_pretrained: Any, hf_models: Any, snapshot: Any,
+    machine: Any,
+) -> None:  # fmt: skip
     """Not even tied embeddings."""
     before = snapshot(hf_models(name))
 
-    model = load(name, hf_model=hf_models(name), device=device, **options)
+    model = from_pretrained(name, device=device, **options)
 
     for (one, tensor), (other, another) in itertools.combinations(model.named_parameters(), 2):
         if tensor.numel() and another.numel():
@@ -111,16 +101,17 @@ def test_no_two_parameters_share_memory_nor_any_with_the_hf_model(
     [("qwen2", (3, 2, 1, 0)), ("gpt2", (0,)), ("llama", (1,)), ("mixtral", (0,))],
 )
 def test_an_hf_model_that_is_on_devices_itself_stays_there(
-    name: str, devices: tuple[int, ...], hf_models: Any, load: Any, snapshot: Any, machine: Any
-) -> None:
+    name: str, devices: tuple[int, ...], hf_models: Any, from_pretrained: Any, snapshot: Any,
+    machine: Any,
+) -> None:  # fmt: skip
     """TransformerLens's issue 371."""
-    reference = load(name, device="cpu")
+    reference = from_pretrained(name, device="cpu")
     hf_model = copy.deepcopy(hf_models(name)).to(f"sim:{devices[0]}")
     for i, layer in enumerate(getattr(hf_model, "model", hf_model).children()):
         layer.to(f"sim:{devices[i % len(devices)]}")
     before = snapshot(hf_model)
 
-    model = load(name, hf_model=hf_model, n_devices=4)
+    model = from_pretrained(name, hf_model, n_devices=4)
 
     before.assert_unchanged()
     for name, tensor in model.named_parameters():

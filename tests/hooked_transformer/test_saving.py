@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ALL_ARCHITECTURES, load_hooked
 from safetensors.torch import load_file, load_model, save_file, save_model
 from transformer_lens import HookedTransformer
 
@@ -20,10 +19,10 @@ NAMES = ("llama", "gpt2", "gpt-neo")  # the last has global and local attention 
 
 
 @pytest.fixture
-def model(name: str, where: dict[str, Any], hf_models: Any, tokenizer: Any) -> Any:
+def model(name: str, where: dict[str, Any], from_pretrained: Any) -> Any:
     simulated = tl_devicefix.simulate(4) if "n_devices" in where else contextlib.nullcontext()
     with simulated:
-        yield load_hooked(ALL_ARCHITECTURES[name], hf_models(name), tokenizer, **where)
+        yield from_pretrained(name, **where)
 
 
 def advice() -> str:

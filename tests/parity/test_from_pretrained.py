@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from architectures import (
-    ALL_ARCHITECTURES,
     ARCHITECTURES,
     NO_PROCESSING,
     OTHER_ARCHITECTURES,
@@ -30,7 +29,9 @@ grouped-query attention and biases. The others see fewer combinations."""
 
 
 @pytest.fixture(params=["hf_model", "checkpoint"])
-def load(request: pytest.FixtureRequest, hf_models: Any, checkpoints: Any, tokenizer: Any) -> Any:
+def load(
+    request: pytest.FixtureRequest, hf_models: Any, checkpoints: Any, from_pretrained: Any
+) -> Any:
     """`load("gpt2", n_devices=4)`: from a model in memory, or from a checkpoint directory."""
     if request.param == "checkpoint" and request.config.getoption("--unpatched"):
         pytest.skip("TransformerLens alone loads no directories")
@@ -39,8 +40,7 @@ def load(request: pytest.FixtureRequest, hf_models: Any, checkpoints: Any, token
         if request.param == "checkpoint":
             directory = str(checkpoints(name, dtype))
             return HookedTransformer.from_pretrained(directory, dtype=dtype, **options)
-        hf_model = hf_models(name, dtype)
-        return load_hooked(ALL_ARCHITECTURES[name], hf_model, tokenizer, dtype=dtype, **options)
+        return from_pretrained(name, hf_models(name, dtype), dtype=dtype, **options)
 
     load.form = request.param
     return load

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from architectures import ARCHITECTURES, load_hooked
 
 from tl_devicefix import dry_run, estimate, plan, simulate
 
@@ -52,11 +51,9 @@ def test_planning_estimating_and_dry_runs_place_alike(case: str) -> None:
     ],
 )
 def test_loading_uses_the_devices_that_are_named(
-    sizes: Any, options: Any, devices: str, hf_models: Any, tokenizer: Any, machine: Any
+    sizes: Any, options: Any, devices: str, from_pretrained: Any, machine: Any
 ) -> None:
-    model = load_hooked(
-        ARCHITECTURES["gpt2"], hf_models("gpt2"), tokenizer, max_memory=sizes, **options
-    )
+    model = from_pretrained("gpt2", max_memory=sizes, **options)
     names = [d.type if d.index is None else str(d.index) for d in model.placement.devices]
     assert ", ".join(names) == devices
     assert model.cfg.device == str(model.placement.home)

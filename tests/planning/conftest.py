@@ -10,16 +10,12 @@ import pytest
 
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
-if has_hooked_transformer():
-    from architectures import ALL_ARCHITECTURES, load_hooked
-else:
+if not has_hooked_transformer():
     from bridges import boot  # noqa: F401
 
 
 @pytest.fixture
-def loaded(
-    hf_models: Any, tokenizer: Any, request: pytest.FixtureRequest
-) -> Callable[[str, int], tuple[Any, Any]]:
+def loaded(hf_models: Any, request: pytest.FixtureRequest) -> Callable[[str, int], tuple[Any, Any]]:
     """`loaded("llama", 3)`: a model over so many devices, and its config.
 
     A HookedTransformer, or with TransformerLens 4 a Bridge, as a name is before loading.
@@ -27,12 +23,10 @@ def loaded(
     if not has_hooked_transformer():
         boot = request.getfixturevalue("boot")
         return lambda name, n: (boot(name, n_devices=n), hf_models(name).config)
-    references = request.getfixturevalue("references")
+    from_pretrained = request.getfixturevalue("from_pretrained")
 
     def load(name: str, n_devices: int) -> tuple[Any, Any]:
-        references(name)  # skips where TransformerLens itself cannot read it
-        architecture = ALL_ARCHITECTURES[name]
-        model = load_hooked(architecture, hf_models(name), tokenizer, n_devices=n_devices)
+        model = from_pretrained(name, n_devices=n_devices)
         return model, copy.deepcopy(model.cfg)
 
     return load

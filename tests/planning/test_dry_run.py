@@ -6,18 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ALL_ARCHITECTURES, EVERY_ARCHITECTURE, load_hooked
+from architectures import EVERY_ARCHITECTURE
 
 from tl_devicefix import DryRun, dry_run
 
 
 @pytest.mark.parametrize("name", EVERY_ARCHITECTURE)
-def test_parameters_are_laid_out_as_loading_lays_them_out(
-    name: str, hf_models: Any, references: Any, tokenizer: Any
-) -> None:
+def test_parameters_are_laid_out_as_loading_lays_them_out(name: str, from_pretrained: Any) -> None:
     """For what a forward allocates depends on it."""
-    references(name)  # skips where TransformerLens itself cannot read it
-    loaded = load_hooked(ALL_ARCHITECTURES[name], hf_models(name), tokenizer, device="cpu")
+    loaded = from_pretrained(name, device="cpu")
     strides: dict[str, Any] = {}
 
     def look(model: Any) -> None:

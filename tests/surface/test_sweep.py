@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ALL_ARCHITECTURES, load_hooked
 from hooked_calls import CALLS, LEFT_OUT, NEW_IN_3, WITHOUT_DEVICES
 from on_demand import OnDemand
 from packaging.version import Version
@@ -47,29 +46,17 @@ def machine(simulated: Any) -> Iterator[Machine]:
 
 
 @pytest.fixture(scope="module")
-def spread_models(machine: Machine, hf_models: Any, tokenizer: Any) -> Callable[[str, int], Any]:
+def spread_models(machine: Machine, from_pretrained: Any) -> Callable[[str, int], Any]:
     """`spread_models("gpt2", 4)`: loaded once; calls change copies only."""
-    return OnDemand(
-        lambda kind, n: load_hooked(
-            ALL_ARCHITECTURES[kind], hf_models(kind), tokenizer, n_devices=n
-        )
-    )
-
-
-@pytest.fixture(scope="module")
-def on_one_cpu(hf_models: Any, tokenizer: Any) -> Callable[[str], Any]:
-    """`on_one_cpu("gpt2")`: as this package loads it on one CPU; calls change copies only."""
-    return OnDemand(
-        lambda kind: load_hooked(ALL_ARCHITECTURES[kind], hf_models(kind), tokenizer, device="cpu")
-    )
+    return OnDemand(lambda kind, n: from_pretrained(kind, n_devices=n))
 
 
 @pytest.fixture(scope="module")
 def sweep(
-    references: Any, on_one_cpu: Any, tokens: torch.Tensor, request: pytest.FixtureRequest
+    references: Any, from_pretrained: Any, tokens: torch.Tensor, request: pytest.FixtureRequest
 ) -> Sweep:
-    exact = bool(request.config.getoption("--ranks"))
-    load = on_one_cpu if exact else references
+    exact = bool(request.config.getoption("--ranks"))  # with this package's own on one CPU
+    load = OnDemand(lambda kind: from_pretrained(kind, device="cpu")) if exact else references
     order = keys_of(request.session.items)
     return Sweep(CALLS, lambda kind: Run(load(kind), tokens), order, exact)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ALL_ARCHITECTURES, EVERY_ARCHITECTURE, NO_PROCESSING, load_hooked
+from architectures import ALL_ARCHITECTURES, EVERY_ARCHITECTURE, NO_PROCESSING
 from hub_cache import HubCache
 from transformer_lens import HookedTransformer
 
@@ -17,19 +17,14 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 @pytest.fixture
-def load(hf_models: Any, tokenizer: Any, references: Any) -> Callable[..., HookedTransformer]:
+def load(hf_models: Any, from_pretrained: Any) -> Callable[..., HookedTransformer]:
     """`load("gpt2", torch.bfloat16, n_devices=3)`, stored in bfloat16 too, or in `stored`."""
 
     def load(
         name: str, dtype: torch.dtype, stored: torch.dtype | None = None, **options: Any
     ) -> HookedTransformer:
-        references(name)  # skips what the installed TransformerLens cannot convert
-        dtypes = [stored or dtype]
-        if dtype == torch.float64:
-            dtypes.append(torch.float64)
-        return load_hooked(
-            ALL_ARCHITECTURES[name], hf_models(name, *dtypes), tokenizer, dtype=dtype, **options
-        )
+        dtypes = (stored or dtype, *([dtype] if stored else []))
+        return from_pretrained(name, hf_models(name, *dtypes), dtype=dtype, **options)
 
     return load
 

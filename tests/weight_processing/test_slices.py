@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ALL_ARCHITECTURES, ARCHITECTURES, NO_PROCESSING, TOYS, load_hooked
+from architectures import ALL_ARCHITECTURES, NO_PROCESSING, TOYS
 from comparison import assert_same_tensors
 from hf_models import N_LAYERS
+from on_demand import OnDemand
 from transformer_lens import HookedTransformer
 
 from tl_devicefix.hooked_transformer.units import (
@@ -70,54 +71,27 @@ IN_FULL = ("gpt2", "qwen2", "mixtral", "gemma-2", "bloom")
 
 
 @pytest.fixture(scope="module")
-def processed_at_once() -> dict[Any, Weights]:
-    """What `load_in_slices` keeps."""
-    return {}
-
-
-@pytest.fixture
 def load_in_slices(
-    hf_models: Any,
-    tokenizer: Any,
-    unprocessed: Any,
-    processed_at_once: dict[Any, Weights],
-    monkeypatch: pytest.MonkeyPatch,
+    hf_models: Any, from_pretrained: Any, unprocessed: Any
 ) -> Callable[..., Weights]:
-    """`load_in_slices("gpt2", 300)`: the weights in float64, processed so many elements at once.
+    """`load_in_slices("gpt2", 300)`: the weights in float64, processed so many elements at once."""
 
-    Those processed all at once are kept, so not to be changed.
-    """
-
-    def load(name: str, elements: int, **options: bool) -> Weights:
-        if elements != EVERYTHING:
-            return load_anew(name, elements, **options)
-        key = (name, *sorted(options.items()))
-        if key not in processed_at_once:
-            processed_at_once[key] = load_anew(name, elements, **options)
-        return processed_at_once[key]
-
-    def load_anew(name: str, elements: int, **options: bool) -> Weights:
-        unprocessed(name)  # skips where TransformerLens itself cannot read it
-        for kind in ("ELEMENTS_ON_CPU", "ELEMENTS_ON_DEVICE"):
-            monkeypatch.setattr(slices_module, kind, elements)
-        if name in TOYS:
-            cfg = copy.deepcopy(unprocessed(name).cfg)
-            cfg.dtype = torch.float64
-            model = HookedTransformer(cfg, move_to_device=False)
-            weights = {k: v.double() for k, v in unprocessed(name).state_dict().items()}
-            model.load_and_process_state_dict(weights, **options)
-        else:
-            model = load_hooked(
-                ALL_ARCHITECTURES[name],
-                hf_models(name, torch.float64),
-                tokenizer,
-                dtype=torch.float64,
-                device="cpu",
-                **options,
-            )
+    def load(name: str, elements: int, **options: Any) -> Weights:
+        with pytest.MonkeyPatch.context() as patch:
+            for kind in ("ELEMENTS_ON_CPU", "ELEMENTS_ON_DEVICE"):
+                patch.setattr(slices_module, kind, elements)
+            if name in TOYS:
+                cfg = copy.deepcopy(unprocessed(name).cfg)
+                cfg.dtype = torch.float64
+                model = HookedTransformer(cfg, move_to_device=False)
+                weights = {k: v.double() for k, v in unprocessed(name).state_dict().items()}
+                model.load_and_process_state_dict(weights, **options)
+            else:
+                options |= {"dtype": torch.float64, "device": "cpu"}
+                model = from_pretrained(name, hf_models(name, torch.float64), **options)
         return dict(model.named_parameters())
 
-    return load
+    return OnDemand(load)
 
 
 REFACTORED = {"refactor_factored_attn_matrices": True}
@@ -132,9 +106,8 @@ def cases() -> list[tuple[str, int, dict[str, bool]]]:
 @pytest.mark.cover(("name", "options"))
 @pytest.mark.parametrize(("name", "elements", "options"), cases())
 def test_slices_of_any_size_give_what_the_whole_gives(
-    name: str, elements: int, options: dict[str, bool], load_in_slices: Any, unprocessed: Any
+    name: str, elements: int, options: dict[str, bool], load_in_slices: Any
 ) -> None:
-    unprocessed(name)  # skips what the installed TransformerLens cannot convert
     uncut = load_in_slices(name, EVERYTHING, **options)
 
     in_slices = load_in_slices(name, elements, **options)
@@ -171,16 +144,10 @@ def test_a_step_copies_only_what_it_reads(step: str, components: Any, unprocesse
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen2", "opt"])
 def test_without_steps_a_device_never_holds_more_than_its_share(
-    name: str, hf_models: Any, tokenizer: Any, machine: Any
+    name: str, hf_models: Any, from_pretrained: Any, machine: Any
 ) -> None:
-    model = load_hooked(
-        ARCHITECTURES[name],
-        hf_models(name, torch.bfloat16),
-        tokenizer,
-        dtype=torch.bfloat16,
-        n_devices=4,
-        **NO_PROCESSING,
-    )
+    options = {"dtype": torch.bfloat16, "n_devices": 4, **NO_PROCESSING}
+    model = from_pretrained(name, hf_models(name, torch.bfloat16), **options)
 
     for device in model.placement.devices:
         assert machine.max_memory_allocated(device) == model.placement.bytes_on(device)
@@ -188,10 +155,10 @@ def test_without_steps_a_device_never_holds_more_than_its_share(
 
 @pytest.mark.parametrize("elements", [1, 200])
 def test_while_loading_a_device_holds_its_share_and_a_slice(
-    elements: int, hf_models: Any, tokenizer: Any, machine: Any, monkeypatch: pytest.MonkeyPatch
+    elements: int, from_pretrained: Any, machine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slices_module, "ELEMENTS_ON_DEVICE", elements)
-    model = load_hooked(ARCHITECTURES["gpt2"], hf_models("gpt2"), tokenizer, n_devices=4)
+    model = from_pretrained("gpt2", n_devices=4)
 
     assert len(processing_units(model.cfg)) == N_LAYERS + 3
     for device in model.placement.devices:
