@@ -14,6 +14,8 @@ from comparison import assert_agrees
 from offloads import OFFLOADED
 from transformer_lens import HookedTransformer
 
+from tl_devicefix.hooked_transformer.known_blocks import IS_2
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -109,8 +111,11 @@ def on_one_device(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         pytest.skip(f"TransformerLens itself fails with one device: {error}")
 
 
+_KV_CACHE = f"{'HookedTransformer' if IS_2 else 'TransformerLens'}KeyValueCache"
+KeyValueCacheEntry = getattr(transformer_lens, f"{_KV_CACHE}Entry")
+
+
 def new_kv_cache(model: HookedTransformer, batch_size: int) -> Any:
     """An empty KV cache, made as TransformerLens's own demos do."""
-    in_tl_2 = "HookedTransformerKeyValueCache"
-    name = in_tl_2 if hasattr(transformer_lens, in_tl_2) else "TransformerLensKeyValueCache"
-    return getattr(transformer_lens, name).init_cache(model.cfg, model.cfg.device, batch_size)
+    cls = getattr(transformer_lens, _KV_CACHE)
+    return cls.init_cache(model.cfg, model.cfg.device, batch_size)

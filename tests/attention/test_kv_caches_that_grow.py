@@ -57,7 +57,7 @@ def assert_grows_as_installed(
     def of(way: str) -> list[Any]:
         logits, cache = read(model, text, mask.clone(), way, step)
         contents = [(entry.past_keys, entry.past_values) for entry in cache.entries]
-        return [logits, contents, cache.previous_attention_mask]
+        return [logits, contents, cache.previous_attention_mask, getattr(cache, "cut", [])]
 
     expected = of("eager")
     assert_agrees(of("sdpa"), expected)
@@ -115,11 +115,19 @@ def exchange_mask(cache: Any) -> None:
     cache.previous_attention_mask[1, 1] = 0
 
 
+def cut(cache: Any) -> None:
+    cache.cut = [entry.past_keys for entry in cache.entries]  # they stay as they are
+    for entry in cache.entries:
+        entry.past_keys, entry.past_values = entry.past_keys[:, :5], entry.past_values[:, :5]
+    cache.previous_attention_mask = cache.previous_attention_mask[:, :5]
+
+
 BY_HAND: dict[str, tuple[int, Callable[[Any], Any]]] = {
     "edit keys": (9, lambda cache: cache[1].past_keys[:, 2].fill_(0.5)),
     "exchange values": (9, exchange_values),
     "edit the mask": (9, lambda cache: cache.previous_attention_mask[1, 1].fill_(0)),
     "exchange the mask": (9, exchange_mask),
+    "cut": (9, cut),
     "freeze for a while": (N_TOKENS - 3, lambda cache: cache.freeze()),
 }
 """Before which token a cache is changed, and how."""
@@ -187,28 +195,6 @@ def test_two_texts_with_one_beginning(duplicate: Any, on_cpu: Any, text: torch.T
                 logits.append(model(token, past_kv_cache=cache, attention_mask=everything))
 
     assert_agrees([torch.cat(logits, dim=1) for logits in actual], expected)
-
-
-@torch.no_grad()
-def test_a_cache_that_is_cut_and_read_on(on_cpu: Any, text: torch.Tensor) -> None:
-    model, one = on_cpu("llama"), torch.ones_like(text[:, :1])
-
-    def run(way: str) -> list[torch.Tensor]:
-        cache = new_kv_cache(model, 2)
-        with tl_devicefix.set_attn_implementation(model, way):
-            model(text[:, :9], past_kv_cache=cache, attention_mask=one.expand(-1, 9))
-            kept = [entry.past_keys for entry in cache.entries]
-            for entry in cache.entries:
-                entry.past_keys = entry.past_keys[:, :5]
-                entry.past_values = entry.past_values[:, :5]
-            cache.previous_attention_mask = cache.previous_attention_mask[:, :5]
-            logits = [
-                model(text[:, at : at + 1], past_kv_cache=cache, attention_mask=one)
-                for at in range(10, 14)
-            ]
-        return [*logits, *kept]
-
-    assert_agrees(run("sdpa"), run("eager"))
 
 
 def test_a_graph_that_holds_keys_while_the_cache_grows(on_cpu: Any, text: torch.Tensor) -> None:

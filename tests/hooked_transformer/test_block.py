@@ -28,14 +28,10 @@ from block_variants import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kinds import new_kv_cache
 
 import tl_devicefix
 from tl_devicefix.hooked_transformer import known_blocks
-
-try:
-    from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache as Cache
-except ImportError:  # TransformerLens 2
-    from transformer_lens.past_key_value_caching import HookedTransformerKeyValueCache as Cache
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 either_grad = pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
@@ -89,7 +85,7 @@ def test_random_hooks_at_random_points(pytestconfig: pytest.Config) -> None:
             mask, past = case["mask"], case["past"]
             cache = None
             if past is not None:
-                cache = Cache.init_cache(model.cfg, "cpu", 2)
+                cache = new_kv_cache(model, 2)
                 if past:
                     with torch.no_grad():
                         first = None if mask is None else mask[:, :past]
@@ -182,7 +178,7 @@ def test_a_kv_cache_with_padding(variant: str, grad: bool) -> None:
     model = shared(variant)
 
     def generated(mask: torch.Tensor | None) -> Seen:
-        cache, seen = Cache.init_cache(model.cfg, "cpu", 2), {}
+        cache, seen = new_kv_cache(model, 2), {}
         with torch.set_grad_enabled(grad):
             for start, end in ((0, 4), (4, 5), (5, 7)):
                 new = None if mask is None else mask[:, start:end]

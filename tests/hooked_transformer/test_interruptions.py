@@ -21,6 +21,7 @@ import pytest
 import torch
 import transformer_lens.loading_from_pretrained as tl_loading
 from architectures import ARCHITECTURES, load_hooked
+from comparison import assert_same_weights
 from torch import nn
 from transformer_lens import HookedTransformer
 
@@ -119,12 +120,8 @@ def as_before(machine: Machine, snapshot: Any, hf_models: Any, checkpoints: Any)
 
 def assert_the_next_load_is_right(load: Any, references: Any) -> None:
     model = load()
-    expected = references("gpt2")
     assert [str(device) for device in model.placement.devices] == ["sim:0", "sim:1", "sim:2"]
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(
-            parameter.detach().cpu(), expected.get_parameter(name).detach(), rtol=1e-5, atol=1e-5
-        )
+    assert_same_weights(model, references("gpt2"))
 
 
 # --------------------------------------------------------------------------------------------

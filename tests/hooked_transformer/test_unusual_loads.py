@@ -10,19 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from comparison import assert_agrees, log_probs
+from hf_models import HF_CONFIGS, N_LAYERS, make_hf_model
 from torch import nn
 from transformer_lens import HookedTransformer, HookedTransformerConfig
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTJConfig,
-    GPTJForCausalLM,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import AutoModelForCausalLM
 
 import tl_devicefix
 
@@ -67,41 +59,26 @@ def test_threads_may_load_at_once(checkpoints: Any) -> None:
     assert not any(parameter.is_meta for parameter in HookedTransformer(cfg).parameters())
 
 
-SMALL_GPTJ = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 11, "rotary_dim": 4}
-
-
 @pytest.mark.parametrize("name", ["transformer.h.0.attn.bias", "transformer.h.1.attn.masked_bias"])
 def test_the_masks_that_old_checkpoints_store_are_ignored(name: str, tmp_path: Path) -> None:
-    hf_model = GPTJForCausalLM(GPTJConfig(**SMALL_GPTJ, n_positions=16))
+    hf_model = make_hf_model(HF_CONFIGS["gpt-j"]())
     hf_model.save_pretrained(tmp_path, state_dict={**hf_model.state_dict(), name: torch.ones(3)})
-    assert HookedTransformer.from_pretrained(tmp_path, device="cpu").cfg.n_layers == 2
+    assert HookedTransformer.from_pretrained(tmp_path, device="cpu").cfg.n_layers == N_LAYERS
 
 
-ODD_CONFIGS = {
-    "NeoX, one after the other": GPTNeoXForCausalLM(
-        GPTNeoXConfig(
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=20,
-            vocab_size=11,
-            use_parallel_residual=False,
-        )
-    ),
-    "GPT-2, scaled by layer": GPT2LMHeadModel(
-        GPT2Config(
-            n_embd=16, n_layer=2, n_head=2, vocab_size=11, scale_attn_by_inverse_layer_idx=True
-        )
-    ),
-}
-
-
-@pytest.mark.parametrize("case", ODD_CONFIGS)
-def test_what_config_json_says_is_not_overlooked(case: str, tmp_path: Path) -> None:
-    hf_model = ODD_CONFIGS[case]
-    for parameter in hf_model.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    hf_model.save_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("pythia", "use_parallel_residual", False),
+        ("gpt2", "scale_attn_by_inverse_layer_idx", True),
+    ],
+)
+def test_what_config_json_says_is_not_overlooked(
+    name: str, field: str, value: bool, tmp_path: Path
+) -> None:
+    config = HF_CONFIGS[name]()
+    setattr(config, field, value)
+    make_hf_model(config).save_pretrained(tmp_path)
     try:
         model = HookedTransformer.from_pretrained(tmp_path, device="cpu")
     except ValueError as error:
@@ -110,9 +87,8 @@ def test_what_config_json_says_is_not_overlooked(case: str, tmp_path: Path) -> N
         pytest.skip(f"TransformerLens itself cannot convert it here: {error}")
     # transformers 4's sdpa attention overlooks the scaling by layer.
     hf_model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
-    hf_logits = hf_model(TOKENS).logits
-    difference = model(TOKENS).log_softmax(-1) - hf_logits.log_softmax(-1)
-    assert difference.abs().max() < 1e-4
+    expected = hf_model(TOKENS).logits.log_softmax(-1)
+    assert_agrees(log_probs(model, TOKENS), expected, tolerance=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -125,9 +101,7 @@ def test_what_config_json_says_is_not_overlooked(case: str, tmp_path: Path) -> N
 def test_a_llama_that_would_be_wrong_is_refused(
     changes: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
-    sizes = {"hidden_size": 16, "intermediate_size": 20, "vocab_size": 11}
-    layers = {"num_hidden_layers": 2, "num_attention_heads": 2}
-    LlamaForCausalLM(LlamaConfig(**sizes, **layers)).save_pretrained(tmp_path)
+    make_hf_model(HF_CONFIGS["llama"]()).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config.pop("rope_parameters", None)
     (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hf_models import N_LAYERS
+from kinds import KeyValueCacheEntry, new_kv_cache
 from test_traffic import far_blocks, names
 from torch import nn
 from torch.nn.utils import parametrize
@@ -20,15 +21,6 @@ from transformer_lens.components import AbstractAttention
 
 from tl_devicefix.multihost import peers
 from tl_devicefix.multihost.commands import set_as, settings
-
-try:
-    from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache as Cache
-    from transformer_lens.cache.key_value_cache_entry import (
-        TransformerLensKeyValueCacheEntry as Entry,
-    )
-except ImportError:  # TransformerLens 2
-    from transformer_lens.past_key_value_caching import HookedTransformerKeyValueCache as Cache
-    from transformer_lens.past_key_value_caching import HookedTransformerKeyValueCacheEntry as Entry
 
 FAR = N_LAYERS - 1
 EQUAL = {"rtol": 0, "atol": 0}
@@ -113,7 +105,7 @@ def louder(append: Any) -> Any:
     ("of", "name", "replace"),
     [
         (AbstractAttention, "calculate_z_scores", doubled),
-        (Entry, "append", louder),
+        (KeyValueCacheEntry, "append", louder),
         (F, "softmax", doubled),
         (torch.Tensor, "softmax", lambda _: lambda x, *args, **kwargs: x.sigmoid()),
     ],
@@ -131,8 +123,7 @@ def test_what_is_put_into_a_class_or_into_torch_counts(
     alone = copy.deepcopy(model).to("cpu")
 
     def logits(model: Any) -> torch.Tensor:
-        cache = Cache.init_cache(model.cfg, model.cfg.device, len(tokens))
-        return model(tokens, past_kv_cache=cache).cpu()
+        return model(tokens, past_kv_cache=new_kv_cache(model, len(tokens))).cpu()
 
     with torch.no_grad():
         plain = logits(model)

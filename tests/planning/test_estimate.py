@@ -15,14 +15,6 @@ from tl_devicefix.__main__ import main
 from tl_devicefix.planning.usage import Setting
 
 GIB = 2**30
-FAMILIES = ("meta-llama/Meta-Llama-3-8B", "google/gemma-2-9b", "EleutherAI/pythia-6.9b")
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_each_family_is_estimated_without_the_network(name: str) -> None:
-    result = estimate(name, 2, dtype="bfloat16", max_memory="80GiB", seq_len=16)
-    assert result.fits == (sum(item.weights for item in result.devices) < 2 * 79 * GIB)
-    assert name in repr(result)
 
 
 def test_printing_shows_a_table_and_the_verdict() -> None:
@@ -94,6 +86,14 @@ def test_gradients_of_offloaded_blocks_are_on_the_host() -> None:
 # What would fit
 
 
+def told(result: Estimate, change: str) -> Any:
+    """The value of an argument with which it would fit."""
+    assert not result.fits
+    message = re.search(rf"{change}=(\{{.*?\}}|\w+)", result.advice)
+    assert message is not None, result.advice
+    return message[1] if message[1].isidentifier() else literal_eval(message[1])
+
+
 @pytest.mark.parametrize(
     ("options", "change"),
     [
@@ -104,15 +104,8 @@ def test_gradients_of_offloaded_blocks_are_on_the_host() -> None:
 )
 def test_what_it_says_would_fit_does(options: dict[str, Any], change: str) -> None:
     options["first_n_layers"] = 4
-    result = estimate("EleutherAI/pythia-6.9b", **options)
-    assert not result.fits
-    message = re.search(rf"{change}='?(\w+)", result.advice)
-    assert message is not None, result.advice
-    value = int(message[1]) if message[1].isdecimal() else message[1]
-
-    changed = estimate("EleutherAI/pythia-6.9b", **{**options, change: value})
-
-    assert changed.fits
+    value = told(estimate("EleutherAI/pythia-6.9b", **options), change)
+    assert estimate("EleutherAI/pythia-6.9b", **{**options, change: value}).fits
 
 
 @pytest.fixture
@@ -140,9 +133,7 @@ def test_what_cannot_hold_the_weights_is_not_tried(tried: Any) -> None:
 def test_more_devices_are_told_as_the_user_named_them() -> None:
     options: Any = {"first_n_layers": 8, "dtype": "bfloat16", "seq_len": 64}
     result = estimate("meta-llama/Llama-2-70b-hf", max_memory={0: "6GiB", 1: "6GiB"}, **options)
-    message = re.search(r"max_memory=(\{.*?\})", result.advice)
-    assert message is not None, result.advice
-    room = literal_eval(message[1])
+    room = told(result, "max_memory")
     assert set(room.values()) == {"6GiB"}
     assert len(room) > 2
     assert estimate("meta-llama/Llama-2-70b-hf", max_memory=room, **options).fits
@@ -152,13 +143,9 @@ def test_a_limit_with_which_it_would_fit_is_told_and_does() -> None:
     room = {0: "4GiB", "cpu": "10GiB"}
     options: Any = {"first_n_layers": 8, "batch_size": 4, "seq_len": 512}
     result = estimate("EleutherAI/pythia-6.9b", max_memory=room, **options)
-    assert not result.fits
-    message = re.search(r"max_memory=(\{.*?\})", result.advice)
-    assert message is not None, result.advice
+    limits = told(result, "max_memory")
 
-    changed = estimate(
-        "EleutherAI/pythia-6.9b", max_memory=literal_eval(message[1]), memory=room, **options
-    )
+    changed = estimate("EleutherAI/pythia-6.9b", max_memory=limits, memory=room, **options)
 
     assert changed.fits
     assert changed.devices[-1].weights > 0
@@ -195,7 +182,7 @@ def test_the_command_gives_json(capsys: Any) -> None:
         ("gpt2 --max-memory 0=40", "max_memory[0] must be bytes"),
         ("gpt2 --max-memory 40GiB --memory 0=40", "memory[0] must be bytes"),
         ("gpt2 --seq-len 4096", "more than the model's n_ctx of 1024: lower them\n"),
-        (f"{FAMILIES[0]} --seq-len 9000", ": lower them, or pass n_ctx=9000\n"),
+        ("meta-llama/Meta-Llama-3-8B --seq-len 9000", ": lower them, or pass n_ctx=9000\n"),
     ],
 )
 def test_the_command_says_what_is_wrong(arguments: str, message: str, capsys: Any) -> None:
