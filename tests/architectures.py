@@ -25,6 +25,7 @@ from hf_models import (
     N_HEADS,
     N_KEY_VALUE_HEADS,
     N_LAYERS,
+    randomize,
 )
 from transformer_lens import HookedTransformer, HookedTransformerConfig
 from transformers import PretrainedConfig, PreTrainedModel
@@ -212,6 +213,17 @@ def toy_config(**options: Any) -> HookedTransformerConfig:
         "init_weights": False,
     }
     return HookedTransformerConfig(**{**sizes, **options})
+
+
+def build_toy(
+    cfg: HookedTransformerConfig, tokenizer: Any = None, device: str = "cpu", n_devices: int = 1
+) -> HookedTransformer:
+    """A model of a config over devices, always with the same values."""
+    # As an argument of the config, TransformerLens would count CUDA devices.
+    cfg.device, cfg.n_devices = device, n_devices
+    model = HookedTransformer(cfg, tokenizer)
+    randomize(model)
+    return model
 
 
 TOYS = {"attention-only": attention_only_config, "solu": solu_config}

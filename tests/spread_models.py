@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import attention_only_config
-from hf_models import randomize
+from architectures import attention_only_config, build_toy
 from kinds import KINDS, Kind, Spread, devices_of, where_to
 from on_demand import OnDemand
 from transformer_lens import HookedTransformer
@@ -26,15 +25,7 @@ def machine(simulated: Any) -> Iterator[Machine]:
 @pytest.fixture(scope="session")
 def toys(tokenizer: Any) -> Callable[..., HookedTransformer]:
     """`toys("sim:0", 4)`: an attention-only model that is built from its config."""
-
-    def build(device: str, n_devices: int) -> HookedTransformer:
-        cfg = attention_only_config(device=device)
-        cfg.n_devices = n_devices  # as an argument, TransformerLens would count CUDA devices
-        model = HookedTransformer(cfg, tokenizer)
-        randomize(model)  # always with the same values
-        return model
-
-    return build
+    return lambda *devices: build_toy(attention_only_config(), tokenizer, *devices)
 
 
 @pytest.fixture(scope="module")

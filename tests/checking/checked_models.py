@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from architectures import TOYS
-from hf_models import randomize
+from architectures import TOYS, build_toy
 from transformer_lens import HookedTransformer
 
 
@@ -17,11 +16,7 @@ def load(machine: Any, from_pretrained: Any) -> Callable[..., HookedTransformer]
 
     def load(name: str, n_devices: int = 4, **options: Any) -> HookedTransformer:
         if name in TOYS:
-            cfg = TOYS[name]()
-            cfg.device, cfg.n_devices = "sim:0", n_devices
-            model = HookedTransformer(cfg)
-            randomize(model)
-            return model
+            return build_toy(TOYS[name](), None, "sim:0", n_devices)
         return from_pretrained(name, n_devices=n_devices, **options)
 
     return load

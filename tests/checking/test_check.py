@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import EVERY_ARCHITECTURE, NO_PROCESSING, TOYS, attention_only_config
+from architectures import EVERY_ARCHITECTURE, NO_PROCESSING, TOYS, attention_only_config, build_toy
 from comparison import assert_agrees
 from faults import block_moved, identity
 from hf_models import D_MODEL, randomize
@@ -177,8 +177,7 @@ def test_torch_s_modules_of_a_block_that_was_moved_are_not_taken_for_attached(lo
 
 def test_a_model_without_a_placement_is_compared_with_its_config() -> None:
     with tl_devicefix.disabled():
-        model: Any = HookedTransformer(attention_only_config())
-    randomize(model)
+        model: Any = build_toy(attention_only_config())
     with tl_devicefix.simulate(2):
         assert check(model)
         model.blocks[2].to("sim:1")

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import attention_only_config
+from architectures import attention_only_config, build_toy
 from comparison import assert_agrees
-from hf_models import N_LAYERS, randomize
+from hf_models import N_LAYERS
 from kinds import GREEDY, devices_of, everywhere, home_of, new_kv_cache, on_one_device
 from offloads import assert_at_rest
-from transformer_lens import HookedTransformer
 
 from tl_devicefix.hooked_transformer.known_blocks import IS_2
 
@@ -177,12 +176,8 @@ def test_every_gradient(model: Any, reference: Any, tokens: torch.Tensor) -> Non
 def test_layers_that_do_not_divide_by_the_devices(
     n_layers: int, n_devices: int, tokens: torch.Tensor, machine: Any
 ) -> None:
-    reference = HookedTransformer(attention_only_config(n_layers=n_layers))
-    randomize(reference)
-    cfg = attention_only_config(n_layers=n_layers, device="sim:0")
-    cfg.n_devices = n_devices  # as an argument, TransformerLens would count CUDA devices
-    model = HookedTransformer(cfg)
-    randomize(model)
+    reference = build_toy(attention_only_config(n_layers=n_layers))
+    model = build_toy(attention_only_config(n_layers=n_layers), None, "sim:0", n_devices)
     assert_agrees(model(tokens), reference(tokens), torch.device("sim:0"), tolerance=1e-4)
     assert len(devices_of(model)) == n_devices
 

@@ -65,6 +65,11 @@ def test_is_refused(case: str, hf_models: Any, from_pretrained: Any, refused: An
         from_pretrained("qwen2", **options)
 
 
+def test_what_is_for_transformers_and_like_an_argument_of_ours_passes(from_pretrained: Any) -> None:
+    options = {"device_mesh": None, "tp_size": None, "use_cache": True, "load_in_8bit": False}
+    assert from_pretrained("qwen2", device="cpu", torch_dtype=torch.float64, **options)
+
+
 def test_more_devices_than_one_are_refused_where_there_is_only_the_cpu() -> None:
     if torch.accelerator.is_available() and torch.accelerator.device_count() > 1:
         pytest.skip("this machine has several devices")

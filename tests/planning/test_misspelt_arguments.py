@@ -8,7 +8,6 @@ import pytest
 from dry_run_jobs import NAME, TINY
 
 from tl_devicefix import dry_run, estimate
-from tl_devicefix.misspelt import refuse_misspelt
 from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
 
 CALLS = {
@@ -70,23 +69,3 @@ def test_a_bridge_is_not_booted(misspelt: dict[str, Any], says: str) -> None:
 
     with pytest.raises(TypeError, match=says):
         TransformerBridge.boot_transformers("gpt2", **misspelt)
-
-
-PASSED_ON = (
-    *("device_mesh", "dtype", "hf_model", "load_in_8bit", "torch_dtype", "tp_size", "use_cache"),
-)
-"""Those of what transformers' `from_pretrained` takes that are most like arguments of ours."""
-
-
-@hooked
-def test_what_is_for_transformers_passes_through_from_pretrained() -> None:
-    import inspect
-
-    from transformer_lens import HookedTransformer
-
-    takes = inspect.signature(HookedTransformer.from_pretrained).parameters
-
-    refuse_misspelt("from_pretrained", PASSED_ON, takes)
-
-    assert "device_map" in takes
-    assert "max_memory" in takes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
 
@@ -13,10 +13,9 @@ from on_demand import OnDemand
 from packaging.version import Version
 from public import RESULTS, public_names
 from registry import Run
+from spread_of_either_class import *  # noqa: F403
 from sweeping import Sweep, keys_of
 from transformer_lens import HookedTransformer
-
-from tl_devicefix.simulation.machine import Machine
 
 KINDS = {"gpt2": (1, 3, 4), "llama": (1, 3, 4), "phi-3": (3,)}
 """On how many devices. LayerNorm; RMSNorm with grouped-query attention; RMSNorm without."""
@@ -39,19 +38,6 @@ def test_what_is_compared_exists() -> None:
 
 
 @pytest.fixture(scope="module")
-def machine(simulated: Any) -> Iterator[Machine]:
-    """A simulated machine, open for the whole module so that models are shared."""
-    with simulated(4) as machine:
-        yield machine
-
-
-@pytest.fixture(scope="module")
-def spread_models(machine: Machine, from_pretrained: Any) -> Callable[[str, int], Any]:
-    """`spread_models("gpt2", 4)`: loaded once; calls change copies only."""
-    return OnDemand(lambda kind, n: from_pretrained(kind, n_devices=n))
-
-
-@pytest.fixture(scope="module")
 def sweep(
     references: Any, from_pretrained: Any, tokens: torch.Tensor, request: pytest.FixtureRequest
 ) -> Sweep:
@@ -62,8 +48,8 @@ def sweep(
 
 
 @pytest.fixture
-def run(kind: str, n_devices: int, spread_models: Any, tokens: torch.Tensor) -> Run:
-    return Run(spread_models(kind, n_devices), tokens)
+def run(kind: str, n_devices: int, models: Any, tokens: torch.Tensor) -> Run:
+    return Run(models(kind, n_devices), tokens)
 
 
 REFUSED = (
