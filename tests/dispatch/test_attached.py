@@ -9,6 +9,7 @@ import pytest
 import torch
 from comparison import assert_agrees
 from kinds import home_of
+from offloads import some_offload
 from torch import nn
 
 
@@ -78,6 +79,23 @@ def test_it_runs_where_its_weights_are(attached: Any, tokens: torch.Tensor) -> N
     model, reference = attached
     assert_agrees(model(tokens), reference(tokens), home_of(model))
     assert_agrees(copy.deepcopy(model)(tokens), reference(tokens), home_of(model))
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("device", ["sim:0", "sim:3", "cpu"])
+@some_offload
+def test_it_runs_wherever_it_is_beside_offloaded_blocks(
+    device: str, offload: str, load: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    model, reference = load("llama", offload), copy.deepcopy(reference)
+    if device == "sim:3":
+        device = str(model.placement.devices[-1])
+    for variant, location in ((model, device), (reference, "cpu")):
+        variant.blocks[3].mlp = Probe(variant.cfg.d_model).to(location)
+        variant.setup()
+
+    assert_agrees(model(tokens), reference(tokens), home_of(model))
+    assert model.blocks[3].mlp.scale.device == torch.device(device)
 
 
 @pytest.mark.fails_unpatched

@@ -12,7 +12,7 @@ import pytest
 import torch
 from comparison import assert_agrees
 from kinds import Spread, assert_runs, devices_of
-from offloads import assert_at_rest
+from offloads import OFFLOADED, assert_at_rest
 
 OFFLOADS = ("all of one device", "some of three devices")
 everywhere = pytest.mark.parametrize("spread", [4, *OFFLOADS])
@@ -35,10 +35,13 @@ MOVES: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.cover
-@pytest.mark.parametrize(("kind", "spread"), [("llama", 1), ("llama", 4), ("bloom", 4)])
+@pytest.mark.parametrize(
+    ("kind", "spread"),
+    [("llama", 1), ("llama", 4), ("bloom", 4), *(("llama", offload) for offload in OFFLOADED)],
+)
 @pytest.mark.parametrize("move", MOVES)
 def test_a_device_gathers_the_model(
-    move: str, kind: str, spread: int, load: Any, reference: Any, tokens: torch.Tensor
+    move: str, kind: str, spread: Spread, load: Any, reference: Any, tokens: torch.Tensor
 ) -> None:
     """TransformerLens's issues 199 and 911 too: inputs did not follow."""
     model, (call, device) = load(kind, spread), MOVES[move]
@@ -48,8 +51,9 @@ def test_a_device_gathers_the_model(
 
     assert devices_of(model) == {device}
     assert (str(model.cfg.device), model.cfg.n_devices) == (device, 1)
-    assert model.placement.devices == (torch.device(device),)
+    assert model.placement.devices == model.placement.memories == (torch.device(device),)
     assert not any(module._forward_pre_hooks for module in model.modules())
+    assert not any("forward" in vars(module) for module in model.modules())
     assert_runs(model, reference, tokens)
     hook = ("hook_embed", lambda value, hook: value + torch.ones(1, device="sim:0"))
     with pytest.raises(RuntimeError, match="same device"):  # hooks mix nothing any more

@@ -47,15 +47,7 @@ def offloaded(
     if cls == BRIDGE:
         boot = request.getfixturevalue("boot")
         return lambda: boot(kind, device_map=OFFLOADED[offload], compatible=folded)
-    models = request.getfixturevalue("models")
-
-    def clean() -> Any:
-        model = models(kind, offload)
-        model.reset_hooks(including_permanent=True)
-        model.zero_grad()
-        return model
-
-    return clean
+    return lambda: request.getfixturevalue("model")
 
 
 @pytest.fixture
@@ -118,34 +110,6 @@ def test_gradients_arrive_at_the_parameters(
     reference.zero_grad()
 
 
-@pytest.mark.cover(("cls", "device"), ("cls", "offload"))
-@pytest.mark.parametrize("device", ["sim:1", "cpu", "sim:0"])
-@pytest.mark.parametrize(
-    ("cls", "offload"),
-    # A Bridge over several devices is not moved to one, by TransformerLens.
-    of_each(
-        HookedTransformer=[(variant,) for variant in OFFLOADED],
-        TransformerBridge=[("some of one device",)],
-    ),
-)
-def test_a_device_gathers_the_model(
-    cls: str, device: str, offload: str, reference: Any, tokens: torch.Tensor, request: Any
-) -> None:
-    if cls == BRIDGE:
-        model = request.getfixturevalue("offloaded")()
-    else:
-        model = request.getfixturevalue("load")("llama", offload)
-
-    model.to(device)
-
-    target = torch.device(device)
-    assert {tensor.device for tensor in [*model.parameters(), *model.buffers()]} == {target}
-    assert model.placement.memories == (target,)
-    assert not is_aligned(model)
-    assert all("forward" not in vars(module) for module in model.modules())
-    assert_agrees(model(tokens.to(target)), reference(tokens), target)
-
-
 @pytest.mark.parametrize("limited", [{0: 0.6}, {0: 0.6, 1: 0.4}])
 def test_max_memory_offloads_what_does_not_fit(
     limited: dict[int, float], from_checkpoint: Any, machine: Any, reference: Any,
@@ -167,6 +131,25 @@ def test_max_memory_offloads_what_does_not_fit(
 # A Bridge's; a HookedTransformer's are in test_offload_results.py and test_offload_memory.py
 
 a_bridge = pytest.mark.parametrize("cls", [cls for cls in CLASSES if cls == BRIDGE])
+
+
+@a_bridge
+@pytest.mark.parametrize("device", ["sim:1", "cpu", "sim:0"])
+def test_a_device_gathers_the_model(
+    device: str, offloaded: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    """One over several devices TransformerLens does not move to one."""
+    model, target = offloaded(), torch.device(device)
+
+    model.to(device)
+
+    assert {tensor.device for tensor in [*model.parameters(), *model.buffers()]} == {target}
+    assert model.placement.memories == (target,)
+    assert not is_aligned(model)
+    assert all("forward" not in vars(module) for module in model.modules())
+    assert_agrees(model(tokens.to(target)), reference(tokens), target)
+
+
 OF_FOUR = installed() >= Version("4.0")
 
 

@@ -208,29 +208,3 @@ def test_weights_are_processed_on_the_device_and_kept_on_the_host(
     model.setup()
     assert model.placement == before
     assert_at_rest(model)
-
-
-class Probe(torch.nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.scale = torch.nn.Parameter(torch.linspace(-1, 1, width))
-
-    def forward(self, residual: torch.Tensor) -> torch.Tensor:
-        return residual * self.scale
-
-
-@pytest.mark.cover
-@pytest.mark.parametrize("device", ["sim:0", "sim:3", "cpu"])
-@some_offload
-def test_attached_modules_run_wherever_they_are(
-    device: str, offload: str, load: Any, reference: Any, tokens: torch.Tensor
-) -> None:
-    model, reference = load("llama", offload), copy.deepcopy(reference)
-    if device == "sim:3":
-        device = str(model.placement.devices[-1])
-    for variant, location in ((model, device), (reference, "cpu")):
-        variant.blocks[3].mlp = Probe(variant.cfg.d_model).to(location)
-        variant.setup()
-
-    assert_agrees(model(tokens), reference(tokens), home_of(model))
-    assert model.blocks[3].mlp.scale.device == torch.device(device)
