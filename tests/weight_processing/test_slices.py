@@ -15,36 +15,15 @@ from hf_models import N_LAYERS
 from on_demand import OnDemand
 from transformer_lens import HookedTransformer
 
-from tl_devicefix.hooked_transformer.units import (
-    by_component,
-    installed_conventions,
-    processing_units,
-)
-from tl_devicefix.weight_processing import Steps, Weights, WorkingCopies, process_component
+from tl_devicefix.hooked_transformer.units import processing_units
+from tl_devicefix.weight_processing import Weights
 from tl_devicefix.weight_processing import slices as slices_module
 from tl_devicefix.weight_processing.steps import center_writing_weights_of_block
 
 pytestmark = pytest.mark.usefixtures("hub")  # so that nothing is fetched
 
 MODELS = [*ALL_ARCHITECTURES, *TOYS]
-OWN_BUFFERS = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
 EVERYTHING = 10**9
-
-
-@pytest.fixture
-def components(unprocessed: Any) -> Callable[[str], dict[str, Weights]]:
-    """`components("gpt2")["blocks.3"]`: the weights of one component, as they are processed."""
-
-    def components(name: str) -> dict[str, Weights]:
-        model = unprocessed(name)
-        weights = {k: v for k, v in model.state_dict().items() if not k.endswith(OWN_BUFFERS)}
-        return dict(by_component(weights, model.cfg))
-
-    return components
-
-
-# --------------------------------------------------------------------------------------------
-# What a slice has
 
 
 def test_experts_are_centred_over_the_residual_stream() -> None:
@@ -117,29 +96,6 @@ def test_slices_of_any_size_give_what_the_whole_gives(
 
 # --------------------------------------------------------------------------------------------
 # What is copied
-
-
-READ_BY: dict[str, tuple[str, set[str]]] = {
-    "fold_ln": (
-        "blocks.0",
-        {"attn.W_Q", "attn._W_K", "attn._W_V", "ln1.w", "ln2.w", "mlp.W_in", "mlp.W_gate"},
-    ),
-    "fold_value_biases": ("blocks.0", {"attn._b_V", "attn.W_O", "attn.b_O"}),
-    "center_unembed": ("unembed", {"unembed.W_U", "unembed.b_U"}),
-}
-
-
-@pytest.mark.parametrize("step", READ_BY)
-def test_a_step_copies_only_what_it_reads(step: str, components: Any, unprocessed: Any) -> None:
-    unit, read = READ_BY[step]
-    weights = components("qwen2")[unit]
-    copies = WorkingCopies(weights, torch.device("cpu"), torch.float32)
-
-    process_component(
-        unit, copies, unprocessed("qwen2").cfg, Steps(**{step: True}), installed_conventions()
-    )
-
-    assert copies.as_given == weights.keys() - read
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen2", "opt"])
