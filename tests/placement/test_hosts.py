@@ -107,7 +107,7 @@ def test_a_placement_says_both_names_and_what_crosses(config: Any, two_hosts: Ma
     assert lines[1].startswith("sim:0 (host0/0, home)  embed, pos_embed, blocks.0")
     assert lines[3].startswith("sim:2 (host1/0) ")
     assert lines[-1] == (
-        "between hosts, in a forward of one token: host0 -> host1 0.1 KiB, host1 -> host0 0.1 KiB"
+        "between hosts, in a forward of one token: host0 -> host1 64 bytes, host1 -> host0 64 bytes"
     )
     assert placement.between_hosts(batch=2, pos=3) == {
         ("host0", "host1"): 2 * 3 * 16 * 4,

@@ -117,7 +117,7 @@ def test_offloaded_blocks_are_spread_evenly_among_those_that_stay(
 @pytest.mark.parametrize(
     ("blocks", "on_host", "message"),
     [
-        (5, 100, r"fit: cpu would hold .* KiB but has 0.1 KiB to use; use more devices"),
+        (5, 100, r"fit: cpu would hold .* KiB but has 100 bytes to use; use more devices"),
         (1, "1GiB", r"fit: sim:0.* would hold .* but has .*estimate names what would fit"),
     ],
 )

@@ -78,11 +78,11 @@ _MOST = 2**60
 
 
 def gib(size: float) -> str:
-    """A size in bytes: "1.25 GiB", "640.0 KiB", "-7.30 GiB"."""
+    """A size in bytes: "1.25 GiB", "640.0 KiB", "12 bytes", "-7.30 GiB"."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
         if abs(size) >= scale:
             return f"{size / scale:.2f} {unit}"
-    return f"{size / 2**10:.1f} KiB"
+    return f"{size / 2**10:.1f} KiB" if abs(size) >= 2**10 else f"{size:.0f} bytes"
 
 
 def format_table(rows: Sequence[Sequence[str]], align: str) -> str:

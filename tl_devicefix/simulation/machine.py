@@ -6,13 +6,15 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.fx.experimental._config as meta_config
 
 from tl_devicefix.placement.devices import DEVICE_TYPE, Site
-from tl_devicefix.placement.memory import format_table
+from tl_devicefix.placement.memory import format_table, gib
 from tl_devicefix.simulation.asynchronous import AsynchronousExecutor
 from tl_devicefix.simulation.backward import raise_or_keep
 from tl_devicefix.simulation.executor import Executor
@@ -66,16 +68,8 @@ class Transfers(list[Transfer]):
     def __repr__(self) -> str:
         rows = [(f"{one} -> {other}", sums) for (one, other), sums in self.by_pair().items()]
         rows.append(("all", self.together()))
-        cells = [(name, str(sums.count), readable(sums.bytes)) for name, sums in rows]
+        cells = [(name, str(sums.count), gib(sums.bytes)) for name, sums in rows]
         return format_table(cells, "<>>")
-
-
-def readable(nbytes: int) -> str:
-    """A size as torch writes it ("1.50 GiB")."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= size:
-            return f"{nbytes / size:.2f} {unit}"
-    return f"{nbytes} bytes"
 
 
 class Allocation:
@@ -240,9 +234,9 @@ class Machine:
                 which = f"{device} ({self.sites[index].name})"
             raise_or_keep(
                 torch.OutOfMemoryError(
-                    f"{DEVICE_TYPE} out of memory. Tried to allocate {readable(nbytes)}. {which}"
-                    f" has a total capacity of {readable(self._capacities[index])} of which"
-                    f" {readable(free)} is free.{self.executor.contents(index)}"
+                    f"{DEVICE_TYPE} out of memory. Tried to allocate {gib(nbytes)}. {which}"
+                    f" has a total capacity of {gib(self._capacities[index])} of which"
+                    f" {gib(free)} is free.{self.executor.contents(index)}"
                 )
             )
 
@@ -321,22 +315,18 @@ def active_machine() -> Machine:
 
 
 @contextmanager
-def entered(machine: Machine, within_another: bool = False) -> Iterator[Machine]:
+def entered(machine: Machine) -> Iterator[Machine]:
     """Within it, ``sim`` devices are those of this machine; later, they can be read only.
 
-    Raises:
-        RuntimeError: if another one is entered, unless this is for within it.
+    Without values, a mask selects everything.
     """
     global _active
-    outer = _active
-    if outer is not None and not within_another:
-        raise RuntimeError(
-            f"simulate is entered already, with {len(outer.devices)} device(s): leave that"
-            " `with` block before you enter another"
-        )
-    _active = machine
+    patch: Any = meta_config.patch  # type: ignore[attr-defined]  # torch adds it at import
+    select_all = patch(meta_nonzero_assume_all_nonzero=True)
+    outer, _active = _active, machine
     try:
-        yield machine
+        with nullcontext() if machine.has_values else select_all:
+            yield machine
     finally:
         machine.is_open = False
         _active = outer

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import safetensors.torch
 import torch
-import torch.fx.experimental._config as meta_config
 from torch.autograd.graph import saved_tensors_hooks
 
 from tl_devicefix.placement.devices import DEVICE_TYPE, Hosts, Site, check_number, sites_on
@@ -30,7 +29,6 @@ from tl_devicefix.simulation.tensor import TENSOR_DATA, SimTensor, set_data
 # these two and with 2.13.
 _OLDEST_TORCH, _NEWEST_TORCH = (2, 10), (2, 15)
 _TESTED_TORCH = f"{_OLDEST_TORCH[0]}.{_OLDEST_TORCH[1]} to {_NEWEST_TORCH[0]}.{_NEWEST_TORCH[1]}"
-_meta_setting: Any = meta_config.patch  # type: ignore[attr-defined]  # torch adds it at import
 
 
 @contextmanager
@@ -98,8 +96,7 @@ def simulate(
     torch.Size([3])
     """
     capacities = _capacities(n_devices, memory)
-    _check_torch()
-    backend.register()
+    _prepare_torch()
     if asynchronous and not values:
         raise ValueError(
             "asynchronous devices compute values: leave out values=False, or asynchronous=True"
@@ -131,22 +128,8 @@ def simulate(
 def devices_of(
     executor: Executor, memory: Sequence[int], sites: Sequence[Site]
 ) -> Iterator[Machine]:
-    """Add devices whose operations run elsewhere.
-
-    Args:
-        executor: runs them.
-        memory: of each device, in bytes.
-        sites: of which host each is.
-
-    Yields:
-        The machine.
-
-    Raises:
-        RuntimeError: if torch is a version whose private parts are not known here, or another
-            machine is entered.
-    """
-    _check_torch()
-    backend.register()
+    """Add devices, of so many bytes each, whose operations run elsewhere."""
+    _prepare_torch()
     # A job may go on for days: its transfers are not recorded.
     with _changed_for(Machine(memory, executor, sites, records_transfers=False)) as machine:
         yield machine
@@ -155,7 +138,7 @@ def devices_of(
 @contextmanager
 def _changed_for(machine: Machine) -> Iterator[Machine]:
     """Have ``sim`` devices be those of this machine, and torch as it has to be for them."""
-    with _with_masks(machine), backward.interrupts_outside_torch(), ExitStack() as stack:
+    with entered(machine), backward.interrupts_outside_torch(), ExitStack() as stack:
         _move_parameters_in_place(stack)
         _avoid_inference_mode(stack)
         _keep_errors_of_backwards(stack)
@@ -179,35 +162,14 @@ def _running_behind(machine: Machine, executor: AsynchronousExecutor) -> Iterato
     executor.launcher.raise_errors()
 
 
-@contextmanager
 def simulate_apart(
     n_devices: int, memory: int | str | Sequence[int | str] = "80GiB", hosts: Hosts | None = None
-) -> Iterator[Machine]:
-    """`simulate(..., values=False)`, also inside another `simulate`, which then goes on as it was.
-
-    Args:
-        n_devices: as for `simulate`.
-        memory: as for `simulate`.
-        hosts: as for `simulate`.
-
-    Yields:
-        The machine.
-    """
+) -> AbstractContextManager[Machine]:
+    """`simulate(..., values=False)`, also inside another `simulate`, which goes on afterwards."""
     if entered_machine() is None:
-        apart = simulate(n_devices, memory, values=False, hosts=hosts)
-    else:  # by which torch is changed already
-        capacities, sites = _capacities(n_devices, memory), sites_on(n_devices, hosts)
-        apart = _with_masks(Machine(capacities, MetaExecutor(), sites), within_another=True)
-    with apart as machine:
-        yield machine
-
-
-@contextmanager
-def _with_masks(machine: Machine, within_another: bool = False) -> Iterator[Machine]:
-    """Have ``sim`` devices be those of this machine; without values, a mask selects everything."""
-    select_all = _meta_setting(meta_nonzero_assume_all_nonzero=True)
-    with entered(machine, within_another), nullcontext() if machine.has_values else select_all:
-        yield machine
+        return simulate(n_devices, memory, values=False, hosts=hosts)
+    capacities, sites = _capacities(n_devices, memory), sites_on(n_devices, hosts)
+    return entered(Machine(capacities, MetaExecutor(), sites))  # torch is changed already
 
 
 def _capacities(n_devices: int, memory: int | str | Sequence[int | str]) -> list[int]:
@@ -226,7 +188,8 @@ def _capacities(n_devices: int, memory: int | str | Sequence[int | str]) -> list
     return [bytes_of(size) for size in memory]
 
 
-def _check_torch() -> None:
+def _prepare_torch() -> None:
+    """Have torch know the type of devices, unless this torch or this place does not allow it."""
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if not _OLDEST_TORCH <= version <= _NEWEST_TORCH:
         raise RuntimeError(
@@ -237,6 +200,12 @@ def _check_torch() -> None:
         raise RuntimeError(
             "simulate cannot be entered inside torch.inference_mode: enter it outside"
         )
+    if (outer := entered_machine()) is not None:
+        raise RuntimeError(
+            f"simulate is entered already, with {len(outer.devices)} device(s): leave that"
+            " `with` block before you enter another"
+        )
+    backend.register()
 
 
 def _move_parameters_in_place(stack: ExitStack) -> None:
