@@ -15,15 +15,9 @@ from typing import Any
 import torch
 
 from tl_devicefix.multihost.checkpoint_files import File, current_file, files_of, in_file
-from tl_devicefix.multihost.commands import (
-    Failure,
-    NewStorage,
-    RemoteTensor,
-    exchanged,
-)
+from tl_devicefix.multihost.commands import Failure, NewStorage, RemoteTensor, exchanged
 from tl_devicefix.multihost.handshake import Place, held_by, parts_of
 from tl_devicefix.multihost.peers import Answer, Command, Owner, Peer, tell_both
-from tl_devicefix.multihost.transport import HostLost
 from tl_devicefix.placement.in_use import use
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.simulation.backward import raise_or_keep
@@ -31,14 +25,15 @@ from tl_devicefix.simulation.executor import Executor
 from tl_devicefix.simulation.geometry import (
     Geometry,
     call_without_values,
+    depends_on_values,
     geometry_of,
+    is_view,
     remember,
     tensors_in,
     written,
 )
 
 aten = torch.ops.aten
-_UNKNOWN = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _CHOICE = aten._fused_sdp_choice.default
 _ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -65,15 +60,11 @@ class FarDevices(Executor):
     def run(self, func: Any, args: Any, kwargs: dict[str, Any], device: int) -> Any:
         """Run an operation, or tell its rank to; return what it will have given."""
         rank = self.places[device].rank
-        if not rank:
+        if not rank or is_view(func):
             return func(*args, **kwargs)
-        if func.is_view or func is aten._unsafe_view.default:
-            return func(*args, **kwargs)
-        if torch.Tag.inplace_view in func.tags:
-            return self._change_view(func, args, kwargs, rank)
         if draws(func, args, kwargs) or func is _CHOICE:
             return self._at_home(func, args, kwargs, device)
-        if _depends_on_values(func, args):
+        if depends_on_values(func, args):
             return self._ask(func, args, kwargs, rank)
         blanks: Any = exchanged([args, kwargs], _blank)
         try:
@@ -95,14 +86,6 @@ class FarDevices(Executor):
         owner = self.owner(rank)
         _give_owner(made, owner)
         return NewStorage(owner.number, geometry_of(made))
-
-    def _change_view(self, func: Any, args: Any, kwargs: dict[str, Any], rank: int) -> Any:
-        before = args[0].untyped_storage().nbytes()
-        result = func(*args, **kwargs)
-        after = args[0].untyped_storage().nbytes()
-        if after != before:
-            self.tell(rank, "grow", self.stored(args[0]).storage, after)
-        return result
 
     def _ask(self, func: Any, args: Any, kwargs: dict[str, Any], rank: int) -> Any:
         """Have an operation run whose result is not known before, and wait for it."""
@@ -150,19 +133,14 @@ class FarDevices(Executor):
 
     def promise(self, geometry: Geometry, rank: int, owner: Owner | None = None) -> torch.Tensor:
         """A tensor that a rank is about to be told to make, or has made for this owner."""
-        made = torch.empty_strided(
-            geometry.shape, geometry.stride, dtype=geometry.dtype, device="meta"
-        )
+        made = geometry.empty("meta")
         _give_owner(made, self.owner(rank) if owner is None else owner)
         return made
 
     def wait_for_room(self, rank: int) -> None:
         """Wait while a rank is too far behind to be told more."""
-        try:
-            if rank:
-                self._peers[rank].wait_for_room()
-        except HostLost as error:
-            raise_or_keep(error)
+        if rank:
+            self._peers[rank].wait_for_room()
 
     def storages_of(self, promised: list[torch.Tensor]) -> tuple[NewStorage, ...]:
         """The storages that a rank is to make of promised tensors."""
@@ -202,11 +180,8 @@ class FarDevices(Executor):
         shape, dtype = tuple(source.shape), source.dtype
         receive = Command("receive", (self.stored(target), shape, dtype, giving))
         peers = self._peers[giving], self._peers[taking]
-        try:
-            with self._between_ranks:
-                tell_both(peers, (send, receive))
-        except HostLost as error:
-            raise_or_keep(error)
+        with self._between_ranks:
+            tell_both(peers, (send, receive))
         for peer in peers:  # while rank 0 says what comes next
             peer.send()
 
@@ -282,11 +257,7 @@ class FarDevices(Executor):
         if to is None and self.places[of].rank:
             return self.read(source, of)
         geometry = geometry_of(aten._to_copy.default(source.to("meta")))
-        result = (
-            torch.empty_strided(geometry.shape, geometry.stride, dtype=geometry.dtype)
-            if to is None
-            else self.allocate(geometry, to)
-        )
+        result = geometry.empty("cpu") if to is None else self.allocate(geometry, to)
         self.copy(result, source, to, of)
         return result
 
@@ -331,9 +302,7 @@ class FarDevices(Executor):
         """A tensor in memory of a device, without values of its own."""
         place = self.places[device]
         if not place.rank:
-            return torch.empty_strided(
-                geometry.shape, geometry.stride, dtype=geometry.dtype, device=place.device
-            )
+            return geometry.empty(place.device)
         made = self.promise(geometry, place.rank)
         self.wait_for_room(place.rank)
         self.tell(place.rank, "make", self.stored(made).storage, geometry, place.number)
@@ -389,10 +358,7 @@ class FarDevices(Executor):
         self, rank: int, name: str, *arguments: Any, values: torch.Tensor | None = None
     ) -> None:
         """Give a rank a command, with the values that come with it."""
-        try:
-            self._peers[rank].tell(name, *arguments, values=values)
-        except HostLost as error:
-            raise_or_keep(error)
+        self._peers[rank].tell(name, *arguments, values=values)
 
     # Tensors
 
@@ -431,12 +397,6 @@ def draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     if func is not _ATTENTION:
         return True
     return bool(kwargs.get("dropout_p", args[3] if len(args) > 3 else 0.0))
-
-
-def _depends_on_values(func: Any, args: Any) -> bool:
-    if func is aten.index.Tensor:
-        return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(args[1]))
-    return func is aten._linalg_check_errors.default or bool(_UNKNOWN & set(func.tags))
 
 
 def _of_zeros(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

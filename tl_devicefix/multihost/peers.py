@@ -22,6 +22,7 @@ import torch
 
 from tl_devicefix.multihost import commands
 from tl_devicefix.multihost.transport import HostLost, Transport
+from tl_devicefix.simulation.backward import raise_or_keep
 
 _SHORTEST, _LONGEST = 16, 2048
 """Operations of a message that is sent though nobody waits: each of twice as many as before."""
@@ -119,7 +120,7 @@ class Peer:
         values: torch.Tensor | None = None,
         answer: Answer | None = None,
     ) -> None:
-        """Give it a command, with the values that come with it; it raises if a rank is lost.
+        """Give it a command, with the values that come with it.
 
         The command is sent when someone waits, or there are enough of them.
         """
@@ -140,11 +141,12 @@ class Peer:
         self.queue.append(command)
 
     def ask(self, name: str, *arguments: Any) -> Answer:
-        """Give it a command that is answered, and send all; it raises if a rank is lost."""
+        """Give it a command that is answered, and send all."""
         answer = Answer()
         self.tell(name, *arguments, answer=answer)
         self.wait()
-        self.raise_if_lost()  # or nobody might answer
+        if self.lost is not None:  # or nobody might answer
+            self.give_up()
         return answer
 
     def send(self) -> None:
@@ -160,9 +162,8 @@ class Peer:
         self._length = _SHORTEST
 
     def wait_for_room(self) -> None:
-        """Wait while it is too far behind; it raises if a rank is lost."""
-        while self._to_send.qsize() > _MOST_MESSAGES:
-            self.raise_if_lost()
+        """Wait while it is too far behind."""
+        while self._to_send.qsize() > _MOST_MESSAGES and self.lost is None:
             time.sleep(0.005)  # it has much to do until then
 
     def end(self) -> None:
@@ -191,9 +192,9 @@ class Peer:
             answer.set_exception(self.lost)
 
     def raise_if_lost(self) -> None:
-        """Raise a HostLost if it, or another rank, is lost."""
+        """Raise a HostLost if it, or another rank, is lost; in a backward, keep it."""
         if self.lost is not None:
-            raise HostLost(str(self.lost), self.lost.rank)
+            raise_or_keep(HostLost(str(self.lost), self.lost.rank))
 
     def _keep(self, work: Callable[[], None]) -> None:
         try:
@@ -260,7 +261,7 @@ class Peer:
 
 
 def tell_both(peers: tuple[Peer, Peer], pair: tuple[Command, Command]) -> None:
-    """Give two ranks a command each, with no interrupt in between; it raises if a rank is lost."""
+    """Give two ranks a command each, with no interrupt in between."""
     for peer in peers:
         peer.raise_if_lost()
     now = commands.settings()

@@ -86,9 +86,7 @@ class Worker:
     ) -> None:
         """Run an operation; each tensor that it gives becomes a storage, but for arguments."""
         result = operation_named(operation)(*self._resolved(args), **self._resolved(kwargs))
-        for made, output in zip(tensors_in(result), outputs, strict=True):
-            if output is not None:
-                self._keep(made, *output)
+        self._keep_all(tensors_in(result), outputs)
 
     def _ask(self, operation: str, args: Any, kwargs: Any, numbers: list[int]) -> Any:
         """Run an operation whose results rank 0 cannot foresee, and describe them."""
@@ -160,9 +158,6 @@ class Worker:
         made = torch.empty(geometry.nbytes, dtype=torch.uint8, device=self._devices[device])
         self._storages[storage] = made.untyped_storage()
 
-    def _grow(self, storage: int, nbytes: int) -> None:
-        self._storages[storage].resize_(nbytes)
-
     def _free(self, numbers: tuple[int, ...]) -> None:
         for number in numbers:
             for table in (self._storages, self._built, self._graphs):
@@ -212,9 +207,10 @@ class Worker:
 
     # Tensors
 
-    def _keep_all(self, made: Sequence[torch.Tensor], outputs: Sequence[NewStorage]) -> None:
+    def _keep_all(self, made: Sequence[torch.Tensor], outputs: Sequence[NewStorage | None]) -> None:
         for tensor, output in zip(made, outputs, strict=True):
-            self._keep(tensor, *output)
+            if output is not None:
+                self._keep(tensor, *output)
 
     def _keep(self, made: torch.Tensor, number: int, geometry: Geometry) -> None:
         """Keep a result as rank 0 knows it, which nobody else has."""
@@ -225,9 +221,7 @@ class Worker:
                 f"{tuple(geometry.shape)}"
             )
         if geometry_of(made) != geometry or made.storage_offset():
-            copied = torch.empty_strided(
-                geometry.shape, geometry.stride, dtype=geometry.dtype, device=made.device
-            )
+            copied = geometry.empty(made.device)
             # A kernel may leave out what nobody reads, as batch norm the mean of an evaluation.
             made = copied.copy_(made) if made.numel() else copied
         self._storages[number] = made.untyped_storage()
@@ -240,6 +234,7 @@ class Worker:
         return [self._resolved(item) for item in value] if type(value) is list else value
 
     def _tensor(self, stored: RemoteTensor) -> torch.Tensor:
+        """A tensor of this rank; its storage grows as that of rank 0 has, by `resize_`."""
         if stored.storage not in self._storages:
             raise _NeverComputed(_NEVER)
         storage = self._storages[stored.storage]

@@ -8,7 +8,7 @@ poisoned: all bits are 1, which is NaN, or -1.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from tl_devicefix.simulation.executor import Executor
-from tl_devicefix.simulation.geometry import Geometry, tensors_in, written
+from tl_devicefix.simulation.geometry import (
+    Geometry,
+    depends_on_values,
+    is_view,
+    tensors_in,
+    written,
+)
 from tl_devicefix.simulation.ordering import Launcher, Memory
 
 aten = torch.ops.aten
@@ -56,7 +62,6 @@ _OF_A_SHAPE = {
     *(aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
 }
 """Operations that read no value of their tensor, which may be on another device."""
-_WAITING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 _MEMORY = "_tl_devicefix_memory"
@@ -73,8 +78,8 @@ def _set_memory(tensor: torch.Tensor, memory: Memory) -> Memory:
     return memory
 
 
-def _memories_of(tensors: Iterable[torch.Tensor]) -> list[Memory]:
-    memories = map(_memory_of, tensors_in(list(tensors)))
+def _memories_of(tensors: Sequence[Any]) -> list[Memory]:
+    memories = map(_memory_of, tensors_in(tensors))
     return [memory for memory in memories if memory is not None]
 
 
@@ -147,10 +152,10 @@ class AsynchronousExecutor(Executor):
 
         The host waits if the result, or its shape, depends on values.
         """
-        if func.is_view or func is aten._unsafe_view.default or torch.Tag.inplace_view in func.tags:
+        if is_view(func):
             return func(*args, **kwargs)
-        stream, operands = self.launcher.current(device), tensors_in((args, list(kwargs.values())))
-        reads = [] if func in _OF_A_SHAPE else operands
+        stream = self.launcher.current(device)
+        reads = [] if func in _OF_A_SHAPE else (args, list(kwargs.values()))
         used = _memories_of(reads), _memories_of(written(func, args, kwargs))
         launched = self.launcher.launch(str(func), stream, *used)
         result = func(*args, **kwargs)
@@ -159,7 +164,7 @@ class AsynchronousExecutor(Executor):
                 made = _poisoned(tensor) if func in _WITHOUT_VALUES else tensor
                 _set_memory(made, Memory(launched, allocated=launched.operation))
         self.launcher.take(launched, self._speed.seconds_for(func, args, kwargs, result))
-        if _must_wait(func, operands):
+        if depends_on_values(func, args):
             self.launcher.wait(self.launcher.record(stream))
         return result
 
@@ -236,13 +241,6 @@ class AsynchronousExecutor(Executor):
             _pinned(_poisoned(copied))
         self.copy(copied, source, to, of, non_blocking, has_values=True)
         return copied
-
-
-def _must_wait(func: Any, operands: list[torch.Tensor]) -> bool:
-    """Whether an operation's result is a number, or its shape depends on values."""
-    if func is aten.index.Tensor:  # numbers give a shape without being known
-        return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in operands[1:])
-    return bool(_WAITING_TAGS & set(func.tags))
 
 
 class WatchingHost(TorchDispatchMode):

@@ -27,8 +27,7 @@ class Executor:
 
     def allocate(self, geometry: Geometry, device: int) -> torch.Tensor:
         """Make a tensor in memory of a device, without values of its own."""
-        shape, stride, dtype = geometry
-        return torch.empty_strided(shape, stride, dtype=dtype, device=self.place)
+        return geometry.empty(self.place)
 
     def upload(self, values: torch.Tensor, device: int) -> torch.Tensor:
         """Put values that no one else has on a device."""

@@ -28,6 +28,10 @@ class Geometry(NamedTuple):
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride))
         return (last + 1) * self.dtype.itemsize
 
+    def empty(self, device: torch.device | str) -> torch.Tensor:
+        """A tensor that lies so, without values of its own."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+
 
 def geometry_of(tensor: torch.Tensor) -> Geometry:
     """The geometry of a tensor.
@@ -57,10 +61,7 @@ def call_without_values(func: torch._ops.OpOverload, args: Any, kwargs: dict[str
         result = func(*args, **kwargs)
         _remember(key, args, kwargs, result)
         return result
-    made = [
-        torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        for shape, stride, dtype in geometries
-    ]
+    made = [geometry.empty("meta") for geometry in geometries]
     return made[0] if len(func._schema.returns) == 1 else tuple(made)
 
 
@@ -133,6 +134,25 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
         for index, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
+
+
+def is_view(func: Any) -> bool:
+    """Whether an operation gives other views of memory, and computes nothing."""
+    return (
+        func.is_view
+        or func is torch.ops.aten._unsafe_view.default
+        or torch.Tag.inplace_view in func.tags
+    )
+
+
+def depends_on_values(func: Any, args: Any) -> bool:
+    """Whether an operation's result is a number, or its shape depends on values."""
+    if func is torch.ops.aten.index.Tensor:  # numbers give a shape without being known
+        return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(args[1]))
+    return func is torch.ops.aten._linalg_check_errors.default or bool(_UNKNOWN & set(func.tags))
+
+
+_UNKNOWN = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
