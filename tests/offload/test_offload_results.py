@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -178,7 +179,8 @@ def test_what_backward_needs_may_not_be_changed_before(changed: str) -> None:
     """Not simulated: there, torch cannot pass on an error that Python raises in backward."""
     tensors = {name: torch.ones(3, requires_grad=True) for name in ("weight", "activation")}
     copy_there = tensors["weight"] * 1
-    with keeping_on_host([(copy_there, tensors["weight"])], HOST):
+    visitor: Any = SimpleNamespace(weight=copy_there, host=tensors["weight"])
+    with keeping_on_host([visitor]):
         result = (tensors["activation"] * copy_there).exp()
     assert_agrees(torch.autograd.grad(result.sum(), copy_there, retain_graph=True), [result])
 

@@ -168,9 +168,7 @@ class _Visit(torch.autograd.Function):
         return gradients[0].to(HOST), None
 
 
-def keeping_on_host(
-    weights: Iterable[tuple[torch.Tensor, torch.Tensor]], device: torch.device
-) -> contextlib.AbstractContextManager[Any]:
+def keeping_on_host(visitors: Iterable[Visitor]) -> contextlib.AbstractContextManager[Any]:
     """Within it, autograd keeps host parameters instead of their copies on a device.
 
     Backward copies each to the device again when it reaches it. torch has one such pair of hooks
@@ -179,14 +177,14 @@ def keeping_on_host(
     if not torch.is_grad_enabled():
         return contextlib.nullcontext()
     # No copies in here: a graph also keeps the hooks that it was made with.
-    hosts = {_storage(copy): (host, copy.dtype) for copy, host in weights}
+    hosts = {_storage(visitor.weight): (visitor.host, visitor.weight.dtype) for visitor in visitors}
 
     def keep(tensor: torch.Tensor) -> _Kept | _KeptWeight:
         host, dtype = hosts.get(_storage(tensor), (None, None))
         if host is None or tensor.dtype != dtype:
             return _Kept(tensor.detach(), tensor._version)
         part = (tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
-        return _KeptWeight(host, host._version, device, part)
+        return _KeptWeight(host, host._version, tensor.device, part)
 
     return torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept.restore())
 

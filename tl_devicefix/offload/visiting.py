@@ -80,12 +80,8 @@ class ForwardWithVisitors(AroundForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block's own forward."""
-        with _tour_of(self) as tour, self._received(tour), self._keeping_on_host():
+        with _tour_of(self) as tour, self._received(tour), keeping_on_host(self._visitors):
             return self.run(*args, **kwargs)
-
-    def _keeping_on_host(self) -> contextlib.AbstractContextManager[Any]:
-        weights = [(visitor.weight, visitor.host) for visitor in self._visitors]
-        return keeping_on_host(weights, self.device)
 
     def send(self) -> Sent:
         """Send the block's weights on their way, as they are now."""
@@ -158,7 +154,7 @@ class Visits:
         self._visiting: dict[torch.device, dict[object, Sent]] = defaultdict(dict)
         self._running: Counter[object] = Counter()
         self._last: dict[torch.device, object] = {}
-        self._tours: list[Tour] = []  # those of older runs first, mostly
+        self.tours: list[Tour] = []  # those of older runs first, mostly
 
     def rank(self, device: torch.device, weights: object | None) -> int:
         """How soon a run should get a device, which needs these weights there, or none."""
@@ -170,15 +166,17 @@ class Visits:
 
     def begin(self, tour: Tour) -> None:
         """Add a tour, whose blocks are needed from now on."""
-        self._tours.append(tour)
-        for device in tour.devices:
-            self.send_ahead(device)
+        with _exchanging:
+            self.tours.append(tour)
+            for device in tour.to_go:
+                self.send_ahead(device)
 
     def end(self, tour: Tour) -> None:
         """Remove a tour, and drop weights that no other tour needs soon."""
-        self._tours.remove(tour)
-        for device in list(self._visiting):
-            self._drop_unneeded(device)
+        with _exchanging:
+            self.tours.remove(tour)
+            for device in list(self._visiting):
+                self._drop_unneeded(device)
 
     def arrival_of(self, block: ForwardWithVisitors) -> Sent:
         """The block's weights, which are sent if they are not there."""
@@ -204,14 +202,14 @@ class Visits:
         """Count a run of the block as done."""
         self._running[block.weights] -= 1
         self.send_ahead(block.device)
-        if len(self._tours) == 1:
+        if len(self.tours) == 1:
             self._drop_unneeded(block.device)
 
     def send_ahead(self, device: torch.device) -> None:
         """Send what runs need soon, the oldest run first, as far as there is room."""
         visiting = self._visiting[device]
         needed = self._next(device)
-        for tour in self._tours:
+        for tour in self.tours:
             coming = tour.coming_to(device)
             needed.update(block.weights for block in coming)
             for block in coming:
@@ -235,7 +233,7 @@ class Visits:
 
     def _next(self, device: torch.device, count: int = 1) -> set[object]:
         """The next `count` blocks of every run."""
-        return {block.weights for tour in self._tours for block in tour.coming_to(device)[:count]}
+        return {block.weights for tour in self.tours for block in tour.coming_to(device)[:count]}
 
     def _unneeded(self, device: torch.device, needed: set[object]) -> list[object]:
         """Blocks on the device that neither run nor are needed."""
@@ -271,40 +269,25 @@ class Tour:
     def __init__(
         self, blocks: Iterable[ForwardWithVisitors], visits: Visits, outer: Tour | None = None
     ) -> None:
-        self._to_go: dict[torch.device, deque[ForwardWithVisitors]] = {}
+        self.to_go: dict[torch.device, deque[ForwardWithVisitors]] = {}
         for block in blocks:
-            self._to_go.setdefault(block.device, deque()).append(block)
-        self.devices = tuple(self._to_go)
-        self.visits = visits
-        self._outer = outer
-        self._inner = 0
-
-    def begin(self) -> None:
-        """Send for the first blocks of each device, as far as there is room."""
-        with _exchanging:
-            if self._outer is not None:
-                self._outer._inner += 1
-            self.visits.begin(self)
+            self.to_go.setdefault(block.device, deque()).append(block)
+        self.visits, self._outer = visits, outer
 
     def coming_to(self, device: torch.device) -> list[ForwardWithVisitors]:
         """The blocks that it comes to next on a device; none while one of its hooks has a tour."""
-        return [] if self._inner else list(self._to_go.get(device, ()))[:VISITING]
+        if any(tour._outer is self for tour in self.visits.tours):
+            return []
+        return list(self.to_go.get(device, ()))[:VISITING]
 
     def arrival_of(self, block: ForwardWithVisitors) -> Sent:
         """The block's weights, which may have been sent before."""
         with _exchanging:
-            to_go = self._to_go.get(block.device, deque())
+            to_go = self.to_go.get(block.device, deque())
             if block in to_go:  # and those before it were passed over
                 while to_go.popleft() is not block:
                     pass
             return self.visits.arrival_of(block)
-
-    def end(self) -> None:
-        """Drop what nobody needs any more."""
-        with _exchanging:
-            if self._outer is not None:
-                self._outer._inner -= 1
-            self.visits.end(self)
 
 
 _tour: ContextVar[Tour | None] = ContextVar("tour", default=None)
@@ -351,10 +334,10 @@ def _touring(blocks: Iterable[ForwardWithVisitors]) -> Iterator[Tour]:
     tour = Tour(blocks, visits, outer)
     token = _tour.set(tour)
     try:
-        tour.begin()
+        visits.begin(tour)
         yield tour
     finally:
         _tour.reset(token)
-        tour.end()
+        visits.end(tour)
         if in_common is None:
             visits.wait()
