@@ -34,7 +34,6 @@ from tl_devicefix.simulation.geometry import (
 )
 
 aten = torch.ops.aten
-_CHOICE = aten._fused_sdp_choice.default
 _ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
@@ -43,8 +42,6 @@ class FarDevices(Executor):
 
     Tensors here are those behind the machine's: of rank 0, real ones; of others, without values.
     """
-
-    place = torch.device("cpu")
 
     def __init__(self, places: list[Place], peers: dict[int, Peer]) -> None:
         self.places = places
@@ -62,7 +59,7 @@ class FarDevices(Executor):
         rank = self.places[device].rank
         if not rank or is_view(func):
             return func(*args, **kwargs)
-        if draws(func, args, kwargs) or func is _CHOICE:
+        if _draws(func, args, kwargs):
             return self._at_home(func, args, kwargs, device)
         if depends_on_values(func, args):
             return self._ask(func, args, kwargs, rank)
@@ -390,13 +387,11 @@ _ERRORS: dict[str, type[Exception]] = {
 }
 
 
-def draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether an operation draws random numbers."""
-    if torch.Tag.nondeterministic_seeded not in func.tags or func is _CHOICE:
-        return False
-    if func is not _ATTENTION:
-        return True
-    return bool(kwargs.get("dropout_p", args[3] if len(args) > 3 else 0.0))
+    if func is _ATTENTION:
+        return bool(kwargs.get("dropout_p", args[3] if len(args) > 3 else 0.0))
+    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def _of_zeros(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
