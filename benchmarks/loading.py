@@ -3,11 +3,10 @@
     python benchmarks/loading.py [--devices 4] [--bytes-per-second 5e6] [--rounds 3] [--json FILE]
 
 A Llama-shaped bfloat16 checkpoint of 12 blocks is loaded, folded, over simulated devices that take
-time to copy (`bytes_per_second`), which they do at once if they are told to. Three ways take turns
-in one process, so that noise on the machine hits all; medians are shown:
+time to copy (`bytes_per_second`). Two ways take turns in one process, so that noise on the machine
+hits both; medians are shown:
 
-    before          one component after the other, from pageable memory, waiting for each copy
-    staged          one component after the other, through pinned memory
+    in turn         one component after the other
     at once         a worker a device, as `from_pretrained` does it
 
 `--bytes-per-second 0` is for devices that take no time: all is work for the CPU's cores then.
@@ -24,7 +23,6 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -43,25 +41,6 @@ CONFIG = LlamaConfig(
 )  # fmt: skip
 
 
-class Unstaged:
-    """In the place of `Staging`: torch alone copies."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def __enter__(self) -> Unstaged:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor on the device."""
-        return tensor.to(self.device)
-
-    copy = staticmethod(torch.Tensor.copy_)
-
-
 def one_after_the_other(do: Any, units: Any, devices: Any, done: Any) -> None:
     """In the place of `each_on_its_device`."""
     for unit in units:
@@ -69,21 +48,13 @@ def one_after_the_other(do: Any, units: Any, devices: Any, done: Any) -> None:
         done()
 
 
-@contextlib.contextmanager
-def loading(how: str) -> Iterator[None]:
-    """Within it, a model is loaded in one of the ways compared."""
-    with contextlib.ExitStack() as stack:
-        if how != "at once":
-            loop = mock.patch.object(units, "each_on_its_device", one_after_the_other)
-            stack.enter_context(loop)
-        if how == "before":
-            stack.enter_context(mock.patch.object(units, "Staging", Unstaged))
-        yield
-
-
 def seconds_to_load(checkpoint: Path, n_devices: int, how: str) -> tuple[float, float]:
     """How long it takes until all is on its device, and how many times its largest share all is."""
-    with loading(how), contextlib.redirect_stdout(io.StringIO()):
+    workers = one_after_the_other if how == "in turn" else units.each_on_its_device
+    with (
+        mock.patch.object(units, "each_on_its_device", workers),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
         begun = time.perf_counter()
         model = HookedTransformer.from_pretrained(
             checkpoint, n_devices=n_devices, dtype=torch.bfloat16
@@ -110,7 +81,7 @@ def main() -> None:
     busy: dict[str, Any] = {}
     if arguments.bytes_per_second:
         busy = {"asynchronous": True, "bytes_per_second": arguments.bytes_per_second}
-    runs: dict[str, list[float]] = {"before": [], "staged": [], "at once": []}
+    runs: dict[str, list[float]] = {"in turn": [], "at once": []}
     with tempfile.TemporaryDirectory() as directory:
         checkpoint = Path(directory)
         torch.manual_seed(0)
@@ -124,7 +95,7 @@ def main() -> None:
     medians = {how: statistics.median(times) for how, times in runs.items()}
     print(f"{arguments.devices} devices, {os.cpu_count()} cores, torch {torch.__version__}")
     for how, median in medians.items():
-        print(f"{how:<8} {median:6.2f} s   {medians['before'] / median:5.2f} x")
+        print(f"{how:<8} {median:6.2f} s   {medians['in turn'] / median:5.2f} x")
     print(f"ideal, as the largest share is copied by one device: {ideal:.2f} x")
     if arguments.json:
         arguments.json.write_text(json.dumps(medians, indent=2) + "\n")

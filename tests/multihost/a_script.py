@@ -12,12 +12,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
 import tl_devicefix
 from tl_devicefix.demo.demo import load_checkpoint
-from tl_devicefix.multihost import init_hosts as joining
 from tl_devicefix.multihost.far_devices import FarDevices
 
 TOKENS = torch.arange(4, 20).view(1, 16)
@@ -186,11 +186,11 @@ def try_to_join() -> None:
 def see_a_full_gpu() -> None:
     """Rank 1's, of which it cannot even be asked how full it is."""
 
-    def full(devices: Any, hellos: Any, rank: int) -> list[int]:
+    def full() -> Any:
         raise RuntimeError("CUDA error: out of memory\nCompile with ...")
 
     if os.environ["RANK"] == "1":
-        joining.free_memory = full
+        psutil.virtual_memory = full
 
 
 BEFORE_ALL_JOIN = {

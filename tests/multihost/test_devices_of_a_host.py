@@ -124,7 +124,7 @@ def test_cpu_devices_of_a_machine_share_what_is_free(monkeypatch: pytest.MonkeyP
 
 
 def test_all_ranks_are_told_of_one_that_cannot_tell_what_is_free(launch: Launch) -> None:
-    launched = launch("see_a_full_gpu")
+    launched = launch("see_a_full_gpu", memory=None)
 
     assert launched.ends() == [3, 3, 3]
     for rank in range(3):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import inspect
@@ -24,7 +23,6 @@ from tl_devicefix.checkpoints.sources import (
 )
 from tl_devicefix.hooked_transformer.components import component_names
 from tl_devicefix.monkeypatch.applying import original
-from tl_devicefix.offload.copying import Staging
 from tl_devicefix.placement.fitting import naming_full_devices
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.placement.workers import each_on_its_device
@@ -54,9 +52,7 @@ def by_component(state_dict: Mapping[str, torch.Tensor], cfg: Any) -> Iterator[t
     yield from groups.items()
 
 
-def load_component(
-    model: Any, unit: str, weights: Weights, steps: Steps, staging: Staging | None = None
-) -> None:
+def load_component(model: Any, unit: str, weights: Weights, steps: Steps) -> None:
     """Process one unit's weights where they run and store them where they live, rounded once.
 
     It is done slice by slice, so that what is held beyond the model and the source is one slice.
@@ -65,30 +61,28 @@ def load_component(
     stored_on = device_of_unit(model, unit, weights, stored=True)
     weights = {name: tensor for name, tensor in weights.items() if not _is_own_buffer(name)}
     dtype = working_dtype(weights, model.cfg.dtype)
-    to_device = None if staging is None else staging.to_device
-    copy = torch.Tensor.copy_ if staging is None else staging.copy
     elements = slicing.ELEMENTS_ON_CPU if device.type == "cpu" else slicing.ELEMENTS_ON_DEVICE
     means = None
     if steps.center_unembed and unit == "unembed":
         tokens_at_once = elements // model.cfg.d_model + 1
-        means = vocabulary_means(weights, dtype, device, tokens_at_once, to_device)
+        means = vocabulary_means(weights, dtype, device, tokens_at_once)
     left = dict(weights)  # what is stored when all slices are done, or was never read by a step
     carried: Weights = {}
     for part in slicing.slices(weights, elements):
-        copies = WorkingCopies(part.of(weights, carried), device, dtype, to_device)
+        copies = WorkingCopies(part.of(weights, carried), device, dtype)
         process_component(unit, copies, model.cfg, steps, installed_conventions(), means)
         for name, index in part.cut.items():
             if name not in copies.as_given:
                 left.pop(name, None)
                 value, path = copies.pop(name), full_name(unit, name)
-                write(model, path, value, weights[name], stored_on, index, copy)
+                write(model, path, value, weights[name], stored_on, index)
         for name in part.uncut:
             left.pop(name, None)
             if name in copies:  # a folded norm may be gone
                 left[name] = copies.pop(name)
         carried = part.to_carry(left)
     for name, value in left.items():
-        write(model, full_name(unit, name), value, weights[name], stored_on, copy=copy)
+        write(model, full_name(unit, name), value, weights[name], stored_on)
 
 
 def complete_unit(model: Any, unit: str, weights: Weights) -> Weights:
@@ -187,13 +181,11 @@ def fill(model: Any, source: Source, placement: Placement, steps: Steps) -> None
     model.placement = placement
     units = processing_units(model.cfg)
 
-    bar = hf_logging.tqdm(total=len(units), desc="Loading components")
-    with bar as progress, contextlib.ExitStack() as stack:
+    with hf_logging.tqdm(total=len(units), desc="Loading components") as progress:
         # An offloaded block is folded where it runs.
         devices = [placement.device_of(unit) for unit in units]
-        staging = {d: stack.enter_context(Staging(d)) for d in placement.devices}
         # No closure: a traceback would hold it, and it the model.
-        fill_one = functools.partial(_fill_one, model, source, placement, steps, staging)
+        fill_one = functools.partial(_fill_one, model, source, placement, steps)
         if source.computes:
             devices = devices[:1] * len(units)  # one at a time
         elif {device.type for device in devices} == {"cpu"}:  # a worker a core, as if for a device
@@ -202,18 +194,11 @@ def fill(model: Any, source: Source, placement: Placement, steps: Steps) -> None
         each_on_its_device(fill_one, units, devices, progress.update)
 
 
-def _fill_one(
-    model: Any,
-    source: Source,
-    placement: Placement,
-    steps: Steps,
-    staging: Mapping[torch.device, Staging],
-    unit: str,
-) -> None:
+def _fill_one(model: Any, source: Source, placement: Placement, steps: Steps, unit: str) -> None:
     device = placement.device_of(unit)
     with naming_full_devices(model, placement, unit):
         weights = complete_unit(model, unit, source.read(unit, device))
-        load_component(model, unit, weights, steps, staging[device])
+        load_component(model, unit, weights, steps)
 
 
 _MOST_AT_ONCE = 8

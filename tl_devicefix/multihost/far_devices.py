@@ -216,7 +216,7 @@ class FarDevices(Executor):
     def check_checkpoint(self, model_name: str, placement: Placement, **kwargs: Any) -> None:
         """See `OtherHosts`."""
         use(placement)  # by which errors say what a rank is to hold
-        ranks = list(_devices_of_ranks(placement))
+        ranks = _ranks_of(placement)
         paths = files_of(model_name, kwargs) if ranks else {}
         for rank, wrong in self.differences([current_file(path) for path in paths], ranks).items():
             if wrong:
@@ -231,8 +231,8 @@ class FarDevices(Executor):
 
     def wait_for(self, placement: Placement) -> None:
         """See `OtherHosts`."""
-        for index in _devices_of_ranks(placement).values():
-            self.synchronize(index)
+        for rank in _ranks_of(placement):
+            self.answer(rank, ("synchronize",), lambda: None)
 
     def contents(self, device: int) -> str:
         """What the rank of a device holds of models, as a sentence: " Rank 1 holds blocks.3."."""
@@ -409,11 +409,10 @@ def _blank(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_meta or tensor.dim() == 0 else tensor.to("meta")
 
 
-def _devices_of_ranks(placement: Placement) -> dict[int, int]:
-    """Ranks that a placement uses, but for rank 0, and a device of each."""
-    sites = {site.torch_device: site for site in placement.sites if site.host}
-    used = [sites[device] for device in placement.devices if device in sites]
-    return {site.host: site.index for site in used}
+def _ranks_of(placement: Placement) -> list[int]:
+    """Ranks that a placement uses, but for rank 0."""
+    used = {site.host for site in placement.sites if site.torch_device in placement.devices}
+    return sorted(used - {0})
 
 
 def _owner_of(tensor: torch.Tensor) -> Owner | None:

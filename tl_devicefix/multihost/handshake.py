@@ -232,9 +232,15 @@ def free_memory(devices: Sequence[torch.device], hellos: Sequence[Any], rank: in
         if greeting["machine"] == own["machine"] and greeting["memory"] is None
         for name, _ in greeting["sees"]
     )
-    return [
-        int(psutil.virtual_memory().available) // n_sharing
-        if device.type == "cpu"
-        else int(torch.get_device_module(device.type).mem_get_info(device)[0])
-        for device in devices
-    ]
+    try:
+        return [
+            int(psutil.virtual_memory().available) // n_sharing
+            if device.type == "cpu"
+            else int(torch.get_device_module(device.type).mem_get_info(device)[0])
+            for device in devices
+        ]
+    except RuntimeError as error:  # of a GPU that others have filled
+        why = str(error).split("\n")[0]
+        raise RuntimeError(
+            f"rank {rank} ({own['host']}) cannot tell how much memory is free: {why}"
+        ) from None

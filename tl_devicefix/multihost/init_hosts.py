@@ -244,21 +244,10 @@ def _share(hellos: list[dict[str, Any]], rank: int, rendezvous: Rendezvous) -> l
     except ValueError as error:
         rendezvous.refuse(error)
     devices = [torch.device(name) for name in names[rank]]
-    memory = rendezvous.gathered("memory", lambda: _free(devices, hellos, rank))
+    memory = rendezvous.gathered("memory", lambda: free_memory(devices, hellos, rank))
     for greeting, *columns in zip(hellos, names, memory):
         greeting["devices"] = list(zip(*columns))
     return devices
-
-
-def _free(devices: list[torch.device], hellos: list[dict[str, Any]], rank: int) -> list[int]:
-    """Bytes that each of a rank's devices may hold."""
-    try:
-        return free_memory(devices, hellos, rank)
-    except RuntimeError as error:  # of a GPU that others have filled
-        why = str(error).split("\n")[0]
-        raise RuntimeError(
-            f"rank {rank} ({hellos[rank]['host']}) cannot tell how much memory is free: {why}"
-        ) from None
 
 
 def _lend(

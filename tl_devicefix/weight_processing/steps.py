@@ -8,14 +8,12 @@ RMSNorm has no bias and keeps the mean, so neither its readers nor its writers a
 
 from __future__ import annotations
 
-from functools import partial
-
 import einops
 import torch
 from jaxtyping import Float
 from transformer_lens import FactoredMatrix
 
-from tl_devicefix.weight_processing.weights import ToDevice, Weights
+from tl_devicefix.weight_processing.weights import Weights
 
 # --------------------------------------------------------------------------------------------
 # fold_ln
@@ -133,7 +131,6 @@ def vocabulary_means(
     dtype: torch.dtype,
     device: torch.device,
     tokens_at_once: int,
-    to_device: ToDevice | None = None,
 ) -> Weights:
     """The means over the vocabulary of "unembed.W_U" (as [d_model, 1]) and "unembed.b_U" (as [1]).
 
@@ -142,14 +139,12 @@ def vocabulary_means(
         dtype: the dtype to sum in.
         device: where to compute the means.
         tokens_at_once: how much of the vocabulary is copied to `device` at a time.
-        to_device: what copies to `device`; `Tensor.to` by default.
     """
-    to_device = to_device or partial(torch.Tensor.to, device=device)
     means = {}
     for name in _OVER_VOCABULARY:
         if name in head:
             parts = head[name].detach().split(tokens_at_once, dim=-1)
-            sums = [to_device(part).to(dtype).sum(dim=-1, keepdim=True) for part in parts]
+            sums = [part.to(device).to(dtype).sum(dim=-1, keepdim=True) for part in parts]
             means[name] = sum(sums[1:], sums[0]) / head[name].shape[-1]
     return means
 

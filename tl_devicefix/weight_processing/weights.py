@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,9 +10,6 @@ from torch import nn
 
 Weights = dict[str, torch.Tensor]
 """One component's weights, by name, all on one device. A step may change it and its tensors."""
-
-ToDevice = Callable[[torch.Tensor], torch.Tensor]
-"""Copies a tensor to a device, if it is not there yet."""
 
 
 def working_dtype(weights: Mapping[str, torch.Tensor], asked: torch.dtype) -> torch.dtype:
@@ -38,26 +34,20 @@ class WorkingCopies(dict[str, torch.Tensor]):
         weights: one component's weights, on any devices and in any dtypes; never changed.
         device: where to fold them.
         dtype: the dtype to fold in (`working_dtype`).
-        to_device: what copies them to `device`; `Tensor.to` by default.
     """
 
     def __init__(
-        self,
-        weights: Mapping[str, torch.Tensor],
-        device: torch.device,
-        dtype: torch.dtype,
-        to_device: ToDevice | None = None,
+        self, weights: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype
     ) -> None:
         super().__init__(weights)
-        self._to_device = to_device or partial(torch.Tensor.to, device=device)
-        self._dtype = dtype
+        self._device, self._dtype = device, dtype
         self.as_given = set(weights)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         tensor = super().__getitem__(name)
         if name in self.as_given:
             dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
-            moved = self._to_device(tensor.detach())  # before it is widened: fewer bytes to carry
+            moved = tensor.detach().to(self._device)  # before it is widened: fewer bytes to carry
             tensor = moved.to(dtype, copy=moved.device == tensor.device)
             self[name] = tensor
         return tensor
@@ -80,7 +70,6 @@ def write(
     like: torch.Tensor,
     device: torch.device,
     index: tuple[slice, ...] = (),
-    copy: Callable[[torch.Tensor, torch.Tensor], Any] = torch.Tensor.copy_,
 ) -> None:
     """Write a value, or a part of one, into the parameter or buffer of this name, rounded once.
 
@@ -96,7 +85,6 @@ def write(
         like: the whole weight as it was given, for its layout.
         device: where the parameter belongs.
         index: which part of the parameter the value is; all of it by default.
-        copy: what copies into a part of the parameter, its first argument.
     """
     path, _, leaf = name.rpartition(".")
     try:
@@ -113,4 +101,4 @@ def write(
         module._parameters[leaf] = own
     part = own.detach()[index]
     # One element may fill a scalar.
-    copy(part, value if value.shape == part.shape else value.reshape(part.shape))
+    part.copy_(value if value.shape == part.shape else value.reshape(part.shape))
