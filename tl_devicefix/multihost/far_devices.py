@@ -28,7 +28,6 @@ from tl_devicefix.simulation.geometry import (
     depends_on_values,
     geometry_of,
     is_view,
-    remember,
     tensors_in,
     written,
 )
@@ -66,11 +65,8 @@ class FarDevices(Executor):
         blanks: Any = exchanged([args, kwargs], _blank)
         try:
             result = call_without_values(func, *blanks)
-        except Exception as error:  # noqa: BLE001  # wrong, or unknown here: its kernel tells
-            answer = self._ask(func, args, kwargs, rank)
-            if not (isinstance(error, NotImplementedError) or "meta" in str(error).lower()):
-                remember(func, blanks[0], blanks[1], answer)
-            return answer
+        except Exception:  # noqa: BLE001  # wrong, or unknown here: its kernel tells
+            return self._ask(func, args, kwargs, rank)
         outputs = tuple(self._new_storage(tensor, rank) for tensor in tensors_in(result))
         self.wait_for_room(rank)
         self.tell(rank, "run", func.name(), *self.named([args, kwargs]), outputs)

@@ -56,40 +56,30 @@ def call_without_values(func: torch._ops.OpOverload, args: Any, kwargs: dict[str
     if func._schema.is_mutable or func.is_view:  # these are fast, and their results are not new
         return func(*args, **kwargs)
     key = _key(func, args, kwargs)
-    geometries = None if key is None else _results.get(key)
-    if geometries is None:
-        result = func(*args, **kwargs)
-        _remember(key, args, kwargs, result)
-        return result
-    made = [geometry.empty("meta") for geometry in geometries]
-    return made[0] if len(func._schema.returns) == 1 else tuple(made)
-
-
-def remember(func: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-    """Remember what an operation gave elsewhere, as torch's own rules refuse it."""
-    if not func._schema.is_mutable:
-        _remember(_key(func, args, kwargs), args, kwargs, result)
-
-
-def _remember(key: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-    """Remember strided tensors with memory of their own, all of which they use."""
+    geometries = _results.get(key)  # other threads may clear it meanwhile
+    if geometries is not None:
+        made = [geometry.empty("meta") for geometry in geometries]
+        return made[0] if len(func._schema.returns) == 1 else tuple(made)
+    result = func(*args, **kwargs)
     results = result if isinstance(result, tuple) else (result,)
     operands = tensors_in((args, list(kwargs.values())))
     used = {tensor.untyped_storage()._cdata for tensor in operands}
-
-    def is_new(tensor: Any) -> bool:
-        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
-            return False
-        storage, lazy = tensor.untyped_storage(), tensor.is_conj() or tensor.is_neg()
-        return (
-            not (tensor.storage_offset() or lazy or storage._cdata in used)
-            and storage.nbytes() == geometry_of(tensor).nbytes
-        )
-
-    if key is not None and all(map(is_new, results)):
+    if key is not None and all(_is_new(tensor, used) for tensor in results):
         if len(_results) >= _MOST:
             _results.clear()
         _results[key] = [geometry_of(tensor) for tensor in results]
+    return result
+
+
+def _is_new(tensor: Any, used: set[int]) -> bool:
+    """Whether it is strided, with memory of its own, all of which it uses."""
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+        return False
+    storage, lazy = tensor.untyped_storage(), tensor.is_conj() or tensor.is_neg()
+    return (
+        not (tensor.storage_offset() or lazy or storage._cdata in used)
+        and storage.nbytes() == geometry_of(tensor).nbytes
+    )
 
 
 _PLAIN = (int, float, bool, str, torch.dtype, torch.layout, torch.memory_format, torch.device)
