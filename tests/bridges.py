@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hf_models import N_LAYERS
-from on_demand import OnDemand
 from transformer_lens.model_bridge import TransformerBridge
 
 import tl_devicefix
@@ -56,7 +56,7 @@ def references(checkpoints: Any) -> Callable[..., Any]:
                 bridge.enable_compatibility_mode(**options)
         return bridge
 
-    return OnDemand(boot)
+    return cache(boot)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,10 @@ from ranks import run_on_ranks
 
 import real_devices  # isort: skip  # before what names devices
 import torch
-from covering import fails_unpatched, left_out
+from covering import fails_unpatched, is_left_to_others, left_out
 from hf_models import D_VOCAB, HF_CONFIGS, make_hf_model, make_tokenizer, save_checkpoint
 from hub_cache import HubCache, go_offline
-from left_to_others import is_left_to_others
 from machines import machine, n_devices, simulated  # noqa: F401
-from on_demand import OnDemand
 from transformers import PreTrainedModel
 
 from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer, installed
@@ -104,9 +103,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--full",
         action="store_true",
         help="run every combination of what tests are parametrised over, and what other versions "
-        "run; by default, some run that have every value between them (see tests/covering.py), "
-        "and code that is the same for several versions with one of them "
-        "(tests/left_to_others.py)",
+        "run; by default, some run that have every value between them, and code that is the same "
+        "for several versions with one of them (see tests/covering.py)",
     )
 
 
@@ -157,7 +155,7 @@ def hf_models() -> Callable[..., PreTrainedModel]:
 
     With two dtypes the weights are rounded to the first and then held in the second.
     """
-    return OnDemand(lambda name, *dtypes: make_hf_model(HF_CONFIGS[name](), *dtypes))
+    return cache(lambda name, *dtypes: make_hf_model(HF_CONFIGS[name](), *dtypes))
 
 
 @pytest.fixture(scope="session")
@@ -173,7 +171,7 @@ def checkpoints(
         directory = tmp_path_factory.mktemp("checkpoint")
         return save_checkpoint(hf_models(name, *dtypes), tokenizer, directory)
 
-    return OnDemand(save)
+    return cache(save)
 
 
 @pytest.fixture(scope="session")

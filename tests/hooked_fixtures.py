@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -13,7 +14,6 @@ import torch
 import transformer_lens.loading_from_pretrained as tl_loading
 from architectures import ALL_ARCHITECTURES, NO_PROCESSING, TOYS, load_hooked, toy_config
 from hf_models import randomize
-from on_demand import OnDemand
 from transformer_lens import HookedTransformer
 
 import tl_devicefix
@@ -58,7 +58,7 @@ def references(hf_models: Any, tokenizer: Any) -> Callable[..., HookedTransforme
                 # Each TransformerLens knows the attributes that transformers had at its time.
                 pytest.skip(f"TransformerLens itself cannot convert {name} here: {error}")
 
-    return OnDemand(load)
+    return cache(load)
 
 
 @pytest.fixture(scope="session")
@@ -88,7 +88,7 @@ def unprocessed(references: Any) -> Callable[[str], HookedTransformer]:
         randomize(model)
         return model
 
-    return OnDemand(make)
+    return cache(make)
 
 
 @pytest.fixture

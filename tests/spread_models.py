@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from architectures import attention_only_config, build_toy
 from kinds import KINDS, Kind, Spread, devices_of, where_to
-from on_demand import OnDemand
 from transformer_lens import HookedTransformer
 
 from tl_devicefix.simulation.machine import Machine
@@ -48,7 +48,7 @@ def load(machine: Machine, from_pretrained: Any, toys: Any) -> Callable[..., Any
 @pytest.fixture(scope="module")
 def models(load: Any) -> Callable[..., HookedTransformer]:
     """As `load`, but loaded once for the tests of a module: not to be changed."""
-    return OnDemand(load)
+    return cache(load)
 
 
 @pytest.fixture

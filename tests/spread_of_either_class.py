@@ -29,6 +29,3 @@ if has_hooked_transformer():
         spread,
         toys,
     )
-
-else:
-    from machines import machine

@@ -1,7 +1,11 @@
-"""Models to check."""
+"""Models to check: spread over the devices of `machine`, for one test to change as it likes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 from either_class import cls  # noqa: F401
 
 from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
@@ -11,4 +15,29 @@ if has_bridge():
     from bridges import references as bridge_references  # noqa: F401
 
 if has_hooked_transformer():
-    from checked_models import load, model, reference  # noqa: F401
+    from architectures import TOYS, build_toy
+
+
+@pytest.fixture
+def load(machine: Any, from_pretrained: Any) -> Callable[..., Any]:
+    """`load("gpt2", n_devices=3)`: by default over four devices. Toys are built from configs."""
+
+    def load(name: str, n_devices: int = 4, **options: Any) -> Any:
+        if name in TOYS:
+            return build_toy(TOYS[name](), None, "sim:0", n_devices)
+        return from_pretrained(name, n_devices=n_devices, **options)
+
+    return load
+
+
+@pytest.fixture
+def model(load: Any) -> Any:
+    """A Llama over four devices; each version of TransformerLens would spread it otherwise."""
+    blocks = {f"blocks.{layer}": device for layer, device in enumerate((0, 1, 2, 2, 3))}
+    return load("llama", n_devices=1, device_map={"": 0, **blocks})
+
+
+@pytest.fixture
+def reference(references: Any) -> Any:
+    """The same weights on the CPU."""
+    return references("llama")

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from bridge_calls import CALLS, LEFT_OUT, NEW_IN_4
-from on_demand import OnDemand
 from public import RESULTS, public_names
 from registry import Run
 from sweeping import Sweep, keys_of
@@ -82,7 +82,7 @@ def runs(
         return Run(bridge, at_home, unused=boot(kind, n_devices=n_devices))
 
     with tl_devicefix.simulate(4):
-        yield OnDemand(get)
+        yield cache(get)
 
 
 @pytest.fixture(scope="module")

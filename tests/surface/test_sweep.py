@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import version
 from typing import Any
 
 import pytest
 import torch
 from hooked_calls import CALLS, LEFT_OUT, NEW_IN_3, WITHOUT_DEVICES
-from on_demand import OnDemand
 from packaging.version import Version
 from public import RESULTS, public_names
 from registry import Run
@@ -42,7 +42,7 @@ def sweep(
     references: Any, from_pretrained: Any, tokens: torch.Tensor, request: pytest.FixtureRequest
 ) -> Sweep:
     exact = bool(request.config.getoption("--ranks"))  # with this package's own on one CPU
-    load = OnDemand(lambda kind: from_pretrained(kind, device="cpu")) if exact else references
+    load = cache(lambda kind: from_pretrained(kind, device="cpu")) if exact else references
     order = keys_of(request.session.items)
     return Sweep(CALLS, lambda kind: Run(load(kind), tokens), order, exact)
 

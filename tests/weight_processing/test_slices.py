@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch
 from architectures import ALL_ARCHITECTURES, NO_PROCESSING, TOYS
 from comparison import assert_same_tensors
 from hf_models import N_LAYERS
-from on_demand import OnDemand
 from transformer_lens import HookedTransformer
 
 from tl_devicefix.hooked_transformer.units import processing_units
@@ -70,7 +70,7 @@ def load_in_slices(
                 model = from_pretrained(name, hf_models(name, torch.float64), **options)
         return dict(model.named_parameters())
 
-    return OnDemand(load)
+    return cache(load)
 
 
 REFACTORED = {"refactor_factored_attn_matrices": True}
