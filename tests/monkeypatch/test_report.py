@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-import transformer_lens
 from packaging.version import Version
 
 import tl_devicefix
@@ -15,6 +12,8 @@ from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
 if has_bridge():
     from bridges import boot  # noqa: F401
 if has_hooked_transformer():
+    from architectures import build_toy, solu_config
+
     from tl_devicefix.hooked_transformer.known_blocks import KNOWN, digest
 
 hooked = pytest.mark.skipif(
@@ -22,14 +21,6 @@ hooked = pytest.mark.skipif(
     reason="a HookedTransformer whose blocks are known",
 )
 in_4 = pytest.mark.skipif(installed() < Version("4.0"), reason="a Bridge of TransformerLens 4")
-
-
-def hooked_transformer(**options: Any) -> Any:
-    """One of three blocks, with random weights."""
-    sizes = {"n_layers": 3, "d_model": 8, "n_heads": 2, "d_head": 4, "n_ctx": 8, "d_vocab": 10}
-    settings = {"act_fn": "gelu", "device": "cpu", **sizes, **options}
-    config = transformer_lens.HookedTransformerConfig(**settings)
-    return transformer_lens.HookedTransformer(config)
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
@@ -60,7 +51,7 @@ def test_it_returns_what_it_prints(capsys):
 
 @hooked
 def test_blocks_that_go_the_same_way_are_one_row(capsys):
-    report = tl_devicefix.report(hooked_transformer())
+    report = tl_devicefix.report(build_toy(solu_config(n_layers=3)))
     assert printed(capsys) == [["blocks.0-2", "one function", "eager"]]
     assert report == dict.fromkeys(("blocks.0", "blocks.1", "blocks.2"), ("one function", "eager"))
     assert repr(report) == "ModelReport(3 blocks)"
@@ -75,7 +66,7 @@ def test_blocks_that_go_the_same_way_are_one_row(capsys):
     ],
 )
 def test_a_block_says_why_it_runs_as_installed(name, why, capsys):
-    model = hooked_transformer()
+    model = build_toy(solu_config(n_layers=3))
     setattr(model.blocks[1], name, getattr(model.blocks[1], name))
     report = tl_devicefix.report(model)
     assert [report[f"blocks.{i}"].forward for i in range(3)] == [
@@ -88,7 +79,7 @@ def test_a_block_says_why_it_runs_as_installed(name, why, capsys):
 
 @hooked
 def test_attention_by_sdpa_is_said_and_who_listens_to_a_pattern():
-    model = hooked_transformer()
+    model = build_toy(solu_config(n_layers=3))
     model.blocks[2].attn.hook_pattern.add_hook(lambda pattern, hook: None)
     with tl_devicefix.set_attn_implementation(model, "sdpa"):
         report = tl_devicefix.report(model)

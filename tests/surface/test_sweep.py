@@ -59,48 +59,26 @@ REFUSED = (
 )
 """What TransformerLens itself does not do for some of the models."""
 
+SEVERAL_AT_ONCE = pytest.mark.full("it calls those of each kind of activation, run by default")
+
 
 def every_call() -> Iterator[Any]:
     """A parameter for each call, kind and number of devices."""
     for name, cases in CALLS.items():
         fails = name not in WITHOUT_DEVICES and name not in REFUSED
+        is_patching = name.startswith("patching.")
+        several = [SEVERAL_AT_ONCE] if is_patching and name.endswith("_every") else []
         for case in cases if name in PUBLIC else ():
             for kind, numbers in KINDS.items():
                 # Patching is a forward for each layer, head and position: not everywhere.
-                for n in numbers if not name.startswith("patching.") else (numbers[-1],):
+                for n in numbers if not is_patching else (numbers[-1],):
                     marks = [pytest.mark.fails_unpatched] if fails and n > 1 else []
-                    yield pytest.param(name, case, kind, n, marks=marks)
-
-
-EVERY_CALL = list(every_call())
-SEVERAL_AT_ONCE = pytest.mark.full(
-    "it calls those of each kind of activation, which run by default"
-)
-
-
-def is_patching(call: Any) -> bool:
-    return str(call.values[0]).startswith("patching.")
-
-
-def patching() -> Iterator[Any]:
-    for call in filter(is_patching, EVERY_CALL):
-        others = [SEVERAL_AT_ONCE] if call.values[0].endswith("_every") else []
-        yield pytest.param(*call.values, marks=[*call.marks, *others])
+                    yield pytest.param(name, case, kind, n, marks=[*marks, *several])
 
 
 @pytest.mark.cover(("name", "case"), ("kind", "n_devices"))
-@pytest.mark.parametrize(
-    ("name", "case", "kind", "n_devices"), [call for call in EVERY_CALL if not is_patching(call)]
-)
+@pytest.mark.parametrize(("name", "case", "kind", "n_devices"), list(every_call()))
 def test_it_is_as_on_one_device(
-    name: str, case: str, kind: str, n_devices: int, run: Run, sweep: Sweep
-) -> None:
-    sweep.check(name, case, kind, run)
-
-
-@pytest.mark.cover(("name", "case"))  # each is hundreds of forwards, so of one kind by default
-@pytest.mark.parametrize(("name", "case", "kind", "n_devices"), list(patching()))
-def test_patching_is_as_on_one_device(
     name: str, case: str, kind: str, n_devices: int, run: Run, sweep: Sweep
 ) -> None:
     sweep.check(name, case, kind, run)
