@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,57 +21,30 @@ def devices(machine: Any) -> list[torch.device]:
     return [machine.devices[index] for index in (0, 0, 1, 1, 2)]
 
 
-class Doing:
-    """What is done to units, with what is called at each: `Doing({2: fail})`."""
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_after_an_error_of_a_unit_or_an_interrupt_of_the_caller_no_unit_is_begun(
+    error: type[BaseException], devices: Any
+) -> None:
+    many, begun, ended, threads = list(range(500)), set(), set(), set()
 
-    def __init__(self, at: dict[int, Callable[[], Any]] | None = None) -> None:
-        self.begun: list[int] = []
-        self.ended: list[int] = []
-        self.threads: dict[int, threading.Thread] = {}
-        self._at = at or {}
+    def do(unit: int) -> None:
+        threads.add(threading.current_thread())
+        begun.add(unit)
+        if unit == 1 and error is ValueError:
+            raise error
+        time.sleep(0.01)
+        ended.add(unit)
 
-    def __call__(self, unit: int) -> None:
-        self.begun.append(unit)
-        self.threads[unit] = threading.current_thread()
-        self._at.get(unit, bool)()
-        self.ended.append(unit)
+    def done() -> None:
+        if error is KeyboardInterrupt:
+            raise error
 
+    with pytest.raises(error):
+        each_on_its_device(do, many, devices * 100, done)
 
-def raising(error: BaseException) -> Callable[[], None]:
-    def fail() -> None:
-        raise error
-
-    return fail
-
-
-def no_thread_is_left(doing: Doing) -> bool:
-    others = set(doing.threads.values()) - {threading.current_thread()}
-    return not any(thread.is_alive() for thread in others)
-
-
-def test_after_an_error_no_unit_is_begun(devices: Any) -> None:
-    many = list(range(500))
-    doing = Doing({**dict.fromkeys(many, lambda: time.sleep(0.01)), 1: raising(ValueError("of 1"))})
-
-    with pytest.raises(ValueError, match="of 1"):
-        each_on_its_device(doing, many, devices * 100)
-
-    assert len(doing.begun) < len(many)
-    assert no_thread_is_left(doing)
-
-
-def test_an_interrupt_where_the_caller_waits_ends_all(devices: Any) -> None:
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    many = list(range(1000))
-    doing = Doing(dict.fromkeys(many, lambda: time.sleep(0.01)))
-
-    with pytest.raises(KeyboardInterrupt):
-        each_on_its_device(doing, many, devices * 200, interrupt)
-
-    assert sorted(doing.ended) == sorted(doing.begun) != many
-    assert no_thread_is_left(doing)
+    assert begun - ended == ({1} if error is ValueError else set())
+    assert len(begun) < len(many)
+    assert not any(thread.is_alive() for thread in threads - {threading.current_thread()})
 
 
 def test_workers_share_the_cores_that_the_caller_uses(devices: Any) -> None:
