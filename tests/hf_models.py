@@ -157,6 +157,13 @@ def randomize(model: torch.nn.Module) -> None:
         parameter.copy_(values)
 
 
+def padded(tokens: torch.Tensor, where: slice = slice(3)) -> torch.Tensor:
+    """A mask of the first sequence's pads: by default three on the left."""
+    mask = torch.ones_like(tokens)
+    mask[0, where] = 0
+    return mask
+
+
 def make_tokenizer(directory: Path) -> Any:
     """A tokenizer of the words w3, w4, ..., saved in a directory and read from it again.
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import attention_only_config, build_toy
+from hf_models import padded
 from kinds import KINDS, Kind, Spread, devices_of, where_to
 from transformer_lens import HookedTransformer
 
@@ -108,7 +109,5 @@ def other_tokens(tokens: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(scope="session")
 def mask(tokens: torch.Tensor) -> torch.Tensor:
-    """An attention mask for `tokens`, on the CPU: the first sequence has three pads on the left."""
-    mask = torch.ones_like(tokens)
-    mask[0, :3] = 0
-    return mask
+    """An attention mask for `tokens`, on the CPU."""
+    return padded(tokens)

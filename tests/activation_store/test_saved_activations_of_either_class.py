@@ -12,6 +12,7 @@ import datasets
 import pytest
 import torch
 from comparison import assert_agrees
+from hf_models import padded
 from torch.utils.data import DataLoader, TensorDataset
 from transformer_lens import ActivationCache
 from written_by_hand import assert_same_bits, files
@@ -128,9 +129,7 @@ def test_a_cache_keeps_what_is_put_into_it(folded_on_one: Any, batches: Any, run
 
 
 def with_masks(tokens: torch.Tensor) -> list[dict[str, torch.Tensor]]:
-    mask = torch.ones_like(tokens)
-    mask[0, :3] = 0
-    return [{"input_ids": tokens, "attention_mask": mask}] * 2
+    return [{"input_ids": tokens, "attention_mask": padded(tokens)}] * 2
 
 
 def test_masks_reach_the_forward_and_are_stored(

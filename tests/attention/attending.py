@@ -54,13 +54,6 @@ def with_gradients(tokens: torch.Tensor, **options: Any) -> Callable[[Any], Any]
     return run
 
 
-def padded(tokens: torch.Tensor, where: slice = slice(3)) -> torch.Tensor:
-    """A mask of the first sequence's pads."""
-    mask = torch.ones_like(tokens)
-    mask[0, where] = 0
-    return mask
-
-
 def silence_a_head(value: torch.Tensor, hook: Any) -> torch.Tensor:
     value[:, :, 1] = 0
     return value

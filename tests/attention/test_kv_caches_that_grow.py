@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from comparison import assert_agrees
+from hf_models import padded
 from kinds import new_kv_cache
 
 import tl_devicefix
@@ -29,9 +30,7 @@ def text() -> torch.Tensor:
 @pytest.fixture
 def masks(text: torch.Tensor) -> dict[str, torch.Tensor]:
     """Of sequences that are as long, and of one with three pads on the left."""
-    padded = torch.ones_like(text)
-    padded[0, :3] = 0
-    return {"all": torch.ones_like(text), "padded": padded}
+    return {"all": torch.ones_like(text), "padded": padded(text)}
 
 
 def read(

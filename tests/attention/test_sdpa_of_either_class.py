@@ -17,12 +17,11 @@ from attending import (
     NAMES,
     assert_either_way,
     installed,
-    padded,
     silence_a_head,
     with_gradients,
 )
 from comparison import assert_agrees
-from hf_models import D_VOCAB, N_CTX, N_LAYERS
+from hf_models import D_VOCAB, N_CTX, N_LAYERS, padded
 
 import tl_devicefix
 from tl_devicefix.attention import sdpa

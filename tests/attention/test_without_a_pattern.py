@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from attending import ShapesMade, installed, padded, with_gradients
+from attending import ShapesMade, installed, with_gradients
 from comparison import assert_agrees
-from hf_models import N_CTX, N_LAYERS
+from hf_models import N_CTX, N_LAYERS, padded
 from kinds import GREEDY, home_of
 from torch.nn.modules.module import register_module_forward_hook
 

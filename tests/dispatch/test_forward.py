@@ -13,7 +13,7 @@ import pytest
 import torch
 from architectures import attention_only_config, build_toy
 from comparison import assert_agrees
-from hf_models import N_LAYERS
+from hf_models import N_LAYERS, padded
 from kinds import GREEDY, devices_of, everywhere, home_of, new_kv_cache, on_one_device
 from offloads import assert_at_rest
 
@@ -30,9 +30,7 @@ def at_home(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 def masked(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     """A mask, with three pads on the left of the first sequence."""
-    mask = torch.ones_like(tokens)
-    mask[0, :3] = 0
-    return at_home(model, mask)
+    return at_home(model, padded(tokens))
 
 
 def from_layer_to_layer(model: Any, tokens: torch.Tensor) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import N_LAYERS
+from hf_models import N_LAYERS, padded
 from ranks import devices_of
 from torch.utils._pytree import tree_leaves
 from written_by_hand import files
@@ -63,11 +63,9 @@ def without_gradients(model: Any, tokens: torch.Tensor) -> Any:
         return model(tokens, return_type="both")
 
 
-def padded(model: Any, tokens: torch.Tensor) -> Any:
-    mask = torch.ones_like(tokens)
-    mask[0, :3] = 0
+def with_a_mask(model: Any, tokens: torch.Tensor) -> Any:
     with torch.inference_mode():
-        return model(tokens, attention_mask=mask)
+        return model(tokens, attention_mask=padded(tokens))
 
 
 def read(model: Any, tokens: torch.Tensor) -> Any:
@@ -114,7 +112,7 @@ RUNS = [
         cached,
         gradients,
         without_gradients,
-        padded,
+        with_a_mask,
         generated,
         with_sdpa,
         saved,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from hf_models import padded
 
 LAST = "blocks.4.hook_resid_post"
 Run = Callable[[Any, torch.Tensor], Any]
@@ -31,9 +32,7 @@ def generated(model: Any, batch: torch.Tensor) -> torch.Tensor:
 
 
 def with_a_mask(model: Any, batch: torch.Tensor) -> torch.Tensor:
-    mask = torch.ones_like(batch)
-    mask[0, :2] = 0
-    return model(batch, attention_mask=mask)
+    return model(batch, attention_mask=padded(batch))
 
 
 def a_number_that_is_waited_for(model: Any, batch: torch.Tensor) -> list[float]:

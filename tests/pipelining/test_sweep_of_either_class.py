@@ -12,7 +12,7 @@ import pytest
 import torch
 from comparison import assert_agrees
 from either_class import BRIDGE
-from hf_models import N_LAYERS
+from hf_models import N_LAYERS, padded
 from torch import nn
 from transformer_lens import patching
 
@@ -128,8 +128,7 @@ def test_with_the_arguments_of_a_forward(
     if arguments == {"text": True}:
         texts_or_tokens, arguments = ["w5 w6 w7", "w8"], {"padding_side": "left"}
     elif "attention_mask" in arguments:
-        arguments = {"attention_mask": torch.ones_like(tokens)}
-        arguments["attention_mask"][0, :3] = 0
+        arguments = {"attention_mask": padded(tokens)}
     expected = sequential(model, texts_or_tokens, RUNS[:5], **arguments)
     assert_same(list(tl_devicefix.sweep(model, texts_or_tokens, RUNS[:5], **arguments)), expected)
 
@@ -137,10 +136,8 @@ def test_with_the_arguments_of_a_forward(
 def test_over_devices(machine: Any, over_devices: Any, tokens: torch.Tensor) -> None:
     model = over_devices("gpt2")
     at_home = tokens.to(model.cfg.device)
-    mask = torch.ones_like(at_home)
-    mask[0, :3] = 0
     runs = [[], at(3), at(1)]
-    for arguments in ({}, {"attention_mask": mask}):
+    for arguments in ({}, {"attention_mask": padded(at_home)}):
         expected = sequential(model, at_home, runs, **arguments)
         actual = list(tl_devicefix.sweep(model, at_home, runs, **arguments))
         assert_agrees(actual, expected, machine.devices[0], tolerance=0)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from comparison import assert_agrees
-from hf_models import N_LAYERS
+from hf_models import N_LAYERS, padded
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 
@@ -245,15 +245,14 @@ def test_a_kv_cache_padding_and_masks(
 ) -> None:
     """In compatibility mode, a query that sees no key gets nothing, and else a mean."""
     bridge = boot(name, device="cpu", compatible=compatible)
-    padding, n_tokens = torch.ones_like(tokens), tokens.shape[1]
-    padding[0, :3] = 0
+    n_tokens = tokens.shape[1]
     of_pairs = torch.ones(len(tokens), 1, n_tokens, n_tokens, dtype=torch.bool).tril()
     of_pairs[0, :, :, 0] = False
 
     def run(bridge: Any) -> Any:
         first, cache = bridge(tokens, return_type="logits_and_cache")
         later = bridge(tokens[:, :3], past_key_values=cache)
-        masked = [bridge(tokens, attention_mask=mask) for mask in (padding, of_pairs)]
+        masked = [bridge(tokens, attention_mask=mask) for mask in (padded(tokens), of_pairs)]
         return [first, later, *(masked if name != "mistral" else masked[:1])]
 
     assert_as_unpatched(bridge, run)
