@@ -23,6 +23,7 @@ from tl_devicefix.demo.demo import (
 )
 from tl_devicefix.demo.recall_task import recall_prompts
 from tl_devicefix.monkeypatch.versions import versions
+from tl_devicefix.offload.copying import module_with_streams
 from tl_devicefix.placement.devices import (
     consecutive,
     default_device,
@@ -78,7 +79,7 @@ def run_selfcheck(device_type: str | None = None) -> bool:
     _show_ranks(devices)
     checks = [_check_copy(*pair) for pair in permutations([torch.device("cpu"), *devices], 2)]
     checks += [_check_parity(n, devices[0]) for n in range(1, min(n_devices, _LONGEST) + 1)]
-    checks += [_check_streams(device) for device in devices if _has_streams(device)]
+    checks += [_check_streams(device) for device in devices if module_with_streams(device)]
     for start in range(_LONGEST, n_devices, _LONGEST):
         checks.append(_check_parity(min(n_devices - start, _LONGEST), devices[start]))
     return _verdict(checks, "This machine can be trusted.")
@@ -117,10 +118,6 @@ def _check_copy(source: torch.device, target: torch.device) -> bool:
     )
     print(f"copy {source} -> {target}: " + ("ok" if wrong == 0 else f"{wrong} elements WRONG"))
     return wrong == 0
-
-
-def _has_streams(device: torch.device) -> bool:
-    return hasattr(torch.get_device_module(device.type), "Stream")
 
 
 def _check_streams(device: torch.device) -> bool:

@@ -336,7 +336,7 @@ class Launcher:
                         start=start - self._entered,
                         end=start + seconds - self._entered,
                         is_copy=is_copy,
-                        label=label_in_force(),
+                        label=label_in_force.get(),
                     )
                 )
             self._ends[stream] = start + seconds

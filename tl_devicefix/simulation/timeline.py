@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-_label: ContextVar[str] = ContextVar("label of what is given to devices", default="")
+label_in_force: ContextVar[str] = ContextVar("label of what is given to devices", default="")
 
 
 @contextmanager
@@ -25,16 +25,11 @@ def labelled(label: str) -> Iterator[None]:
     Yields:
         Nothing.
     """
-    token = _label.set(label)
+    token = label_in_force.set(label)
     try:
         yield
     finally:
-        _label.reset(token)
-
-
-def label_in_force() -> str:
-    """The label of operations that are launched now; empty without."""
-    return _label.get()
+        label_in_force.reset(token)
 
 
 @dataclass(frozen=True)
