@@ -5,12 +5,11 @@ the CPU, so its numbers are the CPU's; what is simulated is the placement: mixed
 transfers are recorded, and memory is accounted for on each device.
 
 Read in this order: ``machine`` (what is measured), ``tensor``
-(how an operation runs), ``operations`` (those that run otherwise), ``geometry`` (shapes of results,
-without values or before there are any), ``backend`` (how torch learns of the device type),
-``backward`` (errors there), ``session`` (entering and leaving).
-With ``asynchronous=True``, devices run behind the host: ``asynchronous`` (the steps of an
-operation, pinned memory), ``ordering`` (launches, races between them, times), ``streams`` (as torch
-code sees them), ``timeline`` (what took time).
+(how an operation runs), ``operations`` (those that run otherwise), ``executor`` (what computes
+them), ``geometry`` (shapes of results, without values or before there are any), ``backend`` (how
+torch learns of the device type), ``backward`` (errors there), ``session`` (entering and leaving).
+With ``asynchronous=True``, devices run behind the host: ``ordering`` (launches, races between them,
+times), ``streams`` (as torch code sees them), ``timeline`` (what took time).
 """
 
 from tl_devicefix.simulation.machine import Machine, Moved, Transfer, Transfers

@@ -11,9 +11,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tl_devicefix.placement.devices import DEVICE_TYPE, Site
 from tl_devicefix.simulation import streams
-from tl_devicefix.simulation.asynchronous import AsynchronousExecutor
 from tl_devicefix.simulation.backward import type_of_devices
-from tl_devicefix.simulation.executor import Executor
+from tl_devicefix.simulation.executor import AsynchronousExecutor, Executor
 from tl_devicefix.simulation.geometry import geometry_of
 from tl_devicefix.simulation.machine import active_machine, entered_machine
 from tl_devicefix.simulation.operations import copy_into

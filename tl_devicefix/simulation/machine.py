@@ -15,9 +15,8 @@ import torch.fx.experimental._config as meta_config
 
 from tl_devicefix.placement.devices import DEVICE_TYPE, Site
 from tl_devicefix.placement.memory import format_table, gib
-from tl_devicefix.simulation.asynchronous import AsynchronousExecutor
 from tl_devicefix.simulation.backward import raise_or_keep
-from tl_devicefix.simulation.executor import Executor
+from tl_devicefix.simulation.executor import AsynchronousExecutor, Executor
 from tl_devicefix.simulation.geometry import tensors_in
 from tl_devicefix.simulation.ordering import Memory
 from tl_devicefix.simulation.timeline import Timeline

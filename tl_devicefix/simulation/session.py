@@ -14,14 +14,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from tl_devicefix.placement.devices import DEVICE_TYPE, Hosts, Site, check_number, sites_on
 from tl_devicefix.placement.memory import bytes_of
 from tl_devicefix.simulation import backend, backward
-from tl_devicefix.simulation.asynchronous import (
+from tl_devicefix.simulation.executor import (
     AsynchronousExecutor,
+    Executor,
+    MetaExecutor,
     Speed,
     WatchingHost,
     is_pinned,
     pin_memory,
 )
-from tl_devicefix.simulation.executor import Executor, MetaExecutor
 from tl_devicefix.simulation.machine import Machine, active_machine, entered, entered_machine
 from tl_devicefix.simulation.tensor import TENSOR_DATA, SimTensor, set_data
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tl_devicefix.placement.devices import DEVICE_TYPE
-from tl_devicefix.simulation.asynchronous import AsynchronousExecutor
+from tl_devicefix.simulation.executor import AsynchronousExecutor
 from tl_devicefix.simulation.machine import active_machine
 from tl_devicefix.simulation.ordering import Launcher, Mark
 
