@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
 
@@ -17,6 +18,18 @@ CLASSES = [*([HOOKED] if has_hooked_transformer() else []), *([BRIDGE] if has_br
 
 Get = Callable[[str], Any]
 """An architecture ("llama", "gpt2") -> a model."""
+
+
+@pytest.fixture
+def kind() -> str:
+    """Which architecture the model has; parametrise it for others."""
+    return "llama"
+
+
+@pytest.fixture
+def at_home(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """The tokens, where the model wants them."""
+    return tokens.to(model.cfg.device)
 
 
 @pytest.fixture(params=CLASSES)

@@ -13,7 +13,7 @@ from hf_models import padded
 from kinds import KINDS, Kind, Spread, devices_of, where_to
 from transformer_lens import HookedTransformer
 
-from tl_devicefix.simulation.machine import Machine
+from tl_devicefix.simulation.machine import Machine, Transfer
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +50,6 @@ def load(machine: Machine, from_pretrained: Any, toys: Any) -> Callable[..., Any
 def models(load: Any) -> Callable[..., HookedTransformer]:
     """As `load`, but loaded once for the tests of a module: not to be changed."""
     return cache(load)
-
-
-@pytest.fixture
-def kind() -> str:
-    """Which of `KINDS` the model is; parametrise it for others."""
-    return "llama"
 
 
 @pytest.fixture
@@ -99,6 +93,18 @@ def _clean(model: HookedTransformer) -> None:
         # TransformerLens keeps the ALiBi bias of the longest input, and adds a part of it to the
         # attention scores of a shorter one that differs by a constant for each query.
         block.attn.alibi = None
+
+
+@pytest.fixture
+def transfers_of(machine: Machine) -> Callable[..., list[Transfer]]:
+    """`transfers_of(f, x)` calls `f(x)` and returns the copies that it made."""
+
+    def transfers_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Transfer]:
+        machine.reset_transfers()
+        function(*args, **kwargs)
+        return list(machine.transfers)
+
+    return transfers_of
 
 
 @pytest.fixture(scope="session")

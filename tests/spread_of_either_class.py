@@ -6,7 +6,16 @@ A room's conftest imports all of it.
 
 from __future__ import annotations
 
-from either_class import cls, folded, folded_on_one, from_checkpoint, on_one, over_devices
+from either_class import (
+    at_home,
+    cls,
+    folded,
+    folded_on_one,
+    from_checkpoint,
+    kind,
+    on_one,
+    over_devices,
+)
 
 from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
 
@@ -14,10 +23,8 @@ if has_bridge():
     from bridges import boot, dispatched
     from bridges import references as bridge_references
 
-
 if has_hooked_transformer():
     from spread_models import (
-        kind,
         load,
         machine,
         mask,
@@ -28,4 +35,5 @@ if has_hooked_transformer():
         reference,
         spread,
         toys,
+        transfers_of,
     )

@@ -10,21 +10,9 @@ import pytest
 import torch
 from kinds import GREEDY, KINDS, every_kind, home_of
 
-from tl_devicefix.simulation import Machine, Transfer
+from tl_devicefix.simulation import Transfer
 
 every_number = pytest.mark.parametrize("spread", [1, 2, 3, 4])
-
-
-@pytest.fixture
-def transfers_of(machine: Machine) -> Callable[..., list[Transfer]]:
-    """`transfers_of(f, x)` calls `f(x)` and returns the copies that it made."""
-
-    def transfers_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Transfer]:
-        machine.reset_transfers()
-        function(*args, **kwargs)
-        return list(machine.transfers)
-
-    return transfers_of
 
 
 @pytest.mark.parametrize(

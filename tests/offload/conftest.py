@@ -7,12 +7,6 @@ from spread_of_either_class import *  # noqa: F403
 
 
 @pytest.fixture
-def kind() -> str:
-    """Which architecture the model has; parametrise it for others."""
-    return "llama"
-
-
-@pytest.fixture
 def offload() -> str:
     """Which of `OFFLOADED` the model is; parametrise it for others."""
     return "some of one device"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,41 +11,29 @@ from kinds import home_of
 from offloads import HOST, every_kind, offloaded_blocks, some_offload, weights_of
 
 from tl_devicefix.placement.fitting import working_room
-from tl_devicefix.simulation.machine import Machine, Transfer
-
-
-@pytest.fixture
-def transfers_of(machine: Machine) -> Callable[..., list[Transfer]]:
-    def transfers_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Transfer]:
-        machine.reset_transfers()
-        function(*args, **kwargs)
-        return [t for t in machine.transfers if t.source == HOST]
-
-    return transfers_of
+from tl_devicefix.simulation.machine import Machine
 
 
 @every_kind
 @some_offload
 def test_a_forward_copies_the_weights_of_each_offloaded_block_once(
-    offload: str, model: Any, tokens: torch.Tensor, transfers_of: Any
+    offload: str, model: Any, at_home: torch.Tensor, transfers_of: Any
 ) -> None:
-    at_home = tokens.to(home_of(model))
     away = [model.blocks[layer] for layer in offloaded_blocks(model)]
 
-    copied = transfers_of(model, at_home)
+    copied = [t for t in transfers_of(model, at_home) if t.source == HOST]
 
     assert sum(t.bytes for t in copied) == sum(weights_of(block) for block in away)
     assert len(copied) == sum(len(list(block.parameters())) for block in away)
-    part = transfers_of(model, at_home, stop_at_layer=3)
+    part = [t for t in transfers_of(model, at_home, stop_at_layer=3) if t.source == HOST]
     first = [model.blocks[layer] for layer in offloaded_blocks(model) if layer < 3]
     assert sum(t.bytes for t in part) == sum(weights_of(block) for block in first)
 
 
 @pytest.mark.parametrize("offload", ["all of one device"])
 def test_the_next_block_is_on_its_way_before_a_block_computes(
-    offload: str, model: Any, tokens: torch.Tensor, machine: Machine
+    offload: str, model: Any, at_home: torch.Tensor, machine: Machine
 ) -> None:
-    at_home = tokens.to(home_of(model))
     n_layers, n_weights = model.cfg.n_layers, len(list(model.blocks[0].parameters()))
     machine.reset_transfers()
     sent: dict[str, list[int]] = {"resid_pre": [], "resid_post": []}
