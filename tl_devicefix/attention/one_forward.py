@@ -17,9 +17,9 @@ _this_forward: ContextVar[dict[Any, Any] | None] = ContextVar("tl_devicefix_forw
 
 
 @contextlib.contextmanager
-def one_forward(**kept: Any) -> Iterator[None]:
-    """Within it, `kept_in_forward` is one dict, which begins with `kept`."""
-    token = _this_forward.set(kept)
+def one_forward(*settings: Any) -> Iterator[None]:
+    """Within it, `kept_in_forward` is one dict, which begins with `settings` by their classes."""
+    token = _this_forward.set({type(setting): setting for setting in settings})
     try:
         yield
     finally:
@@ -35,15 +35,22 @@ def kept_in_forward() -> dict[Any, Any]:
 def made_once(
     of: tuple[torch.Tensor | None, ...], what: Hashable, make: Callable[[], Made]
 ) -> Made:
-    """Make something of some tensors, once in a forward.
+    """Make something of some tensors, once in a forward, and again if one of them is changed.
 
     `what` is all else that it depends on. The tensors are kept, so that no others get their ids.
     """
-    kept, key = kept_in_forward(), (what, *map(id, of))
+    kept, key = kept_in_forward(), (what, *map(state_of, of))
     if key not in kept:
         kept[key] = of, make()
     made: Made = kept[key][1]
     return made
+
+
+def state_of(tensor: torch.Tensor | None) -> tuple[int, int | None] | None:
+    """A tensor's identity, and how often it was changed; that is not counted in inference mode."""
+    if tensor is None:
+        return None
+    return id(tensor), None if tensor.is_inference() else tensor._version
 
 
 def cached_fact(

@@ -99,8 +99,7 @@ class CarryTo:
         return mapped(value, self._on_device)
 
     def _copied_once(self, tensor: torch.Tensor) -> torch.Tensor:
-        changes = None if tensor.is_inference() else tensor._version  # hooks may change it
-        what = self, changes, torch.is_grad_enabled()
+        what = self, torch.is_grad_enabled()
         return made_once((tensor,), what, lambda: move(tensor, self.device))
 
 

@@ -9,7 +9,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tl_devicefix.attention.one_forward import kept_in_forward, one_forward
 from tl_devicefix.dispatch.carrying import bring_home, carry, is_output_read
 from tl_devicefix.dispatch.hooking import let_hooks_be, let_hooks_mix
 from tl_devicefix.dispatch.scheduler import device_of_turn, going_to, return_to
@@ -70,6 +69,7 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of either class, whose results are at home also where it stops at a layer.
 
     A patch and not a hook, as `generate` and `run_with_hooks` call `forward` and pass hooks by.
+    It runs within `one_forward`.
     """
     refuse_unfinished(self)
     if not is_aligned(self):
@@ -80,8 +80,6 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(noting_mixed_devices())
-            if kept_in_forward().get("model") is not self:
-                stack.enter_context(one_forward(model=self))
             if HOST in placement.memories:
                 layers = kwargs.get("start_at_layer"), kwargs.get("stop_at_layer")
                 stack.enter_context(touring(self, *layers))

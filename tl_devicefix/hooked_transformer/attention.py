@@ -12,7 +12,7 @@ from transformer_lens.components import AbstractAttention, GroupedQueryAttention
 
 from tl_devicefix.attention import kv_cache, sdpa
 from tl_devicefix.attention.implementation import WHY_NOT, is_sdpa, listens
-from tl_devicefix.attention.one_forward import cached_fact, made_once
+from tl_devicefix.attention.one_forward import cached_fact, made_once, state_of
 from tl_devicefix.hooked_transformer.known_blocks import IS_2, at, why_attention_as_installed
 from tl_devicefix.hooked_transformer.layers import PRECISE, number, run_norm
 from tl_devicefix.placement.devices import has_values
@@ -226,9 +226,8 @@ def _tables(
 ) -> Tables:
     """The tables of a block's attention, made once in a forward for all blocks that share them."""
     cos, mask = attn._buffers.get("rotary_cos"), attn._buffers["mask"] if IS_2 else None
-    version = None if padding is None or padding.is_inference() else padding._version
     has_gradients = torch.is_grad_enabled()
-    what = version, n, offset, attn.attn_type, device, has_gradients, by_sdpa
+    what = n, offset, attn.attn_type, device, has_gradients, by_sdpa
 
     def make_tables() -> Tables:
         seen, pads = None, padding
@@ -236,8 +235,7 @@ def _tables(
         of_keys = of_queries
         names: tuple[Any, ...] = ()
         if by_sdpa and pads is not None:
-            known_padding = "padding", version
-            pads = made_once((pads,), known_padding, lambda: _padding(padding))
+            pads = made_once((pads,), "padding", lambda: _padding(padding))
         override = None if IS_2 else attn._attention_dir_override
         if (override or attn.cfg.attention_dir) == "causal":
             make = _seen_by_sdpa if by_sdpa else _seen
@@ -247,7 +245,7 @@ def _tables(
             sin = attn._buffers["rotary_sin"]
             of_queries = _positions(attn, offset, offset + n, pads)
             of_keys = _positions(attn, 0, offset + n, pads) if offset else of_queries
-            names = _state(cos), _state(sin), object() if pads is not None else None
+            names = state_of(cos), state_of(sin), object() if pads is not None else None
         return Tables(of_queries, of_keys, seen, names)
 
     return made_once((padding, cos, mask), what, make_tables)
@@ -257,11 +255,6 @@ def _padding(padding: Padding | None) -> Padding | None:
     """A padding mask, unless it leaves nothing out. Asked of the device once in a forward."""
     leaves_nothing_out = padding is None or not has_values(padding) or bool(padding.all())
     return None if leaves_nothing_out else padding
-
-
-def _state(tensor: torch.Tensor) -> tuple[int, int | None]:
-    """A table's identity, and how often it was changed."""
-    return id(tensor), None if tensor.is_inference() else tensor._version
 
 
 def _positions(

@@ -23,7 +23,7 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     Raises:
         RuntimeError: if the model's weights are only partly processed.
     """
-    with one_forward(model=self):
+    with one_forward():
         return running.forward(original, self, *args, **kwargs)
 
 

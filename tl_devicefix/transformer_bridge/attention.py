@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 from transformers import masking_utils
 
+from tl_devicefix.attention.one_forward import kept_in_forward, made_once
 from tl_devicefix.placement.devices import has_values
 
 
@@ -25,10 +24,12 @@ class ThisForward(NamedTuple):
     """The config of blocks whose masks are made for SDPA, if these are."""
 
 
-this_forward: ContextVar[ThisForward] = ContextVar(
-    "tl_devicefix_bridge_forward",
-    default=ThisForward(),  # noqa: B039, as it is a tuple
-)
+_NOT_OF_BRIDGE = ThisForward()
+
+
+def this_forward() -> ThisForward:
+    """What is known of the forward that this thread is in."""
+    return kept_in_forward().get(ThisForward, _NOT_OF_BRIDGE)  # type: ignore[no-any-return]
 
 
 def _looks_up(attention: Any) -> bool:
@@ -81,7 +82,7 @@ def let_masks_be_for_sdpa() -> bool:
 
 def _mask_by_forward(*args: Any, **kwargs: Any) -> Any:
     """transformers' mask for "eager"; in a forward by SDPA, for SDPA: none where none is needed."""
-    config = this_forward.get().config_of_sdpa
+    config = this_forward().config_of_sdpa
     if config is not None and kwargs.get("config") is config:
         return masking_utils.sdpa_mask(*args, **kwargs)
     return masking_utils.eager_mask(*args, **kwargs)
@@ -93,21 +94,9 @@ def place_of_mask(layer: Any) -> int:
     return names.index("attention_mask") if "attention_mask" in names else -1
 
 
-_made_of = WeakIdKeyDictionary()
-"""A mask that was made for SDPA -> how often it was changed, and what was made of it then."""
-
-
-def _once(mask: torch.Tensor, make: Callable[..., Any], *args: Any) -> Any:
-    """Call `make` on a mask, once for all blocks."""
-    state = None if mask.is_inference() else mask._version
-    cached_state, made = _made_of.get(mask, (None, {}))
-    if cached_state != state:
-        made = {}
-    key = make, args
-    if key not in made:
-        made[key] = make(mask, *args)
-        _made_of[mask] = state, made
-    return made[key]
+def _once(make: Callable[..., Any], mask: torch.Tensor, *args: Any) -> Any:
+    """Call `make` on a mask, once for all blocks of a forward."""
+    return made_once((mask,), (make, args), lambda: make(mask, *args))
 
 
 def built(mask: Any, residual: torch.Tensor) -> Any:
@@ -116,7 +105,7 @@ def built(mask: Any, residual: torch.Tensor) -> Any:
     if mask is None and n_queries > 1:  # all that SDPA needs is that it is causal
         mask = torch.ones(n_queries, n_queries, dtype=torch.bool, device=residual.device).tril_()
         return _added(mask[None, None], residual.dtype)
-    return _once(mask, _added, residual.dtype) if is_of_pairs(mask) else mask
+    return _once(_added, mask, residual.dtype) if is_of_pairs(mask) else mask
 
 
 def is_causal_itself(attention: nn.Module) -> bool:
@@ -139,7 +128,7 @@ def blinds(mask: Any, n_queries: int) -> bool:
     """Whether there are, or may be, queries that see no key."""
     if not isinstance(mask, torch.Tensor) or mask.dim() != 4:
         return mask is not None
-    return bool(_once(mask, _any_blind, n_queries))
+    return bool(_once(_any_blind, mask, n_queries))
 
 
 def _any_blind(mask: torch.Tensor, n_queries: int) -> bool:

@@ -29,6 +29,7 @@ from transformer_lens.model_bridge.generalized_components import (
 )
 
 from tl_devicefix.attention.implementation import HOOKS, WHY_NOT, is_sdpa, looks_away
+from tl_devicefix.attention.sdpa import why_not_here
 from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.monkeypatch.versions import installed
@@ -75,7 +76,7 @@ def call(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """A wrapper's `__call__`: at best, what it stands for is called and nothing else."""
     unit: PlainUnit | None = self.__dict__.get(_PLAIN)
     if unit is not None:
-        now = this_forward.get()
+        now = this_forward()
         if now.is_of_bridge and (plain := unit.instead_of(self, now)) is not None:
             if args and type(args[0]) is not torch.Tensor and self.is_list_item:
                 plain = unit.remote_layer()
@@ -89,7 +90,7 @@ def call(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 @_patches_block("AltUpBlockBridge")
 def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """A block's forward, around transformers' own layer where nobody listens in it."""
-    unit, now = _unit_of(self), this_forward.get()
+    unit, now = _unit_of(self), this_forward()
     # By itself, a block makes by its wrappers what its layer would have to be given.
     is_plain = now.is_of_bridge and unit.is_unheard(self)
     if now.config_of_sdpa or unit.attends_by_sdpa or (now.may_pad and unit.minds_padding(self)):
@@ -222,7 +223,7 @@ class PlainUnit:
             and not seen.heard()
             and not _has_any_global_hook()
             and not torch.compiler.is_compiling()
-            and not (self.attends_by_sdpa and _differentiates_otherwise())
+            and not (self.attends_by_sdpa and why_not_here())
         )
 
     def why(self, wrapper: Any) -> str:
@@ -317,7 +318,7 @@ class PlainUnit:
             is_plain = not (residual.requires_grad and torch.is_grad_enabled())
         elif is_plain and self.minds_padding(block):
             is_plain = not blinds(mask, residual.shape[1])
-        if not this_forward.get().config_of_sdpa:  # the mask is as for "eager"
+        if not this_forward().config_of_sdpa:  # the mask is as for "eager"
             return is_plain, args, kwargs
         mask = built(mask, residual)
         if is_named:
@@ -347,14 +348,6 @@ def _filter_for(layer: Any) -> Callable[..., dict[str, Any]]:
         return {name: value for name, value in kwargs.items() if name in by_name}
 
     return accepted
-
-
-def _differentiates_otherwise() -> bool:
-    """Whether torch does what SDPA has no derivatives for."""
-    return (
-        torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-    )
 
 
 _hooks_of = itemgetter(*HOOKS)

@@ -8,15 +8,12 @@ from typing import Any
 import torch
 
 from tl_devicefix.attention.implementation import is_sdpa
+from tl_devicefix.attention.one_forward import one_forward
 from tl_devicefix.dispatch import forward as running
 from tl_devicefix.dispatch.scheduler import take_own_tokenizer
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.devices import has_values
-from tl_devicefix.transformer_bridge.attention import (
-    ThisForward,
-    let_masks_be_for_sdpa,
-    this_forward,
-)
+from tl_devicefix.transformer_bridge.attention import ThisForward, let_masks_be_for_sdpa
 from tl_devicefix.transformer_bridge.block import prepare
 
 
@@ -37,11 +34,8 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         config = prepare(self)
         by_sdpa = config is not None and is_sdpa(self) and let_masks_be_for_sdpa()
         now = ThisForward(True, may_pad, config if by_sdpa else None)
-    token = this_forward.set(now)
-    try:
+    with one_forward(now):
         return running.forward(original, self, *args, **kwargs)
-    finally:
-        this_forward.reset(token)
 
 
 def _is_of_tokens(mask: Any) -> bool:
