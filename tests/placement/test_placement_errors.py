@@ -28,7 +28,9 @@ HAS = "which has embed, pos_embed, blocks.0-5, ln_final, unembed"
 def test_a_name_of_no_component(ask: str, name: str, meant: str, placement: Placement) -> None:
     with pytest.raises(KeyError) as caught:
         getattr(placement, ask)(name)
-    assert str(caught.value).startswith(f"{name!r} is in no component of this model, {HAS}{meant}")
+    assert caught.value.args[0].startswith(
+        f"{name!r} is in no component of this model, {HAS}{meant}"
+    )
 
 
 def test_hooks_are_where_what_they_see_is(config: Any, machine: Any) -> None:

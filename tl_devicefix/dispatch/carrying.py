@@ -20,7 +20,7 @@ from torch import nn
 from tl_devicefix.attention.one_forward import made_once
 from tl_devicefix.dispatch.mixing import mapped
 from tl_devicefix.dispatch.scheduler import current_run, going_to
-from tl_devicefix.monkeypatch.replacing import AroundForward
+from tl_devicefix.offload.visiting import AroundForward
 from tl_devicefix.placement.placement import Placement
 
 

@@ -16,7 +16,6 @@ from transformer_lens.loading_from_pretrained import get_pretrained_model_config
 
 from tl_devicefix.attention.kv_cache import let_go
 from tl_devicefix.checkpoints.hub import HUB_ARGUMENTS, torch_dtype
-from tl_devicefix.gathering.gathering import STACKED
 from tl_devicefix.hooked_transformer.components import component_sizes
 from tl_devicefix.hooked_transformer.config import model_config
 from tl_devicefix.hooked_transformer.loading import empty_model
@@ -72,18 +71,6 @@ class HookedBlueprint:
     def room_to_load(self, placement: Placement) -> int:
         """Bytes that loading takes on a device beside the weights: a slice in float32."""
         return working_room(placement, self.dtype)
-
-    def largest_stack(self, model: Any) -> int:
-        """Bytes that the largest stacked weight (`model.W_in`) of a model takes, as it is made."""
-        sizes = dict.fromkeys(STACKED, 0)
-        for name, parameter in model.named_parameters():
-            weight = name.rpartition(".")[2].removeprefix("_")
-            if weight in sizes:
-                copies = 1
-                if name.rpartition(".")[2].startswith("_"):  # grouped: as they are, and repeated
-                    copies = 1 + model.cfg.n_heads // model.cfg.n_key_value_heads
-                sizes[weight] += copies * parameter.nbytes
-        return max(sizes.values())
 
     def generation(self, model: Any, batch_size: int, seq_len: int) -> HookedGeneration:
         """Generating from prompts of `seq_len` tokens."""
@@ -164,7 +151,10 @@ class HookedGeneration:
         self._tokens = torch.zeros(batch_size, seq_len, dtype=torch.long, device=model.cfg.device)
         # The mask is one that TransformerLens would make by the tokenizer.
         self._mask = torch.ones_like(self._tokens)
-        self._kv_cache = _kv_cache_class().init_cache(model.cfg, model.cfg.device, batch_size)
+        # TransformerLens 3 renamed it.
+        in_2 = getattr(transformer_lens, "HookedTransformerKeyValueCache", None)
+        kv_cache_class = in_2 or transformer_lens.TransformerLensKeyValueCache
+        self._kv_cache = kv_cache_class.init_cache(model.cfg, model.cfg.device, batch_size)
 
     def prompt(self) -> None:
         """Run the prompt, which fills the KV cache."""
@@ -186,9 +176,3 @@ class HookedGeneration:
         token, mask = self._tokens[:, :1], self._mask[:, :1]
         self._model(token, past_kv_cache=self._kv_cache, attention_mask=mask)
         del self._tokens, self._mask  # so that only the KV cache is still held
-
-
-def _kv_cache_class() -> Any:
-    """TransformerLens 3 renamed it."""
-    in_2 = getattr(transformer_lens, "HookedTransformerKeyValueCache", None)
-    return in_2 or transformer_lens.TransformerLensKeyValueCache

@@ -8,7 +8,7 @@ from typing import Any
 from tl_devicefix.attention.one_forward import one_forward
 from tl_devicefix.dispatch import forward as running
 from tl_devicefix.dispatch.scheduler import current_run, take_own_tokenizer
-from tl_devicefix.hooked_transformer.moving import placement_of, remember_placement
+from tl_devicefix.hooked_transformer.moving import placements
 from tl_devicefix.monkeypatch.patch import patches
 
 
@@ -44,10 +44,10 @@ def override_defaults(original: Any, self: Any) -> Any:
         if _differs(overrides.get("padding_side"), getattr(model.tokenizer, "padding_side", None)):
             take_own_tokenizer(model)
         if _differs(overrides.get("prepend_bos"), model.cfg.default_prepend_bos):
-            placement = placement_of(model.cfg)
+            placement = placements.get(model.cfg)
             model.cfg = copy.copy(model.cfg)
             if placement is not None:
-                remember_placement(model.cfg, placement)
+                placements[model.cfg] = placement
     return original(self)
 
 

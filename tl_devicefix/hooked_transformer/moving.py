@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 from transformer_lens.train import train as transformer_lens_train
 
 from tl_devicefix.dispatch import forward as running
@@ -52,7 +52,7 @@ def settle(model: Any, placement: Placement) -> None:
 def _record(model: Any, placement: Placement) -> None:
     model.placement = placement
     use(placement)
-    remember_placement(model.cfg, placement)
+    placements[model.cfg] = placement
 
 
 def _tell_accelerate(model: Any, placement: Placement) -> None:
@@ -168,7 +168,7 @@ def __setstate__(self: Any, state: dict[str, Any]) -> None:
     if placement is None:
         return
     use(placement)
-    remember_placement(self.cfg, placement)
+    placements[self.cfg] = placement
     if _devices(self) != {c.stored_on for c in placement.components if c.weights}:
         _follow_weights(self)
     else:
@@ -252,21 +252,8 @@ def setup(original: Any, self: Any) -> Any:
     return result
 
 
-# Which placement belongs to a config: TransformerLens asks for a block's device by config alone.
-# Keyed by identity, as configs are not hashable, and forgotten with the config.
-_placements: dict[int, tuple[weakref.ref[Any], Placement]] = {}
-
-
-def remember_placement(cfg: Any, placement: Placement) -> None:
-    """Record that the model with this config object is placed so."""
-    key = id(cfg)
-    _placements[key] = (weakref.ref(cfg, lambda _: _placements.pop(key, None)), placement)
-
-
-def placement_of(cfg: Any) -> Placement | None:
-    """The placement of the model with this config object, if it has been placed."""
-    entry = _placements.get(id(cfg))
-    return entry[1] if entry is not None and entry[0]() is cfg else None
+placements: Any = WeakIdKeyDictionary()
+"""A model's config -> its placement: TransformerLens asks for a block's device by config alone."""
 
 
 @patches(
@@ -284,7 +271,7 @@ def get_device_for_block_index(
     TransformerLens also asks for index 0 when it means the device of the tokens, which is home;
     block 0 fetches its own input if it lies elsewhere.
     """
-    placement = placement_of(cfg)
+    placement: Placement | None = placements.get(cfg)
     if placement is None:
         return original(index, cfg, device)  # type: ignore[no-any-return]
     if index == 0 or len(placement.devices) == 1:

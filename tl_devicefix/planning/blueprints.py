@@ -49,9 +49,6 @@ class Blueprint(Protocol):
     def room_to_load(self, placement: Placement) -> int:
         """Bytes that loading takes on a device beside the weights."""
 
-    def largest_stack(self, model: Any) -> int:
-        """Bytes that the largest stacked weight (`model.W_in`) of a model takes, as it is made."""
-
     def generation(self, model: Any, batch_size: int, seq_len: int) -> Generation:
         """Generating from prompts of `seq_len` tokens."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -15,8 +16,10 @@ import torch
 
 from tl_devicefix.attention.implementation import set_attn_implementation
 from tl_devicefix.gathering.caches import CacheAtHome
+from tl_devicefix.gathering.gathering import STACKED
 from tl_devicefix.placement.deciding import DeviceMap, decide
 from tl_devicefix.placement.devices import DEVICE_TYPE, HOST, Hosts
+from tl_devicefix.placement.in_use import gather_on
 from tl_devicefix.placement.memory import by_device, capacity
 from tl_devicefix.placement.placement import (
     BetweenHosts,
@@ -188,7 +191,7 @@ class Setting:
                 )
             if self.job.gather is not None:
                 at = -1 if self.job.gather == "cpu" else int(self.job.gather)
-                devices[at] = replace(devices[at], gathered=self.model.largest_stack(model))
+                devices[at] = replace(devices[at], gathered=_largest_stack(machine, model))
         return Measured(tuple(devices), placement, used.between_hosts)
 
     def _on_device(self, index: int, placement: Placement, made: int, used: _Usage) -> OnDevice:
@@ -228,6 +231,18 @@ def _check_cache(job: Job, model: Any) -> None:
                 f"cache={job.cache!r} names {part!r}, but this model has no such hook: give 'all', "
                 f"or names such as {', '.join(map(repr, close))}"
             )
+
+
+def _largest_stack(machine: Machine, model: Any) -> int:
+    """Bytes that the largest stacked weight (`model.W_in`) of a model takes, as it is made."""
+    before = machine.memory_allocated(0)
+    machine.reset_peak_memory_stats(0)
+    with gather_on(f"{DEVICE_TYPE}:0"), torch.no_grad():
+        for name in STACKED:
+            # Blocks may have none, or none that can be stacked.
+            with suppress(AttributeError, ValueError, NotImplementedError):
+                getattr(model, name)
+    return machine.max_memory_allocated(0) - before
 
 
 class _Usage:

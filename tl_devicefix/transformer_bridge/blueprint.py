@@ -14,8 +14,6 @@ from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_f
 from transformers import AutoTokenizer, DynamicCache, PretrainedConfig
 
 from tl_devicefix.checkpoints.hub import TOKENIZER_FILES, known_config, read_config, torch_dtype
-from tl_devicefix.gathering.gathering import STACKED
-from tl_devicefix.placement.in_use import gather_on
 from tl_devicefix.placement.placement import ComponentSize, Placement
 from tl_devicefix.transformer_bridge.alignment import settle_bridge
 from tl_devicefix.transformer_bridge.components import (
@@ -109,11 +107,6 @@ class BridgeBlueprint:
         """Nothing: transformers puts each weight where it stays."""
         return 0
 
-    def largest_stack(self, model: Any) -> int:
-        """Bytes that the largest stacked weight (`model.W_in`) of a Bridge takes."""
-        with gather_on(str(model.cfg.device)), torch.no_grad():
-            return max(_size(model, name) for name in (*STACKED, "W_gate"))
-
     def generation(self, model: Any, batch_size: int, seq_len: int) -> BridgeGeneration:
         """Generating from prompts of `seq_len` tokens."""
         return BridgeGeneration(model, batch_size, seq_len)
@@ -174,15 +167,6 @@ def _saved_tokenizer(name: str) -> Any:
     if any((Path(name) / file).is_file() for file in TOKENIZER_FILES):
         return AutoTokenizer.from_pretrained(name, add_bos_token=True)
     return None
-
-
-def _size(model: Any, name: str) -> int:
-    """Bytes of a stacked weight; 0 if the blocks have none, or none that can be stacked."""
-    try:
-        stack = getattr(model, name)
-    except (AttributeError, ValueError, NotImplementedError):
-        return 0
-    return stack.nbytes if isinstance(stack, torch.Tensor) else 0
 
 
 class BridgeGeneration:
