@@ -94,7 +94,8 @@ class AttnImplementation:
     """
 
     def __init__(self, model: Any, attn_implementation: str | None) -> None:
-        self._modules = _all_that_attend(model) if isinstance(model, torch.nn.Module) else {}
+        is_module = isinstance(model, torch.nn.Module)
+        self._modules = by_shortest_name(model, _attends) if is_module else {}
         check_attn_implementation(attn_implementation)
         if not self._modules:
             raise ValueError(
@@ -137,7 +138,7 @@ class AttnImplementation:
 
 def attention_of_each(model: Any, attentions: dict[str, Any] | None = None) -> dict[str, str]:
     """Name of each attention of a model -> "sdpa", or "eager" and why, if a forward came now."""
-    attentions = _all_that_attend(model) if attentions is None else attentions
+    attentions = by_shortest_name(model, _attends) if attentions is None else attentions
     return {
         name: _implementation_of(model, name, attention) for name, attention in attentions.items()
     }
@@ -151,11 +152,11 @@ def check_attn_implementation(attn_implementation: str | None) -> None:
         )
 
 
-def _all_that_attend(model: Any) -> dict[str, Any]:
-    """Attention modules by their shortest name: a Bridge's have transformers' names too."""
+def by_shortest_name(model: Any, is_one: Callable[[Any], bool]) -> dict[str, Any]:
+    """Modules of a kind by their shortest name: a Bridge's have transformers' names too."""
     names: dict[Any, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if _attends(module):
+        if is_one(module):
             names[module] = min(names.get(module, name), name, key=len)
     return {name: module for module, name in names.items()}
 

@@ -23,12 +23,7 @@ from tl_devicefix.checking.places import (
     setup_findings,
 )
 from tl_devicefix.checking.report import Finding, Report
-from tl_devicefix.checking.values import (
-    hook_findings,
-    hook_notes,
-    storage_findings,
-    value_findings,
-)
+from tl_devicefix.checking.values import hook_findings, hook_notes, storage_findings, value_findings
 from tl_devicefix.dispatch.forward import WHY_REFUSED, is_unfinished
 
 __all__ = ["Finding", "Report", "check"]

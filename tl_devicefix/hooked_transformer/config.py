@@ -116,10 +116,7 @@ def _config_by_name(
     """TransformerLens's own; `transformers_config` is what transformers would read."""
     readable = _ReadableAutoConfig(transformers_config, token)
     try:
-        with (
-            _reading,
-            mock.patch.object(tl_loading, "AutoConfig", readable),
-        ):
+        with _reading, mock.patch.object(tl_loading, "AutoConfig", readable):
             return tl_loading.get_pretrained_model_config(name, **kwargs)
     except OSError as error:
         reason = " ".join(str(error).split())

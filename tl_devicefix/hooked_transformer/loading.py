@@ -21,10 +21,7 @@ from torch import nn
 from transformer_lens import HookedTransformer
 from transformer_lens.components import TransformerBlock
 
-from tl_devicefix.attention.implementation import (
-    check_attn_implementation,
-    set_attn_implementation,
-)
+from tl_devicefix.attention.implementation import check_attn_implementation, set_attn_implementation
 from tl_devicefix.checkpoints.checkpoint import load_hf_model
 from tl_devicefix.checkpoints.hub import (
     TOKENIZER_FILES,
@@ -252,10 +249,7 @@ def _steps(cfg: Any, arguments: dict[str, Any]) -> Steps:
 
 
 def _place(
-    cfg: Any,
-    arguments: dict[str, Any],
-    device_map: DeviceMap | None,
-    max_memory: MaxMemory | None,
+    cfg: Any, arguments: dict[str, Any], device_map: DeviceMap | None, max_memory: MaxMemory | None
 ) -> Placement:
     placement = decide_fitting(
         component_sizes(cfg),

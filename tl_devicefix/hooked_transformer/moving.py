@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -124,7 +123,7 @@ def _follow_weights(model: Any) -> None:
     if getattr(model, "placement", None) is not None:
         settle(model, model.placement.gathered_on(device))
     else:
-        unalign(model)
+        running.unalign(model)
 
 
 def _devices(model: nn.Module) -> set[torch.device]:
@@ -209,14 +208,12 @@ def share_buffers(model: nn.Module) -> None:
 
 def converted_once(model: nn.Module, convert: Convert) -> Convert:
     """A conversion by which a buffer that several blocks share stays shared."""
-    counts = Counter(
-        id(buffer) for module in model.modules() for buffer in module._buffers.values()
-    )
+    buffers = {id(buffer) for module in model.modules() for buffer in module._buffers.values()}
     # With the original, so that no other tensor gets its id while this is in use.
     converted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def convert_once(tensor: torch.Tensor) -> torch.Tensor:
-        if counts[id(tensor)] < 2:
+        if id(tensor) not in buffers:
             return convert(tensor)
         if id(tensor) not in converted:
             converted[id(tensor)] = tensor, convert(tensor)
@@ -227,16 +224,7 @@ def converted_once(model: nn.Module, convert: Convert) -> Convert:
 
 def align(model: Any, placement: Placement) -> None:
     """Make `model` run over the devices of `placement`, replacing any earlier alignment."""
-    unalign(model)
     running.align(model, placement, lambda name: not name.startswith("blocks."), is_own)
-
-
-def unalign(model: Any) -> None:
-    """Undo `align`, also for ALiBi biases, which lie on an earlier device."""
-    running.unalign(model)
-    if model.cfg.positional_embedding_type == "alibi":
-        for block in model.blocks:
-            block.attn.alibi = None  # TransformerLens makes it anew
 
 
 @patches(
@@ -257,10 +245,7 @@ placements: Any = WeakIdKeyDictionary()
 
 
 @patches(
-    None,
-    takes="index cfg device",
-    why="route the residual stream by the placement",
-    until="3.9",
+    None, takes="index cfg device", why="route the residual stream by the placement", until="3.9"
 )
 def get_device_for_block_index(
     original: Any, index: int, cfg: Any, device: torch.device | str | None = None

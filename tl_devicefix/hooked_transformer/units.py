@@ -15,12 +15,7 @@ import transformers.utils.logging as hf_logging
 from torch import nn
 from transformer_lens import HookedTransformer
 
-from tl_devicefix.checkpoints.sources import (
-    Source,
-    full_name,
-    name_in_unit,
-    processing_unit,
-)
+from tl_devicefix.checkpoints.sources import Source, full_name, name_in_unit, processing_unit
 from tl_devicefix.hooked_transformer.components import component_names
 from tl_devicefix.monkeypatch.applying import original
 from tl_devicefix.placement.fitting import naming_full_devices

@@ -93,10 +93,7 @@ def _read(
 
 
 def check_options(
-    function: Callable[..., Any],
-    config_or_model_name: Any,
-    options: Iterable[str],
-    cls: Any = None,
+    function: Callable[..., Any], config_or_model_name: Any, options: Iterable[str], cls: Any = None
 ) -> None:
     """Check the names of the options that `estimate` or `dry_run` was called with."""
     adapter = adapter_to_load(config_or_model_name, cls)

@@ -28,7 +28,13 @@ from transformer_lens.model_bridge.generalized_components import (
     UnembeddingBridge,
 )
 
-from tl_devicefix.attention.implementation import HOOKS, WHY_NOT, is_sdpa, looks_away
+from tl_devicefix.attention.implementation import (
+    HOOKS,
+    WHY_NOT,
+    by_shortest_name,
+    is_sdpa,
+    looks_away,
+)
 from tl_devicefix.attention.sdpa import why_not_here
 from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.monkeypatch.patch import patches
@@ -115,11 +121,8 @@ def why_installed(block: Any) -> str | None:
 
 def forward_of_each(model: Any) -> dict[str, str]:
     """Name of each block of a Bridge -> which forward it would run, and why."""
-    names: dict[Any, str] = {}
-    for name, module in model.named_modules(remove_duplicate=False):  # transformers' names too
-        if getattr(module, "is_list_item", False):
-            names[module] = min(names.get(module, name), name, key=len)
-    whys = {name: why_installed(block) for block, name in names.items()}
+    blocks = by_shortest_name(model, lambda module: getattr(module, "is_list_item", False))
+    whys = {name: why_installed(block) for name, block in blocks.items()}
     return {
         name: "transformers' own layer" if why is None else f"as installed: {why}"
         for name, why in whys.items()

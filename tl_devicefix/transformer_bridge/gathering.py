@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import warnings
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +15,6 @@ from tl_devicefix.dispatch.mixing import mix_devices
 from tl_devicefix.gathering.caches import CacheAtHome, cache_for
 from tl_devicefix.gathering.gathering import gathering_device, stack_on
 from tl_devicefix.monkeypatch.patch import patches
-
-_STACKS = "stack weights of any devices in one copy"
-_Reshape = Callable[[torch.Tensor], torch.Tensor]
 
 
 @patches(
@@ -57,31 +53,23 @@ def get_params(original: Any, self: Any) -> dict[str, torch.Tensor]:
     return weights if device is None else CacheAtHome(device).of(weights)
 
 
-@patches("TransformerBridge", takes="self attr_path reshape_fn", why=_STACKS)
-def _stack_block_params(
-    original: Any, self: Any, attr_path: str, reshape_fn: _Reshape | None = None
-) -> Any:
-    """`TransformerBridge._stack_block_params`, of blocks on any devices, in one copy."""
-    return _stacked(self, attr_path, reshape_fn, partial(original, self, attr_path))
-
-
-@patches("TransformerBridge", takes="self submodule attr_path reshape_fn", why=_STACKS)
-def stack_params_for(
-    original: Any, self: Any, submodule: str, attr_path: str, reshape_fn: _Reshape | None = None
-) -> Any:
-    """`TransformerBridge.stack_params_for`, of blocks on any devices, in one copy."""
-    return _stacked(self, attr_path, reshape_fn, partial(original, self, submodule, attr_path))
-
-
-def _stacked(bridge: Any, path: str, reshape: _Reshape | None, stack: Callable[[Any], Any]) -> Any:
-    """What TransformerLens's `stack` gives, with weights that are stacked here.
+@patches(
+    "TransformerBridge",
+    *("_stack_block_params", "stack_params_for"),
+    takes="self attr_path reshape_fn",
+    why="stack weights of any devices in one copy",
+)
+def stack(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`TransformerBridge._stack_block_params` and its like, of blocks on any devices, in one copy.
 
     Which blocks have the weight, and what is said of those that lack it, is TransformerLens's: it
     gets next to nothing to stack.
     """
-    device = gathering_device(bridge)
+    device = gathering_device(self)
     if device is None:
-        return stack(reshape)
+        return original(self, *args, **kwargs)
+    bound = inspect.signature(original).bind(self, *args, **kwargs)
+    reshape = bound.arguments.get("reshape_fn")
     weights: list[torch.Tensor] = []
 
     def keep(weight: torch.Tensor) -> torch.Tensor:
@@ -90,8 +78,10 @@ def _stacked(bridge: Any, path: str, reshape: _Reshape | None, stack: Callable[[
         weights.append(weight if reshape is None else reshape(weight))
         return torch.empty(0, device=device)
 
-    result = stack(keep)
-    stacked = stack_on(device, weights, f"bridge.{path.rpartition('.')[2]}")
+    bound.arguments["reshape_fn"] = keep
+    result = original(*bound.args, **bound.kwargs)
+    name = bound.arguments["attr_path"].rpartition(".")[2]
+    stacked = stack_on(device, weights, f"bridge.{name}")
     return (result[0], stacked) if isinstance(result, tuple) else stacked  # with their indices
 
 

@@ -13,10 +13,7 @@ from torch import nn
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import PreTrainedModel
 
-from tl_devicefix.attention.implementation import (
-    check_attn_implementation,
-    set_attn_implementation,
-)
+from tl_devicefix.attention.implementation import check_attn_implementation, set_attn_implementation
 from tl_devicefix.checkpoints.hub import is_checkpoint_directory, read_config, torch_dtype
 from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.monkeypatch.patch import patches

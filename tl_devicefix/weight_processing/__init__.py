@@ -56,8 +56,7 @@ class Steps:
         """These steps less those that do not apply to a model with this config. Call it once."""
         recenters = conventions.recenters_b_O and uses_layer_norm(cfg)
         steps = replace(
-            self,
-            recenter_b_O=recenters and self.fold_value_biases and self.center_writing_weights,
+            self, recenter_b_O=recenters and self.fold_value_biases and self.center_writing_weights
         )
         if steps.fold_ln and cfg.normalization_type is None:
             _log.warning("fold_ln=True, but the model has no norms to fold: skipped")

@@ -196,7 +196,6 @@ def refactor_attention_of_block(block: Weights) -> None:
 
 
 def _with_bias_as_input(
-    weight: Float[torch.Tensor, "heads d_model d_head"],
-    bias: Float[torch.Tensor, "heads d_head"],
+    weight: Float[torch.Tensor, "heads d_model d_head"], bias: Float[torch.Tensor, "heads d_head"]
 ) -> Float[torch.Tensor, "heads d_model_plus_1 d_head"]:
     return torch.cat([weight, bias[:, None, :]], dim=1)
