@@ -23,28 +23,20 @@ def which_hook_point(name: object, hook_points: Collection[str]) -> str:
     return did_you_mean(name, hook_points, 0.85)
 
 
-def refuse_misspelt(function: str, arguments: Iterable[str], parameters: Iterable[str]) -> None:
-    """Refuse near misses of arguments that exist; what is like none of them may pass through.
+def refuse_unknown(
+    function: str,
+    arguments: Iterable[str],
+    parameters: Iterable[str],
+    where: str = "",
+    passes_on: bool = False,
+) -> None:
+    """Refuse every argument that does not exist; `where` is as " for a directory".
 
-    TransformerLens passes unknown arguments on to transformers, which swallows them.
+    If the function `passes_on` what it does not know, only near misses: TransformerLens passes
+    arguments on to transformers, which swallows them.
     """
     parameters = list(parameters)
     for name in arguments:
-        meant = did_you_mean(name, parameters, _NEAR) if name not in parameters else ""
-        if meant:
-            raise TypeError(
-                f"{function} has no argument {name!r}{meant} "
-                "(TransformerLens alone would ignore it)"
-            )
-
-
-def refuse_unknown(
-    function: str, arguments: Iterable[str], parameters: Iterable[str], where: str = ""
-) -> None:
-    """Refuse every argument that does not exist; `where` is as " for a directory"."""
-    parameters = list(parameters)
-    for name in arguments:
-        if name not in parameters:
-            raise TypeError(
-                f"{function} has no argument {name!r}{where}{did_you_mean(name, parameters)}"
-            )
+        meant = did_you_mean(name, parameters, _NEAR if passes_on else 0.6)
+        if name not in parameters and (meant or not passes_on):
+            raise TypeError(f"{function} has no argument {name!r}{where}{meant}")

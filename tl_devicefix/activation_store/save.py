@@ -30,7 +30,7 @@ from tl_devicefix.activation_store.writer import Copied, Writer, start_copies
 from tl_devicefix.adapters import adapter_of
 from tl_devicefix.checkpoints.hub import torch_dtype
 from tl_devicefix.dispatch.carrying import outputs_unread
-from tl_devicefix.misspelt import refuse_misspelt
+from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.monkeypatch.versions import versions
 from tl_devicefix.pipelining.pipeline_map import n_in_flight, pipeline_map
 from tl_devicefix.placement.memory import bytes_of, gib
@@ -101,10 +101,8 @@ def save_activations(
     n_runs = n_in_flight(model, max_in_flight)
     for name in _INSTEAD.keys() & arguments.keys():
         raise TypeError(f"save_activations() has no argument {name!r}: {_INSTEAD[name]}")
-    functions = (save_activations, model.forward)
-    refuse_misspelt(
-        "save_activations()", arguments, [n for f in functions for n in signature(f).parameters]
-    )
+    parameters = [*signature(save_activations).parameters, *signature(model.forward).parameters]
+    refuse_unknown("save_activations()", arguments, parameters, passes_on=True)
     directory = Path(directory)
     dtype = None if dtype is None else torch_dtype(dtype)
     selection = Selection(checked_names(names_filter, model), dtype, transform, token_mask)

@@ -36,7 +36,7 @@ from tl_devicefix.hooked_transformer.config import is_listed, model_config, offi
 from tl_devicefix.hooked_transformer.known_blocks import POST_NORM
 from tl_devicefix.hooked_transformer.moving import place
 from tl_devicefix.hooked_transformer.units import fill, installed_conventions
-from tl_devicefix.misspelt import refuse_misspelt
+from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.monkeypatch.applying import original
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
@@ -124,11 +124,8 @@ def _load(
     hf_kwargs = arguments.pop("from_pretrained_kwargs", {})
     for name in _COUNTS_DEVICES & hf_kwargs.keys():
         raise TypeError(f"from_pretrained has no argument {name!r}; did you mean 'n_devices'?")
-    refuse_misspelt(
-        "from_pretrained",
-        hf_kwargs,
-        [*arguments, "device_map", "max_memory", "attn_implementation"],
-    )
+    parameters = [*arguments, "device_map", "max_memory", "attn_implementation"]
+    refuse_unknown("from_pretrained", hf_kwargs, parameters, passes_on=True)
     dtype = torch_dtype(hf_kwargs.pop("torch_dtype", arguments["dtype"]))
     arguments["model_name"] = os.fspath(arguments["model_name"])
     model_name = official_name(arguments["model_name"])
