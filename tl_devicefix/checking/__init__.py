@@ -16,7 +16,6 @@ from tl_devicefix.checking.places import (
     count_parameters,
     device_findings,
     host_findings,
-    host_notes,
     is_unspread,
     memory,
     placement_of,
@@ -80,7 +79,7 @@ def check(model: Any, repair: bool = False) -> Report:
             *hook_findings(model),
         ),
         repaired=tuple(repaired),
-        notes=(*attached_notes(model, attached), *host_notes(model), *hook_notes(model)),
+        notes=(*attached_notes(model, attached), *hook_notes(model)),
         n_parameters=count_parameters(model),
         memory=memory(model),
     )

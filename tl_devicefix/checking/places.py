@@ -17,7 +17,7 @@ from tl_devicefix.dispatch.user_modules import PlacedTensor, device_of_weights, 
 from tl_devicefix.placement.devices import HOST, printed, resolve, site_of, with_index
 from tl_devicefix.placement.fitting import move_parameter
 from tl_devicefix.placement.memory import gib
-from tl_devicefix.placement.placement import Placement, by_hosts, in_short, in_words
+from tl_devicefix.placement.placement import Placement, in_short
 
 
 def tensors(model: Any, attached: Container[nn.Module] = ()) -> Iterator[PlacedTensor]:
@@ -214,26 +214,6 @@ def host_findings(model: Any) -> Iterator[Finding]:
             names = in_short([c.name for c in placement.components if c.device == device])
             message = f"{names}: {device} ({planned.name}) is not among the joined devices any more"
             yield Finding("hosts", names, message, "load the model again, over joined hosts")
-
-
-def host_notes(model: Any) -> Iterator[Finding]:
-    """Notes on a residual stream or weights that go between hosts more often than they must."""
-    placement = placement_of(model)
-    if placement is None:
-        return
-    times = sum(crossing.per_token > 0 for crossing in placement.crossings)
-    sites = {site_of(device, placement.sites) for device in placement.devices}
-    n_hosts = len({site.host for site in sites if site is not None})
-    if times > n_hosts:
-        message = (
-            f"the residual stream goes from host to host {times} times in a forward, where "
-            f"{n_hosts} would do: give each host blocks that follow each other"
-        )
-        yield Finding("hosts", "model", message)
-    visits = [(crossing, crossing.per_forward) for crossing in placement.crossings]
-    if sent := by_hosts(visits, placement.sites):
-        message = f"each forward sends weights of offloaded blocks between hosts: {in_words(sent)}"
-        yield Finding("hosts", "model", message)
 
 
 # --------------------------------------------------------------------------------------------

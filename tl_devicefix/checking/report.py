@@ -23,7 +23,7 @@ Kind = Literal[
     "norms",  # folded, or not folded, against the config
     "hooks",  # left behind
     "attached",  # an SAE or the like that runs on a device of its own: a note
-    "hosts",  # a device of a host that is gone; or, as a note, more traffic than there need be
+    "hosts",  # a device of a host that is gone
 ]
 
 
