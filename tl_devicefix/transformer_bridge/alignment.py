@@ -145,22 +145,6 @@ def placement_as_it_lies(bridge: Any) -> Placement | None:
     return Placement(tuple(placed)) if placed else None
 
 
-def let_pieces_mix(bridge: Any) -> None:
-    """Count the devices of a Bridge that divides components as in use, for `mix_devices`.
-
-    It is left as accelerate dispatched it, whose hooks carry what some of its modules take.
-    """
-    pieces = [
-        PlacedComponent(path, parameter.nbytes, device=with_index(parameter.device))
-        for path, module in bridge.original_model.named_modules()
-        for parameter in module.parameters(recurse=False)
-        if not parameter.is_meta
-    ]
-    if pieces:
-        bridge.__dict__["_pieces"] = Placement(tuple(pieces))  # held for as long as the Bridge
-        use(bridge.__dict__["_pieces"])
-
-
 def view_of(bridge: Any) -> Any:
     """A view of a Bridge: see `dispatch/views.py:view_of`."""
     prepare(bridge)

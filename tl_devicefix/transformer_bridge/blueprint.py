@@ -122,10 +122,7 @@ def _hf_config(config_or_model_name: Any) -> Any:
             "directory, nor a transformers config"
         )
     name = os.fspath(config_or_model_name)
-    config = known_config(name)
-    if config is not None:
-        return config
-    return read_config(name, name)
+    return known_config(name) or read_config(name, name)
 
 
 _N_CTX_FIELDS = (

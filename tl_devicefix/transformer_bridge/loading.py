@@ -22,7 +22,6 @@ from tl_devicefix.placement.devices import simulated_device
 from tl_devicefix.placement.in_use import other_hosts
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.transformer_bridge.alignment import (
-    let_pieces_mix,
     place_bridge,
     placement_as_it_lies,
     settle_bridge,
@@ -218,7 +217,4 @@ def _bring_root_home(hf_model: nn.Module, home: torch.device) -> None:
 
 def _settle_where_it_is(bridge: Any) -> None:
     """Record where a Bridge's model lies; on several devices, have it run over them as it lies."""
-    placement = placement_as_it_lies(bridge)
-    settle_bridge(bridge, placement)
-    if placement is None:
-        let_pieces_mix(bridge)
+    settle_bridge(bridge, placement_as_it_lies(bridge))
