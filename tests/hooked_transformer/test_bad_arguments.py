@@ -37,7 +37,7 @@ NONSENSE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "max_memory that is too small": (
         {"n_devices": 2, "max_memory": {0: 1000, 1: "1GiB"}},
-        ("sim:0", "1.0 KiB", "larger max_memory"),
+        ("sim:0", "1000 bytes", "larger max_memory"),
     ),
     "a dtype that does not exist": ({"dtype": "float17"}, ("'float17'", "bfloat16")),
     "a dtype without fractions": ({"dtype": torch.int8}, ("int8", "bfloat16")),

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float
 
+from tl_devicefix.monkeypatch.patch import package_of
+
 Heads = Float[torch.Tensor, "batch pos kv_head_index d_head"]
 _GROWN = "_tl_devicefix_grown"
 _LEAST_ROOM = 64
@@ -75,7 +77,7 @@ def rotated_keys(
 
 def _fits(entry: Any, new_keys: Heads, new_values: Heads) -> bool:
     """Whether new keys can be written in place; a graph still needs the old tensors."""
-    if torch.is_grad_enabled() or not _is_of_transformer_lens(entry):
+    if torch.is_grad_enabled() or package_of(type(entry).append) != "transformer_lens":
         return False
     return all(
         past.dim() == 4
@@ -83,10 +85,6 @@ def _fits(entry: Any, new_keys: Heads, new_values: Heads) -> bool:
         and (past.dtype, past.device) == (new.dtype, new.device)
         for past, new in ((entry.past_keys, new_keys), (entry.past_values, new_values))
     )
-
-
-def _is_of_transformer_lens(entry: Any) -> bool:
-    return type(entry).append.__module__.partition(".")[0] == "transformer_lens"
 
 
 class _Grown:

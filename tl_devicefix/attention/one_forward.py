@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -11,19 +11,15 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tl_devicefix.placement.devices import has_values
+from tl_devicefix.placement.in_use import setting
 
 Made = TypeVar("Made")
 _this_forward: ContextVar[dict[Any, Any] | None] = ContextVar("tl_devicefix_forward", default=None)
 
 
-@contextlib.contextmanager
-def one_forward(*settings: Any) -> Iterator[None]:
-    """Within it, `kept_in_forward` is one dict, which begins with `settings` by their classes."""
-    token = _this_forward.set({type(setting): setting for setting in settings})
-    try:
-        yield
-    finally:
-        _this_forward.reset(token)
+def one_forward(*facts: Any) -> contextlib.AbstractContextManager[None]:
+    """Within it, `kept_in_forward` is one dict, which begins with `facts` by their classes."""
+    return setting(_this_forward, {type(fact): fact for fact in facts})
 
 
 def kept_in_forward() -> dict[Any, Any]:

@@ -14,6 +14,7 @@ from transformer_lens.hook_points import HookPoint
 from tl_devicefix.checking.places import tensors
 from tl_devicefix.checking.report import Finding
 from tl_devicefix.dispatch.naming import expression, named_modules
+from tl_devicefix.monkeypatch.patch import package_of
 
 _INFINITE_BY_DESIGN = "IGNORE"
 """The buffer that attention scores are masked with."""
@@ -108,7 +109,7 @@ def hook_findings(model: Any) -> Iterator[Finding]:
         own = {handle.hook.id for handle in handles}
         for attribute, kind in _PYTORCH.items():
             for key, hook in getattr(module, attribute).items():
-                if key not in own and not _is_of_library(hook):
+                if key not in own and package_of(hook) not in _LIBRARIES:
                     name = path or "model"
                     message = f"{name} still has a PyTorch {kind} ({_name(hook)})"
                     fix = f"del {expression(path)}.{attribute}[{key}]"
@@ -119,18 +120,15 @@ def hook_notes(model: Any) -> Iterator[Finding]:
     """Permanent hooks of users: they are meant to stay."""
     for path, module in named_modules(model):
         permanent = (handle for handle in _handles(module) if handle.is_permanent)
-        users = (h for h in permanent if not _is_of_library(getattr(h, "user_hook", None)))
+        users = (
+            h for h in permanent if package_of(getattr(h, "user_hook", None)) not in _LIBRARIES
+        )
         if names := ", ".join(map(_name, users)):
             yield Finding("hooks", path, f"{path} has a permanent hook ({names})")
 
 
 def _handles(module: nn.Module) -> list[Any]:
     return [*module.fwd_hooks, *module.bwd_hooks] if isinstance(module, HookPoint) else []
-
-
-def _is_of_library(hook: Any) -> bool:
-    owner = getattr(hook, "__module__", None) or type(hook).__module__
-    return owner.partition(".")[0] in _LIBRARIES
 
 
 def _name(hook: Any) -> str:

@@ -21,6 +21,7 @@ from tl_devicefix.attention.one_forward import made_once
 from tl_devicefix.dispatch.mixing import mapped
 from tl_devicefix.dispatch.scheduler import current_run, going_to
 from tl_devicefix.offload.visiting import AroundForward
+from tl_devicefix.placement.in_use import setting
 from tl_devicefix.placement.placement import Placement
 
 
@@ -42,14 +43,9 @@ def bring_home(output: Any, home: torch.device) -> Any:
 _unread = ContextVar("_unread", default=False)
 
 
-@contextlib.contextmanager
-def outputs_unread() -> Iterator[None]:
+def outputs_unread() -> contextlib.AbstractContextManager[None]:
     """Within it, nobody reads what a model returns, so it stays where it was computed."""
-    token = _unread.set(True)
-    try:
-        yield
-    finally:
-        _unread.reset(token)
+    return setting(_unread, True)
 
 
 def is_output_read() -> bool:
@@ -176,14 +172,10 @@ def skipping(blocks: Sequence[nn.Module], first: int, output: Any) -> Iterator[N
         first: 0 skips none; the number of blocks skips all.
         output: what the block before has returned, in whatever form it does; left as it is.
     """
-    token = _first.set(first)
-    try:
-        with contextlib.ExitStack() as stack:
-            for block in blocks[:first]:
-                stack.enter_context(_Skipped(block, output, block is blocks[first - 1]))
-            yield
-    finally:
-        _first.reset(token)
+    with setting(_first, first), contextlib.ExitStack() as stack:
+        for block in blocks[:first]:
+            stack.enter_context(_Skipped(block, output, block is blocks[first - 1]))
+        yield
 
 
 def output_of(block: nn.Module, run: Callable[[], Any]) -> Any:

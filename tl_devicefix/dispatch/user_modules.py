@@ -24,6 +24,7 @@ from transformer_lens.hook_points import HookPoint
 from tl_devicefix.dispatch.carrying import bring_home
 from tl_devicefix.dispatch.mixing import JoinedAt, bytes_of, tensors_in
 from tl_devicefix.dispatch.naming import expression, joined, listed, stacklevel_of_user
+from tl_devicefix.monkeypatch.patch import package_of
 from tl_devicefix.offload.visiting import AroundForward, pin
 from tl_devicefix.placement.fitting import move_parameter
 from tl_devicefix.placement.memory import gib
@@ -81,7 +82,7 @@ def attached_modules(
     for name, device in placement.device_map.items():
         own = (None, device, placement.stored_on(name))
         for path, module in model.get_submodule(name).named_modules(prefix=name):
-            package = _package(module)
+            package = package_of(type(module))
             if module in inside or package == "transformer_lens":
                 continue
             elsewhere = device_of_weights(module) not in own
@@ -106,10 +107,6 @@ def _detach(module: nn.Module) -> None:
     around = ForwardWhereItIs.of(module)
     if around is not None:
         around.take_off()
-
-
-def _package(module: nn.Module) -> str:
-    return type(module).__module__.partition(".")[0]
 
 
 # --------------------------------------------------------------------------------------------

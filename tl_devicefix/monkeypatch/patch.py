@@ -110,6 +110,11 @@ def owners(patch: Patch, imported: Sequence[Any]) -> list[Any]:
     return [module for module in imported if vars(module).get(patch.name) is function]
 
 
+def package_of(item: Any) -> str:
+    """The top-level package of a class, a function, or an instance's class."""
+    return (getattr(item, "__module__", None) or type(item).__module__).partition(".")[0]
+
+
 def modules() -> list[Any]:
     """TransformerLens's modules that are imported."""
     return [

@@ -25,6 +25,7 @@ from tl_devicefix.offload.copying import (
     wait_until_copied,
 )
 from tl_devicefix.placement.devices import HOST
+from tl_devicefix.placement.in_use import setting
 from tl_devicefix.placement.placement import VISITING, Placement
 
 AT_HAND, THERE, NOT_THERE = range(3)
@@ -345,12 +346,8 @@ _in_common: ContextVar[Visits | None] = ContextVar("visits", default=None)
 @contextlib.contextmanager
 def visiting_in_common(visits: Visits) -> Iterator[None]:
     """Within it, this thread's forwards share the visiting weights of `visits`."""
-    tokens = _in_common.set(visits), _tour.set(None)
-    try:
+    with setting(_in_common, visits), setting(_tour, None):
         yield
-    finally:
-        _in_common.reset(tokens[0])
-        _tour.reset(tokens[1])
 
 
 def visiting_weights(block: nn.Module) -> object | None:

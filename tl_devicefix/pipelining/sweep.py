@@ -39,11 +39,8 @@ def sequential() -> Iterator[None]:
     Yields:
         Nothing.
     """
-    token = _is_sequential.set(True)
-    try:
+    with setting(_is_sequential, True):
         yield
-    finally:
-        _is_sequential.reset(token)
 
 
 def is_sequential() -> bool:
@@ -199,18 +196,14 @@ class _FirstBlock:
             return True
         if module is self._model:  # of which `_is_known` has seen enough
             return False
-        if _package(type(module)) not in _LIBRARIES or attributes.get("_compiled_call_impl"):
+        if package_of(type(module)) not in _LIBRARIES or attributes.get("_compiled_call_impl"):
             return True
         forward = attributes.get("forward")  # of this very module: by us, accelerate, or the user
-        by_library = _package(type(forward)) == "tl_devicefix" or "_hf_hook" in attributes
+        by_library = package_of(type(forward)) == "tl_devicefix" or "_hf_hook" in attributes
         if forward is not None and not by_library:
             return True
         minds = self._adapter.MINDS_TRAINING or isinstance(module, _UNSTEADY)
         return module.training and minds
-
-
-def _package(item: Any) -> str:
-    return (getattr(item, "__module__", None) or "").partition(".")[0]
 
 
 def _needs_gradient(value: Any) -> bool:
@@ -222,7 +215,7 @@ def _is_known(model: Any, adapter: Adapter) -> bool:
     """Whether a model runs its blocks as TransformerLens does, passing on the stream alone."""
     if not adapter.passes_stream_alone(model):
         return False
-    base = next(cls for cls in type(model).__mro__ if _package(cls) == "transformer_lens")
+    base = next(cls for cls in type(model).__mro__ if package_of(cls) == "transformer_lens")
     return not any(
         name in vars(model) or getattr(type(model), name) is not getattr(base, name)
         for name in adapter.RUNS
@@ -264,7 +257,7 @@ def _is_of_user(module: nn.Module, hook: Any) -> bool:
 
     Those of hook points are TransformerLens's functions that call the user's.
     """
-    package = _package(hook)
+    package = package_of(hook)
     if package == "tl_devicefix":
         return False
     return isinstance(module, HookPoint) or package not in (*_LIBRARIES, "accelerate")

@@ -6,13 +6,14 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
 from tl_devicefix.placement.devices import DEVICE_TYPE, DeviceLike, resolve
 from tl_devicefix.placement.placement import Placement
 
+Value = TypeVar("Value")
 _chosen: ContextVar[DeviceLike | None] = ContextVar("gather_on", default=None)
 # By identity, as equal placements of two models are two; in the order they were placed.
 _placements: weakref.WeakValueDictionary[int, Placement] = weakref.WeakValueDictionary()
@@ -40,22 +41,23 @@ def gather_on(device: DeviceLike) -> Iterator[None]:
     ...     norms = model.W_in.norm(dim=(1, 2))
     """
     # An index is of home's type, which is not known yet.
-    with _choosing(device if isinstance(device, int) else resolve(device)):
+    with setting(_chosen, device if isinstance(device, int) else resolve(device)):
         yield
 
 
 def gather_nowhere() -> contextlib.AbstractContextManager[None]:
     """Switch an outer `gather_on` off, within a `with` block."""
-    return _choosing(None)
+    return setting(_chosen, None)
 
 
 @contextlib.contextmanager
-def _choosing(device: DeviceLike | None) -> Iterator[None]:
-    token = _chosen.set(device)
+def setting(variable: ContextVar[Value], value: Value) -> Iterator[None]:
+    """Within it, a context variable has another value."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _chosen.reset(token)
+        variable.reset(token)
 
 
 def chosen_device(home: torch.device | None) -> torch.device | None:
