@@ -192,7 +192,7 @@ class Watch:
         """Let modules of others run where they are, and copies of TransformerLens's not."""
         attached = set(model.__dict__.get(_ATTACHED, ()))
         for module in model.modules():
-            if module not in attached and _package(module) == "transformer_lens":
+            if module not in attached and package_of(type(module)) == "transformer_lens":
                 _detach(module)
         if self._is_own is not None:
             detach(model)

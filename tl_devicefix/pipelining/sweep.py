@@ -21,7 +21,9 @@ from tl_devicefix.adapters import Adapter, adapter_of
 from tl_devicefix.attention.implementation import HOOKS
 from tl_devicefix.dispatch.carrying import move, output_of, skipping
 from tl_devicefix.misspelt import which_hook_point
+from tl_devicefix.monkeypatch.patch import package_of
 from tl_devicefix.pipelining.pipeline_map import pipeline_map
+from tl_devicefix.placement.in_use import setting
 
 Hooks = Sequence[tuple[Any, Any]]
 """(name of a hook point, or a function of names, and the hook), as `run_with_hooks` takes them."""
