@@ -24,7 +24,6 @@ from tl_devicefix.monkeypatch.patch import Patch, named
 from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
 from tl_devicefix.patches import table
 
-FUNCTION = "get_device_for_block_index"
 LOADER = "from_pretrained" if has_hooked_transformer() else "boot_transformers"
 PROCESSING = "center_unembed" if has_hooked_transformer() else "process_weights"
 
@@ -177,26 +176,20 @@ def test_tools_see_the_installed_forward_through_its_replacement(patch: Patch) -
     assert inspect.signature(forward) == inspect.signature(installed_forward)
 
 
-@of_hooked_transformer
-def test_a_module_that_is_imported_while_patched_is_restored_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As transformer_lens.utils is in TransformerLens 3, when another library asks for it."""
-    tl_devicefix.enable()
-    later = types.ModuleType("transformer_lens.imported_later")
-    setattr(later, FUNCTION, tl_devicefix.monkeypatch.patch.named(FUNCTION))
-    monkeypatch.setitem(sys.modules, later.__name__, later)
-    replacement = getattr(later, FUNCTION)
+FUNCTIONS = [patch for patch in table() if patch.owner is None]
 
+
+@pytest.mark.parametrize("patch", FUNCTIONS, ids=lambda patch: patch.target)
+def test_a_function_is_patched_and_restored_for_whoever_has_imported_it(patch: Patch) -> None:
+    function = named(patch.name)
     tl_devicefix.disable()
-    assert (
-        getattr(later, FUNCTION)
-        is tl_devicefix.monkeypatch.patch.named(FUNCTION)
-        is not replacement
-    )
-
-    tl_devicefix.enable()
-    assert getattr(later, FUNCTION) is replacement
+    before = dict(vars(function)), function.__code__, function.__kwdefaults__
+    signature = inspect.signature(function)
+    with tl_devicefix.enabled():
+        assert named(patch.name) is function
+        assert function.__code__ is not before[1]
+        assert inspect.signature(function) == signature
+    assert (dict(vars(function)), function.__code__, function.__kwdefaults__) == before
 
 
 @pytest.mark.parametrize("mends", [tl_devicefix.enable, tl_devicefix.disable])

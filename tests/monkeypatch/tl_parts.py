@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 import sys
 from typing import Any
 
@@ -19,13 +20,16 @@ Parts = dict[str, Any]
 
 
 def parts_of_transformer_lens() -> Parts:
-    """Every attribute of every TransformerLens module and class that is imported, by its path."""
+    """Every attribute of every TransformerLens module and class that is imported, by its path.
+
+    Of a module's functions, the code, which a patch exchanges.
+    """
     parts: Parts = {}
     for module_name, module in list(sys.modules.items()):
         if module is None or module_name.partition(".")[0] != "transformer_lens":
             continue
         for name, value in list(vars(module).items()):
-            parts[f"{module_name}:{name}"] = value
+            parts[f"{module_name}:{name}"] = getattr(value, "__code__", value)
             if inspect.isclass(value) and value.__module__ == module_name:
                 attributes = vars(value).items()
                 parts.update({f"{module_name}:{name}.{k}": part for k, part in attributes})
@@ -53,6 +57,8 @@ def ours(parts: Parts) -> set[str]:
     """What is replaced by something that tl_devicefix defines."""
 
     def is_ours(part: Any) -> bool:
+        if inspect.iscode(part):
+            return f"{os.sep}tl_devicefix{os.sep}" in part.co_filename
         module = getattr(getattr(part, "__func__", part), "__module__", None)
         return isinstance(module, str) and module.partition(".")[0] == "tl_devicefix"
 

@@ -10,7 +10,6 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
-from transformer_lens.train import train as transformer_lens_train
 
 from tl_devicefix.dispatch import forward as running
 from tl_devicefix.dispatch.carrying import first_block
@@ -177,20 +176,20 @@ def __setstate__(self: Any, state: dict[str, Any]) -> None:
 @patches(
     None, takes="model config dataset", why="a spread model is trained where it lies", until="3.9"
 )
-def train(model: Any, config: Any, dataset: Any) -> Any:
+def train(original: Any, model: Any, config: Any, dataset: Any) -> Any:
     """See `transformer_lens.train.train`. A spread model is trained where it lies.
 
     That holds if `config.device` is None or its home: another gathers it, as in TransformerLens.
     """
     placement = getattr(model, "placement", None)
     if placement is None or len(placement.memories) == 1:
-        return transformer_lens_train(model, config, dataset)
+        return original(model, config, dataset)
     if config.device is not None and resolve(config.device, placement.home) != placement.home:
-        return transformer_lens_train(model, config, dataset)
+        return original(model, config, dataset)
     config = copy.copy(config)
     config.device = str(placement.home)
     with mock.patch.object(model, "to", return_value=model):
-        return transformer_lens_train(model, config, dataset)
+        return original(model, config, dataset)
 
 
 def share_buffers(model: nn.Module) -> None:

@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial, wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from types import FunctionType
 from typing import Any, Literal, NamedTuple
 
-from tl_devicefix.monkeypatch.patch import Patch, check_target, modules, owners
+from tl_devicefix.monkeypatch.patch import Patch, check_target, named
 
 State = Literal["enabled", "disabled", "partly enabled"]
 
@@ -38,7 +39,14 @@ class _Replacement(NamedTuple):
     @property
     def is_in_place(self) -> bool:
         """Whether the original is gone; another library may have wrapped the replacement."""
-        return vars(self.owner).get(self.name, _MISSING) is not self.before
+        return _own(self.owner, self.name) is not self.before
+
+
+def _own(owner: Any, name: str) -> Any:
+    """An attribute of a function, or one of a class itself, as its `__dict__` has it."""
+    if isinstance(owner, FunctionType):
+        return getattr(owner, name, _MISSING)
+    return vars(owner).get(name, _MISSING)
 
 
 # All that is replaced: known whole before anything is touched and until all is as it was before,
@@ -64,17 +72,41 @@ def enable(table: Sequence[Patch]) -> None:
 def _replace(table: Sequence[Patch]) -> None:
     """Replace everything in a table that was checked; nothing of it is replaced yet."""
     global _applied, _originals, _replaced
-    # Looked for once: it takes longer than all else.
-    imported = modules()
     replacements = []
     for patch in table:
-        for owner in owners(patch, imported):
-            before = vars(owner).get(patch.name, _MISSING)
-            after = _like_installed(inspect.getattr_static(owner, patch.name), patch.replacement)
-            replacements.append(_Replacement(owner, patch.name, before, after))
+        target = named(patch.owner or patch.name)
+        if patch.owner is None:
+            replacements += _within_function(target, patch.replacement)
+            continue
+        installed = inspect.getattr_static(target, patch.name)
+        after = _like_installed(installed, patch.replacement)
+        replacements.append(_Replacement(target, patch.name, _own(target, patch.name), after))
     _applied, _replaced, _originals = table, tuple(replacements), {}
     for owner, name, _, after in _replaced:
         setattr(owner, name, after)
+
+
+def _within_function(function: Any, replacement: Callable[..., Any]) -> Iterator[_Replacement]:
+    """Have the very function call its replacement, whoever has imported it or has it in a partial.
+
+    Its code comes last, and leaves first, as it needs the rest.
+    """
+    original = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__
+    )
+    original.__kwdefaults__ = function.__kwdefaults__
+    original.__annotations__ = function.__annotations__
+    instead = {
+        "__wrapped__": original,  # whose signature `help` shows
+        "__kwdefaults__": {"_replacement": partial(replacement, original)},
+        "__code__": _call.__code__,
+    }
+    for name, after in instead.items():
+        yield _Replacement(function, name, _own(function, name), after)
+
+
+def _call(*args: Any, _replacement: Callable[..., Any], **kwargs: Any) -> Any:
+    return _replacement(*args, **kwargs)
 
 
 def disable() -> None:
@@ -86,16 +118,11 @@ def disable() -> None:
     """
     global _originals, _replaced
     with _switching:
-        imported = modules() if _replaced else []
-        for owner, name, before, after in _replaced:
+        for owner, name, before, _ in reversed(_replaced):
             if before is not _MISSING:
                 setattr(owner, name, before)
             elif name in vars(owner):
                 delattr(owner, name)
-            if inspect.ismodule(owner):
-                for module in imported:  # also those that were imported since
-                    if vars(module).get(name) is after:
-                        setattr(module, name, before)
         _replaced, _originals = (), {}
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -30,13 +29,14 @@ class Patch:
     """What takes its place.
 
     If its first parameter is `original`, it is called with the installed function first, and then
-    with the arguments; else with the arguments alone. A classmethod's gets the class.
+    with the arguments; else with the arguments alone. That of a function has it, and a
+    classmethod's gets the class.
     """
     parameters: tuple[str, ...]
     """Parameters that the installed target must have, in this order, for the patch to be right."""
     why: str
     owner: str | None
-    """The class it is an attribute of; None for a function that several modules import."""
+    """The class it is an attribute of; None for a function of a module."""
     since: str
     """The first TransformerLens version that has it."""
     until: str
@@ -101,27 +101,9 @@ def registered() -> tuple[Patch, ...]:
     return tuple(sorted(of_installed, key=lambda patch: (patch.owner or "~", patch.name)))
 
 
-def owners(patch: Patch, imported: Sequence[Any]) -> list[Any]:
-    """The class, or those of TransformerLens's modules that have imported the function."""
-    if patch.owner:
-        return [named(patch.owner)]
-    # TransformerLens 3 imports the name itself into each user; 2 goes through its module.
-    function = named(patch.name)
-    return [module for module in imported if vars(module).get(patch.name) is function]
-
-
 def package_of(item: Any) -> str:
     """The top-level package of a class, a function, or an instance's class."""
     return (getattr(item, "__module__", None) or type(item).__module__).partition(".")[0]
-
-
-def modules() -> list[Any]:
-    """TransformerLens's modules that are imported."""
-    return [
-        module
-        for name, module in list(sys.modules.items())  # thousands
-        if name.startswith("transformer_lens") and name.partition(".")[0] == "transformer_lens"
-    ]
 
 
 _MODULES = (
