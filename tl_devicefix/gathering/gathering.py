@@ -181,13 +181,12 @@ class ReadWhereRun:
         ]
 
 
-@patches("HookedTransformer", "W_E_pos", "accumulated_bias", takes="self", why=_GATHERS)
+@patches("HookedTransformer", "accumulated_bias", takes="self", why=_GATHERS)
 @patches("HookedTransformer", "all_composition_scores", takes="self mode", why=_GATHERS)
 @patches("TransformerBridge", "accumulated_bias", takes="self", why=_GATHERS)
-@patches("TransformerBridge", "W_E_pos", takes="self", why=_GATHERS, since="4.0")
 @patches("TransformerBridge", "all_composition_scores", takes="self mode", why=_GATHERS)
 def gathered(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """A method (or property) of a model that reads weights of several components together."""
+    """A method of a model that reads weights of several components together."""
     device = gathering_device(self)
     if device is None:
         return original(self, *args, **kwargs)

@@ -42,7 +42,7 @@ _PLAIN = "one function of the weights; hook points are called where somebody lis
     "forward",
     takes="self resid_pre shortformer_pos_embed past_kv_cache_entry",
     why=_PLAIN,
-    until="3.9",
+    until="3",
 )
 def block_forward(
     original: Any,
@@ -71,7 +71,7 @@ def block_forward(
     "forward",
     takes="self query_input key_input value_input past_kv_cache_entry",
     why=_PLAIN,
-    until="3.9",
+    until="3",
 )
 def attention_forward(
     original: Any,

@@ -241,7 +241,7 @@ class _ReadableAutoConfig:
     "__post_init__",
     takes="self",
     why="n_devices counts devices of the config's own type",
-    until="3.9",
+    until="3",
 )
 def config_post_init(original: Any, self: Any) -> None:
     """`HookedTransformerConfig.__post_init__`, which counts CUDA devices whatever the device is.

@@ -32,7 +32,7 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     "__enter__",
     takes="self",
     why="runs in flight do not change what others read",
-    until="3.9",
+    until="3",
 )
 def override_defaults(original: Any, self: Any) -> Any:
     """`LocallyOverridenDefaults.__enter__`, which changes the config and the tokenizer of a model.

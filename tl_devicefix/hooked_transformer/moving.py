@@ -174,7 +174,7 @@ def __setstate__(self: Any, state: dict[str, Any]) -> None:
 
 
 @patches(
-    None, takes="model config dataset", why="a spread model is trained where it lies", until="3.9"
+    None, takes="model config dataset", why="a spread model is trained where it lies", until="3"
 )
 def train(original: Any, model: Any, config: Any, dataset: Any) -> Any:
     """See `transformer_lens.train.train`. A spread model is trained where it lies.
@@ -244,7 +244,7 @@ placements: Any = WeakIdKeyDictionary()
 
 
 @patches(
-    None, takes="index cfg device", why="route the residual stream by the placement", until="3.9"
+    None, takes="index cfg device", why="route the residual stream by the placement", until="3"
 )
 def get_device_for_block_index(
     original: Any, index: int, cfg: Any, device: torch.device | str | None = None

@@ -178,7 +178,7 @@ def _load_unit(model: Any, steps: Steps, named: tuple[str, Weights]) -> None:
         load_component(model, unit, weights, steps)
 
 
-@patches("HookedTransformer", takes="self fold_ln", why=_FOLDS)
+@patches("HookedTransformer", takes="self fold_ln", why=_FOLDS, until="3.0")
 def process_weights_(
     self: Any,
     fold_ln: bool = True,
@@ -190,7 +190,7 @@ def process_weights_(
 
     A model that is folded already, wholly or in part, is left as it is in what is done. There is no
     second copy of the weights: if this is interrupted, the model has to be loaded again, and says
-    so when it is used.
+    so when it is used. Later than 3.0, TransformerLens's own does no more than this.
 
     Raises:
         RuntimeError: if an earlier call was interrupted.

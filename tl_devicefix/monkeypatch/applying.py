@@ -72,7 +72,7 @@ def enable(table: Sequence[Patch]) -> None:
 def _replace(table: Sequence[Patch]) -> None:
     """Replace everything in a table that was checked; nothing of it is replaced yet."""
     global _applied, _originals, _replaced
-    replacements = []
+    replacements: list[_Replacement] = []
     for patch in table:
         target = named(patch.owner or patch.name)
         if patch.owner is None:

@@ -40,8 +40,7 @@ class Patch:
     since: str
     """The first TransformerLens version that has it."""
     until: str
-    """The last one that has it, as far as is known: of a later one with the same first number, the
-    target is looked for."""
+    """The last one that has it, or that needs the patch: "3" stands for any 3.x."""
 
     @property
     def target(self) -> str:
@@ -51,10 +50,11 @@ class Patch:
     @property
     def is_of_installed(self) -> bool:
         """Whether the installed TransformerLens has it, by its version."""
-        return Version(self.since) <= installed() and installed().major <= Version(self.until).major
+        last = Version(self.until).release
+        return Version(self.since) <= installed() and installed().release[: len(last)] <= last
 
 
-_VERSIONS = {"HookedTransformer": ("2.16.1", "3.9"), "TransformerBridge": ("3.9", "4")}
+_VERSIONS = {"HookedTransformer": ("2.16.1", "3"), "TransformerBridge": ("3.9", "4")}
 """Class of models -> the first and the last TransformerLens version that has it."""
 _patches: dict[str, Patch] = {}
 
@@ -80,7 +80,7 @@ def patches(
         takes: the parameters that the installed function must have for this one to be right.
         why: a few words for `tl_devicefix.report()`.
         since: the first TransformerLens version that has it; by default, the first with `owner`.
-        until: the last one that has it.
+        until: the last one that has it, or that needs it.
     """
     first, last = _VERSIONS.get(owner or "", ("2.16.1", "4"))
 

@@ -10,7 +10,8 @@ import contextlib
 import inspect
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,38 +31,38 @@ from tl_devicefix.pipelining.sweep import Hooks, is_sequential, sweep
 def generic_activation_patch(original: Any, *args: Any, **kwargs: Any) -> Any:
     """See TransformerLens's, and its `get_act_patch_*`. Each run starts at the block it patches."""
     call = inspect.signature(original).bind(*args, **kwargs)
-    arguments = dict(call.arguments)
-    model, tokens, cache = map(arguments.get, ("model", "corrupted_tokens", "clean_cache"))
-    if is_sequential() or not is_model(model):
+    call.apply_defaults()
+    asked = SimpleNamespace(**call.arguments)
+    if is_sequential() or not is_model(asked.model):
         return original(*args, **kwargs)
     # TransformerLens 2.16 counts as many heads of keys and values as of queries.
     knows_groups = "n_key_value_heads" in original.__code__.co_names
 
     def runs() -> Iterator[Hooks]:
-        if arguments.get("baseline"):
+        if getattr(asked, "baseline", False):
             yield []
-        for index in _indices(arguments, knows_groups):
-            name = utils.get_act_name(arguments["activation_name"], layer=index[0])
-            yield [(name, _patching(arguments["patch_setter"], index, cache[name]))]
+        for index in _indices(asked, knows_groups):
+            name = utils.get_act_name(asked.activation_name, layer=index[0])
+            yield [(name, _patching(asked.patch_setter, index, asked.clean_cache[name]))]
 
-    with contextlib.closing(_Swept(model, tokens, runs())) as swept:
+    with contextlib.closing(_Swept(asked.model, asked.corrupted_tokens, runs())) as swept:
         # `runs` alone reads the clean cache.
         call.arguments |= {"model": swept, "clean_cache": defaultdict(lambda: None)}
         return original(*call.args, **call.kwargs)
 
 
-def _indices(arguments: Mapping[str, Any], knows_groups: bool) -> Iterator[list[Any]]:
+def _indices(asked: SimpleNamespace, knows_groups: bool) -> Iterator[list[Any]]:
     """The indices that TransformerLens patches, in its order: the layer, and where in it."""
-    if arguments.get("index_df") is not None:
-        for _, row in arguments["index_df"].iterrows():
+    if asked.index_df is not None:
+        for _, row in asked.index_df.iterrows():
             yield row.to_list()
         return
-    cfg, length = arguments["model"].cfg, arguments["corrupted_tokens"].shape[-1]
+    cfg, length = asked.model.cfg, asked.corrupted_tokens.shape[-1]
     heads = cfg.n_heads
-    if knows_groups and arguments["activation_name"] in ("k", "v"):
+    if knows_groups and asked.activation_name in ("k", "v"):
         heads = cfg.n_key_value_heads or heads
     sizes = {"layer": cfg.n_layers, "head": heads, "head_index": heads}
-    lengths = [sizes.get(axis, length) for axis in arguments.get("index_axis_names") or ()]
+    lengths = [sizes.get(axis, length) for axis in asked.index_axis_names or ()]
     yield from map(list, itertools.product(*map(range, lengths)))
 
 
