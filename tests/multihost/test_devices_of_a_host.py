@@ -216,15 +216,6 @@ def test_a_check_names_both_hosts_of_what_is_misplaced(over_ranks: Any) -> None:
     assert check(over_ranks, repair=True)
 
 
-def test_a_check_notes_what_goes_between_hosts_without_need(load_over: Any, machine: Any) -> None:
-    back_and_forth = {"": "host0/0", "blocks.1": "host1/0", "blocks.3": "host1/0"}
-
-    report = check(load_over("llama", device_map=back_and_forth))
-
-    assert report
-    assert "from host to host 4 times in a forward, where 2 would do" in repr(report)
-
-
 def test_a_full_device_is_named_with_what_its_rank_holds(over_ranks: Any) -> None:
     with pytest.raises(torch.OutOfMemoryError) as message:
         torch.empty(1 << 40, device="sim:2")
