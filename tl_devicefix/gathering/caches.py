@@ -114,7 +114,6 @@ _CACHING = "get_caching_hooks", "add_caching_hooks"
 _CACHES, _AT_HOME = "self names_filter incl_bwd device", "cached activations are read at home"
 _READ = "activations are read at home, or on the device of `gather_on`"
 _STAY = "activations stay where they are"
-_TOGETHER = "cached activations meet weights on one device"
 
 
 @patches("HookedTransformer", *_CACHING, takes=_CACHES, why=_AT_HOME)
@@ -146,13 +145,12 @@ def read_all(original: Any, self: Any, *args: Any) -> Any:
     return original(self if device is None else _read_at(self, device), *args)
 
 
-@patches("ActivationCache", "stack_head_results", takes="self", why=_TOGETHER, since="4.0")
 @patches(
     "ActivationCache",
     *("apply_ln_to_stack", "get_full_resid_decomposition", "get_neuron_results", "logit_attrs"),
-    "stack_neuron_results",
+    *("stack_head_results", "stack_neuron_results"),
     takes="self",
-    why=_TOGETHER,
+    why="cached activations meet weights on one device",
 )
 def reading_together(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """A method of ActivationCache that reads activations and weights of several blocks together.
