@@ -125,6 +125,10 @@ class Peer:
         The command is sent when someone waits, or there are enough of them.
         """
         self.raise_if_lost()
+        if self.lost is not None:  # in a backward, whose end tells it
+            if answer is not None:
+                answer.set_exception(self.lost)
+            return
         self.append(Command(name, arguments, values, answer, commands.settings()))
         self._operations += _OPERATIONS.get(name, 1)
         if self._operations >= self._length:
@@ -264,6 +268,8 @@ def tell_both(peers: tuple[Peer, Peer], pair: tuple[Command, Command]) -> None:
     """Give two ranks a command each, with no interrupt in between."""
     for peer in peers:
         peer.raise_if_lost()
+        if peer.lost is not None:
+            return
     now = commands.settings()
     queues = [peer.queue for peer in peers]
     deque(map(deque.append, queues, [command._replace(settings=now) for command in pair]), 0)
