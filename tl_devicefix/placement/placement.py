@@ -36,6 +36,14 @@ _HOOKS_AT_HOME = ("hook_tokens", "hook_embed", "hook_pos_embed", "hook_unembed")
 for hooks of components that are at home."""
 
 
+class UnknownComponent(KeyError):
+    """A name that belongs to no component of a model; the message says which there are."""
+
+    def __str__(self) -> str:
+        """The sentence, which a KeyError would quote."""
+        return str(self.args[0])
+
+
 @dataclass(frozen=True)
 class ComponentSize:
     """A component of a model, which is placed as one, and what it weighs (bytes)."""
@@ -151,7 +159,7 @@ class Placement:
             return self.components[0]
         component = component_of(name)
         if component not in self._by_name:
-            raise KeyError(
+            raise UnknownComponent(
                 f"{name!r} is in no component of this model, which has "
                 f"{in_short(list(self._by_name))}{did_you_mean(component, self._by_name)}"
             )
