@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -207,12 +208,14 @@ def share_buffers(model: nn.Module) -> None:
 
 def converted_once(model: nn.Module, convert: Convert) -> Convert:
     """A conversion by which a buffer that several blocks share stays shared."""
-    buffers = {id(buffer) for module in model.modules() for buffer in module._buffers.values()}
+    counts = Counter(
+        id(buffer) for module in model.modules() for buffer in module._buffers.values()
+    )
     # With the original, so that no other tensor gets its id while this is in use.
     converted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def convert_once(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in buffers:
+        if counts[id(tensor)] < 2:
             return convert(tensor)
         if id(tensor) not in converted:
             converted[id(tensor)] = tensor, convert(tensor)
