@@ -16,6 +16,7 @@ import torch
 from comparison import assert_agrees
 from hf_models import N_LAYERS
 from kinds import everywhere, home_of
+from transformer_lens import ActivationCache
 
 import tl_devicefix
 from tl_devicefix import gather_on
@@ -30,6 +31,25 @@ def test_the_embeddings_and_the_unembedding_are_read_at_home_wherever_they_are(
     assert model.unembed.W_U.device != home_of(model)
     for name in ("W_E", "W_U", "b_U"):
         assert_agrees(getattr(model, name), getattr(reference, name), home_of(model))
+
+
+def test_old_results_of_heads_in_a_plain_dict_are_replaced(
+    model: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    def stacked(model: Any) -> torch.Tensor:
+        activations: dict[str, torch.Tensor] = {}
+
+        def keep(activation: torch.Tensor, hook: Any) -> None:
+            activations[hook.name] = activation
+
+        model.run_with_hooks(tokens, fwd_hooks=[(lambda name: True, keep)])
+        for layer in range(N_LAYERS):
+            old = torch.zeros_like(activations[f"blocks.{layer}.hook_resid_pre"])
+            activations[f"blocks.{layer}.attn.hook_result"] = old
+        cache = ActivationCache(activations, model)
+        return cache.stack_head_results(apply_ln=True, incl_remainder=True)
+
+    assert_agrees(stacked(model), stacked(reference), home_of(model))
 
 
 def test_it_holds_for_its_own_thread_only(model: Any) -> None:
