@@ -19,12 +19,13 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from tl_devicefix.monkeypatch.patch import package_of
 from tl_devicefix.placement.memory import is_out_of_memory
 
 
 def is_from(package: str, thing: object) -> bool:
     """Whether an object is an instance of a class of that package."""
-    return any(kind.__module__.partition(".")[0] == package for kind in type(thing).__mro__)
+    return any(package_of(kind) == package for kind in type(thing).__mro__)
 
 
 def out_of_wrappers(hf_model: nn.Module) -> nn.Module:

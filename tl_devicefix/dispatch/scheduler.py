@@ -25,6 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.offload.copying import module_with_streams
 from tl_devicefix.offload.visiting import NOT_THERE, Visits, visiting_in_common, visiting_weights
+from tl_devicefix.placement.in_use import setting
 
 
 class Abandoned(BaseException):
@@ -278,13 +279,12 @@ def current_run() -> Run | None:
 @contextlib.contextmanager
 def running(run: Run) -> Iterator[None]:
     """Within it, this thread is a run in flight."""
-    token = _run.set(run)
-    try:
-        with visiting_in_common(run.turns.visits):
-            yield
-    finally:
-        run.rest()
-        _run.reset(token)
+    with setting(_run, run):
+        try:
+            with visiting_in_common(run.turns.visits):
+                yield
+        finally:
+            run.rest()
 
 
 _STAYS = contextlib.nullcontext()

@@ -21,7 +21,7 @@ from importlib.machinery import ModuleSpec
 from types import FunctionType
 from typing import Any, Literal, NamedTuple
 
-from tl_devicefix.monkeypatch.patch import Patch, check_target, named
+from tl_devicefix.monkeypatch.patch import Patch, check_target, named, package_of
 
 State = Literal["enabled", "disabled", "partly enabled"]
 
@@ -173,7 +173,7 @@ _originals: dict[tuple[type, str], Any] = {}
 def _find_original(cls: type, name: str) -> Any:
     for base in cls.__mro__:
         # A subclass's own from_pretrained is not TransformerLens's: look further up.
-        if base.__module__.partition(".")[0] not in ("transformer_lens", "torch"):
+        if package_of(base) not in ("transformer_lens", "torch"):
             continue
         own = vars(base).get(name, _MISSING)
         attribute = next((r.before for r in _replaced if (r.owner, r.name) == (base, name)), own)

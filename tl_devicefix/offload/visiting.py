@@ -377,12 +377,11 @@ def _touring(blocks: Iterable[ForwardWithVisitors]) -> Iterator[Tour]:
     in_common, outer = _in_common.get(), _tour.get()
     visits = outer.visits if outer is not None else in_common or Visits()
     tour = Tour(blocks, visits, outer)
-    token = _tour.set(tour)
     try:
-        visits.begin(tour)
-        yield tour
+        with setting(_tour, tour):
+            visits.begin(tour)
+            yield tour
     finally:
-        _tour.reset(token)
         visits.end(tour)
         if in_common is None:
             visits.wait()

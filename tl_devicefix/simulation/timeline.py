@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from tl_devicefix.placement.in_use import setting
+
 label_in_force: ContextVar[str] = ContextVar("label of what is given to devices", default="")
 
 
@@ -25,11 +27,8 @@ def labelled(label: str) -> Iterator[None]:
     Yields:
         Nothing.
     """
-    token = label_in_force.set(label)
-    try:
+    with setting(label_in_force, label):
         yield
-    finally:
-        label_in_force.reset(token)
 
 
 @dataclass(frozen=True)

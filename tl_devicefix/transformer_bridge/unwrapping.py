@@ -23,6 +23,8 @@ from transformer_lens.model_bridge.generalized_components import (
 )
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 
+from tl_devicefix.monkeypatch.patch import package_of
+
 
 class NotPlain(Exception):
     """Why a block runs the Bridge's forward."""
@@ -74,7 +76,7 @@ class Unwrapped:
         has_wrappers = any(map(is_wrapper, module.modules()))
         if not (is_accelerated or has_wrappers):
             return module
-        if kind.__module__.partition(".")[0] not in _LIBRARIES:  # a user's may keep what it sees
+        if package_of(kind) not in _LIBRARIES:  # a user's may keep what it sees
             raise NotPlain(f"it contains a {kind.__name__}, which is not known")
         if name := replaced_in(module):
             raise NotPlain(f"it contains a {kind.__name__} with a {name} of its own")
@@ -147,7 +149,7 @@ def _check_wrapper(wrapper: Any, is_block: bool) -> None:
     kind = type(wrapper)
     if not is_block and (name := replaced_in(wrapper)):
         raise NotPlain(f"it contains a {kind.__name__} with a {name} of its own")
-    if kind.__module__.partition(".")[0] != "transformer_lens":
+    if package_of(kind) != "transformer_lens":
         raise NotPlain(f"it contains a {kind.__name__}, which is not TransformerLens's")
     for name, child in wrapper._modules.items():
         if name in wrapper._hook_registry and type(child) is not HookPoint:
