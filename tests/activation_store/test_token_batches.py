@@ -86,6 +86,13 @@ def test_others_go_on_where_some_were(n_batches: int, written: SavedActivations)
         written.activations(RESID, **{**options, "seed": 2}).load_state_dict(first.state_dict())
 
 
+def test_a_device_that_is_not_here_is_refused_before_anything_is_read(
+    written: SavedActivations,
+) -> None:
+    with pytest.raises(ValueError, match="'cpuu' cannot be used here"):
+        written.activations(RESID, device="cpuu")
+
+
 def test_there_is_no_end_of_them_where_epochs_is_none(written: SavedActivations) -> None:
     batches = written.activations(RESID, 20, epochs=None)
     assert sorted(numbers(itertools.islice(batches, 8)))[:4] == [0, 0, 1, 1]

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from tl_devicefix.activation_store.shards import Stored
+from tl_devicefix.placement.devices import resolve
 
 BYTES_OF_BLOCK = 2**18
 Shuffle = bool | Literal["exact"]
@@ -48,7 +49,7 @@ class TokenBatches(Iterator[torch.Tensor]):
         by_token: whether the second axis is tokens, so that rows are tokens.
 
     Raises:
-        ValueError: for a size or number below 1, or another `shuffle`.
+        ValueError: for a size or number below 1, another `shuffle`, or a device that is not here.
     """
 
     def __init__(
@@ -70,7 +71,8 @@ class TokenBatches(Iterator[torch.Tensor]):
                 raise ValueError(f"{name} must be 1 or more, but is {value!r}")
         self._rows = _Rows(stored, by_token)
         self._batch_size, self._seed, self._epochs = batch_size, seed, epochs
-        self._shuffle, self._device = shuffle, device
+        self._shuffle = shuffle
+        self._device = None if device is None else resolve(device)
         self._group_rows = max(1, group_bytes // self._rows.bytes)
         self._handed_out = 0
         self._running: Generator[torch.Tensor, None, None] | None = None

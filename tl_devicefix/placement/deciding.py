@@ -171,7 +171,8 @@ def _from_dict(
         if not any(_is_prefix(key, name) for name in names):
             raise ValueError(
                 f"device_map names {key!r}, but this model has no such component: it has "
-                f"{in_short(names)} (prefixes such as 'blocks', or '' for all, are fine)"
+                f"{in_short(names)}, each placed as a whole (prefixes such as 'blocks', or '' "
+                "for all, are fine)"
             )
     placed, missing = [], []
     like = _like_home(device_map, home)
