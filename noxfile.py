@@ -150,7 +150,7 @@ def install_tests(session: nox.Session, transformer_lens: str) -> None:
 
 
 def add_tests(transformer_lens: str) -> None:
-    """Add a session that runs the tests, and the notebooks, on one TransformerLens version."""
+    """Add a session that runs the tests on one TransformerLens version; with some, notebooks."""
 
     @nox.session(name=f"tests-{transformer_lens}")
     def tests(session: nox.Session) -> None:
