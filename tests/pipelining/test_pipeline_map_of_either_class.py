@@ -10,6 +10,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ import tl_devicefix
 from tl_devicefix import pipeline_map
 from tl_devicefix.dispatch.scheduler import device_of_turn
 from tl_devicefix.monkeypatch.applying import is_enabled
-from tl_devicefix.placement.workers import CallersState, threads
+from tl_devicefix.placement.workers import CallersState
 
 
 @pytest.fixture
@@ -167,7 +168,7 @@ def test_a_hook_that_draws_in_a_thread_of_autograds_is_refused(model: Any, batch
     def run(view: Any, batch: torch.Tensor) -> Any:
         def draws(gradient: torch.Tensor, hook: Any) -> None:
             autograds = CallersState(())
-            with threads(1) as pool:
+            with ThreadPoolExecutor(1) as pool:
                 pool.submit(autograds.run, torch.rand, 1).result(30)
 
         start = torch.zeros(view.cfg.d_model, device=view.cfg.device, requires_grad=True)

@@ -14,10 +14,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _python_dispatch as dispatching
-
-_autograd: Any = torch._C._autograd
 
 
 def each_on_its_device(
@@ -47,7 +46,7 @@ def each_on_its_device(
     with contextlib.ExitStack() as stack:
         cores = stack.enter_context(sharing_cores(len(of_each)))
         caller = CallersState(of_each)
-        workers = {device: stack.enter_context(threads(1)) for device in of_each}
+        workers = {device: stack.enter_context(ThreadPoolExecutor(1)) for device in of_each}
         stack.callback(lambda: [future.cancel() for future in begun])  # before workers are awaited
         for unit, device in zip(units, devices):
             begun.append(workers[device].submit(caller.run, _on_cores, cores, do, unit))
@@ -68,20 +67,6 @@ def each_on_its_device(
 def _on_cores(cores: int, do: Callable[[Any], None], unit: Any) -> None:
     torch.set_num_threads(cores)
     do(unit)
-
-
-@contextlib.contextmanager
-def threads(count: int, **options: Any) -> Iterator[ThreadPoolExecutor]:
-    """A pool of threads, none of which is left at the end, even after an interrupt."""
-    pool = ThreadPoolExecutor(count, **options)
-    try:
-        yield pool
-    finally:
-        try:
-            pool.shutdown(cancel_futures=True)
-        except BaseException:
-            pool.shutdown()
-            raise
 
 
 # torch.set_num_threads also sets what new threads begin with: one load at a time.
@@ -128,12 +113,17 @@ class CallersState:
             functools.partial(torch.autograd.set_multithreading_enabled, multithreading),
             # There are types of device that do not support it.
             *map(_autocast, filter(torch.is_autocast_enabled, dict.fromkeys((*types, "cpu")))),
-            *_saved_tensors_hooks(),
-            *_modes(_get_current_function_mode_stack(), _push_mode, _pop_mode),
-            *_modes(
-                dispatching._get_current_dispatch_mode_stack(),
-                dispatching._push_mode,
-                dispatching._pop_mode,
+        ]
+        autograd: Any = torch._C._autograd
+        hooks = autograd._top_saved_tensors_default_hooks(True)
+        if hooks is not None:  # the innermost, which alone have a say
+            self._enter.append(functools.partial(saved_tensors_hooks, *hooks))
+        # Not entered, as what a mode does at that is done for the caller's thread.
+        self._modes = [
+            *((_push_mode, _pop_mode, mode) for mode in _get_current_function_mode_stack()),
+            *(
+                (dispatching._push_mode, dispatching._pop_mode, mode)
+                for mode in dispatching._get_current_dispatch_mode_stack()
             ),
         ]
 
@@ -147,6 +137,9 @@ class CallersState:
         with contextlib.ExitStack() as stack:
             for enter in self._enter:
                 stack.enter_context(enter())
+            for push, pop, mode in self._modes:
+                push(mode)
+                stack.callback(pop)
             return function(*args)
 
 
@@ -165,31 +158,3 @@ def _current_stream(device: torch.device) -> Iterator[Callable[[], Any]]:
 def _autocast(kind: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
     dtype, caching = torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
     return functools.partial(torch.autocast, kind, dtype, True, caching)
-
-
-def _saved_tensors_hooks() -> Iterator[Callable[[], contextlib.AbstractContextManager[Any]]]:
-    """The innermost `torch.autograd.graph.saved_tensors_hooks`, which alone has a say."""
-    hooks = _autograd._top_saved_tensors_default_hooks(True)
-    if hooks is not None:
-        push, pop = _autograd._push_saved_tensors_default_hooks, _pop_saved_tensors_hooks
-        yield functools.partial(_within, functools.partial(push, *hooks), pop)
-
-
-def _pop_saved_tensors_hooks() -> None:
-    _autograd._pop_saved_tensors_default_hooks()
-
-
-def _modes(
-    stack: Iterable[Any], push: Callable[[Any], Any], pop: Callable[[], Any]
-) -> Iterator[Callable[[], contextlib.AbstractContextManager[Any]]]:
-    for mode in stack:
-        yield functools.partial(_within, functools.partial(push, mode), pop)
-
-
-@contextlib.contextmanager
-def _within(push: Callable[[], Any], pop: Callable[[], Any]) -> Iterator[None]:
-    push()
-    try:
-        yield
-    finally:
-        pop()
