@@ -178,18 +178,13 @@ def _starting(
     start: Callable[[int, Any], Future[Result]], items: Iterable[Any]
 ) -> Iterator[Future[Result]]:
     """Start a run for each item that is asked for; an error of `items` is a failed run's."""
-    numbered = enumerate(items)
-    while True:
-        try:
-            following = next(numbered, None)
-        except Exception as error:  # noqa: BLE001  # raised when the runs before it are fetched
-            failed = Future[Result]()
-            failed.set_exception(error)
-            yield failed
-            return
-        if following is None:
-            return
-        yield start(*following)
+    try:
+        for number, item in enumerate(items):
+            yield start(number, item)
+    except Exception as error:  # noqa: BLE001  # raised when the runs before it are fetched
+        failed = Future[Result]()
+        failed.set_exception(error)
+        yield failed
 
 
 def _run_on(view: Any, run: Callable[[Any, Any], Result], number: int, item: Any) -> Result:

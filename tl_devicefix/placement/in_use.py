@@ -83,19 +83,14 @@ def devices_in_use() -> frozenset[torch.device]:
 def device_of_result(devices: frozenset[torch.device]) -> torch.device:
     """Where the result of mixing some devices in use belongs.
 
-    That of `gather_on`; else the home of the model that was placed last, of those that are on all
-    of the devices, or, where none is, on one of them; else, where all have just gone, one of them.
+    That of `gather_on`; else the home of the model that is on most of the devices, of several the
+    one that was placed last; else, where all have just gone, one of the devices.
     """
-    placements = placements_in_use()[::-1]
-    chosen = chosen_device(placements[0].home if placements else None)
-    if chosen is not None:
-        return chosen
-    latest = [placement for placement in placements if devices & set(placement.memories)]
-    if not latest:
-        return min(devices, key=str)
-    return next(
-        (placement for placement in latest if devices <= set(placement.memories)), latest[0]
-    ).home
+    latest_first = placements_in_use()[::-1]
+    chosen = chosen_device(latest_first[0].home if latest_first else None)
+    if chosen is not None or not latest_first:
+        return chosen or min(devices, key=str)
+    return max(latest_first, key=lambda its: len(devices.intersection(its.memories))).home
 
 
 def placements_in_use() -> list[Placement]:
