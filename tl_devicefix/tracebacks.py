@@ -1,7 +1,4 @@
-"""What tracebacks hold and tell: their frames are let go of; tensors of several devices get a note.
-
-Python 3.10 has no notes: there, a `Note` is what the error came from.
-"""
+"""What tracebacks hold and tell: their frames are let go of; errors get notes."""
 
 from __future__ import annotations
 
@@ -40,27 +37,12 @@ AFTER_JOIN = " After tl_devicefix.init_hosts(), "
 """Begins what follows torch's own words about a CPU that is one of the devices."""
 
 
-class Note(Exception):
-    """A note on an error where Python has none: the cause of the first error that it came from."""
-
-
 def note(error: BaseException, text: str) -> None:
-    """Add a note to an error; its traceback shows it."""
+    """Add a note to an error; Python 3.10 has none, so there it ends the message."""
     if hasattr(error, "add_note"):
         error.add_note(text)
-        return
-    *_, first = _chain(error)
-    first.__cause__ = Note(text)
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error, and what its traceback shows that it came from."""
-    seen = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
-        yield link
-        link = link.__cause__ or link.__context__
+    else:
+        error.args = (f"{error}\n{text}", *error.args[1:])
 
 
 @contextlib.contextmanager
@@ -79,12 +61,6 @@ def note_mixed_devices(error: RuntimeError) -> None:
     One about a tensor on the CPU gets none: there, `mix_devices` would not help.
     """
     about_devices = "same device" in str(error) or "expected device" in str(error)
-    if about_devices and not re.search(r"\bcpu\b", str(error)) and not _is_noted(error):
+    is_noted = ON_MIXED_DEVICES in "\n".join((str(error), *getattr(error, "__notes__", ())))
+    if about_devices and not is_noted and not re.search(r"\bcpu\b", str(error)):
         note(error, ON_MIXED_DEVICES)
-
-
-def _is_noted(error: BaseException) -> bool:
-    """Whether an error's traceback shows the note already, if with what it came from."""
-    return any(
-        ON_MIXED_DEVICES in (*getattr(link, "__notes__", ()), *link.args) for link in _chain(error)
-    )
