@@ -97,11 +97,16 @@ def load(name: str, variant: str, dtype: torch.dtype) -> Any:
 
 def prompt_tokens() -> torch.Tensor:
     """The prompts, all equally long."""
-    from tl_devicefix.demo.recall_task import BOS, VOCABULARY, recall_prompts
+    from transformers import AutoTokenizer
 
-    ids = {token: index for index, token in enumerate(VOCABULARY)}
-    prompts = recall_prompts(N_PROMPTS, seed=SEED, n_facts=N_FACTS)
-    return torch.tensor([[ids[word] for word in (BOS, *p.text.split())] for p in prompts])
+    from tl_devicefix.demo.demo import CHECKPOINT
+    from tl_devicefix.demo.recall_task import recall_prompts
+
+    texts = [prompt.text for prompt in recall_prompts(N_PROMPTS, seed=SEED, n_facts=N_FACTS)]
+    tokens: torch.Tensor = AutoTokenizer.from_pretrained(CHECKPOINT)(
+        texts, return_tensors="pt"
+    ).input_ids
+    return tokens
 
 
 def check_float32(name: str) -> dict[str, float]:

@@ -69,6 +69,8 @@ def train(checkpoint: str) -> tuple[Any, dict[str, Any]]:
     """Train a Qwen2 or a Pythia on the recall task; what it learnt, and how far its biases went."""
     import train_recall as recall
 
+    from tl_devicefix.demo.recall_task import recall_prompts
+
     torch.manual_seed(SEED)
     model = build_model(checkpoint)
     before = copy.deepcopy(model)
@@ -86,7 +88,7 @@ def train(checkpoint: str) -> tuple[Any, dict[str, Any]]:
         loss.total.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), recall.MAX_GRAD_NORM)
         optimizer.step()
-    prompts = recall.recall_prompts(500, seed=recall.EVALUATION_SEED, n_facts=N_FACTS)
+    prompts = recall_prompts(500, seed=recall.EVALUATION_SEED, n_facts=N_FACTS)
     is_right = recall.recall_is_right(model, recall.build_tokenizer(), prompts)
     return model, {
         "accuracy": sum(is_right) / len(is_right),

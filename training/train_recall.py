@@ -1,6 +1,6 @@
 """Train the small Llama checkpoint that ships in ``tl_devicefix/demo/recall_checkpoint``.
 
-What it learns is in-context recall (see ``tl_devicefix/recall_task.py``): after
+What it learns is in-context recall (see ``tl_devicefix/demo/recall_task.py``): after
 ``Alice likes green . Bob likes red . Alice likes`` comes ``green``, who likes what being drawn
 anew for every sequence. It is trained for next-token prediction on sequences made as it goes:
 
@@ -42,18 +42,25 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tl_devicefix.demo.recall_task import (
-    BOS,
-    EOS,
-    MAX_FACTS,
-    MIN_FACTS,
-    PAD,
-    UNK,
-    VOCABULARY,
-    WORDS_PER_FACT,
+    NAMES,
+    OBJECTS,
     RecallPrompt,
-    recall_prompts,
-    sample_facts,
+    sample_prompt,
 )
+
+VERBS = tuple(OBJECTS)
+FULL_STOP = "."
+BOS, EOS, PAD, UNK = "<bos>", "<eos>", "<pad>", "<unk>"
+VOCABULARY = (
+    *(PAD, BOS, EOS, UNK, FULL_STOP),
+    *NAMES,
+    *VERBS,
+    *(word for objects in OBJECTS.values() for word in objects),
+)
+"""Every token of the checkpoint's tokenizer, in the order of their ids."""
+WORDS_PER_FACT = 4
+MIN_FACTS, MAX_FACTS = 4, 12
+"""How many facts a prompt of the evaluation states."""
 
 TOKEN_IDS = {token: index for index, token in enumerate(VOCABULARY)}
 CONTENT_WORDS = [token for token in VOCABULARY if token not in (PAD, BOS, EOS, UNK)]
@@ -98,6 +105,34 @@ CURRICULUM = (
 
 # --------------------------------------------------------------------------------------------
 # Data
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One sentence, such as ``Alice likes green .``"""
+
+    name: str
+    verb: str
+    object: str
+
+    def words(self) -> tuple[str, str, str, str]:
+        """The four tokens of the sentence."""
+        return (self.name, self.verb, self.object, FULL_STOP)
+
+
+def sample_facts(rng: random.Random, n_facts: int, *, mix_verbs: bool) -> list[Fact]:
+    """Draw facts about `n_facts` different names, no two with the same object.
+
+    All the facts share one verb, unless `mix_verbs` has each draw its own.
+    """
+    names = rng.sample(NAMES, n_facts)
+    if not mix_verbs:
+        verb = rng.choice(VERBS)
+        objects = rng.sample(OBJECTS[verb], n_facts)
+        return [Fact(name, verb, object_) for name, object_ in zip(names, objects, strict=True)]
+    verbs = [rng.choice(VERBS) for _ in names]
+    shuffled = {verb: rng.sample(OBJECTS[verb], n_facts) for verb in VERBS}
+    return [Fact(name, verb, shuffled[verb].pop()) for name, verb in zip(names, verbs, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -299,7 +334,7 @@ def recall_is_right(
         batch = prompts[start : start + 100]
         inputs = tokenizer([p.text for p in batch], padding=True, return_tensors="pt")
         logits = model(**inputs.to(model.device)).logits
-        last = torch.tensor([p.query_position for p in batch], device=model.device)
+        last = inputs["attention_mask"].sum(dim=1) - 1  # the verb of the question
         predicted = logits[torch.arange(len(batch), device=model.device), last].argmax(-1)
         is_right += [
             token == TOKEN_IDS[p.answer] for token, p in zip(predicted.tolist(), batch, strict=True)
@@ -309,13 +344,14 @@ def recall_is_right(
 
 def evaluate(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> dict[str, object]:
     """Accuracy on held-out demo prompts, in all and by the number of facts stated."""
-    prompts = recall_prompts(N_EVALUATION_PROMPTS, seed=EVALUATION_SEED)
+    rng, sizes, prompts = random.Random(EVALUATION_SEED), [], []
+    for _ in range(N_EVALUATION_PROMPTS):
+        sizes.append(rng.randint(MIN_FACTS, MAX_FACTS))
+        prompts.append(sample_prompt(rng, sizes[-1]))
     is_right = recall_is_right(model, tokenizer, prompts)
     by_facts: dict[str, float] = {}
     for n_facts in range(MIN_FACTS, MAX_FACTS + 1):
-        of_size = [
-            right for right, p in zip(is_right, prompts, strict=True) if p.n_facts == n_facts
-        ]
+        of_size = [right for right, size in zip(is_right, sizes, strict=True) if size == n_facts]
         by_facts[str(n_facts)] = round(sum(of_size) / len(of_size), 4)
     return {
         "held_out_prompts": len(prompts),

@@ -134,10 +134,9 @@ def _show_heads(
 ) -> None:
     """Show how much each head attends from the question to the answer in the context."""
     batch = torch.arange(len(prompts))
-    query = torch.tensor([prompt.query_position for prompt in prompts])
     answer = torch.tensor([prompt.answer_position for prompt in prompts])
     print("attention from the question to the answer in the context, mean over the prompts:")
-    by_head = torch.stack([p.cpu()[batch, :, query, answer].mean(dim=0) for p in patterns])
+    by_head = torch.stack([p.cpu()[batch, :, -1, answer].mean(dim=0) for p in patterns])
     for layer, heads in enumerate(by_head.tolist()):
         shown = "  ".join(f"H{head} {value:4.2f} {_bar(value)}" for head, value in enumerate(heads))
         device = model.placement.device_map[f"blocks.{layer}"]
