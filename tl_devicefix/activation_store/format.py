@@ -176,9 +176,7 @@ def write_index(directory: Path, index: Index) -> None:
 def write_file(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     """Write a file that has its name only when all of it is on the disk.
 
-    Args:
-        path: of the file, which is replaced if it exists.
-        write: given the open file. If it fails, nothing is left of it.
+    If `write` fails, nothing is left of it.
     """
     part = path.with_name(path.name + TEMPORARY)
     try:
@@ -199,12 +197,6 @@ def write_file(path: Path, write: Callable[[BinaryIO], Any]) -> None:
 
 def write_shard(path: Path, pieces: Pieces, start: int, stop: int) -> tuple[int, str]:
     """Write a safetensors file of tensors that are in pieces, which are not put together first.
-
-    Args:
-        path: of the file.
-        pieces: the tensors.
-        start: the first of the examples that they are of.
-        stop: the first of the next shard's.
 
     Returns:
         Its bytes, and its checksum.
@@ -246,10 +238,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def shard_faults(directory: Path, index: Index, checksums: bool) -> Iterator[str]:
     """A sentence for each shard that is not as it was written.
 
-    Args:
-        directory: where they are.
-        index: of them.
-        checksums: read all of them; else only missing files and other sizes are found.
+    Without `checksums`, none is read: only missing files and other sizes are found.
     """
     for shard in index.shards:
         path = directory / shard.file

@@ -24,11 +24,7 @@ _SHAPES = ("n_layers", "d_model", "n_heads", "n_key_value_heads", "d_head", "d_m
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Make a directory, and let no other process save to it, within a `with` block.
-
-    Raises:
-        RuntimeError: if another process saves to it.
-    """
+    """Make a directory, and let no other process save to it, within a `with` block."""
     directory.mkdir(parents=True, exist_ok=True)
     with open(directory / LOCK, "ab") as file:
         try:
@@ -48,9 +44,7 @@ def locked(directory: Path) -> Iterator[None]:
 def saved_index(directory: Path, resume: bool) -> Index | None:
     """The index of activations that were saved before, if any, without last shards that are gone.
 
-    Raises:
-        FileExistsError: if there are some, and `resume` is False.
-        FileNotFoundError: if others than the last shards are gone, or all are.
+    Refused, if they may not be saved on with.
     """
     if not (directory / INDEX).exists():
         if (directory / shard_name(0)).exists():
@@ -82,11 +76,7 @@ def saved_index(directory: Path, resume: bool) -> Index | None:
 
 
 def check_disk(directory: Path, needed: int) -> None:
-    """Check that the disk has so many bytes free.
-
-    Raises:
-        OSError: if it does not.
-    """
+    """Refuse a disk that has fewer bytes free."""
     free = shutil.disk_usage(directory).free
     if needed > free:
         raise OSError(
@@ -135,13 +125,7 @@ class Saved(SavedActivations):
                 )
 
     def compare_tokens(self, beside: Mapping[str, torch.Tensor], start: int, count: int) -> None:
-        """Compare tokens and masks of examples on disk with those of a batch.
-
-        Args:
-            beside: by name, those of the batch.
-            start: the number of its first example.
-            count: how many of its examples are on disk.
-        """
+        """Compare tokens and masks of a batch with those of `count` examples on disk."""
         for name, rows in beside.items() if count else ():
             if not torch.equal(self.stored[name][start : start + count], rows[:count]):
                 raise self.other_data(

@@ -147,13 +147,7 @@ class _Saving:
     def begin(self, saved: Index | None, shard_bytes: int) -> None:
         """Run the first batch; then write an index of no shards, or compare with what is on disk.
 
-        Args:
-            saved: of activations to go on with, if there are any.
-            shard_bytes: of a shard, at most.
-
-        Raises:
-            ValueError: if there is no batch, it cannot be stored, or others are on disk.
-            OSError: if the disk is too small.
+        Refused are batches that cannot be stored, and a disk that is too small.
         """
         batch = next(self._batches, None)
         if batch is None:
@@ -227,11 +221,7 @@ class _Saving:
             writer.close(is_complete)
 
     def _left(self, writer: Writer) -> Iterator[Batch]:
-        """The batches that are not on disk yet. Compares those that are.
-
-        Raises:
-            ValueError: if they are others, or of another width.
-        """
+        """The batches that are not on disk yet. Compares those that are."""
         seen, on_disk_already = 0, self._index.n_examples
         for number, batch in enumerate(chain([self._first], self._batches)):
             n_examples, width = batch.inputs.shape

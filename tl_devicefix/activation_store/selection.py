@@ -35,11 +35,7 @@ class Selection:
     token_mask: TokenMask | None
 
     def saved_tokens(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
-        """Which tokens are saved, `[batch, pos]` on the CPU; None for all.
-
-        Raises:
-            ValueError: if `token_mask` is or returns something else.
-        """
+        """Which tokens are saved, `[batch, pos]` on the CPU; None for all."""
         if self.token_mask is None:
             return None
         if self.token_mask == "attention_mask":
@@ -64,15 +60,7 @@ class Selection:
     ) -> dict[str, torch.Tensor]:
         """Select the activations to save from a forward's cache, each on its device.
 
-        Args:
-            cache: of the forward.
-            n_examples: of the forward.
-            saved: which of its tokens are, `[batch, pos]` on the CPU.
-
-        Raises:
-            TypeError: if `transform` returns no tensor.
-            ValueError: if it has names that are not saved, or tokens are to be left out of an
-                activation without an axis for them.
+        `saved` says of which tokens, as `saved_tokens` does.
         """
         stored = cache.stored() if isinstance(cache, CacheAtHome) else cache
         activations = {
@@ -130,16 +118,10 @@ class Selection:
     def entries_of(
         self, tensors: Mapping[str, torch.Tensor], n_rows: int, stop_at_layer: int | None
     ) -> dict[str, Entry]:
-        """How the activations of a batch are stored.
-
-        Args:
-            tensors: which were selected.
-            n_rows: its examples, or its tokens that are saved.
-            stop_at_layer: where the forward stopped.
+        """How a batch's activations are stored, of `n_rows` examples or saved tokens.
 
         Raises:
-            ValueError: for names that the forward did not give, none at all, a dtype that
-                safetensors does not have, or a tensor without a row for each example.
+            ValueError: for activations that cannot be, and names that the forward did not give.
         """
         asked = self.names_filter if isinstance(self.names_filter, list) else []
         if missing := [name for name in asked if name not in tensors]:
@@ -172,12 +154,7 @@ class Selection:
 
 
 def checked_names(names_filter: Any, model: Any) -> Any:
-    """A `names_filter` as `run_with_cache` takes it, which would ignore names that do not exist.
-
-    Raises:
-        TypeError: if it is no name, names, function or None.
-        ValueError: for no name at all, or one that the model does not have.
-    """
+    """A `names_filter` as `run_with_cache` takes it, which would ignore names that do not exist."""
     if names_filter is None or callable(names_filter):
         return names_filter
     if not isinstance(names_filter, Iterable):
@@ -220,17 +197,7 @@ class Batch(NamedTuple):
 
 
 def read_batches(items: Iterable[Any], model: Any, selection: Selection) -> Iterator[Batch]:
-    """The batches that a user gives; see `save_activations`.
-
-    Args:
-        items: the batches.
-        model: whose tokenizer reads texts.
-        selection: which says which tokens' activations are saved.
-
-    Raises:
-        TypeError: for an item that is no batch.
-        ValueError: for tokens that are not `[batch, pos]`, or a mask of another shape.
-    """
+    """The batches that a user gives; see `save_activations`."""
     if isinstance(items, (str, Mapping)):
         raise TypeError(
             f"batches must be an iterable of batches, but is a {type(items).__name__}: give "

@@ -76,10 +76,6 @@ class Stored:
         """All rows that a shard has, mapped: parts are read as they are used.
 
         Each call maps the file anew, so that changes to the tensor stay in it.
-
-        Raises:
-            FileNotFoundError: if the file is missing.
-            ValueError: if it is cut off, or is another than the index has.
         """
         shard, entry = self._index.shards[number], self.entry
         path = self._directory / shard.file

@@ -179,14 +179,7 @@ def _ahead(groups: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
 def _batches(
     groups: Iterator[torch.Tensor], batch_size: int, left: int, of_epoch: int
 ) -> Generator[torch.Tensor, None, None]:
-    """The rows of groups as batches.
-
-    Args:
-        groups: the rows.
-        batch_size: rows in a batch, but in an epoch's last one.
-        left: rows of the first epoch that are to come.
-        of_epoch: rows of each further one.
-    """
+    """The rows of groups as batches: `left` of the first epoch, then `of_epoch` of each."""
     parts: list[torch.Tensor] = []
     missing = min(batch_size, left)
     for rows in groups:
@@ -255,13 +248,7 @@ class _Groups:
         return blocks.split(group.unique_consecutive(return_counts=True)[1].tolist())
 
     def read(self, epoch: int, skip: int, epochs: int | None) -> Iterator[torch.Tensor]:
-        """The rows of one group after the other, in the order in which they are handed out.
-
-        Args:
-            epoch: the first.
-            skip: how many of its rows are left out.
-            epochs: the end; None for none.
-        """
+        """The rows of one group after the other, from an epoch's row `skip` on, as handed out."""
         while epochs is None or epoch < epochs:
             for number, blocks in enumerate(self._of(epoch)):
                 size = int(blocks[:, 2].sum())

@@ -51,8 +51,7 @@ def start_copies(
 ) -> tuple[dict[str, torch.Tensor], tuple[Any, ...]]:
     """Start to copy tensors to the host, on streams beside those that compute the next batch.
 
-    Returns:
-        By name, the copies, in pinned memory where a device has streams; and events to wait for.
+    The copies are in pinned memory where a device has streams; wait for the events.
     """
     copies, streams = {}, set()
     for name, tensor in tensors.items():
@@ -99,11 +98,7 @@ class Writer:
         self._writes: deque[Future[None]] = deque()  # batches that may not be on disk yet
 
     def make_room(self, n_examples: int) -> None:
-        """Wait until host memory has room for more examples.
-
-        Raises:
-            Exception: what went wrong in writing.
-        """
+        """Wait until host memory has room for more examples; raises what went wrong in writing."""
         self._largest = max(self._largest, n_examples)
         self._n_taken += n_examples
         most = 2 * self.index.examples_per_shard + self._n_batches * self._largest
@@ -117,15 +112,10 @@ class Writer:
         self._writes.append(self._pool.submit(self._unless_ended, self._add, copied))
 
     def close(self, is_complete: bool) -> None:
-        """Wait until all is written.
+        """Wait until all is written; on an interrupt, the shard that is being written.
 
-        Args:
-            is_complete: whether that was all there is. If not, examples that fill no shard are
-                left out: whoever resumes computes them again.
-
-        Raises:
-            OSError: if something could not be written; earlier shards are complete.
-            KeyboardInterrupt: when it comes, after the shard that is being written.
+        Unless that was all there is, examples that fill no shard are left out: whoever resumes
+        computes them again.
         """
         try:
             if is_complete:
