@@ -107,7 +107,7 @@ class _Grown:
 
     def append(self, new_keys: Heads, new_values: Heads) -> tuple[Heads, Heads]:
         """Append both; returns all of both."""
-        if not self._is_as_written():
+        if self._versions != self._now():  # somebody else has written to keys
             self._n_rotated = 0
         start, end = self.keys.shape[1], self.keys.shape[1] + new_keys.shape[1]
         # Not a change of what graphs hold of it.
@@ -134,17 +134,8 @@ class _Grown:
         rotated = self._rotated
         return self._all_keys._version, 0 if rotated is None else rotated._version
 
-    def _is_as_written(self) -> bool:
-        """Whether nobody else has written to keys, or rotated keys, since."""
-        return self._versions == self._now()
-
-    # A copy of an entry, or one that was saved, begins anew.
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
-
     def __reduce__(self) -> Any:
-        return type(None), ()
+        return type(None), ()  # a copy of an entry, or one that was saved, begins anew
 
 
 def _with_room(start: torch.Tensor, room: int) -> torch.Tensor:

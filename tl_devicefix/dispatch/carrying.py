@@ -116,13 +116,7 @@ class BringHome:
 
 
 def carry(model: Any, placement: Placement, brings_home: Callable[[str], bool]) -> list[Any]:
-    """Have all that components take come to them, and what some of them return come home.
-
-    Args:
-        model: over the devices of `placement`.
-        placement: where each component runs.
-        brings_home: of which components the output comes home, by name.
-    """
+    """Have what components take come to them; outputs come home of those that `brings_home`."""
     modules, handles = dict(model.named_modules()), []
     for name, device in placement.device_map.items():
         if name in modules:
@@ -165,12 +159,9 @@ def is_skipped(block: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def skipping(blocks: Sequence[nn.Module], first: int, output: Any) -> Iterator[None]:
-    """Within it, a forward begins at block `first` of `blocks`.
+    """Within it, a forward begins at block `first` of all blocks; it may be their number.
 
-    Args:
-        blocks: all of the model's.
-        first: 0 skips none; the number of blocks skips all.
-        output: what the block before has returned, in whatever form it does; left as it is.
+    `output` is what the block before has returned, in whatever form it does, and is left as it is.
     """
     with setting(_first, first), contextlib.ExitStack() as stack:
         for block in blocks[:first]:
@@ -201,14 +192,7 @@ class _Kept(AroundForward):
 
 
 class _Skipped(AroundForward):
-    """Returns what a block that is skipped would.
-
-    Args:
-        block: the block.
-        output: what is returned.
-        is_last: whether a block that is not skipped comes next, which gets a copy: hooks may
-            change it in place.
-    """
+    """Returns what a block that is skipped would; the last, a copy, which hooks may change."""
 
     def __init__(self, block: nn.Module, output: Any, is_last: bool) -> None:
         super().__init__(block)

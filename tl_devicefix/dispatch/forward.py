@@ -35,13 +35,8 @@ def align(
 ) -> None:
     """Make a model run over the devices of `placement`, replacing any earlier alignment.
 
-    A model on one device gets no hooks, unless blocks of it are offloaded.
-
-    Args:
-        model: its weights are there already.
-        placement: where each component runs.
-        brings_home: of which components the output comes home, by name.
-        is_own: whether a module of torch's is the model's own; None if users attach none.
+    A model on one device gets no hooks, unless blocks of it are offloaded. The output comes home of
+    the components that `brings_home`; without `is_own`, users attach no modules of torch's.
     """
     unalign(model)
     if len(placement.memories) > 1:

@@ -38,11 +38,11 @@ def joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def listed(names: Sequence[str], most: int = 3) -> str:
+def listed(names: Sequence[str]) -> str:
     """["W_in", "b_in"] -> "W_in, b_in"; of many, the first few."""
-    if len(names) <= most + 1:
+    if len(names) <= 4:
         return ", ".join(names)
-    return f"{', '.join(names[:most])} and {len(names) - most} more"
+    return f"{', '.join(names[:3])} and {len(names) - 3} more"
 
 
 def named_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:

@@ -69,11 +69,8 @@ class Turns:
     ) -> None:
         """Wait until it is a run's turn on a device. Who has the turn offers it to others.
 
-        Args:
-            run: this thread's.
-            device: which.
-            weights: what stands for those of the offloaded block that it comes to.
-            arriving: the event of what it takes along having arrived there.
+        `weights` stands for those of the offloaded block that it comes to, and `arriving` is the
+        event of what it takes along having arrived there.
         """
         asking = _Asking(run, weights, arriving is None)
         with self._changed:

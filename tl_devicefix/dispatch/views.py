@@ -36,10 +36,7 @@ def view_of(model: Any, builder: ViewBuilder | None = None) -> Any:
     Parameters, buffers, config, placement, tokenizer and whatever else holds no module are the
     same objects. The model's hooks are there, in their order, and get the view's hook points;
     a hook that was added with a closure over the model has the view there. No `__init__` is called.
-
-    Args:
-        model: of either class, on whatever devices.
-        builder: new; afterwards, it has what belongs to the view.
+    A new `builder` has afterwards what belongs to the view.
     """
     builder = ViewBuilder() if builder is None else builder
     view = builder.of(model)

@@ -29,9 +29,6 @@ class CacheAtHome(dict[str, torch.Tensor]):
     """A cache of activations that stores each tensor where it was computed and reads it at home.
 
     A `functools.partial` stands for a tensor on disk: it is called each time that you ask for it.
-
-    Args:
-        home: the device that every read brings the tensor to.
     """
 
     def __init__(self, home: torch.device) -> None:

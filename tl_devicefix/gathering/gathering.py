@@ -50,14 +50,7 @@ def stack_on(
 ) -> torch.Tensor:
     """Weights of several blocks, each from its own device, stacked on one; differentiable.
 
-    Args:
-        device: where to stack them.
-        weights: of each block, all of one shape.
-        what: what they are, for the error.
-        copies: how many times their size must be free.
-
-    Raises:
-        torch.OutOfMemoryError: if there is no room; nothing is copied then.
+    Where `copies` times their size is not free, the error says `what` they are.
     """
     check_room(copies * sum(weight.nbytes for weight in weights), device, what)
     stack: torch.Tensor = _StackOn.apply(device, *weights)
@@ -119,11 +112,7 @@ class _StackOn(torch.autograd.Function):
 
 
 def check_room(needed: int, device: torch.device, what: str) -> None:
-    """Check that something can be gathered before anything is copied.
-
-    Raises:
-        torch.OutOfMemoryError: saying how large it is, what is free, and what to do.
-    """
+    """Check that there is room for something before anything of it is copied."""
     on_cpu = device.type == "cpu"
     room = psutil.virtual_memory().available if on_cpu else free_memory(device)
     if room is not None and needed > room:
@@ -138,10 +127,7 @@ class ReadOn:
     """A model, or a module of it, whose tensors are read on one device.
 
     For methods of TransformerLens that are written for one device: they are given this as `self`.
-
-    Args:
-        module: what is read; it stays where it is.
-        device: where each tensor is copied when it is read.
+    The module stays where it is, and each tensor is copied when it is read.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:

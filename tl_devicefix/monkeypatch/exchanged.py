@@ -43,13 +43,9 @@ def is_of_packages(definition: Any, others: frozenset[str] = frozenset()) -> boo
 
 
 class _Functions:
-    """Functions of a module, a class or a registry, as they were at first.
+    """Functions of a module, a class or a registry, which has this name, as they were at first.
 
-    Args:
-        name: of what has them.
-        space: where they are looked up.
-        names: theirs.
-        are_known: whether they are what they were at import, as nobody had time to change them.
+    They `are_known` where they are what they were at import, as nobody had time to change them.
     """
 
     def __init__(

@@ -67,10 +67,8 @@ def _is_in_order(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 class InOrder(OutsideBlocks, TorchFunctionMode):
     """Within it, a pipelined run waits for the earlier ones before an operation on shared state.
 
-    Args:
-        run: this thread's.
-        ends: whether it ends anywhere when nobody waits for it; not within torch's autograd engine,
-            of which simulated devices are part.
+    It `ends` anywhere when nobody waits for it, but not within torch's autograd engine, of which
+    simulated devices are part.
     """
 
     def __init__(self, run: Run, ends: bool = True) -> None:
@@ -108,11 +106,7 @@ _replaced: dict[tuple[Any, str], tuple[Any, Any]] = {}
 
 @contextlib.contextmanager
 def seeding_in_order(kinds: Iterable[str]) -> Iterator[None]:
-    """Within it, pipelined runs call torch's functions of seeds in order too.
-
-    Args:
-        kinds: the types of the model's devices.
-    """
+    """Within it, pipelined runs call torch's functions of seeds in order too, of these devices'."""
     global _n_within
     owners = torch, torch.random, *map(torch.get_device_module, kinds)
     with _lock:

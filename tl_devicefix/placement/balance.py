@@ -113,13 +113,13 @@ def filled_in_order(sizes: Sequence[Any], rooms: Rooms) -> list[int]:
     return counts
 
 
-def fits(sizes: Sequence[Any], counts: Sequence[int], rooms: Rooms, headroom: int = 0) -> bool:
-    """Whether so many blocks on each device leave `headroom` bytes of its room free."""
+def fits(sizes: Sequence[Any], counts: Sequence[int], rooms: Rooms) -> bool:
+    """Whether there is room for so many blocks on each device."""
     blocks, shared, at_home = _weigh(sizes)
     ends = list(itertools.accumulate(counts))
     loads = [sum(blocks[end - n : end]) + (shared if n else 0) for n, end in zip(counts, ends)]
     loads[0] += at_home
-    return all(room is None or load + headroom <= room for load, room in zip(loads, rooms))
+    return all(room is None or load <= room for load, room in zip(loads, rooms))
 
 
 def shares(sizes: Sequence[Any], rooms: Rooms) -> list[Share]:

@@ -25,16 +25,11 @@ def each_on_its_device(
     devices: Sequence[torch.device],
     done: Callable[[], Any] = lambda: None,
 ) -> None:
-    """Do something to each unit, with a thread for each of several devices.
+    """Do something to each unit on its device, with a thread for each of several devices.
 
     After an error or an interrupt no unit is begun any more, and no thread is left. Of several
-    errors, the one of the first unit is raised.
-
-    Args:
-        do: what to do to a unit; not a closure, as an error's traceback would keep what it holds.
-        units: in order.
-        devices: for each unit, the device where it is done.
-        done: called in this thread after each unit.
+    errors, the one of the first unit is raised. `do` is no closure, as an error's traceback would
+    keep what it holds; `done` is called in this thread after each unit.
     """
     of_each = dict.fromkeys(devices)
     if len(of_each) < 2:

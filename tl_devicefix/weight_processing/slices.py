@@ -66,11 +66,8 @@ _LAYERS: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
 def slices(weights: Mapping[str, torch.Tensor], elements: int) -> Iterator[Slice]:
     """Cut one component; each weight is cut in slices that make it up, or whole in some.
 
-    Args:
-        weights: one component's weights, by the names that the steps see.
-        elements: how many elements a slice should have at most. At least it has one key and value
-            head with its query heads, one neuron, one token or one expert. SoLU's MLP is not cut:
-            its inner norm mixes the neurons.
+    A slice has at most so many elements, but at least one key and value head with its query heads,
+    one neuron, one token or one expert. SoLU's MLP is not cut: its inner norm mixes the neurons.
     """
     left = dict(weights)
     for layer, (axes, shared) in _LAYERS.items():

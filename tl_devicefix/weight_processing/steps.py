@@ -24,12 +24,8 @@ def fold_layer_norm_into_block(
 ) -> None:
     """Fold ln1 into attention, ln2 into the MLP, and SoLU's inner norm into W_out.
 
-    Args:
-        block: one block's weights, by their names within the block ("ln1.w", "attn.W_Q").
-        fold_biases: fold the norms' biases (False for RMSNorm).
-        center_weights: centre the reading matrices afterwards (False for RMSNorm).
-        keep_norms: leave an identity norm behind, as TransformerLens 3 does, instead of removing
-            the norm's weights, as 2 does.
+    With `center_weights` the reading matrices are centred afterwards (as `fold_biases`, not for
+    RMSNorm). With `keep_norms` an identity norm is left behind, as in TransformerLens 3, not in 2.
     """
     if "ln1.w" in block:
         for letter in "QKV":
@@ -134,11 +130,7 @@ def vocabulary_means(
 ) -> Weights:
     """The means over the vocabulary of "unembed.W_U" (as [d_model, 1]) and "unembed.b_U" (as [1]).
 
-    Args:
-        head: the weights, on any device; not changed, nor copied as a whole.
-        dtype: the dtype to sum in.
-        device: where to compute the means.
-        tokens_at_once: how much of the vocabulary is copied to `device` at a time.
+    They are summed in `dtype` on `device`, where only `tokens_at_once` are copied at a time.
     """
     means = {}
     for name in _OVER_VOCABULARY:
@@ -176,11 +168,7 @@ def refactor_attention_of_block(block: Weights) -> None:
     From the singular value decomposition `W_OV = U S Vh` come `W_V' = U S` and `W_O' = Vh`, and
     `W_Q' = U sqrt(S)` and `W_K' = V sqrt(S)` from `W_QK`, with the query and key biases carried as
     one more input dimension. Not for rotary embeddings (QK then depends on the positions) nor
-    grouped-query attention.
-
-    Args:
-        block: one block's weights; the matrices are [heads, d_model, d_head], W_O
-            [heads, d_head, d_model].
+    grouped-query attention. Matrices are [heads, d_model, d_head], W_O is [heads, d_head, d_model].
     """
     W_Q = _with_bias_as_input(block["attn.W_Q"], block["attn.b_Q"])
     W_K = _with_bias_as_input(block["attn.W_K"], block["attn.b_K"])

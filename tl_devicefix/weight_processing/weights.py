@@ -28,12 +28,8 @@ class WorkingCopies(dict[str, torch.Tensor]):
     copied: `items()` shows it as it was given. Copies keep the layout of what they copy (a
     transposed view stays one); integer and boolean tensors keep their dtype.
 
-    `as_given` has the names of those that no step has read or replaced.
-
-    Args:
-        weights: one component's weights, on any devices and in any dtypes; never changed.
-        device: where to fold them.
-        dtype: the dtype to fold in (`working_dtype`).
+    What it is made from is never changed. `as_given` has the names of those that no step has read
+    or replaced.
     """
 
     def __init__(
@@ -76,15 +72,8 @@ def write(
     A parameter without values gets memory on `device` first, laid out as the weight that it comes
     from: TransformerLens's shapes are mostly transposed views of a checkpoint's, its forward mostly
     transposes them back, and so neither costs a copy. Weights that the model has no place for are
-    dropped, as in TransformerLens.
-
-    Args:
-        model: the model, or a component of it.
-        name: the parameter's or buffer's name within `model`.
-        value: on any device, in any dtype; not aliased.
-        like: the whole weight as it was given, for its layout.
-        device: where the parameter belongs.
-        index: which part of the parameter the value is; all of it by default.
+    dropped, as in TransformerLens. The value, on any device and in any dtype, is not aliased; it is
+    the part of the parameter at `index`, and `like` is the whole weight as it was given.
     """
     path, _, leaf = name.rpartition(".")
     try:
