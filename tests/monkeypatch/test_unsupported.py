@@ -64,19 +64,13 @@ def refuses() -> Callable[..., Any]:
     return refuses
 
 
-TOO_NEW, TOO_OLD = ("transformer_lens<5",), ("2.16.1 <= transformer_lens < 5", "upgrade")
-
-
-@pytest.mark.parametrize(
-    ("version", "says"),
-    [("5.0.0", TOO_NEW), ("5.0.0.dev3", TOO_NEW), ("6.2", TOO_NEW), ("2.15.4", TOO_OLD)],
-)
+@pytest.mark.parametrize("version", ["5.0.0", "5.0.0.dev3", "6.2", "2.15.4"])
 def test_a_version_that_is_too_new_or_too_old_is_not_patched(
-    version: str, says: tuple[str, ...], pretend: Callable[[str], None], refuses: Any
+    version: str, pretend: Callable[[str], None], refuses: Any
 ) -> None:
     pretend(version)
     for do in (tl_devicefix.enable, tl_devicefix.enabled().__enter__, tl_devicefix.report):
-        with refuses(version, *says):
+        with refuses(version, "install 'transformer_lens>=2.16.1,<5'"):
             do()
 
 

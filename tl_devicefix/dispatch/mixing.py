@@ -29,20 +29,25 @@ class OutsideBlocks:
     """
 
 
-class Joining(OutsideBlocks, TorchFunctionMode):
-    """Within it, torch functions that mix devices bring their arguments together.
+class JoinedAt(OutsideBlocks, TorchFunctionMode):
+    """Within it, torch functions that mix some devices are called with all arguments on one.
 
     What is changed in place, or by `out=`, stays where it is, and what is indexed does too: the
-    others come to it. Where to otherwise, and which devices, is a subclass's to say.
+    others come to it.
     """
+
+    def __init__(self, device: torch.device, devices: frozenset[torch.device]) -> None:
+        super().__init__()
+        self._device = device
+        self._devices = devices
 
     def devices(self) -> frozenset[torch.device]:
         """The devices that may be mixed; torch refuses tensors of any other."""
-        raise NotImplementedError
+        return self._devices
 
     def target(self, tensors: list[torch.Tensor], devices: frozenset[torch.device]) -> torch.device:
         """Where to bring tensors of these devices, if none is changed in place or indexed."""
-        raise NotImplementedError
+        return self._device
 
     def count(self, nbytes: int) -> None:
         """Count the bytes that a call has copied."""
@@ -165,23 +170,6 @@ With what they call the gradients of their outputs.
 redispatch = getattr(torch.overrides, "redispatch_function", None)
 
 
-class JoinedAt(Joining):
-    """Within it, torch functions that mix the model's devices are called with all on one device."""
-
-    def __init__(self, device: torch.device, devices: frozenset[torch.device]) -> None:
-        super().__init__()
-        self._device = device
-        self._devices = devices
-
-    def devices(self) -> frozenset[torch.device]:
-        """The model's."""
-        return self._devices
-
-    def target(self, tensors: list[torch.Tensor], devices: frozenset[torch.device]) -> torch.device:
-        """The one device."""
-        return self._device
-
-
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """Plain tuples, lists and dicts, and named tuples, with each entry changed."""
     if type(value) in (tuple, list):
@@ -291,7 +279,7 @@ class Copied(NamedTuple):
     times: int
 
 
-class mix_devices(Joining):
+class mix_devices(JoinedAt):
     """Let torch functions mix tensors of the devices in use, within a `with`.
 
     A function that torch refuses, as its tensors are on several devices, gets them brought
@@ -317,7 +305,7 @@ class mix_devices(Joining):
     """
 
     def __init__(self, *, report: bool = False) -> None:
-        super().__init__()
+        super().__init__(HOST, frozenset())  # it says which ones each time that it is asked
         self._report = report
         self._lines: dict[str, list[int]] = {}
         self._depth = 0

@@ -47,12 +47,8 @@ def has_bridge() -> bool:
 
 def check_version() -> None:
     """Check that the installed TransformerLens is one that is known."""
-    if installed() >= Version("5.dev0"):
+    if not Version("2.16.1") <= installed() < Version("5.dev0"):
         raise UnsupportedTransformerLens(
-            f"tl_devicefix needs {SUPPORTED}, but {installed()} is installed, which it does not "
-            "know: install 'transformer_lens<5'"
-        )
-    if installed() < Version("2.16.1"):
-        raise UnsupportedTransformerLens(
-            f"tl_devicefix needs {SUPPORTED}, but {installed()} is installed: upgrade it"
+            f"tl_devicefix needs {SUPPORTED}, but {installed()} is installed: install "
+            "'transformer_lens>=2.16.1,<5'"
         )

@@ -18,6 +18,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _python_dispatch as dispatching
 
+# torch.set_num_threads also sets what new threads begin with: one load at a time.
+_setting_threads = threading.Lock()
+
 
 def each_on_its_device(
     do: Callable[[Any], None],
@@ -38,8 +41,12 @@ def each_on_its_device(
             done()
         return
     begun: list[Future[None]] = []
-    with contextlib.ExitStack() as stack:
-        cores = stack.enter_context(sharing_cores(len(of_each)))
+    with _setting_threads, contextlib.ExitStack() as stack:
+        # torch would split each of many small operations over all cores, and wait for the slowest
+        # every time: ten times as long on a machine that does something else as well.
+        all_cores = torch.get_num_threads()
+        stack.callback(torch.set_num_threads, all_cores)
+        cores = max(1, all_cores // len(of_each))
         caller = CallersState(of_each)
         workers = {device: stack.enter_context(ThreadPoolExecutor(1)) for device in of_each}
         stack.callback(lambda: [future.cancel() for future in begun])  # before workers are awaited
@@ -62,25 +69,6 @@ def each_on_its_device(
 def _on_cores(cores: int, do: Callable[[Any], None], unit: Any) -> None:
     torch.set_num_threads(cores)
     do(unit)
-
-
-# torch.set_num_threads also sets what new threads begin with: one load at a time.
-_setting_threads = threading.Lock()
-
-
-@contextlib.contextmanager
-def sharing_cores(workers: int) -> Iterator[int]:
-    """Within it, threads may call `torch.set_num_threads` for themselves; yields a worker's share.
-
-    torch would split each of many small operations over all cores, and wait for the slowest every
-    time: ten times as long on a machine that does something else as well.
-    """
-    with _setting_threads:
-        threads = torch.get_num_threads()
-        try:
-            yield max(1, threads // workers)
-        finally:
-            torch.set_num_threads(threads)
 
 
 class CallersState:
