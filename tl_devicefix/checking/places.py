@@ -46,9 +46,6 @@ def planned_by(model: Any) -> Callable[[str, bool], torch.device]:
     """A name in the model, and whether it is a weight's -> its device.
 
     By the placement, or else by `cfg.device`.
-
-    Raises:
-        ValueError: if there is no placement, and no such device.
     """
     placement = placement_of(model)
     if placement is not None:
@@ -127,10 +124,7 @@ def device_findings(
 ) -> Iterator[Finding]:
     """The largest modules of which all is misplaced, or else tensors, by the module they are in.
 
-    Args:
-        model: the model.
-        attached: the modules of attached ones, and their paths.
-        hint: says what else may be done about a path.
+    `hint` says what else may be done about a path.
     """
     if is_unspread(model):
         return

@@ -72,24 +72,17 @@ def blueprint(
         ValueError: if the config cannot be had, the class is another, or `n_ctx` is not that of
             the weights of learnt positions.
     """
-    model = _read(config_or_model_name, dtype, options, cls)
+    adapter = adapter_to_load(config_or_model_name, cls)
+    model: Blueprint = adapter.read_blueprint(config_or_model_name, dtype, options, cls)
     n_ctx = options.get("n_ctx")
     if n_ctx is not None and any(size.name == "pos_embed" for size in model.sizes()):
-        own = _read(config_or_model_name, dtype, {**options, "n_ctx": None}, cls).n_ctx
+        own = blueprint(config_or_model_name, dtype, {**options, "n_ctx": None}, cls).n_ctx
         if n_ctx != own:
             raise ValueError(
                 f"n_ctx is {n_ctx}, but this model has {own} learnt position embeddings: leave "
                 "n_ctx out"
             )
     return model
-
-
-def _read(
-    config_or_model_name: Any, dtype: torch.dtype | str | None, options: dict[str, Any], cls: Any
-) -> Blueprint:
-    adapter = adapter_to_load(config_or_model_name, cls)
-    blueprint: Blueprint = adapter.read_blueprint(config_or_model_name, dtype, options, cls)
-    return blueprint
 
 
 def check_options(
@@ -106,16 +99,13 @@ def check_options(
 
 def adapter_to_load(config_or_model_name: Any, cls: Any = None) -> Adapter:
     """The adapter of the class that a model would be of; for `cls` see `blueprint`."""
-    hooked, bridge = map(adapters().get, ("HookedTransformer", "TransformerBridge"))
+    installed = adapters()
     if cls is None:
         is_of_transformers = hasattr(config_or_model_name, "model_type")
-        chosen = bridge if hooked is None or (bridge and is_of_transformers) else hooked
-    elif hooked is not None and isinstance(cls, type) and issubclass(cls, hooked.model_class):
-        chosen = hooked
-    else:
-        chosen = bridge if bridge is not None and cls is bridge.model_class else None
-    if chosen is None:
-        classes = ["HookedTransformer or a subclass of it"] if hooked is not None else []
-        classes += ["TransformerBridge"] if bridge is not None else []
-        raise ValueError(f"cls must be {' or '.join(classes)}, but is {cls!r}")
-    return chosen
+        usual = installed.get("TransformerBridge" if is_of_transformers else "HookedTransformer")
+        return usual or next(iter(installed.values()))
+    for name, adapter in installed.items():
+        may_be_subclass = name == "HookedTransformer" and isinstance(cls, type)
+        if cls is adapter.model_class or (may_be_subclass and issubclass(cls, adapter.model_class)):
+            return adapter
+    raise ValueError(f"cls must be {' or '.join(installed)}, but is {cls!r}")

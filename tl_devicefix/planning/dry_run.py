@@ -25,7 +25,7 @@ from tl_devicefix.attention.implementation import (
 from tl_devicefix.dispatch.naming import named_modules
 from tl_devicefix.patches import enabled
 from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
-from tl_devicefix.placement.devices import Hosts
+from tl_devicefix.placement.devices import DEVICE_TYPE, Hosts
 from tl_devicefix.placement.memory import MaxMemory, format_table, gib
 from tl_devicefix.placement.placement import BetweenHosts, Placement, by_hosts, in_words
 from tl_devicefix.planning.blueprints import blueprint, check_options
@@ -92,24 +92,17 @@ class DryRun:
         for index, (held, peak, room) in enumerate(zip(self.weights, self.peaks, self.memory)):
             device = f"{index} ({sites[index].name})" if sites else str(index)
             rows.append((device, gib(held), gib(peak.bytes), gib(room), peak.module))
-        return "\n".join([format_table(rows, ">>>><"), self._of_transfers(), self._outcome()])
-
-    def _of_transfers(self) -> str:
         pairs = ", ".join(
-            f"{_short(source)} -> {_short(target)} {gib(moved.bytes)}"
-            for (source, target), moved in self.transfers.by_pair().items()
+            " -> ".join(str(device).removeprefix(f"{DEVICE_TYPE}:") for device in pair)
+            + f" {gib(moved.bytes)}"
+            for pair, moved in self.transfers.by_pair().items()
         )
-        between = f"; between hosts: {in_words(self.between_hosts)}" if self.placement.sites else ""
-        return f"{self.transfers.together().count} transfers: {pairs or 'none'}{between}"
-
-    def _outcome(self) -> str:
-        if self.error is None:
-            return "it runs"
-        return f"it stops at {self.stopped_at}: {type(self.error).__name__}: {self.error}"
-
-
-def _short(device: torch.device) -> str:
-    return device.type if device.index is None else str(device.index)
+        between = f"; between hosts: {in_words(self.between_hosts)}" if sites else ""
+        transfers = f"{len(self.transfers)} transfers: {pairs or 'none'}{between}"
+        outcome = "it runs"
+        if self.error is not None:
+            outcome = f"it stops at {self.stopped_at}: {type(self.error).__name__}: {self.error}"
+        return "\n".join([format_table(rows, ">>>><"), transfers, outcome])
 
 
 def dry_run(
