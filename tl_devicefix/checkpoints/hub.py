@@ -79,13 +79,6 @@ def has_tokenizer(name: str, **kwargs: Any) -> bool:
     )
 
 
-def load_tokenizer(directory: str, trust_remote_code: bool) -> Any:
-    """The tokenizer saved in a checkpoint directory, or None if there is none."""
-    if not has_tokenizer(directory):
-        return None
-    return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
-
-
 @contextlib.contextmanager
 def tokenizers_fetched_with(model_name: str, kwargs: dict[str, Any]) -> Iterator[None]:
     """Within it, TransformerLens fetches tokenizers as the caller wants the model fetched.
@@ -114,13 +107,9 @@ def tokenizers_fetched_with(model_name: str, kwargs: dict[str, Any]) -> Iterator
         yield
 
 
-def read_config(name: str, directory: str | Path, **kwargs: Any) -> Any:
+def read_config(name: str, **kwargs: Any) -> Any:
     """The fields that transformers reads from a checkpoint's config.json."""
     with reading_config(name):
-        if (file := Path(directory) / "config.json").is_file():
-            fields = json.loads(file.read_text())
-            if not isinstance(architectures := fields.get("architectures") or [], list):
-                raise ValueError(f"architectures must be a list of names, but is {architectures!r}")
         return AutoConfig.from_pretrained(name, **kwargs)
 
 

@@ -20,13 +20,14 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformer_lens import HookedTransformer
 from transformer_lens.components import TransformerBlock
+from transformers import AutoTokenizer
 
 from tl_devicefix.attention.implementation import check_attn_implementation, set_attn_implementation
 from tl_devicefix.checkpoints.checkpoint import load_hf_model
 from tl_devicefix.checkpoints.hub import (
     TOKENIZER_FILES,
+    has_tokenizer,
     is_checkpoint_directory,
-    load_tokenizer,
     tokenizers_fetched_with,
     torch_dtype,
 )
@@ -282,8 +283,9 @@ def _open_source(
 
 def empty_model(cls: Any, cfg: Any, tokenizer: Any, default_padding_side: Any = None) -> Any:
     """A model whose parameters have shapes but no values; its buffers are real."""
-    if tokenizer is None and is_checkpoint_directory(cfg.tokenizer_name or ""):
-        tokenizer = load_tokenizer(cfg.tokenizer_name, cfg.trust_remote_code)
+    name = cfg.tokenizer_name or ""
+    if tokenizer is None and is_checkpoint_directory(name) and has_tokenizer(name):
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=cfg.trust_remote_code)
     # TransformerLens 2 and 3 have different defaults.
     side = {} if default_padding_side is None else {"default_padding_side": default_padding_side}
     with _construction, _components_without_values():

@@ -122,7 +122,7 @@ def _hf_config(config_or_model_name: Any) -> Any:
             "directory, nor a transformers config"
         )
     name = os.fspath(config_or_model_name)
-    return known_config(name) or read_config(name, name)
+    return known_config(name) or read_config(name)
 
 
 _N_CTX_FIELDS = (

@@ -108,7 +108,7 @@ def _boot_over_devices(boot: Any, options: dict[str, Any]) -> Any:
     name = str(options["model_name"])
     if is_checkpoint_directory(name):  # before TransformerLens reads it, whatever is in it
         trusted = options.get("trust_remote_code", False)
-        read_config(name, name, trust_remote_code=trusted)
+        read_config(name, trust_remote_code=trusted)
     planned = _PlannedClass(options)
     arguments = dict(options)
     for name in ("device", "n_devices", "max_memory"):
