@@ -117,13 +117,12 @@ class BringHome:
 
 def carry(model: Any, placement: Placement, brings_home: Callable[[str], bool]) -> list[Any]:
     """Have what components take come to them; outputs come home of those that `brings_home`."""
-    modules, handles = dict(model.named_modules()), []
-    for name, device in placement.device_map.items():
-        if name in modules:
-            before = modules[name].register_forward_pre_hook(CarryTo(device), with_kwargs=True)
-            handles.append(before)
-            if brings_home(name):
-                handles.append(modules[name].register_forward_hook(BringHome(placement.home)))
+    handles = []
+    for component, module in placement.modules_of(model):
+        carry_to = CarryTo(component.device)
+        handles.append(module.register_forward_pre_hook(carry_to, with_kwargs=True))
+        if brings_home(component.name):
+            handles.append(module.register_forward_hook(BringHome(placement.home)))
     return handles
 
 
@@ -131,11 +130,10 @@ def not_carried_to(model: Any, placement: Placement) -> list[str]:
     """The components that lack the hook of `carry`, as someone put them in after it."""
     if len(placement.devices) == 1:
         return []
-    modules = dict(model.named_modules())
     return [
-        name
-        for name, device in placement.device_map.items()
-        if name in modules and CarryTo(device) not in modules[name]._forward_pre_hooks.values()
+        component.name
+        for component, module in placement.modules_of(model)
+        if CarryTo(component.device) not in module._forward_pre_hooks.values()
     ]
 
 

@@ -28,7 +28,7 @@ from tl_devicefix.monkeypatch.patch import package_of
 from tl_devicefix.offload.visiting import AroundForward, pin
 from tl_devicefix.placement.fitting import move_parameter
 from tl_devicefix.placement.memory import gib
-from tl_devicefix.placement.placement import PlacedComponent, Placement
+from tl_devicefix.placement.placement import Placement
 
 _ATTACHED = "_tl_devicefix_attached"
 _WATCH = "_tl_devicefix_watch"
@@ -182,7 +182,7 @@ class Watch:
                     tensor.module._buffers[tensor.name] = copies[key]
             if moved:
                 pin(model, placement)
-            roots = [root for _, root in _components(model, placement)]
+            roots = [root for _, root in placement.modules_of(model)]
             self._modules = [weakref.ref(module) for root in roots for module in _own_modules(root)]
             self._seen = self._now()
         _warn(moved, [tensor for tensor in left if tensor.full_name not in self._warned_of])
@@ -232,16 +232,9 @@ def held_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
                 yield name, value, is_weight
 
 
-def _components(model: Any, placement: Placement) -> Iterator[tuple[PlacedComponent, nn.Module]]:
-    modules = dict(model.named_modules())
-    for component in placement.components:
-        if component.name in modules:
-            yield component, modules[component.name]
-
-
 def _elsewhere(model: Any, placement: Placement) -> Iterator[PlacedTensor]:
     """What is elsewhere; not what has no values, and nothing in modules that run where they are."""
-    for component, root in _components(model, placement):
+    for component, root in placement.modules_of(model):
         names = {id(module): path for path, module in root.named_modules(prefix=component.name)}
         for module in _own_modules(root):
             for name, value, is_weight in held_tensors(module):
@@ -265,7 +258,7 @@ def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
 def _shared(model: Any, placement: Placement) -> Callable[[Any], bool]:
     """Whether components on several devices have a module or a parameter together."""
     places: dict[int, set[torch.device]] = defaultdict(set)
-    for component, root in _components(model, placement):
+    for component, root in placement.modules_of(model):
         for module in root.modules():
             for owned in (module, *module._parameters.values()):
                 places[id(owned)].add(component.stored_on)

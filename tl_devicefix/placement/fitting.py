@@ -63,11 +63,9 @@ def move_components(model: nn.Module, placement: Placement, rest: nn.Module) -> 
                     submodule._buffers[name] = buffers[key][1]
             placed.add(id(submodule))
 
-    modules = dict(model.named_modules())
-    for component in placement.components:
-        if component.name in modules:
-            with naming_full_devices(model, placement, component.name):
-                move(modules[component.name], component.device, component.stored_on)
+    for component, module in placement.modules_of(model):
+        with naming_full_devices(model, placement, component.name):
+            move(module, component.device, component.stored_on)
     move(rest, placement.home, placement.home)
 
 

@@ -5,7 +5,7 @@ Loading, routing, moving and reporting all read the same one. `deciding.py` comp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -207,18 +207,19 @@ class Placement:
 
     def reweighed(self, model: Any) -> Placement:
         """The same devices, with the sizes that the components of a model have now."""
+        weighed = dict(self._by_name)
+        for component, module in self.modules_of(model):
+            weights = sum(tensor.nbytes for tensor in module.parameters())
+            buffers = sum(tensor.nbytes for tensor in module.buffers())
+            weighed[component.name] = replace(component, weights=weights, buffers=buffers)
+        return Placement(tuple(weighed.values()), self.sites)
+
+    def modules_of(self, model: Any) -> Iterator[tuple[PlacedComponent, Any]]:
+        """The components that a model has, each with its module."""
         modules = dict(model.named_modules())
-        components = [
-            replace(
-                component,
-                weights=sum(tensor.nbytes for tensor in modules[component.name].parameters()),
-                buffers=sum(tensor.nbytes for tensor in modules[component.name].buffers()),
-            )
-            if component.name in modules
-            else component
-            for component in self.components
-        ]
-        return Placement(tuple(components), self.sites)
+        for component in self.components:
+            if component.name in modules:
+                yield component, modules[component.name]
 
     @cached_property
     def crossings(self) -> tuple[Crossing, ...]:
