@@ -68,7 +68,7 @@ class CarryTo:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments, on the device."""
-        if is_skipped(module):
+        if _Skipped.of(module) is not None:  # nothing needs to be brought to it
             return args, kwargs
         with going_to(self.device, module):
             residual = vars(module).get("_start_residual")  # of a Bridge's `start_at_layer`
@@ -148,11 +148,6 @@ _first: ContextVar[int] = ContextVar("first", default=0)
 def first_block() -> int:
     """The index of the first block that is not skipped."""
     return _first.get()
-
-
-def is_skipped(block: nn.Module) -> bool:
-    """Whether a block is being skipped: nothing needs to be brought to it."""
-    return _Skipped.of(block) is not None
 
 
 @contextlib.contextmanager

@@ -357,15 +357,11 @@ class mix_devices(JoinedAt):
     def count(self, nbytes: int) -> None:
         """Count the bytes for the line that mixes, here and in the modes around this one."""
         line = line_of_user(sys._getframe(1))
-        for mixing in {self, *_mixing_here()}:
+        modes = _get_current_function_mode_stack()
+        for mixing in {self, *(mode for mode in modes if isinstance(mode, mix_devices))}:
             counts = mixing._lines.setdefault(line, [0, 0])
             counts[0] += nbytes
             counts[1] += 1
-
-
-def _mixing_here() -> list[mix_devices]:
-    """The `mix_devices` modes that are on in this thread."""
-    return [mode for mode in _get_current_function_mode_stack() if isinstance(mode, mix_devices)]
 
 
 _REGISTERING = ("register_hook", "register_post_accumulate_grad_hook")

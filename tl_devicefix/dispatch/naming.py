@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from tl_devicefix.attention.implementation import by_shortest_name
+
 WRAPPED = "_original_component"
 """A Bridge's component holds the Hugging Face module that it wraps by this name."""
 
@@ -52,20 +54,14 @@ def named_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
     their own names ("blocks.3.attn.q"), and what a component wraps goes by the component's. What
     of the Hugging Face model is in no component is at the end ("original_model.model").
     """
-    if not hasattr(model, "original_model"):
-        yield from model.named_modules()
-        return
-    paths: dict[nn.Module, str] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        shortest = paths.setdefault(module, path)
-        if _depth(path) < _depth(shortest):
-            paths[module] = path
-    modules = {path: module for module, path in paths.items()}
-    for module, path in paths.items():
+    modules = by_shortest_name(model, lambda _: True)
+    for path, module in modules.items():
         yield _as_known(path, modules), module
-    for path, module in model.original_model.named_modules():
-        if module not in paths:
-            yield f"original_model.{path}".rstrip("."), module
+    if hasattr(model, "original_model"):
+        known = set(modules.values())
+        for path, module in model.original_model.named_modules():
+            if module not in known:
+                yield f"original_model.{path}".rstrip("."), module
 
 
 def _as_known(path: str, modules: Mapping[str, nn.Module]) -> str:
@@ -73,10 +69,6 @@ def _as_known(path: str, modules: Mapping[str, nn.Module]) -> str:
     of_component = path.removesuffix(f".{WRAPPED}")
     short = of_component.replace(f".{WRAPPED}", "")
     return path if short != of_component and short in modules else short
-
-
-def _depth(path: str) -> tuple[int, int]:
-    return path.count(WRAPPED), len(path)
 
 
 def line_of_user(frame: FrameType | None) -> str:

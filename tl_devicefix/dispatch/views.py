@@ -358,7 +358,8 @@ def _rule(kind: type) -> Callable[[ViewBuilder, Any], Any]:
         return ViewBuilder._holder
     if issubclass(kind, (dict, list, tuple, set)):
         return ViewBuilder._container
-    if not _is_of(kind, _WITH_STATE) or issubclass(kind, (type, Enum)) or _is_frozen(kind):
+    is_frozen = getattr(getattr(kind, "__dataclass_params__", None), "frozen", False)
+    if not _is_of(kind, _WITH_STATE) or issubclass(kind, (type, Enum)) or is_frozen:
         return _same
     if hasattr(kind, "__deepcopy__"):
         return ViewBuilder._deep_copy
@@ -368,9 +369,3 @@ def _rule(kind: type) -> Callable[[ViewBuilder, Any], Any]:
 def _is_of(kind: type, packages: tuple[str, ...]) -> bool:
     """Whether a class is of one of these packages."""
     return f"{kind.__module__}.".startswith(tuple(f"{package}." for package in packages))
-
-
-def _is_frozen(kind: type) -> bool:
-    """Whether it is a dataclass that cannot be changed."""
-    parameters = getattr(kind, "__dataclass_params__", None)
-    return parameters is not None and parameters.frozen
