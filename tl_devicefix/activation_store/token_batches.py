@@ -208,14 +208,10 @@ class _Rows:
         self.bytes = max(1, entry.row_bytes // n_tokens)
 
     def mapped(self, shard: int) -> np.ndarray:
-        """Those of a shard, as bytes."""
+        """Those of a shard, `[rows, bytes]`: numpy copies bytes fastest."""
         rows = self._stored.of_shard(shard)
-        return _in_bytes(rows.flatten(0, 1) if self._is_flat else rows)
-
-
-def _in_bytes(rows: torch.Tensor) -> np.ndarray:
-    """Rows as `[rows, bytes]`, which numpy copies fastest, whatever their dtype."""
-    return rows.reshape(len(rows), -1).view(torch.uint8).numpy()
+        rows = rows.flatten(0, 1) if self._is_flat else rows
+        return rows.reshape(len(rows), -1).view(torch.uint8).numpy()
 
 
 class _Groups:

@@ -44,18 +44,6 @@ def hint(model: Any, path: str) -> str:
 
 def norm_findings(model: Any) -> Iterator[Finding]:
     """Norms of another class than TransformerLens builds by this config."""
-    if wrong := _wrong_norms(model):
-        kinds = listed(sorted({kind.__name__ for kind in wrong.values()}))
-        message = (
-            f"{listed(list(wrong))} cannot be {kinds} where cfg.normalization_type is "
-            f"{model.cfg.normalization_type!r}: correct the config, or load the model again if its "
-            "weights are folded in part only"
-        )
-        yield Finding("norms", next(iter(wrong)), message)
-
-
-def _wrong_norms(model: Any) -> dict[str, type[nn.Module]]:
-    """The norms whose class is not the one by the config."""
     is_right: dict[tuple[str, type[nn.Module]], bool] = {}
     wrong: dict[str, type[nn.Module]] = {}
     for path, module in model.named_modules():
@@ -66,4 +54,11 @@ def _wrong_norms(model: Any) -> dict[str, type[nn.Module]]:
                 is_right[key] = is_own(model, path, module)
             if not is_right[key]:
                 wrong[path] = type(module)
-    return wrong
+    if wrong:
+        kinds = listed(sorted({kind.__name__ for kind in wrong.values()}))
+        message = (
+            f"{listed(list(wrong))} cannot be {kinds} where cfg.normalization_type is "
+            f"{model.cfg.normalization_type!r}: correct the config, or load the model again if its "
+            "weights are folded in part only"
+        )
+        yield Finding("norms", next(iter(wrong)), message)

@@ -200,9 +200,9 @@ def attached_notes(model: Any, attached: dict[nn.Module, str]) -> Iterator[Findi
 
 def host_findings(model: Any) -> Iterator[Finding]:
     """Components on devices of hosts that are not joined any more."""
-    placement = placement_of(model)
-    for device in placement.devices if placement is not None else ():
-        assert placement is not None
+    if (placement := placement_of(model)) is None:
+        return
+    for device in placement.devices:
         planned = site_of(device, placement.sites)
         if planned is not None and site_of(device) != planned:
             names = in_short([c.name for c in placement.components if c.device == device])

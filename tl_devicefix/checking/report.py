@@ -111,7 +111,8 @@ class Report:
             yield f"not wrong, but worth knowing ({len(self.notes)}):"
             yield from _listed(self.notes)
         if any(finding.kind == "device" for finding in self.findings):
-            yield _table(self.memory)
+            sizes = [(printed(m.device), gib(m.planned), gib(m.held)) for m in self.memory]
+            yield format_table([("device", "planned", "really there"), *sizes], "<>>")
 
 
 _MOST_OF_A_KIND = 8
@@ -126,9 +127,3 @@ def _listed(findings: Sequence[Finding]) -> Iterator[str]:
         yield from lines[:_MOST_OF_A_KIND]
         if len(lines) > _MOST_OF_A_KIND:
             yield f"- and {len(lines) - _MOST_OF_A_KIND} more of this kind"
-
-
-def _table(memories: Sequence[Memory]) -> str:
-    rows = [("device", "planned", "really there")]
-    rows += [(printed(memory.device), gib(memory.planned), gib(memory.held)) for memory in memories]
-    return format_table(rows, "<>>")

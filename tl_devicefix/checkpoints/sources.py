@@ -111,7 +111,8 @@ class HuggingFaceSource:
         cfg = copy.copy(self._cfg)
         cfg.n_layers = len(layers)
         # Converters make missing biases on cfg.device, or on the CPU, and move some weights there.
-        cfg.device = str(_device_of(self._blocks[layers[0]] if layers else self._model))
+        converted = self._blocks[layers[0]] if layers else self._model
+        cfg.device = str(next((p.device for p in converted.parameters() if not p.is_meta), "cpu"))
         cfg.from_checkpoint = False  # or TransformerLens would load the checkpoint again
         try:
             # It wants an official name, and then does not use it.
@@ -170,12 +171,6 @@ def _find_blocks(hf_model: nn.Module, cfg: Any) -> nn.ModuleList:
             "first_n_layers, and that hf_model is the model of that name"
         )
     return lists[0]
-
-
-def _device_of(module: nn.Module) -> torch.device:
-    """Where a module's first weight with values is; the CPU if none has any."""
-    devices = (p.device for p in module.parameters() if not p.is_meta)
-    return next(devices, torch.device("cpu"))
 
 
 @dataclass

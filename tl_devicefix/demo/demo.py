@@ -44,7 +44,10 @@ def run_demo(n_devices: int) -> bool:
             f"Face model on the CPU: largest difference {difference:.1e} "
             f"({'ok' if difference < TOLERANCE else 'TOO LARGE'}: {TOLERANCE:.0e} is rounding)"
         )
-        _show_recall(model, prompts, logits)
+        words = [model.to_string([token]) for token in logits[:, -1].argmax(dim=-1).tolist()]
+        right = sum(word == prompt.answer for word, prompt in zip(words, prompts))
+        print(f"\n  {prompts[0].text} -> {words[0]}")
+        print(f"recalled {right} of {len(prompts)} answers that only the context tells\n")
         patterns = [cache["pattern", layer] for layer in range(model.cfg.n_layers)]
         _show_heads(model, prompts, patterns)
     return difference < TOLERANCE
@@ -115,18 +118,6 @@ def largest_difference(
     return (ours - reference.detach().cpu().log_softmax(dim=-1)).abs().max().item()
 
 
-def _show_recall(
-    model: Any,
-    prompts: list[RecallPrompt],
-    logits: Float[torch.Tensor, "batch pos d_vocab"],
-) -> None:
-    predicted = logits[:, -1].argmax(dim=-1).tolist()
-    words = [model.to_string([token]) for token in predicted]
-    right = sum(word == prompt.answer for word, prompt in zip(words, prompts))
-    print(f"\n  {prompts[0].text} -> {words[0]}")
-    print(f"recalled {right} of {len(prompts)} answers that only the context tells\n")
-
-
 def _show_heads(
     model: Any,
     prompts: list[RecallPrompt],
@@ -138,12 +129,10 @@ def _show_heads(
     print("attention from the question to the answer in the context, mean over the prompts:")
     by_head = torch.stack([p.cpu()[batch, :, -1, answer].mean(dim=0) for p in patterns])
     for layer, heads in enumerate(by_head.tolist()):
-        shown = "  ".join(f"H{head} {value:4.2f} {_bar(value)}" for head, value in enumerate(heads))
+        shown = "  ".join(
+            f"H{head} {value:4.2f} {'#' * round(value * 10):10}" for head, value in enumerate(heads)
+        )
         device = model.placement.device_map[f"blocks.{layer}"]
         print(f"  L{layer} on {device}  {shown}".rstrip())
     layer, head = divmod(int(by_head.argmax()), by_head.shape[1])
     print(f"L{layer}H{head} attends to the answer most: {by_head[layer, head]:.2f}")
-
-
-def _bar(value: float, width: int = 10) -> str:
-    return ("#" * round(value * width)).ljust(width)

@@ -63,7 +63,8 @@ def run_selfcheck(device_type: str | None = None) -> bool:
     Raises:
         ValueError: if there is no device of this type.
     """
-    _show_versions()
+    print(f"Python {platform.python_version()} on {platform.platform()}")
+    print(", ".join(f"{name} {version}" for name, version in versions(_PACKAGES).items()))
     accelerator = default_device() if device_type is None else resolve(device_type)
     if accelerator.type == "cpu":
         print(f"\nno accelerator here: checking the CPU, and {_SIMULATED} simulated devices")
@@ -88,11 +89,6 @@ def run_selfcheck(device_type: str | None = None) -> bool:
 def _verdict(checks: list[bool], good: str) -> bool:
     print(f"\n{good}" if all(checks) else "\nDo NOT trust this machine: see WRONG above.")
     return all(checks)
-
-
-def _show_versions() -> None:
-    print(f"Python {platform.python_version()} on {platform.platform()}")
-    print(", ".join(f"{name} {version}" for name, version in versions(_PACKAGES).items()))
 
 
 def _show_ranks(devices: list[torch.device]) -> None:
