@@ -11,7 +11,7 @@ from typing import Any
 
 from tl_devicefix.dispatch.carrying import bring_home, carry, is_output_read
 from tl_devicefix.dispatch.hooking import let_hooks_be, let_hooks_mix
-from tl_devicefix.dispatch.scheduler import device_of_turn, going_to, return_to
+from tl_devicefix.dispatch.scheduler import current_run, going_to
 from tl_devicefix.dispatch.user_modules import IsOwn, detach, look_through, watch
 from tl_devicefix.offload.visiting import let_stay, let_visit, touring
 from tl_devicefix.placement.devices import HOST
@@ -71,8 +71,8 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         return original(self, *args, **kwargs)
     placement: Placement = self.placement
     look_through(self, placement)
-    before = device_of_turn()
-    try:
+    run = current_run()
+    with contextlib.nullcontext() if run is None else run.coming_back():
         with contextlib.ExitStack() as stack:
             stack.enter_context(noting_mixed_devices())
             if HOST in placement.memories:
@@ -83,8 +83,6 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
             return output
         with going_to(placement.home):
             return bring_home(output, placement.home)
-    finally:
-        return_to(before)
 
 
 @contextlib.contextmanager

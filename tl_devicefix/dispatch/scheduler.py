@@ -243,12 +243,17 @@ class Run:
         if at is not None:
             self.turns.give_back(self, at)
 
-    def return_to(self, device: torch.device | None) -> None:
-        """Hold the turn of a device, or of none."""
-        if device != self.at:
-            self.rest()
-            if device is not None:
-                self._take(device)
+    @contextlib.contextmanager
+    def coming_back(self) -> Iterator[None]:
+        """After it, the run holds the turn that it held before: of a device, or of none."""
+        before = self.at
+        try:
+            yield
+        finally:
+            if before != self.at:
+                self.rest()
+                if before is not None:
+                    self._take(before)
 
     def wait_for_earlier(self) -> None:
         """Go on when a loop would have come here; other runs may have this one's turn meanwhile."""
@@ -301,13 +306,6 @@ def device_of_turn() -> torch.device | None:
     """The device whose turn this thread has, if it is a run in flight."""
     run = _run.get()
     return None if run is None else run.at
-
-
-def return_to(before: torch.device | None) -> None:
-    """Have a run in flight hold the turn that it held before its forward."""
-    run = _run.get()
-    if run is not None:
-        run.return_to(before)
 
 
 _reads_text = threading.RLock()

@@ -78,8 +78,7 @@ class CacheAtHome(dict[str, torch.Tensor]):
         get = super().__getitem__
         return self.of({name: get(name) for name in self})
 
-    def __copy__(self) -> CacheAtHome:
-        return self.copy()
+    __copy__ = copy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CacheAtHome:
         return self.of(copy.deepcopy(self.stored(), memo))

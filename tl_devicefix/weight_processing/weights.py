@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -48,11 +48,7 @@ class WorkingCopies(dict[str, torch.Tensor]):
             self[name] = tensor
         return tensor
 
-    def get(self, name: str, default: Any = None) -> Any:
-        """As `[]`, or the default."""
-        if name not in self:
-            return default
-        return self[name]
+    get: Any = MutableMapping.get  # a dict's own reads it past `[]`
 
     def __setitem__(self, name: str, tensor: torch.Tensor) -> None:
         self.as_given.discard(name)
