@@ -217,10 +217,7 @@ class LiveWeights:
         return tensor.detach().to(device, _wide(tensor.dtype), copy=True)
 
     def _dequantised(self, module: Any, packed: torch.Tensor) -> torch.Tensor:
-        """The weight of a bitsandbytes layer, by the library's own functions.
-
-        Values that are not packed yet are returned.
-        """
+        """The weight of a bitsandbytes layer, by its own functions; as it is if not packed yet."""
         functional = importlib.import_module("bitsandbytes.functional")
         weight, is_8bit = module.weight, type(module.weight).__name__ == "Int8Params"
         state = module.state if is_8bit else copy.copy(weight.quant_state)

@@ -26,8 +26,7 @@ N_PROMPTS, N_FACTS, SEED = 64, 8, 0
 def run_demo(n_devices: int) -> bool:
     """Load the shipped checkpoint over `n_devices`, compare it, and show what its heads do.
 
-    Returns:
-        Whether the folded model on n devices agrees with the unfolded Hugging Face model.
+    Returns whether it agrees with the unfolded Hugging Face model.
     """
     with devices_for(n_devices) as where:
         print(where)
@@ -54,12 +53,7 @@ def run_demo(n_devices: int) -> bool:
 
 
 def load_checkpoint(n_devices: int, device: torch.device | None = None) -> Any:
-    """Load the shipped checkpoint, folded: as a HookedTransformer, or a Bridge if there is none.
-
-    Args:
-        n_devices: how many devices it is to lie on.
-        device: the first of them, by default the default device.
-    """
+    """Load the shipped checkpoint, folded: as a HookedTransformer, or a Bridge if there is none."""
     if has_hooked_transformer():
         from transformer_lens import HookedTransformer
 

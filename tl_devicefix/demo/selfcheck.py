@@ -54,14 +54,7 @@ _PACKAGES = ("transformer_lens", "torch", "transformers", "accelerate", "tl_devi
 def run_selfcheck(device_type: str | None = None) -> bool:
     """Check copies between all devices, and the demo's parity on 1 to n of them.
 
-    Args:
-        device_type: of the devices; by default the one that TransformerLens would choose.
-
-    Returns:
-        Whether everything agreed, so that this machine can be trusted.
-
-    Raises:
-        ValueError: if there is no device of this type.
+    By default on those that TransformerLens would choose. Returns whether everything agreed.
     """
     print(f"Python {platform.python_version()} on {platform.platform()}")
     print(", ".join(f"{name} {version}" for name, version in versions(_PACKAGES).items()))

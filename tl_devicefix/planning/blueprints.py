@@ -59,18 +59,9 @@ def blueprint(
     options: dict[str, Any],
     cls: Any = None,
 ) -> Blueprint:
-    """The model that would be loaded with these arguments.
+    """The model that would be loaded with these arguments; see `dry_run`.
 
-    Args:
-        config_or_model_name: as for `plan`.
-        dtype: of the weights; by default float32, or that of a HookedTransformerConfig.
-        options: what the config depends on, as loading takes it.
-        cls: the model's class. By default HookedTransformer, but for a transformers config, and
-            with TransformerLens 4, TransformerBridge.
-
-    Raises:
-        ValueError: if the config cannot be had, the class is another, or `n_ctx` is not that of
-            the weights of learnt positions.
+    The dtype is float32 by default, or that of a HookedTransformerConfig.
     """
     adapter = adapter_to_load(config_or_model_name, cls)
     model: Blueprint = adapter.read_blueprint(config_or_model_name, dtype, options, cls)
@@ -98,7 +89,7 @@ def check_options(
 
 
 def adapter_to_load(config_or_model_name: Any, cls: Any = None) -> Adapter:
-    """The adapter of the class that a model would be of; for `cls` see `blueprint`."""
+    """The adapter of the class that a model would be of; for `cls` see `dry_run`."""
     installed = adapters()
     if cls is None:
         is_of_transformers = hasattr(config_or_model_name, "model_type")
