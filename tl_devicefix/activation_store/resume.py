@@ -118,7 +118,9 @@ class Saved(SavedActivations):
         for name, computed in activations.items():
             stored = self.stored[name].of_shard(0)
             n_rows = min(len(stored), len(computed))
-            if not _same_bits(stored[:n_rows], computed[:n_rows].cpu()):
+            rows = stored[:n_rows], computed[:n_rows].cpu().contiguous()
+            # As bytes: NaN is equal to nothing.
+            if not torch.equal(*(r.reshape(-1).view(torch.uint8) for r in rows)):
                 raise self._other(
                     f"the model now computes another {name} for the first batch, so its weights, "
                     f"hooks, devices or transform have changed, or {self._damaged}"
@@ -156,8 +158,3 @@ def _fields(index: Index) -> dict[str, str]:
         **{f"the version of {name}": version for name, version in index.made_by.items()},
         **{entry.name: str(entry) for entry in index.entries},
     }
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one shape and dtype are equal, also where they are no numbers."""
-    return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
