@@ -16,10 +16,12 @@ import torch
 from comparison import assert_agrees
 from hf_models import N_LAYERS
 from kinds import everywhere, home_of
+from packaging.version import Version
 from transformer_lens import ActivationCache
 
 import tl_devicefix
 from tl_devicefix import gather_on
+from tl_devicefix.monkeypatch.versions import installed
 
 CPU = torch.device("cpu")
 
@@ -33,6 +35,7 @@ def test_the_embeddings_and_the_unembedding_are_read_at_home_wherever_they_are(
         assert_agrees(getattr(model, name), getattr(reference, name), home_of(model))
 
 
+@pytest.mark.skipif(installed() < Version("3"), reason="TransformerLens 2 keeps old results")
 def test_old_results_of_heads_in_a_plain_dict_are_replaced(
     model: Any, reference: Any, tokens: torch.Tensor
 ) -> None:
