@@ -12,13 +12,16 @@ import datasets
 import pytest
 import torch
 from comparison import assert_agrees
+from either_class import BRIDGE
 from hf_models import padded
+from packaging.version import Version
 from torch.utils.data import DataLoader, TensorDataset
 from transformer_lens import ActivationCache
 from written_by_hand import assert_same_bits, files
 
 import tl_devicefix
 from tl_devicefix import save_activations
+from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.placement.memory import gib
 from tl_devicefix.simulation.machine import Machine
 
@@ -40,8 +43,10 @@ def machine() -> Iterator[Machine]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_activations_over_devices_are_those_of_a_loop_bit_for_bit(
-    dtype: torch.dtype, machine: Machine, folded: Any, batches: Any, run: Any
+    dtype: torch.dtype, cls: str, machine: Machine, folded: Any, batches: Any, run: Any
 ) -> None:
+    if dtype == torch.bfloat16 and cls == BRIDGE and installed() < Version("4.0"):
+        pytest.skip("TransformerLens 3 leaves folded weights of a Bridge in float32")
     model = folded("llama", 4).to(dtype)
     names = [name for name in model.hook_dict if name.endswith(("resid_post", "pattern"))]
     expected = [model.run_with_cache(batch, names_filter=names)[1] for batch in batches]

@@ -220,18 +220,6 @@ def global_hook_that_adds(model: Any, tokens: torch.Tensor) -> torch.Tensor:
         handle.remove()
 
 
-def compiled(model: Any, tokens: torch.Tensor, backend: str) -> Any:
-    torch._dynamo.reset()
-    loss = torch.compile(model, backend=backend)(tokens, return_type="loss")
-    loss.backward()
-    return [loss, *gradients(model)]
-
-
-@row("`torch.compile(model)`")
-def compiled_model(model: Any, tokens: torch.Tensor) -> Any:
-    return compiled(model, tokens, "eager")
-
-
 # --------------------------------------------------------------------------------------------
 # What the page says of them
 
@@ -250,7 +238,6 @@ def table() -> dict[str, dict[str, str]]:
 
 
 TABLE = table()
-OUT_OF_TIME = pytest.mark.full(reason="it compiles for half a minute; parts of models are compiled")
 
 
 def test_every_row_of_the_page_is_run_and_all_that_is_run_is_on_it() -> None:
@@ -265,9 +252,7 @@ def both(from_checkpoint: Any, on_one: Any, machine: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.cover
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=OUT_OF_TIME if "compile(model)" in n else ()) for n in ROWS]
-)
+@pytest.mark.parametrize("name", ROWS)
 def test_a_row_is_as_the_page_says(
     name: str, cls: str, both: tuple[Any, Any], tokens: torch.Tensor
 ) -> None:
@@ -289,3 +274,14 @@ def test_a_row_is_as_the_page_says(
         assert says == WORKS
     with tl_devicefix.mix_devices() if says == MIXING else contextlib.nullcontext():
         assert_agrees(call(spread, tokens), expected, tolerance=1e-4)
+
+
+@pytest.mark.full("it compiles for half a minute")
+def test_a_model_on_one_device_may_be_compiled(on_one: Any, tokens: torch.Tensor) -> None:
+    model = copy.deepcopy(on_one("llama")).requires_grad_()
+    expected = model(tokens, return_type="loss")
+    torch._dynamo.reset()
+    result = torch.compile(model, backend="eager")(tokens, return_type="loss")
+    result.backward()
+    assert_agrees(result, expected, tolerance=1e-4)
+    assert gradients(model)

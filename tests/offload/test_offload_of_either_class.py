@@ -157,7 +157,7 @@ OF_FOUR = installed() >= Version("4.0")
 @pytest.mark.skipif(OF_FOUR, reason="TransformerLens 4 can fold them")
 @pytest.mark.parametrize(("kind", "offload"), [("llama", "some of one device")])
 def test_transformer_lens_3_says_that_it_cannot_fold_them(offloaded: Any) -> None:
-    with pytest.raises(ValueError, match=r"blocks.1, 2, 4 are offloaded.*TransformerLens 4"):
+    with pytest.raises(ValueError, match=r"blocks.1-2, 4 are offloaded.*TransformerLens 4"):
         offloaded().enable_compatibility_mode()
 
 
