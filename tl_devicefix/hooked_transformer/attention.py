@@ -14,7 +14,7 @@ from tl_devicefix.attention import kv_cache, sdpa
 from tl_devicefix.attention.implementation import WHY_NOT, is_sdpa, listens
 from tl_devicefix.attention.one_forward import cached_fact, made_once, state_of
 from tl_devicefix.hooked_transformer.known_blocks import IS_2, at, why_attention_as_installed
-from tl_devicefix.hooked_transformer.layers import PRECISE, number, run_norm
+from tl_devicefix.hooked_transformer.layers import PRECISE, run_norm
 from tl_devicefix.placement.devices import has_values
 
 Residual = Float[torch.Tensor, "batch pos d_model"]
@@ -119,7 +119,7 @@ def _mixed(
     if grouped:
         k = _for_each_query_head(k, attn.repeat_kv_heads)
     scores = q.permute(0, 2, 1, 3) @ k.permute(0, 2, 3, 1)
-    scores = scores / number(attn.attn_scale, scores)
+    scores = scores / attn.attn_scale
     cap = cfg.attn_scores_soft_cap
     if cap is not None and cap > 0:
         scores = cap * torch.tanh(scores / cap)
@@ -190,14 +190,12 @@ def _why_always_eager(attn: Any) -> str | None:
         return "it has attention sinks"
     if not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
         return f"attn_scale is {scale}"
-    ignore = attn._buffers["IGNORE"]
-    if not made_once((ignore,), "minus infinity", lambda: _is_minus_infinity(ignore)):
+    is_minus_infinity = cached_fact(
+        attn._buffers["IGNORE"], "minus infinity", lambda tensor: bool(tensor.isneginf())
+    )
+    if not is_minus_infinity:
         return "its IGNORE is not minus infinity"
     return None
-
-
-def _is_minus_infinity(ignore: torch.Tensor) -> bool:
-    return cached_fact(ignore, "minus infinity", lambda tensor: bool(tensor.isneginf()))
 
 
 def _why_not_sdpa(model: Any, name: str, attn: Any) -> Any:

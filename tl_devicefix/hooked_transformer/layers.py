@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ def run_norm(norm: Any, x: torch.Tensor, heard: bool = True) -> torch.Tensor:
         x = x.to(torch.float32)
     if cls is LayerNormPre or cls is LayerNorm:
         x = x - x.mean(-1, keepdim=True)
-    scale = (x.pow(2).mean(-1, keepdim=True) + number(norm.eps, x)).sqrt()
+    scale = (x.pow(2).mean(-1, keepdim=True) + norm.eps).sqrt()
     if heard:
         scale = at(norm._modules, "hook_scale", scale)
     x = x / scale
@@ -85,16 +84,3 @@ def _addmm(bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.T
     """TransformerLens's `batch_addmm`."""
     output = torch.addmm(bias, x.view(-1, x.size(-1)), weight)
     return output.view(*x.shape[:-1], weight.shape[-1])
-
-
-def number(value: Any, like: torch.Tensor) -> Any:
-    """A number as torch rounds it in operations with a tensor, which spares it making a tensor."""
-    if type(like) is torch.Tensor and like.dtype in PRECISE and type(value) is float:
-        return _as_tensor(value, like.dtype)
-    return value
-
-
-@functools.lru_cache(maxsize=64)
-def _as_tensor(value: float, dtype: torch.dtype) -> torch.Tensor:
-    with torch.inference_mode(False):
-        return torch.tensor(value, dtype=dtype)
