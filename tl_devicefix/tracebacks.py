@@ -38,11 +38,11 @@ AFTER_JOIN = " After tl_devicefix.init_hosts(), "
 
 
 def note(error: BaseException, text: str) -> None:
-    """Add a note to an error; Python 3.10 has none, so there it ends the message."""
+    """Add a note to an error; Python 3.10 has none, so there it ends a message."""
     if hasattr(error, "add_note"):
         error.add_note(text)
-    else:
-        error.args = (f"{error}\n{text}", *error.args[1:])
+    elif error.args == (str(error),):
+        error.args = (f"{error}\n{text}",)
 
 
 @contextlib.contextmanager

@@ -112,6 +112,11 @@ def test_many_faults_of_a_kind_are_all_found_and_a_few_printed(model: Any) -> No
     assert len(repr(report).splitlines()) == 10
 
 
+def test_a_part_that_has_a_second_name_is_known_by_its_first(model: Any) -> None:
+    model.probe = model.blocks[3].mlp
+    assert check(model)
+
+
 def test_a_permanent_hook_is_noted_only(model: Any) -> None:
     model.blocks[2].hook_resid_post.add_perma_hook(identity)
 

@@ -72,7 +72,7 @@ class TokenBatches(Iterator[torch.Tensor]):
         self._rows = _Rows(stored, by_token)
         self._batch_size, self._seed, self._epochs = batch_size, seed, epochs
         self._shuffle = shuffle
-        self._device = None if device is None else resolve(device)
+        self._device = resolve(device) if isinstance(device, str | torch.device) else device
         self._group_rows = max(1, group_bytes // self._rows.bytes)
         self._handed_out = 0
         self._running: Generator[torch.Tensor, None, None] | None = None

@@ -167,19 +167,20 @@ class Writer:
             if self._n_examples == self.index.examples_per_shard:
                 self._write_shard()
 
-    def _write_shard(self) -> None:
+    def _write_shard(self, is_last: bool = False) -> None:
         if self._has_ended:
             raise InterruptedError
         file, start = shard_name(len(self.index.shards)), self.index.n_examples
         stop = start + self._n_examples
         size, checksum = write_shard(self._directory / file, self._pieces, start, stop)
         shard = Shard(file, start, stop, self._n_tokens, size, checksum)
-        self.index = replace(self.index, shards=(*self.index.shards, shard))
+        self.index = replace(self.index, shards=(*self.index.shards, shard), is_complete=is_last)
         write_index(self._directory, self.index)
         self._begin_shard()
 
     def _complete(self) -> None:
         if self._n_examples:
-            self._write_shard()
-        self.index = replace(self.index, is_complete=True)
-        write_index(self._directory, self.index)
+            self._write_shard(is_last=True)
+        else:
+            self.index = replace(self.index, is_complete=True)
+            write_index(self._directory, self.index)

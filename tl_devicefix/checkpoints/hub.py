@@ -110,7 +110,10 @@ def tokenizers_fetched_with(model_name: str, kwargs: dict[str, Any]) -> Iterator
 def read_config(name: str, **kwargs: Any) -> Any:
     """The fields that transformers reads from a checkpoint's config.json."""
     with reading_config(name):
-        return AutoConfig.from_pretrained(name, **kwargs)
+        config = AutoConfig.from_pretrained(name, **kwargs)
+        if not isinstance(architectures := config.architectures or [], list):
+            raise ValueError(f"architectures must be a list of names, but is {architectures!r}")
+        return config
 
 
 @contextlib.contextmanager

@@ -54,14 +54,16 @@ def named_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
     their own names ("blocks.3.attn.q"), and what a component wraps goes by the component's. What
     of the Hugging Face model is in no component is at the end ("original_model.model").
     """
+    if not hasattr(model, "original_model"):
+        yield from model.named_modules()
+        return
     modules = by_shortest_name(model, lambda _: True)
     for path, module in modules.items():
         yield _as_known(path, modules), module
-    if hasattr(model, "original_model"):
-        known = set(modules.values())
-        for path, module in model.original_model.named_modules():
-            if module not in known:
-                yield f"original_model.{path}".rstrip("."), module
+    known = set(modules.values())
+    for path, module in model.original_model.named_modules():
+        if module not in known:
+            yield f"original_model.{path}".rstrip("."), module
 
 
 def _as_known(path: str, modules: Mapping[str, nn.Module]) -> str:

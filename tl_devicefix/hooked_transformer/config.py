@@ -173,9 +173,9 @@ def _config_of_directory(path: str, kwargs: dict[str, Any], on_hub: str | None =
     trusted = kwargs.get("trust_remote_code", False)
     fetched = fetching if on_hub else {}
     hf_config = read_config(called, trust_remote_code=trusted, **fetched)
-    if not hf_config.architectures or not isinstance(hf_config.architectures, list):
-        raise ValueError(f"config.json in {called!r} has no list of architectures: add one")
-    architecture = hf_config.architectures[0]
+    architecture = (hf_config.architectures or [None])[0]
+    if architecture is None:
+        raise ValueError(f"config.json in {called!r} names no architecture: add 'architectures'")
     if architecture in _OTHER_CLASSES:
         raise ValueError(
             f"{called!r} holds a {architecture}: load it with {_OTHER_CLASSES[architecture]}"

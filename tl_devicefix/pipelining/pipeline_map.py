@@ -8,7 +8,7 @@ import itertools
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from operator import length_hint
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from tl_devicefix.dispatch.scheduler import Run, Streams, Turns, running
 from tl_devicefix.dispatch.views import restore
 from tl_devicefix.offload.copying import module_with_streams, values_of
 from tl_devicefix.pipelining.in_order import InOrder, seeding_in_order
-from tl_devicefix.placement.workers import CallersState
+from tl_devicefix.placement.workers import CallersState, threads
 from tl_devicefix.tracebacks import note
 
 Item = TypeVar("Item")
@@ -151,7 +151,7 @@ def _pipelined(
     with contextlib.ExitStack() as within:
         within.callback(turns.visits.clear)
         within.enter_context(seeding_in_order({device.type for device in devices}))
-        pool = within.enter_context(ThreadPoolExecutor(max_in_flight, "pipeline_map"))
+        pool = within.enter_context(threads(max_in_flight, thread_name_prefix="pipeline_map"))
         within.callback(turns.end)  # before the threads are waited for
         # Made before the first run begins, so that runs have visits of offloaded blocks in common.
         views = [(make_view(), Streams()) for _ in range(n_views)]

@@ -84,7 +84,7 @@ def device_of_result(devices: frozenset[torch.device]) -> torch.device:
     """Where the result of mixing some devices in use belongs.
 
     That of `gather_on`; else the home of the model that is on most of the devices, of several the
-    one that was placed last; else, where all have just gone, one of the devices.
+    one that was placed last; else, where no model is left, one of the devices.
     """
     latest_first = placements_in_use()[::-1]
     chosen = chosen_device(latest_first[0].home if latest_first else None)

@@ -48,7 +48,7 @@ def each_on_its_device(
         stack.callback(torch.set_num_threads, all_cores)
         cores = max(1, all_cores // len(of_each))
         caller = CallersState(of_each)
-        workers = {device: stack.enter_context(ThreadPoolExecutor(1)) for device in of_each}
+        workers = {device: stack.enter_context(threads(1)) for device in of_each}
         stack.callback(lambda: [future.cancel() for future in begun])  # before workers are awaited
         for unit, device in zip(units, devices):
             begun.append(workers[device].submit(caller.run, _on_cores, cores, do, unit))
@@ -69,6 +69,20 @@ def each_on_its_device(
 def _on_cores(cores: int, do: Callable[[Any], None], unit: Any) -> None:
     torch.set_num_threads(cores)
     do(unit)
+
+
+@contextlib.contextmanager
+def threads(count: int, **options: Any) -> Iterator[ThreadPoolExecutor]:
+    """A pool of threads, none of which is left at the end, even after an interrupt."""
+    pool = ThreadPoolExecutor(count, **options)
+    try:
+        yield pool
+    finally:
+        try:
+            pool.shutdown(cancel_futures=True)
+        except BaseException:
+            pool.shutdown()
+            raise
 
 
 class CallersState:
