@@ -221,6 +221,35 @@ def test_hooks_that_add_and_remove_hooks() -> None:
             model.reset_hooks(including_permanent=True)
 
 
+def test_every_hook_of_a_point_gets_the_input_as_it_came() -> None:
+    model = shared("qk-norm, grouped")
+    point = model.blocks[1].hook_resid_pre
+
+    def seen_by_torch_s_hook() -> Seen:
+        seen: Seen = {}
+
+        def keep(module: Any, inputs: Any, output: torch.Tensor) -> None:
+            seen["input"], seen["output"] = inputs[0], output
+
+        handle = point.register_forward_hook(keep)
+        try:
+            run(model, [(point.name, lambda value, hook: value * 0)])
+        finally:
+            handle.remove()
+        return seen
+
+    def seen_after_one_of_torch_s() -> Seen:
+        handle = point.register_forward_hook(lambda module, inputs, output: output * 0)
+        try:
+            return seen_by_torch_s_hook()
+        finally:
+            handle.remove()
+
+    seen = assert_as_installed(seen_after_one_of_torch_s)
+    assert seen["input"].any()
+    assert not seen["output"].any()
+
+
 CONTEXTS = {
     "autocast": (lambda: torch.autocast("cpu", torch.bfloat16), True),
     "inference": (torch.inference_mode, False),

@@ -190,12 +190,14 @@ def _why_always_eager(attn: Any) -> str | None:
         return "it has attention sinks"
     if not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
         return f"attn_scale is {scale}"
-    is_minus_infinity = cached_fact(
-        attn._buffers["IGNORE"], "minus infinity", lambda tensor: bool(tensor.isneginf())
-    )
-    if not is_minus_infinity:
+    ignore = attn._buffers["IGNORE"]
+    if not made_once((ignore,), "minus infinity", lambda: _is_minus_infinity(ignore)):
         return "its IGNORE is not minus infinity"
     return None
+
+
+def _is_minus_infinity(ignore: torch.Tensor) -> bool:
+    return cached_fact(ignore, "minus infinity", lambda tensor: bool(tensor.isneginf()))
 
 
 def _why_not_sdpa(model: Any, name: str, attn: Any) -> Any:

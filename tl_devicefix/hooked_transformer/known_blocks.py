@@ -79,9 +79,27 @@ def sees(module: Any) -> bool:
 def at(modules: dict[str, Any], name: str, x: torch.Tensor) -> torch.Tensor:
     """An activation as it leaves its hook point, which is called if somebody listens there."""
     point = modules[name]
-    if type(point) is HookPoint and not is_heard(point):
+    if type(point) is not HookPoint:
+        return point(x)  # type: ignore[no-any-return]
+    if not is_heard(point):
         return x
-    return point(x)  # type: ignore[no-any-return]
+    attributes = point.__dict__
+    if (
+        "forward" in attributes
+        or attributes["_forward_pre_hooks"]
+        or attributes["_backward_hooks"]
+        or attributes["_backward_pre_hooks"]
+        or attributes["_forward_hooks_with_kwargs"]
+        or attributes["_forward_hooks_always_called"]
+    ):
+        return point(x)  # type: ignore[no-any-return]
+    # What torch's `Module.__call__` does for these, at a third of its time.
+    inputs = (x,)
+    for hook in tuple(attributes["_forward_hooks"].values()):
+        returned = hook(point, inputs, x)
+        if returned is not None:
+            x = returned
+    return x
 
 
 KNOWN = {"405070dd2689d6aa": "2.18.0", "61bc580051b6dc91": "3.8.0 - 3.9.0"}
