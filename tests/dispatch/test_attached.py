@@ -98,6 +98,14 @@ def test_it_runs_wherever_it_is_beside_offloaded_blocks(
     assert model.blocks[3].mlp.scale.device == torch.device(device)
 
 
+def test_it_runs_on_the_cpu_if_it_is_there(load: Any, reference: Any, tokens: torch.Tensor) -> None:
+    model, reference = load("llama", n_devices=4), copy.deepcopy(reference)
+    for variant in (model, reference):
+        variant.blocks[3].mlp = Probe(variant.cfg.d_model)
+        variant.setup()
+    assert_agrees(model(tokens), reference(tokens), home_of(model))
+
+
 @pytest.mark.fails_unpatched
 def test_results_in_a_named_tuple_or_a_dict_are_where_its_input_was(
     model: Any, reference: Any, tokens: torch.Tensor

@@ -123,7 +123,7 @@ class Saved(SavedActivations):
             if not torch.equal(*(r.reshape(-1).view(torch.uint8) for r in rows)):
                 raise self._other(
                     f"the model now computes another {name} for the first batch, so its weights, "
-                    f"hooks, devices or transform have changed, or {self._damaged}"
+                    f"hooks, devices or transform have changed, or {self._damaged}; undo that"
                 )
 
     def compare_tokens(self, beside: Mapping[str, torch.Tensor], start: int, count: int) -> None:

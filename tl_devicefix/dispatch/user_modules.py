@@ -54,7 +54,7 @@ class ForwardWhereItIs(AroundForward):
         device = device_of_weights(self.module) or back
         if back is None or device is None:
             return self.run(*args, **kwargs)
-        with JoinedAt(device, self._devices):
+        with JoinedAt(device, self._devices | {device}):
             return bring_home(self.run(*args, **kwargs), back)
 
 

@@ -192,7 +192,7 @@ def _run_on(view: Any, run: Callable[[Any, Any], Result], number: int, item: Any
     try:
         return run(view, item)
     except Exception as error:
-        note(error, f"pipeline_map: this error is from the run of item {number}")
+        note(error, f"this error is from the run of item {number}")
         raise
     finally:
         restore(view)

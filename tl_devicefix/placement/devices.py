@@ -296,14 +296,17 @@ def consecutive(first: torch.device, count: int) -> list[torch.device]:
     if first.type == "cpu" or start + count > available:
         names = ", ".join(str(torch.device(first.type, i)) for i in range(start, available))
         present = f"there are {max(available - start, 0)} ({names})"
+        or_simulate = (
+            f", or load on simulated ones, within `with tl_devicefix.simulate({start + count}):`"
+        )
         if first.type == "cpu":
             present = "the CPU is one device"
         elif site_of(first) is not None:
             present = f"the hosts have {available - start} ({listed(sites_here()[start:])})"
+            or_simulate = ""
         raise ValueError(
             f"n_devices={count}, starting at {str(first)!r}, needs {count} devices of type "
-            f"{first.type!r}, but {present}; lower n_devices, or load on simulated ones, within "
-            f"`with tl_devicefix.simulate({start + count}):`"
+            f"{first.type!r}, but {present}; lower n_devices{or_simulate}"
         )
     return [torch.device(first.type, start + i) for i in range(count)]
 
