@@ -52,9 +52,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import tl_devicefix
 from tl_devicefix import pipeline_map
+from tl_devicefix.adapters import adapter_of
 from tl_devicefix.demo import CHECKPOINT
 from tl_devicefix.demo.demo import load_checkpoint
-from tl_devicefix.pipelining.pipeline_map import viewing
 
 Rows = list[dict[str, Any]]
 
@@ -307,8 +307,7 @@ def views(arguments: argparse.Namespace) -> dict[str, Any]:
     with tl_devicefix.simulate(4) as machine:
         model = shipped(4)
         before = sum(map(machine.memory_allocated, machine.devices))
-        make_view = viewing(model)
-        made = [make_view() for _ in range(5)]
+        made = [adapter_of(model).view_of(model) for _ in range(5)]
         after = sum(map(machine.memory_allocated, machine.devices))
         return {"views": len(made), "model_bytes": before, "copied_bytes": after - before}
 

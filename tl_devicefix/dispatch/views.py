@@ -28,6 +28,8 @@ from tl_devicefix.dispatch.hooking import HookAcrossDevices
 from tl_devicefix.offload.visiting import ForwardWithVisitors
 
 _AS_MADE = "_tl_devicefix_as_made"
+LOOK = "_tl_devicefix_look"
+"""Where facts about a block are noted, which tell by themselves whether they still hold."""
 
 
 def view_of(model: Any, builder: ViewBuilder | None = None) -> Any:
@@ -73,7 +75,7 @@ class _AsMade:
         for attributes, as_made in [(vars(view), self._of_view), *self._others]:
             attributes.update(as_made)
             if len(attributes) > len(as_made):
-                for name in attributes.keys() - as_made.keys() - {_AS_MADE}:
+                for name in attributes.keys() - as_made.keys() - {_AS_MADE, LOOK}:
                     del attributes[name]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:

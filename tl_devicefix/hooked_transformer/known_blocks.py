@@ -37,6 +37,7 @@ from transformer_lens.utilities.addmm import batch_addmm
 
 from tl_devicefix.attention.implementation import HOOKS, looks_away
 from tl_devicefix.attention.one_forward import kept_in_forward, made_once
+from tl_devicefix.dispatch.views import LOOK
 from tl_devicefix.monkeypatch.applying import original
 from tl_devicefix.monkeypatch.versions import installed
 
@@ -206,19 +207,19 @@ class Look:
     def __reduce__(self) -> Any:
         return Look, ()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Look:
+        return Look()
+
 
 def look_at(module: Any) -> Look:
     """The look at a block or its attention, renewed if something has changed."""
     namespace = module.__dict__
-    look: Look | None = namespace.get(_LOOK)
+    look: Look | None = namespace.get(LOOK)
     if look is None or not look.may_be_of(namespace):
-        look = namespace[_LOOK] = Look()
+        look = namespace[LOOK] = Look()
     if not look.holds():
         look.look(module)
     return look
-
-
-_LOOK = "_tl_devicefix_look"
 
 
 def why_as_installed(block: Any, look: Look | None = None) -> str | None:
