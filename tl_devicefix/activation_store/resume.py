@@ -44,7 +44,7 @@ def locked(directory: Path) -> Iterator[None]:
 def saved_index(directory: Path, resume: bool) -> Index | None:
     """The index of activations that were saved before, if any, without last shards that are gone.
 
-    Refused, if they may not be saved on with.
+    Raises an error if more cannot be saved to them.
     """
     if not (directory / INDEX).exists():
         if (directory / shard_name(0)).exists():

@@ -147,7 +147,7 @@ class _Saving:
     def begin(self, saved: Index | None, shard_bytes: int) -> None:
         """Run the first batch; then write an index of no shards, or compare with what is on disk.
 
-        Refused are batches that cannot be stored, and a disk that is too small.
+        Raises an error for batches that cannot be stored, and for a disk that is too small.
         """
         batch = next(self._batches, None)
         if batch is None:

@@ -72,6 +72,7 @@ class TokenBatches(Iterator[torch.Tensor]):
         self._rows = _Rows(stored, by_token)
         self._batch_size, self._seed, self._epochs = batch_size, seed, epochs
         self._shuffle = shuffle
+        # An index is left to torch: `resolve` would import TransformerLens for it.
         self._device = resolve(device) if isinstance(device, str | torch.device) else device
         self._group_rows = max(1, group_bytes // self._rows.bytes)
         self._handed_out = 0

@@ -202,7 +202,7 @@ class Look:
         """Whether somebody listens in it: on a hook point or a component, or in place of one."""
         return self._has_others or any(self._hooks)
 
-    # A copy is looked at anew.
+    # A copy is looked at anew. As there is a `__deepcopy__`, a view's is not emptied between runs.
 
     def __reduce__(self) -> Any:
         return Look, ()

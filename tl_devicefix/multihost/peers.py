@@ -124,8 +124,7 @@ class Peer:
 
         The command is sent when someone waits, or there are enough of them.
         """
-        self.raise_if_lost()
-        if self.lost is not None:  # in a backward, whose end tells it
+        if self.raise_if_lost():
             if answer is not None:
                 answer.set_exception(self.lost)
             return
@@ -195,10 +194,11 @@ class Peer:
         for answer in waiting:
             answer.set_exception(self.lost)
 
-    def raise_if_lost(self) -> None:
-        """Raise a HostLost if it, or another rank, is lost; in a backward, keep it."""
+    def raise_if_lost(self) -> bool:
+        """Raise a HostLost if it, or another rank, is lost; in a backward, keep it and say so."""
         if self.lost is not None:
             raise_or_keep(HostLost(str(self.lost), self.lost.rank))
+        return self.lost is not None
 
     def _keep(self, work: Callable[[], None]) -> None:
         try:
@@ -266,10 +266,8 @@ class Peer:
 
 def tell_both(peers: tuple[Peer, Peer], pair: tuple[Command, Command]) -> None:
     """Give two ranks a command each, with no interrupt in between."""
-    for peer in peers:
-        peer.raise_if_lost()
-        if peer.lost is not None:
-            return
+    if any(peer.raise_if_lost() for peer in peers):
+        return
     now = commands.settings()
     queues = [peer.queue for peer in peers]
     deque(map(deque.append, queues, [command._replace(settings=now) for command in pair]), 0)

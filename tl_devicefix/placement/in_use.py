@@ -88,8 +88,10 @@ def device_of_result(devices: frozenset[torch.device]) -> torch.device:
     """
     latest_first = placements_in_use()[::-1]
     chosen = chosen_device(latest_first[0].home if latest_first else None)
-    if chosen is not None or not latest_first:
-        return chosen or min(devices, key=str)
+    if chosen is not None:
+        return chosen
+    if not latest_first:
+        return min(devices, key=str)
     return max(latest_first, key=lambda its: len(devices.intersection(its.memories))).home
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ class WorkingCopies(dict[str, torch.Tensor]):
             self[name] = tensor
         return tensor
 
-    get: Any = MutableMapping.get  # a dict's own reads it past `[]`
+    get: Any = Mapping.get  # a dict's own reads it past `[]`
 
     def __setitem__(self, name: str, tensor: torch.Tensor) -> None:
         self.as_given.discard(name)
