@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import run_on_ranks
 
 import real_devices  # isort: skip  # before what names devices
 import torch
@@ -115,8 +114,6 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(
             "--unpatched is for simulated devices: leave TL_DEVICEFIX_TEST_DEVICE out"
         )
-    if config.getoption("--ranks"):
-        run_on_ranks(config.getoption("--ranks"))
     config.addinivalue_line(
         "markers",
         "fails_unpatched: holds with tl_devicefix and fails without, unless n_devices is 1; see "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -167,6 +167,19 @@ def _attends(module: Any) -> bool:
         isinstance(getattr(module, name, None), HookPoint)
         for name in ("hook_attn_scores", "hook_pattern")
     )
+
+
+def set_sdpa(block: Any, implementations: Sequence[bool]) -> None:
+    """Set for each attention in a block whether it is SDPA."""
+    attentions = filter(_attends, block.modules())
+    for module, is_set in zip(attentions, implementations, strict=True):
+        if is_sdpa(module) is not is_set:
+            _set(module, SDPA if is_set else EAGER)
+
+
+def sdpa_in(block: Any) -> list[bool]:
+    """For each attention in a block, whether it is SDPA."""
+    return list(map(is_sdpa, filter(_attends, block.modules())))
 
 
 def _set(module: Any, attn_implementation: str | None) -> None:

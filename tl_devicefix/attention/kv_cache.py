@@ -9,7 +9,7 @@ tensors exchanged or edited), it is appended to as TransformerLens does.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -19,28 +19,6 @@ from tl_devicefix.monkeypatch.patch import package_of
 Heads = Float[torch.Tensor, "batch pos kv_head_index d_head"]
 _GROWN = "_tl_devicefix_grown"
 _LEAST_ROOM = 64
-
-
-class CacheOfBlock(NamedTuple):
-    """A block's part of a KV cache, for a rank that runs the block with a copy of it.
-
-    Attributes:
-        argument: the block's argument for it.
-        entry: what has the keys and values.
-        classes: its class, and others whose methods the block calls.
-        names: of its attributes with keys and with values.
-        grow: name of its method that appends new keys and values.
-        length_dim: which dimension of these is tokens.
-        as_argument: what makes of a copy of the entry what the block takes, if it is not the entry.
-    """
-
-    argument: str
-    entry: Any
-    classes: tuple[type, ...]
-    names: tuple[str, str]
-    grow: str
-    length_dim: int
-    as_argument: Callable[[Any], Any] | None = None
 
 
 def append(entry: Any, new_keys: Heads, new_values: Heads) -> tuple[Heads, Heads]:

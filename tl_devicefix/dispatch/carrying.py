@@ -21,12 +21,15 @@ from tl_devicefix.attention.one_forward import made_once
 from tl_devicefix.dispatch.mixing import mapped
 from tl_devicefix.dispatch.scheduler import current_run, going_to
 from tl_devicefix.offload.visiting import AroundForward
+from tl_devicefix.placement.devices import is_elsewhere
 from tl_devicefix.placement.in_use import setting
 from tl_devicefix.placement.placement import Placement
+from tl_devicefix.placement.remote_tensor import plain
 
 
 def move(value: Any, device: torch.device) -> Any:
-    """Bring a tensor to a device; leave anything else alone."""
+    """Bring a tensor to a device, one of another host too; leave anything else alone."""
+    value = plain(value)
     if isinstance(value, torch.Tensor) and value.device != device:
         run = current_run()
         return value.to(device) if run is None else run.send(value, device)
@@ -70,6 +73,8 @@ class CarryTo:
         """Return the arguments, on the device."""
         if _Skipped.of(module) is not None:  # nothing needs to be brought to it
             return args, kwargs
+        if args:  # what other hosts compute is awaited in their turn, not in that of this device
+            args = (plain(args[0]), *args[1:])
         with going_to(self.device, module):
             residual = vars(module).get("_start_residual")  # of a Bridge's `start_at_layer`
             if residual is not None:
@@ -99,6 +104,18 @@ class CarryTo:
         return made_once((tensor,), what, lambda: move(tensor, self.device))
 
 
+@dataclass(frozen=True)
+class TakeTurn:
+    """Forward pre-hook of a block of another host: a run in flight goes there."""
+
+    device: torch.device
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Wait for the turn there."""
+        with going_to(self.device, module):
+            pass
+
+
 _STREAM = ("hidden_states", "residual")
 """Names of the residual stream, which each block has another of."""
 
@@ -119,6 +136,9 @@ def carry(model: Any, placement: Placement, brings_home: Callable[[str], bool]) 
     """Have what components take come to them; outputs come home of those that `brings_home`."""
     handles = []
     for component, module in placement.modules_of(model):
+        if is_elsewhere(component.device):
+            handles.append(module.register_forward_pre_hook(TakeTurn(component.device)))
+            continue
         carry_to = CarryTo(component.device)
         handles.append(module.register_forward_pre_hook(carry_to, with_kwargs=True))
         if brings_home(component.name):
@@ -132,7 +152,7 @@ def not_carried_to(model: Any, placement: Placement) -> list[str]:
         return []
     return [
         component.name
-        for component, module in placement.modules_of(model)
+        for component, module in placement.here.modules_of(model)
         if CarryTo(component.device) not in module._forward_pre_hooks.values()
     ]
 

@@ -41,9 +41,9 @@ def align(
     unalign(model)
     if len(placement.memories) > 1:
         model.__dict__[_HANDLES] = carry(model, placement, brings_home)
-        let_visit(model, placement)
-        watch(model, placement, is_own)
-        let_hooks_mix(model, placement)
+        let_visit(model, placement.here)
+        watch(model, placement.here, is_own)
+        let_hooks_mix(model, placement.here)
 
 
 def unalign(model: Any) -> None:
@@ -70,7 +70,7 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     if not is_aligned(self):
         return original(self, *args, **kwargs)
     placement: Placement = self.placement
-    look_through(self, placement)
+    look_through(self, placement.here)
     run = current_run()
     with contextlib.nullcontext() if run is None else run.coming_back():
         with contextlib.ExitStack() as stack:

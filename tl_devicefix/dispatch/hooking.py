@@ -15,7 +15,7 @@ import torch
 from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.dispatch.mixing import JoinedAt
-from tl_devicefix.monkeypatch.patch import patches
+from tl_devicefix.monkeypatch.patch import package_of, patches
 from tl_devicefix.placement.devices import printed
 from tl_devicefix.placement.in_use import chosen_device
 from tl_devicefix.placement.placement import Placement
@@ -45,12 +45,31 @@ def let_hooks_be(model: Any) -> None:
 def add_hook(original: Any, self: Any, hook: Any, *args: Any, **kwargs: Any) -> Any:
     """`HookPoint.add_hook`; on a model on several devices, the hook may mix them."""
     across = HookAcrossDevices(hook)
+    before = set(self._forward_hooks)
     added = original(self, across, *args, **kwargs)
     for handles in (self.fwd_hooks, self.bwd_hooks):
         for handle in handles:
             if getattr(handle, "user_hook", None) is across:
                 handle.user_hook = hook
+    if _is_caching(hook):
+        for number in self._forward_hooks.keys() - before:
+            setattr(self._forward_hooks[number], _ONLY_LOOKS, True)
     return added
+
+
+_ONLY_LOOKS = "_tl_devicefix_only_looks"
+
+
+def only_looks(hook: Any) -> bool:
+    """Whether a hook of torch's keeps an activation, detached, and does nothing else."""
+    return hasattr(hook, _ONLY_LOOKS)
+
+
+def _is_caching(hook: Any) -> bool:
+    """Whether it is TransformerLens's own, which `run_with_cache` adds."""
+    function = hook.func if isinstance(hook, functools.partial) else hook
+    name = getattr(function, "__qualname__", "")
+    return name.endswith("<locals>.save_hook") and package_of(function) == "transformer_lens"
 
 
 class HookAcrossDevices:

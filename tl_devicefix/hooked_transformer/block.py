@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from transformer_lens.components import AbstractAttention, TransformerBlock
 
-from tl_devicefix.attention.implementation import is_sdpa
-from tl_devicefix.attention.kv_cache import CacheOfBlock
 from tl_devicefix.hooked_transformer.attention import Padding, Residual, alibi_bias, run_attention
 from tl_devicefix.hooked_transformer.known_blocks import (
     IS_2,
@@ -32,7 +30,6 @@ from tl_devicefix.hooked_transformer.known_blocks import (
 from tl_devicefix.hooked_transformer.layers import run_mlp, run_norm
 from tl_devicefix.monkeypatch.applying import original as installed
 from tl_devicefix.monkeypatch.patch import patches
-from tl_devicefix.placement.in_use import other_hosts
 
 _PLAIN = "one function of the weights; hook points are called where somebody listens"
 
@@ -59,10 +56,6 @@ def block_forward(
     as_known = original is installed(TransformerBlock, "forward")
     if not as_known or why_as_installed(self, look) is not None:
         return original(self, *inputs)  # type: ignore[no-any-return]
-    if type(resid_pre) is not torch.Tensor:
-        output = _run_on_its_rank(self, *inputs, look)
-        if output is not None:
-            return output
     return run_block(self, *inputs, look)
 
 
@@ -178,37 +171,3 @@ def run_block(
             resid_mid = resid_pre + attn_out
         resid_post = resid_mid + mlp_out
     return at(modules, "hook_resid_post", resid_post) if heard else resid_post
-
-
-def _run_on_its_rank(
-    block: Any,
-    resid_pre: torch.Tensor,
-    shortformer_pos_embed: torch.Tensor | None,
-    entry: Any,
-    attention_mask: torch.Tensor | None,
-    look: Look,
-) -> torch.Tensor | None:
-    """Run a block of another host, in which nobody listens, by one command on its rank.
-
-    None if it has to run operation by operation.
-    """
-    hosts, attn = other_hosts(), block.attn
-    if (
-        hosts is None
-        or hosts.run_block is None
-        or look.is_heard()
-        or why_attention_as_installed(attn, look) is not None
-        or (entry is not None and is_sdpa(attn))  # as this cache grows in place
-        or not fits(attn, (resid_pre,) * 3, entry)
-    ):
-        return None
-    inputs = {
-        "resid_pre": resid_pre,
-        "shortformer_pos_embed": shortformer_pos_embed,
-        "attention_mask": attention_mask,
-    }
-    cache = None
-    if entry is not None:
-        names = "past_keys", "past_values"
-        cache = CacheOfBlock("past_kv_cache_entry", entry, (type(entry),), names, "append", 1)
-    return hosts.run_block(block, inputs, cache, look)

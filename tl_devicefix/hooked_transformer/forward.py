@@ -10,6 +10,7 @@ from tl_devicefix.dispatch import forward as running
 from tl_devicefix.dispatch.scheduler import current_run, take_own_tokenizer
 from tl_devicefix.hooked_transformer.moving import placements
 from tl_devicefix.monkeypatch.patch import patches
+from tl_devicefix.multihost.remote_block import together
 
 
 @patches(
@@ -23,7 +24,7 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     Raises:
         RuntimeError: if the model's weights are only partly processed.
     """
-    with one_forward():
+    with one_forward(), together():
         return running.forward(original, self, *args, **kwargs)
 
 

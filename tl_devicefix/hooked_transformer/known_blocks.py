@@ -151,17 +151,13 @@ class Look:
     Attributes:
         why: why it runs the installed forward, whatever its config says.
         why_attention: of a block, the same of its attention.
-        snapshot: of the settings since this look, of whoever runs the block elsewhere.
     """
-
-    snapshot: Any = None
 
     def __init__(self) -> None:
         self._sized: list[dict[str, Any]] = []
 
     def look(self, module: Any) -> None:
         """Inspect a module and record the facts."""
-        self.snapshot = None
         submodules = [submodule for submodule in module.modules() if submodule is not module]
         namespaces = [vars(owner) for owner in (module, *submodules)]
         self._sized = namespaces + [

@@ -40,9 +40,9 @@ from tl_devicefix.hooked_transformer.units import fill, installed_conventions
 from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.monkeypatch.applying import original
 from tl_devicefix.monkeypatch.patch import patches
+from tl_devicefix.multihost.loading import attach_blocks, loading_elsewhere
 from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
-from tl_devicefix.placement.devices import default_device, resolve
-from tl_devicefix.placement.in_use import other_hosts
+from tl_devicefix.placement.devices import default_device, is_elsewhere, resolve
 from tl_devicefix.placement.memory import MaxMemory
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.tracebacks import let_go
@@ -135,16 +135,27 @@ def _load(
     cfg = _load_config(model_name, arguments, hf_kwargs, dtype)
     steps = _steps(cfg, arguments)
     placement = _place(cfg, arguments, device_map, max_memory)
-    if arguments["hf_model"] is None and (hosts := other_hosts()) is not None:
-        hosts.check_checkpoint(model_name, placement, **hf_kwargs)
-    with _construction:
-        source = _open_source(model_name, cfg, arguments["hf_model"], dtype, hf_kwargs)
-        with tokenizers_fetched_with(model_name, hf_kwargs):
-            model = empty_model(cls, cfg, arguments["tokenizer"], arguments["default_padding_side"])
-    fill(model, source, placement, steps)
+    if is_elsewhere(placement.home):
+        placement = placement.here  # of a worker
+    with contextlib.ExitStack() as stack:
+        remotes = stack.enter_context(
+            loading_elsewhere(
+                placement,
+                "HookedTransformer.from_pretrained",
+                arguments["model_name"],
+                {**arguments, **hf_kwargs},
+                **hf_kwargs,
+            )
+        )
+        with _construction:
+            source = _open_source(model_name, cfg, arguments["hf_model"], dtype, hf_kwargs)
+            with tokenizers_fetched_with(model_name, hf_kwargs):
+                model = empty_model(
+                    cls, cfg, arguments["tokenizer"], arguments["default_padding_side"]
+                )
+        fill(model, source, placement, steps)
     place(model, placement)  # the weights are there already; the buffers are not
-    if (hosts := other_hosts()) is not None:
-        hosts.wait_for(placement)
+    attach_blocks(model, remotes)
     if not arguments["move_to_device"]:
         device = arguments["device"]
         device = resolve(device) if isinstance(device, int) else device or default_device()

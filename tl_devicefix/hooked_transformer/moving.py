@@ -20,7 +20,7 @@ from tl_devicefix.hooked_transformer.components import component_sizes, is_own
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.offload.visiting import pin
 from tl_devicefix.placement.deciding import decide_fitting
-from tl_devicefix.placement.devices import resolve, resolve_to_move
+from tl_devicefix.placement.devices import is_elsewhere, resolve, resolve_to_move
 from tl_devicefix.placement.fitting import move_components
 from tl_devicefix.placement.in_use import use
 from tl_devicefix.placement.placement import Placement
@@ -263,8 +263,10 @@ def get_device_for_block_index(
         return original(index, cfg, device)  # type: ignore[no-any-return]
     if index == 0 or len(placement.devices) == 1:
         return placement.home
-    turn_device = device_of_turn()
-    if turn_device is not None and index > first_block():
-        return turn_device  # the block takes it along in its turn, on streams of the run's own
-    index = max(index, min(first_block(), cfg.n_layers - 1))  # none is skipped by way of others
-    return placement.device_of(f"blocks.{index}")
+    device = device_of_turn()
+    if device is None or index <= first_block():
+        index = max(index, min(first_block(), cfg.n_layers - 1))  # none is skipped by way of others
+        device = placement.device_of(f"blocks.{index}")
+    # In a turn, the block takes it along, on streams of the run's own. To a block of another host,
+    # the residual stream goes from home.
+    return placement.home if is_elsewhere(device) else device

@@ -174,7 +174,8 @@ def fill(model: Any, source: Source, placement: Placement, steps: Steps) -> None
         torch.OutOfMemoryError: saying which device has no room.
     """
     model.placement = placement
-    units = processing_units(model.cfg)
+    here = placement.here.device_map
+    units = [unit for unit in processing_units(model.cfg) if unit in here]
 
     with hf_logging.tqdm(total=len(units), desc="Loading components") as progress:
         # An offloaded block is folded where it runs.

@@ -22,11 +22,14 @@ from tl_devicefix.placement.devices import (
     default_device,
     device_count,
     is_device,
+    is_elsewhere,
     named_in_full,
     names_host,
     resolve,
+    sites_here,
 )
 from tl_devicefix.placement.fitting import check_fit
+from tl_devicefix.placement.hosts import joined
 from tl_devicefix.placement.memory import Limits, MaxMemory, by_device, capacity
 from tl_devicefix.placement.placement import (
     ComponentSize,
@@ -115,10 +118,10 @@ def _devices_to_use(
     home = default_device() if device is None else resolve(device)
     if n_devices is not None and strategy is None:
         return consecutive(home, n_devices)
-    of_type = (other for other in limits or () if other.type == home.type)
-    named = sorted(of_type, key=lambda other: other.index or 0)
+    of_type = (other for other in limits or () if other.type == home.type or is_elsewhere(other))
+    named = sorted(of_type, key=lambda other: (is_elsewhere(other), other.index or 0))
     if named and device is not None:  # those after home, and then those before it
-        after = [other for other in named if (other.index or 0) > (home.index or 0)]
+        after = [d for d in named if is_elsewhere(d) or (d.index or 0) > (home.index or 0)]
         named = [home, *after, *(other for other in named if other not in (home, *after))]
     if named:
         return named
@@ -129,7 +132,8 @@ def _devices_to_use(
             f"max_memory must name a {home.type!r} device, but names "
             f"{', '.join(map(named_in_full, limits)) or 'none'}{and_there_are()}"
         )
-    return consecutive(home, max(device_count(home.type) - (home.index or 0), 1))
+    count = len(sites_here()) if joined() else device_count(home.type)
+    return consecutive(home, max(count - (home.index or 0), 1))
 
 
 def _warn_of_unused(limits: Limits | None, devices: Sequence[torch.device]) -> None:
@@ -211,7 +215,7 @@ def _run_where_others_do(placed: Sequence[PlacedComponent]) -> tuple[PlacedCompo
     for position, component in enumerate(placed):
         if is_block(component.name) and component.device != HOST:
             device = component.device
-        elif is_block(component.name) and home != HOST:
+        elif is_block(component.name) and home != HOST and not is_elsewhere(home):
             running[position] = replace(component, device=device, offloaded=True)
     return tuple(running)
 

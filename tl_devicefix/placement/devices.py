@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from tl_devicefix.placement.hosts import Host, joined
+
 DEVICE_TYPE = "sim"
+"""That of simulated devices."""
 Hosts = int | list[int] | tuple[int, ...]
 """How many hosts there are, of as many devices each, or how many devices each of them has."""
 
@@ -19,23 +23,18 @@ class Site:
     """Where a device is.
 
     Attributes:
-        index: that of the device, as torch calls it in this process: of sim:9, 9.
-        host: the host's number, from 0 on: after `tl_devicefix.init_hosts`, its rank.
+        torch_device: the device, as it is called in this process; see `elsewhere`.
+        host: the host's number, from 0 on; this process's own is 0.
         hostname: what the host is called: "node-b"; "host1", where it has no name of its own.
         number: which of the host's devices it is, from 0 on.
         device: what the host calls it: "cuda:1"; "1", where it is simulated.
     """
 
-    index: int
+    torch_device: torch.device
     host: int
     hostname: str
     number: int
     device: str
-
-    @property
-    def torch_device(self) -> torch.device:
-        """The device, as torch calls it in this process."""
-        return torch.device(DEVICE_TYPE, self.index)
 
     @property
     def name(self) -> str:
@@ -64,7 +63,7 @@ def sites_on(n_devices: int | None, hosts: Hosts | None) -> tuple[Site, ...]:
     counts = () if hosts is None else _on_each(n_devices, hosts)
     places = [(host, number) for host, count in enumerate(counts) for number in range(count)]
     return tuple(
-        Site(index, host, f"host{host}", number, str(number))
+        Site(torch.device(DEVICE_TYPE, index), host, f"host{host}", number, str(number))
         for index, (host, number) in enumerate(places)
     )
 
@@ -177,6 +176,8 @@ def with_index(device: torch.device) -> torch.device:
 
     Device types that have no index (cpu, meta) are returned as they are.
     """
+    if is_elsewhere(device):
+        return device
     if not has_index(device):
         return torch.device(device.type)
     if device.index is not None:
@@ -188,13 +189,39 @@ def with_index(device: torch.device) -> torch.device:
 
 def has_index(device: torch.device) -> bool:
     """Whether there may be several devices of this type."""
-    return device.type not in ("cpu", "meta")
+    return device.type not in ("cpu", "meta") or is_elsewhere(device)
+
+
+def elsewhere(number: int) -> torch.device:
+    """What stands for a device of another host in this process, where no tensor can be on it."""
+    return torch.device("meta", number)
+
+
+def is_elsewhere(device: torch.device) -> bool:
+    """Whether a device is one of another host."""
+    return device.type == "meta" and device.index is not None
+
+
+def host_of(device: torch.device) -> tuple[Host, int]:
+    """The host of a device that is elsewhere, and which of its devices it is."""
+    devices = [(host, number) for host in joined() for number in range(len(host.devices))]
+    return devices[device.index]
 
 
 def sites_here() -> tuple[Site, ...]:
     """The host of each device, after `init_hosts`; nothing if there is one host."""
-    simulated: Any = getattr(torch, "sim", None)
-    return simulated.sites() if hasattr(simulated, "sites") else ()
+    if not joined():
+        simulated: Any = getattr(torch, DEVICE_TYPE, None)
+        return simulated.sites() if hasattr(simulated, "sites") else ()
+    here = default_device()
+    own = [torch.device(here.type, number) for number in range(device_count(here.type))]
+    own = own if has_index(here) else [here]
+    sites = [Site(d, 0, socket.gethostname(), n, str(d)) for n, d in enumerate(own)]
+    for number, host in enumerate(joined(), 1):
+        for index, name in enumerate(host.devices):
+            device = elsewhere(len(sites) - len(own))
+            sites.append(Site(device, number, host.connection.name, index, name))
+    return tuple(sites)
 
 
 def site_of(device: torch.device, sites: Sequence[Site] | None = None) -> Site | None:
@@ -204,9 +231,15 @@ def site_of(device: torch.device, sites: Sequence[Site] | None = None) -> Site |
 
 
 def printed(device: torch.device) -> str:
-    """A device's name, and the one that it has on its host: "sim:2 (node-b/cuda:0)"."""
+    """A device's name, and the one that it has on its host: "sim:2 (host1/0)", "node-b/cuda:0"."""
     site = site_of(device)
-    return str(device) if site is None else f"{device} ({site.name})"
+    if site is None:
+        return str(device)
+    return (
+        site.name
+        if site.device == str(device) or is_elsewhere(device)
+        else f"{device} ({site.name})"
+    )
 
 
 def named_in_full(device: torch.device) -> str:
@@ -246,6 +279,9 @@ def resolve(device: DeviceLike, home: torch.device | None = None) -> torch.devic
         )
     if isinstance(device, int):
         numbered = home if home is not None and has_index(home) else default_device()
+        sites = sites_here()
+        if joined() and device < len(sites):
+            return sites[device].torch_device
         return with_index(_existing(torch.device(numbered.type, device), repr(device)))
     if names_host(device):
         return site_named(str(device), sites_here()).torch_device
@@ -269,10 +305,10 @@ def resolve_to_move(device: DeviceLike, home: torch.device) -> torch.device:
 
 def _existing(device: torch.device, named: str) -> torch.device:
     count = device_count(device.type)
-    if (device.index or 0) >= count:
+    if (device.index or 0) >= count and not is_elsewhere(device):
         present = f"this machine has {count} device(s) of type {device.type!r}"
-        if site_of(torch.device(device.type, 0)) is not None:
-            present = f"the hosts have {count} ({listed(sites_here())})"
+        if (sites := sites_here()) and site_of(torch.device(device.type, 0), sites) is not None:
+            present = f"the hosts have {len(sites)} ({listed(sites)})"
         raise ValueError(
             f"device {named!r} does not exist: {present}; name one that is there, or use fewer"
         )
@@ -293,17 +329,20 @@ def consecutive(first: torch.device, count: int) -> list[torch.device]:
         return [first]
     start = first.index or 0
     available = device_count(first.type)
+    sites = sites_here()
+    if joined() and start + count <= len(sites):
+        return [site.torch_device for site in sites[start : start + count]]
     if first.type == "cpu" or start + count > available:
         names = ", ".join(str(torch.device(first.type, i)) for i in range(start, available))
         present = f"there are {max(available - start, 0)} ({names})"
         or_simulate = (
             f", or load on simulated ones, within `with tl_devicefix.simulate({start + count}):`"
         )
-        if first.type == "cpu":
-            present = "the CPU is one device"
-        elif site_of(first) is not None:
-            present = f"the hosts have {available - start} ({listed(sites_here()[start:])})"
+        if sites and site_of(first, sites) is not None:
+            present = f"the hosts have {len(sites) - start} ({listed(sites[start:])})"
             or_simulate = ""
+        elif first.type == "cpu":
+            present = "the CPU is one device"
         raise ValueError(
             f"n_devices={count}, starting at {str(first)!r}, needs {count} devices of type "
             f"{first.type!r}, but {present}; lower n_devices{or_simulate}"
@@ -317,6 +356,9 @@ def free_memory(device: torch.device) -> int | None:
     What other processes hold counts as used, and what this process's caching allocator holds but
     does not use counts as free. What `set_per_process_memory_fraction` forbids does not.
     """
+    if is_elsewhere(device) and joined():
+        host, number = host_of(device)
+        return int(host.connection.call("free_memory", number))
     if device.type in ("cpu", "meta"):
         return None
     module = torch.get_device_module(device.type)

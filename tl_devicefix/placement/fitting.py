@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tl_devicefix.placement.devices import HOST, printed
+from tl_devicefix.placement.devices import HOST, is_elsewhere, printed
 from tl_devicefix.placement.memory import MaxMemory, by_device, capacity, gib, is_out_of_memory
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.weight_processing import slices
@@ -50,9 +50,11 @@ def move_components(model: nn.Module, placement: Placement, rest: nn.Module) -> 
     buffers: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def move(module: nn.Module, device: torch.device, stored_on: torch.device) -> None:
+        if is_elsewhere(device):
+            placed.update(map(id, (*module.modules(), *module.parameters())))
         for submodule in module.modules():
             for parameter in submodule.parameters(recurse=False):
-                if id(parameter) not in placed:
+                if id(parameter) not in placed and not parameter.is_meta:
                     move_parameter(parameter, stored_on)
                     placed.add(id(parameter))
             for name, buffer in submodule.named_buffers(recurse=False):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 
@@ -41,17 +41,19 @@ class Connection(Protocol):
         """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Host:
     """A host that has joined.
 
     Attributes:
         connection: how it is asked.
         devices: what it calls each of its devices ("cuda:0"), in order.
+        forgotten: numbers of what the worker may let go of: it is told so with the next run.
     """
 
     connection: Connection
     devices: tuple[str, ...]
+    forgotten: list[int] = field(default_factory=list)
 
 
 _joined: tuple[Host, ...] = ()

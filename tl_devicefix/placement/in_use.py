@@ -1,17 +1,17 @@
-"""The devices in use: those of live models, that of `gather_on`, and those of other hosts."""
+"""The devices in use: those of live models, and that of `gather_on`."""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import TypeVar
 
 import torch
 
-from tl_devicefix.placement.devices import DEVICE_TYPE, DeviceLike, resolve
-from tl_devicefix.placement.placement import Placement
+from tl_devicefix.placement.devices import DeviceLike, resolve
+from tl_devicefix.placement.placement import Placement, in_short
 
 Value = TypeVar("Value")
 _chosen: ContextVar[DeviceLike | None] = ContextVar("gather_on", default=None)
@@ -75,7 +75,7 @@ def use(placement: Placement) -> None:
 def devices_in_use() -> frozenset[torch.device]:
     """All placed models' devices, the host if blocks are offloaded, and that of `gather_on`."""
     placements = placements_in_use()
-    devices = frozenset(device for placement in placements for device in placement.memories)
+    devices = frozenset(device for placement in placements for device in placement.here.memories)
     chosen = chosen_device(placements[-1].home if placements else None)
     return devices if chosen is None else devices | {chosen}
 
@@ -102,25 +102,11 @@ def placements_in_use() -> list[Placement]:
     return [placement for placement in references if placement is not None]
 
 
-@runtime_checkable
-class OtherHosts(Protocol):
-    """Hosts that `init_hosts` has joined.
-
-    Attributes:
-        run_block: runs a block by one command, if that is possible now; see `multihost.blocks`.
-    """
-
-    run_block: Callable[..., torch.Tensor | None] | None
-
-    def check_checkpoint(self, model_name: str, placement: Placement, **kwargs: Any) -> None:
-        """Raise ValueError if a rank's files of a checkpoint are not the same as rank 0's."""
-
-    def wait_for(self, placement: Placement) -> None:
-        """At the end of a load, wait until each rank has done its part; raise what failed there."""
-
-
-def other_hosts() -> OtherHosts | None:
-    """The other hosts whose devices are in use now, if there are any."""
-    module = getattr(torch, DEVICE_TYPE, None)  # it exists once such devices were entered
-    hosts = None if module is None else module.executor()
-    return hosts if isinstance(hosts, OtherHosts) else None
+def held_by(hostname: str) -> str:
+    """What a host holds of models, as a clause behind its name; "" if that is nothing."""
+    held = []
+    for placement in placements_in_use():
+        there = {site.torch_device for site in placement.sites if site.hostname == hostname}
+        held.append([item.name for item in placement.components if item.device in there])
+    parts = " and ".join(dict.fromkeys(in_short(names) for names in held if names))
+    return f", which holds {parts}," if parts else ""

@@ -17,6 +17,7 @@ from tl_devicefix.placement.devices import (
     HOST,
     DeviceLike,
     Site,
+    is_elsewhere,
     names_host,
     resolve,
     site_named,
@@ -106,6 +107,12 @@ class Placement:
     def home(self) -> torch.device:
         """The device of `embed`: tokens, logits, losses and everything gathered are here."""
         return self.components[0].device
+
+    @cached_property
+    def here(self) -> Placement:
+        """The same without what is on other hosts."""
+        own = tuple(c for c in self.components if not is_elsewhere(c.device))
+        return self if own == self.components else Placement(own, self.sites)
 
     @cached_property
     def devices(self) -> tuple[torch.device, ...]:
@@ -269,6 +276,8 @@ class Placement:
     def label(self, memory: torch.device) -> str:
         """A device's name and role: "cuda:0 (home)", "sim:2 (host1/0)", "cpu (offloaded)"."""
         site = site_of(memory, self.sites)
+        if site is not None and (is_elsewhere(memory) or site.device == str(memory)):
+            return f"{site.name} (home)" if memory == self.home else site.name
         notes = [] if site is None else [site.name]
         if memory == self.home:
             notes.append("home")

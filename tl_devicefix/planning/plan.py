@@ -93,7 +93,7 @@ def by_index(named: Any, sites: Sequence[Site] = ()) -> Any:
 
     def index(device: Any) -> Any:
         if names_host(device):
-            return site_named(device, sites).index
+            return site_named(device, sites).torch_device.index
         kind, _, number = str(device).partition(":")
         return int(number) if kind != "cpu" and number.isdecimal() else device
 

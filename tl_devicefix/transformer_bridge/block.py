@@ -51,7 +51,6 @@ from tl_devicefix.transformer_bridge.attention import (
     why_no_sdpa,
     why_not_eager,
 )
-from tl_devicefix.transformer_bridge.remote_layer import RemoteLayer
 from tl_devicefix.transformer_bridge.unwrapping import (
     NormOfBridge,
     NotPlain,
@@ -84,8 +83,6 @@ def call(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     if unit is not None:
         now = this_forward()
         if now.is_of_bridge and (plain := unit.instead_of(self, now)) is not None:
-            if args and type(args[0]) is not torch.Tensor and self.is_list_item:
-                plain = unit.remote_layer()
             return plain(*args, **kwargs)
     return original(self, *args, **kwargs)
 
@@ -102,8 +99,7 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     if now.config_of_sdpa or unit.attends_by_sdpa or (now.may_pad and unit.minds_padding(self)):
         is_plain, args, kwargs = unit.with_its_mask(self, is_plain, args, kwargs)
     if is_plain:
-        is_local = not args or type(args[0]) is torch.Tensor
-        self = unit.around(self) if is_local else unit.around(self, unit.remote_layer())
+        self = unit.around(self)
     return original(self, *args, **kwargs)
 
 
@@ -182,7 +178,6 @@ class PlainUnit:
         self._seen: _Seen | None = None
         self._why: str | None = None
         self._layer: Any = None
-        self._remote: RemoteLayer | None = None
         self._is_all = False  # whether the layer may be called instead of the block
         self._forward: Any = None  # the one of its class, then
         self._is_causal_itself, self._mask_at = False, -1
@@ -277,7 +272,7 @@ class PlainUnit:
         chosen = [module.original_component for module in attentions if is_sdpa(module)]
         by_sdpa = {id(attention) for attention in chosen if why_no_sdpa(attention) is None}
         self.attends_by_sdpa = bool(by_sdpa)
-        self._layer, self._remote = Unwrapped(block, by_sdpa).layer, None
+        self._layer = Unwrapped(block, by_sdpa).layer
         self._is_causal_itself = any(map(is_causal_itself, block.original_component.modules()))
         self._mask_at = place_of_mask(block.original_component)
         self._in_block = {
@@ -287,19 +282,12 @@ class PlainUnit:
         }
         self._is_all = replaced_in(block) is None and not _goes_its_own_way(type(block))
 
-    def around(self, block: Any, layer: Any = None) -> Any:
-        """The block as it is now, around the plain layer, or what stands for this."""
+    def around(self, block: Any) -> Any:
+        """The block as it is now, around the plain layer."""
         copied: Any = object.__new__(type(block))
         copied.__dict__.update(block.__dict__, **self._in_block)
-        layer = self._layer if layer is None else layer
-        copied.__dict__["_modules"] = {**block._modules, "_original_component": layer}
+        copied.__dict__["_modules"] = {**block._modules, "_original_component": self._layer}
         return copied
-
-    def remote_layer(self) -> RemoteLayer:
-        """The layer for tensors that may be of another host."""
-        if self._remote is None:
-            self._remote = RemoteLayer(self._layer)
-        return self._remote
 
     def with_its_mask(
         self, block: Any, is_plain: bool, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -19,7 +19,6 @@ from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.deciding import decide_fitting
 from tl_devicefix.placement.devices import simulated_device
-from tl_devicefix.placement.in_use import other_hosts
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.transformer_bridge.alignment import (
     place_bridge,
@@ -125,8 +124,6 @@ def _boot_over_devices(boot: Any, options: dict[str, Any]) -> Any:
         place_bridge(bridge, planned.placement)
     else:
         settle_bridge(bridge, planned.placement)
-    if (hosts := other_hosts()) is not None:
-        hosts.wait_for(planned.placement)
     return bridge
 
 
@@ -171,8 +168,6 @@ class _PlannedClass:
             kwargs["device_map"] = {"": "cpu"}
         if self._options.get("max_memory") is not None and self.placement is None:
             kwargs["max_memory"] = self._options["max_memory"]
-        if self.placement is not None and (hosts := other_hosts()) is not None:
-            hosts.check_checkpoint(str(model_name), self.placement, **kwargs)
         hf_model = real.from_pretrained(model_name, **kwargs)
         if self.placement is not None and not self.offloads:
             _bring_root_home(hf_model, self.placement.home)

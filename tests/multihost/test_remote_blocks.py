@@ -1,0 +1,208 @@
+"""A model of which some blocks are a worker's gives what it gives in one process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from local_hosts import LocalConnection
+from torch.utils._pytree import tree_leaves
+
+GREEDY = {"max_new_tokens": 4, "do_sample": False, "stop_at_eos": False, "verbose": False}
+POINTS = [
+    *("hook_resid_pre", "hook_resid_mid", "hook_resid_post", "hook_attn_out", "hook_mlp_out"),
+    *("ln1.hook_scale", "ln2.hook_normalized", "mlp.hook_pre", "mlp.hook_post"),
+    *(f"attn.hook_{name}" for name in ("q", "k", "v", "z", "attn_scores", "pattern")),
+    *("attn.hook_rot_q", "attn.hook_rot_k"),
+]
+"""Of a block of "llama"."""
+
+
+def _scale(x: torch.Tensor, hook: Any) -> torch.Tensor:
+    return x * 1.5
+
+
+def _edit(x: torch.Tensor, hook: Any) -> None:
+    x[:, 1] = 0.25
+
+
+def _keep(x: torch.Tensor, hook: Any, kept: Any) -> None:
+    kept[hook.name] = x
+    if x.requires_grad:
+        x.retain_grad()
+
+
+def forward(model: Any, tokens: torch.Tensor) -> Any:
+    with torch.no_grad():
+        return model(tokens, return_type="both")
+
+
+def with_a_graph(model: Any, tokens: torch.Tensor) -> Any:
+    logits = model(tokens)
+    assert logits.requires_grad
+    return logits.detach()
+
+
+def exchanged(point: str, model: Any, tokens: torch.Tensor) -> Any:
+    hooks = [(f"blocks.{layer}.{point}", _scale) for layer in (1, 2, 3)]
+    with torch.inference_mode():
+        return model.run_with_hooks(tokens, fwd_hooks=hooks)
+
+
+def edited(point: str, model: Any, tokens: torch.Tensor) -> Any:
+    hooks = [(f"blocks.{layer}.{point}", _edit) for layer in (1, 2, 3)]
+    with torch.no_grad():
+        return model.run_with_hooks(tokens, fwd_hooks=hooks)
+
+
+def hooked_everywhere(model: Any, tokens: torch.Tensor) -> Any:
+    with torch.no_grad():
+        return model.run_with_hooks(tokens, fwd_hooks=[(lambda name: "blocks." in name, _scale)])
+
+
+def stopped(model: Any, tokens: torch.Tensor) -> Any:
+    return [model(tokens, stop_at_layer=layer).detach() for layer in range(6)]
+
+
+def cached(model: Any, tokens: torch.Tensor) -> Any:
+    with torch.no_grad():
+        logits, cache = model.run_with_cache(tokens)
+    decomposed = cache.accumulated_resid(apply_ln=True), cache.stack_head_results()
+    return logits, dict(cache), decomposed, cache["resid_mid", 3][:, -1]
+
+
+def cached_without_batch(model: Any, tokens: torch.Tensor) -> Any:
+    _, cache = model.run_with_cache(tokens[:1], remove_batch_dim=True)
+    return dict(cache)
+
+
+def cached_with_hooks(model: Any, tokens: torch.Tensor) -> Any:
+    with model.hooks(fwd_hooks=[("blocks.3.attn.hook_z", _scale)]):
+        return [dict(model.run_with_cache(tokens)[1])]
+
+
+def generated(model: Any, tokens: torch.Tensor) -> Any:
+    return model.generate(tokens, **GREEDY)
+
+
+def generated_hooked(model: Any, tokens: torch.Tensor) -> Any:
+    with model.hooks(fwd_hooks=[("blocks.2.attn.hook_z", _scale)]):
+        return model.generate(tokens, **GREEDY)
+
+
+def padded(model: Any, tokens: torch.Tensor) -> Any:
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    with torch.no_grad():
+        return model(tokens, attention_mask=mask)
+
+
+def weights(model: Any, tokens: torch.Tensor) -> Any:
+    block = model.blocks[3]
+    return (
+        *(model.W_Q, model.W_in, model.QK.eigenvalues, model.all_composition_scores("K")),
+        *(block.attn.W_O.norm(), block.attn.W_Q[1], block.mlp.W_in.T, torch.svd(block.mlp.W_out).S),
+        *(model.state_dict(), model.accumulated_bias(4)),
+    )
+
+
+EXACT: dict[str, Callable[..., Any]] = {
+    run.__name__: run
+    for run in (
+        *(forward, with_a_graph, hooked_everywhere, stopped, cached, cached_without_batch),
+        *(cached_with_hooks, generated, generated_hooked, padded, weights),
+    )
+}
+EXACT |= {f"exchanged {point}": functools.partial(exchanged, point) for point in POINTS}
+EXACT |= {f"edited {point}": functools.partial(edited, point) for point in POINTS}
+
+
+@pytest.mark.parametrize("run", EXACT.values(), ids=EXACT)
+def test_bit_for_bit(run: Any, alone: Any, spread: Any, tokens: torch.Tensor) -> None:
+    expected, given = (tree_leaves(run(load("llama"), tokens)) for load in (alone, spread))
+    assert len(expected) == len(given) > 0
+    for one, other in zip(expected, given):
+        if isinstance(one, torch.Tensor):
+            assert type(other) in (torch.Tensor, torch.nn.Parameter) or other.shape == one.shape
+            assert torch.equal(one, other)
+        else:
+            assert one == other
+
+
+def activations(model: Any, tokens: torch.Tensor) -> Any:
+    kept: dict[str, torch.Tensor] = {}
+    keep = functools.partial(_keep, kept=kept)
+    model.run_with_hooks(
+        tokens, return_type="loss", fwd_hooks=[(lambda name: "blocks." in name, keep)]
+    ).backward()
+    return {name: x.grad for name, x in kept.items()}
+
+
+def of_some_activations(model: Any, tokens: torch.Tensor) -> Any:
+    kept: dict[str, torch.Tensor] = {}
+    keep = functools.partial(_keep, kept=kept)
+    names = ["blocks.2.hook_resid_pre", "blocks.3.attn.hook_z", "blocks.3.hook_resid_post"]
+    loss = model.run_with_hooks(tokens, return_type="loss", fwd_hooks=[(n, keep) for n in names])
+    late = torch.autograd.grad(loss, kept[names[1]], retain_graph=True)
+    return late, torch.autograd.grad(loss, [kept[name] for name in names])
+
+
+def of_backward_hooks(model: Any, tokens: torch.Tensor) -> Any:
+    kept: dict[str, torch.Tensor] = {}
+
+    def keep(gradient: torch.Tensor, hook: Any) -> None:
+        kept[hook.name] = gradient.clone()
+
+    hooks = [(lambda name: "blocks." in name, keep)]
+    with model.hooks(bwd_hooks=hooks):
+        model(tokens, return_type="loss").backward()
+    return kept
+
+
+def of_a_steering_vector(model: Any, tokens: torch.Tensor) -> Any:
+    vector = torch.full((16,), 0.5, requires_grad=True)
+    hooks = [("blocks.2.hook_resid_mid", lambda x, hook: x.detach() + vector)]
+    model.run_with_hooks(tokens, return_type="loss", fwd_hooks=hooks).backward()
+    return vector.grad
+
+
+def of_weights_at_home(model: Any, tokens: torch.Tensor) -> Any:
+    names = ["embed.W_E", "blocks.0.attn.W_Q", "blocks.4.mlp.W_in", "unembed.W_U"]
+    own = [model.get_parameter(name) for name in names]
+    return torch.autograd.grad(model(tokens, return_type="loss"), own)
+
+
+GRADIENTS = [
+    *(activations, of_some_activations, of_backward_hooks),
+    *(of_a_steering_vector, of_weights_at_home),
+]
+
+
+@pytest.mark.parametrize("run", GRADIENTS)
+def test_gradients(run: Any, alone: Any, spread: Any, tokens: torch.Tensor) -> None:
+    expected, given = (run(load("llama"), tokens) for load in (alone, spread))
+    torch.testing.assert_close(given, expected, rtol=2e-5, atol=1e-6)
+
+
+def test_one_call_for_consecutive_blocks(
+    spread: Any, host: LocalConnection, tokens: torch.Tensor
+) -> None:
+    model = spread("llama")
+    host.calls.clear()
+    with torch.no_grad():
+        model(tokens)
+    assert host.calls == ["begin"]
+
+
+def test_hooks_that_look_stop_nobody(
+    spread: Any, host: LocalConnection, tokens: torch.Tensor
+) -> None:
+    model = spread("llama")
+    host.calls.clear()
+    _, cache = model.run_with_cache(tokens)
+    assert host.calls == ["begin"]
+    cache["resid_pre", 3]
+    assert host.calls == ["begin", "kept"]

@@ -1,0 +1,98 @@
+"""Loading a model that is in part on other hosts: each worker loads its blocks from its own files.
+
+Before anything is loaded, each says whether it has the same files: `checkpoint_files.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from tl_devicefix.multihost.checkpoint_files import files_of
+from tl_devicefix.multihost.remote_block import RemoteModel, attach
+from tl_devicefix.placement.devices import host_of, is_elsewhere
+from tl_devicefix.placement.hosts import Host
+from tl_devicefix.placement.placement import Placement, is_block
+from tl_devicefix.placement.workers import threads
+
+_NOT_PASSED_ON = (
+    *("cls", "model_name", "hf_model", "tokenizer", "device", "n_devices", "move_to_device"),
+    *("device_map", "max_memory"),
+)
+
+
+@contextlib.contextmanager
+def loading_elsewhere(
+    placement: Placement, load: str, name: str, arguments: dict[str, Any], **hub: Any
+) -> Iterator[dict[str, RemoteModel]]:
+    """Within it, other hosts load the blocks that they have; at its end, they have done so.
+
+    Args:
+        placement: the model's.
+        load: a class and its method, by which they load.
+        name: of the checkpoint.
+        arguments: of that method.
+        hub: those of them by which files are found.
+
+    Yields:
+        The model of each block that is on another host, by the block's name.
+
+    Raises:
+        ValueError: if they cannot load it, or have other files.
+    """
+    places = {c.name: host_of(c.device) for c in placement.components if is_elsewhere(c.device)}
+    if not places:
+        yield {}
+        return
+    _refuse(placement, places, arguments)
+    hosts = list(dict.fromkeys(host for host, _ in places.values()))
+    check_files(hosts, name, hub)
+    models = {host: RemoteModel(host, placement.home) for host in hosts}
+    passed_on = {key: value for key, value in arguments.items() if key not in _NOT_PASSED_ON}
+    with threads(len(hosts)) as pool:
+        loads = []
+        for host in hosts:
+            device_map = dict.fromkeys((c.name for c in placement.components), None)
+            device_map |= {block: index for block, (of, index) in places.items() if of is host}
+            forget, host.forgotten[:] = list(host.forgotten), []
+            request = models[host].number, load, name, passed_on, device_map, forget
+            loads.append(pool.submit(host.connection.call, "load", *request))
+        yield {block: models[host] for block, (host, _) in places.items()}
+        for loaded in loads:
+            loaded.result()
+
+
+def attach_blocks(model: Any, remotes: dict[str, RemoteModel]) -> None:
+    """Make blocks without values the remote ones that they are."""
+    for name, remote in remotes.items():
+        attach(model.get_submodule(name), remote, int(name.rpartition(".")[2]), name)
+
+
+def _refuse(placement: Placement, places: dict[str, Any], arguments: dict[str, Any]) -> None:
+    for name in places:
+        if not is_block(name):
+            raise ValueError(
+                f"device_map puts {name} on another host, where only blocks can be: put it on a "
+                "device of this host"
+            )
+    if arguments.get("hf_model") is not None:
+        raise ValueError(
+            "hf_model cannot be loaded over several hosts: save it with save_pretrained() to a "
+            "directory that all hosts see, and give that directory's name"
+        )
+
+
+def check_files(hosts: list[Host], name: str, hub: dict[str, Any]) -> None:
+    """Check that hosts have the files of a checkpoint that are here.
+
+    Raises:
+        ValueError: naming the host and the file.
+    """
+    files = files_of(name, hub)
+    for host in hosts:
+        wrong = host.connection.call("differences", files, name, hub) if files else []
+        if wrong:
+            raise ValueError(
+                f"{host.connection.name} {wrong[0]} for {name!r}: give all hosts the same files"
+            )

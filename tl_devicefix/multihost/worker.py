@@ -1,0 +1,321 @@
+"""What another host does: it holds a model's blocks on its devices, and runs them when asked.
+
+A plain class: `init_hosts` makes an actor of it, tests call it in a thread. It knows nothing of the
+user's hooks. At each hook point on which somebody listens (a tap), a run stops, and goes on with
+what comes from home:
+
+    home                                   worker
+    ----                                   ------
+    begin(call, x, taps=["hook_z"])  --->  block 7 runs, up to hook_z
+    hook(z)                          <---  "hook_z", z
+    proceed(call, hook(z))           --->  block 7 runs on with that, and block 8
+    the next block                   <---  "", output
+
+With gradients, it keeps the graph of each of these parts, and `backward` runs one of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import psutil
+import torch
+import transformer_lens
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tl_devicefix.attention.implementation import set_sdpa
+from tl_devicefix.attention.one_forward import one_forward
+from tl_devicefix.dispatch.views import restore, view_of
+from tl_devicefix.multihost.checkpoint_files import Files, differences
+from tl_devicefix.placement.devices import elsewhere, free_memory
+
+Reply = tuple[int, str, Any, list[Any], list[Any]]
+"""Of a run that has stopped: in which of its blocks, at which tap ("" at its end), the activation
+there, what is kept of the activations that are looked at, and of KV caches."""
+
+_SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+]
+
+
+def settings() -> list[Any]:
+    """Those of torch that change what blocks give."""
+    return [get() for get, _ in _SETTINGS]
+
+
+class Worker:
+    """Holds and runs blocks. All that it keeps has a number, which comes from home.
+
+    Args:
+        devices: of this host, as torch calls them here.
+    """
+
+    def __init__(self, devices: Sequence[str]) -> None:
+        self.devices = tuple(devices)
+        self._kept: dict[int, Any] = {}
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        """Let go of what has these numbers; a run that waits ends."""
+        for number in numbers:
+            item = self._kept.pop(number, None)
+            if isinstance(item, _Run):
+                item.end()
+
+    def free_memory(self, device: int) -> int:
+        """Bytes that are free on a device, by its index among the host's."""
+        named = torch.device(self.devices[device])
+        free = free_memory(named)
+        return int(psutil.virtual_memory().available) if free is None else free
+
+    def differences(self, files: Files, name: str, hub: dict[str, Any]) -> list[str]:
+        """What is wrong with this host's files of a checkpoint, compared with home's."""
+        return differences(files, name, hub)
+
+    def load(
+        self,
+        number: int,
+        load: str,
+        name: str,
+        arguments: dict[str, Any],
+        device_map: dict[str, int | None],
+        forget: Sequence[int],
+    ) -> None:
+        """Load those components of a model that this host has, from its own files.
+
+        Args:
+            number: the model's, from now on.
+            load: a class of TransformerLens and its method: "HookedTransformer.from_pretrained".
+            name: of the checkpoint.
+            arguments: of that method.
+            device_map: the device of each component, by its index; None if it is elsewhere.
+            forget: as `forget`, before.
+        """
+        self.forget(forget)
+        places = {
+            component: elsewhere(0) if index is None else torch.device(self.devices[index])
+            for component, index in device_map.items()
+        }
+        cls, _, method = load.partition(".")
+        model = getattr(getattr(transformer_lens, cls), method)(
+            name, device_map=places, **arguments
+        )
+        self._kept[number] = _Model(model)
+
+    def parameter(self, model: int, name: str) -> torch.Tensor:
+        """A weight, by its name in the model."""
+        return _sent(self._kept[model].module.get_parameter(name))
+
+    def kept(self, number: int, which: int = 0) -> torch.Tensor:
+        """An activation that is kept; or the keys (0) or values (1) of a cache."""
+        item = self._kept[number]
+        if isinstance(item, torch.Tensor):
+            return _sent(item)
+        return _sent(_cached(item)[which])
+
+    def begin(self, call: int, model: int, request: dict[str, Any]) -> Reply:
+        """Begin a run of some blocks, one after the other; see `RemoteRun`."""
+        self.forget(request["forget"])
+        for (get, put), value in zip(_SETTINGS, request["settings"]):
+            if get() != value:
+                put(value)
+        run = self._kept[call] = _Run(self._kept[model], self._kept, request)
+        return run.begin()
+
+    def proceed(self, call: int, activation: torch.Tensor | None, has_gradient: bool) -> Reply:
+        """Go on with a run that has stopped at a tap; None if what was there is unchanged."""
+        return self._kept[call].proceed(activation, has_gradient)  # type: ignore[no-any-return]
+
+    def backward(
+        self, call: int, part: int, gradient: torch.Tensor | None, task: int
+    ) -> list[torch.Tensor | None]:
+        """The gradients of what a part of a run was given; the last part comes first."""
+        return self._kept[call].backward(part, gradient, task)  # type: ignore[no-any-return]
+
+
+class _Model:
+    """A model of which some blocks are here; and views of blocks, for runs that have hooks."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self._as_loaded = dict(vars(module.cfg))
+        self._views: dict[int, list[Any]] = {}
+
+    def configure(self, changes: dict[str, Any]) -> None:
+        """Have a config that differs in this from what it was after loading."""
+        vars(self.module.cfg).update({**self._as_loaded, **changes})
+
+    def borrow(self, layer: int) -> Any:
+        """A view of a block: runs that are under way together do not see each other's hooks."""
+        views = self._views.setdefault(layer, [])
+        try:
+            return views.pop()
+        except IndexError:
+            return view_of(self.module.blocks[layer])
+
+    def give_back(self, layer: int, view: Any) -> None:
+        """Have a view for the next run."""
+        restore(view)
+        self._views[layer].append(view)
+
+
+class _Ended(BaseException):
+    """Ends a run that nobody at home waits for any more."""
+
+
+class _Run:
+    """A run of some blocks. If there are taps, a thread runs them, and waits at each."""
+
+    def __init__(self, model: _Model, kept: dict[int, Any], request: dict[str, Any]) -> None:
+        self._model, self._kept, self._request = model, kept, request
+        self._replies: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._arrivals: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._looked: list[Any] = []
+        self._grown: list[Any] = []
+        # Of each part, what it was given of which gradients are asked, and what was sent.
+        self._leaves: list[list[torch.Tensor]] = []
+        self._sent: list[torch.Tensor] = []
+        self._task = -1
+        self._gradients: dict[int, torch.Tensor] = {}
+
+    def begin(self) -> Reply:
+        """Run up to the first tap, or the end."""
+        given = tree_leaves(
+            [self._request["x"], [step["arguments"] for step in self._request["steps"]]]
+        )
+        self._leaves.append([given[index].requires_grad_() for index in self._request["leaves"]])
+        if any(step["taps"] for step in self._request["steps"]):
+            threading.Thread(target=self._run_in_thread, daemon=True).start()
+            return self._reply()
+        return self._run()
+
+    def proceed(self, activation: torch.Tensor | None, has_gradient: bool) -> Reply:
+        """Run up to the next tap, or the end."""
+        if activation is not None:
+            activation.requires_grad_(has_gradient)
+        self._leaves.append([activation] if activation is not None and has_gradient else [])
+        self._arrivals.put(activation)
+        return self._reply()
+
+    def end(self) -> None:
+        """End it, if it waits."""
+        self._arrivals.put(_Ended)
+
+    def _reply(self) -> Reply:
+        reply = self._replies.get()
+        if isinstance(reply, BaseException):
+            raise reply
+        return reply  # type: ignore[no-any-return]
+
+    def _run_in_thread(self) -> None:
+        try:
+            self._replies.put(self._run())
+        except _Ended:
+            pass
+        except BaseException as error:  # noqa: BLE001  # is raised where the run is waited for
+            self._replies.put(error)
+
+    def _run(self) -> Reply:
+        request, model = self._request, self._model
+        x = request["x"]
+        model.configure(request["config"])
+        with torch.set_grad_enabled(request["graph"]), one_forward():
+            for number, step in enumerate(request["steps"]):
+                x = self._run_block(number, step, x)
+        return self._stopped(number, "", x)
+
+    def _run_block(self, number: int, step: dict[str, Any], x: Any) -> Any:
+        layer, block = step["layer"], self._model.module.blocks[step["layer"]]
+        device = self._model.module.placement.device_of(f"blocks.{layer}")
+        x, (args, kwargs) = tree_map_only(
+            torch.Tensor, lambda t: t.to(device), (x, step["arguments"])
+        )
+        cache = step["cache"]
+        if cache is not None:
+            entry = self._entry(cache, device)
+            kwargs = {**kwargs, cache["argument"]: entry}
+        has_hooks = bool(step["taps"] or step["looks"])
+        if has_hooks:
+            block = self._model.borrow(layer)
+        try:
+            set_sdpa(block, step["sdpa"])
+            for name in (*step["taps"], *step["looks"]):
+                block.get_submodule(name).register_forward_hook(self._hook(number, step, name))
+            output = block(x, *args, **kwargs)
+        finally:
+            if has_hooks:
+                self._model.give_back(layer, block)
+        if cache is not None and not cache["frozen"]:
+            if entry.past_keys.requires_grad:
+                entry.past_keys, entry.past_values = (kv.detach() for kv in _cached(entry))
+            self._kept[cache["new"]] = entry
+            geometry = [(tuple(tensor.shape), tensor.dtype) for tensor in _cached(entry)]
+            self._grown.append((number, geometry))
+        return output
+
+    def _hook(self, number: int, step: dict[str, Any], name: str) -> Callable[..., Any]:
+        """A hook of torch's on a hook point, below the conversions of its hooks, which are home's."""
+
+        def look(module: Any, args: Any, activation: torch.Tensor) -> None:
+            key = step["looks"][name]
+            self._kept[key] = activation.detach()
+            self._looked.append((number, name, tuple(activation.shape), activation.dtype))
+
+        def tap(module: Any, args: Any, activation: torch.Tensor) -> torch.Tensor:
+            self._replies.put(self._stopped(number, name, activation))
+            given = self._arrivals.get()
+            if given is _Ended:
+                raise _Ended
+            return activation if given is None else given.to(activation.device)
+
+        return tap if name in step["taps"] else look
+
+    def _entry(self, cache: dict[str, Any], device: torch.device) -> Any:
+        """A block's part of a KV cache; that of before is left as it is."""
+        past = cache["past"]
+        if isinstance(past, int):
+            entry = copy.copy(self._kept[past])
+        else:
+            entry = getattr(transformer_lens, cache["class"])(*(t.to(device) for t in past))
+        entry.frozen = cache["frozen"]
+        return entry
+
+    def _stopped(self, number: int, name: str, activation: Any) -> Reply:
+        looked, self._looked, grown, self._grown = self._looked, [], self._grown, []
+        self._sent.append(activation if self._request["graph"] else None)
+        return number, name, _sent(activation), looked, grown
+
+    def backward(
+        self, part: int, gradient: torch.Tensor | None, task: int
+    ) -> list[torch.Tensor | None]:
+        """Gradients of the leaves of a part; those of earlier parts' wait for these."""
+        if task != self._task:  # of another backward
+            self._task, self._gradients = task, {}
+        sent = self._sent[part]
+        leaves = [leaf for of_part in self._leaves[: part + 1] for leaf in of_part]
+        if gradient is not None and sent.requires_grad:
+            made = torch.autograd.grad(
+                sent, leaves, gradient.to(sent.device), retain_graph=True, allow_unused=True
+            )
+            for leaf, new in zip(leaves, made):
+                if new is not None:
+                    before = self._gradients.get(id(leaf))
+                    self._gradients[id(leaf)] = new if before is None else before + new
+        return [self._gradients.pop(id(leaf), None) for leaf in self._leaves[part]]
+
+
+def _sent(value: Any) -> Any:
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu"), value)
+
+
+def _cached(entry: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return entry.past_keys, entry.past_values
