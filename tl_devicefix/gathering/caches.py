@@ -185,7 +185,7 @@ def compute_head_results(original: Any, self: Any) -> None:
     in_place.model = ReadWhereRun(_model_of(self))
     for name, value in in_place.cache_dict.items():
         if name.endswith("attn.hook_z"):  # someone may have put it elsewhere
-            in_place.cache_dict[name] = move(value, placement.device_of(name))
+            in_place.cache_dict[name] = move(value, placement.read_at(name))
     with gather_nowhere():
         original(in_place)
     self.cache_dict.update(in_place.cache_dict)

@@ -160,7 +160,7 @@ class ReadWhereRun:
     """
 
     def __init__(self, model: Any) -> None:
-        device_of = model.placement.device_of
+        device_of = model.placement.read_at
         self.cfg = model.cfg
         self.blocks = [
             ReadOn(block, device_of(f"blocks.{layer}")) for layer, block in enumerate(model.blocks)

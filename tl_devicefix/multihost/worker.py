@@ -263,7 +263,7 @@ class _Run:
         return output
 
     def _hook(self, number: int, step: dict[str, Any], name: str) -> Callable[..., Any]:
-        """A hook of torch's on a hook point, below the conversions of its hooks, which are home's."""
+        """A hook of torch's on a hook point, below conversions, which are home's."""
 
         def look(module: Any, args: Any, activation: torch.Tensor) -> None:
             key = step["looks"][name]

@@ -141,6 +141,11 @@ class Placement:
         """
         return self._component(name).device
 
+    def read_at(self, name: str) -> torch.device:
+        """Where a component's weights and activations are read: home, if it is on another host."""
+        device = self.device_of(name)
+        return self.home if is_elsewhere(device) else device
+
     def device_for(self, name: str, of_weights: bool = False) -> torch.device:
         """The device of anything in the model, by name: home, if it is in no component."""
         component = self._by_name.get(component_of(name), self.components[0])

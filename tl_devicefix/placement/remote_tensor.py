@@ -6,6 +6,7 @@ activations needs to know nothing of other hosts.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -100,6 +101,10 @@ class RemoteTensor(torch.Tensor):
                 return this
             if this._weight_is and _freezes(func, args):
                 return this
+            if func is _OF.__getitem__ and _is_basic(args[1]) and not this._has_graph:
+                shape = torch.empty(this.shape, device="meta")[args[1]].shape
+                fetch = functools.partial(_item, this, args[1])
+                return RemoteTensor(fetch, shape, this.dtype, this.device, this._weight_is)
         _refuse_changes(func, args, kwargs)
         weights: dict[int, str] = {}
 
@@ -154,6 +159,16 @@ def _is_so(tensor: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         or (isinstance(value, str | torch.device) and torch.device(value) == tensor.device)
         for value in (*args, *kwargs.values())
     )
+
+
+def _is_basic(index: Any) -> bool:
+    """Whether indexing gives a view, whatever the values are."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(part is None or part is ... or type(part) in (int, slice) for part in parts)
+
+
+def _item(tensor: RemoteTensor, index: Any) -> torch.Tensor:
+    return tensor.read()[index]
 
 
 def _freezes(func: Any, args: tuple[Any, ...]) -> bool:
