@@ -20,6 +20,8 @@ from tl_devicefix.dispatch.scheduler import Run, Streams, Turns, running
 from tl_devicefix.dispatch.views import restore
 from tl_devicefix.offload.copying import module_with_streams, values_of
 from tl_devicefix.pipelining.in_order import InOrder, seeding_in_order
+from tl_devicefix.placement.placement import Placement
+from tl_devicefix.placement.remote_tensor import RemoteTensor
 from tl_devicefix.placement.workers import CallersState, threads
 from tl_devicefix.tracebacks import note
 
@@ -131,7 +133,7 @@ def _pipelined(
     make_bar: Callable[[], Any],
 ) -> Iterator[Result]:
     """The schedule: start as many runs as may be under way, and one more for each result."""
-    devices = _devices_of(model)
+    devices = _devices_of(model, here=True)
     turns = WatchedTurns(devices) if report else Turns()
 
     def start(number: int, item: Any) -> Future[Result]:
@@ -157,7 +159,8 @@ def _pipelined(
         views = [(make_view(), Streams()) for _ in range(n_views)]
         # `W.data.mul_(2)` is not seen, as torch does not count it.
         named = model.named_parameters() if max_in_flight > 1 else ()
-        weights = [(name, weight, _state(weight)) for name, weight in named]
+        own = ((name, weight) for name, weight in named if type(weight) is not RemoteTensor)
+        weights = [(name, weight, _state(weight)) for name, weight in own]
         bar = within.enter_context(make_bar())
         runs, starts = deque[Future[Result]](), _starting(start, items)
         runs.extend(itertools.islice(starts, max_in_flight))
@@ -208,10 +211,11 @@ def _check_weights(weights: Iterable[tuple[str, torch.Tensor, Any]], number: int
             )
 
 
-def _devices_of(model: Any) -> tuple[torch.device, ...]:
-    """The devices that a model computes on."""
+def _devices_of(model: Any, here: bool = False) -> tuple[torch.device, ...]:
+    """The devices that a model computes on, or those of them that are of this host."""
     if hasattr(model, "placement"):
-        return tuple(model.placement.devices)
+        placement: Placement = model.placement
+        return placement.here.devices if here else placement.devices
     return tuple(dict.fromkeys(parameter.device for parameter in model.parameters()))
 
 

@@ -301,7 +301,7 @@ class _ResidualStreams:
         placement = getattr(self._model, "placement", None)
         if placement is None or stop == len(blocks):
             return output
-        device = placement.device_of(f"blocks.{stop}")
+        device = placement.read_at(f"blocks.{stop}")
         if isinstance(output, tuple):
             return type(output)((move(output[0], device), *output[1:]))
         return move(output, device)
