@@ -17,6 +17,10 @@ Made = TypeVar("Made")
 _this_forward: ContextVar[dict[Any, Any] | None] = ContextVar("tl_devicefix_forward", default=None)
 
 
+FACTS = "facts"
+"""What is kept of a forward for the blocks that other hosts run of it."""
+
+
 def one_forward(*facts: Any) -> contextlib.AbstractContextManager[None]:
     """Within it, `kept_in_forward` is one dict, which begins with `facts` by their classes."""
     return setting(_this_forward, {type(fact): fact for fact in facts})

@@ -33,12 +33,15 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformer_lens.hook_points import HookPoint
+from transformers.cache_utils import Cache
 
 from tl_devicefix.attention.implementation import HOOKS, sdpa_in
-from tl_devicefix.attention.one_forward import kept_in_forward
+from tl_devicefix.attention.one_forward import FACTS, kept_in_forward
 from tl_devicefix.dispatch.hooking import only_looks
 from tl_devicefix.dispatch.mixing import OutsideBlocks
 from tl_devicefix.monkeypatch.applying import original
+from tl_devicefix.monkeypatch.patch import package_of
+from tl_devicefix.multihost.kv_caches import CACHE, ENTRY, layer_of_cache, state_of
 from tl_devicefix.multihost.worker import settings
 from tl_devicefix.placement.hosts import Host
 from tl_devicefix.placement.remote_tensor import RemoteTensor, plain
@@ -50,6 +53,7 @@ _FUNCTIONS = [
     *((nn.functional, name) for name in ("linear", "softmax", "layer_norm", "gelu", "silu")),
     (nn.functional, "scaled_dot_product_attention"),
 ]
+_SENT = (bool, int, float, str, torch.dtype, torch.Tensor)
 _AS_IMPORTED = [getattr(owner, name) for owner, name in _FUNCTIONS]
 
 
@@ -57,7 +61,7 @@ class Kept:
     """What a host keeps by a number, until this is let go of."""
 
     def __init__(self, host: Host) -> None:
-        self.host, self.number = host, next(_numbers)
+        self.host, self.number, self.has_graph = host, next(_numbers), False
         weakref.finalize(self, host.forgotten.append, self.number).atexit = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Kept:
@@ -71,11 +75,11 @@ class RemoteModel(Kept):
         super().__init__(host)
         self.home = home
 
-    def parameter(self, name: str) -> torch.Tensor:
-        """A weight, at home."""
-        return self.host.connection.call("parameter", self.number, name).to(self.home)  # type: ignore[no-any-return]
+    def weight(self, name: str) -> torch.Tensor:
+        """A weight or buffer, at home."""
+        return self.host.connection.call("weight", self.number, name).to(self.home)  # type: ignore[no-any-return]
 
-    def fetched_later(self, kept: Kept, which: int, shape: Any, dtype: torch.dtype) -> RemoteTensor:
+    def fetched_later(self, kept: Kept, which: str, shape: Any, dtype: torch.dtype) -> RemoteTensor:
         """A tensor that the host keeps."""
 
         def fetch() -> torch.Tensor:
@@ -87,34 +91,55 @@ class RemoteModel(Kept):
 
 
 class _Layer:
-    """Facts about a remote block, as it was made."""
+    """Facts about a remote block, as it was made.
 
-    def __init__(self, remote: RemoteModel, layer: int, block: Any) -> None:
-        self.remote, self.index = remote, layer
-        self.made = _made(block)
-        self.cfg = dict(vars(block.cfg))
+    Attributes:
+        forms: of what it returns, by the names of its arguments: a tensor, or a tuple of one. If it
+            returns anything else, or has not run yet, it does not wait.
+    """
+
+    def __init__(self, remote: RemoteModel, index: int, block: Any) -> None:
+        self.remote, self.index = remote, index
+        self.made = _made(block, set())
+        self.cfg = dict(vars(_config_of(block)))
+        self.forms: dict[Any, type] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Layer:
         return self
 
 
+def _config_of(block: Any) -> Any:
+    return block.cfg if "cfg" in vars(block) else block.config
+
+
 class RemoteBlock(nn.Module):
     """A block whose weights are on another host."""
 
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it as a module, past the Bridge's own way to call a block."""
+        return nn.Module.__call__(self, *args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run it there; within a forward of the model, together with the blocks that follow."""
         layer: _Layer = vars(self)[_REMOTE]
-        step = _Step(self, layer, args, kwargs)
-        chain, kept = None, kept_in_forward()
+        for name in ("_maybe_inject_start_residual", "_check_stop_at_layer"):  # of a Bridge's
+            if hasattr(self, name):
+                changed = getattr(self, name)(*((args, kwargs) if "start" in name else args))
+                args, kwargs = changed or (args, kwargs)
+        x, *others = args
+        step = _Step(self, layer, tuple(others), kwargs)
+        kept, chain = kept_in_forward(), None
         if type(x) is RemoteTensor and not x.is_fetched:
             chain = getattr(x, "_chain", None)
         if chain is None or not chain.goes_on_by(x, step):
             chain = _Chain(layer.remote, plain(x))
+        form = layer.forms.get(step.form)
         output = chain.add(step)
-        if step.taps or _FORWARD not in kept:
-            return output.read()
+        if step.taps or _FORWARD not in kept or form is None:
+            output.read()
+            return chain.returned
         kept[_FORWARD] = chain
-        return output
+        return (output,) if form is tuple else output
 
 
 _FORWARD = "remote blocks"
@@ -133,14 +158,15 @@ def together() -> Iterator[None]:
 def attach(block: Any, remote: RemoteModel, layer: int, name: str) -> None:
     """Make a block without values a remote one."""
     for path, module in block.named_modules():
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                full = ".".join(filter(None, (name, path, key)))
-                module._parameters[key] = RemoteTensor(
-                    functools.partial(remote.parameter, full),
-                    *(parameter.shape, parameter.dtype, remote.home),
-                    f"{full} is on {remote.host.connection.name}",
-                )
+        for tensors in (module._parameters, module._buffers):
+            for key, tensor in tensors.items():
+                if tensor is not None and tensor.is_meta:
+                    full = ".".join(filter(None, (name, path, key)))
+                    tensors[key] = RemoteTensor(
+                        functools.partial(remote.weight, full),
+                        *(tensor.shape, tensor.dtype, remote.home),
+                        f"{full} is on {remote.host.connection.name}",
+                    )
     block.__class__ = _remote_class(type(block))
     vars(block)[_REMOTE] = _Layer(remote, layer, block)
 
@@ -159,46 +185,70 @@ def is_remote(block: Any) -> bool:
 # What is in a block, and who listens
 
 
-def _made(module: Any) -> Any:
-    """A module that computes: its class, weights and children. None for a hook point."""
-    if isinstance(module, HookPoint):
+def _made(module: Any, seen: set[int]) -> Any:
+    """A module that computes: its class, weights, hooks and children.
+
+    Of a hook point, the hooks that a library has put there; None for a module that is there twice.
+    """
+    if id(module) in seen:
         return None
-    children = {name: _made(child) for name, child in module._modules.items() if child is not None}
-    return type(module), _forward_of(type(module)), dict(module._parameters), children
+    seen.add(id(module))
+    hooks = frozenset(number for of in HOOKS for number in vars(module)[of])
+    if isinstance(module, HookPoint):
+        return hooks
+    children = module._modules.items()
+    within = {name: _made(child, seen) for name, child in children if child is not None}
+    own = frozenset(vars(module))
+    return type(module), _forward_of(type(module)), own, dict(module._parameters), hooks, within
+
+
+@functools.lru_cache(4096)
+def _is_of_library(cls: Any) -> bool:
+    return package_of(cls) in ("transformer_lens", "torch")
 
 
 def _forward_of(cls: Any) -> Any:
-    return original(cls, "forward")
+    return original(cls, "forward") if _is_of_library(cls) else cls.forward
 
 
 def _listened(module: Any, made: Any, path: str = "") -> Iterator[tuple[str, bool]]:
     """Hook points on which somebody listens, and whether that is only to look.
 
     Raises:
-        RuntimeError: if there is something else in the block that its host does not know of.
+        _Unseen: if there is something else in the block that its host does not know of.
     """
-    cls, forward, parameters, children = made
-    if type(module) is not cls or (path and "forward" in vars(module)):
-        raise _Unseen(f"{path or 'the block'} has another class or forward")
-    if _forward_of(cls) is not forward:
+    cls, forward, own, parameters, known_hooks, children = made
+    called = path or "the block"
+    if path and type(module) is not cls:
+        raise _Unseen(f"{called} is another module")
+    if path and "forward" in vars(module) and "forward" not in own:
+        raise _Unseen(f"{called} has a forward of its own")
+    if path and _forward_of(cls) is not forward:
         raise _Unseen(f"{cls.__name__}.forward was replaced")
-    if module._parameters != parameters and (
-        module._parameters.keys() != parameters.keys()
-        or any(module._parameters[name] is not value for name, value in parameters.items())
+    if module._parameters.keys() != parameters.keys() or any(
+        module._parameters[name] is not value for name, value in parameters.items()
     ):
-        raise _Unseen(f"{path or 'the block'} has other weights")
-    if path and any(vars(module)[name] for name in HOOKS):
-        raise _Unseen(f"{path} has hooks: put them on its hook points")
-    if module._modules.keys() - children.keys():
-        raise _Unseen(f"{path or 'the block'} has other submodules")
+        raise _Unseen(f"{called} has other weights")
+    if path and any(vars(module)[of].keys() - known_hooks for of in HOOKS):
+        raise _Unseen(f"{called} has hooks of torch's: put them on its hook points")
+    for name in module._modules.keys() - children.keys():
+        if module._modules[name] is not None:
+            raise _Unseen(f"{called} has another module {name!r}")
     for name, child_made in children.items():
         child, child_path = module._modules.get(name), f"{path}.{name}" if path else name
-        if child_made is not None:
+        if child_made is None:
+            continue
+        if not isinstance(child_made, frozenset):
             yield from _listened(child, child_made, child_path)
         elif type(child) is not HookPoint or "forward" in vars(child):
             yield child_path, False
         else:
-            hooks = [hook for of in HOOKS for hook in vars(child)[of].values()]
+            hooks = [
+                hook
+                for of in HOOKS
+                for number, hook in vars(child)[of].items()
+                if number not in child_made
+            ]
             if hooks:
                 yield child_path, all(map(only_looks, hooks))
 
@@ -227,10 +277,14 @@ class _Step:
     """A block in a run: its arguments, and the hook points on which somebody listens."""
 
     def __init__(self, block: Any, layer: _Layer, args: Any, kwargs: dict[str, Any]) -> None:
-        self.block, self.layer = block, layer
+        self.block, self.layer, self.form = block, layer, (len(args), *kwargs)
         try:
             _refuse_functions()
+            if block.training and not hasattr(block, "cfg"):  # of transformers', which drop out
+                raise _Unseen("the model is in training mode")
             listened = dict(_listened(block, layer.made))
+            self.entry: Any = None
+            self.arguments = self._without_cache(list(args)), self._without_cache(kwargs)
         except _Unseen as reason:
             raise RuntimeError(
                 f"blocks.{layer.index} runs on {layer.remote.host.connection.name}, where this has "
@@ -238,12 +292,25 @@ class _Step:
             ) from None
         self.taps = [name for name, looks in listened.items() if not looks]
         self.looks = {name: Kept(layer.remote.host) for name, looks in listened.items() if looks}
-        self.arguments = args, kwargs
-        self.entry, self.entry_name = None, ""
-        for name, value in kwargs.items():
+
+    def _without_cache(self, arguments: Any) -> Any:
+        """Arguments as they are sent, with a mark in the place of a KV cache."""
+        names = range(len(arguments)) if isinstance(arguments, list) else list(arguments)
+        sent = type(arguments)(arguments)
+        for name in names:
+            value = arguments[name]
             if hasattr(value, "past_keys"):
-                self.entry, self.entry_name = value, name
-                self.arguments = args, {key: v for key, v in kwargs.items() if key != name}
+                self.entry, sent[name] = value, ENTRY
+            elif isinstance(value, Cache):
+                self.entry, sent[name] = layer_of_cache(value, self.layer.index), CACHE
+                if self.entry is None:
+                    raise _Unseen(
+                        f"a {type(value).__name__} is used: only a DynamicCache goes there"
+                    )
+        for leaf in tree_leaves(sent):
+            if not (leaf is None or isinstance(leaf, _SENT)):
+                raise _Unseen(f"an argument is a {type(leaf).__name__}")
+        return sent
 
     def message(self) -> dict[str, Any]:
         """It, as the worker is told of it."""
@@ -253,29 +320,35 @@ class _Step:
             "taps": self.taps,
             "looks": {name: kept.number for name, kept in self.looks.items()},
             "sdpa": sdpa_in(self.block),
-            "cache": None if self.entry is None else self._cache(),
+            "entry": None if self.entry is None else self._entry(),
         }
 
-    def _cache(self) -> dict[str, Any]:
+    def _entry(self) -> dict[str, Any]:
         self.grown = Kept(self.layer.remote.host)
-        tensors = self.entry.past_keys, self.entry.past_values
-        kept = {getattr(tensor, "_kept", None) for tensor in tensors}
-        past: Any = list(tensors)
+        kind, plain_ones, tensors = state_of(self.entry)
+        kept = {getattr(tensor, "_kept", None) for tensor in tensors.values()}
         of = kept.pop() if len(kept) == 1 else None
-        if of and of.host is self.grown.host and not any(t.is_fetched for t in tensors):
-            past = of.number
-        return {
-            "argument": self.entry_name,
-            "class": type(self.entry).__name__,
-            "past": past,
-            "frozen": self.entry.frozen,
-            "new": self.grown.number,
-        }
+        is_there = of and of.host is self.grown.host
+        if is_there and not any(tensor.is_fetched for tensor in tensors.values()):
+            if torch.is_grad_enabled() and of.has_graph:
+                raise RuntimeError(
+                    "gradients do not pass through a KV cache of blocks on another host: run what "
+                    "fills the cache, or what uses it, within torch.no_grad()"
+                )
+            tensors = of.number
+        state = {"class": kind, "plain": plain_ones, "tensors": tensors}
+        return {**state, "new": self.grown.number}
 
-    def has_grown(self, geometry: Any) -> None:
+    def has_grown(self, plain_ones: dict[str, Any], geometry: dict[str, Any]) -> None:
         """Have keys and values that the worker keeps."""
-        for which, (name, like) in enumerate(zip(("past_keys", "past_values"), geometry)):
-            setattr(self.entry, name, self.layer.remote.fetched_later(self.grown, which, *like))
+        remote, self.grown.has_graph = self.layer.remote, torch.is_grad_enabled()
+        vars(self.entry).update(plain_ones)
+        for name, like in geometry.items():
+            setattr(self.entry, name, remote.fetched_later(self.grown, name, *like))
+            if "device" not in plain_ones and type(self.entry).__module__.startswith(
+                "transformers"
+            ):
+                self.entry.dtype, self.entry.device = like[1], remote.home
 
 
 # --------------------------------------------------------------------------------------------
@@ -290,6 +363,7 @@ class _Chain:
         self._steps: list[_Step] = []
         self._outputs: list[weakref.ref[RemoteTensor]] = []
         self._has_graph = torch.is_grad_enabled()
+        self.returned: Any = None
 
     def goes_on_by(self, x: Any, step: _Step) -> bool:
         """Whether a block that is given `x` follows."""
@@ -315,7 +389,10 @@ class _Chain:
             for number in range(len(self._steps)):
                 output = self._outputs[number]()
                 if output is not None or number + 1 == len(self._steps):  # somebody may read it
-                    x = _Run(self._remote, self._steps[first : number + 1]).run(x)
+                    run = _Run(self._remote, self._steps[first : number + 1])
+                    self.returned = run.run(x)
+                    is_tensor = isinstance(self.returned, torch.Tensor)
+                    x = self.returned if is_tensor else self.returned[0]
                     if output is not None:
                         output._value = x
                     first = number + 1
@@ -341,14 +418,15 @@ class _Run(Kept):
             if torch.is_grad_enabled() and isinstance(item, torch.Tensor) and item.requires_grad
         ]
         block = self._steps[0].block
-        before = self._steps[0].layer.cfg
+        before, cfg = self._steps[0].layer.cfg, _config_of(block)
         request = {
             "x": x,
             "steps": messages,
             "leaves": leaves,
             "graph": torch.is_grad_enabled(),
             "settings": settings(),
-            "config": {n: v for n, v in vars(block.cfg).items() if before.get(n) is not v},
+            "config": {n: v for n, v in vars(cfg).items() if before.get(n) is not v},
+            "facts": kept_in_forward().get(FACTS),
         }
         token = None
         activation, token = self._part(token, [given[index] for index in leaves], "begin", request)
@@ -357,17 +435,28 @@ class _Run(Kept):
             for of_step, point, shape, dtype in looked:
                 step = self._steps[of_step]
                 kept = step.looks[point]
-                step.block.get_submodule(point)(self._remote.fetched_later(kept, 0, shape, dtype))
-            for of_step, geometry in grown:
-                self._steps[of_step].has_grown(geometry)
+                step.block.get_submodule(point)(self._remote.fetched_later(kept, "", shape, dtype))
+            for of_step, *state in grown:
+                self._steps[of_step].has_grown(*state)
             if not name:
-                return activation
+                return self._returned(activation)
             counts = not (torch.is_grad_enabled() or activation.is_inference())
             version = activation._version if counts else -1
             hooked = self._steps[number].block.get_submodule(name)(activation)
             is_unchanged = counts and hooked is activation and hooked._version == version
             sent = None if is_unchanged else hooked
             activation, token = self._part(token, [sent], "proceed", sent)
+
+    def _returned(self, output: torch.Tensor) -> Any:
+        """What the last block returns, in the form that it does."""
+        last = self._steps[-1]
+        form = self._reply[2]
+        if isinstance(form, torch.Tensor):
+            last.layer.forms[last.form] = torch.Tensor
+            return output
+        if len(form) == 1:
+            last.layer.forms[last.form] = tuple
+        return (output, *_at(form[1:], self._remote.home))
 
     def _part(self, token: Any, inputs: list[Any], method: str, message: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -384,7 +473,9 @@ class _Run(Kept):
             arguments = [message, isinstance(message, torch.Tensor) and message.requires_grad]
         self._reply = connection.call(method, self.number, *_sent(arguments))
         self.n_parts += 1
-        return self._reply[2].to(self._remote.home)  # type: ignore[no-any-return]
+        activation = self._reply[2]
+        first = activation[0] if isinstance(activation, tuple) else activation
+        return first.to(self._remote.home)  # type: ignore[no-any-return]
 
 
 class _Part(torch.autograd.Function):
@@ -407,6 +498,10 @@ class _Part(torch.autograd.Function):
         gradients += [None] * (len(ctx.devices) - len(gradients))
         of_token = torch.zeros(()) if ctx.needs_input_grad[3] else None
         return None, None, None, of_token, *gradients
+
+
+def _at(value: Any, device: torch.device) -> Any:
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
 
 
 def _sent(value: Any) -> Any:

@@ -28,9 +28,10 @@ import transformer_lens
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tl_devicefix.attention.implementation import set_sdpa
-from tl_devicefix.attention.one_forward import one_forward
+from tl_devicefix.attention.one_forward import FACTS, kept_in_forward, one_forward
 from tl_devicefix.dispatch.views import restore, view_of
 from tl_devicefix.multihost.checkpoint_files import Files, differences
+from tl_devicefix.multihost.kv_caches import CACHE, ENTRY, as_argument, made_of, state_of
 from tl_devicefix.placement.devices import elsewhere, free_memory
 
 Reply = tuple[int, str, Any, list[Any], list[Any]]
@@ -106,21 +107,23 @@ class Worker:
             for component, index in device_map.items()
         }
         cls, _, method = load.partition(".")
-        model = getattr(getattr(transformer_lens, cls), method)(
-            name, device_map=places, **arguments
-        )
+        of = transformer_lens if cls == "HookedTransformer" else transformer_lens.model_bridge
+        model = getattr(getattr(of, cls), method)(name, device_map=places, **arguments)
         self._kept[number] = _Model(model)
 
-    def parameter(self, model: int, name: str) -> torch.Tensor:
-        """A weight, by its name in the model."""
-        return _sent(self._kept[model].module.get_parameter(name))
+    def apply(self, model: int, method: str, arguments: dict[str, Any]) -> None:
+        """Call a method of a model, which changes its weights."""
+        getattr(self._kept[model].module, method)(**arguments)
 
-    def kept(self, number: int, which: int = 0) -> torch.Tensor:
-        """An activation that is kept; or the keys (0) or values (1) of a cache."""
+    def weight(self, model: int, name: str) -> torch.Tensor:
+        """A weight or buffer, by its name in the model."""
+        path, _, name = name.rpartition(".")
+        return _sent(getattr(self._kept[model].module.get_submodule(path), name))
+
+    def kept(self, number: int, name: str) -> torch.Tensor:
+        """An activation that is kept, or a tensor of a block's part of a KV cache."""
         item = self._kept[number]
-        if isinstance(item, torch.Tensor):
-            return _sent(item)
-        return _sent(_cached(item)[which])
+        return _sent(getattr(item, name) if name else item)
 
     def begin(self, call: int, model: int, request: dict[str, Any]) -> Reply:
         """Begin a run of some blocks, one after the other; see `RemoteRun`."""
@@ -146,7 +149,7 @@ class _Model:
     """A model of which some blocks are here; and views of blocks, for runs that have hooks."""
 
     def __init__(self, module: Any) -> None:
-        self.module = module
+        self.module, self.blocks = module, module.blocks
         self._as_loaded = dict(vars(module.cfg))
         self._views: dict[int, list[Any]] = {}
 
@@ -229,20 +232,26 @@ class _Run:
         x = request["x"]
         model.configure(request["config"])
         with torch.set_grad_enabled(request["graph"]), one_forward():
+            kept_in_forward()[FACTS] = request["facts"]
             for number, step in enumerate(request["steps"]):
-                x = self._run_block(number, step, x)
-        return self._stopped(number, "", x)
+                output = self._run_block(number, step, x)
+                x = output[0] if isinstance(output, tuple) else output
+        return self._stopped(number, "", x, output)
 
     def _run_block(self, number: int, step: dict[str, Any], x: Any) -> Any:
-        layer, block = step["layer"], self._model.module.blocks[step["layer"]]
+        layer, block = step["layer"], self._model.blocks[step["layer"]]
         device = self._model.module.placement.device_of(f"blocks.{layer}")
         x, (args, kwargs) = tree_map_only(
-            torch.Tensor, lambda t: t.to(device), (x, step["arguments"])
+            torch.Tensor, lambda tensor: tensor.to(device), (x, step["arguments"])
         )
-        cache = step["cache"]
-        if cache is not None:
-            entry = self._entry(cache, device)
-            kwargs = {**kwargs, cache["argument"]: entry}
+        entry = None if step["entry"] is None else self._entry(step["entry"], device)
+        if entry is not None:
+            args, kwargs = tree_map_only(
+                str,
+                lambda text: as_argument(text, entry, layer) if text in (CACHE, ENTRY) else text,
+                (args, kwargs),
+            )
+            before = state_of(entry)[2]
         has_hooks = bool(step["taps"] or step["looks"])
         if has_hooks:
             block = self._model.borrow(layer)
@@ -254,13 +263,29 @@ class _Run:
         finally:
             if has_hooks:
                 self._model.give_back(layer, block)
-        if cache is not None and not cache["frozen"]:
-            if entry.past_keys.requires_grad:
-                entry.past_keys, entry.past_values = (kv.detach() for kv in _cached(entry))
-            self._kept[cache["new"]] = entry
-            geometry = [(tuple(tensor.shape), tensor.dtype) for tensor in _cached(entry)]
-            self._grown.append((number, geometry))
+        if entry is not None:
+            self._keep(number, step["entry"]["new"], entry, before)
         return output
+
+    def _entry(self, sent: dict[str, Any], device: torch.device) -> Any:
+        """A block's part of a KV cache; that of before is left as it is."""
+        if not isinstance(sent["tensors"], int):
+            return made_of(sent["class"], sent["plain"], sent["tensors"], device)
+        entry = copy.copy(self._kept[sent["tensors"]])
+        vars(entry).update(sent["plain"])
+        return entry
+
+    def _keep(self, number: int, key: int, entry: Any, before: dict[str, torch.Tensor]) -> None:
+        """Keep a block's part of a KV cache, if it has grown."""
+        _, settings, tensors = state_of(entry)
+        if all(before.get(name) is tensor for name, tensor in tensors.items()):
+            return
+        for name, tensor in tensors.items():
+            if tensor.requires_grad:
+                setattr(entry, name, tensor.detach())
+        self._kept[key] = entry
+        geometry = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+        self._grown.append((number, settings, geometry))
 
     def _hook(self, number: int, step: dict[str, Any], name: str) -> Callable[..., Any]:
         """A hook of torch's on a hook point, below conversions, which are home's."""
@@ -279,20 +304,13 @@ class _Run:
 
         return tap if name in step["taps"] else look
 
-    def _entry(self, cache: dict[str, Any], device: torch.device) -> Any:
-        """A block's part of a KV cache; that of before is left as it is."""
-        past = cache["past"]
-        if isinstance(past, int):
-            entry = copy.copy(self._kept[past])
-        else:
-            entry = getattr(transformer_lens, cache["class"])(*(t.to(device) for t in past))
-        entry.frozen = cache["frozen"]
-        return entry
-
-    def _stopped(self, number: int, name: str, activation: Any) -> Reply:
+    def _stopped(
+        self, number: int, name: str, activation: torch.Tensor, output: Any = None
+    ) -> Reply:
         looked, self._looked, grown, self._grown = self._looked, [], self._grown, []
         self._sent.append(activation if self._request["graph"] else None)
-        return number, name, _sent(activation), looked, grown
+        sent = _sent(activation if output is None else output)
+        return number, name, sent, looked, grown
 
     def backward(
         self, part: int, gradient: torch.Tensor | None, task: int
@@ -315,7 +333,3 @@ class _Run:
 
 def _sent(value: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu"), value)
-
-
-def _cached(entry: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return entry.past_keys, entry.past_values

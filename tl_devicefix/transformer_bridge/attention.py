@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import masking_utils
 
-from tl_devicefix.attention.one_forward import kept_in_forward, made_once
+from tl_devicefix.attention.one_forward import FACTS, kept_in_forward, made_once
 from tl_devicefix.placement.devices import has_values
 
 
@@ -24,12 +24,14 @@ class ThisForward(NamedTuple):
     """The config of blocks whose masks are made for SDPA, if these are."""
 
 
-_NOT_OF_BRIDGE = ThisForward()
-
 
 def this_forward() -> ThisForward:
     """What is known of the forward that this thread is in."""
-    return kept_in_forward().get(ThisForward, _NOT_OF_BRIDGE)  # type: ignore[no-any-return]
+    kept = kept_in_forward()
+    if ThisForward not in kept:
+        is_of_bridge, may_pad, by_sdpa = kept.get(FACTS) or (False, False, False)
+        kept[ThisForward] = ThisForward(is_of_bridge, may_pad, by_sdpa or None)
+    return kept[ThisForward]  # type: ignore[no-any-return]
 
 
 def _looks_up(attention: Any) -> bool:

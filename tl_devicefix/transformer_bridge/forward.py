@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from tl_devicefix.attention.implementation import is_sdpa
-from tl_devicefix.attention.one_forward import one_forward
+from tl_devicefix.attention.one_forward import FACTS, kept_in_forward, one_forward
 from tl_devicefix.dispatch import forward as running
 from tl_devicefix.dispatch.scheduler import take_own_tokenizer
 from tl_devicefix.monkeypatch.patch import patches
+from tl_devicefix.multihost.remote_block import together
 from tl_devicefix.placement.devices import has_values
 from tl_devicefix.transformer_bridge.attention import ThisForward, let_masks_be_for_sdpa
 from tl_devicefix.transformer_bridge.block import prepare
@@ -34,7 +35,8 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         config = prepare(self)
         by_sdpa = config is not None and is_sdpa(self) and let_masks_be_for_sdpa()
         now = ThisForward(True, may_pad, config if by_sdpa else None)
-    with one_forward(now):
+    with one_forward(now), together():
+        kept_in_forward()[FACTS] = [now.is_of_bridge, now.may_pad, now.config_of_sdpa is not None]
         return running.forward(original, self, *args, **kwargs)
 
 
