@@ -139,6 +139,8 @@ def check_contents(session: nox.Session, wheel: Path, sdist: Path) -> None:
 IN_CI = ("3.9.0", "4.3.0", "2.18.0")
 WITH_NOTEBOOKS = ("3.9.0",)
 """With the newest HookedTransformer; with the others, they are in the full sessions."""
+WITH_RAY = ("3.9.0",)
+"""With a cluster of Ray; the others run workers in threads alone."""
 NOTEBOOKS_TOO = ("--nbmake", "notebooks", "tests")
 
 
@@ -146,6 +148,8 @@ def install_tests(session: nox.Session, transformer_lens: str) -> None:
     """Install what the tests and the notebooks need."""
     # SAELens subclasses HookedTransformer, which TransformerLens 4 has not.
     libraries = "" if transformer_lens.startswith("4.") else ",sae-lens"
+    if transformer_lens in WITH_RAY:
+        libraries += ",hosts"
     install(session, transformer_lens, "-e", f".[test,notebooks{libraries}]")
 
 

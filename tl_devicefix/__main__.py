@@ -1,4 +1,4 @@
-"""The command line: `estimate`, `activations`, `demo`, `selfcheck` and `worker`.
+"""The command line: `estimate`, `activations`, `demo` and `selfcheck`.
 
 It is parsed before anything large is imported, so that help and mistakes are told at once.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
-import functools
 import json
 import re
 import sys
@@ -65,7 +64,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_estimate(commands)
     _add_activations(commands)
-    _add_worker(commands)
     return parser
 
 
@@ -146,22 +144,6 @@ def _add_activations(commands: Any) -> None:
     activations.add_argument("directory", help="as it was given to tl_devicefix.save_activations")
 
 
-def _add_worker(commands: Any) -> None:
-    worker = commands.add_parser("worker", help="lend this host's devices to a script on another")
-    worker.add_argument("--master", required=True, help="where rank 0 listens: host:port")
-    worker.add_argument("--rank", type=int, required=True, help="which one this is, starting at 1")
-    worker.add_argument("--world-size", type=int, required=True, help="how many ranks there are")
-    worker.add_argument(
-        "--n-devices",
-        type=int,
-        help="how many to lend; default: all, or its part where several ranks are on this host",
-    )
-    worker.add_argument("--memory", help="what each may hold: 80GiB; default: what is free")
-    worker.add_argument(
-        "--wait", type=float, default=600.0, help="seconds to wait for the others at first"
-    )
-
-
 def _device(text: str) -> int | str:
     return int(text) if text.isdecimal() else text
 
@@ -227,19 +209,8 @@ def _run_demo(chosen: argparse.Namespace) -> bool:
 
 def _run_selfcheck(chosen: argparse.Namespace) -> bool:
     from tl_devicefix.demo.selfcheck import run_selfcheck
-    from tl_devicefix.multihost.init_hosts import init_hosts
-    from tl_devicefix.multihost.transport import HostLost
 
-    try:
-        init_hosts()  # under a launcher, where it returns on rank 0 only
-    except (RuntimeError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return False
-    try:
-        return run_selfcheck(chosen.device)
-    except (ValueError, HostLost) as error:
-        print(error, file=sys.stderr)
-        return False
+    return run_selfcheck(chosen.device)
 
 
 def _run_activations(chosen: argparse.Namespace) -> bool:
@@ -259,29 +230,11 @@ def _run_activations(chosen: argparse.Namespace) -> bool:
     return not wrong
 
 
-def _run_worker(chosen: argparse.Namespace) -> bool:
-    import signal
-
-    from tl_devicefix.multihost.init_hosts import meet
-
-    if not chosen.rank:
-        raise ValueError("rank 0 is the script, or the notebook: a worker has rank 1 or above")
-    options = {name: value for name, value in vars(chosen).items() if name != "command"}
-    try:
-        meet(**options, ignore_interrupts=False, tell=functools.partial(print, flush=True))
-    except KeyboardInterrupt:  # a loop of the shell ends by one too, if this does
-        print(f"rank {chosen.rank} ends: it was interrupted", flush=True)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.raise_signal(signal.SIGINT)
-    return True
-
-
 _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], bool], tuple[type[Exception], ...]]] = {
     "activations": (_run_activations, (OSError, ValueError)),
     "demo": (_run_demo, ()),
     "estimate": (_run_estimate, (TypeError, ValueError)),
-    "selfcheck": (_run_selfcheck, ()),
-    "worker": (_run_worker, (RuntimeError, ValueError)),
+    "selfcheck": (_run_selfcheck, (ValueError,)),
 }
 """The function of each command, and its errors that are shown without a traceback."""
 

@@ -120,7 +120,7 @@ def python(*arguments: str, cwd: Path, path: Path = ROOT) -> Any:
 @pytest.mark.parametrize(
     ("arguments", "status", "says", "imports"),
     [
-        (["--help"], 0, "{demo,selfcheck,estimate,activations,worker}", []),
+        (["--help"], 0, "{demo,selfcheck,estimate,activations}", []),
         (["estimate", "--help"], 0, "--max-memory", []),
         (["estimate"], 2, "the following arguments are required: model", []),
         (["nonsense"], 2, "invalid choice: 'nonsense'", []),

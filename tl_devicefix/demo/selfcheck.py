@@ -1,7 +1,7 @@
 """The self-check: may this machine's devices be trusted with a spread model?
 
 Some boards corrupt copies between two devices without an error, so every pair is compared through
-the CPU before any model is. After `tl_devicefix.init_hosts`, the devices are those of all ranks.
+the CPU before any model is.
 """
 
 from __future__ import annotations
@@ -28,12 +28,8 @@ from tl_devicefix.placement.devices import (
     consecutive,
     default_device,
     device_count,
-    free_memory,
     resolve,
-    site_of,
-    sites_here,
 )
-from tl_devicefix.placement.memory import gib
 from tl_devicefix.simulation import simulate
 
 _COPY_ELEMENTS = 4_500_003
@@ -70,7 +66,6 @@ def run_selfcheck(device_type: str | None = None) -> bool:
         )
     n_devices = device_count(accelerator.type)
     devices = consecutive(torch.device(accelerator.type, 0), n_devices)
-    _show_ranks(devices)
     checks = [_check_copy(*pair) for pair in permutations([torch.device("cpu"), *devices], 2)]
     checks += [_check_parity(n, devices[0]) for n in range(1, min(n_devices, _LONGEST) + 1)]
     checks += [_check_streams(device) for device in devices if module_with_streams(device)]
@@ -82,19 +77,6 @@ def run_selfcheck(device_type: str | None = None) -> bool:
 def _verdict(checks: list[bool], good: str) -> bool:
     print(f"\n{good}" if all(checks) else "\nDo NOT trust this machine: see WRONG above.")
     return all(checks)
-
-
-def _show_ranks(devices: list[torch.device]) -> None:
-    """Show whose each device is, if they are of several ranks."""
-    if not sites_here():
-        return
-    print(f"\nthe same versions on all ranks, which have {len(devices)} devices:")
-    for device in devices:
-        site, free = site_of(device), free_memory(device)
-        assert site is not None
-        room = "" if free is None else f", {gib(free)} free"
-        print(f"{device}  {site.name}, of rank {site.host}{room}")
-    print()
 
 
 def _check_copy(source: torch.device, target: torch.device) -> bool:

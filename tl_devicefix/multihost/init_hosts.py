@@ -52,7 +52,7 @@ def init_hosts(address: str = "auto", *, timeout: float = 15.0, wait: float = 60
         )
     with _joining:
         if _cluster is not None:
-            if _cluster.lost is None:
+            if _cluster.is_whole:
                 return
             _cluster.close()
             _cluster = None
@@ -158,6 +158,11 @@ class _Cluster:
         self.lost: HostLost | None = None
         self._connections: list[RayConnection] = []
         self._losing = threading.Lock()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there are workers, and all of them."""
+        return self.lost is None and bool(self._connections)
 
     def start(self, timeout: float, wait: float) -> None:
         """Put a worker on each other node, and have their devices."""

@@ -179,7 +179,9 @@ class RayConnection:
 
 def _why(error: Exception) -> str:
     """Why a worker is lost, which Ray tells in a paragraph."""
-    return "its node ended" if "node" in str(error) else "its process ended"
+    return (
+        "its node ended, or stands still" if "node has died" in str(error) else "its process ended"
+    )
 
 
 def _last_line(error: Exception) -> str:

@@ -1,0 +1,144 @@
+"""A Ray cluster of two nodes on this machine, for one session, with a token."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+WITHIN = 120.0
+"""Seconds for what takes a few on a quiet machine."""
+# Ray takes its token from the environment when it is first used, here and in nodes alike.
+SETTINGS = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # as 15, the default, starves workers beside other tests
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_failure_threshold": "5",
+}
+
+
+_NETWORK = socket.getaddrinfo, socket.socket.connect
+"""As they are before other tests refuse what asks the network."""
+
+
+@pytest.fixture(autouse=True)
+def network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Ray find out which addresses this machine has."""
+    monkeypatch.setattr(socket, "getaddrinfo", _NETWORK[0])
+    monkeypatch.setattr(socket.socket, "connect", _NETWORK[1])
+
+
+class Node:
+    """A node, whose processes are children of one that this process has started."""
+
+    def __init__(self, *options: str) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="ray", dir="/tmp")  # a short path
+        self._log = Path(self._directory.name, "log")
+        start = [sys.executable, "-m", "ray.scripts.scripts", "start"]
+        small = ["--num-cpus=0", "--num-gpus=0", "--object-store-memory=80000000"]
+        quiet = ["--include-log-monitor=false", "--disable-usage-stats", "--block"]
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [*start, *options, *small, *quiet, f"--temp-dir={self._directory.name}"],
+                env=os.environ | SETTINGS,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._wait_until_it_runs()
+
+    def _wait_until_it_runs(self) -> None:
+        until = time.monotonic() + WITHIN
+        while "Ray runtime started" not in (said := self._log.read_text()):
+            if self._process.poll() is not None or time.monotonic() > until:
+                self.end()
+                raise RuntimeError(f"the node does not start:\n{said}")
+            time.sleep(0.1)
+
+    def processes(self, name: str) -> list[psutil.Process]:
+        """Processes of the node of which the command line begins so."""
+        found = []
+        for process in psutil.Process(self._process.pid).children(recursive=True):
+            try:
+                if name in " ".join(process.cmdline()[:1]):
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.ZombieProcess):
+                continue
+        return found
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None and bool(self.processes("raylet/raylet"))
+
+    def workers(self) -> list[psutil.Process]:
+        """Those of drivers."""
+        return self.processes("ray::WorkerActor")
+
+    def end(self) -> None:
+        """Kill all of its processes."""
+        if self._process.poll() is None:
+            processes = psutil.Process(self._process.pid).children(recursive=True)
+            self._process.kill()
+            for process in processes:
+                if process.is_running():
+                    process.kill()
+        self._process.wait()
+        self._directory.cleanup()
+
+
+class Cluster:
+    """A head, where this process is at home, and another node.
+
+    Attributes:
+        address: the head's.
+        other: the other node.
+    """
+
+    def __init__(self, address: str, head: Node) -> None:
+        self.address, self._head = address, head
+        self.add_node()
+
+    def add_node(self) -> None:
+        """Start the other node, as two at once might not start in time."""
+        self.other = Node(f"--address={self.address}")
+
+    def end(self) -> None:
+        """End all that was started."""
+        self.other.end()
+        self._head.end()
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """The cluster of this session; this process is not connected to it yet."""
+    pytest.importorskip("ray", reason="Ray is not installed")
+    port = _free_port()
+    head = Node("--head", f"--port={port}", "--include-dashboard=false")
+    os.environ.update(SETTINGS)
+    cluster = Cluster(f"127.0.0.1:{port}", head)
+    try:
+        yield cluster
+    finally:
+        cluster.end()
+
+
+def _free_port() -> int:
+    """One that Ray's workers do not take, which have 10002 to 19999."""
+    for port in range(20100, 20200):
+        with socket.socket() as tried:
+            if tried.connect_ex(("127.0.0.1", port)):
+                return port
+    raise RuntimeError("ports 20100 to 20199 are all in use")

@@ -1,0 +1,124 @@
+"""How hosts join where no cluster is needed: which nodes, which versions, what is not there."""
+
+from __future__ import annotations
+
+import importlib.util
+import pickle
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import tl_devicefix
+from tl_devicefix.multihost import init_hosts as joining
+from tl_devicefix.multihost.ray_connection import _converted, _Packed, own_versions
+from tl_devicefix.placement.hosts import joined
+
+
+class _Described:
+    """A worker that has started."""
+
+    name = "node-b"
+
+    def __init__(self, **versions: str) -> None:
+        self._versions = own_versions() | versions
+
+    def describe(self, wait: float) -> dict[str, Any]:
+        return {"devices": ["cuda:0", "cuda:1"], "versions": self._versions}
+
+
+def test_a_node_of_the_same_versions_joins() -> None:
+    host = joining._described(_Described(), 1.0)  # type: ignore[arg-type]
+    assert host.devices == ("cuda:0", "cuda:1")
+
+
+@pytest.mark.parametrize("package", ["Python", "torch", "transformers", "transformer_lens"])
+def test_a_node_of_another_version_is_refused(package: str) -> None:
+    own = own_versions()[package]
+    with pytest.raises(RuntimeError, match=f"node-b has {package} 0.1, and this .* has {own}: "):
+        joining._described(_Described(**{package: "0.1"}), 1.0)  # type: ignore[arg-type]
+
+
+def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+    with pytest.warns(UserWarning, match=r'not installed: pip install "tl_devicefix\[hosts\]"'):
+        tl_devicefix.init_hosts()
+    with pytest.raises(ImportError, match=r"Ray to join 'head:6379': pip install"):
+        tl_devicefix.init_hosts("head:6379")
+    assert joined() == ()
+
+
+def test_a_timeout_that_a_busy_machine_would_miss() -> None:
+    with pytest.raises(ValueError, match="timeout must be 2 seconds or more, but is 1"):
+        tl_devicefix.init_hosts(timeout=1)
+
+
+def test_nobody_at_an_address() -> None:
+    with pytest.raises(ConnectionError, match=r"no Ray cluster answers at 127.0.0.1:1: start"):
+        joining._check_that_it_answers("127.0.0.1:1")
+
+
+TENSORS = {
+    "float": torch.randn(3, 4),
+    "transposed": torch.randn(3, 4).T,
+    "half": torch.randn(5).bfloat16(),
+    "bool": torch.tensor([True, False]),
+    "a number": torch.tensor(7),
+    "empty": torch.empty(0, 4),
+    "with a gradient": torch.randn(2, requires_grad=True),
+}
+
+
+@pytest.mark.parametrize("which", TENSORS)
+def test_tensors_arrive_as_they_left_and_can_be_written_to(which: str) -> None:
+    sent = TENSORS[which]
+    buffers: list[pickle.PickleBuffer] = []
+    packed = _converted(({"x": [sent, 1]}, None), torch.Tensor, _Packed)
+    pickled = pickle.dumps(packed, protocol=5, buffer_callback=buffers.append)
+    read_only = [bytes(buffer) for buffer in buffers]  # as Ray's shared memory is
+    arrived = _converted(pickle.loads(pickled, buffers=read_only), _Packed, _Packed.unpack)
+
+    (tree, none), (tensor, number) = arrived, arrived[0]["x"]
+    assert (list(tree), none, number) == (["x"], None, 1)
+    assert tensor.dtype == sent.dtype
+    assert torch.equal(tensor, sent.detach())
+    assert not tensor.requires_grad
+    tensor.zero_()
+    assert not tensor.any()
+
+
+def test_the_names_and_the_order_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray", reason="Ray is not installed")
+
+    def nodes(*names: str, gpus: int = 8) -> list[dict[str, Any]]:
+        return [
+            {
+                "NodeID": f"{number}",
+                "Alive": name != "dead",
+                "NodeManagerHostname": name,
+                "Resources": {"GPU": gpus} if gpus else {},
+            }
+            for number, name in enumerate(names)
+        ]
+
+    class _Context:
+        def get_node_id(self) -> str:
+            return "0"
+
+    monkeypatch.setattr(ray, "get_runtime_context", _Context)
+
+    def named(found: list[dict[str, Any]]) -> list[str]:
+        monkeypatch.setattr(ray, "nodes", lambda: found)
+        return [name for name, _ in joining._other_nodes()]
+
+    assert named(nodes("a", "node-10", "node-9", "dead")) == ["node-9", "node-10"]
+    assert named(nodes("vm", "vm", "vm")) == ["host1", "host2"]
+    without = nodes("a", "b", gpus=0)
+    assert named(without) == ["b"]
+    with_gpus = nodes("a", "c", "d")
+    with_gpus[1]["Resources"] = {}
+    assert named(with_gpus) == ["d"]

@@ -1,0 +1,206 @@
+"""A cluster of two nodes: a model over both, and each fault, which is told in a sentence."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import SETTINGS, WITHIN, Cluster
+
+import tl_devicefix
+from tl_devicefix.multihost import init_hosts as joining
+from tl_devicefix.placement.hosts import Connection, HostLost, joined
+
+TIMEOUT = 5.0
+
+
+@pytest.fixture(scope="module")
+def leaving() -> Iterator[None]:
+    """Leave the cluster after these tests."""
+    yield
+    if joining._cluster is not None:
+        joining._cluster.close()
+        joining._cluster = None
+    import ray
+
+    ray.shutdown()
+
+
+@pytest.fixture
+def worker(cluster: Cluster, leaving: None) -> Connection:
+    """The connection to the other node's worker, which has been started anew if it was lost."""
+    if not cluster.other.is_running:
+        cluster.other.end()
+        cluster.add_node()
+    tl_devicefix.init_hosts(cluster.address, timeout=TIMEOUT)
+    return joined()[0].connection
+
+
+def eventually(holds: Callable[[], Any]) -> bool:
+    """Whether something holds before long."""
+    until = time.monotonic() + WITHIN
+    while not holds() and time.monotonic() < until:
+        time.sleep(0.1)
+    return bool(holds())
+
+
+class Waiting:
+    """A thread that asks until an error is raised."""
+
+    def __init__(self, worker: Connection) -> None:
+        self.error: BaseException | None = None
+        self._asks = threading.Thread(target=self._ask, args=(worker,), daemon=True)
+        self._asks.start()
+
+    def _ask(self, worker: Connection) -> None:
+        try:
+            while True:
+                worker.call("free_memory", 0)
+        except HostLost as error:
+            self.error = error
+
+    def told(self, why: str) -> float:
+        """Seconds until it is told that the host is lost."""
+        start = time.monotonic()
+        self._asks.join(WITHIN)
+        assert isinstance(self.error, HostLost)
+        assert str(self.error).startswith("host1 is lost: ")
+        assert why in str(self.error)
+        assert self.error.host == "host1"
+        return time.monotonic() - start
+
+
+def test_a_model_over_two_nodes(worker: Connection, checkpoints: Any) -> None:
+    from transformer_lens import HookedTransformer
+
+    path = str(checkpoints("llama"))
+    alone = HookedTransformer.from_pretrained(path, device="cpu")
+    spread = HookedTransformer.from_pretrained(path, device_map={"": "cpu", "blocks.2": "host1/0"})
+    tokens = torch.randint(1, alone.cfg.d_vocab, (2, 9))
+    edit = [("blocks.2.hook_resid_post", lambda x, hook: x.mul_(2))]
+
+    def ran(model: Any) -> list[torch.Tensor]:
+        loss = model.run_with_hooks(tokens, return_type="loss", fwd_hooks=edit)
+        (gradient,) = torch.autograd.grad(loss, model.embed.W_E)
+        with torch.no_grad():
+            logits, cache = model.run_with_cache(tokens)
+        return [loss, gradient, logits, *cache.values(), model.W_Q]
+
+    for one, other in zip(ran(spread), ran(alone), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_an_error_of_the_worker(worker: Connection) -> None:
+    with pytest.raises(IndexError) as raised:
+        worker.call("free_memory", 7)
+
+    told = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", ())])
+    assert "On host1:" in told
+    assert "in free_memory" in told
+    assert worker.call("free_memory", 0) > 0
+
+
+def test_an_interrupt(worker: Connection, cluster: Cluster) -> None:
+    (process,) = cluster.other.workers()
+    process.suspend()  # so that the call waits
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            worker.call("free_memory", 0)
+    finally:
+        process.resume()
+
+    assert worker.call("free_memory", 0) > 0
+
+
+def test_a_killed_worker(worker: Connection, cluster: Cluster) -> None:
+    waiting = Waiting(worker)
+    (process,) = cluster.other.workers()
+
+    process.kill()
+
+    waiting.told("its process ended; call tl_devicefix.init_hosts()")
+    with pytest.raises(HostLost):
+        worker.call("free_memory", 0)
+    tl_devicefix.init_hosts(cluster.address, timeout=TIMEOUT)
+    assert joined()[0].connection.call("free_memory", 0) > 0
+
+
+def test_a_worker_that_stands_still(worker: Connection, cluster: Cluster) -> None:
+    waiting = Waiting(worker)
+    (process,) = cluster.other.workers()
+
+    process.suspend()
+    try:
+        took = waiting.told(f"it gave no sign of life for {TIMEOUT:g} s")
+    finally:
+        process.resume()
+
+    assert took < 3 * TIMEOUT
+    assert eventually(lambda: not process.is_running())
+
+
+def test_a_killed_node(worker: Connection, cluster: Cluster) -> None:
+    waiting = Waiting(worker)
+
+    cluster.other.end()
+
+    waiting.told("ended")
+    tl_devicefix.init_hosts(cluster.address, timeout=TIMEOUT)
+    assert joined() == ()
+
+
+DRIVER = """
+import sys
+import tl_devicefix
+from tl_devicefix.placement.hosts import joined
+try:
+    tl_devicefix.init_hosts(*sys.argv[1:])
+    print(len(joined()), flush=True)
+    sys.stdin.read()
+except Exception as error:
+    print(type(error).__name__, error, flush=True)
+"""
+
+
+def drive(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    """Start a process that joins, says how many hosts there are, and waits."""
+    pipes: Any = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    command = [sys.executable, "-c", DRIVER, *arguments]
+    return subprocess.Popen(command, env=os.environ | environment, text=True, **pipes)
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_the_drivers_end(end: signal.Signals, worker: Connection, cluster: Cluster) -> None:
+    before = cluster.other.workers()
+    driver = drive(cluster.address)
+    assert driver.stdout is not None
+    assert driver.stdout.readline() == "1\n"
+    (process,) = set(cluster.other.workers()) - set(before)
+
+    driver.send_signal(end)
+    driver.wait(WITHIN)
+
+    assert eventually(lambda: not process.is_running())
+
+
+def test_another_token(cluster: Cluster) -> None:
+    said, _ = drive(cluster.address, RAY_AUTH_TOKEN="f" * 64).communicate(timeout=WITHIN)
+    assert said.startswith("ConnectionError the Ray cluster at '127.0.0.1:")
+    assert "refuses this process's token: set RAY_AUTH_MODE=token" in said
+
+
+def test_no_cluster(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed")
+    alone = dict.fromkeys(SETTINGS, "") | {"RAY_ADDRESS": "", "RAY_TMPDIR": str(tmp_path)}
+    said, _ = drive(**alone).communicate("", timeout=WITHIN)
+    assert said == "0\n"
