@@ -1,13 +1,11 @@
 """One model over the devices of several hosts, from one script: cache, hook, gradient, text.
 
-    torchrun --standalone --nproc-per-node 2 examples/several_hosts.py
+    python examples/several_hosts.py
     sbatch examples/several_hosts.sbatch
 
-The first is a try with two processes of one host: the small model that ships with the package, half
-of its blocks another process's (on a host with one GPU, with `CUDA_VISIBLE_DEVICES=` before it:
-both use the CPU). On real hosts there is one process a host, which has all its
-devices, and `--model`, which each host has at the same path or in its hub's cache. Without a
-launcher, the same runs on devices of this host, or on simulated ones.
+It runs on one node of a Ray cluster, and half of the blocks are on others. Without a cluster, the
+same runs on devices of this host, or on simulated ones. By default it loads the small model that
+ships with the package; `--model` is one that each host has at the same path or in its hub's cache.
 """
 
 from __future__ import annotations
@@ -24,9 +22,9 @@ TEXT = "Emma likes red . Bob likes blue . Emma likes"
 
 
 def main() -> None:
-    """Load, and look into the last block, which another rank has."""
+    """Load, and look into the last block, which another host has."""
     options = arguments()
-    tl_devicefix.init_hosts()  # the other ranks are workers from here on, and end with this one
+    tl_devicefix.init_hosts()  # has the devices of all nodes; without a cluster, it does nothing
     with devices_for(options.n_devices):
         model = load(options)
         print(model.placement)

@@ -19,7 +19,7 @@ OF_LIBRARIES = (
     "CUDA error",
     "derivative for aten",
     "No space left on device",
-    "The hostname of the client socket",
+    "The current node timed out during startup",
     "not found. Valid official model names",
     "KeyError",
 )

@@ -17,7 +17,6 @@ import pytest
 
 WITHIN = 120.0
 """Seconds for what takes a few on a quiet machine."""
-# Ray takes its token from the environment when it is first used, here and in nodes alike.
 SETTINGS = {
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
@@ -28,6 +27,7 @@ SETTINGS = {
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "5",
 }
+os.environ |= SETTINGS  # Ray reads its token when it is imported, here as in the nodes
 
 
 _NETWORK = socket.getaddrinfo, socket.socket.connect
@@ -53,7 +53,6 @@ class Node:
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [*start, *options, *small, *quiet, f"--temp-dir={self._directory.name}"],
-                env=os.environ | SETTINGS,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -127,7 +126,6 @@ def cluster() -> Iterator[Cluster]:
     pytest.importorskip("ray", reason="Ray is not installed")
     port = _free_port()
     head = Node("--head", f"--port={port}", "--include-dashboard=false")
-    os.environ.update(SETTINGS)
     cluster = Cluster(f"127.0.0.1:{port}", head)
     try:
         yield cluster

@@ -9,6 +9,7 @@ import os
 import re
 import socket
 import threading
+import traceback
 import warnings
 from collections import Counter
 from typing import Any
@@ -85,14 +86,14 @@ def _connect(address: str) -> bool:
     _check_that_it_answers(asked_for)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except ray.exceptions.AuthenticationError as error:
-        raise ConnectionError(
-            f"the Ray cluster at {address!r} refuses this process's token: set RAY_AUTH_MODE=token "
-            "and the same RAY_AUTH_TOKEN, or the same file of RAY_AUTH_TOKEN_PATH, on all nodes "
-            "and here"
-        ) from error
-    except ConnectionError:
-        if asked_for:
+    except ConnectionError as error:
+        if "AuthenticationError" in "".join(traceback.format_exception(error)):
+            raise ConnectionError(
+                f"the Ray cluster at {address!r} refuses this process's token: set "
+                "RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN as its nodes, before Ray is "
+                "imported"
+            ) from error
+        if asked_for or "Could not find any running Ray instance" not in str(error):
             raise
         return False
     return True

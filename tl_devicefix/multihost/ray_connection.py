@@ -78,7 +78,9 @@ class _Packed:
 
     def unpack(self) -> torch.Tensor:
         """A tensor of its own memory, as Ray's cannot be written to."""
-        return torch.from_numpy(self.bytes.copy()).view(self.dtype).reshape(self.shape)
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        tensor.view(-1).view(torch.uint8).numpy()[:] = self.bytes
+        return tensor
 
 
 def _converted(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any:

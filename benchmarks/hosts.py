@@ -1,17 +1,15 @@
-"""What it costs that half of a model's blocks are another process's: over the same in one process.
+"""What it costs that half of a model's blocks are another host's: over the same in one process.
 
-    python benchmarks/ranks.py [--size deep] [--tokens 1 128 1024] [--context 128] [--new 16]
+    python benchmarks/hosts.py [--size deep] [--tokens 1 128 1024] [--context 128] [--new 16]
                                [--repeats 9] [--threads 1] [--flights 16] [--cache DIR]
-    python benchmarks/ranks.py --startup 4
 
-A Llama with random weights (on TransformerLens 4 a TransformerBridge) is loaded twice into this
-process: on the CPU, and over the CPU and that of another process, which lends it. Both do the same
-in turns; ratios are medians of those of neighbours in time. Each process keeps to its half of the
-cores, and has `--threads`. With `--flights`, runs in flight (`tl_devicefix.pipeline_map`) over both
-ranks are compared with the loop on one. Beside it stands what two processes that know nothing of
-each other do here in the time that one takes.
-With `--startup`, nothing else is done: so many processes of this host import, wait until all have,
-and join; it is printed what each took.
+It starts a Ray cluster of two nodes on this machine. A Llama with random weights (on
+TransformerLens 4 a TransformerBridge) is loaded twice: on this process's CPU, and with half of its
+blocks on the other node's. Both do the same in turns; ratios are medians of those of neighbours in
+time. The driver and the worker each keep to their half of the cores, and have `--threads`. With
+`--flights`, runs in flight (`tl_devicefix.pipeline_map`) over both are compared with the loop on
+one. Beside it stands what two processes that know nothing of each other do here in the time that
+one takes. At the end come seconds until a fault is told.
 """
 
 from __future__ import annotations
@@ -20,17 +18,18 @@ import argparse
 import contextlib
 import itertools
 import os
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from forward import SIZES, make_checkpoint
 from load import HUB_NAME
@@ -77,14 +76,101 @@ def start(told: list[str], arguments: argparse.Namespace, **pipes: Any) -> subpr
     return started
 
 
-def lend(arguments: argparse.Namespace) -> tuple[str, float]:
-    """Start a process that lends its CPU; returns where to meet it, and when that was."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        master = f"127.0.0.1:{free.getsockname()[1]}"
-    told = ["worker", "--master", master, "--rank", "1", "--world-size", "2"]
-    start(["-m", "tl_devicefix", *told], arguments, stdout=subprocess.DEVNULL)
-    return master, time.perf_counter()
+def start_node(stack: contextlib.ExitStack, *options: str) -> list[psutil.Process]:
+    """Start a node of a Ray cluster, which ends with the stack; returns its processes."""
+    directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="ray"))
+    small = ["--num-cpus=0", "--num-gpus=0", "--object-store-memory=500000000", "--block"]
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", *options, *small]
+    log = Path(directory, "log")
+    with log.open("w") as file:
+        node = subprocess.Popen(
+            [*command, f"--temp-dir={directory}", "--disable-usage-stats"],
+            env=os.environ | {"RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    stack.callback(end, node)
+    while "Ray runtime started" not in log.read_text():
+        if node.poll() is not None:
+            sys.exit(f"a node does not start:\n{log.read_text()}")
+        time.sleep(0.1)
+    return family(node.pid)
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """A process and all that it has started."""
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
+
+
+def end(node: subprocess.Popen[bytes]) -> None:
+    """Kill a node with its processes."""
+    if node.poll() is None:
+        for process in family(node.pid):
+            process.kill()
+        node.wait()
+
+
+def worker_among(processes: list[psutil.Process]) -> psutil.Process:
+    """The process of the worker, which a node of these has started."""
+    (worker,) = (
+        child
+        for child in family(processes[0].pid)
+        if child.status() != psutil.STATUS_ZOMBIE and "ray::WorkerActor" in child.cmdline()[0]
+    )
+    return worker
+
+
+def attach(address: str, node: list[psutil.Process], timeout: float = 15.0) -> Any:
+    """Join, and have the worker keep to its cores; returns the connection to it."""
+    import tl_devicefix
+    from tl_devicefix.placement.hosts import joined
+
+    start = time.perf_counter()
+    tl_devicefix.init_hosts(address, timeout=timeout)
+    print(f"joined in {time.perf_counter() - start:.1f} s")
+    os.sched_setaffinity(worker_among(node).pid, CORES[HALF:] or CORES)
+    return joined()[0].connection
+
+
+def show_memory(what: str, processes: list[psutil.Process]) -> None:
+    """Memory of processes, each with its part of what they share."""
+    used = sum(process.memory_full_info().pss for process in processes)
+    print(f"{what}: {len(processes)} processes, {used / 2**20:.0f} MiB")
+
+
+def show_call(connection: Any, repeats: int) -> None:
+    """What a call takes that does nothing: of each row's milliseconds, Ray's for a call."""
+    found = [timed(lambda: connection.call("forget", [])) for _ in range(10 * repeats)]
+    print(f"{'a call that does nothing':<46}{1e3 * statistics.median(found):>10.2f}")
+
+
+def show_faults(connection: Any, address: str, node: list[psutil.Process]) -> None:
+    """Seconds from a fault until whoever waits is told."""
+    from tl_devicefix.placement.hosts import HostLost
+
+    def told(what: str, fault: Callable[[], Any]) -> None:
+        waiting = threading.Thread(target=ask)
+        waiting.start()
+        start = time.perf_counter()
+        fault()
+        waiting.join()
+        print(f"{what:<46}{time.perf_counter() - start:>10.2f}", flush=True)
+
+    def ask() -> None:
+        with contextlib.suppress(HostLost):
+            while True:
+                connection.call("forget", [])
+
+    print(f"\n{'':<46}{'told, s':>10}")
+    told("a killed worker", worker_among(node).kill)
+    connection = attach(address, node)
+    worker = worker_among(node)
+    told("a worker that stands still", worker.suspend)
+    worker.kill()
+    connection = attach(address, node)
+    told("a killed node", lambda: [process.kill() for process in family(node[0].pid)])
 
 
 def loader() -> Any:
@@ -98,18 +184,25 @@ def loader() -> Any:
     return TransformerBridge.boot_transformers
 
 
-def compare(arguments: argparse.Namespace) -> None:
-    """Load, and print the table."""
-    master, started = lend(arguments)
-    import tl_devicefix
-
+def compare(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> None:
+    """Start the cluster, load, and print the table."""
     load = loader()
+    address = f"127.0.0.1:{arguments.port}"
+    head = start_node(stack, "--head", f"--port={arguments.port}", "--include-dashboard=false")
+    node = start_node(stack, f"--address={address}")
+    show_memory("the head", head)
+    show_memory("the other node", node)
+    connection = attach(address, node)
+    show_memory("the worker, before it loads", [worker_among(node)])
     here = load(HUB_NAME, device="cpu")
-    tl_devicefix.init_hosts(master, 0, 2)
-    print(f"joined {time.perf_counter() - started:.1f} s after the other process was started")
-    far = load(HUB_NAME, n_devices=2)
+    half = here.cfg.n_layers // 2
+    there = {f"blocks.{layer}": "host1/0" for layer in range(half, here.cfg.n_layers)}
+    far = load(HUB_NAME, device_map={"": "cpu", **there})
+    for layer in range(half, here.cfg.n_layers):
+        here.blocks[layer].requires_grad_(False)  # as another host's are
     print(far.placement)
     print(f"\n{'':<46}{'here, ms':>10}{'ratio':>8}{'longer, ms':>12}")
+    show_call(connection, arguments.repeats)
     with torch.inference_mode():
         for n_tokens in arguments.tokens:
             show_forward(far, here, n_tokens, arguments.repeats)
@@ -124,6 +217,7 @@ def compare(arguments: argparse.Namespace) -> None:
         show_flights(far, here, arguments)
     show_backward(far, here, arguments)
     show_steering(far, here, arguments)
+    show_faults(connection, address, node)
 
 
 def show_cache(far: Any, here: Any, arguments: argparse.Namespace) -> None:
@@ -143,7 +237,7 @@ def show_cache(far: Any, here: Any, arguments: argparse.Namespace) -> None:
 
 
 def show_backward(far: Any, here: Any, arguments: argparse.Namespace) -> None:
-    """From the loss to all parameters."""
+    """From the loss to the parameters of this process: those of other hosts are frozen."""
     tokens = torch.randint(3, 1000, (1, arguments.context))
 
     def run(model: Any) -> torch.Tensor:
@@ -154,7 +248,7 @@ def show_backward(far: Any, here: Any, arguments: argparse.Namespace) -> None:
         return gradient[0]
 
     found = side_by_side(lambda: run(far), lambda: run(here), arguments.repeats)
-    show(f"backward to parameters, {arguments.context} tokens", found)
+    show(f"backward to parameters at home, {arguments.context} tokens", found)
     for model in (far, here):
         model.zero_grad(set_to_none=True)
 
@@ -241,45 +335,6 @@ def run_for_ever(arguments: argparse.Namespace) -> None:
                 print("running", flush=True)
 
 
-_RANK = """
-import sys, time
-start = time.perf_counter()
-import tl_devicefix, transformer_lens
-from tl_devicefix.multihost.init_hosts import init_hosts
-print(time.perf_counter() - start, flush=True)
-sys.stdin.readline()
-start = time.perf_counter()
-init_hosts(memory="1GiB")
-print(time.perf_counter() - start, flush=True)
-"""
-
-
-def show_startup(n_ranks: int) -> None:
-    """What it takes that ranks meet, once each has imported what it needs."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launcher = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(n_ranks)}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    ranks: list[Any] = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", _RANK],
-            env={**os.environ, **launcher, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            **pipes,  # type: ignore[call-overload]
-        )
-        for rank in range(n_ranks)
-    ]
-    imported = [float(each.stdout.readline()) for each in ranks]
-    for each in ranks:
-        print(file=each.stdin, flush=True)
-    joined = float(ranks[0].stdout.readline())
-    start = time.perf_counter()
-    assert not any(each.wait() for each in ranks)
-    print(f"{n_ranks} ranks on this host, which has {os.cpu_count()} cores:")
-    print(f"imports, all at once: {min(imported):.1f} to {max(imported):.1f} s")
-    print(f"join: {joined:.2f} s; end of all: {time.perf_counter() - start:.2f} s")
-
-
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -291,12 +346,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--flights", type=int, default=16)
     parser.add_argument("--only-run", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--startup", type=int, metavar="RANKS", help="measure that, and no more")
+    parser.add_argument("--port", type=int, default=20080, help="the head's; default: %(default)s")
     parser.add_argument("--cache", type=Path, help="keep the checkpoint here and use it again")
     arguments = parser.parse_args()
-    if arguments.startup:
-        show_startup(arguments.startup)
-        return
     torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as directory:
         cache = arguments.cache or Path(directory)
@@ -309,7 +361,8 @@ def main() -> None:
         if arguments.only_run:  # on the cores that it was started on
             run_for_ever(arguments)
         os.sched_setaffinity(0, CORES[:HALF])
-        compare(arguments)
+        with contextlib.ExitStack() as stack:
+            compare(arguments, stack)
 
 
 if __name__ == "__main__":
