@@ -172,7 +172,13 @@ class _Cluster:
             for name, node in _other_nodes()
         ]
         atexit.register(self.close)  # is called before Ray's own, which was registered before
-        hosts = [_described(connection, wait) for connection in self._connections]
+        hosts = []
+        for connection in self._connections.copy():
+            try:
+                hosts.append(_described(connection, wait))
+            except HostLost as error:  # as of one that was lost just before
+                _log.warning("%s", error)
+                self._connections.remove(connection)
         for connection in self._connections:
             connection.watch(timeout)
         join(hosts)

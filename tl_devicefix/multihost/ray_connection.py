@@ -20,6 +20,8 @@ _PINGS = "pings"
 _CALLS_AT_ONCE = 64
 _PACKAGES = ("torch", "transformers", "transformer_lens", "tl_devicefix")
 _SECONDS_BETWEEN_PINGS = 1.0
+_NODE_DIED = "node has died"
+"""Words of Ray."""
 
 
 class WorkerActor:
@@ -130,7 +132,12 @@ class RayConnection:
         self._actor = actor.remote(name, torch.get_num_threads())
 
     def describe(self, wait: float) -> dict[str, Any]:
-        """What the worker says of itself, once it has started."""
+        """What the worker says of itself, once it has started.
+
+        Raises:
+            HostLost: if its node ends meanwhile, or Ray has not noticed yet that it has ended.
+            RuntimeError: if it does not start.
+        """
         ray = self._ray
         try:
             description: dict[str, Any] = ray.get(self._actor.describe.remote(), timeout=wait)
@@ -141,6 +148,8 @@ class RayConnection:
                 "what is in use there"
             ) from None
         except ray.exceptions.RayError as error:
+            if _NODE_DIED in str(error):
+                raise HostLost(f"{self.name} is lost: {_why(error)}", self.name) from error
             raise RuntimeError(f"{self.name} cannot start a worker: {_last_line(error)}") from error
         return description
 
@@ -181,9 +190,7 @@ class RayConnection:
 
 def _why(error: Exception) -> str:
     """Why a worker is lost, which Ray tells in a paragraph."""
-    return (
-        "its node ended, or stands still" if "node has died" in str(error) else "its process ended"
-    )
+    return "its node ended, or stands still" if _NODE_DIED in str(error) else "its process ended"
 
 
 def _last_line(error: Exception) -> str:
