@@ -69,7 +69,7 @@ def save_activations(
             "input_ids" and, if there is padding, "attention_mask", as a DataLoader, or
             `iter(batch_size=8)` of a `datasets.Dataset`, yields them. All have as many tokens.
         names_filter: which activations: a name, names, or a function of a name. By default all.
-        directory: is made if it does not exist. After `init_hosts`, rank 0 writes all.
+        directory: is made if it does not exist. After `init_hosts`, this process writes all.
         dtype: to which activations are converted on their device. By default as they are computed,
             bit for bit.
         transform: a function of an activation, called on its device: its result, `[batch, ...]`,

@@ -48,7 +48,7 @@ def check(model: Any, repair: bool = False) -> Report:
 
     Raises:
         TypeError: if it is neither.
-        HostLost: if a rank is lost that has some of the model.
+        HostLost: if a host is lost that has some of the model.
         ValueError: if the model has no placement and its `cfg.device` does not exist here.
         torch.OutOfMemoryError: if a device has no room for what belongs there. What was moved until
             then stays moved; the rest is where it was.

@@ -81,7 +81,7 @@ def devices_for(n_devices: int) -> Iterator[str]:
     """
     accelerator = default_device()
     n_real = device_count(accelerator.type)
-    is_simulated = accelerator.type == DEVICE_TYPE  # already, or of ranks: loading says if too few
+    is_simulated = accelerator.type == DEVICE_TYPE  # already: loading says if too few
     if n_devices == 1 or is_simulated or (accelerator.type != "cpu" and n_real >= n_devices):
         yield f"Using {n_devices} {accelerator.type} device(s)."
         return
