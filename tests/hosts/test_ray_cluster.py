@@ -140,8 +140,8 @@ def test_a_killed_worker(worker: Connection, cluster: Cluster, checkpoints: Any)
     load(checkpoints)(torch.ones(1, 2, dtype=torch.long))
 
 
-def test_a_worker_that_does_not_start_in_time(
-    worker: Connection, leaving: None, cluster: Cluster
+def test_workers_that_are_refused_end(
+    worker: Connection, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     joining._cluster.close()  # type: ignore[union-attr]
     joining._cluster = None
@@ -149,7 +149,10 @@ def test_a_worker_that_does_not_start_in_time(
     with pytest.raises(
         RuntimeError, match=r"host1 has started no worker for 0\.01 s: `ray status`"
     ):
-        tl_devicefix.init_hosts(cluster.address, timeout=TIMEOUT, wait=0.01)
+        tl_devicefix.init_hosts(cluster.address, wait=0.01)
+    monkeypatch.setattr(joining, "own_versions", lambda: {"torch": "0.1"})
+    with pytest.raises(RuntimeError, match=r"host1 has torch .*, and this process has 0\.1"):
+        tl_devicefix.init_hosts(cluster.address)
 
     assert joined() == ()
     assert eventually(lambda: not cluster.other.workers())
