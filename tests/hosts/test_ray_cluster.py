@@ -182,6 +182,16 @@ def test_a_killed_node(worker: Connection, cluster: Cluster) -> None:
     assert joined() == ()
 
 
+def test_a_shutdown_of_ray(worker: Connection) -> None:
+    import ray
+
+    ray.shutdown()
+
+    assert eventually(lambda: joining._cluster is not None and joining._cluster.lost)
+    assert "ray.shutdown() was called" in str(joining._cluster.lost)  # type: ignore[union-attr]
+    assert not ray.is_initialized()
+
+
 DRIVER = """
 import sys
 import tl_devicefix

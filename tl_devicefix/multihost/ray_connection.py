@@ -175,6 +175,9 @@ class RayConnection:
         ray = self._ray
         ping = self._actor.ping.options(concurrency_group=_PINGS)
         while not self._closed.wait(_SECONDS_BETWEEN_PINGS):
+            if not ray.is_initialized():  # or a ping would start a cluster
+                self._on_loss(self, "ray.shutdown() was called")
+                return
             try:
                 ray.get(ping.remote(), timeout=timeout - _SECONDS_BETWEEN_PINGS)
             except ray.exceptions.GetTimeoutError:
@@ -185,7 +188,8 @@ class RayConnection:
     def close(self) -> None:
         """End the worker, and whoever waits for it."""
         self._closed.set()
-        self._ray.kill(self._actor)
+        if self._ray.is_initialized():
+            self._ray.kill(self._actor)
 
 
 def _why(error: Exception) -> str:
