@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import pickle
 import sys
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,6 +62,19 @@ def test_a_timeout_that_a_busy_machine_would_miss() -> None:
 def test_nobody_at_an_address() -> None:
     with pytest.raises(ConnectionError, match=r"no Ray cluster answers at 127.0.0.1:1: start"):
         joining._check_that_it_answers("127.0.0.1:1")
+
+
+def test_no_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    services = pytest.importorskip("ray._private.services", reason="Ray is not installed")
+    monkeypatch.setattr(
+        services, "find_gcs_addresses", cache(set)
+    )  # clusters of others may run here
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+    tl_devicefix.init_hosts()
+
+    assert joined() == ()
 
 
 TENSORS = {

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -229,10 +228,3 @@ def test_another_token(cluster: Cluster) -> None:
     said, _ = drive(cluster.address, RAY_AUTH_TOKEN="f" * 64).communicate(timeout=WITHIN)
     assert said.startswith("ConnectionError the Ray cluster at '127.0.0.1:")
     assert "refuses this process's token: set RAY_AUTH_MODE=token" in said
-
-
-def test_no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed")
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    said, _ = drive(RAY_TMPDIR=str(tmp_path)).communicate("", timeout=WITHIN)
-    assert said == "0\n"
