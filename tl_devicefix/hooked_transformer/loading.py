@@ -42,7 +42,7 @@ from tl_devicefix.monkeypatch.applying import original
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.multihost.loading import attach_blocks, loading_elsewhere
 from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
-from tl_devicefix.placement.devices import default_device, is_elsewhere, resolve
+from tl_devicefix.placement.devices import default_device, resolve
 from tl_devicefix.placement.memory import MaxMemory
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.tracebacks import let_go
@@ -135,8 +135,7 @@ def _load(
     cfg = _load_config(model_name, arguments, hf_kwargs, dtype)
     steps = _steps(cfg, arguments)
     placement = _place(cfg, arguments, device_map, max_memory)
-    if is_elsewhere(placement.home):
-        placement = placement.here  # of a worker
+    placement = placement.of_this_process
     with contextlib.ExitStack() as stack:
         remotes = stack.enter_context(
             loading_elsewhere(

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -109,7 +110,10 @@ class _Layer:
 
 
 def _config_of(block: Any) -> Any:
-    return block.cfg if "cfg" in vars(block) else block.config
+    """The model's, as a HookedTransformer's block has it, or a Bridge's attention."""
+    modules = (module for module in block.modules() if isinstance(module, nn.Module))
+    found = (vars(module).get("cfg") or vars(module).get("config") for module in modules)
+    return next(config for config in found if hasattr(config, "n_heads"))
 
 
 class RemoteBlock(nn.Module):
@@ -229,7 +233,7 @@ def _listened(module: Any, made: Any, path: str = "") -> Iterator[tuple[str, boo
         module._parameters[name] is not value for name, value in parameters.items()
     ):
         raise _Unseen(f"{called} has other weights")
-    if path and any(vars(module)[of].keys() - known_hooks for of in HOOKS):
+    if path and any(_new_hooks(module, known_hooks)):
         raise _Unseen(f"{called} has hooks of torch's: put them on its hook points")
     for name in module._modules.keys() - children.keys():
         if module._modules[name] is not None:
@@ -243,14 +247,27 @@ def _listened(module: Any, made: Any, path: str = "") -> Iterator[tuple[str, boo
         elif type(child) is not HookPoint or "forward" in vars(child):
             yield child_path, False
         else:
-            hooks = [
-                hook
-                for of in HOOKS
-                for number, hook in vars(child)[of].items()
-                if number not in child_made
-            ]
+            hooks = list(_new_hooks(child, child_made))
             if hooks:
                 yield child_path, all(map(only_looks, hooks))
+
+
+def _new_hooks(module: Any, known: frozenset[int]) -> Iterator[Any]:
+    """Hooks that were added after a block was made remote, but for those that record outputs."""
+    for of in HOOKS:
+        for number, hook in vars(module)[of].items():
+            if number not in known and getattr(hook, "__module__", None) != _RECORDING:
+                yield hook
+
+
+def _is_recorded() -> bool:
+    """Whether transformers records outputs of layers, other than a Bridge, who drops them."""
+    is_of_bridge, *_ = kept_in_forward().get(FACTS) or [False]
+    recording = sys.modules.get(_RECORDING)
+    return not is_of_bridge and bool(recording and recording._active_collector.get())
+
+
+_RECORDING = "transformers.utils.output_capturing"
 
 
 class _Unseen(Exception):
@@ -261,6 +278,8 @@ def _refuse_functions() -> None:
     for (owner, name), function in zip(_FUNCTIONS, _AS_IMPORTED):
         if getattr(owner, name) is not function:
             raise _Unseen(f"{owner.__name__}.{name} was replaced")
+    if _is_recorded():
+        raise _Unseen("transformers was asked for hidden states or attentions")
     if _has_any_global_hook():
         raise _Unseen("torch has hooks for every module")
     if torch._C._is_any_autocast_enabled():

@@ -58,7 +58,7 @@ def move_components(model: nn.Module, placement: Placement, rest: nn.Module) -> 
                     move_parameter(parameter, stored_on)
                     placed.add(id(parameter))
             for name, buffer in submodule.named_buffers(recurse=False):
-                if id(submodule) not in placed:
+                if id(submodule) not in placed and not buffer.is_meta:
                     key = id(buffer), device
                     if key not in buffers:  # with the buffer, so that no other gets its id
                         buffers[key] = buffer, buffer.to(device)

@@ -114,6 +114,11 @@ class Placement:
         own = tuple(c for c in self.components if not is_elsewhere(c.device))
         return self if own == self.components else Placement(own, self.sites)
 
+    @property
+    def of_this_process(self) -> Placement:
+        """The placement that a model here has: of a worker, whose home is on another host, less."""
+        return self.here if is_elsewhere(self.home) else self
+
     @cached_property
     def devices(self) -> tuple[torch.device, ...]:
         """The devices in use, home first, then in the order that the residual stream visits."""

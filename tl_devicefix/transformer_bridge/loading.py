@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import threading
 from collections.abc import Mapping
@@ -11,12 +12,13 @@ from unittest import mock
 import torch
 from torch import nn
 from transformer_lens.model_bridge import TransformerBridge
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, modeling_utils
 
 from tl_devicefix.attention.implementation import check_attn_implementation, set_attn_implementation
 from tl_devicefix.checkpoints.hub import is_checkpoint_directory, read_config, torch_dtype
 from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.monkeypatch.patch import patches
+from tl_devicefix.multihost.loading import attach_blocks, loading_elsewhere
 from tl_devicefix.placement.deciding import decide_fitting
 from tl_devicefix.placement.devices import simulated_device
 from tl_devicefix.placement.placement import Placement
@@ -86,8 +88,9 @@ def _boot(boot: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         bridge = boot(*bound.args, **bound.kwargs)
         _settle_where_it_is(bridge)
         return bridge
-    with _booting:
-        return _boot_over_devices(boot, options)
+    with contextlib.ExitStack() as elsewhere:
+        with _booting:
+            return _boot_over_devices(boot, options, elsewhere)
 
 
 def _spreads(options: Mapping[str, Any]) -> bool:
@@ -103,12 +106,15 @@ def _spreads(options: Mapping[str, Any]) -> bool:
 _booting = threading.RLock()
 
 
-def _boot_over_devices(boot: Any, options: dict[str, Any]) -> Any:
+def _boot_over_devices(
+    boot: Any, options: dict[str, Any], elsewhere: contextlib.ExitStack
+) -> Any:
+    """Boot a model; it is complete once `elsewhere` has ended, where other hosts load."""
     name = str(options["model_name"])
     if is_checkpoint_directory(name):  # before TransformerLens reads it, whatever is in it
         trusted = options.get("trust_remote_code", False)
         read_config(name, trust_remote_code=trusted)
-    planned = _PlannedClass(options)
+    planned = _PlannedClass(options, elsewhere)
     arguments = dict(options)
     for name in ("device", "n_devices", "max_memory"):
         arguments.pop(name, None)
@@ -120,21 +126,29 @@ def _boot_over_devices(boot: Any, options: dict[str, Any]) -> Any:
     if planned.placement is None:
         _settle_where_it_is(bridge)
         return bridge
-    if planned.offloads:
-        place_bridge(bridge, planned.placement)
+    if planned.offloads or planned.is_on_hosts:
+        place_bridge(bridge, planned.placement.of_this_process)
     else:
         settle_bridge(bridge, planned.placement)
+    attach_blocks(bridge, planned.remotes)
     return bridge
 
 
 class _PlannedClass:
     """A class of transformers, whose `from_pretrained` places the model by a plan."""
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        self._options = options
+    def __init__(self, options: Mapping[str, Any], elsewhere: contextlib.ExitStack) -> None:
+        self._options, self._elsewhere = options, elsewhere
         self._adapter: Any = None
         self._is_stateful = False
         self.placement: Placement | None = None
+        self.remotes: dict[str, Any] = {}
+        """The model of each block that is on another host."""
+
+    @property
+    def is_on_hosts(self) -> bool:
+        """Whether there are blocks on other hosts: here they have no values."""
+        return self.placement is not None and self.placement.here is not self.placement
 
     @property
     def offloads(self) -> bool:
@@ -168,8 +182,18 @@ class _PlannedClass:
             kwargs["device_map"] = {"": "cpu"}
         if self._options.get("max_memory") is not None and self.placement is None:
             kwargs["max_memory"] = self._options["max_memory"]
-        hf_model = real.from_pretrained(model_name, **kwargs)
-        if self.placement is not None and not self.offloads:
+        if not self.is_on_hosts:
+            hf_model = real.from_pretrained(model_name, **kwargs)
+        else:
+            assert self.placement is not None
+            options = {name: value for name, value in self._options.items() if name != "model_name"}
+            load = "TransformerBridge.boot_transformers", str(model_name), options
+            hub = {name: options[name] for name in ("revision",) if name in options}
+            loading = loading_elsewhere(self.placement.of_this_process, *load, **hub)
+            self.remotes = self._elsewhere.enter_context(loading)
+            with _not_dispatched():
+                hf_model = real.from_pretrained(model_name, **kwargs)
+        if self.placement is not None and not self.offloads and not self.is_on_hosts:
             _bring_root_home(hf_model, self.placement.home)
         return hf_model
 
@@ -189,6 +213,11 @@ class _PlannedClass:
             options.get("max_memory"),
         )
         return layout.device_map(empty, placement), placement
+
+
+def _not_dispatched() -> contextlib.AbstractContextManager[Any]:
+    """Within it, transformers adds no hooks of accelerate's, which would look for all weights."""
+    return mock.patch.object(modeling_utils, "accelerate_dispatch", lambda model, *args: None)
 
 
 def _is_for_transformers(device_map: Any, hf_model: nn.Module) -> bool:
