@@ -68,8 +68,8 @@ def only_looks(hook: Any) -> bool:
 def _is_caching(hook: Any) -> bool:
     """Whether it is TransformerLens's own, which `run_with_cache` adds."""
     function = hook.func if isinstance(hook, functools.partial) else hook
-    name = getattr(function, "__qualname__", "")
-    return name.endswith("<locals>.save_hook") and package_of(function) == "transformer_lens"
+    name = getattr(function, "__qualname__", "").rpartition(".")[2]
+    return name in ("save_hook", "cache_hook") and package_of(function) == "transformer_lens"
 
 
 class HookAcrossDevices:

@@ -424,7 +424,8 @@ class _Run(Kept):
 
     def __init__(self, remote: RemoteModel, steps: list[_Step]) -> None:
         super().__init__(remote.host)
-        self._remote, self._steps, self._reply = remote, steps, (0, "", None, [], [])
+        self._remote, self._steps = remote, steps
+        self._reply: dict[str, Any] = {}
         self.n_parts = 0
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
@@ -447,29 +448,42 @@ class _Run(Kept):
             "config": {n: v for n, v in vars(cfg).items() if before.get(n) is not v},
             "facts": kept_in_forward().get(FACTS),
         }
+        # The tensors that both sides have, by their numbers: a hook may be given one of them again.
+        both = [x]
+        given_back, method, message = [given[index] for index in leaves], "begin", request
         token = None
-        activation, token = self._part(token, [given[index] for index in leaves], "begin", request)
         while True:
-            number, name, _, looked, grown = self._reply
-            for of_step, point, shape, dtype in looked:
-                step = self._steps[of_step]
-                kept = step.looks[point]
-                step.block.get_submodule(point)(self._remote.fetched_later(kept, "", shape, dtype))
-            for of_step, *state in grown:
+            output, token = self._part(token, given_back, method, message)
+            number, name, same_as = self._reply["step"], self._reply["tap"], self._reply["same_as"]
+            self._show_looked()
+            for of_step, *state in self._reply["grown"]:
                 self._steps[of_step].has_grown(*state)
             if not name:
-                return self._returned(activation)
-            counts = not (torch.is_grad_enabled() or activation.is_inference())
+                return self._returned(output)
+            activation = output if same_as is None else both[same_as]
+            counts = not activation.is_inference()  # the changes of it
             version = activation._version if counts else -1
             hooked = self._steps[number].block.get_submodule(name)(activation)
-            is_unchanged = counts and hooked is activation and hooked._version == version
-            sent = None if is_unchanged else hooked
-            activation, token = self._part(token, [sent], "proceed", sent)
+            in_place = hooked is activation and not (counts and activation._version == version)
+            is_changed = in_place or hooked is not activation
+            if same_as is None or hooked is not activation:
+                both.append(hooked)
+            given_back = (
+                [hooked] if is_changed or (same_as is None and hooked.requires_grad) else []
+            )
+            method, message = "proceed", (hooked if is_changed else None, in_place)
+
+    def _show_looked(self) -> None:
+        """Give hooks that only look what is kept for them."""
+        for number, point, shape, dtype in self._reply["looked"]:
+            step = self._steps[number]
+            kept = self._remote.fetched_later(step.looks[point], "", shape, dtype)
+            step.block.get_submodule(point)(kept)
 
     def _returned(self, output: torch.Tensor) -> Any:
         """What the last block returns, in the form that it does."""
         last = self._steps[-1]
-        form = self._reply[2]
+        form = self._reply["value"]
         if isinstance(form, torch.Tensor):
             last.layer.forms[last.form] = torch.Tensor
             return output
@@ -489,12 +503,14 @@ class _Run(Kept):
             forget, self.host.forgotten[:] = list(self.host.forgotten), []
             arguments = [self._remote.number, {**message, "forget": forget}]
         else:
-            arguments = [message, isinstance(message, torch.Tensor) and message.requires_grad]
+            sent, in_place = message
+            arguments = [sent, sent is not None and sent.requires_grad, in_place]
         self._reply = connection.call(method, self.number, *_sent(arguments))
+        self.has_graph = self._reply["has_graph"]
         self.n_parts += 1
-        activation = self._reply[2]
-        first = activation[0] if isinstance(activation, tuple) else activation
-        return first.to(self._remote.home)  # type: ignore[no-any-return]
+        value = self._reply["value"]
+        first = value[0] if isinstance(value, tuple) else value
+        return torch.empty(0) if first is None else first.to(self._remote.home)
 
 
 class _Part(torch.autograd.Function):
@@ -504,7 +520,10 @@ class _Part(torch.autograd.Function):
     def forward(ctx: Any, run: _Run, method: str, message: Any, token: Any, *inputs: Any) -> Any:  # type: ignore[override]
         ctx.run, ctx.part, ctx.devices = run, run.n_parts, [item.device for item in inputs]
         ctx.set_materialize_grads(False)
-        return run.ask(method, message), torch.zeros(())
+        output = run.ask(method, message)
+        if not run.has_graph:
+            ctx.mark_non_differentiable(output)
+        return output, torch.zeros(())
 
     @staticmethod
     @once_differentiable

@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 import torch
 import transformer_lens
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tl_devicefix.attention.implementation import set_sdpa
@@ -34,9 +35,9 @@ from tl_devicefix.multihost.checkpoint_files import Files, differences
 from tl_devicefix.multihost.kv_caches import CACHE, ENTRY, as_argument, made_of, state_of
 from tl_devicefix.placement.devices import elsewhere, free_memory
 
-Reply = tuple[int, str, Any, list[Any], list[Any]]
-"""Of a run that has stopped: in which of its blocks, at which tap ("" at its end), the activation
-there, what is kept of the activations that are looked at, and of KV caches."""
+Reply = dict[str, Any]
+"""Of a run that has stopped: at which tap of which of its blocks, the activation there, or which of
+those that were there before, and what is kept of others and of KV caches."""
 
 _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -134,9 +135,18 @@ class Worker:
         run = self._kept[call] = _Run(self._kept[model], self._kept, request)
         return run.begin()
 
-    def proceed(self, call: int, activation: torch.Tensor | None, has_gradient: bool) -> Reply:
-        """Go on with a run that has stopped at a tap; None if what was there is unchanged."""
-        return self._kept[call].proceed(activation, has_gradient)  # type: ignore[no-any-return]
+    def proceed(
+        self, call: int, activation: torch.Tensor | None, has_gradient: bool, in_place: bool
+    ) -> Reply:
+        """Go on with a run that has stopped at a tap.
+
+        Args:
+            call: the run's number.
+            activation: what is to be there; None if what was there is unchanged.
+            has_gradient: whether the gradient of that is asked for.
+            in_place: whether what was there was changed: whoever has it there sees that.
+        """
+        return self._kept[call].proceed(activation, has_gradient, in_place)  # type: ignore[no-any-return]
 
     def backward(
         self, call: int, part: int, gradient: torch.Tensor | None, task: int
@@ -184,9 +194,11 @@ class _Run:
         self._arrivals: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._looked: list[Any] = []
         self._grown: list[Any] = []
-        # Of each part, what it was given of which gradients are asked, and what was sent.
+        # Of each part, what it was given of which gradients are asked, and where what it gave is.
         self._leaves: list[list[torch.Tensor]] = []
-        self._sent: list[torch.Tensor] = []
+        self._edges: list[Any] = []
+        self._devices: list[torch.device] = []
+        self._both: list[torch.Tensor] = []
         self._task = -1
         self._gradients: dict[int, torch.Tensor] = {}
 
@@ -201,17 +213,17 @@ class _Run:
             return self._reply()
         return self._run()
 
-    def proceed(self, activation: torch.Tensor | None, has_gradient: bool) -> Reply:
+    def proceed(self, activation: torch.Tensor | None, has_gradient: bool, in_place: bool) -> Reply:
         """Run up to the next tap, or the end."""
         if activation is not None:
             activation.requires_grad_(has_gradient)
         self._leaves.append([activation] if activation is not None and has_gradient else [])
-        self._arrivals.put(activation)
+        self._arrivals.put((activation, in_place))
         return self._reply()
 
     def end(self) -> None:
         """End it, if it waits."""
-        self._arrivals.put(_Ended)
+        self._arrivals.put((_Ended, False))
 
     def _reply(self) -> Reply:
         reply = self._replies.get()
@@ -244,6 +256,7 @@ class _Run:
         x, (args, kwargs) = tree_map_only(
             torch.Tensor, lambda tensor: tensor.to(device), (x, step["arguments"])
         )
+        self._both = self._both or [x]
         entry = None if step["entry"] is None else self._entry(step["entry"], device)
         if entry is not None:
             args, kwargs = tree_map_only(
@@ -296,21 +309,52 @@ class _Run:
             self._looked.append((number, name, tuple(activation.shape), activation.dtype))
 
         def tap(module: Any, args: Any, activation: torch.Tensor) -> torch.Tensor:
-            self._replies.put(self._stopped(number, name, activation))
-            given = self._arrivals.get()
+            same_as = next((n for n, one in enumerate(self._both) if one is activation), None)
+            self._replies.put(self._stopped(number, name, activation, None, same_as))
+            given, in_place = self._arrivals.get()
             if given is _Ended:
                 raise _Ended
-            return activation if given is None else given.to(activation.device)
+            if in_place and not (activation.is_leaf and activation.requires_grad):
+                activation.copy_(given)
+            elif given is not None:
+                activation = given.to(activation.device, copy=self._request["graph"])
+                self._both.append(activation)
+                return activation
+            elif same_as is None and activation.requires_grad:
+                activation = _cut(activation)
+                self._leaves[-1].append(activation)
+            if same_as is None:
+                self._both.append(activation)
+            return activation
 
         return tap if name in step["taps"] else look
 
     def _stopped(
-        self, number: int, name: str, activation: torch.Tensor, output: Any = None
+        self,
+        number: int,
+        name: str,
+        activation: torch.Tensor,
+        output: Any = None,
+        same_as: int | None = None,
     ) -> Reply:
-        looked, self._looked, grown, self._grown = self._looked, [], self._grown, []
-        self._sent.append(activation if self._request["graph"] else None)
-        sent = _sent(activation if output is None else output)
-        return number, name, sent, looked, grown
+        has_graph = activation.requires_grad and same_as is None
+        # Where the graph is, as hooks may change the tensor.
+        self._edges.append(get_gradient_edge(activation) if has_graph else None)
+        self._devices.append(activation.device)
+        sent = None if same_as is not None else activation if output is None else output
+        reply = {
+            "step": number,
+            "tap": name,
+            "value": None
+            if same_as is not None
+            else _sent(activation if output is None else output),
+            "same_as": same_as,
+            "has_graph": has_graph,
+            "looked": self._looked,
+            "grown": self._grown,
+        }
+        self._looked, self._grown = [], []
+        return reply
 
     def backward(
         self, part: int, gradient: torch.Tensor | None, task: int
@@ -318,17 +362,28 @@ class _Run:
         """Gradients of the leaves of a part; those of earlier parts' wait for these."""
         if task != self._task:  # of another backward
             self._task, self._gradients = task, {}
-        sent = self._sent[part]
+        edge = self._edges[part]
         leaves = [leaf for of_part in self._leaves[: part + 1] for leaf in of_part]
-        if gradient is not None and sent.requires_grad:
+        if gradient is not None and edge is not None:
+            device = self._devices[part]
             made = torch.autograd.grad(
-                sent, leaves, gradient.to(sent.device), retain_graph=True, allow_unused=True
+                edge, leaves, gradient.to(device), retain_graph=True, allow_unused=True
             )
             for leaf, new in zip(leaves, made):
                 if new is not None:
                     before = self._gradients.get(id(leaf))
                     self._gradients[id(leaf)] = new if before is None else before + new
         return [self._gradients.pop(id(leaf), None) for leaf in self._leaves[part]]
+
+
+def _cut(activation: torch.Tensor) -> torch.Tensor:
+    """Have an activation be a leaf of the graph that follows: itself, unless it is a view.
+
+    Somebody may ask whether it is still the same, as a Bridge's norms do.
+    """
+    if activation._is_view():
+        return activation.detach().requires_grad_()
+    return activation.detach_().requires_grad_()
 
 
 def _sent(value: Any) -> Any:
