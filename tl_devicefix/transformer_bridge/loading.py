@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -20,7 +21,8 @@ from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.multihost.loading import attach_blocks, loading_elsewhere
 from tl_devicefix.placement.deciding import decide_fitting
-from tl_devicefix.placement.devices import simulated_device
+from tl_devicefix.placement.devices import is_elsewhere, simulated_device
+from tl_devicefix.placement.hosts import joined
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.transformer_bridge.alignment import (
     place_bridge,
@@ -88,9 +90,8 @@ def _boot(boot: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         bridge = boot(*bound.args, **bound.kwargs)
         _settle_where_it_is(bridge)
         return bridge
-    with contextlib.ExitStack() as elsewhere:
-        with _booting:
-            return _boot_over_devices(boot, options, elsewhere)
+    with contextlib.ExitStack() as elsewhere, _booting:
+        return _boot_over_devices(boot, options, elsewhere)
 
 
 def _spreads(options: Mapping[str, Any]) -> bool:
@@ -106,9 +107,7 @@ def _spreads(options: Mapping[str, Any]) -> bool:
 _booting = threading.RLock()
 
 
-def _boot_over_devices(
-    boot: Any, options: dict[str, Any], elsewhere: contextlib.ExitStack
-) -> Any:
+def _boot_over_devices(boot: Any, options: dict[str, Any], elsewhere: contextlib.ExitStack) -> Any:
     """Boot a model; it is complete once `elsewhere` has ended, where other hosts load."""
     name = str(options["model_name"])
     if is_checkpoint_directory(name):  # before TransformerLens reads it, whatever is in it
@@ -121,7 +120,10 @@ def _boot_over_devices(
     # TransformerLens lets transformers place the model if there is a map; the plan's is put in
     # when the model's class is asked for it, as only then the config is final.
     arguments |= {"device_map": {"": "cpu"}, "model_class": planned}
-    with planned.watching_for_adapter():
+    is_on_hosts = bool(joined()) or _is_of_worker(options.get("device_map"))
+    with planned.watching_for_adapter(), contextlib.ExitStack() as stack:
+        if is_on_hosts:
+            stack.enter_context(_without_all_values())
         bridge = boot(**arguments)
     if planned.placement is None:
         _settle_where_it_is(bridge)
@@ -215,9 +217,36 @@ class _PlannedClass:
         return layout.device_map(empty, placement), placement
 
 
+def _is_of_worker(device_map: Any) -> bool:
+    """Whether it is a worker's, of which components are on other hosts."""
+    devices = device_map.values() if isinstance(device_map, Mapping) else ()
+    return any(isinstance(device, torch.device) and is_elsewhere(device) for device in devices)
+
+
 def _not_dispatched() -> contextlib.AbstractContextManager[Any]:
     """Within it, transformers adds no hooks of accelerate's, which would look for all weights."""
-    return mock.patch.object(modeling_utils, "accelerate_dispatch", lambda model, *args: None)
+    return mock.patch.object(modeling_utils, "accelerate_dispatch", return_value=None)
+
+
+@contextlib.contextmanager
+def _without_all_values() -> Iterator[None]:
+    """Within it, TransformerLens makes a Bridge's modules also of weights without values.
+
+    It splits fused matrices as it wraps them.
+    """
+    own = {name: module for name, module in sys.modules.items() if name.startswith(_TL)}
+    with contextlib.ExitStack() as stack:
+        for name, module in own.items():
+            if hasattr(module, _CHECK) and not name.endswith("quantization"):
+                stack.enter_context(mock.patch.object(module, _CHECK, _as_it_is))
+        yield
+
+
+def _as_it_is(weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return weight
+
+
+_TL, _CHECK = "transformer_lens.", "require_readable_weight"
 
 
 def _is_for_transformers(device_map: Any, hf_model: nn.Module) -> bool:

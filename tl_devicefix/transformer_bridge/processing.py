@@ -28,13 +28,15 @@ from transformer_lens.weight_processing import ProcessWeights
 from tl_devicefix.dispatch.forward import changing_weights, refuse_unfinished
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.monkeypatch.versions import installed
+from tl_devicefix.multihost.remote_block import call_everywhere
 from tl_devicefix.offload.visiting import pin
 from tl_devicefix.placement.devices import HOST
 from tl_devicefix.placement.fitting import naming_full_devices
 from tl_devicefix.placement.placement import Placement, in_short
+from tl_devicefix.placement.remote_tensor import RemoteTensor
 from tl_devicefix.placement.workers import each_on_its_device
 from tl_devicefix.transformer_bridge.block import forget
-from tl_devicefix.transformer_bridge.components import Unit, device_of, units
+from tl_devicefix.transformer_bridge.components import Unit, bridge_components, device_of, units
 from tl_devicefix.weight_processing import (
     Steps,
     Weights,
@@ -50,6 +52,7 @@ from tl_devicefix.weight_processing.steps import (
 )
 
 _log = logging.getLogger(__name__)
+_REFACTORS = "refactor_factored_attn_matrices"
 _FLAGS = "fold_ln center_writing_weights center_unembed fold_value_biases"
 
 
@@ -72,6 +75,8 @@ def enable_compatibility_mode(original: Any, self: Any, *args: Any, **kwargs: An
         _check_processable(self, bound.arguments["refactor_factored_attn_matrices"])
     forget(self)  # some modules compute in other steps in compatibility mode
     original(self, *args, **kwargs)
+    arguments = {name: value for name, value in bound.arguments.items() if name != "self"}
+    call_everywhere(self, "enable_compatibility_mode", arguments)
 
 
 @patches(
@@ -116,15 +121,22 @@ def process_weights(
         fold_value_biases,
         refactor_factored_attn_matrices,
     )
+    asked = {name: getattr(steps, name) for name in (*_FLAGS.split(), _REFACTORS)}
     processing = Processing(steps, self.cfg, self.adapter)
     forget(self)
     with changing_weights(self):
+        call_everywhere(self, "process_weights", {"verbose": verbose, **asked})
         _process(self, processing, verbose)
 
 
 def _check_processable(bridge: Any, refactors: bool) -> None:
     refuse_unfinished(bridge)
+    placement: Placement | None = getattr(bridge, "placement", None)
+    names = {name for name, _ in bridge_components(bridge)}
+    is_in_part = placement is not None and not names <= placement.device_map.keys()
     for name, parameter in bridge.original_model.named_parameters():
+        if type(parameter) is RemoteTensor or (is_in_part and parameter.is_meta):
+            continue  # another host processes it
         require_readable_weight(
             parameter,
             operation=f"process weights ({name})",
@@ -132,7 +144,6 @@ def _check_processable(bridge: Any, refactors: bool) -> None:
             remedy="Load the model dequantized, or use the bridge without weight processing "
             "(enable_compatibility_mode(no_processing=True)).",
         )
-    placement: Placement | None = getattr(bridge, "placement", None)
     offloaded = [c.name for c in placement.components if c.offloaded] if placement else []
     if offloaded and installed() < Version("4.dev0"):
         raise ValueError(
@@ -152,7 +163,7 @@ def _process(bridge: Any, processing: Processing, verbose: bool) -> None:
         with naming_full_devices(bridge, getattr(bridge, "placement", None), unit.name):
             _process_unit(bridge, unit, processing)
 
-    todo = units(bridge)
+    todo = [unit for unit in units(bridge) if _is_here(unit)]
     devices = [_device_of_unit(bridge, unit) for unit in todo]
     with hf_logging.tqdm(total=len(todo), desc="Processing components") as progress:
         each_on_its_device(process, todo[:-1], devices[:-1], progress.update)
@@ -162,6 +173,13 @@ def _process(bridge: Any, processing: Processing, verbose: bool) -> None:
     if getattr(bridge, "placement", None) is not None:
         pin(bridge, bridge.placement)  # the weights are other tensors now
     bridge._weights_processed = True
+
+
+def _is_here(unit: Unit) -> bool:
+    """Whether a unit's weights are in this process."""
+    return not any(
+        weight.is_meta or type(weight) is RemoteTensor for weight in unit.weights.values()
+    )
 
 
 def _process_unit(bridge: Any, unit: Unit, processing: Processing) -> None:
