@@ -178,9 +178,9 @@ def together() -> Iterator[None]:
 def attach(block: Any, remote: RemoteModel, layer: int, name: str) -> None:
     """Make a block without values a remote one."""
     for path, module in block.named_modules():
-        for tensors in (module._parameters, module._buffers):
+        for tensors in (module._parameters, module._buffers, vars(module)):
             for key, tensor in tensors.items():
-                if tensor is not None and tensor.is_meta:
+                if isinstance(tensor, torch.Tensor) and tensor.is_meta:
                     full = ".".join(filter(None, (name, path, key)))
                     tensors[key] = remote.weight_called(full, tensor.shape, tensor.dtype)
     block.__class__ = _remote_class(type(block))
