@@ -33,10 +33,6 @@ ON_MIXED_DEVICES = (
 )
 
 
-AFTER_JOIN = " After tl_devicefix.init_hosts(), "
-"""Begins what follows torch's own words about a CPU that is one of the devices."""
-
-
 def note(error: BaseException, text: str) -> None:
     """Add a note to an error; Python 3.10 has none, so there it ends a message."""
     if hasattr(error, "add_note"):

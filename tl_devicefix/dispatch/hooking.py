@@ -19,7 +19,6 @@ from tl_devicefix.monkeypatch.patch import package_of, patches
 from tl_devicefix.placement.devices import printed
 from tl_devicefix.placement.in_use import chosen_device
 from tl_devicefix.placement.placement import Placement
-from tl_devicefix.tracebacks import AFTER_JOIN
 
 _DEVICES = "_tl_devicefix_devices"
 
@@ -101,10 +100,9 @@ class HookAcrossDevices:
         except RuntimeError as error:
             if "same device" not in str(error):
                 raise
-            message = str(error).partition(AFTER_JOIN)[0]
             raise RuntimeError(
                 f"the hook on {hook.name} mixes devices: its activation is on {printed(device)}, "
-                f"so bring other tensors there with .to(activation.device) ({message})"
+                f"so bring other tensors there with .to(activation.device) ({error})"
             ) from error
         return _at(result, device, devices, hook.name)
 

@@ -114,14 +114,12 @@ class Machine:
         capacities: Sequence[int],
         executor: Executor | None = None,
         sites: Sequence[Site] = (),
-        records_transfers: bool = True,
     ) -> None:
         self.devices = [torch.device(DEVICE_TYPE, index) for index in range(len(capacities))]
         self.sites = tuple(sites)
         self.executor = Executor() if executor is None else executor
         self.on_peak: Callable[[int], None] | None = None
         self.transfers = Transfers()
-        self.records_transfers = records_transfers
         self.timeline = Timeline()
         self._current = threading.local()
         self.is_open = True
@@ -264,7 +262,7 @@ class Machine:
 
         A copy of nothing is none: transformers' KV cache begins with empty tensors.
         """
-        if not self.records_transfers or source == target:
+        if source == target:
             return
         if nbytes := sum(part.nbytes for part in tensors_in(copy)):
             self.transfers.append(Transfer(source, target, nbytes, copy.shape))

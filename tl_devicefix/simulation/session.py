@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from tl_devicefix.placement.devices import DEVICE_TYPE, Hosts, Site, check_number, sites_on
+from tl_devicefix.placement.devices import DEVICE_TYPE, Hosts, check_number, sites_on
 from tl_devicefix.placement.memory import bytes_of
 from tl_devicefix.simulation import backend, backward
 from tl_devicefix.simulation.executor import (
@@ -122,17 +122,6 @@ def simulate(
         # If it is left open until Python ends: later, the modules are gone that leaving needs.
         atexit.register(stack.close)
         stack.callback(atexit.unregister, stack.close)
-        yield machine
-
-
-@contextmanager
-def devices_of(
-    executor: Executor, memory: Sequence[int], sites: Sequence[Site]
-) -> Iterator[Machine]:
-    """Add devices, of so many bytes each, whose operations run elsewhere."""
-    _prepare_torch()
-    # A job may go on for days: its transfers are not recorded.
-    with _changed_for(Machine(memory, executor, sites, records_transfers=False)) as machine:
         yield machine
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from tl_devicefix.placement.devices import DEVICE_TYPE, Site
+from tl_devicefix.placement.devices import DEVICE_TYPE
 from tl_devicefix.simulation.backward import raise_or_keep
 from tl_devicefix.simulation.executor import zeros_for
 from tl_devicefix.simulation.geometry import tensors_in
 from tl_devicefix.simulation.machine import Allocation, Machine
-from tl_devicefix.tracebacks import AFTER_JOIN, note_mixed_devices
+from tl_devicefix.tracebacks import note_mixed_devices
 
 aten = torch.ops.aten
 
@@ -340,7 +340,7 @@ def _check_cpu_operands(
     writes_to_cpu = func._schema.is_mutable and any(first is operand for operand in operands)
     for operand in operands:
         if writes_to_cpu or operand.dim() > 0 or not _takes_cpu_scalars(func):
-            raise_or_keep(_mixed_error(device, operand.device, machine.sites))
+            raise_or_keep(_mixed_error(device, operand.device))
 
 
 def _label(result: Any, simulated: list[SimTensor], machine: Machine, device: torch.device) -> Any:
@@ -388,15 +388,10 @@ def _takes_cpu_scalars(func: Operation) -> bool:
     )
 
 
-def _mixed_error(
-    one: torch.device, other: torch.device, sites: Sequence[Site] = ()
-) -> RuntimeError:
-    is_a_cpu = any(site.torch_device == one and site.device.startswith("cpu") for site in sites)
-    hint = f"{AFTER_JOIN}the CPUs of all hosts are {one.type} devices: bring what is on 'cpu' there"
+def _mixed_error(one: torch.device, other: torch.device) -> RuntimeError:
     error = RuntimeError(
         "Expected all tensors to be on the same device, but found at least two devices,"
         f" {one} and {other}!"
-        + (f"{hint} with .to(activation.device) or .to(model.cfg.device)" if is_a_cpu else "")
     )
     if one.type == other.type:  # what is on the CPU is so on one device too
         note_mixed_devices(error)
