@@ -15,10 +15,12 @@ import torch
 from covering import fails_unpatched, is_left_to_others, left_out
 from hf_models import D_VOCAB, HF_CONFIGS, make_hf_model, make_tokenizer, save_checkpoint
 from hub_cache import HubCache, go_offline
+from local_hosts import simulated_by_hosts
 from machines import machine, n_devices, simulated  # noqa: F401
 from packaging.version import Version
 from transformers import PreTrainedModel
 
+import tl_devicefix
 from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer, installed
 
 if has_hooked_transformer():
@@ -94,11 +96,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run tests of simulated devices on devices that run behind the host",
     )
     parser.addoption(
-        "--ranks",
-        type=int,
-        metavar="N",
-        help="run tests of simulated devices on devices of N processes, of which N - 1 lend "
-        "theirs; tests/surface then compares bit for bit with this package's own model on one CPU",
+        "--hosts",
+        action="store_true",
+        help="run tests/surface with all blocks but the first device's on other hosts, which are "
+        "threads of this process, and compare with this package's own model on one CPU",
     )
     parser.addoption(
         "--full",
@@ -110,6 +111,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--hosts"):
+        tl_devicefix.simulate = simulated_by_hosts
     if real_devices.TYPE and config.getoption("--unpatched"):
         raise pytest.UsageError(
             "--unpatched is for simulated devices: leave TL_DEVICEFIX_TEST_DEVICE out"

@@ -17,6 +17,7 @@ from hf_models import randomize
 from transformer_lens import HookedTransformer
 
 import tl_devicefix
+from tl_devicefix.placement.hosts import joined
 
 _load_state_dict = torch.nn.Module.load_state_dict
 
@@ -62,7 +63,9 @@ def references(hf_models: Any, tokenizer: Any) -> Callable[..., HookedTransforme
 
 
 @pytest.fixture(scope="session")
-def from_pretrained(hf_models: Any, tokenizer: Any, references: Any) -> Callable[..., Any]:
+def from_pretrained(
+    hf_models: Any, tokenizer: Any, references: Any, checkpoints: Any
+) -> Callable[..., Any]:
     """`from_pretrained("gpt2", n_devices=4)`: as users load it, on the machine that is entered.
 
     Of the tiny model in float32, or of one that is given.
@@ -70,6 +73,8 @@ def from_pretrained(hf_models: Any, tokenizer: Any, references: Any) -> Callable
 
     def load(name: str, hf_model: Any = None, **options: Any) -> HookedTransformer:
         references(name)  # skips what TransformerLens itself cannot convert
+        if joined():  # who load from files
+            return HookedTransformer.from_pretrained(str(checkpoints(name)), **options)
         hf_model = hf_models(name) if hf_model is None else hf_model
         return load_hooked(ALL_ARCHITECTURES[name], hf_model, tokenizer, **options)
 

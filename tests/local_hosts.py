@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -62,3 +62,19 @@ def hosts(*names: str, devices: tuple[str, ...] = ("cpu",)) -> Iterator[list[Loc
         yield connections
     finally:
         join([])
+
+
+@contextmanager
+def simulated_by_hosts(n_devices: int, *args: Any, **options: Any) -> Iterator[None]:
+    """In place of `tl_devicefix.simulate`: the CPU, and devices of two other hosts."""
+    n_other, n_of_last = n_devices - 1, (n_devices - 1) // 2
+    counts = {"node-b": n_other - n_of_last, "node-c": n_of_last}
+    with ExitStack() as stack:
+        connections = [
+            LocalConnection(name, Worker(("cpu",) * count))
+            for name, count in counts.items()
+            if count
+        ]
+        join([Host(connection, connection.worker.devices) for connection in connections])
+        stack.callback(join, [])
+        yield

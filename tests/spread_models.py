@@ -10,7 +10,7 @@ import pytest
 import torch
 from architectures import attention_only_config, build_toy
 from hf_models import padded
-from kinds import KINDS, Kind, Spread, devices_of, where_to
+from kinds import KINDS, Kind, Spread, where_to
 from transformer_lens import HookedTransformer
 
 from tl_devicefix.simulation.machine import Machine, Transfer
@@ -40,7 +40,7 @@ def load(machine: Machine, from_pretrained: Any, toys: Any) -> Callable[..., Any
             of_kind = KINDS.get(kind, Kind(kind))
             options = {**where_to(kind, spread), **of_kind.options, **options}
             model = from_pretrained(of_kind.name, **options)
-        assert (len(devices_of(model)) > 1) == (spread != 1)
+        assert (len(model.placement.memories) > 1) == (spread != 1)
         return model
 
     return load

@@ -20,7 +20,6 @@ from hooked_faults import (
     on_meta,
     some_parameters_moved,
 )
-from ranks import without_hosts
 from torch import nn
 from transformer_lens import HookedTransformer
 
@@ -145,7 +144,7 @@ def test_a_module_put_in_at_home_is_found_until_it_is_set_up(
     report = check(model)
     assert report
     assert [(item.kind, item.name) for item in report.notes] == [("attached", name)]
-    text = without_hosts(report.notes[0].message)
+    text = report.notes[0].message
     assert "is on sim:0, and its block on sim:3" in text
     model(tokens)
 
@@ -275,7 +274,7 @@ def test_the_documented_example_prints_what_is_documented(
 
     exec(code, {})
 
-    shown = without_hosts(capsys.readouterr().out)
+    shown = capsys.readouterr().out
     assert without_sizes(shown).endswith(without_sizes(printed))
 
 

@@ -1,8 +1,13 @@
-import torch, pytest, functools, copy
-from typing import Any
+import copy
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
 import tl_devicefix
 from tl_devicefix import *
-from torch.utils._pytree import tree_leaves
+
+
 def scale(x, hook): return x*1.5
 def runs_map(model,tokens):
     def run(view, item):
@@ -30,7 +35,6 @@ def saved(model,tokens):
 def attribution(model,tokens):
     _,clean=model.run_with_cache(tokens)
     corr=tokens.roll(1,1)
-    from transformer_lens import patching
     met=lambda logits: logits[:,-1,3].sum()
     import transformer_lens.patching as p
     out=[p.get_act_patch_resid_pre(model,corr,clean,met), p.get_act_patch_attn_head_out_all_pos(model,corr,clean,met)]
@@ -49,7 +53,7 @@ def split(model,tokens):
         with torch.no_grad(): return dict(model.run_with_cache(tokens)[1])
     finally: model.set_use_split_qkv_input(False)
 def sae(model,tokens):
-    torch.manual_seed(0); m=torch.nn.Linear(16,16); torch.nn.init.normal_(m.weight); 
+    torch.manual_seed(0); m=torch.nn.Linear(16,16); torch.nn.init.normal_(m.weight)
     N="hook_out" if "hook_out" in model.blocks[3]._modules else "hook_resid_post"
     old=getattr(model.blocks[3],N)
     setattr(model.blocks[3],N,m)
@@ -74,7 +78,7 @@ def kv(model,tokens):
         keys=c.entries[2].past_keys
         k=keys*1
         c.entries[3].past_keys[:, 0]=0.5
-        c.entries[2]=copy.copy(c.entries[2]); 
+        c.entries[2]=copy.copy(c.entries[2])
         e=model.blocks[3](torch.ones(2,1,16),past_kv_cache_entry=old)
         return a,b,b2,d,k,e, old.past_keys*1
 def deep(model,tokens):

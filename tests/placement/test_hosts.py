@@ -15,10 +15,10 @@ from tl_devicefix.placement.devices import Site, site_named
 from tl_devicefix.simulation.machine import Machine
 
 JOINED = (
-    Site(0, 0, "head", 0, "xpu:0"),
-    Site(1, 0, "head", 1, "xpu:1"),
-    Site(2, 1, "node-b", 0, "xpu:0"),
-    Site(3, 1, "node-b", 1, "xpu:1"),
+    Site(torch.device("sim", 0), 0, "head", 0, "xpu:0"),
+    Site(torch.device("sim", 1), 0, "head", 1, "xpu:1"),
+    Site(torch.device("sim", 2), 1, "node-b", 0, "xpu:0"),
+    Site(torch.device("sim", 3), 1, "node-b", 1, "xpu:1"),
 )
 """As after `init_hosts`, of hosts with names of their own."""
 
@@ -43,7 +43,7 @@ def one_host() -> Iterator[Machine]:
     ],
 )
 def test_a_device_is_named_by_its_host_and_what_that_calls_it(name: str, index: int) -> None:
-    assert site_named(name, JOINED).index == index
+    assert site_named(name, JOINED).torch_device.index == index
 
 
 @pytest.mark.parametrize("name", ["node-c/xpu:0", "node-b/xpu:2", "head/cpu:0", "/", "head/"])

@@ -1,9 +1,8 @@
 """How a sweep compares: what a call gives, or refuses, and where it is.
 
 With simulated devices it compares with unpatched TransformerLens on one CPU, to rounding. Over
-ranks (`pytest tests/surface --ranks 2`) it compares with this package's own model on one CPU, bit
-for bit; all processes must compute with one thread (`OMP_NUM_THREADS=1`), or products round
-otherwise.
+hosts (`pytest tests/surface --hosts`) it compares with this package's own model on one CPU: bit for
+bit, but for gradients, whose sums other hosts make in another order.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class Sweep:
 
         actual = self._outcome(name, case, run)
 
-        assert_agrees(actual, expected, tolerance=0 if self._exact else 1e-4)
+        assert_agrees(actual, expected, tolerance=1e-6 if self._exact else 1e-4)
         # What a call moves to the CPU is there; nothing else is left on a block's device.
         assert devices_in(actual) <= {torch.device(run.model.cfg.device), torch.device("cpu")}
 

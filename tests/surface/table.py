@@ -16,9 +16,9 @@ Written by `python tests/surface/table.py`. Every public method, property and fu
 of the classes and modules below, as found by inspection of the installed
 TransformerLens, is called on several numbers of simulated devices and compared with
 unpatched TransformerLens on one CPU. All agree to 1e-4, or raise the same error, and are at home,
-or on the CPU where they were moved there. Over ranks,
-`OMP_NUM_THREADS=1 pytest tests/surface --ranks 4`, they are compared with this package's own model
-on one CPU instead, bit for bit. A name that is neither here nor left out
+or on the CPU where they were moved there. Over hosts,
+`pytest tests/surface --hosts`, they are compared with this package's own model
+on one CPU instead. A name that is neither here nor left out
 fails a test. By default a part runs: each call with one model, and each model on each number
 of devices; `pytest --full` runs all.
 

@@ -62,7 +62,7 @@ def runs(
 ) -> Iterator[Callable[..., Run]]:
     """`runs("gpt2", 4)`: a Bridge over devices of a machine that is open for the whole module.
 
-    Without a number of devices, the unpatched one on the CPU, or over ranks (`--ranks`) this
+    Without a number of devices, the unpatched one on the CPU, or over hosts (`--hosts`) this
     package's own. Booted once; calls change copies.
     """
 
@@ -74,7 +74,7 @@ def runs(
 
     def get(kind: str, n_devices: int | None = None) -> Run:
         if n_devices is None:
-            own = request.config.getoption("--ranks")
+            own = request.config.getoption("--hosts")
             with contextlib.nullcontext() if own else tl_devicefix.disabled():
                 return Run(boot(kind, device="cpu"), tokens, unused=boot(kind, device="cpu"))
         bridge = boot(kind, n_devices=n_devices)
@@ -87,7 +87,7 @@ def runs(
 
 @pytest.fixture(scope="module")
 def sweep(runs: Callable[..., Run], request: pytest.FixtureRequest) -> Sweep:
-    exact = bool(request.config.getoption("--ranks"))
+    exact = bool(request.config.getoption("--hosts"))
     return Sweep(CALLS, runs, keys_of(request.session.items), exact)
 
 

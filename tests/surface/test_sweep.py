@@ -41,7 +41,7 @@ def test_what_is_compared_exists() -> None:
 def sweep(
     references: Any, from_pretrained: Any, tokens: torch.Tensor, request: pytest.FixtureRequest
 ) -> Sweep:
-    exact = bool(request.config.getoption("--ranks"))  # with this package's own on one CPU
+    exact = bool(request.config.getoption("--hosts"))  # with this package's own on one CPU
     load = cache(lambda kind: from_pretrained(kind, device="cpu")) if exact else references
     order = keys_of(request.session.items)
     return Sweep(CALLS, lambda kind: Run(load(kind), tokens), order, exact)
