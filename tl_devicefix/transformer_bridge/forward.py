@@ -13,7 +13,7 @@ from tl_devicefix.dispatch import forward as running
 from tl_devicefix.dispatch.scheduler import take_own_tokenizer
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.devices import has_values
-from tl_devicefix.transformer_bridge.attention import ThisForward, let_masks_be_for_sdpa
+from tl_devicefix.transformer_bridge.attention import ThisForward, makes_masks
 from tl_devicefix.transformer_bridge.block import prepare
 
 
@@ -32,7 +32,7 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         tokens = args[0] if args else kwargs.get("input")
         may_pad = len(args) > 2 or isinstance(tokens, list) or any(map(_leaves_out, masks))
         config = prepare(self)
-        by_sdpa = config is not None and is_sdpa(self) and let_masks_be_for_sdpa()
+        by_sdpa = config is not None and is_sdpa(self) and makes_masks()
         now = ThisForward(True, may_pad, config if by_sdpa else None)
     with one_forward(now):
         return running.forward(original, self, *args, **kwargs)
