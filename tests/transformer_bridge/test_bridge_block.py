@@ -17,6 +17,7 @@ from transformer_lens.model_bridge.generalized_components.base import Generalize
 
 import tl_devicefix
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
+from tl_devicefix.transformer_bridge import unwrapping
 from tl_devicefix.transformer_bridge.block import why_installed
 
 pytestmark = [
@@ -59,6 +60,21 @@ def test_loss_and_gradients_are_the_bridge_s(
 
     assert_as_unpatched(bridge, run, tolerance=1e-6)
     assert ways(bridge) == [None] * N_LAYERS
+
+
+@pytest.mark.parametrize("name", ["pythia", "bloom"])
+def test_gradients_after_a_first_forward_in_inference_mode(
+    name: str, boot: Any, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unwrapping, "_orders", {})
+    bridge = boot(name, device="cpu")
+    with torch.inference_mode():
+        expected = bridge(tokens)
+
+    actual = bridge(tokens)
+    actual.sum().backward()
+
+    assert_agrees(actual, expected, tolerance=0)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
