@@ -16,6 +16,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from tl_devicefix.misspelt import did_you_mean
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command.
@@ -26,7 +28,12 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         The exit status: 0 if all is well.
     """
-    chosen = _parser().parse_args(arguments)
+    parser = _parser()
+    chosen, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        options = [f"--{name.replace('_', '-')}" for name in vars(chosen)]
+        meant = did_you_mean(unknown[0].partition("=")[0], options)
+        parser.error(f"{chosen.command} has no argument {unknown[0]!r}{meant}")
     run, expected = _COMMANDS[chosen.command]
     if chosen.command != "activations":
         _set_up()
@@ -49,10 +56,12 @@ def _set_up() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    # An option by its beginning would be refused as soon as another one begins so too.
+    parser_class = functools.partial(argparse.ArgumentParser, allow_abbrev=False)
+    parser = parser_class(
         prog="python -m tl_devicefix", description="TransformerLens models over several devices."
     )
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=parser_class)
     demo = commands.add_parser(
         "demo", help="load the shipped checkpoint over several devices and look at its heads"
     )
@@ -278,7 +287,7 @@ def _run_worker(chosen: argparse.Namespace) -> bool:
 
 _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], bool], tuple[type[Exception], ...]]] = {
     "activations": (_run_activations, (OSError, ValueError)),
-    "demo": (_run_demo, ()),
+    "demo": (_run_demo, (ValueError,)),
     "estimate": (_run_estimate, (TypeError, ValueError)),
     "selfcheck": (_run_selfcheck, ()),
     "worker": (_run_worker, (RuntimeError, ValueError)),

@@ -406,7 +406,7 @@ def without_room(x: torch.Tensor) -> None:
     ("differentiate", "error", "message"),
     [
         (hooked(raise_mine), ValueError, "mine"),
-        (hooked(interrupt), KeyboardInterrupt, ""),
+        (hooked(interrupt), KeyboardInterrupt, "^$"),
         (hooked(lambda gradient: gradient.cpu()), RuntimeError, "sim:0 but got cpu"),
         (hooked(lambda gradient: gradient.to("sim:1")), RuntimeError, "sim:0 but got sim:1"),
         (hooked(lambda gradient: gradient * torch.ones(3, device="sim:1")), RuntimeError, "same"),
