@@ -16,11 +16,13 @@ from transformer_lens.components import AbstractAttention, TransformerBlock
 
 from tl_devicefix.attention.implementation import is_sdpa
 from tl_devicefix.attention.kv_cache import CacheOfBlock
+from tl_devicefix.dispatch.stand_ins import hooks_of
 from tl_devicefix.hooked_transformer.attention import Padding, Residual, alibi_bias, run_attention
 from tl_devicefix.hooked_transformer.known_blocks import (
     IS_2,
     POST_NORM,
     Look,
+    ask_again,
     at,
     fits,
     is_heard,
@@ -53,17 +55,21 @@ def block_forward(
     attention_mask: Padding | None = None,
 ) -> Residual:
     """`TransformerBlock.forward` as `run_block`, or as installed where it has to be."""
-    look = look_at(self)
     inputs = resid_pre, shortformer_pos_embed, past_kv_cache_entry, attention_mask
     # A tool such as nnsight puts a copy of its own in the place of what is installed.
     as_known = original is installed(TransformerBlock, "forward")
-    if not as_known or why_as_installed(self, look) is not None:
+    if not as_known or why_as_installed(self) is not None:
+        ask_again()
         return original(self, *inputs)  # type: ignore[no-any-return]
+    look = look_at(self)
     if type(resid_pre) is not torch.Tensor:
         output = _run_on_its_rank(self, *inputs, look)
         if output is not None:
             return output
-    return run_block(self, *inputs, look)
+    output = run_block(self, *inputs, look)
+    if look.is_heard() or any(hooks_of(self.__dict__)):
+        ask_again()
+    return output
 
 
 @patches(
@@ -131,7 +137,7 @@ def run_block(
     inputs = q_input, k_input, v_input
     if (
         (heard and is_heard(attn))
-        or why_attention_as_installed(attn, look) is not None
+        or why_attention_as_installed(attn) is not None
         or not fits(attn, inputs, past_kv_cache_entry)
     ):
         if shortformer_pos_embed is None and not post_norm and sees(attn):
@@ -197,7 +203,7 @@ def _run_on_its_rank(
         hosts is None
         or hosts.run_block is None
         or look.is_heard()
-        or why_attention_as_installed(attn, look) is not None
+        or why_attention_as_installed(attn) is not None
         or (entry is not None and is_sdpa(attn))  # as this cache grows in place
         or not fits(attn, (resid_pre,) * 3, entry)
     ):

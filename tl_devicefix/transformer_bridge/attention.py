@@ -100,7 +100,7 @@ def place_of_mask(layer: Any) -> int:
 
 def _once(make: Callable[..., Any], mask: torch.Tensor, *args: Any) -> Any:
     """Call `make` on a mask, once for all blocks of a forward."""
-    return made_once((mask,), (make, args), lambda: make(mask, *args))
+    return made_once((mask,), (make, args), mask.device, lambda: make(mask, *args))
 
 
 def built(mask: Any, residual: torch.Tensor) -> Any:

@@ -1,0 +1,165 @@
+"""Whether all that a stand-in stands for is still what was known, asked of both classes of models.
+
+A stand-in computes what installed code would, in fewer steps and without calling it: a block as one
+function of its weights, or transformers' own layer in place of a Bridge's wrappers. It would pass
+by whatever somebody puts in that code's place. So it runs only where every object that it stands
+for *is* the one that was known: `Definitions` tells that of functions, `Modules` of a module and
+those within it. Everything else runs as installed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from itertools import chain, repeat
+from operator import attrgetter, contains, is_, itemgetter
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from tl_devicefix.attention.implementation import HOOKS
+
+hooks_of = itemgetter(*HOOKS)
+"""The dicts of hooks in a module's `__dict__`, as they are now: people exchange them whole."""
+_children_of = itemgetter("_modules")
+
+
+def why_none_may_run() -> str | None:
+    """Why no stand-in may run now, whatever it stands for; None if one may."""
+    if _has_any_global_hook():
+        return "torch has hooks for every module"
+    return "it is compiled" if torch.compiler.is_compiling() else None
+
+
+class Modules:
+    """A module and those within it, as they were when they were looked through.
+
+    Attributes:
+        namespaces: their `__dict__`s, the module's own first.
+        classes: their classes.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = list(module.modules())
+        self.namespaces = list(map(vars, self._modules))
+        self._sizes = list(map(len, self.namespaces))
+        self.classes = list(map(type, self._modules))
+        self._parents = [namespace for namespace in self.namespaces if namespace["_modules"]]
+        self._children = [dict(namespace["_modules"]) for namespace in self._parents]
+
+    def are_same(self) -> bool:
+        """Whether they are the same modules, of the same classes, with as many attributes each."""
+        return (
+            self._sizes == list(map(len, self.namespaces))
+            and self.classes == list(map(type, self._modules))
+            and self._children == list(map(_children_of, self._parents))
+        )
+
+    def hooks(self) -> Iterator[dict[int, Any]]:
+        """Every dict of hooks of those within the module."""
+        return chain.from_iterable(map(hooks_of, self.namespaces[1:]))
+
+    def have_own_forward(self) -> bool:
+        """Whether one within the module has a `forward` in place of its class's."""
+        return any(map(contains, self.namespaces[1:], repeat("forward")))
+
+
+class Definitions:
+    """Functions that a stand-in does not call, and what they read, as they are when this is made.
+
+    What they read are globals, attributes of modules, and what functions of their package read in
+    turn, wherever their code names these.
+
+    Args:
+        attributes: classes, and the names of their attributes; names that a class lacks are left
+            out.
+        installed: what is installed in place of attributes that this package has replaced.
+        package: the package that has to have written them all, but for torch's.
+    """
+
+    def __init__(
+        self,
+        attributes: dict[type, Iterable[str]],
+        installed: Iterable[FunctionType] = (),
+        package: str = "transformer_lens",
+    ) -> None:
+        self._owners: list[tuple[type, list[str]]] = []
+        for cls, names in attributes.items():
+            self._owners.append((cls, [name for name in names if hasattr(cls, name)]))
+        self._of_classes = [(attrgetter(*names, "__call__"), cls) for cls, names in self._owners]
+        self._package = package
+        functions = dict.fromkeys((*installed, *filter(_is_function, self._attributes())))
+        to_read, read = list(functions), dict[int, tuple[dict[str, Any], set[str]]]()
+        while to_read:
+            function = to_read.pop()
+            for namespace, name in _reads(function) if _package(function) == package else ():
+                read.setdefault(id(namespace), (namespace, set()))[1].add(name)
+                value = namespace[name]
+                if _is_function(value) and _package(value) == package and value not in functions:
+                    functions[value] = None
+                    to_read.append(value)
+        self._of_namespaces = [
+            (itemgetter("__name__", *names), namespace) for namespace, names in read.values()
+        ]
+        self._functions = tuple(functions)
+        self._codes = self._code()
+        self._values = tuple(self._read())
+
+    def _attributes(self) -> Iterator[Any]:
+        return chain.from_iterable(get(cls) for get, cls in self._of_classes)
+
+    def _read(self) -> Iterator[Any]:
+        of_namespaces = (get(namespace) for get, namespace in self._of_namespaces)
+        return chain(self._attributes(), chain.from_iterable(of_namespaces))
+
+    def _code(self) -> list[CodeType]:
+        return [function.__code__ for function in self._functions]
+
+    def are_same(self) -> bool:
+        """Whether each is the very object that it was, with the code that it had."""
+        try:
+            return all(map(is_, self._read(), self._values)) and self._code() == self._codes
+        except (AttributeError, KeyError):  # one of them is gone
+            return False
+
+    def foreign(self) -> str | None:
+        """Name of an attribute or a function that somebody else has written; None if none is."""
+        for cls, names in self._owners:
+            for name in (*names, "__call__"):
+                if not isinstance(getattr(cls, name), (FunctionType, property)):
+                    return f"{cls.__name__}.{name}"
+        folders = set(map(_folder, (self._package, "torch", "tl_devicefix")))
+        for function in self._functions:
+            if folders.isdisjoint(Path(function.__code__.co_filename).parents):
+                return function.__qualname__
+        return None
+
+
+def _is_function(value: Any) -> bool:
+    return isinstance(value, FunctionType)
+
+
+def _package(function: FunctionType) -> str:
+    return str(function.__globals__.get("__name__")).partition(".")[0]
+
+
+def _folder(package: str) -> Path:
+    return Path(str(sys.modules[package].__file__)).parent
+
+
+def _reads(function: FunctionType) -> Iterator[tuple[dict[str, Any], str]]:
+    """Namespaces and names that a function reads: its module's, and of modules that it names."""
+    codes, names = [function.__code__], set[str]()
+    for code in codes:
+        names.update(code.co_names)
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    for name in names & function.__globals__.keys():
+        yield function.__globals__, name
+        value = function.__globals__[name]
+        if isinstance(value, ModuleType):
+            for attribute in names & vars(value).keys():
+                yield vars(value), attribute
