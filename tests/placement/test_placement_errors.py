@@ -85,3 +85,16 @@ def test_a_device_map_that_says_no_device(
 ) -> None:
     with pytest.raises(ValueError, match=says.replace("?", r"\?")):
         plan(config(), device_map=device_map)
+
+
+@pytest.mark.parametrize("device_map", [{"": 0, "blocks.3": 1}, 1])
+def test_a_device_map_that_does_not_fit_is_told_to_map_blocks_elsewhere(
+    device_map: Any, config: Any, machine: Any
+) -> None:
+    with pytest.raises(ValueError, match="do not fit") as caught:
+        plan(config(), device_map=device_map, max_memory={0: "1KiB", 1: "1KiB"})
+    message = str(caught.value)
+    assert "put less there in device_map" in message
+    assert "map them to 'cpu'" in message
+    assert "more devices" not in message
+    assert "in max_memory" not in message  # which does nothing beside a map

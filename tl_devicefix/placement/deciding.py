@@ -57,7 +57,8 @@ def decide_fitting(
 ) -> Placement:
     """As `plan`, for components of these sizes."""
     placement = decide(sizes, n_devices, device, device_map, max_memory)
-    check_fit(placement, max_memory)
+    is_given = device_map is not None and device_map not in STRATEGIES
+    check_fit(placement, max_memory, is_given)
     return placement
 
 
