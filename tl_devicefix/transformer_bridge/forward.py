@@ -10,7 +10,7 @@ import torch
 from tl_devicefix.attention.implementation import is_sdpa
 from tl_devicefix.attention.one_forward import one_forward
 from tl_devicefix.dispatch import forward as running
-from tl_devicefix.dispatch.scheduler import take_own_tokenizer
+from tl_devicefix.dispatch.scheduler import refuse_in_run, take_own_tokenizer
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.devices import has_values
 from tl_devicefix.transformer_bridge.attention import ThisForward, makes_masks
@@ -60,5 +60,6 @@ def _leaves_out(mask: Any) -> bool:
 )
 def with_own_tokenizer(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """A method of a Bridge that changes the tokenizer's padding side while it runs."""
+    refuse_in_run(self)
     take_own_tokenizer(self)
     return original(self, *args, **kwargs)
