@@ -37,11 +37,11 @@ def check_fit(placement: Placement, max_memory: MaxMemory | None, is_given: bool
         and (needed := placement.bytes_on(memory)) > room
     ]
     if over:
-        devices, offload = "use more devices", "" if HOST in (limits or {}) else _OFFLOAD
+        remedy, offload = "use more devices,", "" if HOST in (limits or {}) else _OFFLOAD
         if is_given:
-            devices, offload = "put less there in device_map", _OFFLOAD_BY_MAP
+            remedy, offload = "put less there in device_map, or use", _OFFLOAD_BY_MAP
         raise ValueError(
-            f"the weights do not fit: {', '.join(over)}; {devices}, or use a larger max_memory, a "
+            f"the weights do not fit: {', '.join(over)}; {remedy} a larger max_memory, a "
             f"smaller dtype or first_n_layers{offload}. tl_devicefix.estimate names what would fit"
         )
 
