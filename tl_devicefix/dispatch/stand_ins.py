@@ -128,15 +128,19 @@ class Definitions:
 
     def foreign(self) -> str | None:
         """Name of an attribute or a function that somebody else has written; None if none is."""
-        for cls, names in self._owners:
-            for name in (*names, "__call__"):
-                if not isinstance(getattr(cls, name), (FunctionType, property)):
-                    return f"{cls.__name__}.{name}"
         folders = set(map(_folder, (self._package, "torch", "tl_devicefix")))
-        for function in self._functions:
-            if folders.isdisjoint(Path(function.__code__.co_filename).parents):
-                return function.__qualname__
+        named = {f"{cls.__name__}.{name}": getattr(cls, name) for cls, name in self._names()}
+        named |= {function.__qualname__: function for function in self._functions}
+        for name, value in named.items():
+            function = value.fget if isinstance(value, property) else value
+            if not _is_function(function) or folders.isdisjoint(
+                Path(function.__code__.co_filename).parents
+            ):
+                return name
         return None
+
+    def _names(self) -> Iterator[tuple[type, str]]:
+        return ((cls, name) for cls, names in self._owners for name in (*names, "__call__"))
 
 
 def _is_function(value: Any) -> bool:

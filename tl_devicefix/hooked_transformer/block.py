@@ -66,8 +66,9 @@ def block_forward(
         output = _run_on_its_rank(self, *inputs, look)
         if output is not None:
             return output
-    output = run_block(self, *inputs, look)
-    if look.is_heard() or any(hooks_of(self.__dict__)):
+    heard = look.is_heard()
+    output = run_block(self, *inputs, heard)
+    if heard or any(hooks_of(self.__dict__)):
         ask_again()
     return output
 
@@ -114,12 +115,10 @@ def run_block(
     shortformer_pos_embed: Residual | None = None,
     past_kv_cache_entry: Any = None,
     attention_mask: Padding | None = None,
-    look: Look | None = None,
+    heard: bool = True,
 ) -> Residual:
-    """What a block makes of the residual stream."""
+    """What a block makes of the residual stream; if it is not `heard`, nobody listens in it."""
     modules, cfg = block._modules, block.cfg
-    look = look_at(block) if look is None else look
-    heard = look.is_heard()
     post_norm = not IS_2 and cfg.original_architecture in POST_NORM
     if heard:
         resid_pre = at(modules, "hook_resid_pre", resid_pre)
