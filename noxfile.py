@@ -185,6 +185,17 @@ def asynchronous(session: nox.Session) -> None:
 
 
 @nox.session
+def fuzz(session: nox.Session) -> None:
+    """Compare 2 000 random cases with the installed TransformerLens; outside CI, which has 100.
+
+    `nox -s fuzz -- 4.3.0 600` runs 600 Bridges, and `nox -s fuzz -- 3.9.0 1 --seed 17` one case.
+    """
+    version, *arguments = session.posargs or ["3.9.0"]
+    install_tests(session, version)
+    session.run("python", "-W", "ignore", "tests/fuzz", *arguments)
+
+
+@nox.session
 def mutation(session: nox.Session) -> None:
     """Look for slips in weight_processing/ that its tests do not notice: an hour; outside CI."""
     install_tests(session, "3.9.0")
