@@ -61,7 +61,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"data": [torch.zeros(0, 9).long()]}, r"must be one or more tokens .* but is \[0, 9\]"),
     ({"data": [{"content": "w4"}]}, r"with \['content'\]"),
     ({"data": [[torch.ones(2, 9).long()] * 2]}, "item 0 of batches is a list: give"),  # or a mask
-    ({"data": [IDS]}, r"is \[9\]: make batches of examples"),
+    ({"data": [IDS]}, r"is \[9\] of torch\.int64: make batches"),
     ({"data": [{"tokens": IDS[None], "attention_mask": IDS}]}, r"is \[9\], but .* \[1, 9\]"),
     ({"model": 3}, "the model must be a"),
 ]
