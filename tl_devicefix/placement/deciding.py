@@ -85,6 +85,14 @@ def decide(
         return placement
     limits = by_device(max_memory, default_device() if device is None else resolve(device))
     devices = _devices_to_use(device, n_devices, device_map, limits)
+    n_blocks = sum(is_block(size.name) for size in sizes)
+    if n_devices is not None and n_devices > max(n_blocks, 1):
+        _log.warning(
+            "n_devices is %d, but the model has %d blocks, so that at most as many devices are "
+            "used: lower n_devices",
+            n_devices,
+            n_blocks,
+        )
     home = devices[0]
     may_offload = home != HOST and HOST in (limits or {})
     _warn_of_unused(limits, [*devices, HOST] if may_offload else devices)
