@@ -107,7 +107,7 @@ def draw(seed: int) -> Case:
         extras = list(EXTRAS)[: -1 if n_devices > 1 else None]  # float32 there, for its rounding
         extra = random_.choice(extras) if random_.random() < 0.25 else None
         model = random_.choice(list(MODELS)), random_.choice((2, 3)), extra
-    draw = Draw(random_, model)
+    draw = Draw(random_, model, is_spread=n_devices > 1)
     operations = [draw.any_operation() for _ in range(random_.randint(3, 8))]
     return Case(model, n_devices, [*operations, draw.one_of(RUNS)])
 
@@ -115,9 +115,12 @@ def draw(seed: int) -> Case:
 class Draw:
     """Draws operations for a model, mostly such as it has the modules for."""
 
-    def __init__(self, random_: random.Random, model: tuple[Any, ...]) -> None:
+    def __init__(self, random_: random.Random, model: tuple[Any, ...], is_spread: bool) -> None:
         self._random = random_
         self._paths = paths(model)
+        # Over devices, torch's error about devices follows where a block is in two places at once,
+        # or has lost the forward pre-hook that carries its inputs to its device.
+        self._left_out = {"repeat_block", "graft", "_forward_pre_hooks"} if is_spread else set()
 
     def any_operation(self) -> tuple[Any, ...]:
         """A run, a change, or a change that a hook makes within a later run."""
@@ -142,14 +145,15 @@ class Draw:
 
     def one_of(self, operations: list[Any]) -> tuple[Any, ...]:
         """An operation, with arguments drawn by their types."""
-        operation = self._random.choice(operations)
-        hints = typing.get_type_hints(operation)
+        function = self._random.choice(operations)
+        hints = typing.get_type_hints(function)
         arguments = [
             self._random.choice(self._pool(hint))
             for name, hint in hints.items()
             if name not in ("trial", "return")
         ]
-        return operation.__name__, *arguments
+        operation = function.__name__, *arguments
+        return operation if self._left_out.isdisjoint(operation) else self.one_of(operations)
 
     def _pool(self, hint: Any) -> Sequence[Any]:
         if hint in (Module, Point):

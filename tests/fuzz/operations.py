@@ -75,7 +75,9 @@ class Trial:
             for i, part in enumerate(value):
                 self.note(f"{label}[{i}]", part)
         elif value is not None:
-            self.seen.append((label, value if isinstance(value, (int, str)) else type(value)))
+            self.seen.append(
+                (label, value if isinstance(value, (int, str)) else type(value).__name__)
+            )
 
     def do(self, operation: tuple[Any, ...]) -> None:
         """Do an operation, and note the type of its error if it raises one."""
@@ -255,7 +257,9 @@ def torch_hook(
         value = given[1] if register == "forward_pre" and flag and not given[0] else given[0]
         if register == "forward":
             value = given[-1]
-        trial.note(f"torch's {kind} {module}", value.values() if type(value) is dict else value)
+        trial.note(
+            f"torch's {kind} {module}", tuple(value.values()) if type(value) is dict else value
+        )
         if effect == "read" or register == "full_backward_pre":
             return None
         if flag == "with_kwargs" and register == "forward_pre":
