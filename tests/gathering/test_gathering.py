@@ -97,6 +97,16 @@ def test_what_cannot_fit_is_refused_before_anything_is_copied(
         assert model.W_in.device == CPU
 
 
+def test_weights_of_grouped_heads_need_room_for_each_head_s_copy_too(
+    model: Any, machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = sum(block.attn._W_K.nbytes for block in model.blocks)
+    monkeypatch.setattr(machine, "_capacities", [machine.memory_allocated(0) + stored] * 4)
+
+    with pytest.raises(torch.OutOfMemoryError, match=r"model\.W_K is .*, but sim:0"):
+        _ = model.W_K
+
+
 def test_what_cannot_fit_into_host_memory_is_refused_too(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
