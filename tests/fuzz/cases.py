@@ -118,9 +118,9 @@ class Draw:
     def __init__(self, random_: random.Random, model: tuple[Any, ...], is_spread: bool) -> None:
         self._random = random_
         self._paths = paths(model)
-        # Over devices, torch's error about devices follows where a block is in two places at once,
-        # or has lost the forward pre-hook that carries its inputs to its device.
-        self._left_out = {"repeat_block", "graft", "_forward_pre_hooks"} if is_spread else set()
+        # Over devices, torch's error about devices follows where a grafted block's parts are
+        # exchanged again, or a block has lost the forward pre-hook that carries its inputs.
+        self._left_out = {"graft", "_forward_pre_hooks"} if is_spread else set()
 
     def any_operation(self) -> tuple[Any, ...]:
         """A run, a change, or a change that a hook makes within a later run."""

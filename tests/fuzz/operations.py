@@ -51,7 +51,7 @@ class Trial:
 
     def __init__(self, model: Any, other: Callable[[], Any]) -> None:
         self.model = model
-        self.other = functools.cache(other)  # a second model of the same shapes
+        self.other = other  # makes another model of the same shapes
         self.seen: list[tuple[str, Any]] = []
         self.messages: list[str] = []
         self.undo = contextlib.ExitStack()
@@ -464,11 +464,6 @@ def exchange(
 def graft(trial: Trial, block: Block, of: Block) -> None:
     """A block of another model in the place of one."""
     trial.put(block, operator.attrgetter(of)(trial.other()))
-
-
-@change
-def repeat_block(trial: Trial, block: Block, of: Block) -> None:
-    trial.put(block, trial.at(of))
 
 
 @change
