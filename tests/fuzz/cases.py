@@ -119,8 +119,10 @@ class Draw:
         self._random = random_
         self._paths = paths(model)
         # Over devices, torch's error about devices follows where a grafted block's parts are
-        # exchanged again, or a block has lost the forward pre-hook that carries its inputs.
-        self._left_out = {"graft", "_forward_pre_hooks"} if is_spread else set()
+        # exchanged again, or a block has lost the forward pre-hook that carries its inputs. And
+        # blocks share masks and rotary tables, so that one changed in place is so for all.
+        left_out = {"graft", "_forward_pre_hooks", "buffer"}
+        self._left_out = left_out if is_spread else set()
 
     def any_operation(self) -> tuple[Any, ...]:
         """A run, a change, or a change that a hook makes within a later run."""
