@@ -324,7 +324,6 @@ def test_blocks_of_an_unknown_transformer_lens_run_as_installed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(known_blocks, "KNOWN", {})
-    monkeypatch.setattr(known_blocks, "_known", [])
     model = make("RMS, grouped")
     with mock.patch("tl_devicefix.hooked_transformer.block.run_block") as run_block:
         assert_as_installed(lambda: run(model))

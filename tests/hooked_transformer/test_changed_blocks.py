@@ -29,6 +29,7 @@ from torch.nn.utils import parametrize
 from transformer_lens.components import MLP, Attention, LayerNorm, TransformerBlock
 from transformer_lens.hook_points import HookPoint
 
+from tl_devicefix.dispatch import stand_ins
 from tl_devicefix.hooked_transformer import known_blocks
 from tl_devicefix.hooked_transformer.known_blocks import IS_2
 
@@ -419,7 +420,7 @@ def test_a_method_of_a_class_in_another_form(
     model = shared("LN")
     before = run(model)["logits"]
     if not known:
-        monkeypatch.setattr(known_blocks, "_known", [])
+        monkeypatch.setattr(stand_ins, "_known", {})
 
     with mock.patch.object(MLP, "forward", wrap(MLP.forward)):
         changed = assert_as_installed(lambda: run(model))

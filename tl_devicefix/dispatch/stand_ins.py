@@ -10,7 +10,7 @@ those within it. Everything else runs as installed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import chain, repeat
 from operator import attrgetter, contains, is_, itemgetter
 from pathlib import Path
@@ -22,17 +22,52 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from tl_devicefix.attention.implementation import HOOKS
+from tl_devicefix.attention.one_forward import kept_in_forward
 
 hooks_of = itemgetter(*HOOKS)
 """The dicts of hooks in a module's `__dict__`, as they are now: people exchange them whole."""
 _children_of = itemgetter("_modules")
 
 
-def why_none_may_run() -> str | None:
-    """Why no stand-in may run now, whatever it stands for; None if one may."""
+def why_not_now(key: Hashable, define: Callable[[], Iterable[Definitions]]) -> str | None:
+    """Why a stand-in may not run now: something that it stands for was replaced; None if it may.
+
+    Functions are looked at once in a forward, and after `look_again`.
+
+    Args:
+        key: of what it stands for.
+        define: finds what this is, where it is not known yet.
+    """
     if _has_any_global_hook():
         return "torch has hooks for every module"
-    return "it is compiled" if torch.compiler.is_compiling() else None
+    if torch.compiler.is_compiling():
+        return "it is compiled"
+    replaced: dict[Hashable, str | None] = kept_in_forward().setdefault(_REPLACED, {})
+    if key not in replaced:
+        replaced[key] = _find_replaced(key, define)
+    return replaced[key]
+
+
+_REPLACED = "replaced"
+_known: dict[Hashable, list[Definitions]] = {}
+
+
+def _find_replaced(key: Hashable, define: Callable[[], Iterable[Definitions]]) -> str | None:
+    if key in _known and all(definitions.are_same() for definitions in _known[key]):
+        return None
+    now = list(define())
+    for definitions in now:
+        if (name := definitions.foreign()) is not None:
+            return f"{name} was replaced"
+    if key in _known:
+        return "a function that it uses was replaced"
+    _known[key] = now
+    return None
+
+
+def look_again() -> None:
+    """Look at functions again: hooks have run, which may have replaced some."""
+    kept_in_forward().pop(_REPLACED, None)
 
 
 class Modules:
@@ -67,6 +102,10 @@ class Modules:
         """Whether one within the module has a `forward` in place of its class's."""
         return any(map(contains, self.namespaces[1:], repeat("forward")))
 
+    def own_forwards(self) -> list[Any]:
+        """The `forward` of each module that has one in place of its class's; None of the others."""
+        return [namespace.get("forward") for namespace in self.namespaces]
+
 
 class Definitions:
     """Functions that a stand-in does not call, and what they read, as they are when this is made.
@@ -96,6 +135,10 @@ class Definitions:
         to_read, read = list(functions), dict[int, tuple[dict[str, Any], set[str]]]()
         while to_read:
             function = to_read.pop()
+            inner = getattr(function, "__wrapped__", None)
+            if _is_function(inner) and _package(inner) == package and inner not in functions:
+                functions[inner] = None
+                to_read.append(inner)
             for namespace, name in _reads(function) if _package(function) == package else ():
                 read.setdefault(id(namespace), (namespace, set()))[1].add(name)
                 value = namespace[name]
@@ -156,14 +199,17 @@ def _folder(package: str) -> Path:
 
 
 def _reads(function: FunctionType) -> Iterator[tuple[dict[str, Any], str]]:
-    """Namespaces and names that a function reads: its module's, and of modules that it names."""
+    """Namespaces, and names of what a function calls in them: its module's, and modules' there."""
     codes, names = [function.__code__], set[str]()
     for code in codes:
         names.update(code.co_names)
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    for name in names & function.__globals__.keys():
-        yield function.__globals__, name
-        value = function.__globals__[name]
-        if isinstance(value, ModuleType):
-            for attribute in names & vars(value).keys():
-                yield vars(value), attribute
+    namespaces = [function.__globals__]
+    for namespace in namespaces:
+        for name in names & namespace.keys():
+            value = namespace[name]
+            if isinstance(value, ModuleType):
+                if namespace is function.__globals__:
+                    namespaces.append(vars(value))
+            elif callable(value):
+                yield namespace, name

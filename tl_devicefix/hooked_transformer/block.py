@@ -16,13 +16,12 @@ from transformer_lens.components import AbstractAttention, TransformerBlock
 
 from tl_devicefix.attention.implementation import is_sdpa
 from tl_devicefix.attention.kv_cache import CacheOfBlock
-from tl_devicefix.dispatch.stand_ins import hooks_of
+from tl_devicefix.dispatch.stand_ins import hooks_of, look_again
 from tl_devicefix.hooked_transformer.attention import Padding, Residual, alibi_bias, run_attention
 from tl_devicefix.hooked_transformer.known_blocks import (
     IS_2,
     POST_NORM,
     Look,
-    ask_again,
     at,
     fits,
     is_heard,
@@ -59,7 +58,7 @@ def block_forward(
     # A tool such as nnsight puts a copy of its own in the place of what is installed.
     as_known = original is installed(TransformerBlock, "forward")
     if not as_known or why_as_installed(self) is not None:
-        ask_again()
+        look_again()
         return original(self, *inputs)  # type: ignore[no-any-return]
     look = look_at(self)
     if type(resid_pre) is not torch.Tensor:
@@ -69,7 +68,7 @@ def block_forward(
     heard = look.is_heard()
     output = run_block(self, *inputs, heard)
     if heard or any(hooks_of(self.__dict__)):
-        ask_again()
+        look_again()
     return output
 
 

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import inspect
 import textwrap
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -35,8 +36,8 @@ from transformer_lens.utilities import attention as attention_utilities
 from transformer_lens.utilities.addmm import batch_addmm
 
 from tl_devicefix.attention.implementation import HOOKS, looks_away
-from tl_devicefix.attention.one_forward import kept_in_forward, made_once
-from tl_devicefix.dispatch.stand_ins import Definitions, Modules, why_none_may_run
+from tl_devicefix.attention.one_forward import made_once
+from tl_devicefix.dispatch.stand_ins import Definitions, Modules, why_not_now
 from tl_devicefix.dispatch.views import LOOK
 from tl_devicefix.monkeypatch.applying import original
 from tl_devicefix.monkeypatch.versions import installed
@@ -255,40 +256,17 @@ def _why_attention_by_config(cfg: Any) -> str | None:
     return None
 
 
-_DEFINITIONS = "definitions"
-
-
 def _why_now() -> str | None:
     """Why all blocks run the installed forward now; None if some need not."""
-    kept = kept_in_forward()
-    if _DEFINITIONS not in kept:
-        kept[_DEFINITIONS] = _why_definitions()
-    why: str | None = kept[_DEFINITIONS]
-    return why or why_none_may_run()
-
-
-def ask_again() -> None:
-    """Have the next block look at functions again: hooks have run, which may have replaced some."""
-    kept_in_forward().pop(_DEFINITIONS, None)
-
-
-_known: list[Definitions] = []
-"""The definitions that are known, once a block has run."""
-
-
-def _why_definitions() -> str | None:
-    if _known and _known[0].are_same():
-        return None
-    installed_forwards = (original(cls, "forward") for cls in (TransformerBlock, AbstractAttention))
-    now = Definitions(_NOT_CALLED, installed_forwards)
-    if (name := now.foreign()) is not None:
-        return f"{name} is not TransformerLens's"
-    if _known:
-        return "a function of TransformerLens was replaced"
-    if digest() not in KNOWN:
+    why = why_not_now("HookedTransformer", _define)
+    if why is None and digest() not in KNOWN:
         return f"tl_devicefix does not know the blocks of transformer_lens {installed()}"
-    _known.append(now)
-    return None
+    return why
+
+
+def _define() -> Iterator[Definitions]:
+    installed_forwards = (original(cls, "forward") for cls in (TransformerBlock, AbstractAttention))
+    yield Definitions(_NOT_CALLED, installed_forwards)
 
 
 def fits(attn: Any, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], entry: Any) -> bool:
