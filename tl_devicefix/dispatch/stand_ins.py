@@ -98,13 +98,9 @@ class Modules:
         """Every dict of hooks of those within the module."""
         return chain.from_iterable(map(hooks_of, self.namespaces[1:]))
 
-    def have_own_forward(self) -> bool:
-        """Whether one within the module has a `forward` in place of its class's."""
-        return any(map(contains, self.namespaces[1:], repeat("forward")))
-
-    def own_forwards(self) -> list[Any]:
-        """The `forward` of each module that has one in place of its class's; None of the others."""
-        return [namespace.get("forward") for namespace in self.namespaces]
+    def have_own_forward(self) -> list[bool]:
+        """Whether each has a `forward` in place of its class's."""
+        return list(map(contains, self.namespaces, repeat("forward")))
 
 
 class Definitions:

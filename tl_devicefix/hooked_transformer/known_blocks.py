@@ -173,7 +173,11 @@ class Look:
     def is_heard(self) -> bool:
         """Whether somebody listens in it: on a hook point or a component, or in place of one."""
         assert self._modules is not None
-        return self._has_others or any(self._modules.hooks()) or self._modules.have_own_forward()
+        return (
+            self._has_others
+            or any(self._modules.hooks())
+            or any(self._modules.have_own_forward()[1:])
+        )
 
     # A copy is looked at anew. As there is a `__deepcopy__`, a view's is not emptied between runs.
 

@@ -12,7 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from itertools import chain
-from operator import is_, itemgetter
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -389,7 +389,7 @@ class _Seen:
 
     def __init__(self, unit: Any) -> None:
         self._modules = Modules(unit)
-        self._forwards = self._modules.own_forwards()
+        self._have_forward = self._modules.have_own_forward()
         around = [unit, unit._modules.get("hook_in"), unit._modules.get("hook_out")]
         inside = [module for module in unit.modules() if module not in around]
         self._around = [vars(module) for module in around if module is not None]
@@ -408,7 +408,7 @@ class _Seen:
         try:
             return (
                 self._modules.are_same()
-                and all(map(is_, self._modules.own_forwards(), self._forwards))
+                and self._have_forward == self._modules.have_own_forward()
                 and self._values == [get(attributes) for get, attributes in self._attributes]
             )
         except (RuntimeError, ValueError, KeyError):  # tensors among attributes, and others now
