@@ -53,6 +53,13 @@ def while_processing(monkeypatch: pytest.MonkeyPatch) -> Any:
     return have
 
 
+@pytest.mark.skipif(has_hooked_transformer(), reason="TransformerLens 3 folds no offloaded block")
+def test_processed_weights_of_offloaded_blocks_are_pinned_too(boot: Any) -> None:
+    with tl_devicefix.simulate(2, asynchronous=True):
+        bridge = boot("llama", device_map={"": 0, "blocks.2": "cpu"}, compatible=True)
+        assert all(parameter.is_pinned() for parameter in bridge.blocks[2].parameters())
+
+
 def test_all_devices_are_at_work_at_once_but_for_the_unembedding(
     machine: Any, boot: Any, references: Any, while_processing: Any
 ) -> None:
