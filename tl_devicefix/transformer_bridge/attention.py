@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -90,6 +91,21 @@ def eager_mask(original: Any, *args: Any, **kwargs: Any) -> Any:
     if config is not None and kwargs.get("config") is config:
         return masking_utils.sdpa_mask(*args, **kwargs)
     return original(*args, **kwargs)
+
+
+_patches_kv_cache = functools.partial(
+    patches, why="the KV cache, by its name in transformers 5.24", since="3.9"
+)
+
+
+@_patches_kv_cache("AttentionBridge", "_update_kv_cache", takes="self k v")
+@_patches_kv_cache("MLAAttentionBridge", "forward", takes="self")
+@_patches_kv_cache("GlmMoeDsaAttentionBridge", "forward", takes="self")
+def with_kv_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Attention that reads `past_key_values`, where transformers' layer gives `cache`."""
+    if "cache" in kwargs:
+        kwargs.setdefault("past_key_values", kwargs.pop("cache"))
+    return original(self, *args, **kwargs)
 
 
 def place_of_mask(layer: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +25,8 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     Raises:
         RuntimeError: if the model's weights are only partly processed.
     """
+    if "past_key_values" in kwargs and _takes_cache(self):
+        kwargs["cache"] = kwargs.pop("past_key_values")
     now = ThisForward()
     named = [kwargs.get(name) for name in ("attention_mask", "one_zero_attention_mask")]
     masks = named + [value for value in args[1:] if isinstance(value, torch.Tensor)]
@@ -36,6 +39,14 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         now = ThisForward(True, may_pad, config if by_sdpa else None)
     with one_forward(now):
         return running.forward(original, self, *args, **kwargs)
+
+
+def _takes_cache(bridge: Any) -> bool:
+    """Whether a state has transformers 5.24's name, where `generate` knows two earlier ones."""
+    is_stateful = getattr(bridge.cfg, "is_stateful", False)
+    return (
+        bool(is_stateful) and "cache" in inspect.signature(bridge.original_model.forward).parameters
+    )
 
 
 def _is_of_tokens(mask: Any) -> bool:
