@@ -140,13 +140,9 @@ _BRIDGE: dict[Any, Any] = {
         *("attn.q._original_component.weight", "mlp.out._original_component.bias"),
         *("ln1._original_component.weight", "attn.W_Q", "mlp.W_out"),
     ],
-    Setting: [
-        ("eps", 0.1),
-        ("use_attn_result", True),
-        ("use_split_qkv_input", True),
-        ("use_attn_in", True),
-        ("use_hook_mlp_in", True),
-    ],
+    # Those for results or inputs of heads are left out: a Bridge adds these up, which is rounded
+    # otherwise, and the package does so only in a block that has hooks.
+    Setting: [("eps", 0.1), ("use_hook_mlp_in", True)],
     Attribute: [
         ("attn._original_component.scaling", 0.3),
         ("attn._original_component.layer_idx", 0),

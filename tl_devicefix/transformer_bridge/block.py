@@ -176,7 +176,8 @@ def _goes_its_own_way(kind: type) -> bool:
         run = vars(base).get("forward")
         if hasattr(run, "__wrapped__"):
             return False
-        if run is not None and "__class__" not in run.__code__.co_freevars:  # it has no `super`
+        code = getattr(run, "__code__", None)
+        if run is not None and (code is None or "__class__" not in code.co_freevars):  # no `super`
             return True
     return True
 
