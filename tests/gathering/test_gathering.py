@@ -159,6 +159,18 @@ def test_a_slice_that_is_made_within_gather_on_is_read_at_home_afterwards(
     assert_agrees(first, expected.apply_slice_to_batch_dim(0), home_of(model))
 
 
+def test_a_slice_s_activations_stay_where_they_were_computed(
+    model: Any, tokens: torch.Tensor
+) -> None:
+    _, cache = model.run_with_cache(tokens)
+
+    of_slice = cache.apply_slice_to_batch_dim(0).cache_dict
+
+    assert of_slice[LAST].device == home_of(model)
+    for name, activation in cache.cache_dict.stored().items():
+        assert of_slice.stored()[name].device == activation.device
+
+
 def test_reading_a_cache_leaves_nothing_behind_at_home(
     model: Any, machine: Any, tokens: torch.Tensor
 ) -> None:
