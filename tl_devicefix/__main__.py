@@ -55,13 +55,18 @@ def _set_up() -> None:
     warnings.filterwarnings("ignore", message=".*HookedTransformer", category=DeprecationWarning)
 
 
+class _Parser(argparse.ArgumentParser):
+    """One that takes options by their whole names, as others may come that begin so too."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+
 def _parser() -> argparse.ArgumentParser:
-    # An option by its beginning would be refused as soon as another one begins so too.
-    parser_class = functools.partial(argparse.ArgumentParser, allow_abbrev=False)
-    parser = parser_class(
+    parser = _Parser(
         prog="python -m tl_devicefix", description="TransformerLens models over several devices."
     )
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=parser_class)
+    commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser(
         "demo", help="load the shipped checkpoint over several devices and look at its heads"
     )

@@ -205,14 +205,22 @@ def outcome(case: Case, *, spread: bool = False) -> Outcome:
 def build(model: tuple[Any, ...], n_devices: int, seed: int = 1) -> Any:
     """A model with random weights, which depend on the seed alone."""
     if IS_BRIDGE:
-        return build_bridge(*model, n_devices, seed)
-    return build_hooked(*model, n_devices, seed)
+        name, mode = model
+        return build_bridge(name, mode, n_devices, seed)
+    name, n_layers, extra = model
+    return build_hooked(name, n_layers, extra, n_devices, seed)
 
 
 def build_hooked(name: str, n_layers: int, extra: str | None, n_devices: int, seed: int) -> Any:
     from transformer_lens import HookedTransformer, HookedTransformerConfig
 
-    sizes = {"n_layers": n_layers, "d_model": 16, "n_heads": 4, "d_head": 4, "d_mlp": 24}
+    sizes: dict[str, Any] = {
+        "n_layers": n_layers,
+        "d_model": 16,
+        "n_heads": 4,
+        "d_head": 4,
+        "d_mlp": 24,
+    }
     sizes |= {"d_vocab": 40, "n_ctx": 24, "act_fn": "silu", "normalization_type": "LN"}
     sizes |= {"window_size": 4}  # of blocks that are made local
     options = {**sizes, "device": "cpu", "init_weights": False, **MODELS[name]}

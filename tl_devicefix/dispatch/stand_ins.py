@@ -10,12 +10,12 @@ those within it. Everything else runs as installed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from itertools import chain, repeat
 from operator import attrgetter, contains, is_, itemgetter
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -118,7 +118,7 @@ class Definitions:
 
     def __init__(
         self,
-        attributes: dict[type, Iterable[str]],
+        attributes: Mapping[type, Iterable[str]],
         installed: Iterable[FunctionType] = (),
         package: str = "transformer_lens",
     ) -> None:
@@ -182,7 +182,7 @@ class Definitions:
         return ((cls, name) for cls, names in self._owners for name in (*names, "__call__"))
 
 
-def _is_function(value: Any) -> bool:
+def _is_function(value: Any) -> TypeGuard[FunctionType]:
     return isinstance(value, FunctionType)
 
 
