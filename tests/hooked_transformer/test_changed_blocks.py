@@ -541,3 +541,51 @@ def test_an_attribute_that_makes_room_for_a_method_between_two_forwards() -> Non
 
     before = run(model)["logits"]
     assert not torch.equal(assert_as_installed(changed)["logits"], before)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("components.abstract_attention", "simple_attn_linear"),
+        ("components.mlps.mlp", "batch_addmm"),
+    ],
+)
+def test_a_function_that_is_replaced_before_any_forward(
+    module: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = shared("LN")
+    before = run(model)["logits"]
+    owner = pkgutil.resolve_name(f"transformer_lens.{module}")
+    monkeypatch.setattr(stand_ins, "_known", {})
+
+    with mock.patch.object(owner, name, times(1.5, getattr(owner, name))):
+        changed = assert_as_installed(lambda: run(model))
+
+    assert not torch.equal(changed["logits"], before)
+
+
+def test_a_method_in_a_decorator_of_torch_before_any_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = shared("LN")
+    monkeypatch.setattr(stand_ins, "_known", {})
+
+    with mock.patch.object(MLP, "forward", torch.no_grad()(MLP.forward)):
+        seen = assert_as_installed(lambda: run(model))
+
+    assert "grad blocks.0.mlp.W_in" not in seen
+
+
+@pytest.mark.parametrize("path", ["attn", "attn.hook_z", "mlp", "hook_resid_post"])
+@pytest.mark.parametrize(
+    "register",
+    ["register_full_backward_pre_hook", "register_full_backward_hook", "register_forward_pre_hook"],
+)
+def test_each_kind_of_torch_s_hooks(path: str, register: str) -> None:
+    model = make("LN")
+    module, called = model.get_submodule(f"blocks.0.{path}"), list[str]()
+    getattr(module, register)(lambda *_: called.append(path))
+
+    assert_as_installed(lambda: run(model))
+
+    assert len(called) >= 2  # with the package, and without

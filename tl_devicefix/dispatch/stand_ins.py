@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from functools import cache
 from itertools import chain, repeat
 from operator import attrgetter, contains, is_, itemgetter
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from tl_devicefix.attention.implementation import HOOKS
 from tl_devicefix.attention.one_forward import kept_in_forward
+from tl_devicefix.monkeypatch.patch import package_of
 
 hooks_of = itemgetter(*HOOKS)
 """The dicts of hooks in a module's `__dict__`, as they are now: people exchange them whole."""
@@ -57,7 +59,7 @@ def _find_replaced(key: Hashable, define: Callable[[], Iterable[Definitions]]) -
         return None
     now = list(define())
     for definitions in now:
-        if (name := definitions.foreign()) is not None:
+        if (name := definitions.first_foreign()) is not None:
             return f"{name} was replaced"
     if key in _known:
         return "a function that it uses was replaced"
@@ -113,7 +115,7 @@ class Definitions:
         attributes: classes, and the names of their attributes; names that a class lacks are left
             out.
         installed: what is installed in place of attributes that this package has replaced.
-        package: the package that has to have written them all, but for torch's.
+        package: the package that has to have written the attributes.
     """
 
     def __init__(
@@ -127,7 +129,9 @@ class Definitions:
             self._owners.append((cls, [name for name in names if hasattr(cls, name)]))
         self._of_classes = [(attrgetter(*names, "__call__"), cls) for cls, names in self._owners]
         self._package = package
-        functions = dict.fromkeys((*installed, *filter(_is_function, self._attributes())))
+        attributes_now = list(self._attributes())
+        attributes_now += [value.fget for value in attributes_now if isinstance(value, property)]
+        functions = dict.fromkeys((*installed, *filter(_is_function, attributes_now)))
         to_read, read = list(functions), dict[int, tuple[dict[str, Any], set[str]]]()
         while to_read:
             function = to_read.pop()
@@ -165,18 +169,32 @@ class Definitions:
         except (AttributeError, KeyError):  # one of them is gone
             return False
 
-    def foreign(self) -> str | None:
-        """Name of an attribute or a function that somebody else has written; None if none is."""
-        folders = set(map(_folder, (self._package, "torch", "tl_devicefix")))
-        named = {f"{cls.__name__}.{name}": getattr(cls, name) for cls, name in self._names()}
-        named |= {function.__qualname__: function for function in self._functions}
-        for name, value in named.items():
-            function = value.fget if isinstance(value, property) else value
-            if not _is_function(function) or folders.isdisjoint(
-                Path(function.__code__.co_filename).parents
-            ):
+    def first_foreign(self) -> str | None:
+        """Name of the first one that neither the package nor a library it uses has written."""
+        named = [(f"{cls.__name__}.{name}", getattr(cls, name)) for cls, name in self._names()]
+        named += [(function.__qualname__, function) for function in self._functions]
+        for name, value in named:
+            is_of_torch = value is getattr(nn.Module, name.rpartition(".")[2], None)
+            if not is_of_torch and not self._is_written_by(value, ()):
                 return name
+        for get, namespace in self._of_namespaces:
+            for value in get(namespace)[1:]:
+                if not self._is_written_by(value, (*_LIBRARIES, _top_level(namespace))):
+                    return f"{namespace['__name__']}.{getattr(value, '__name__', value)}"
         return None
+
+    def _is_written_by(self, value: Any, libraries: Iterable[str]) -> bool:
+        value = value.fget if isinstance(value, property) else value
+        if not _is_function(value):
+            return isinstance(value, type) or package_of(type(value)) in (*libraries, "builtins")
+        file, packages = Path(value.__code__.co_filename), {self._package, *libraries}
+        if _folder("torch") in file.parents:
+            # A decorator of torch's around somebody's function; transformers has some itself.
+            is_torch_s = str(value.__module__).startswith("torch.") and "torch" in packages
+            return is_torch_s or self._package == "transformers"
+        is_of_python = _folder("typing") in file.parents and "site-packages" not in file.parts
+        folders = map(_folder, packages | {"tl_devicefix"})
+        return is_of_python or not set(folders).isdisjoint(file.parents)
 
     def _names(self) -> Iterator[tuple[type, str]]:
         return ((cls, name) for cls, names in self._owners for name in (*names, "__call__"))
@@ -190,6 +208,14 @@ def _package(function: FunctionType) -> str:
     return str(function.__globals__.get("__name__")).partition(".")[0]
 
 
+def _top_level(namespace: dict[str, Any]) -> str:
+    return str(namespace["__name__"]).partition(".")[0]
+
+
+_LIBRARIES = ("torch", "einops", "typing")
+
+
+@cache
 def _folder(package: str) -> Path:
     return Path(str(sys.modules[package].__file__)).parent
 

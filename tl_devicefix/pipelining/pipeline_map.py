@@ -137,10 +137,15 @@ def _in_a_loop(
     make_bar: Callable[[], Any],
 ) -> Iterator[Result]:
     """Each run when it is fetched, in the caller's thread."""
-    view, hooks = make_view(), _Hooks(model)
+    view, weights, hooks = make_view(), Weights(model), _Hooks(model)
     with make_bar() as bar:
         for number, item in enumerate(items):
             hooks.check()
+            if (name := weights.replaced()) is not None:
+                raise RuntimeError(
+                    f"{name} was replaced between two results, but the runs keep the parameters of "
+                    "the start: change its values in place, or call pipeline_map again"
+                )
             yield _run_on(view, run, number, item)
             bar.update()
 
@@ -229,6 +234,10 @@ def _run_on(view: Any, run: Callable[[Any, Any], Result], number: int, item: Any
 ONE_AT_A_TIME = "run one at a time (max_in_flight=1; for sweeps tl_devicefix.sequential())"
 
 
+_WRAPPED = "_original_component."
+"""In the names of a Bridge's parameters, before what a wrapper stands for."""
+
+
 class Weights:
     """A model's parameters, and their values when this was made.
 
@@ -237,18 +246,31 @@ class Weights:
 
     def __init__(self, model: Any) -> None:
         self._states = [
-            (f"{path}.{name}", module._parameters, name, weight, _state(weight))
+            (
+                f"{path}.{name}".replace(_WRAPPED, ""),
+                module._parameters,
+                name,
+                weight,
+                _state(weight),
+            )
             for path, module in model.named_modules()
             for name, weight in module._parameters.items()
             if weight is not None
         ]
 
-    def changed(self) -> str | None:
-        """The first one that has been changed since, or replaced, if any."""
-        for full_name, parameters, name, weight, state in self._states:
-            if parameters.get(name) is not weight or _state(weight) != state:
+    def replaced(self) -> str | None:
+        """The first one in whose place there is another parameter, if any."""
+        for full_name, parameters, name, weight, _ in self._states:
+            if parameters.get(name) is not weight:
                 return full_name
         return None
+
+    def changed(self) -> str | None:
+        """The first one that has been changed since, or replaced, if any."""
+        for full_name, _, _, weight, state in self._states:
+            if _state(weight) != state:
+                return full_name
+        return self.replaced()
 
 
 class _Hooks:

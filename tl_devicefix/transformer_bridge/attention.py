@@ -104,7 +104,7 @@ _patches_kv_cache = functools.partial(
 def with_kv_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Attention that reads `past_key_values`, where transformers' layer gives `cache`."""
     if "cache" in kwargs:
-        kwargs.setdefault("past_key_values", kwargs.pop("cache"))
+        kwargs["past_key_values"] = kwargs.pop("cache")
     return original(self, *args, **kwargs)
 
 
