@@ -294,9 +294,11 @@ def test_an_error_in_a_hook_leaves_nothing_behind(model: Any, tokens: torch.Tens
 
 @pytest.mark.parametrize("changed_by", ["a run", "the caller"])
 def test_a_weight_that_is_changed_between_runs_that_share_a_residual_stream_is_refused(
-    changed_by: str, model: Any, tokens: torch.Tensor
+    changed_by: str, model: Any, tokens: torch.Tensor, request: pytest.FixtureRequest
 ) -> None:
     weight = next(model.blocks[0].parameters())
+    as_loaded = weight.detach().clone()
+    request.addfinalizer(lambda: weight.data.copy_(as_loaded))  # other tests have this model too
 
     def change(*args: Any, **kwargs: Any) -> None:
         weight.mul_(2)
