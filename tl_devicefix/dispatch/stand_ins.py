@@ -205,11 +205,11 @@ def _is_function(value: Any) -> TypeGuard[FunctionType]:
 
 
 def _package(function: FunctionType) -> str:
-    return str(function.__globals__.get("__name__")).partition(".")[0]
+    return _top_level(function.__globals__)
 
 
 def _top_level(namespace: dict[str, Any]) -> str:
-    return str(namespace["__name__"]).partition(".")[0]
+    return str(namespace.get("__name__")).partition(".")[0]
 
 
 _LIBRARIES = ("torch", "einops", "typing")

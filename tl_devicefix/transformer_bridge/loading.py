@@ -91,10 +91,10 @@ def _boot(boot: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         refuse_directory(str(options["model_name"]))
     try:
         return _boot_by(boot, bound)
-    except OSError as error:
+    except OSError:
         if (name := str(options["model_name"])) not in _LISTED:
             snapshot(name, _LISTED, **options)  # which says so, if there is none to be had
-        raise error
+        raise
 
 
 _LISTED = [*OFFICIAL_MODEL_NAMES, *itertools.chain(*MODEL_ALIASES.values())]
