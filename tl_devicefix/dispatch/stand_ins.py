@@ -135,13 +135,11 @@ class Definitions:
         to_read, read = list(functions), dict[int, tuple[dict[str, Any], set[str]]]()
         while to_read:
             function = to_read.pop()
-            inner = getattr(function, "__wrapped__", None)
-            if _is_function(inner) and _package(inner) == package and inner not in functions:
-                functions[inner] = None
-                to_read.append(inner)
+            called = [getattr(function, "__wrapped__", None)]
             for namespace, name in _reads(function) if _package(function) == package else ():
                 read.setdefault(id(namespace), (namespace, set()))[1].add(name)
-                value = namespace[name]
+                called.append(namespace[name])
+            for value in called:
                 if _is_function(value) and _package(value) == package and value not in functions:
                     functions[value] = None
                     to_read.append(value)
