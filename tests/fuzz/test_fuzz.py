@@ -17,7 +17,7 @@ import pytest
 from cases import Installed, report
 from pools import IS_BRIDGE
 
-SEEDS = range(30 if IS_BRIDGE else 100)
+SEEDS = range(10 if IS_BRIDGE else 50)
 
 
 @pytest.fixture(scope="session")
